@@ -11,11 +11,14 @@ from typing import Protocol
 
 from mmrl import rng
 from mmrl.algorithms.checks import scale_problems, turn_problems
+from mmrl.algorithms.dr_mas import DrMas
+from mmrl.algorithms.gigpo import Gigpo
 from mmrl.algorithms.grpo import Grpo
 from mmrl.algorithms.mhgpo import Mhgpo, MhgpoFofOs, MhgpoIs, MhgpoRr
 from mmrl.algorithms.mmgrpo import Mmgrpo
 from mmrl.algorithms.mt_grpo import MtGrpo, MtGrpoVariable
 from mmrl.algorithms.ppo import Mappo, Ppo
+from mmrl.algorithms.tree_grpo import TreeGrpo
 from mmrl.config import AlgoConfig
 from mmrl.credit.entries import Credit, Group
 from mmrl.records import Forest
@@ -51,6 +54,8 @@ class Algorithm(Protocol):
 
 
 ALGORITHMS: dict[str, Algorithm] = {
+    "dr_mas": DrMas(),
+    "gigpo": Gigpo(),
     "grpo": Grpo("grpo", merge=False),
     "grpo_mr": Grpo("grpo_mr", merge=True),
     "mappo": Mappo("mappo", turns=False),
@@ -63,6 +68,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "mt_grpo_variable": MtGrpoVariable("mt_grpo_variable"),
     "mt_ppo": Ppo("mt_ppo", turns=True),
     "ppo": Ppo("ppo", turns=False),
+    "tree_grpo": TreeGrpo(),
 }
 """Plug point: algorithm name -> algorithm."""
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from mmrl import rng
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MtGrpoConfig, MtGrpoVariableConfig, TurnGroupConfig
+from mmrl.credit.backward import discounted
 from mmrl.credit.entries import Credit, Entry, Group, Member, Reward
 from mmrl.credit.groups import compare, weigh
 from mmrl.credit.scored import ScoredRollout, by_example
@@ -206,16 +207,6 @@ def compare_turns(
         )
         for example, own in rollouts.items()
     }
-
-
-def discounted(own: Sequence[float], alpha: float) -> list[float]:
-    """A_k = sum over l >= k of alpha^(l-k) · own_l."""
-    # From the last turn back: the outcome's advantage reaches turn k with alpha^(K - k).
-    sums, running = [], 0.0
-    for advantage in reversed(own):
-        running = advantage + alpha * running
-        sums.append(running)
-    return sums[::-1]
 
 
 def zero_variance_shares(groups: Iterable[TurnGroup]) -> dict[str, float]:

@@ -50,7 +50,7 @@ class Ppo:
         weights = per_token(units, two_level(units, minibatch), algo, minibatch)
         pairs = zip(rollouts, weights, strict=True)
         estimated = [call for rollout, weight in pairs for call in self._estimated(rollout, algo, weight)]
-        return critic_credit(self.name, estimated, algo.whiten)
+        return critic_credit(self.name, estimated, algo.whiten, getattr(algo, "whiten_within", "batch") == "turn")
 
     def _estimated(self, scored: ScoredRollout, algo: TurnCriticConfig, weight: float) -> list[EstimatedCall]:
         """Place the rewards, estimate over the rollout's tokens, and cut the result at the calls."""

@@ -11,7 +11,7 @@ from mmrl.config.base import Idle, MethodConfig, Temperature, no_lookalike
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.errors import ConfigError
 
-Aggregate = Literal["mean", "max", "min", "random"]
+Aggregate = Literal["mean", "max", "min", "random", "tree_value"]
 FACTOR = 1e30
 """Largest coefficient: times the largest reward it is still a number, and so is its square."""
 MOST_SAMPLES = 100_000
@@ -23,6 +23,11 @@ class AlgoConfig(MethodConfig):
 
     epochs: int = Field(1, ge=1, description="passes over a batch of rollouts")
     minibatches: int = Field(1, ge=1, description="optimizer steps per pass; the batch is split by example")
+    loss: Literal["clip", "cispo", "gspo"] = Field(
+        "clip",
+        description="clip: PPO's ratio of a token; cispo: the ratio as a bounded weight, which takes away no gradient; "
+        "gspo: one ratio for a whole call, with clip near 0.0003",
+    )
     clip: float = Field(0.2, gt=0, lt=1, description="epsilon of the clipped ratio")
     clip_high: float | None = Field(None, gt=0, description="upper epsilon (clip-higher); null: the same as clip")
     beta: float = Field(0.001, ge=0, le=FACTOR, description="weight of the KL term against the reference policy")
@@ -77,7 +82,9 @@ class GroupConfig(AlgoConfig):
     ddof: Annotated[Literal[0, 1], BeforeValidator(no_lookalike)] = Field(
         1, description="1: sample standard deviation, 0: population"
     )
-    scale: bool = Field(True, description="divide by the standard deviation (false: Dr.GRPO)")
+    scale: Literal[True, False, "mean"] = Field(
+        True, description="divide by the standard deviation (false: Dr.GRPO; mean: by the mean reward, MaxRL)"
+    )
     std_over: Literal["group", "batch"] = Field("group", description="rewards whose standard deviation is divided by")
     baseline: Literal["mean", "leave_one_out"] = Field("mean", description="leave_one_out: RLOO")
     # equal rewards have advantage 0; with `keep` they still take part in means over the batch
@@ -103,7 +110,10 @@ class GroupConfig(AlgoConfig):
 class MhgpoConfig(GroupConfig):
     """MHGPO (arXiv 2506.02718): backward rewards with module penalties over forked rollouts."""
 
-    aggregate: Aggregate = Field("mean", description="Eq. 4: how successors' rewards are aggregated at a fork")
+    aggregate: Aggregate = Field(
+        "mean",
+        description="Eq. 4: how successors' rewards are aggregated at a fork; tree_value: TreeRL's value of a step",
+    )
     propagate: Literal["shared", "full"] = Field("shared", description="whether a penalty is propagated backwards too")
     penalties: bool = Field(True, description="false: final reward only (all R_spe = 0)")
     penalty_scale: dict[str, float] | None = Field(
@@ -114,7 +124,7 @@ class MhgpoConfig(GroupConfig):
     frozen_serving: bool = Field(
         False, description="modules out of the loss act with the initial weights; false: with the current ones"
     )
-    idle: ClassVar[list[Idle]] = [Idle("penalty_scale", "penalties=false")]
+    idle: ClassVar[list[Idle]] = [Idle("penalty_scale", "penalties=false"), Idle("propagate", "aggregate=tree_value")]
 
     def trains(self, module: str) -> bool:
         """Whether the module is in the loss."""
@@ -184,6 +194,42 @@ class GrpoMrConfig(GroupConfig):
     """GRPO on outcome and turn rewards merged into one number (GRPO-MR)."""
 
     name: Literal["grpo_mr"]
+
+
+class DrMasConfig(GroupConfig):
+    """Dr.MAS (arXiv 2602.08847): all calls of a module in an example are one group."""
+
+    name: Literal["dr_mas"]
+
+
+class GigpoConfig(GroupConfig):
+    """GiGPO (arXiv 2505.10978): whole rollouts are compared, and so are the calls that were made in the same state."""
+
+    name: Literal["gigpo"]
+    gamma: float = Field(0.95, ge=0, le=1, description="discount of later rewards in a call's return, per call")
+    step_coef: float = Field(1.0, ge=0, le=FACTOR, description="w: coefficient of the advantage within a state")
+    count: Literal["rollout", "call"] = Field(
+        "rollout", description="what mean and std of the rollouts count: each rollout once, or once for each call"
+    )
+
+
+class TreeGrpoConfig(GroupConfig):
+    """Tree-GRPO (arXiv 2509.21240): trees that grow at drawn calls; leaves compared in their tree and in all."""
+
+    name: Literal["tree_grpo"]
+    trees: int = Field(2, ge=1, le=MOST_SAMPLES, description="M: trees of an example")
+    nodes: int = Field(2, ge=1, le=MOST_SAMPLES, description="N: calls drawn in a tree, from which a round goes on")
+    rounds: int = Field(1, ge=1, le=MOST_SAMPLES, description="L: rounds in which a tree grows")
+    group_size: int = Field(3, ge=1, le=MOST_SAMPLES, description="K: leaves kept of each tree")
+
+    @model_validator(mode="after")
+    def _leaves(self) -> Self:
+        leaves = 1 + self.nodes * self.rounds
+        if self.group_size > leaves:
+            raise ValueError(f"group_size: got {self.group_size}, a tree has {leaves} leaves (1 + nodes · rounds)")
+        if self.trees * self.group_size < 2:
+            raise ValueError("group_size: got 1 with trees=1, and one rollout is compared with nothing; expected more")
+        return self
 
 
 class TurnGroupConfig(GroupConfig):
@@ -347,9 +393,15 @@ class MtPpoConfig(TurnCriticConfig):
     """PPO with a reward at the end of every turn (arXiv 2505.11821)."""
 
     name: Literal["mt_ppo"]
+    whiten_within: Literal["batch", "turn"] = Field(
+        "batch", description="turn: advantages of the last turns are whitened apart from those of the turns before"
+    )
+    idle: ClassVar[list[Idle]] = [Idle("whiten_within", "whiten=none")]
 
 
 ALGO_SCHEMAS: dict[str, type[AlgoConfig]] = {
+    "dr_mas": DrMasConfig,
+    "gigpo": GigpoConfig,
     "grpo": GrpoConfig,
     "grpo_mr": GrpoMrConfig,
     "mappo": MappoConfig,
@@ -362,5 +414,6 @@ ALGO_SCHEMAS: dict[str, type[AlgoConfig]] = {
     "mt_grpo_variable": MtGrpoVariableConfig,
     "mt_ppo": MtPpoConfig,
     "ppo": PpoConfig,
+    "tree_grpo": TreeGrpoConfig,
 }
 """Plug point: algorithm name -> schema. The same names are in `mmrl.algorithms.ALGORITHMS` and in `conf/algo/`."""

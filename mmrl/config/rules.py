@@ -38,7 +38,7 @@ _ONCE = "with this task, whose program calls each module at most once: there are
 # `facts.*` are those of `_known`. For any value but the default, whoever set it:
 RUNS = (
     Idle("train.warmup_steps", "train.schedule=constant", "; use train.schedule=constant_with_warmup"),
-    Idle("train.old_logprobs algo.clip_high", "algo.ratio_one=true"),
+    Idle("train.old_logprobs algo.clip_high algo.loss", "algo.ratio_one=true"),
     Idle("algo.frozen_serving", "model.modules!=null", "with model.modules: a frozen adapter acts as it started"),
     # These three say how a run trains: an evaluation may take the profile of a training run as it is.
     Idle("hardware.sharding", f"hardware.processes=1 hardware.nodes=1 {_TRAIN}", "with one process; use none"),
@@ -85,7 +85,7 @@ TYPED = (
     ),
     Idle("algo.clip", "algo.ratio_one=true"),
     Idle(
-        "algo.clip algo.clip_high",
+        "algo.loss algo.clip algo.clip_high",
         f"train.old_logprobs=recompute {_ONE_UPDATE}",
         " and one optimizer step per batch, whose ratio is 1; set algo.epochs or algo.minibatches",
     ),

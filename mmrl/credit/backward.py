@@ -18,7 +18,7 @@ from statistics import fmean
 from mmrl import rng
 from mmrl.config.algo import MappoConfig, MhgpoConfig
 from mmrl.credit.entries import Credit, Entry, Reward
-from mmrl.credit.scored import scored_rollouts
+from mmrl.credit.scored import by_example, scored_rollouts
 from mmrl.errors import DataError
 from mmrl.records import Call, Forest
 
@@ -42,13 +42,15 @@ def backward(forest: Forest, algo: MhgpoConfig | MappoConfig, seed: int = 0) -> 
         ending.setdefault(scored.path[-1].id, []).append(scored.reward)
     passed: dict[str, float] = {}
     rewards: dict[str, Reward] = {}
+    values = tree_values(forest) if aggregate == "tree_value" else {}
     # Parents come first in a forest, so the reverse order sees every successor before the calls above it.
     for call in reversed(list(forest.calls.values())):
         successors = ending.get(call.id, []) + [passed[child] for child in forest.children[call.id] if child in passed]
         # Every rollout through this call was dropped: there is nothing to back up.
         if not successors:
             continue
-        shared = _aggregate(successors, aggregate, (seed, forest.step, "aggregate", call.id))
+        key = (seed, forest.step, "aggregate", call.id)
+        shared = values[call.id] if values else _aggregate(successors, aggregate, key)
         # A penalty belongs to the call that earned it. `full` charges the calls before as well, which led up to it.
         own = (algo.penalty_scale or {}).get(call.module, 1.0) * call.penalty if algo.penalties else 0.0
         rewards[call.id] = Reward(shared + own, {"shared": shared, "penalty": own})
@@ -65,6 +67,36 @@ def _aggregate(values: Sequence[float], how: str, key: rng.Key) -> float:
         return rng.stream(*key).choice(values)
     aggregates: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "max": max, "min": min}
     return aggregates[how](values)
+
+
+def tree_values(forest: Forest) -> dict[str, float]:
+    """TreeRL's value of a step (arXiv 2506.11902): (V(n) - V(parent)) + (V(n) - V(root)), for each call n.
+
+    V is the mean, over the rollouts through a call, of R minus the mean R of the example's other rollouts; V(root) = 0.
+    """
+    sums, counts = dict.fromkeys(forest.calls, 0.0), dict.fromkeys(forest.calls, 0)
+    for rollouts in by_example(forest).values():
+        total, others = math.fsum(rollout.reward for rollout in rollouts), max(len(rollouts) - 1, 1)
+        for rollout in rollouts:
+            # Alone it is compared with nothing.
+            gain = rollout.reward - (total - rollout.reward) / others if len(rollouts) > 1 else 0.0
+            for call in rollout.path:
+                sums[call.id] += gain
+                counts[call.id] += 1
+    value = {call_id: sums[call_id] / count for call_id, count in counts.items() if count}
+    parents = {call_id: forest.calls[call_id].parent for call_id in value}
+    return {
+        call_id: 2 * own - (value[parent] if (parent := parents[call_id]) else 0.0) for call_id, own in value.items()
+    }
+
+
+def discounted(values: Sequence[float], factor: float) -> list[float]:
+    """Sum over l >= k of factor^(l-k) · values_l, for each k."""
+    sums, running = [], 0.0
+    for value in reversed(values):
+        running = value + factor * running
+        sums.append(running)
+    return sums[::-1]
 
 
 def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
@@ -147,20 +179,23 @@ class EstimatedCall:
     """Of each sampled token."""
 
 
-def critic_credit(name: str, estimated: Sequence[EstimatedCall], whiten: str) -> Credit:
+def critic_credit(name: str, estimated: Sequence[EstimatedCall], whiten: str, apart: bool = False) -> Credit:
     """Entries of all calls.
 
     Args:
         whiten: `trained` (over sampled tokens), `all` (observation tokens too) or `none`. Returns always use the
             advantages before whitening.
+        apart: last turns are whitened by themselves, and so are those before them.
     """
-    raw = [
-        a for s in estimated for a in (s.advantages if whiten == "all" else s.advantages[: s.call.completion_tokens])
-    ]
+    raw: dict[bool, list[float]] = {}
+    for call in estimated:
+        counted = call.advantages if whiten == "all" else call.advantages[: call.call.completion_tokens]
+        raw.setdefault(apart and "outcome" in call.parts, []).extend(counted)
     # Whitened over the batch and not per example: with one rollout each, an example has nothing to compare with.
-    mean, factor = (0.0, 1.0) if whiten == "none" else whitening(raw)
+    scales = {last: (0.0, 1.0) if whiten == "none" else whitening(values) for last, values in raw.items()}
     entries = []
     for own in estimated:
+        mean, factor = scales[apart and "outcome" in own.parts]
         tokens = own.call.completion_tokens
         advantages = own.advantages[:tokens]
         entries.append(

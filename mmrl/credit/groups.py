@@ -12,6 +12,7 @@ from dataclasses import replace
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Group
 from mmrl.credit.loss_weights import Minibatches, Unit, per_token, two_level
+from mmrl.errors import DataError
 
 
 def compare(groups: Iterable[Group], algo: GroupConfig) -> list[Group]:
@@ -29,13 +30,19 @@ def _compared(group: Group, algo: GroupConfig, batch_std: float | None) -> Group
         return replace(group, mean=rewards[0] if rewards else None)
     mean = math.fsum(rewards) / size
     std = std_of(rewards, algo.ddof) if batch_std is None else batch_std
-    shown = std if algo.scale else None
+    shown = std if algo.scale is True else None
     if is_constant(rewards):
         return replace(group, mean=mean, std=shown, constant=True, vanished=algo.drops_constant)
     # RLOO compares with the mean of the other G - 1: r - (S - r) / (G - 1) = (r - S / G) · G / (G - 1).
     factor = size / (size - 1) if algo.baseline == "leave_one_out" else 1.0
-    if algo.scale:
+    if algo.scale is True:
         factor /= std + algo.eps
+    elif algo.scale == "mean":
+        # MaxRL: its expectation is the gradient of the logarithm of the mean reward. Rewards that differ and are not
+        # negative have a mean above 0.
+        if min(rewards) < 0:
+            raise DataError(f"algo.scale: mean needs rewards of 0 or more; group '{group.id}' has {min(rewards):g}")
+        factor /= mean
     members = tuple(replace(m, advantage=(m.reward.total - mean) * factor) for m in group.members)
     return replace(group, members=members, mean=mean, std=shown)
 

@@ -26,6 +26,11 @@ class ScoredRollout:
     path: tuple[Call, ...]
 
     @property
+    def tree(self) -> str:
+        """Which of its example's trees it is a leaf of: the first number of its path."""
+        return self.rollout.id.removeprefix(f"{self.rollout.example}/").partition(".")[0]
+
+    @property
     def outcome(self) -> Reward:
         """Outcome alone (GRPO-OR, PPO)."""
         return Reward(self.reward, {"outcome": self.reward})

@@ -161,16 +161,23 @@ def _trees(
     loads = {module: Load() for module in modules}
     # All trees of an example start with the same prompt, which is prefilled and forwarded once.
     first_prompt_counted = False
+    count = sum(lengths[module].calls for module in modules)
     for tree in trees:
-        branches = Fraction(1)
+        branches, before = Fraction(1), 0
         for index, module in enumerate(modules):
             prompts = branches
             for fork in tree.forks:
                 if fork.module == module or (fork.module is None and index == 0):
                     branches *= fork.width
+            own = lengths[module].calls
+            # A growing tree goes on from each of a rollout's `count` nodes equally often: its call number j is sampled
+            # again from the j nodes before it.
+            drawn = tree.growth.rounds * tree.growth.nodes if tree.growth else 0
+            grown = branches * (1 + Fraction(drawn * (2 * before + own + 1), 2 * count))
+            before += own
             fresh = Fraction(0) if index == 0 and first_prompt_counted else prompts
             trained = _is_trained(config, tree, module)
-            loads[module] = loads[module] + path_load(lengths[module], float(branches), float(fresh), trained)
+            loads[module] = loads[module] + path_load(lengths[module], float(grown), float(fresh), trained)
         first_prompt_counted = True
     return loads
 

@@ -20,6 +20,18 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """How a tree grows from one rollout (Tree-GRPO): in each round, `nodes` draws of a call to go on from, anew."""
+
+    rounds: int
+    nodes: int
+    keep: int
+    """Leaves that are kept, drawn uniformly."""
+    key: rng.Key
+    """Source of the draws."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tree:
     """One tree of rollouts of an example: its forks, outermost first. No forks: a single independent rollout."""
 
@@ -27,6 +39,7 @@ class Tree:
     fork_name: str | None = None
     """Recorded as `Rollout.fork` (the module at which an RR or IS tree forked)."""
     teacher: str | None = None
+    growth: Growth | None = None
 
 
 def independent(count: int) -> tuple[Tree, ...]:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
+from mmrl import rng
 from mmrl.engines.base import Engine
 from mmrl.errors import ParseFailure, ProgramFailure, RewardFailure, RolloutError, RolloutTimeout
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout, caught
@@ -33,6 +34,8 @@ class _Tree:
     plan: Tree
     reward_set: str
     rollouts: list[tuple[tuple[int, ...], Rollout, list[Call]]] = field(default_factory=list)
+    tapes: list[list[Event]] = field(default_factory=list)
+    """What the rollouts requested, in the order of `rollouts`; kept where the tree grows."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     context: Context = field(default_factory=copy_context)
 
@@ -76,6 +79,35 @@ class _Tree:
         rollout = await self._execute(ctx)
         self._penalise(ctx, rollout)
         self.rollouts.append((tuple(name), rollout, ctx.calls))
+        if self.plan.growth is not None:
+            self.tapes.append(ctx.events)
+
+    def grow(self, index: int, number: int) -> None:
+        """Begin the branches of round `number`, counted from 1; after the last one, `leaves` says which are kept."""
+        growth = self.plan.growth
+        if growth is None or number > growth.rounds:
+            return
+        # What each node has behind it: the root nothing, a call all that was requested up to the call after it.
+        behind: dict[str | None, list[Event]] = {}
+        for _, tape in sorted(zip(self.rollouts, self.tapes, strict=True), key=lambda branch: branch[0][0]):
+            parent = None
+            for place, event in enumerate(tape):
+                if event.call is not None:
+                    behind.setdefault(parent, tape[:place])
+                    parent = event.call.id
+        # Nodes have a call after them, so none is a leaf; a rollout that failed before its first call has no node.
+        nodes, count = list(behind.values()), len(self.rollouts)
+        draws = rng.stream(*growth.key, "growth", index, number)
+        for branch in range(growth.nodes if nodes else 0):
+            self.start((index, count + branch), draws.choice(nodes), ())
+
+    def leaves(self, index: int) -> list[tuple[tuple[int, ...], Rollout, list[Call]]]:
+        """Its rollouts by path and not by completion, so that the forest is the same whatever ended first."""
+        leaves, growth = sorted(self.rollouts, key=lambda item: item[0]), self.plan.growth
+        if growth is None:
+            return leaves
+        kept = rng.stream(*growth.key, "kept", index).sample(leaves, min(growth.keep, len(leaves)))
+        return sorted(kept, key=lambda item: item[0])
 
     async def _teacher_forced(self, name: str, path: str) -> RolloutContext:
         """Run a teacher's program live; the context that forces its outputs on the student's program."""
@@ -229,27 +261,30 @@ async def sample(
         for index, tree in trees:
             tree.start((index,), (), tree.plan.forks)
         try:
-            for _, tree in trees:
-                # Branches start further branches, so the set is looked at until it is empty.
-                while tree.tasks:
-                    done, _ = await asyncio.wait(tree.tasks, return_when=asyncio.FIRST_EXCEPTION)
-                    for task in done:
-                        task.result()
+            for number in range(1 + max((tree.plan.growth.rounds for _, tree in trees if tree.plan.growth), default=0)):
+                # All trees grow at once, after the slowest rollout: what is sampled together must not depend on time.
+                for index, tree in trees if number else ():
+                    tree.grow(index, number)
+                for _, tree in trees:
+                    # Branches start further branches, so the set is looked at until it is empty.
+                    while tree.tasks:
+                        done, _ = await asyncio.wait(tree.tasks, return_when=asyncio.FIRST_EXCEPTION)
+                        for task in done:
+                            task.result()
         finally:
             left = [task for _, tree in trees for task in tree.tasks]
             # After a failure nothing may go on: its requests would hold the engine's next batch.
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
-    return _forest(env, [tree for _, tree in trees], step, meta)
+    return _forest(env, trees, step, meta)
 
 
-def _forest(env: Environment, trees: Sequence[_Tree], step: int, meta: Mapping[str, object]) -> Forest:
+def _forest(env: Environment, trees: Sequence[tuple[int, _Tree]], step: int, meta: Mapping[str, object]) -> Forest:
     calls: dict[str, Call] = {}
     rollouts: list[Rollout] = []
-    for tree in trees:
-        # By path and not by completion, so that the forest is the same whatever ended first.
-        for _, rollout, path in sorted(tree.rollouts, key=lambda item: item[0]):
+    for index, tree in trees:
+        for _, rollout, path in tree.leaves(index):
             rollouts.append(rollout)
             for call in path:
                 calls.setdefault(call.id, call)

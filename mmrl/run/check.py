@@ -192,7 +192,7 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     # From cheap to dear: nothing here leaves this process.
     problems = across_sections(config) + device_problems(config)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
-    problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
+    problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets) + negative_rewards(config, task)
     modules = task.program.modules
     problems += module_assignment(config.model, config.algo, modules, config.engine.endpoints).problems()
     if engine_name(config) == "openai":
@@ -313,6 +313,22 @@ def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:
         f"algo.reserialise: task {task.name} has no canonical text of what its modules write; leave it out, or give "
         "its program a method canonical(call) (mmrl.tasks.base.Canonical)"
     ]
+
+
+def negative_rewards(config: TrainCommandConfig, task: Task) -> list[str]:
+    """What makes rewards negative, where `algo.scale=mean` divides by their mean."""
+    algo, absent = config.algo, task.absent_features
+    if getattr(algo, "scale", True) != "mean":
+        return []
+    format_score = 0.0 if "parse_failures" in absent else getattr(algo, "format_failure_score", 0.0)
+    penalties = "penalties" not in absent and getattr(algo, "penalties", False)
+    causes = [
+        ("task.failure_score", task.failure_score, task.failure_score < 0, "0 or more"),
+        ("algo.format_failure_score", format_score, format_score < 0, "0 or more"),
+        ("algo.penalties", "true", penalties, "false"),
+    ]
+    why = "which makes rewards negative, and algo.scale=mean divides by their mean"
+    return [f"{key}: got {value}, {why}; expected {expected}" for key, value, negative, expected in causes if negative]
 
 
 def turns_missing(chosen: str | None, algo: str, task: Task) -> list[str]:

@@ -62,7 +62,8 @@ class Context(Protocol):
             parse: turns the text into a value, or raises `ParseFailure`; retried up to the allowed number of times,
                 then raised here, which ends the rollout unless the program catches it. Only the last attempt is
                 recorded.
-            facts: numbers that the module's penalty and behaviour metrics need (e.g. `{"documents": 10}`).
+            facts: numbers that the module's penalty and behaviour metrics need (e.g. `{"documents": 10}`); `state`, a
+                text, names what the call is made in: GiGPO compares calls of the same state.
         """
         ...
 

@@ -88,9 +88,9 @@ class TokenLoss:
     loss: torch.Tensor
     """Scalar, to be minimised."""
     ratio: torch.Tensor
-    """exp(logprobs - old), (E,), detached like every tensor below."""
+    """exp(logprobs - old), of the token or (`gspo`) of its call; (E,), detached like every tensor below."""
     clipped: torch.Tensor
-    """Where the clipped branch is the active one, so that the policy term has no gradient: (E,) bool."""
+    """Where the bound on the ratio is active, (E,) bool: no gradient of the policy term, or (`cispo`) a bounded one."""
     kl: torch.Tensor | None
     """k3 estimate of KL(policy || reference) in nats, (E,); None without a reference."""
     correction: Correction | None = None
@@ -139,10 +139,16 @@ def token_loss(
     beta: float,
     ratio_one: bool = False,
     correction: Correction | None = None,
+    kind: str = "clip",
+    calls: torch.Tensor | None = None,
 ) -> TokenLoss:
     """Sum of w_t * (-min(r_t A_t, clip(r_t, 1 - clip, 1 + clip_high) A_t) + beta * k3_t), r_t = exp(logprobs - old).
 
-    With `correction` the policy term, not the KL term, is multiplied by its weights.
+    With `correction` the policy term, not the KL term, is multiplied by its weights. Two other policy terms:
+
+    `gspo` (arXiv 2507.18071): r_t = exp(mean over the call's tokens of logprobs - old), one ratio for the whole call.
+    `cispo` (arXiv 2506.13585): -sg(clip(r_t, 1 - clip, 1 + clip_high)) A_t logprobs, sg: without gradient; the bound
+    limits how much a token weighs and takes no token's gradient away.
 
     k3 = exp(ref - logprobs) - (ref - logprobs) - 1 (Schulman's estimator, as in GRPO, arXiv 2402.03300, Eq. 4). The
     clipped term is PPO's (arXiv 1707.06347, Eq. 7). Every tensor has shape (E,).
@@ -155,13 +161,24 @@ def token_loss(
         clip_high: upper epsilon; None: `clip`.
         ratio_one: `old` is the policy in training itself, so that r_t = 1 with the gradient of log-probability.
         correction: truncated importance weights; None: all 1.
+        kind: `clip`, `cispo` or `gspo`.
+        calls: index of each token's call, (E,) int64; needed for `gspo`.
     """
     high = clip if clip_high is None else clip_high
     # (E,). With ratio_one the value is exactly 1, the gradient that of logprobs: REINFORCE with PPO's bookkeeping.
-    ratio = torch.exp(logprobs - (logprobs.detach() if ratio_one else old))
+    log_ratio = logprobs - (logprobs.detach() if ratio_one else old)
+    if kind == "gspo":
+        assert calls is not None
+        # A call that takes several places in the loss repeats its tokens, which leaves their mean as it is.
+        sums = torch.zeros(int(calls.max()) + 1 if len(calls) else 0).to(log_ratio).index_add(0, calls, log_ratio)
+        log_ratio = (sums / torch.bincount(calls).clamp(min=1))[calls]
+    ratio = torch.exp(log_ratio)
     bounded = ratio.clamp(1 - clip, 1 + high)
-    # The smaller of the two is the pessimistic bound: a token is held back only where moving on would gain.
-    per_token = -torch.minimum(ratio * advantages, bounded * advantages)
+    if kind == "cispo":
+        per_token = -bounded.detach() * advantages * logprobs
+    else:
+        # The smaller of the two is the pessimistic bound: a token is held back only where moving on would gain.
+        per_token = -torch.minimum(ratio * advantages, bounded * advantages)
     if correction is not None:
         per_token = per_token * correction.weights
     kl = None
@@ -173,8 +190,10 @@ def token_loss(
         if beta > 0:
             per_token = per_token + beta * kl
     with torch.no_grad():
-        # Beyond the bound and on the side where the minimum takes the bounded branch: no gradient from this token.
-        clipped = ((ratio < 1 - clip) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
+        # Beyond the bound, and on the side where the minimum takes the bounded branch: no gradient from this token.
+        either = torch.ones_like(ratio, dtype=torch.bool) if kind == "cispo" else None
+        low, above = (either, either) if either is not None else (advantages < 0, advantages > 0)
+        clipped = ((ratio < 1 - clip) & low) | ((ratio > 1 + high) & above)
     # A plain sum: `weights` hold every mean (over tokens, calls, groups), so packs and processes just add up.
     kl = None if kl is None else kl.detach()
     return TokenLoss((weights * per_token).sum(), ratio.detach(), clipped, kl, correction)

@@ -119,6 +119,8 @@ class Pack:
     """(N,) the critic's values before the step; NaN where they are not known."""
     modules: torch.Tensor
     """(N,) int64: index of the call's module in the list that `make_packs` was given."""
+    of_call: torch.Tensor
+    """(N,) int64: index into `calls`."""
     tokens: int
     """Real tokens forwarded."""
     tree: PrefixTree | None = None
@@ -349,6 +351,7 @@ def _pack(
         known_ref=per_position([_chosen(call.ref_logprobs, scored) for call, scored in calls]),
         old_values=per_position([_chosen(call.values, scored) for call, scored in calls]),
         modules=per_position([[modules.index(call.module)] * len(scored) for call, scored in calls], torch.int64),
+        of_call=per_position([[number] * len(scored) for number, (_, scored) in enumerate(calls)], torch.int64),
         entry_index=per_position([[index[t] for t in tokens] for _, tokens, index in entries], torch.int64),
         advantages=per_position([_chosen(entry.advantages, tokens) for entry, tokens, _ in entries]),
         weights=per_position([_chosen(entry.weights, tokens) for entry, tokens, _ in entries]),

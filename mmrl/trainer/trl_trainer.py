@@ -288,6 +288,8 @@ class MmrlTrainer(GRPOTrainer):
             beta,
             algo.ratio_one,
             correction,
+            algo.loss,
+            pack.of_call[at],
         )
         # Processes' gradients are averaged, and this loss is a sum.
         self.accelerator.backward(result.loss * self.accelerator.num_processes)

@@ -14,7 +14,16 @@ from mmrl.config.schema import LoraConfig
 CONF = Path(__file__).parents[2] / "conf" / "algo"
 PAPER_FREE = {"parse_retries", "top_k", "clip_high", "loss_length", "scale", "std_over", "baseline", "zero_variance"}
 """Off by default and in no paper: not in the files."""
-PAPER_FREE |= {"advantage_scale", "penalty_scale", "frozen_serving", "ratio_one", "refill_rounds", "reserialise"}
+PAPER_FREE |= {
+    "loss",
+    "whiten_within",
+    "advantage_scale",
+    "penalty_scale",
+    "frozen_serving",
+    "ratio_one",
+    "refill_rounds",
+    "reserialise",
+}
 
 
 def tuples(value: Any) -> Any:

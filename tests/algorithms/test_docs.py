@@ -1,4 +1,4 @@
-"""docs/algorithms.md: every file in it is read, every command in it is run, and prints what the page says."""
+"""docs/algorithms.md, docs/credits.md: every file in them is read, every command is run and prints what they say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import main
 
-PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("algorithms.md", "credits.md"))
 FILES = re.findall(r"```json (\S+)\n(.*?)```", PAGE, re.S)
 BLOCKS = re.findall(r"```console\n(.*?)```", PAGE, re.S)
 RUNS = [run for block in BLOCKS for run in re.findall(r"^\$ mmrl (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)]

@@ -32,6 +32,9 @@ GROUPED = (
     "mhgpo_is",
     "mhgpo_rr",
     "mhgpo_fof_os",
+    "dr_mas",
+    "gigpo",
+    "tree_grpo",
 )
 CRITIC = ("ppo", "mt_ppo", "mappo")
 

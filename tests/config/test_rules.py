@@ -167,6 +167,8 @@ ALWAYS = [
     (["train.warmup_steps=3", "train.schedule=constant"], "train.warmup_steps", "got 3", "constant_with_warmup"),
     (["algo.ratio_one=true", "train.old_logprobs=recompute"], "train.old_logprobs", "got recompute", "ratio_one"),
     (["algo.ratio_one=true", "algo.clip_high=0.3"], "algo.clip_high", "got 0.3", "ratio_one"),
+    (["algo.ratio_one=true", "algo.loss=cispo"], "algo.loss", "got cispo", "ratio_one"),
+    (["algo=mt_ppo", "algo.whiten_within=turn", "algo.whiten=none"], "algo.whiten_within", "got turn", "whiten=none"),
     (["algo=mhgpo_fof", "algo.frozen_serving=true", "model.modules={}"], "algo.frozen_serving", "got true", "adapter"),
     (["hardware.device=cuda", "hardware.sharding=fsdp2"], "hardware.sharding", "got fsdp2", "one process"),
     (["hardware.cpu_offload=true"], "hardware.cpu_offload", "got true", "hardware.sharding=none"),
@@ -208,6 +210,19 @@ def test_samples_differ_where_the_endpoint_has_a_temperature_of_its_own(monkeypa
 def test_sections_name_all_their_keys_without_effect_at_once():
     problems = refused("algo=mmgrpo", "algo.loss_length=4", "algo.overlong=trajectory", "algo.max_context=null")
     assert [text.partition(":")[0] for text in problems] == ["algo.loss_length", "algo.overlong"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([FOF], "algo.penalties: got true, which makes rewards negative, and algo.scale=mean divides by their mean"),
+        (["algo=mmgrpo", "task=banking77"], "algo.format_failure_score: got -1.0, which makes rewards negative"),
+        ([AGENT, "algo=grpo", "task.failure_score=-0.5"], "task.failure_score: got -0.5, which makes rewards negative"),
+    ],
+)
+def test_a_mean_of_negative_rewards_is_refused(words, said):
+    (problem,) = refused("algo.scale=mean", *words)
+    assert problem.startswith(said)
 
 
 def test_every_rule_has_a_case():

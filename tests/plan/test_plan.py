@@ -42,6 +42,13 @@ def test_round_robin_is_the_expectation_over_draws(capsys):
     assert [plan["calls"][m]["calls"] for m in plan["calls"]] == pytest.approx([1, 4, 4])
 
 
+def test_a_growing_tree_goes_on_from_each_call_equally_often(capsys):
+    """3 modules, 2 trees, 3 draws, one of them at the question: 1 + 1 rewriters, 1 + 2 rerankers, 1 + 3 answerers."""
+    extra = ["algo.trees=2", "algo.nodes=3", "algo.group_size=4", "train.batch_size=1"]
+    plan = planned(capsys, "algo=tree_grpo", LENGTHS, *extra)
+    assert [plan["calls"][m]["calls"] for m in plan["calls"]] == pytest.approx([4, 6, 8])
+
+
 def test_tokens_by_hand(capsys):
     """FoF, G = 2, one question: the rewriter's prompt is shared, later prompts are not."""
     calls = planned(capsys, "algo=mhgpo_fof", "algo.group_size=2", LENGTHS, "train.batch_size=1")["calls"]

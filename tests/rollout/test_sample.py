@@ -12,7 +12,7 @@ from mmrl.engines.base import Completion
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.errors import LimitFailure, ParseFailure
 from mmrl.records import Example
-from mmrl.rollout.plans import fork_on, fork_on_first, independent, independent_sampling, round_robin
+from mmrl.rollout.plans import Growth, Tree, fork_on, fork_on_first, independent, independent_sampling, round_robin
 from mmrl.rollout.sample import sample
 from mmrl.tasks.base import ModuleScore, Score
 from tests.engines.test_batcher import Counter
@@ -83,6 +83,58 @@ def test_round_robin_draws_by_probability_and_key():
     shares = [drawn.count(m) / len(drawn) for m in MODULES]
     assert shares == pytest.approx([0.7, 0.1, 0.2], abs=0.03)
     assert drawn[:50] == [round_robin(MODULES, 4, (0.7, 0.1, 0.2), (0, 1, f"q{i}"))[0].fork_name for i in range(50)]
+
+
+@dataclass
+class Walk:
+    """Calls `a` two to four times, as its first answer says, and uses a tool after each."""
+
+    modules: tuple[str, ...] = ("a",)
+
+    async def run(self, example, ctx):
+        text = ""
+        for _ in range(4):
+            reply = await ctx.call("a", [{"role": "user", "content": f"{example.id}:{text}"}])
+            text += reply.text + await ctx.tool("echo", text="+")
+            if len(text) >= 4 + ord(text[0]) % 3 * 2:
+                break
+        return text
+
+
+def growing(nodes=3, rounds=2, keep=5, trees=2, pause=lambda: 0.0):
+    plan = (Tree(growth=Growth(rounds, nodes, keep, (0, 1, "q"))),) * trees
+    return run(Walk(), plan, examples=3, pause=pause)
+
+
+def test_trees_grow_from_drawn_calls_and_keep_leaves():
+    forest, engine = growing()
+    for example in forest.examples:
+        own = [rollout for rollout in forest.rollouts if rollout.example == example]
+        trees = [rollout.id.split("/")[1].split(".")[0] for rollout in own]
+        assert [trees.count("0"), trees.count("1")] == [5, 5], "5 of 1 + 2 · 3 leaves are kept of each"
+    shared = [call for call in forest.calls if sum(call in map(id_of, forest.path(r)) for r in forest.rollouts) > 1]
+    assert shared, "a branch keeps the calls before its node"
+    assert any(len(forest.path(r)) > 0 and "." in forest.path(r)[0].id.split("#")[0] for r in forest.rollouts), (
+        "the root is a node too"
+    )
+    everything, _ = growing(keep=7)
+    assert len(everything.rollouts) == 3 * 2 * 7 and forest.calls.items() <= everything.calls.items()
+    assert len(engine.requests) == len(everything.calls), "what is shared is sampled once"
+
+
+def test_a_tree_of_one_call_grows_at_its_root_alone():
+    forest, _ = run(Chain(("a",)), (Tree(growth=Growth(1, 3, 4, (0, 1, "q"))),))
+    assert len(forest.rollouts) == len(forest.calls) == 4 and all(c.parent is None for c in forest.calls.values())
+
+
+def test_growth_is_a_function_of_its_key_and_of_no_time():
+    jitter = random.Random(3)
+    calm, shaken = growing()[0], growing(pause=lambda: jitter.random() / 50)[0]
+    assert calm.calls == shaken.calls and list(calm.calls) == list(shaken.calls) and calm.rollouts == shaken.rollouts
+
+
+def id_of(call):
+    return call.id
 
 
 def test_timing_changes_nothing():

@@ -67,6 +67,48 @@ def test_clip_high_moves_the_upper_bound_alone() -> None:
     assert float(result.loss) == pytest.approx(-1.3 + 0.8)
 
 
+CALLS = torch.tensor([0, 0, 1, 2, 2, 2])
+
+
+def test_gspo_has_one_ratio_for_a_call() -> None:
+    result = token_loss(LP, OLD, None, ADVANTAGES, SEQ, 0.2, None, 0.0, kind="gspo", calls=CALLS)
+    # mean differences 0.15, -0.1, 0.0667
+    ratios = [1.161834, 1.161834, 0.904837, 1.068939, 1.068939, 1.068939]
+    assert result.ratio.tolist() == pytest.approx(ratios, abs=5e-7)
+    assert float(result.loss) == pytest.approx(-1.161834 / 3 + 0.5 * 0.904837 / 3 + 0.5 * 1.068939 / 3, abs=1e-6)
+    clipped = token_loss(LP, OLD, None, ADVANTAGES, SEQ, 0.1, None, 0.0, kind="gspo", calls=CALLS).clipped
+    assert clipped.tolist() == [True, True, False, False, False, False]
+
+
+def test_gspo_on_calls_of_one_token_is_the_clipped_ratio() -> None:
+    single = token_loss(LP, OLD, REF, ADVANTAGES, SEQ, 0.2, None, 0.04, kind="gspo", calls=torch.arange(6))
+    assert float(single.loss) == pytest.approx(worked(SEQ), abs=1e-12)
+
+
+def test_cispo_bounds_a_weight_and_takes_away_no_gradient() -> None:
+    ratio = torch.tensor([1.3, 1.3, 0.7, 0.7, 1.0, 1.1], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0], dtype=torch.float64)
+    logprobs = ratio.log().requires_grad_()
+    result = token_loss(
+        logprobs, torch.zeros(6), None, advantages, torch.ones(6, dtype=torch.float64), 0.2, 0.15, 0.0, kind="cispo"
+    )
+    result.loss.backward()
+    assert result.clipped.tolist() == [True, True, True, True, False, False]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-1.15, 1.15, -0.8, 0.8, -1.0, -1.1])
+
+
+@pytest.mark.parametrize("kind", ["cispo", "gspo"])
+def test_at_a_ratio_of_one_all_losses_have_the_same_gradient(kind: str) -> None:
+    found = []
+    for name in ("clip", kind):
+        logprobs = LP.clone().requires_grad_()
+        token_loss(logprobs, LP, None, ADVANTAGES, SEQ, 0.2, None, 0.0, kind=name, calls=CALLS).loss.backward()
+        assert logprobs.grad is not None
+        found.append(logprobs.grad.tolist())
+    assert found[0] == pytest.approx(found[1], abs=1e-12)
+
+
 @pytest.mark.parametrize(
     ("advantages", "weights", "beta", "active"),
     [

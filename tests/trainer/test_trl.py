@@ -63,7 +63,7 @@ def trl_inputs(calls: list[TrainCall]) -> dict[str, torch.Tensor]:
 
 
 def trl_gradients(
-    model: Any, calls: list[TrainCall], folder: Path, beta: float, temperature: float
+    model: Any, calls: list[TrainCall], folder: Path, beta: float, temperature: float, **loss: Any
 ) -> tuple[float, dict[str, torch.Tensor]]:
     trainer = GRPOTrainer(
         model=model,
@@ -72,8 +72,6 @@ def trl_gradients(
             output_dir=str(folder),
             per_device_train_batch_size=2,
             num_generations=2,
-            loss_type="grpo",
-            epsilon=0.2,
             beta=0.0,
             use_bias_correction_kl=False,  # TRL's default multiplies the KL term by the ratio; no paper of ours does
             temperature=temperature,
@@ -82,6 +80,7 @@ def trl_gradients(
             gradient_checkpointing=False,
             report_to="none",
             disable_tqdm=True,
+            **{"loss_type": "grpo", "epsilon": 0.2, **loss},
         ),
         train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
         processing_class=tiny_tokenizer(),
@@ -89,9 +88,11 @@ def trl_gradients(
     trainer.beta = beta  # the constructor would want a reference model by name; the batch brings its values
     trainer.current_gradient_accumulation_steps = 1
     model.train()
-    loss = trainer._compute_loss(model, trl_inputs(calls))
-    loss.backward()
-    return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    tokens = sum(len(call.call.completion_ids) for call in calls)
+    items = torch.tensor(float(tokens * trainer.args.steps_per_generation))  # of a batch that is generated at once
+    total = trainer._compute_loss(model, trl_inputs(calls) | {"num_items_in_batch": items})
+    total.backward()
+    return float(total.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
@@ -109,6 +110,37 @@ def test_law_1_loss_and_gradients_equal_trls(
     assert 0.0 < ours.totals.metrics(ours.forwards.reduce)["train/clip_share"] < 1.0
     assert loss == pytest.approx(expected_loss, abs=1e-5)
     assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()), name
+
+
+@pytest.mark.parametrize(
+    ("algo", "trl"),
+    [
+        ({"loss": "gspo", "clip": 0.05, "clip_high": 0.08}, {"importance_sampling_level": "sequence"}),
+        # TRL bounds the weight from above alone, and gives the bound itself.
+        ({"loss": "cispo", "clip": 0.99, "clip_high": 0.2}, {"loss_type": "cispo", "epsilon_high": 1.2}),
+    ],
+    ids=["gspo", "cispo"],
+)
+def test_the_other_losses_equal_trls(algo: dict[str, Any], trl: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_model()
+    twin = copy.deepcopy(model)
+    ours = make_trainer(tmp_path / "ours", model, algo={"beta": BETA, **algo})
+    calls = near_policy(ours, make_calls(8))
+    if algo["loss"] == "cispo":  # a mean over tokens there
+        tokens = sum(len(call.call.completion_ids) for call in calls)
+        calls = [
+            replace(call, entries=(replace(entry, weights=(1 / tokens,) * len(entry.weights)),))
+            for call in calls
+            for entry in call.entries
+        ]
+    else:
+        trl |= {"epsilon": algo["clip"], "epsilon_high": algo["clip_high"]}
+    loss, found = gradients(ours, calls)
+    expected_loss, expected = trl_gradients(twin, calls, tmp_path / "trl", BETA, 1.0, **trl)
+    assert 0.0 < ours.totals.metrics(ours.forwards.reduce)["train/clip_share"] < 1.0
+    assert loss == pytest.approx(expected_loss, abs=1e-5)
     for name, gradient in expected.items():
         assert float((found[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()), name
 

@@ -136,15 +136,16 @@ class SearchAgent:
             # One token must be left for the next turn.
             limit = min(self.max_observation, self.max_context - len(reply.context) - 1)
             # The correction is never cut: half of it would read as text of the model.
-            observation, fits = self.prompts.correction(), True
+            observation, fits, state = self.prompts.correction(), True, "correction"
             if action == "search":
                 queries.append(content)
                 passages: list[Passage] = await ctx.tool("search", queries=[content], corpus=example.inputs["corpus"])
                 observation, fits = fitted(ctx, reply, self.prompts.documents(passages), information, limit)
+                state = "; ".join(passage["title"] for passage in passages)
             if not fits or ctx.measure(observation, after=reply) > limit:
                 ended = "context"
                 break
-            reply = await ctx.call(MODULE, observation, after=reply, stop=STOP)
+            reply = await ctx.call(MODULE, observation, after=reply, stop=STOP, facts={"state": state})
         return {"answer": answer, "actions": actions, "queries": queries, "ended": ended}
 
 

@@ -31,7 +31,7 @@ from tests.helpers.trainer_cases import (
 )
 
 AGENTS = ("writer", "ranker", "answerer")
-GROUPS = "algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mmgrpo;algo.mt_grpo*"
+GROUPS = "algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mmgrpo;algo.mt_grpo*;algo.dr_mas;algo.gigpo;algo.tree_grpo"
 CRITICS = "algo.ppo;algo.mt_ppo;algo.mappo"
 
 
@@ -70,6 +70,7 @@ def turns(observed: bool) -> Forest:
                     size,
                     observation_tokens=tools,
                     turn_reward=None if last else (0.5 if example == "q2" else 0.3 * ((at + index) % 3)),
+                    facts={"state": f"after {turn} results"},
                     **_estimates(size, at, tools if observed else 0),
                 )
             reward = 1.0 if example == "q2" else 0.2 * ((index * 3 + length) % 5)
@@ -301,6 +302,7 @@ def teaching(name: str, options: Options, folder: Path) -> object:
 # the trainer and the sampler know an algorithm by these keys alone
 acts("algo.*", "minibatches", updates, 1, 2, shared=True)
 acts("algo.*", "epochs", updates, 1, 3, shared=True)
+acts("algo.*", "loss", loss_gradients, "clip", "cispo", shared=True)
 acts("algo.*", "clip", loss_gradients, 0.2, 0.01, shared=True)
 acts("algo.*", "clip_high", loss_gradients, None, 0.01, shared=True)
 acts("algo.*", "ratio_one", loss_gradients, False, True, shared=True)
@@ -312,10 +314,23 @@ acts("algo.*", "temperature", sampled, 1.0, 0.5, shared=True)
 acts("algo.*", "top_p", sampled, 1.0, 0.5, shared=True)
 acts("algo.*", "top_k", sampled, 0, 5, shared=True)
 acts("algo.*", "parse_retries", sampled, 0, 2, shared=True)
-acts("algo.grpo*;algo.mt_*;algo.ppo", "advantage_scale", credit, None, {"agent": 2.0})
+acts(
+    "algo.grpo*;algo.mt_*;algo.ppo;algo.dr_mas;algo.gigpo;algo.tree_grpo",
+    "advantage_scale",
+    credit,
+    None,
+    {"agent": 2.0},
+)
 acts("algo.mhgpo_*;algo.mmgrpo;algo.mappo", "advantage_scale", credit, None, {"answerer": 2.0})
 # group-relative
-acts("algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mt_grpo*", "group_size", plan, 2, 3)
+acts("algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mt_grpo*;algo.dr_mas;algo.gigpo", "group_size", plan, 2, 3)
+acts("algo.tree_grpo", "group_size", plan, 2, 3)
+acts("algo.tree_grpo", "trees", plan, 2, 3)
+acts("algo.tree_grpo", "nodes", plan, 2, 3)
+acts("algo.tree_grpo", "rounds", plan, 1, 3)
+acts("algo.gigpo", "gamma", credit, 0.95, 0.5)
+acts("algo.gigpo", "step_coef", credit, 1.0, 0.5)
+acts("algo.gigpo", "count", credit, "rollout", "call")
 acts("algo.mmgrpo", "group_size", credit, None, 2)
 acts(GROUPS, "eps", credit, 1e-6, 0.5)
 acts(GROUPS, "ddof", credit, 1, 0)
@@ -346,6 +361,7 @@ acts(CRITICS, "gamma", credit, 1.0, 0.5)
 acts(CRITICS, "gae_lambda", credit, 1.0, 0.5)
 acts(CRITICS, "kl", credit, "reward", "loss", beta=0.5)
 acts(CRITICS, "whiten", credit, "trained", "none")
+acts("algo.mt_ppo", "whiten_within", credit, "batch", "turn")
 acts("algo.ppo;algo.mt_ppo", "obs", credit, "skip", "all")
 acts("algo.ppo;algo.mt_ppo", "position", credit, "last_generated", "turn_end", obs="all", gamma=0.5)
 acts(CRITICS, "critic", critic_gradients, "separate", "head", shared=True)

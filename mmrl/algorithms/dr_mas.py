@@ -1,0 +1,51 @@
+"""Dr.MAS (arXiv 2602.08847): advantages normalised by agent, over all calls that it made for an example.
+
+    A = (R_i - mean_k) / (std_k + eps), mean and std over every call of module k in the G rollouts of an example
+    R_i: outcome of the call's rollout;  token weight = 1 / (groups · calls of the group · |o|)
+
+Use it where modules are called equally often and their prompts need not be told apart by invocation. It differs from
+mmGRPO in that all invocations of a module are one group, so a rollout that calls it more often weighs more in mean and
+std; with one call of one module a rollout it is GRPO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mmrl import rng
+from mmrl.config import AlgoConfig
+from mmrl.config.algo import GroupConfig
+from mmrl.credit.entries import Credit, Group, Member
+from mmrl.credit.groups import compare, weigh
+from mmrl.credit.scored import by_example
+from mmrl.records import Forest
+from mmrl.rollout import plans
+
+
+class DrMas:
+    """A group per example and module."""
+
+    name = "dr_mas"
+    needs_turn_rewards = False
+    needs_critic = False
+
+    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
+        """Fits every program."""
+        return []
+
+    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
+        """G independent rollouts."""
+        return plans.independent(GroupConfig.of(algo).group_size)
+
+    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
+        """See `mmrl.algorithms.Algorithm.credit`."""
+        algo = GroupConfig.of(algo)
+        groups: dict[tuple[str, str], list[Member]] = {}
+        for example, rollouts in by_example(forest).items():
+            for rollout in rollouts:
+                for call in rollout.path:
+                    groups.setdefault((example, call.module), []).append(Member((call,), rollout.outcome))
+        compared = compare([Group(":".join(name), tuple(members)) for name, members in groups.items()], algo)
+        weighed = weigh(compared, algo, minibatch)
+        entries = tuple(entry for group in weighed for entry in group.entries())
+        return Credit(algo=self.name, entries=entries, groups=tuple(weighed))

@@ -1,0 +1,112 @@
+"""GiGPO (arXiv 2505.10978): whole rollouts are compared, and so are calls that were made in the same state.
+
+    A_t = A^E_i + w · A^S_t;  token weight = 1 / (B · G · |o_i|)
+    A^E: the rollout's reward, normalised over the G rollouts of the example (Eq. 3)
+    A^S: R_t = sum over k >= t of gamma^(k-t) · r_k, normalised over the calls of the same state (Eqs. 5 to 7)
+
+A state is what the program names in a call's facts (`facts={"state": ...}`), or, for a module whose prompts are fresh,
+the prompt. r_k is a call's turn reward where the task's reward set has any, and the outcome at the last call. Use it
+for agents that come back to the same state on several ways. With a growing context no prompt but the first repeats:
+then only the first call is compared again, and `credit/anchored_share` is near `credit/first_share`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from mmrl import rng
+from mmrl.config import AlgoConfig
+from mmrl.config.algo import GigpoConfig
+from mmrl.credit.backward import discounted
+from mmrl.credit.entries import Credit, Entry, Group, Member, Reward
+from mmrl.credit.groups import compare, weigh
+from mmrl.credit.scored import ScoredRollout, by_example
+from mmrl.records import Call, Forest
+from mmrl.rollout import plans
+
+
+class Gigpo:
+    """Advantages of a rollout and of its calls' states, added."""
+
+    name = "gigpo"
+    needs_turn_rewards = False
+    needs_critic = False
+
+    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
+        """Fits every program."""
+        return []
+
+    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
+        """G independent rollouts."""
+        return plans.independent(GigpoConfig.of(algo).group_size)
+
+    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
+        """See `mmrl.algorithms.Algorithm.credit`."""
+        algo = GigpoConfig.of(algo)
+        examples = by_example(forest)
+        rollouts = [rollout for own in examples.values() for rollout in own]
+        episodes = compare([_episodes(example, own, algo.count) for example, own in examples.items()], algo)
+        states, within = _states(rollouts, algo)
+        # A rollout is one sequence of the loss, however it was compared.
+        sequences = [
+            Group(group.id, tuple(Member(r.path, r.outcome) for r in own), vanished=group.vanished)
+            for group, own in zip(episodes, examples.values(), strict=True)
+        ]
+        entries = []
+        for group, own, weighed in zip(episodes, examples.values(), weigh(sequences, algo, minibatch), strict=True):
+            # Equal rewards have equal advantages, so that a reward names its rollout's.
+            advantages = {member.reward.total: member.advantage for member in group.members}
+            for rollout, sequence in zip(own, weighed.members, strict=True):
+                for call, step in zip(rollout.path, within[rollout.rollout.id], strict=True):
+                    entries.append(_entry(call, group, sequence, advantages[rollout.reward], step, algo.step_coef))
+        anchored = sum(len(group.members) for group in states if not group.of_one)
+        counts = {"credit/anchored_share": anchored, "credit/first_share": len(rollouts)}
+        shares = {name: count / len(entries) for name, count in counts.items() if entries}
+        return Credit(algo=self.name, entries=tuple(entries), groups=(*episodes, *states), metrics=shares)
+
+
+def state_of(call: Call) -> Hashable:
+    """What the call was made in: the state that the program named, else its prompt, else (nothing repeats) itself."""
+    if (state := call.facts.get("state")) is not None:
+        return call.module, "state", str(state)
+    return (call.module, "prompt", call.prompt_ids) if call.prompt_ids else (call.module, "call", call.id)
+
+
+def _states(rollouts: Sequence[ScoredRollout], algo: GigpoConfig) -> tuple[list[Group], dict[str, list[Member]]]:
+    """Calls of an example by state, compared on their discounted returns; and the same, by rollout, in path order."""
+    groups: dict[tuple[str, Hashable], list[Member]] = {}
+    places: list[tuple[str, tuple[str, Hashable], int]] = []
+    for rollout in rollouts:
+        rewards = [call.turn_reward or 0.0 for call in rollout.path[:-1]] + [rollout.reward]
+        for call, value in zip(rollout.path, discounted(rewards, algo.gamma), strict=True):
+            key = call.example, state_of(call)
+            group = groups.setdefault(key, [])
+            places.append((rollout.rollout.id, key, len(group)))
+            group.append(Member((call,), Reward(value, {"return": value})))
+    states = [Group(f"{key[0]}:state{number}", tuple(own)) for number, (key, own) in enumerate(groups.items())]
+    compared = dict(zip(groups, compare(states, algo), strict=True))
+    within: dict[str, list[Member]] = {}
+    for rollout_id, key, place in places:
+        within.setdefault(rollout_id, []).append(compared[key].members[place])
+    return list(compared.values()), within
+
+
+def _episodes(example: str, rollouts: Sequence[ScoredRollout], count: str) -> Group:
+    """The rollouts of an example; with `count=call` each as often as it has calls, so that long ones weigh more."""
+    each = None if count == "call" else 1
+    return Group(example, tuple(Member(r.path, r.outcome) for r in rollouts for _ in r.path[:each]))
+
+
+def _entry(call: Call, episodes: Group, sequence: Member, episode: float, step: Member, coef: float) -> Entry:
+    parts = {**sequence.reward.parts, **step.reward.parts, "episode": episode, "step": step.advantage}
+    return Entry(
+        call=call.id,
+        reward=sequence.reward.total,
+        parts=parts,
+        group=episodes.id,
+        group_size=len(episodes.members),
+        mean=episodes.mean,
+        std=episodes.std,
+        advantages=(episode + coef * step.advantage,) * call.completion_tokens,
+        weights=(sequence.weight,) * call.completion_tokens,
+    )

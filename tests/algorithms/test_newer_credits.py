@@ -1,0 +1,344 @@
+"""Dr.MAS, GiGPO, Tree-GRPO, TreeRL's value of a step, MaxRL: worked numbers, slow references, and the laws between."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrl.algorithms import ALGORITHMS, assign_credit
+from mmrl.config import ALGO_SCHEMAS
+from mmrl.credit.backward import tree_values
+from mmrl.errors import DataError
+from tests.helpers.forests import Grow, advantage, by_call, chains, forked, numbers
+
+LAW = settings(max_examples=60, deadline=None)
+TREES = st.one_of(forked(sampler="is"), forked(sampler="os"))
+
+
+def credit(forest, name, **options):
+    return assign_credit(forest, ALGO_SCHEMAS[name].model_validate({"name": name, **options}), 0)
+
+
+def rows(result):
+    """Call -> its advantages, one for each place in the loss, sorted."""
+    found = defaultdict(list)
+    for entry in result.entries:
+        if entry.advantages:
+            found[entry.call].append(entry.advantages[0])
+    return {call: sorted(values) for call, values in found.items()}
+
+
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    for call, values in first.items():
+        assert values == pytest.approx(second[call], abs=1e-9), call
+
+
+def normal(values, eps=1e-6):
+    """(r - mean) / (std + eps) of a list; 0 where there is nothing to compare, or no difference."""
+    values = np.array(values, float)
+    if len(values) < 2 or np.ptp(values) < 1e-12:
+        return np.zeros(len(values))
+    return (values - values.mean()) / (values.std(ddof=1) + eps)
+
+
+def scored(forest):
+    return [rollout for rollout in forest.rollouts if rollout.reward is not None and rollout.leaf is not None]
+
+
+# -- Dr.MAS ------------------------------------------------------------------------------------------------------------
+
+
+def two_agents():
+    """Two rollouts: the second calls the searcher twice."""
+    grow = Grow(("searcher", "answerer"))
+    grow.chain("q/0", ("searcher", "answerer"), 1.0)
+    grow.chain("q/1", ("searcher", "searcher", "answerer"), 0.0)
+    return grow.forest
+
+
+def test_dr_mas_worked_example():
+    # searcher: 1, 0, 0: mean 1/3, std 0.57735; answerer: 1, 0: mean 1/2, std 0.70711
+    entries = by_call(credit(two_agents(), "dr_mas"))
+    expected = {"q/0#0": 1.154699, "q/1#0": -0.577349, "q/1#1": -0.577349, "q/0#1": 0.707106, "q/1#2": -0.707106}
+    assert {call: advantage(entry) for call, entry in entries.items()} == pytest.approx(expected, abs=5e-6)
+    assert entries["q/1#1"].group == "q:searcher" and entries["q/1#1"].group_size == 3
+    # 2 groups of 3 and 2 calls, each of one token
+    assert [entries[call].weights[0] for call in ("q/0#0", "q/0#1")] == pytest.approx([1 / 6, 1 / 4])
+
+
+@LAW
+@given(chains())
+def test_dr_mas_is_a_comparison_of_all_calls_of_a_module(forest):
+    members = defaultdict(list)
+    for rollout in scored(forest):
+        for call in forest.path(rollout):
+            members[rollout.example, call.module].append((call.id, rollout.reward))
+    expected = {}
+    for group in members.values():
+        expected |= dict(zip([call for call, _ in group], normal([reward for _, reward in group]), strict=True))
+    found = by_call(credit(forest, "dr_mas"))
+    assert {call: advantage(entry) for call, entry in found.items()} == pytest.approx(expected, abs=1e-9)
+
+
+@LAW
+@given(chains(modules=("only",), linear=True), st.booleans())
+def test_dr_mas_with_one_call_a_rollout_is_grpo(forest, scale):
+    assert_same(rows(credit(forest, "dr_mas", scale=scale)), rows(credit(forest, "grpo", scale=scale)))
+
+
+@LAW
+@given(st.integers(2, 4), st.lists(numbers, min_size=2, max_size=5).filter(lambda r: len(set(r)) > 1))
+def test_dr_mas_with_equally_many_calls_differs_from_grpo_by_the_sample_deviation(times, rewards):
+    """With n calls in each of G rollouts the deviation (ddof 1) is smaller by sqrt(n (G - 1) / (n G - 1))."""
+    grow = Grow(("agent",))
+    for index, reward in enumerate(rewards):
+        grow.chain(f"q/{index}", ("agent",) * times, reward)
+    size = len(rewards)
+    ratio = (times * (size - 1) / (times * size - 1)) ** 0.5
+    ours, grpo = (by_call(credit(grow.forest, name, eps=0)) for name in ("dr_mas", "grpo"))
+    for call, entry in ours.items():
+        assert advantage(entry) * ratio == pytest.approx(advantage(grpo[call]), abs=1e-9)
+    plain = [rows(credit(grow.forest, name, scale=False)) for name in ("dr_mas", "grpo")]
+    assert_same(*plain)
+
+
+# -- Tree-GRPO ---------------------------------------------------------------------------------------------------------
+
+
+def grown():
+    """Two trees of an example: three leaves, two of which share their first call, and one leaf."""
+    grow = Grow(("agent",))
+    shared = grow.call("q/0a", None, "agent")
+    grow.end(grow.call("q/0b", shared, "agent"), 1.0, id="q/0")
+    grow.end(grow.call("q/0.1b", shared, "agent"), 0.0, id="q/0.1")
+    grow.end(grow.call("q/0.2a", None, "agent"), 0.5, id="q/0.2")
+    grow.end(grow.call("q/1a", None, "agent"), 0.0, id="q/1")
+    return grow.forest
+
+
+def test_tree_grpo_worked_example():
+    # tree 0: 1, 0, 0.5: mean 0.5, std 0.5. All: mean 0.375, std 0.478714
+    result = credit(grown(), "tree_grpo", eps=0.0)
+    leaves = {"q/0b": 1 + 1.305582, "q/0.1b": -1 - 0.783349, "q/0.2a": 0.261116, "q/1a": -0.783349}
+    found = rows(result)
+    assert {call: found[call][0] for call in leaves} == pytest.approx(leaves, abs=1e-6)
+    assert found["q/0a"] == pytest.approx([leaves["q/0.1b"], leaves["q/0b"]], abs=1e-6), "once for each leaf"
+    weights = {call: sum(e.weights[0] for e in result.entries if e.call == call) for call in ("q/0a", "q/0.2a")}
+    assert weights == pytest.approx({"q/0a": 2 * 1 / (4 * 2), "q/0.2a": 1 / 4})
+
+
+@LAW
+@given(TREES)
+def test_tree_grpo_adds_two_comparisons(forest):
+    expected = defaultdict(list)
+    for example in forest.examples:
+        own = [rollout for rollout in scored(forest) if rollout.example == example]
+        over_all = normal([rollout.reward for rollout in own])
+        tree = [rollout.id.split("/")[1].split(".")[0] for rollout in own]
+        for place, rollout in enumerate(own):
+            beside = [i for i, name in enumerate(tree) if name == tree[place]]
+            within = normal([own[i].reward for i in beside])[beside.index(place)]
+            for call in forest.path(rollout):
+                expected[call.id].append(within + over_all[place])
+    assert_same(rows(credit(forest, "tree_grpo")), {call: sorted(values) for call, values in expected.items()})
+
+
+@LAW
+@given(chains())
+def test_tree_grpo_with_one_leaf_a_tree_is_grpo(forest):
+    assert_same(rows(credit(forest, "tree_grpo")), rows(credit(forest, "grpo")))
+
+
+@LAW
+@given(TREES)
+def test_tree_grpo_on_one_tree_is_twice_grpo(forest):
+    first = {example: {} for example in forest.examples}
+    for rollout in scored(forest):
+        first[rollout.example].setdefault(rollout.id.split("/")[1].split(".")[0], None)
+    if any(len(trees) > 1 for trees in first.values()):
+        return
+    twice = {call: sorted(2 * value for value in row) for call, row in rows(credit(forest, "grpo")).items()}
+    assert_same(rows(credit(forest, "tree_grpo")), twice)
+
+
+# -- GiGPO -------------------------------------------------------------------------------------------------------------
+
+
+def maze():
+    """Two rollouts that pass the same door, the second of them twice."""
+    grow = Grow(("agent",))
+    door = {"facts": {"state": "door"}}
+    for index, (path, reward) in enumerate(((("start", "door"), 1.0), (("start", "door", "door"), 0.0))):
+        parent = None
+        for turn, place in enumerate(path):
+            facts = door["facts"] if place == "door" else {"state": place}
+            parent = grow.call(f"q/{index}#{turn}", parent, "agent", facts=facts)
+        grow.end(parent, reward, id=f"q/{index}")
+    return grow.forest
+
+
+def test_gigpo_worked_example():
+    # rollouts: +-0.707107. gamma 0.5: returns 0.5, 1 and 0, 0, 0; door: 1, 0, 0: 1.154701, -0.57735 twice;
+    # start: 0.5, 0: +-0.707107
+    result = credit(maze(), "gigpo", eps=0.0, gamma=0.5)
+    expected = {"q/0#0": 1.414214, "q/0#1": 1.861807, "q/1#0": -1.414214, "q/1#1": -1.284457, "q/1#2": -1.284457}
+    found = by_call(result)
+    assert {call: advantage(entry) for call, entry in found.items()} == pytest.approx(expected, abs=1e-6)
+    assert result.metrics["credit/anchored_share"] == 1 and result.metrics["credit/first_share"] == pytest.approx(0.4)
+    # each call counted in the rollouts' mean and std: 1, 1, 0, 0, 0
+    counted = by_call(credit(maze(), "gigpo", eps=0.0, step_coef=0.0, count="call"))
+    assert advantage(counted["q/0#0"]) == pytest.approx(1.095445, abs=1e-6)
+    assert advantage(counted["q/1#0"]) == pytest.approx(-0.730297, abs=1e-6)
+
+
+@LAW
+@given(chains(turn_rewards=numbers), st.sampled_from([1.0, 0.9]), st.sampled_from([0.0, 1.0, 0.5]), st.data())
+def test_gigpo_adds_the_comparison_of_returns_within_a_state(forest, gamma, coef, data):
+    names = data.draw(st.lists(st.sampled_from("xyz"), min_size=len(forest.calls), max_size=len(forest.calls)))
+    for call, name in zip(list(forest.calls.values()), names, strict=True):
+        forest.calls[call.id] = replace(call, facts={"state": name})
+    episodes, states = {}, defaultdict(list)
+    for example in forest.examples:
+        own = [rollout for rollout in scored(forest) if rollout.example == example]
+        for rollout, value in zip(own, normal([rollout.reward for rollout in own]), strict=True):
+            path = forest.path(rollout)
+            rewards = [call.turn_reward for call in path[:-1]] + [rollout.reward]
+            for place, call in enumerate(path):
+                episodes[call.id] = value
+                value_to_go = sum(gamma**step * reward for step, reward in enumerate(rewards[place:]))
+                states[example, call.module, call.facts["state"]].append((call.id, value_to_go))
+    expected = dict(episodes)
+    for group in states.values():
+        for (call, _), step in zip(group, normal([value for _, value in group]), strict=True):
+            expected[call] += coef * step
+    found = by_call(credit(forest, "gigpo", gamma=gamma, step_coef=coef))
+    assert {call: advantage(entry) for call, entry in found.items()} == pytest.approx(expected, abs=1e-6)
+
+
+@LAW
+@given(chains())
+def test_gigpo_where_nothing_repeats_or_counts_is_grpo(forest):
+    grpo = rows(credit(forest, "grpo"))
+    result = credit(forest, "gigpo")
+    assert result.metrics.get("credit/anchored_share", 0) == 0, "no state and no prompt"
+    assert_same(rows(result), grpo)
+    assert_same(rows(credit(forest, "gigpo", step_coef=0.0)), grpo)
+
+
+@LAW
+@given(chains())
+def test_gigpo_anchored_at_the_first_call_alone_is_grpo_after_it(forest):
+    for call in list(forest.calls.values()):
+        state = "start" if call.parent is None else call.id
+        forest.calls[call.id] = replace(call, facts={"state": state}, module="agent")
+    grpo, found = (by_call(credit(forest, name, **more)) for name, more in (("grpo", {}), ("gigpo", {"gamma": 1.0})))
+    for call, entry in found.items():
+        factor = 2 if forest.calls[call].parent is None else 1
+        assert advantage(entry) == pytest.approx(factor * advantage(grpo[call]), abs=1e-9)
+
+
+def test_equal_prompts_of_a_module_are_a_state():
+    grow = Grow(("agent",))
+    for index, reward in enumerate((1.0, 0.0)):
+        first = grow.call(f"q/{index}a", None, "agent", prompt_ids=(1, 2))
+        grow.end(grow.call(f"q/{index}b", first, "agent", prompt_ids=(1, 2, 3 + index)), reward)
+    result = credit(grow.forest, "gigpo", gamma=1.0, eps=0.0)
+    assert result.metrics["credit/anchored_share"] == result.metrics["credit/first_share"] == 0.5
+    assert advantage(by_call(result)["q/0a"]) == pytest.approx(2**0.5)
+
+
+# -- TreeRL's value of a step ------------------------------------------------------------------------------------------
+
+
+def test_tree_value_worked_example():
+    # leaves 1, 0, 0.5, 0 against the mean of the others: 0.833333, -0.5, 0.166667, -0.5; V(q/0a) = 0.166667
+    found = tree_values(grown())
+    expected = {"q/0a": 0.333333, "q/0b": 1.5, "q/0.1b": -1.166667, "q/0.2a": 0.333333, "q/1a": -1.0}
+    assert found == pytest.approx(expected, abs=1e-6)
+    algo = {"aggregate": "tree_value", "penalties": False, "scale": False}
+    entries = by_call(credit(grown(), "mhgpo_fof", **algo))
+    assert {call: entry.reward for call, entry in entries.items()} == pytest.approx(expected, abs=1e-6)
+
+
+@LAW
+@given(TREES)
+def test_tree_values_are_local_plus_global_advantages(forest):
+    leaves = defaultdict(list)
+    for rollout in scored(forest):
+        leaves[rollout.example].append(rollout)
+    value = defaultdict(list)
+    for own in leaves.values():
+        for rollout in own:
+            others = [other.reward for other in own if other is not rollout]
+            for call in forest.path(rollout):
+                value[call.id].append(rollout.reward - np.mean(others) if others else 0.0)
+    mean = {call: float(np.mean(values)) for call, values in value.items()}
+    expected = {call: (own - mean.get(forest.calls[call].parent, 0.0)) + own for call, own in mean.items()}
+    assert tree_values(forest) == pytest.approx(expected, abs=1e-9)
+    for own in leaves.values():
+        if len({rollout.reward for rollout in own}) == 1:
+            calls = [call.id for rollout in own for call in forest.path(rollout)]
+            assert [expected[call] for call in calls] == pytest.approx([0.0] * len(calls), abs=1e-9)
+
+
+# -- MaxRL -------------------------------------------------------------------------------------------------------------
+
+
+def test_maxrl_divides_by_the_mean_reward():
+    grow = Grow(("agent",))
+    for index, reward in enumerate((1.0, 0.0, 0.0, 0.0)):
+        grow.chain(f"q/{index}", ("agent",), reward)
+    found = by_call(credit(grow.forest, "grpo", scale="mean"))
+    assert [advantage(found[f"q/{i}#0"]) for i in range(4)] == [3.0, -1.0, -1.0, -1.0]
+    nothing = Grow(("agent",))
+    for index in range(2):
+        nothing.chain(f"q/{index}", ("agent",), 0.0)
+    assert {advantage(entry) for entry in credit(nothing.forest, "grpo", scale="mean").entries} == {0.0}
+
+
+def test_maxrl_refuses_negative_rewards():
+    grow = Grow(("agent",))
+    for index, reward in enumerate((1.0, -0.5)):
+        grow.chain(f"q/{index}", ("agent",), reward)
+    with pytest.raises(DataError, match=r"algo\.scale: mean needs rewards of 0 or more; group 'q' has -0\.5"):
+        credit(grow.forest, "grpo", scale="mean")
+
+
+@LAW
+@given(chains(rollouts=(2, 5), failures=False))
+def test_maxrl_is_dr_grpo_over_the_mean(forest):
+    forest = replace(forest, rollouts=tuple(replace(r, reward=r.reward + 2.5) for r in forest.rollouts))
+    plain, divided = (by_call(credit(forest, "grpo", scale=scale)) for scale in (False, "mean"))
+    for call, entry in divided.items():
+        assert advantage(entry) * entry.mean == pytest.approx(advantage(plain[call]), abs=1e-9)
+
+
+# -- whitening apart ---------------------------------------------------------------------------------------------------
+
+
+@LAW
+@given(chains(turn_rewards=numbers, critic=True, rollouts=(1, 3)))
+def test_whitening_by_turn_makes_both_kinds_white(forest):
+    plain, apart = (credit(forest, "mt_ppo", beta=0.0, whiten_within=kind) for kind in ("batch", "turn"))
+    assert [entry.raw_advantages for entry in plain.entries] == [entry.raw_advantages for entry in apart.entries]
+    for last in (True, False):
+        own = [entry for entry in apart.entries if ("outcome" in entry.parts) is last]
+        raw = [a for entry in own for a in entry.raw_advantages]
+        white = [a for entry in own for a in entry.advantages]
+        if len(raw) > 1 and np.ptp(raw) > 1e-3:
+            assert np.mean(white) == pytest.approx(0, abs=1e-6) and np.std(white, ddof=1) == pytest.approx(1, abs=1e-4)
+
+
+def test_each_name_has_a_plan_for_every_program():
+    for name in ("dr_mas", "gigpo"):
+        algo = ALGO_SCHEMAS[name].model_validate({"name": name, "group_size": 3})
+        assert len(ALGORITHMS[name].plan(algo, ("a", "b"), (0, 1, "q"))) == 3
+    algo = ALGO_SCHEMAS["tree_grpo"].model_validate({"name": "tree_grpo", "trees": 3})
+    trees = ALGORITHMS["tree_grpo"].plan(algo, ("a",), (0, 1, "q"))
+    assert [(t.growth.rounds, t.growth.nodes, t.growth.keep) for t in trees] == [(1, 2, 3)] * 3
