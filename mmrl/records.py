@@ -150,6 +150,8 @@ class Rollout:
     """Task metrics of this rollout (em, f1, accuracy, ...)."""
     parts: Mapping[str, float] = EMPTY
     """Components of the reward, by name."""
+    counterfactuals: Mapping[str, float] = EMPTY
+    """Module -> outcome of the same rollout played again with that module's replies exchanged."""
 
 
 def caught(rollout: Rollout, path: Sequence[Call]) -> tuple[Call, ...]:

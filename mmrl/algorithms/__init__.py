@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Protocol
 
 from mmrl import rng
+from mmrl.algorithms.ccpo import Ccpo
 from mmrl.algorithms.checks import scale_problems, turn_problems
 from mmrl.algorithms.dr_mas import DrMas
 from mmrl.algorithms.gigpo import Gigpo
@@ -54,6 +55,7 @@ class Algorithm(Protocol):
 
 
 ALGORITHMS: dict[str, Algorithm] = {
+    "ccpo": Ccpo(),
     "dr_mas": DrMas(),
     "gigpo": Gigpo(),
     "grpo": Grpo("grpo", merge=False),

@@ -202,6 +202,27 @@ class DrMasConfig(GroupConfig):
     name: Literal["dr_mas"]
 
 
+class CcpoConfig(GroupConfig):
+    """Counterfactual credit after CCPO (arXiv 2603.21563): a module's calls against the rollout without its replies."""
+
+    name: Literal["ccpo"]
+    exchanged: tuple[str, ...] | None = Field(
+        None, description="modules whose replies are exchanged in a second play; null: all but the last"
+    )
+    reply: str = Field("", description="what stands in for their replies")
+    credit: Literal["bonus", "difference"] = Field(
+        "bonus",
+        description="bonus: outcome ± bonus_coef where the exchange decides success; difference: outcome minus "
+        "the exchanged rollout's",
+    )
+    bonus_coef: float = Field(0.2, ge=0, le=FACTOR, description="lambda of credit=bonus")
+    success: float = Field(0.5, ge=-FACTOR, le=FACTOR, description="outcome above which a rollout has succeeded")
+    scale: Literal[True, False, "mean"] = Field(
+        False, description="divide by the standard deviation, which washes small bonuses out; mean: by the mean reward"
+    )
+    idle: ClassVar[list[Idle]] = [Idle("bonus_coef success", "credit=difference")]
+
+
 class GigpoConfig(GroupConfig):
     """GiGPO (arXiv 2505.10978): whole rollouts are compared, and so are the calls that were made in the same state."""
 
@@ -400,6 +421,7 @@ class MtPpoConfig(TurnCriticConfig):
 
 
 ALGO_SCHEMAS: dict[str, type[AlgoConfig]] = {
+    "ccpo": CcpoConfig,
     "dr_mas": DrMasConfig,
     "gigpo": GigpoConfig,
     "grpo": GrpoConfig,

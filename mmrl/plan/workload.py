@@ -178,6 +178,10 @@ def _trees(
             fresh = Fraction(0) if index == 0 and first_prompt_counted else prompts
             trained = _is_trained(config, tree, module)
             loads[module] = loads[module] + path_load(lengths[module], float(grown), float(fresh), trained)
+            # Played again with the replies of a module exchanged: what comes after that module is sampled anew.
+            again = branches * sum(name in modules[:index] for name in tree.exchange.modules) if tree.exchange else 0
+            if again:
+                loads[module] = loads[module] + path_load(lengths[module], float(again), float(again), False)
         first_prompt_counted = True
     return loads
 

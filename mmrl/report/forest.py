@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from types import UnionType
-from typing import Annotated, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, create_model
 
@@ -33,9 +33,9 @@ MOST = 10_000_000
 CALL_KEYS = (
     *("id", "example", "parent", "module", "invocation", "turn", "prompt_tokens", "teacher", "completion_tokens"),
     *("completion_ids", "observation_tokens", "ok", "present_fields", "expected_fields", "penalty", "turn_reward"),
-    *("values", "logprobs", "ref_logprobs"),
+    *("values", "logprobs", "ref_logprobs", "facts"),
 )
-ROLLOUT_KEYS = ("id", "example", "leaf", "reward", "error", "fork")
+ROLLOUT_KEYS = ("id", "example", "leaf", "reward", "error", "fork", "counterfactuals")
 SUGGESTIONS = 10
 """Problems of a file that say what was perhaps meant; calls of a cycle that are named."""
 PER_TOKEN = ("values", "logprobs", "ref_logprobs")
@@ -72,6 +72,8 @@ _FORM: Mapping[object, tuple[object, str]] = {
         Annotated[tuple[_Number, ...], Strict(False)] | None,
         "expected a list of finite numbers or null",
     ),
+    Mapping[str, Any]: (dict[str, Any] | None, "got {}, expected names and values"),
+    Mapping[str, float]: (dict[str, _Number] | None, "got {}, expected names and finite numbers"),
 }
 """The form's rules: type of a record's field -> type in the file (null: the default), and what to say of others."""
 
@@ -133,11 +135,18 @@ def read_record(kind: type[Record], raw: JsonObject, source: str) -> Record:
 def _call_form(call: Call) -> JsonObject:
     record = {key: getattr(call, key) for key in CALL_KEYS if key != "completion_ids" or call.completion_ids}
     record = {key: list(value) if isinstance(value, tuple) else value for key, value in record.items()}
-    return {key: value for key, value in record.items() if value is not None or key in ("parent", "turn_reward")}
+    return _plain(record, ("parent", "turn_reward"))
+
+
+def _plain(record: JsonObject, nullable: Sequence[str]) -> JsonObject:
+    """Without nulls, but for keys that say so, and without empty mappings."""
+    record = {key: dict(value) if isinstance(value, Mapping) else value for key, value in record.items()}
+    return {key: value for key, value in record.items() if key in nullable or value not in (None, {})}
 
 
 def _form(calls: list[JsonObject], forest: Forest) -> JsonObject:
-    rollouts = [{key: getattr(rollout, key) for key in ROLLOUT_KEYS} for rollout in forest.rollouts]
+    records = [{key: getattr(rollout, key) for key in ROLLOUT_KEYS} for rollout in forest.rollouts]
+    rollouts = [_plain(record, ROLLOUT_KEYS[:-1]) for record in records]
     form = {"version": VERSION, "step": forest.step, "modules": list(forest.modules)}
     return form | {"calls": calls, "rollouts": rollouts}
 

@@ -59,6 +59,8 @@ class RolloutContext:
     replay: Sequence[Event] = ()
     on_live_call: ForkHook | None = None
     """Called before each live call; may start siblings that replay `events` so far."""
+    exchanged: Mapping[str, str] = EMPTY
+    """Module -> what its live calls reply instead of what an engine would sample."""
     tape: Tape = field(init=False)
 
     def __post_init__(self) -> None:
@@ -207,8 +209,11 @@ class RolloutContext:
         self._check_context(generation.prompt_ids, settings)
         failure: ParseFailure | None = None
         for attempt in range(self.env.attempts):
-            completion = await self._request(event.name, generation, call_id, attempt)
-            text = self.env.decode(completion.ids)
+            if (reply := self.exchanged.get(event.name)) is None:
+                completion = await self._request(event.name, generation, call_id, attempt)
+                text = self.env.decode(completion.ids)
+            else:
+                completion, text = Completion(ids=self.env.extend((), reply), logprobs=None, finish="stop"), reply
             parsed, failure = _parse(generation.parse, text)
             if failure is None:
                 break

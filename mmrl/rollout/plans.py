@@ -32,6 +32,14 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """Each rollout is played again once for every one of `modules`, whose replies are then `reply` (CCPO)."""
+
+    modules: tuple[str, ...]
+    reply: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tree:
     """One tree of rollouts of an example: its forks, outermost first. No forks: a single independent rollout."""
 
@@ -40,6 +48,7 @@ class Tree:
     """Recorded as `Rollout.fork` (the module at which an RR or IS tree forked)."""
     teacher: str | None = None
     growth: Growth | None = None
+    exchange: Exchange | None = None
 
 
 def independent(count: int) -> tuple[Tree, ...]:

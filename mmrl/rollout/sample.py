@@ -18,7 +18,7 @@ from mmrl.errors import ParseFailure, ProgramFailure, RewardFailure, RolloutErro
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout, caught
 from mmrl.rollout.context import RolloutContext
 from mmrl.rollout.environment import Environment
-from mmrl.rollout.plans import Fork, Tree
+from mmrl.rollout.plans import Exchange, Fork, Tree
 from mmrl.rollout.tape import Event
 from mmrl.rollout.teachers import teacher_forced
 from mmrl.system.user_code import finite_numbers, located
@@ -78,9 +78,28 @@ class _Tree:
             ctx = await self._teacher_forced(self.plan.teacher, _name(name))
         rollout = await self._execute(ctx)
         self._penalise(ctx, rollout)
+        if self.plan.exchange is not None and rollout.reward is not None:
+            rollout = replace(rollout, counterfactuals=await self._without_modules(self.plan.exchange, ctx, rollout))
         self.rollouts.append((tuple(name), rollout, ctx.calls))
         if self.plan.growth is not None:
             self.tapes.append(ctx.events)
+
+    async def _without_modules(self, exchange: Exchange, ctx: RolloutContext, rollout: Rollout) -> dict[str, float]:
+        """Outcome of the rollout with each module's replies exchanged; without those that failed for outside causes."""
+        outcomes = {}
+        for module in exchange.modules:
+            events = ctx.events
+            first = next((at for at, event in enumerate(events) if event.call and event.call.module == module), None)
+            if first is None:
+                continue  # the program did without it
+            replies = {module: exchange.reply}
+            # Copies: what the second play is scored with must not become turn rewards of the first.
+            tape = [replace(event) for event in events[:first]]
+            again = RolloutContext(self.env, self.example, f"{ctx.path}~{module}", tape, exchanged=replies)
+            other = await self._execute(again)
+            if other.reward is not None:
+                outcomes[module] = other.reward
+        return outcomes
 
     def grow(self, index: int, number: int) -> None:
         """Begin the branches of round `number`, counted from 1; after the last one, `leaves` says which are kept."""

@@ -49,6 +49,8 @@ def _reader(name: str) -> Callable[[Path, Path], str]:
         return _metrics
     if last == "digests.jsonl":
         return lambda one, two: "" if _ledger(one) == _ledger(two) else "says another digest of some file"
+    if last == "examples.jsonl":
+        return lambda one, two: "" if _examples(one) == _examples(two) else "holds other examples"
     if name.endswith("prompts/rollouts.jsonl"):
         return lambda one, two: "" if sorted(_lines(one)) == sorted(_lines(two)) else "holds other rollouts"
     if last in WITHOUT:
@@ -64,6 +66,11 @@ def _reader(name: str) -> Callable[[Path, Path], str]:
 
 def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines()
+
+
+def _examples(path: Path) -> dict[tuple[str, str], Any]:
+    """By split and id, as mmrl reads it: what was lost is appended again, and what is there twice is the same."""
+    return {(line["split"], line["id"]): line for line in map(json.loads, _lines(path))}
 
 
 def _config(path: Path) -> dict[str, Any]:

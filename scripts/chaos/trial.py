@@ -119,7 +119,9 @@ def try_one(place: Place, seed: int, number: int, cases: Sequence[str], kinds: S
     adopt_orphans()
     noise, started = random.Random(f"{seed}/{number}"), time.monotonic()
     kind = noise.choices(kinds, [KINDS[one] for one in kinds])[0]
-    able = [name for name in cases if kind != "damage" or CASES[name].stop is not None]
+    # A fresh process is watched from outside alone: nothing in it counts phases, in which other faults strike.
+    able = [name for name in cases if not CASES[name].fresh or kind in SIGNALS or kind == "damage"]
+    able = [name for name in able if kind != "damage" or CASES[name].stop is not None]
     name = noise.choices(able, [CASES[one].share or 1 for one in able])[0]
     result = Result(number=number, case=name, kind=kind)
     folder = place.work / "trials" / str(number) / "disk"

@@ -108,6 +108,65 @@ def test_dr_mas_with_equally_many_calls_differs_from_grpo_by_the_sample_deviatio
     assert_same(*plain)
 
 
+# -- CCPO --------------------------------------------------------------------------------------------------------------
+
+
+def thinker(joint, alone):
+    grow = Grow(("thinker", "solver"))
+    for index, (reward, other) in enumerate(zip(joint, alone, strict=True)):
+        more = {} if other is None else {"counterfactuals": {"thinker": other}}
+        grow.chain(f"q/{index}", ("thinker", "solver"), reward, **more)
+    return grow.forest
+
+
+def test_ccpo_worked_example():
+    # alone 0, 0, 1, 0: mean 0.25 < 0.5, so rollouts that succeed have the bonus: 1.2, 0, 1.2, 0 - 0.6
+    forest = thinker([1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0])
+    found = by_call(credit(forest, "ccpo"))
+    assert [advantage(found[f"q/{i}#0"]) for i in range(4)] == pytest.approx([0.6, -0.6, 0.6, -0.6])
+    assert [advantage(found[f"q/{i}#1"]) for i in range(4)] == pytest.approx([0.5, -0.5, 0.5, -0.5])
+    # difference: 1, 0, 0, 0 - 0.25
+    found = by_call(credit(forest, "ccpo", credit="difference"))
+    assert [advantage(found[f"q/{i}#0"]) for i in range(4)] == pytest.approx([0.75, -0.25, -0.25, -0.25])
+    # alone mostly right: who fails with the thinker has lost by it: 1, 1, -0.2 - 0.6
+    found = by_call(credit(thinker([1.0, 1.0, 0.0], [1.0, 1.0, 0.0]), "ccpo"))
+    assert [advantage(found[f"q/{i}#0"]) for i in range(3)] == pytest.approx([0.4, 0.4, -0.8])
+
+
+def test_ccpo_has_the_others_mean_where_a_second_play_failed():
+    forest = thinker([1.0, 0.0, 1.0], [0.0, 1.0, None])
+    result = credit(forest, "ccpo", credit="difference")
+    assert [entry.reward for entry in result.entries if entry.call.endswith("#0")] == [1.0, -1.0, 0.5]
+    assert result.metrics["credit/counterfactual_share"] == pytest.approx(2 / 3)
+    forest = thinker([1.0, 0.0], [None, None])
+    assert_same(rows(credit(forest, "ccpo")), rows(credit(forest, "dr_mas", scale=False)))
+
+
+OUTCOMES = st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=2, max_size=5)
+
+
+@LAW
+@given(OUTCOMES, st.booleans())
+def test_ccpo_where_the_exchange_changes_nothing(rewards, scale):
+    forest = thinker(rewards, rewards)
+    difference = by_call(credit(forest, "ccpo", credit="difference", scale=scale))
+    assert all(advantage(entry) == 0 for call, entry in difference.items() if call.endswith("#0"))
+    # ... and the bonus is not zero there: it follows the mean of the others
+    assert_same(rows(credit(forest, "ccpo", bonus_coef=0.0, scale=scale)), rows(credit(forest, "dr_mas", scale=scale)))
+
+
+@LAW
+@given(OUTCOMES, st.data())
+def test_ccpo_is_a_comparison_of_rewards_with_their_bonus(rewards, data):
+    alone = data.draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=len(rewards), max_size=len(rewards)))
+    solo = np.mean(alone)
+    bonus = [0.2 * (float(r > 0.5 and solo < 0.5) - float(r < 0.5 and solo > 0.5)) for r in rewards]
+    total = np.array(rewards) + bonus
+    found = by_call(credit(thinker(rewards, alone), "ccpo"))
+    expected = total - total.mean() if np.ptp(total) > 1e-12 else np.zeros(len(total))
+    assert [advantage(found[f"q/{i}#0"]) for i in range(len(rewards))] == pytest.approx(list(expected), abs=1e-9)
+
+
 # -- Tree-GRPO ---------------------------------------------------------------------------------------------------------
 
 

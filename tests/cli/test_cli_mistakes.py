@@ -8,7 +8,7 @@ from mmrl.cli import main
 from mmrl.errors import unknown
 
 MISTAKES = {
-    "a group taken out": (["train", "~algo"], ["algo: got no name, expected one of grpo, "]),
+    "a group taken out": (["train", "~algo"], ["algo: got no name, expected one of ccpo, dr_mas, gigpo, grpo, "]),
     "a doubled value of a sweep": (
         ["train", "-m", "seed=1,2,1", "algo=grpo,grpo", "train.steps=x"],
         ["seed: got 1 more than once, which would be the same run", "algo: got grpo more than once", "train.steps"],

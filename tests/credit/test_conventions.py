@@ -14,7 +14,13 @@ from mmrl.config import ALGO_SCHEMAS
 from tests.helpers.forests import Grow, advantage, by_call, total_weight
 
 GROUPED = sorted(name for name in ALGORITHMS if not ALGORITHMS[name].needs_critic)
-SMALL = {"mmgrpo": {"rollouts": 2}, "ppo": {"beta": 0}, "mt_ppo": {"beta": 0}, "mappo": {"beta": 0}}
+SMALL = {
+    "mmgrpo": {"rollouts": 2},
+    "ccpo": {"group_size": 2, "scale": True},
+    "ppo": {"beta": 0},
+    "mt_ppo": {"beta": 0},
+    "mappo": {"beta": 0},
+}
 
 
 def credited(forest, name, minibatch=None, **options):

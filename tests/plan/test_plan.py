@@ -49,6 +49,11 @@ def test_a_growing_tree_goes_on_from_each_call_equally_often(capsys):
     assert [plan["calls"][m]["calls"] for m in plan["calls"]] == pytest.approx([4, 6, 8])
 
 
+def test_a_second_play_costs_what_comes_after_the_exchanged_module(capsys):
+    plan = planned(capsys, "algo=ccpo", LENGTHS, "algo.group_size=2", "train.batch_size=1")
+    assert [plan["calls"][m]["calls"] for m in plan["calls"]] == pytest.approx([2, 2 + 2, 2 + 4])
+
+
 def test_tokens_by_hand(capsys):
     """FoF, G = 2, one question: the rewriter's prompt is shared, later prompts are not."""
     calls = planned(capsys, "algo=mhgpo_fof", "algo.group_size=2", LENGTHS, "train.batch_size=1")["calls"]

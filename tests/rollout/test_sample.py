@@ -12,7 +12,16 @@ from mmrl.engines.base import Completion
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.errors import LimitFailure, ParseFailure
 from mmrl.records import Example
-from mmrl.rollout.plans import Growth, Tree, fork_on, fork_on_first, independent, independent_sampling, round_robin
+from mmrl.rollout.plans import (
+    Exchange,
+    Growth,
+    Tree,
+    fork_on,
+    fork_on_first,
+    independent,
+    independent_sampling,
+    round_robin,
+)
 from mmrl.rollout.sample import sample
 from mmrl.tasks.base import ModuleScore, Score
 from tests.engines.test_batcher import Counter
@@ -131,6 +140,45 @@ def test_growth_is_a_function_of_its_key_and_of_no_time():
     jitter = random.Random(3)
     calm, shaken = growing()[0], growing(pause=lambda: jitter.random() / 50)[0]
     assert calm.calls == shaken.calls and list(calm.calls) == list(shaken.calls) and calm.rollouts == shaken.rollouts
+
+
+def exchanged(modules, reply="z", program=None, **task_fields):
+    plan = (Tree(exchange=Exchange(modules, reply)),) * 3
+    return run(program or Chain(), plan, examples=2, **task_fields)
+
+
+def test_a_rollout_is_played_again_with_replies_exchanged():
+    plain, before = run(Chain(), independent(3), examples=2)
+    forest, engine = exchanged(("a", "b"))
+    assert forest.calls == plain.calls, "what is played again is in no forest"
+    assert [replace(rollout, counterfactuals={}) for rollout in forest.rollouts] == list(plain.rollouts)
+    # `a` exchanged: `b` and `c` anew; `b` exchanged: `c` anew
+    assert len(engine.requests) == len(before.requests) + 6 * (2 + 1)
+    for rollout in forest.rollouts:
+        assert rollout.counterfactuals.keys() == {"a", "b"}
+    prompts = [spelled(request.prompt_ids) for request in engine.requests]
+    assert sum(prompt.startswith("c:") and prompt.count("z") for prompt in prompts) >= 6
+
+
+def test_the_reward_without_a_module_is_that_of_its_exchanged_reply():
+    """Of three letters and three marks, those from a to m are counted: exchanged by an a, a reply counts."""
+
+    class Text(FakeTask):
+        def score(self, example, prediction, path, reward_set):
+            return Score(reward=float(prediction.count("a")))
+
+    engine = FakeEngine(lambda request: "b")
+    tree = Tree(exchange=Exchange(("a", "c"), "aa"))
+    env = environment(Text(Chain()), engine)
+    forest = asyncio.run(sample(env, [(Text(Chain()).examples("train")[0], (tree,))], "outcome"))
+    (rollout,) = forest.rollouts
+    first = rollout.reward
+    assert rollout.counterfactuals == {"a": first + 2, "c": first + 2}
+
+
+def test_a_module_that_was_not_called_has_no_counterfactual():
+    forest, _ = exchanged(("b",), program=Chain(("a",)))
+    assert all(rollout.counterfactuals == {} for rollout in forest.rollouts)
 
 
 def id_of(call):

@@ -136,4 +136,4 @@ def test_refill_without_effect_is_refused(capsys, tmp_path, monkeypatch):
     assert main(["train", "algo=grpo", "algo.refill_rounds=2"]) == 2
     assert "algo.refill_rounds: got 2, which has no effect with zero_variance=keep" in capsys.readouterr().err
     assert main(["train", "algo=ppo", "task=search_agent", "algo.zero_variance=refill"]) == 2
-    assert "it is an option of dr_mas, gigpo, grpo, " in capsys.readouterr().err
+    assert "it is an option of ccpo, dr_mas, gigpo, grpo, " in capsys.readouterr().err

@@ -31,7 +31,7 @@ from tests.helpers.trainer_cases import (
 )
 
 AGENTS = ("writer", "ranker", "answerer")
-GROUPS = "algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mmgrpo;algo.mt_grpo*;algo.dr_mas;algo.gigpo;algo.tree_grpo"
+GROUPS = "algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mmgrpo;algo.mt_grpo*;algo.dr_mas;algo.gigpo;algo.tree_grpo;algo.ccpo"
 CRITICS = "algo.ppo;algo.mt_ppo;algo.mappo"
 
 
@@ -156,9 +156,22 @@ def failing_late() -> Forest:
     return grow.forest
 
 
+def played_again() -> Forest:
+    """Rollouts with their outcomes without a module; those of the last example are all alike."""
+    grow = Grow(AGENTS)
+    for example, rewards in (("q0", (1.0, 0.0, 1.0, 0.2)), ("q1", (1.0, 1.0, 0.0, 0.0)), ("q2", (1.0, 1.0, 1.0, 1.0))):
+        for index, reward in enumerate(rewards):
+            without = {"writer": float(example == "q1" or index == 2), "ranker": 0.5 * (index % 2)}
+            path = AGENTS if index else (*AGENTS[:2], *AGENTS[1:])
+            grow.chain(f"{example}/{index}", path, reward, tokens=1 + index, counterfactuals=without)
+    return grow.forest
+
+
 def forest_for(name: str, options: Options) -> Forest:
     if name.startswith("mhgpo") or name == "mappo":
         return trees(name)
+    if name == "ccpo":
+        return played_again()
     if name == "mmgrpo":
         return failing_late() if "failing_index" in options else programs()
     return turns(observed=options.get("obs") == "all")
@@ -321,21 +334,27 @@ acts(
     None,
     {"agent": 2.0},
 )
-acts("algo.mhgpo_*;algo.mmgrpo;algo.mappo", "advantage_scale", credit, None, {"answerer": 2.0})
+acts("algo.mhgpo_*;algo.mmgrpo;algo.mappo;algo.ccpo", "advantage_scale", credit, None, {"answerer": 2.0})
 # group-relative
 acts("algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mt_grpo*;algo.dr_mas;algo.gigpo", "group_size", plan, 2, 3)
 acts("algo.tree_grpo", "group_size", plan, 2, 3)
 acts("algo.tree_grpo", "trees", plan, 2, 3)
 acts("algo.tree_grpo", "nodes", plan, 2, 3)
 acts("algo.tree_grpo", "rounds", plan, 1, 3)
+acts("algo.ccpo", "group_size", plan, 2, 3)
+acts("algo.ccpo", "exchanged", plan, None, ("ranker",))
+acts("algo.ccpo", "reply", plan, "", "none")
+acts("algo.ccpo", "credit", credit, "bonus", "difference")
+acts("algo.ccpo", "bonus_coef", credit, 0.2, 0.5)
+acts("algo.ccpo", "success", credit, 0.5, 2.0)
 acts("algo.gigpo", "gamma", credit, 0.95, 0.5)
 acts("algo.gigpo", "step_coef", credit, 1.0, 0.5)
 acts("algo.gigpo", "count", credit, "rollout", "call")
 acts("algo.mmgrpo", "group_size", credit, None, 2)
-acts(GROUPS, "eps", credit, 1e-6, 0.5)
-acts(GROUPS, "ddof", credit, 1, 0)
+acts(GROUPS, "eps", credit, 1e-6, 0.5, scale=True)
+acts(GROUPS, "ddof", credit, 1, 0, scale=True)
 acts(GROUPS, "scale", credit, True, False)
-acts(GROUPS, "std_over", credit, "group", "batch")
+acts(GROUPS, "std_over", credit, "group", "batch", scale=True)
 acts(GROUPS, "baseline", credit, "mean", "leave_one_out")
 acts(GROUPS, "zero_variance", credit, "keep", "drop")
 # MHGPO

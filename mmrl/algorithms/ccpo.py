@@ -1,0 +1,98 @@
+"""Counterfactual credit after CCPO (arXiv 2603.21563): what a module's replies were worth to the outcome.
+
+    b: mean outcome of the example's rollouts, played again with the replies of module k exchanged
+    bonus:       r_k = R_i + lambda · ([R_i > s and b < s] - [R_i < s and b > s])
+    difference:  r_k = R_i - R_i without module k
+    A = r_k - mean over the calls of module k of the example;  token weight = 1 / (groups · calls of the group · |o|)
+
+A rollout is replayed up to the first call of the module; from there its calls have `algo.reply` instead of what the
+policy would write, and everything after them is live. What is played a second time is never trained and stands in no
+group; the last module has no counterfactual and keeps R_i. Replay makes this exact for every program that depends on
+its example and on what models and tools return alone. The second play costs up to a rollout for each module.
+
+Use it where some modules may not matter: a module whose exchange changes nothing has, with `difference`, advantage 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from mmrl import rng
+from mmrl.config import AlgoConfig
+from mmrl.config.algo import CcpoConfig
+from mmrl.credit.entries import Credit, Group, Member, Reward
+from mmrl.credit.groups import compare, weigh
+from mmrl.credit.scored import ScoredRollout, by_example
+from mmrl.errors import unknown
+from mmrl.records import Forest
+from mmrl.rollout import plans
+
+
+class Ccpo:
+    """A group per example and module; rewards that tell what the module changed."""
+
+    name = "ccpo"
+    needs_turn_rewards = False
+    needs_critic = False
+
+    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
+        """Unknown names in `exchanged`, or no module left to exchange."""
+        algo = CcpoConfig.of(algo)
+        problems = [unknown("algo.exchanged", name, modules) for name in algo.exchanged or () if name not in modules]
+        if not problems and not _exchanged(algo, modules):
+            problems.append(
+                f"algo.exchanged: the program has only '{modules[0]}', which answers; use algo=grpo, or name it"
+            )
+        return problems
+
+    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
+        """G independent rollouts, each played again for every exchanged module."""
+        algo = CcpoConfig.of(algo)
+        exchange = plans.Exchange(_exchanged(algo, modules), algo.reply)
+        return (plans.Tree(exchange=exchange),) * algo.group_size
+
+    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
+        """See `mmrl.algorithms.Algorithm.credit`."""
+        algo = CcpoConfig.of(algo)
+        exchanged = _exchanged(algo, forest.modules)
+        groups: dict[tuple[str, str], list[Member]] = {}
+        played, wanted = 0, 0
+        for example, rollouts in by_example(forest).items():
+            for module in forest.modules:
+                own = [r for r in rollouts if any(call.module == module for call in r.path)]
+                others = [r.rollout.counterfactuals[module] for r in own if module in r.rollout.counterfactuals]
+                if module in exchanged:
+                    wanted, played = wanted + len(own), played + len(others)
+                for rollout in own:
+                    # Where nothing says what a module's calls were worth, they have the outcome, as the last module's.
+                    reward = _reward(rollout, module, others, algo) if others else rollout.outcome
+                    members = [Member((call,), reward) for call in rollout.path if call.module == module]
+                    groups.setdefault((example, module), []).extend(members)
+        compared = compare([Group(":".join(name), tuple(members)) for name, members in groups.items()], algo)
+        weighed = weigh(compared, algo, minibatch)
+        entries = tuple(entry for group in weighed for entry in group.entries())
+        metrics = {"credit/counterfactual_share": played / wanted} if wanted else {}
+        return Credit(algo=self.name, entries=entries, groups=tuple(weighed), metrics=metrics)
+
+
+def _exchanged(algo: CcpoConfig, modules: Sequence[str]) -> tuple[str, ...]:
+    return tuple(modules[:-1]) if algo.exchanged is None else algo.exchanged
+
+
+def _reward(rollout: ScoredRollout, module: str, others: Sequence[float], algo: CcpoConfig) -> Reward:
+    """The reward of a module's calls in one rollout.
+
+    Args:
+        others: outcomes of the example's rollouts without the module.
+    """
+    if algo.credit == "difference":
+        # A second play that failed for outside causes has the mean of the others in its place.
+        without = rollout.rollout.counterfactuals.get(module, fmean(others))
+        return Reward(rollout.reward - without, {"outcome": rollout.reward, "without": without})
+    mean = fmean(others)
+    saved = (rollout.reward > algo.success > mean) - (rollout.reward < algo.success < mean)
+    return Reward(
+        rollout.reward + algo.bonus_coef * saved,
+        {"outcome": rollout.reward, "without": mean, "bonus": algo.bonus_coef * saved},
+    )
