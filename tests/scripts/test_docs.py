@@ -13,13 +13,6 @@ def test_the_generated_parts_are_up_to_date():
     assert done.returncode == 0, f"{done.stdout}{done.stderr}; run: make docs"
 
 
-def test_every_module_of_the_package_is_in_the_tree():
-    tree = (TOP / "docs" / "tree.md").read_text()
-    for path in (TOP / "mmrl").rglob("*.py"):
-        if path.name != "__init__.py":
-            assert re.search(rf"^  {re.escape(path.name)}\s+\S", tree, re.M), path
-
-
 def test_the_readme_is_short_and_names_every_folder_of_the_package():
     text = (TOP / "README.md").read_text(encoding="utf-8")
     assert len(text.encode()) <= 9 * 1024
