@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from mmrl.config.base import MINI, SPLITS
 from mmrl.config.retriever import Bm25Config, RetrieverConfig
@@ -40,6 +40,12 @@ from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 log = logging.getLogger("mmrl.data")
 
 
+def gold_share(name: str, titles: Collection[str], example: Example) -> dict[str, float]:
+    """Share of the example's gold titles that are among some; none where its data names no titles."""
+    gold = set(example.metadata.get("titles", ()))
+    return {name: len(gold & set(titles)) / len(gold)} if gold else {}
+
+
 class OpenQaTask(BaseTask, ABC):
     """Data, corpora, retrieval and prompts of a task that answers questions by searching.
 
@@ -57,6 +63,11 @@ class OpenQaTask(BaseTask, ABC):
     """Default prompts of the program."""
     unread: ClassVar[Mapping[str, str]] = {}
     """Retriever options without effect here -> why."""
+    default_dataset: ClassVar[str | None] = None
+    """Layout of data files where `task.dataset` names none and the task's own name is none; None: it must be named."""
+    # Untyped: an attribute of the protocol `Task`, which a subclass cannot narrow to a program of its own.
+    program: Any
+    """What `make_program` makes with the task's prompts."""
     searches: ClassVar[bool] = True
     """Whether the program searches at all; without, there is neither corpus nor tool."""
     reward_sets: tuple[str, ...] = ("outcome",)
@@ -68,6 +79,9 @@ class OpenQaTask(BaseTask, ABC):
 
     def __init__(self, config: OpenQaConfig, seed: int):
         self.name = config.name
+        if config.dataset is None and self.default_dataset is not None:
+            layout_name = config.name if config.name in LAYOUTS else self.default_dataset
+            config = config.model_copy(update={"dataset": layout_name})
         self.config = config
         self.failure_score = config.failure_score
         problems = self._option_problems()
@@ -98,6 +112,7 @@ class OpenQaTask(BaseTask, ABC):
         self.search_tool = SearchTool(self.retriever, self._corpora(records))
         self._examples = {split: self._split(split, records.get(split), seed, bool(records)) for split in SPLITS}
         self.tools: Mapping[str, Tool] = {"search": self._search} if self.searches else {}
+        self.program = self.make_program(self.all_prompts)
         # Warnings last: a task that is refused should say nothing else.
         self._warn_shared_rows()
         self._warn_missing_titles()

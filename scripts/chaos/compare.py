@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ PER_START = ("environment.json", "run.lock", "optimiser.log", *PAGES)
 """Files that say who ran where and when."""
 SERVED = "run/engine"
 """Of a run with a server: its log, and the weights that it was given last, whose names count the pushes of a start."""
+
+
+WANDB = re.compile(r"tmp/[^/]*wandb-(media|artifacts)(/|$)")
 
 
 def differences(expected: Path, actual: Path) -> list[str]:
@@ -36,6 +40,8 @@ def differences(expected: Path, actual: Path) -> list[str]:
 
 def _names(folder: Path) -> set[str]:
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_socket()}
+    # In TMPDIR a process that was killed while it imported wandb leaves that library's own folders.
+    names = {name for name in names if not WANDB.match(name)}
     if SERVED not in names:
         return names
     # In TMPDIR vLLM leaves files of random names, and a process that was killed those of the libraries it had loaded.
@@ -76,7 +82,14 @@ def _examples(path: Path) -> dict[tuple[str, str], Any]:
 def _config(path: Path) -> dict[str, Any]:
     """Without the digest of what it started from: checkpoints of equal tensors have files of other bytes."""
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return {**config, "start": {**(config.get("start") or {}), "weights": None}}
+    return _without_nulls({**config, "start": {**(config.get("start") or {}), "weights": None}})
+
+
+def _without_nulls(value: Any) -> Any:
+    """A null is the default of its key, which stands also where the key is missing."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 WITHOUT: dict[str, tuple[str, ...]] = {

@@ -162,7 +162,7 @@ def test_demonstrations_are_what_the_program_would_want():
         shown = demonstrations(task, example)
         assert shown == demonstrations(task, example)
         assert shown[0].module == "rewriter"
-        assert list(shown[0].messages) == task.prompts.rewriter(question)
+        assert list(shown[0].messages) == task.program.prompts.rewriter(question)
         assert parse_queries(shown[0].completion) == [hop["query"] for hop in example.metadata["hops"]]
         for one in shown:
             assert task.score_call(called(one.module, one.completion, candidates=10)).penalty == 0

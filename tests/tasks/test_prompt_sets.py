@@ -73,8 +73,8 @@ def test_the_demonstrations_of_a_growing_context_hold_the_transcript(tmp_path):
     path = written(tmp_path, json.dumps({"agent": {"demonstrations": [{"user": "Q1", "assistant": transcript}]}}))
     task = TASKS["search_agent"](default_config("search_agent", prompts=path), 0)
     plain = TASKS["search_agent"](default_config("search_agent"), 0)
-    (question,) = plain.prompts.question("Q2")
-    assert task.prompts.question("Q2") == [message("user", "Q1"), message("assistant", transcript), question]
+    (question,) = plain.program.prompts.question("Q2")
+    assert task.program.prompts.question("Q2") == [message("user", "Q1"), message("assistant", transcript), question]
 
 
 def test_the_tool_agent_shows_results_as_user_messages(tmp_path):
@@ -202,7 +202,7 @@ def test_of_the_two_instructions_of_qa_direct_the_one_in_use_changes():
     assert task.prompt_set()["solver"].instructions.startswith("Think step by step")
     program = task.with_prompt_set({"solver": ModulePrompt("Ponder")})
     assert program.prompts.question("Q", True)[0] == message("system", "Ponder")
-    assert program.prompts.question("Q", False) == task.prompts.question("Q", False)
+    assert program.prompts.question("Q", False) == task.program.prompts.question("Q", False)
 
 
 SEARCHES = ["<think> a </think>\n<search> river of Lisbon </search>", "<think> b </think>\n<answer> Tagus </answer>"]
@@ -216,7 +216,7 @@ def shown(task, texts, module):
 def test_a_rollout_becomes_a_demonstration(tmp_path):
     task = make("search_agent", tmp_path)
     shot, calls = shown(task, SEARCHES, "agent")
-    assert message("user", shot.user) == task.prompts.question("On which river is Lisbon?")[-1]
+    assert message("user", shot.user) == task.program.prompts.question("On which river is Lisbon?")[-1]
     assert shot.assistant == SEARCHES[0] + calls[1].prompt_text + SEARCHES[1]
     assert calls[1].prompt_text.startswith("\n\n<information>Doc 1(Title: ")
     # the same rollout under prompts that have demonstrations shows its own question, not theirs
@@ -254,7 +254,7 @@ def test_modules_with_contexts_of_their_own_show_their_first_call(tmp_path):
 
 def test_demonstrations_that_leave_no_room_fail_as_any_long_prompt_does():
     task = TASKS["qa_direct"](default_config("qa_direct"), 0)
-    room = sum(len(m["content"]) + 1 for m in task.prompts.question(EXAMPLE.inputs["question"], False)) + 100
+    room = sum(len(m["content"]) + 1 for m in task.program.prompts.question(EXAMPLE.inputs["question"], False)) + 100
 
     def played(shots):
         task.program = task.with_prompt_set({"solver": ModulePrompt(task.prompt_set()["solver"].instructions, shots)})

@@ -1,5 +1,7 @@
 """The search agent: which text acts, what every turn earns, limits, injected tags, demonstrations."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,7 +101,7 @@ def test_worked_numbers_in_a_rollout(task):
     assert rollout.reward == pytest.approx(0.2)
     assert rollout.parts == {"final": pytest.approx(0.2), "intermediate": pytest.approx(-0.2)}
     assert [call.facts["action_none"] for call in calls] == [0, 0, 1, 0]
-    assert calls[3].prompt_text == task.prompts.correction()
+    assert calls[3].prompt_text == task.program.prompts.correction()
 
 
 def test_one_turn_has_a_final_reward_only(task):
@@ -201,10 +203,10 @@ def test_limits(task, tmp_path):
 
 
 def test_a_full_context_ends_the_rollout_without_an_exception(task):
-    question = len(task.prompts.question(EXAMPLE.inputs["question"])[0]["content"])
+    question = len(task.program.prompts.question(EXAMPLE.inputs["question"])[0]["content"])
     frame = len("\n\n<information></information>\n\n")
     for room in range(3 * frame):
-        task.program.max_context = question + len(ASK) + room
+        task.program.limits = replace(task.program.limits, max_context=question + len(ASK) + room)
         rollout, calls, _ = play(task, [ASK, RIGHT])
         assert rollout.error is None
         if room <= frame:

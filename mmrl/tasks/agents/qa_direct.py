@@ -13,7 +13,7 @@ from typing import TypedDict
 from mmrl.config.tasks import DirectQaConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
-from mmrl.tasks.base import Context, ModuleScore, Program, Score
+from mmrl.tasks.base import Context, ModuleScore, Score
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import Prompts, Template, Templates
@@ -80,15 +80,10 @@ class DirectQaTask(OpenQaTask):
 
     templates = TEMPLATES
     config: DirectQaConfig
+    default_dataset = "hotpotqa"
     searches = False
     main_metric = "f1"
     absent_features = frozenset({"penalties", "parse_failures", "observations", "repeated_calls"})
-
-    def __init__(self, config: DirectQaConfig, seed: int):
-        super().__init__(config.model_copy(update={"dataset": config.dataset or "hotpotqa"}), seed)
-        program = self.make_program(self.all_prompts)
-        self.prompts = program.prompts
-        self.program: Program = program
 
     def make_program(self, prompts: Prompts) -> DirectAnswer:
         """See `OpenQaTask.make_program`."""

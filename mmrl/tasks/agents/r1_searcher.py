@@ -15,10 +15,11 @@ from typing import ClassVar, TypedDict
 from mmrl.config.tasks import ReasonerConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
-from mmrl.tasks.agents.tags import disarm, disarm_markers, final_query, fitted, has_word, last_block, numbered
-from mmrl.tasks.base import Context, ModuleScore, Passage, Program, Score
+from mmrl.tasks.agents.tags import disarm, disarm_markers, final_query, has_word, last_block, numbered
+from mmrl.tasks.agents.turns import Addition, TurnLimits, Turns, action_facts, found, titles_of
+from mmrl.tasks.base import Context, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_questions
-from mmrl.tasks.open_qa import OpenQaTask
+from mmrl.tasks.open_qa import OpenQaTask, gold_share
 from mmrl.tasks.prompts import Prompts, Template, Templates
 
 MODULE = "searcher"
@@ -101,10 +102,7 @@ class R1Searcher:
     prompts: SearcherPrompts
     searches: int
     """Queries that are executed."""
-    max_observation: int
-    """Tokens that an observation may have."""
-    max_context: int
-    """Tokens that the whole context may have."""
+    limits: TurnLimits
     modules: tuple[str, ...] = (MODULE,)
     continues: ClassVar[frozenset[str]] = frozenset({MODULE})
 
@@ -112,29 +110,23 @@ class R1Searcher:
         """Turns until one ends without a query, or a limit."""
         queries: list[str] = []
         titles: list[str] = []
-        ended = "answer"
-        reply = await ctx.call(MODULE, self.prompts.question(example.inputs["question"]), stop=STOP)
-        sampled = reply.text
-        while (query := final_query(reply.text, QUERY)) is not None:
+
+        async def act(turns: Turns) -> Addition | str:
+            query = final_query(turns.replies[-1], QUERY)
+            if query is None:
+                return "answer"
             # The turn that asks once more is still part of the rollout; only its search is not executed.
             if len(queries) == self.searches:
-                ended = "searches"
-                break
+                return "searches"
             queries.append(query)
-            # through `ctx`, so that a fork or a replay sees the same documents again
-            passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
-            titles += [passage["title"] for passage in passages]
-            # One token must be left for the next turn.
-            room = min(self.max_observation, self.max_context - len(reply.context) - 1)
-            observation, fits = fitted(ctx, reply, self.prompts.documents(passages), result, room)
-            if not fits:
-                ended = "context"
-                break
-            reply = await ctx.call(MODULE, observation, after=reply, stop=STOP)
-            sampled += reply.text
+            passages = await found(ctx, example, query)
+            titles.extend(passage["title"] for passage in passages)
+            return Addition(self.prompts.documents(passages), titles_of(passages), result)
+
+        turns = await self.limits.play(ctx, MODULE, self.prompts.question(example.inputs["question"]), STOP, act)
         # of the sampled text alone: an `<answer>` pair in a document is not the policy's
-        answer = last_block(sampled, "<answer>", "</answer>")
-        return {"answer": answer, "queries": queries, "titles": titles, "ended": ended}
+        answer = last_block(turns.sampled, "<answer>", "</answer>")
+        return {"answer": answer, "queries": queries, "titles": titles, "ended": turns.ended}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,21 +170,16 @@ class R1SearcherTask(OpenQaTask):
 
     templates = TEMPLATES
     config: ReasonerConfig
+    default_dataset = "hotpotqa"
     unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
     reward_sets: tuple[str, ...] = ("outcome", "stage1")
     main_metric = "f1"
-
-    def __init__(self, config: ReasonerConfig, seed: int):
-        super().__init__(config.model_copy(update={"dataset": config.dataset or "hotpotqa"}), seed)
-        program = self.make_program(self.all_prompts)
-        self.prompts = program.prompts
-        self.program: Program = program
 
     def make_program(self, prompts: Prompts) -> R1Searcher:
         """See `OpenQaTask.make_program`."""
         config = self.config
         rendered = SearcherPrompts(prompts, config.retriever.snippet_words)
-        return R1Searcher(rendered, config.max_turns, config.max_observation, config.max_context or 4096)
+        return R1Searcher(rendered, config.max_turns, TurnLimits(config.max_observation, config.max_context or 4096))
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Multi-hop questions, or single-hop ones for a data set of such."""
@@ -211,20 +198,12 @@ class R1SearcherTask(OpenQaTask):
         scores = self.answer_metrics(answer, example) | {
             "format": float(form.balanced and form.framed and not form.chinese),
             "searches": float(len(prediction["queries"])),
+            **gold_share("gold_retrieved", prediction["titles"], example),
         }
-        gold = set(example.metadata.get("titles", ()))
-        if gold:
-            scores["gold_retrieved"] = len(gold & set(prediction["titles"])) / len(gold)
         return Score(reward=sum(parts.values()), metrics=scores, parts=parts)
 
     def score_call(self, call: Call) -> ModuleScore:
-        """No penalty; whether the turn searched, answered or did neither."""
-        searched = final_query(call.text, QUERY) is not None
-        answered = not searched and last_block(call.text, "<answer>", "</answer>") is not None
-        return ModuleScore(
-            facts={
-                "action_search": float(searched),
-                "action_answer": float(answered),
-                "action_none": float(not searched and not answered),
-            }
-        )
+        """See `action_facts`."""
+        if final_query(call.text, QUERY) is not None:
+            return action_facts("search")
+        return action_facts("none" if last_block(call.text, "<answer>", "</answer>") is None else "answer")

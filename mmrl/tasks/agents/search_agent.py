@@ -17,14 +17,16 @@ from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import JUDGE_SETS, judged
 from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.agents.rewards import SEARCH_TAGS, SearchTurn, merged_reward, search_reward
-from mmrl.tasks.agents.tags import disarm, first_pair, fitted
-from mmrl.tasks.base import Context, ModuleScore, Passage, Program, Score
+from mmrl.tasks.agents.tags import disarm, first_pair
+from mmrl.tasks.agents.turns import Addition, TurnLimits, Turns, action_facts, found, titles_of
+from mmrl.tasks.base import Context, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_search
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import Prompts, Template, Templates, snippet
 
 MODULE = "agent"
 STOP = ("</search>", "</answer>")
+ACTIONS = ("search", "answer")
 CONTEXT = 4096
 """Tokens of a whole rollout where `task.max_context` says nothing."""
 OPEN, CLOSE = "\n\n<information>", "</information>\n\n"
@@ -109,44 +111,40 @@ class SearchAgent:
     prompts: AgentPrompts
     search_turns: int
     """Turns whose search is executed; one more follows that may only answer."""
-    max_observation: int
-    """Tokens that an observation may have."""
-    max_context: int
-    """Tokens that the whole context may have."""
+    limits: TurnLimits
     modules: tuple[str, ...] = (MODULE,)
     continues: ClassVar[frozenset[str]] = frozenset({MODULE})
 
     async def run(self, example: Example, ctx: Context) -> SearchAgentPrediction:
         """Turns until an answer or a limit."""
         actions: list[str] = []
-        queries: list[str] = []
-        answer: str | None = None
-        ended = "turns"
-        reply = await ctx.call(MODULE, self.prompts.question(example.inputs["question"]), stop=STOP)
-        while True:
-            action, content = first_pair(reply.text, ("search", "answer")) or ("none", "")
+        contents: list[str] = []
+
+        async def act(turns: Turns) -> Addition | str:
+            action, content = first_pair(turns.replies[-1], ACTIONS) or ("none", "")
             # A turn without an action is answered by a correction, so that the policy can recover; it costs a turn.
             actions.append(action)
+            contents.append(content)
             if action == "answer":
-                answer, ended = content, "answer"
-                break
+                return "answer"
             # The last turn may only answer: it was generated, is scored, and its search is not executed.
             if len(actions) > self.search_turns:
-                break
-            # One token must be left for the next turn.
-            limit = min(self.max_observation, self.max_context - len(reply.context) - 1)
-            # The correction is never cut: half of it would read as text of the model.
-            observation, fits, state = self.prompts.correction(), True, "correction"
-            if action == "search":
-                queries.append(content)
-                passages: list[Passage] = await ctx.tool("search", queries=[content], corpus=example.inputs["corpus"])
-                observation, fits = fitted(ctx, reply, self.prompts.documents(passages), information, limit)
-                state = "; ".join(passage["title"] for passage in passages)
-            if not fits or ctx.measure(observation, after=reply) > limit:
-                ended = "context"
-                break
-            reply = await ctx.call(MODULE, observation, after=reply, stop=STOP, facts={"state": state})
-        return {"answer": answer, "actions": actions, "queries": queries, "ended": ended}
+                return "turns"
+            if action == "none":
+                # Never cut: half of it would read as text of the model.
+                return Addition(self.prompts.correction(), "correction")
+            passages = await found(ctx, example, content)
+            return Addition(self.prompts.documents(passages), titles_of(passages), information)
+
+        prompt = self.prompts.question(example.inputs["question"])
+        turns = await self.limits.play(ctx, MODULE, prompt, STOP, act)
+        executed = list(zip(actions, contents, strict=True))[: self.search_turns]
+        return {
+            "answer": contents[-1] if turns.ended == "answer" else None,
+            "actions": actions,
+            "queries": [content for action, content in executed if action == "search"],
+            "ended": turns.ended,
+        }
 
 
 class SearchAgentTask(OpenQaTask):
@@ -164,20 +162,13 @@ class SearchAgentTask(OpenQaTask):
         "answered": 0.0,
     }
 
-    def __init__(self, config: SearchAgentConfig, seed: int):
-        super().__init__(config, seed)
-        program = self.make_program(self.all_prompts)
-        self.prompts = program.prompts
-        self.program: Program = program
-
     def make_program(self, prompts: Prompts) -> SearchAgent:
         """See `OpenQaTask.make_program`."""
         config = self.config
         return SearchAgent(
             AgentPrompts(prompts, config.retriever.snippet_words),
             search_turns=config.max_turns - config.count_final_call,
-            max_observation=config.max_observation,
-            max_context=config.max_context or CONTEXT,
+            limits=TurnLimits(config.max_observation, config.max_context or CONTEXT),
         )
 
     def as_asked(self, question: str) -> str:
@@ -218,7 +209,7 @@ class SearchAgentTask(OpenQaTask):
             merged = merged_reward(bool(em), bool(answer), reward)
             return Score(reward=merged, metrics=scores, parts={"merged": merged})
         if reward_set in JUDGE_SETS:
-            prompt = self.prompts.question(example.inputs["question"])[-1]["content"]
+            prompt = self.program.prompts.question(example.inputs["question"])[-1]["content"]
             return judged(self.judge, reward_set, prompt, path, answers, scores)
         # The last call has no turn reward: its value is the final reward itself.
         turn_rewards = {call.id: value for call, value in zip(path[:-1], reward.intermediate, strict=True)}
@@ -226,10 +217,9 @@ class SearchAgentTask(OpenQaTask):
         return Score(reward=reward.final, metrics=scores, parts=parts, turn_rewards=turn_rewards)
 
     def score_call(self, call: Call) -> ModuleScore:
-        """No penalty; which action the turn took."""
-        pair = first_pair(call.text, ("search", "answer"))
-        action = pair[0] if pair else "none"
-        return ModuleScore(facts={f"action_{name}": float(action == name) for name in ("search", "answer", "none")})
+        """See `action_facts`."""
+        pair = first_pair(call.text, ACTIONS)
+        return action_facts(pair[0] if pair else "none")
 
 
 def turns_of(actions: Sequence[str], path: Sequence[Call]) -> list[SearchTurn]:

@@ -14,10 +14,11 @@ from typing import ClassVar, TypedDict
 from mmrl.config.tasks import ReasonerConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
-from mmrl.tasks.agents.tags import disarm_markers, final_query, fitted, numbered
-from mmrl.tasks.base import Context, ModuleScore, Passage, Program, Score
+from mmrl.tasks.agents.tags import disarm_markers, final_query, numbered
+from mmrl.tasks.agents.turns import Addition, TurnLimits, Turns, action_facts, found, titles_of
+from mmrl.tasks.base import Context, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_questions
-from mmrl.tasks.open_qa import OpenQaTask
+from mmrl.tasks.open_qa import OpenQaTask, gold_share
 from mmrl.tasks.prompts import Prompts, Template, Templates
 
 REASONER, CONDENSER = "reasoner", "condenser"
@@ -122,10 +123,8 @@ class SearchO1:
     """
 
     prompts: SearchO1Prompts
-    max_observation: int
-    """Tokens that a search result may have."""
-    max_context: int
-    """Tokens that the reasoner's context may have."""
+    limits: TurnLimits
+    """Of the reasoner's context."""
     modules: tuple[str, ...] = (REASONER, CONDENSER)
     continues: ClassVar[frozenset[str]] = frozenset({REASONER})
 
@@ -133,32 +132,28 @@ class SearchO1:
         """Turns of the reasoner until one ends without a query, or a limit."""
         queries: list[str] = []
         titles: list[str] = []
-        ended, at_limit = "answer", False
-        reply = await ctx.call(REASONER, self.prompts.question(example.inputs["question"]), stop=(QUERY[1],))
-        # `sampled` is what the reasoner wrote, where the answer is looked for; `reasoning` also has what was
-        # inserted, which the condenser reads.
-        sampled, reasoning = reply.text, reply.text
-        while (query := final_query(reply.text, QUERY)) is not None:
-            if at_limit:
-                ended = "searches"
-                break
+        beyond: list[str] = []
+
+        async def act(turns: Turns) -> Addition | str:
+            query = final_query(turns.replies[-1], QUERY)
+            if query is None:
+                return "answer"
+            if beyond:
+                return "searches"
             # Beyond the limit the model gets one notice and may still answer; a second such query ends the rollout.
-            if len(queries) < self.prompts.searches:
-                queries.append(query)
-                passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
-                titles += [passage["title"] for passage in passages]
-                text = await self._condensed(ctx, reasoning, query, passages)
-            else:
-                at_limit, text = True, self.prompts.fixed("limit")
-            # One token must be left for the next turn.
-            room = min(self.max_observation, self.max_context - len(reply.context) - 1)
-            observation, fits = fitted(ctx, reply, text, result, room)
-            if not fits:
-                ended = "context"
-                break
-            reply = await ctx.call(REASONER, observation, after=reply, stop=(QUERY[1],))
-            sampled, reasoning = sampled + reply.text, reasoning + observation + reply.text
-        return {"answer": boxed(sampled), "queries": queries, "titles": titles, "ended": ended}
+            if len(queries) == self.prompts.searches:
+                beyond.append(query)
+                return Addition(self.prompts.fixed("limit"), "limit", result)
+            queries.append(query)
+            passages = await found(ctx, example, query)
+            titles.extend(passage["title"] for passage in passages)
+            text = await self._condensed(ctx, turns.context, query, passages)
+            return Addition(text, titles_of(passages), result)
+
+        prompt = self.prompts.question(example.inputs["question"])
+        turns = await self.limits.play(ctx, REASONER, prompt, (QUERY[1],), act)
+        # The answer is looked for in what the reasoner wrote; the condenser also read what was inserted.
+        return {"answer": boxed(turns.sampled), "queries": queries, "titles": titles, "ended": turns.ended}
 
     async def _condensed(self, ctx: Context, reasoning: str, query: str, passages: Sequence[Passage]) -> str:
         """What the condenser makes of the documents; it is not called without any."""
@@ -174,20 +169,15 @@ class SearchO1Task(OpenQaTask):
 
     templates = TEMPLATES
     config: ReasonerConfig
+    default_dataset = "hotpotqa"
     unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
     main_metric = "f1"
-
-    def __init__(self, config: ReasonerConfig, seed: int):
-        super().__init__(config.model_copy(update={"dataset": config.dataset or "hotpotqa"}), seed)
-        program = self.make_program(self.all_prompts)
-        self.prompts = program.prompts
-        self.program: Program = program
 
     def make_program(self, prompts: Prompts) -> SearchO1:
         """See `OpenQaTask.make_program`."""
         config = self.config
         rendered = SearchO1Prompts(prompts, config.max_turns, config.retriever.snippet_words)
-        return SearchO1(rendered, config.max_observation, config.max_context or 4096)
+        return SearchO1(rendered, TurnLimits(config.max_observation, config.max_context or 4096))
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Multi-hop questions, or single-hop ones for a data set of such."""
@@ -199,22 +189,13 @@ class SearchO1Task(OpenQaTask):
         answer = prediction["answer"] or ""
         reward = self.best(metrics.f1, answer, example)
         scores = self.answer_metrics(answer, example) | {"searches": float(len(prediction["queries"]))}
-        # data with questions and answers alone name no gold titles
-        gold = set(example.metadata.get("titles", ()))
-        if gold:
-            scores["gold_retrieved"] = len(gold & set(prediction["titles"])) / len(gold)
+        scores |= gold_share("gold_retrieved", prediction["titles"], example)
         return Score(reward=reward, metrics=scores, parts={"f1": reward})
 
     def score_call(self, call: Call) -> ModuleScore:
         """No penalty; whether the reasoner searched, answered or did neither, and how much the condenser wrote."""
         if call.module == CONDENSER:
             return ModuleScore(facts={"words": float(len(call.text.split()))})
-        searched = final_query(call.text, QUERY) is not None
-        answered = not searched and boxed(call.text) is not None
-        return ModuleScore(
-            facts={
-                "action_search": float(searched),
-                "action_answer": float(answered),
-                "action_none": float(not searched and not answered),
-            }
-        )
+        if final_query(call.text, QUERY) is not None:
+            return action_facts("search")
+        return action_facts("none" if boxed(call.text) is None else "answer")

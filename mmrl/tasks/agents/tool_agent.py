@@ -19,7 +19,7 @@ from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import OUTCOME, judged
 from mmrl.tasks.agents.rewards import contains, tag_usage, xml_format
 from mmrl.tasks.agents.tags import disarm, first_pair, fitted, has_word
-from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Program, Score
+from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_single
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import DEMONSTRATIONS, Prompts, Shot, Template, Templates, shot_of
@@ -211,12 +211,6 @@ class ToolAgentTask(OpenQaTask):
     }
     reward_sets: tuple[str, ...] = ("outcome", "turn", "judge_outcome")
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0, "f1": 0.0, "answered": 0.0}
-
-    def __init__(self, config: ToolAgentConfig, seed: int):
-        super().__init__(config, seed)
-        program = self.make_program(self.all_prompts)
-        self.prompts = program.prompts
-        self.program: Program = program
 
     def make_program(self, prompts: Prompts) -> ToolAgent:
         """See `OpenQaTask.make_program`."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from html import unescape
-from typing import TypedDict, cast
+from typing import TypedDict
 
 from mmrl.records import Example
 from mmrl.tasks.agents import qa_direct, r1_searcher, search_agent, search_o1, tool_agent
@@ -79,7 +79,7 @@ def _search_program(task: MultihopQaTask, example: Example) -> list[Demonstratio
     hops = _hops(example)
     if not hops:
         return []
-    question, answer, prompts = example.inputs["question"], example.metadata["answers"][0], task.prompts
+    question, answer, prompts = example.inputs["question"], example.metadata["answers"][0], task.program.prompts
     draws = Draws("demonstration", example.id)
     queries = [hop["query"].replace(";", ",") for hop in hops]  # a semicolon ends a query
     shown = [_single("rewriter", prompts.rewriter(question), f"### {'; '.join(queries)} ###")]
@@ -107,10 +107,10 @@ def _search_program(task: MultihopQaTask, example: Example) -> list[Demonstratio
 @demonstrations.register
 def _search_agent(task: search_agent.SearchAgentTask, example: Example) -> list[Demonstration]:
     """One search per hop and the answer, as turns of one context."""
-    hops = _hops(example, cast("search_agent.SearchAgent", task.program).search_turns)
+    hops = _hops(example, task.program.search_turns)
     if not hops:
         return []
-    first = task.prompts.question(example.inputs["question"])
+    first = task.program.prompts.question(example.inputs["question"])
     thought = Draws("search_agent", example.id).pick(["look it up", "search first"])
     history: History = ()
     shown = []
@@ -120,7 +120,7 @@ def _search_agent(task: search_agent.SearchAgentTask, example: Example) -> list[
         documents = task.search([hop["query"]], example.inputs["corpus"])
         if hop["title"] not in [document["title"] for document in documents]:
             return []
-        history = (*history, (turn, search_agent.information(task.prompts.documents(documents))))
+        history = (*history, (turn, search_agent.information(task.program.prompts.documents(documents))))
         thought = _then(hop)
     answer = example.metadata["answers"][0]
     thought = f"it is {hops[-1]['answer'] or answer}"
@@ -135,14 +135,14 @@ def _tool_agent(task: tool_agent.ToolAgentTask, example: Example) -> list[Demons
     if not hops:
         return []
     (hop,) = hops
-    first = task.prompts.question(example.inputs["question"])
+    first = task.program.prompts.question(example.inputs["question"])
     thought = Draws("tool_agent", example.id).pick(["look it up", "search first"])
     command = json.dumps({"name": tool_agent.TOOL, "args": {"query": hop["query"]}})
     call = f"<reasoning> {thought} </reasoning>\n<tool> {command} </tool>"
     articles = task.search([hop["query"]], example.inputs["corpus"])
     if hop["title"] not in [article["title"] for article in articles]:
         return []
-    history = ((call, tool_agent.result(task.prompts.articles(articles))),)
+    history = ((call, tool_agent.result(task.program.prompts.articles(articles))),)
     answer = f"<reasoning> it is {hop['answer']} </reasoning>\n<answer> {example.metadata['answers'][0]} </answer>"
     return [_turn(tool_agent.MODULE, first, (), call), _turn(tool_agent.MODULE, first, history, answer)]
 
@@ -153,7 +153,7 @@ def _search_o1(task: search_o1.SearchO1Task, example: Example) -> list[Demonstra
     hops = example.metadata.get("hops")
     if not hops:
         return []
-    first = task.prompts.question(example.inputs["question"])
+    first = task.program.prompts.question(example.inputs["question"])
     thought = Draws("search_o1", example.id).pick(["look it up", "search first"])
     history: History = ()
     shown, reasoning = [], ""
@@ -165,7 +165,9 @@ def _search_o1(task: search_o1.SearchO1Task, example: Example) -> list[Demonstra
         if hop["title"] not in [document["title"] for document in documents]:
             return []
         thought = f"it is {hop['answer']}"
-        shown.append(_single(search_o1.CONDENSER, task.prompts.condense(reasoning, hop["query"], documents), thought))
+        shown.append(
+            _single(search_o1.CONDENSER, task.program.prompts.condense(reasoning, hop["query"], documents), thought)
+        )
         history = (*history, (turn, search_o1.result(thought)))
         reasoning += search_o1.result(thought)
     answer = f"{thought} {search_o1.BOX}{example.metadata['answers'][0]}}}"
@@ -175,10 +177,10 @@ def _search_o1(task: search_o1.SearchO1Task, example: Example) -> list[Demonstra
 @demonstrations.register
 def _r1_searcher(task: r1_searcher.R1SearcherTask, example: Example) -> list[Demonstration]:
     """One search per hop and the answer, as turns of one context."""
-    hops = _hops(example, cast("r1_searcher.R1Searcher", task.program).searches)
+    hops = _hops(example, task.program.searches)
     if not hops:
         return []
-    first = task.prompts.question(example.inputs["question"])
+    first = task.program.prompts.question(example.inputs["question"])
     thought = Draws("r1_searcher", example.id).pick(["look it up", "search first"])
     history: History = ()
     shown = []
@@ -188,7 +190,7 @@ def _r1_searcher(task: r1_searcher.R1SearcherTask, example: Example) -> list[Dem
         documents = task.search([hop["query"]], example.inputs["corpus"])
         if hop["title"] not in [document["title"] for document in documents]:
             return []
-        history = (*history, (turn, r1_searcher.result(task.prompts.documents(documents))))
+        history = (*history, (turn, r1_searcher.result(task.program.prompts.documents(documents))))
         thought = _then(hop)
     answer = example.metadata["answers"][0]
     thought = f"it is {hops[-1]['answer'] or answer}"
@@ -205,8 +207,8 @@ def _qa_direct(task: qa_direct.DirectQaTask, example: Example) -> list[Demonstra
     question, answer = example.inputs["question"], example.metadata["answers"][0]
     thought = " ".join(f"{hop['query']}: {hop['answer']}." for hop in hops)
     return [
-        _single(qa_direct.MODULE, task.prompts.question(question, False), answer),
-        _single(qa_direct.MODULE, task.prompts.question(question, True), f"{thought}\nAnswer: {answer}"),
+        _single(qa_direct.MODULE, task.program.prompts.question(question, False), answer),
+        _single(qa_direct.MODULE, task.program.prompts.question(question, True), f"{thought}\nAnswer: {answer}"),
     ]
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mmrl.config.tasks import MultihopQaConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
-from mmrl.tasks.base import ModuleScore, Program, Score
-from mmrl.tasks.data.layouts import LAYOUTS
+from mmrl.tasks.base import ModuleScore, Score
 from mmrl.tasks.mini.examples import mini_multihop
-from mmrl.tasks.open_qa import OpenQaTask
+from mmrl.tasks.open_qa import OpenQaTask, gold_share
 from mmrl.tasks.prompts import Prompts
 from mmrl.tasks.search_program.program import (
     TEMPLATES,
@@ -35,15 +33,9 @@ class MultihopQaTask(OpenQaTask):
     """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
 
     templates = TEMPLATES
+    default_dataset = "hotpotqa"
     main_metric = "f1"
     absent_features = frozenset({"observations", "parse_failures", "repeated_calls"})
-
-    def __init__(self, config: MultihopQaConfig, seed: int):
-        dataset_of_task = config.name if config.name in LAYOUTS else "hotpotqa"
-        super().__init__(config.model_copy(update={"dataset": config.dataset or dataset_of_task}), seed)
-        program = self.make_program(self.all_prompts)
-        self.prompts = program.prompts
-        self.program: Program = program
 
     def make_program(self, prompts: Prompts) -> SearchProgram:
         """See `OpenQaTask.make_program`."""
@@ -61,11 +53,8 @@ class MultihopQaTask(OpenQaTask):
         answer = prediction["answer"]
         reward = self.best(metrics.f1, answer, example)
         scores = self.answer_metrics(answer, example)
-        titles = set(example.metadata.get("titles", ()))
-        # data with questions and answers alone name no gold titles
-        if titles:
-            scores["gold_retrieved"] = len(titles & set(prediction["candidates"])) / len(titles)
-            scores["gold_selected"] = len(titles & set(prediction["selected"])) / len(titles)
+        scores |= gold_share("gold_retrieved", prediction["candidates"], example)
+        scores |= gold_share("gold_selected", prediction["selected"], example)
         return Score(reward=reward, metrics=scores, parts={"f1": reward})
 
     def score_call(self, call: Call) -> ModuleScore:

@@ -1,0 +1,101 @@
+"""The turns of an agent in one growing context: it writes, the program adds what was asked for, it writes on.
+
+`search_agent`, `r1_searcher` and `search_o1` differ in what they read off a turn and in what they add; the loop, its
+limits and the state that each turn begins in are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+
+from mmrl.records import Example
+from mmrl.tasks.agents.tags import fitted
+from mmrl.tasks.base import Context, Message, ModuleScore, Passage
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What goes on in the context after a turn."""
+
+    text: str
+    state: str
+    """What the next turn begins in, for algorithms that compare turns of one state."""
+    frame: Callable[[str], str] | None = None
+    """Stands around the text, which is cut where there is no room; None: the text is added whole or not at all."""
+
+
+@dataclass(slots=True)
+class Turns:
+    """The texts of a rollout so far."""
+
+    replies: list[str] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
+    """After each reply but the last."""
+    ended: str = ""
+
+    @property
+    def sampled(self) -> str:
+        """What the model wrote."""
+        return "".join(self.replies)
+
+    @property
+    def context(self) -> str:
+        """The same with what was added."""
+        return "".join(chain.from_iterable(zip_longest(self.replies, self.added, fillvalue="")))
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLimits:
+    """Tokens of one addition, and of the whole context."""
+
+    max_observation: int
+    max_context: int
+
+    async def play(
+        self,
+        ctx: Context,
+        module: str,
+        prompt: Sequence[Message],
+        stop: Sequence[str],
+        act: Callable[[Turns], Awaitable[Addition | str]],
+    ) -> Turns:
+        """Turns of a module until `act`, which reads the newest reply, says how it ended, or until no room is left.
+
+        Args:
+            act: returns what is added, or a word for `Turns.ended` (`context` is that of no room).
+        """
+        reply = await ctx.call(module, prompt, stop=stop)
+        turns = Turns([reply.text])
+        while not isinstance(step := await act(turns), str):
+            # One token must be left for the next turn.
+            room = min(self.max_observation, self.max_context - len(reply.context) - 1)
+            if step.frame is None:
+                observation, fits = step.text, ctx.measure(step.text, after=reply) <= room
+            else:
+                observation, fits = fitted(ctx, reply, step.text, step.frame, room)
+            if not fits:
+                step = "context"
+                break
+            reply = await ctx.call(module, observation, after=reply, stop=stop, facts={"state": step.state})
+            turns.replies.append(reply.text)
+            turns.added.append(observation)
+        turns.ended = step
+        return turns
+
+
+async def found(ctx: Context, example: Example, query: str) -> list[Passage]:
+    """What a search brings; through `ctx`, so that a fork or a replay has the same documents again."""
+    passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
+    return passages
+
+
+def titles_of(passages: Sequence[Passage]) -> str:
+    """The state after a search."""
+    return "; ".join(passage["title"] for passage in passages)
+
+
+def action_facts(action: str) -> ModuleScore:
+    """No penalty; whether a turn searched, answered or did neither (`none`)."""
+    return ModuleScore(facts={f"action_{name}": float(action == name) for name in ("search", "answer", "none")})
