@@ -116,6 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a pipe (`mmrl show RUN | head`) has seen enough; at exit Python would complain of the lost text.
         sys.stderr.close()
         return 0
+    finally:
+        if argv is None and threading.current_thread() is threading.main_thread():
+            # All is done: a Ctrl-C from here on would end in a traceback of some library's own clean-up.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
