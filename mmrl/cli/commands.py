@@ -56,7 +56,7 @@ def train(context: typer.Context) -> int:
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN train.steps=+100
     """
-    from mmrl.cli import configs, overrides
+    from mmrl.cli import configs, hydra, overrides
 
     line = overrides.read_line(context.args, own=("resume", "from"))
     if "resume" in line.own:
@@ -76,7 +76,7 @@ def train(context: typer.Context) -> int:
 
         return resume(folder)
     if line.prints:
-        configs.print_train(line)
+        hydra.print_job("train", line)
         return 0
     jobs = configs.train_configs(line)
     command = ["mmrl", "train", *context.args]

@@ -1,21 +1,19 @@
 """From the words of a command to its validated configs, one per job; of `mmrl train` also of runs in turn.
 
 A stage `A` of `stages=[A,B]` is what the same words with `algo=A` would be, and with what `stage.A.KEY=` (or
-`stage.1.KEY=`) says. In a sweep over algorithms that is for the jobs with such a stage.
+`stage.1.KEY=`) says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.cli.arguments import CommandLine
-from mmrl.cli.hydra import composed, import_plugins_of, print_job, through_hydra
-from mmrl.cli.overrides import expand, hydra_value, parse, read_line, searched, values_of
+from mmrl.cli.hydra import composed, import_plugins_of, through_hydra
+from mmrl.cli.overrides import expand, hydra_value, parse, read_line
 from mmrl.config import (
     EvalCommandConfig,
     RootConfig,
@@ -30,7 +28,6 @@ from mmrl.config.other_stages import PROMPT_SCHEMAS, SftConfig
 from mmrl.config.schema import stage_schema
 from mmrl.errors import ConfigError, unknown
 from mmrl.system.conf import GROUPS, options
-from mmrl.system.files import plain
 
 if TYPE_CHECKING:
     from mmrl.sets.sweep import Job
@@ -56,66 +53,10 @@ def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[Conf
 def train_configs(line: CommandLine) -> list[StageConfig | StagedCommandConfig]:
     """Those of `mmrl train`, whose jobs may be of several stages in turn, or of one that trains no weights."""
 
-    in_sweep: set[str] | None = set() if line.multirun else None
-    typed, line = line, _after(line)
-
     def build(raw: Mapping[str, object], job: Sequence[str]) -> StageConfig | StagedCommandConfig:
-        return _from(typed, lambda sections: _train_config(sections, job, line.config_dir, in_sweep), raw)
+        return _from(line, lambda sections: _train_config(sections, job, line.config_dir), raw)
 
-    made = _configs("train", line, build)
-    if searched(line) and any(key.startswith("stage.") for key in line.keys):
-        # Of what is searched, only the ends are composed.
-        for job in ([f"algo={name}"] for name in values_of(line, "algo")):
-            build(composed("train", job, line.config_dir), job)
-    if in_sweep is not None and (problems := _sweep_problems(line, in_sweep, made)):
-        raise ConfigError(problems)
-    return made
-
-
-def _sweep_problems(line: CommandLine, names: Collection[str], made: Sequence[RootConfig]) -> list[str]:
-    """What is wrong with the `stage.*` words of a sweep as a whole.
-
-    Args:
-        names: the stages of its jobs, and their numbers.
-        made: the configs of its jobs.
-    """
-    own = [override for override in line.overrides if override.key_or_group.partition(".")[0] == "stage"]
-    keys = dict.fromkeys(override.key_or_group.partition(".")[2].partition(".")[0] for override in own)
-    stages = sorted(name for name in names if not name.isdigit())
-    numbers = sorted((name for name in names if name.isdigit()), key=int)
-    problems = [_no_such_stage(key, stages, numbers) for key in keys if key not in names]
-    several = [override.key_or_group for override in own if override.is_sweep_override()]
-    if several and not searched(line) and any(config in made[:place] for place, config in enumerate(made)):
-        problems.append(
-            f"{', '.join(several)}: several values, and runs without such a stage would be the same run several times; "
-            "sweep the algorithms that have it by themselves"
-        )
-    return problems
-
-
-def print_train(line: CommandLine) -> None:
-    """`mmrl train --cfg job`; nothing runs.
-
-    The sections that Hydra has composed are printed. Of several stages no section is what any of them runs with, so
-    what each runs with is printed under the name of its folder.
-
-    Raises:
-        ConfigError: as `hydra.print_job`, and of stages every problem.
-    """
-    if not line.multirun:
-        (job,) = expand(line, [])
-        raw: Mapping[str, object] = {}
-        with suppress(ConfigError):  # what is wrong with it is said below
-            raw = composed("train", job, line.config_dir)
-        if raw.get("stages") or raw.get("stage"):
-            import yaml  # no other command of this module writes any
-
-            config = _train_config(raw, job, line.config_dir, None)
-            mappings = [plain(stage.model_dump(mode="json")) for stage in config.in_turn]
-            named = {f"{number}_{value_at(stage, 'algo.name')}": stage for number, stage in enumerate(mappings, 1)}
-            print(yaml.safe_dump(named, sort_keys=False, allow_unicode=True), end="")
-            return
-    print_job("train", line)
+    return _configs("train", _after(line), build)
 
 
 def weight_config(command: str, line: CommandLine) -> TrainCommandConfig:
@@ -146,27 +87,16 @@ def _configs(
     # A row of the other command fails in ways that do not mention the row; the hint names the command to use instead.
     row = next((override.value() for override in line.overrides if override.key_or_group == "experiment"), None)
     valid: list[ConfigT] = []
-    of_jobs: list[Collection[str]] = []
     for job in jobs:
         try:
             valid.append(build(composed(command, job, line.config_dir), job))
         except ConfigError as error:
-            of_jobs.append(dict.fromkeys(error.problems))
-    for problem in chain.from_iterable(of_jobs):
-        hint = _row_of_other_command(command, row, "policy" in line.keys, problem)
-        hint = hint or _of_some_jobs(problem, len(jobs) - sum(problem in some for some in of_jobs), line)
-        problems += [] if problem.startswith(unjudged) and hint is None else [hint or problem]
+            for problem in error.problems:
+                hint = _row_of_other_command(command, row, "policy" in line.keys, problem)
+                problems += [] if problem.startswith(unjudged) and hint is None else [hint or problem]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return valid
-
-
-def _of_some_jobs(problem: str, others: int, line: CommandLine) -> str | None:
-    """What to say of a key that some of the algorithms of a sweep do not have, where `others` take it."""
-    key = problem.partition(":")[0]
-    if not others or key not in line.keys or not key.startswith(("algo.", "train.")) or "algo" not in line.keys:
-        return None
-    return f"{problem}; for one algorithm of the sweep: stage.NAME.{key}="
 
 
 def configured(words: Sequence[str], config_dir: str | None = None) -> StageConfig | StagedCommandConfig:
@@ -194,8 +124,7 @@ def swept(line: CommandLine, job: Job) -> None:
     """Let Hydra go through the jobs of a sweep of `mmrl train`, by any sweeper and launcher."""
 
     def build(sections: Callable[[], dict[str, object]], words: Sequence[str]) -> StageConfig | StagedCommandConfig:
-        # What `stage.*` says of stages of other jobs was judged before the sweep began.
-        return _from(line, lambda raw: _train_config(raw, words, line.config_dir, set()), sections())
+        return _from(line, lambda raw: _train_config(raw, words, line.config_dir), sections())
 
     through_hydra("train", _after(line), lambda sections, words: job(lambda: build(sections, words)))
 
@@ -241,15 +170,13 @@ def _row_of_other_command(command: str, row: object, policy_typed: bool, problem
 
 
 def _train_config(
-    raw: Mapping[str, object], words: Sequence[str], config_dir: str | None, in_sweep: set[str] | None
+    raw: Mapping[str, object], words: Sequence[str], config_dir: str | None
 ) -> StageConfig | StagedCommandConfig:
     """The config of a job of `mmrl train`.
 
     Args:
         raw: the job, composed.
         words: its overrides.
-        in_sweep: the stages of all jobs of a sweep, to which those of this job are added; `stage.*` may name any of
-            them then. None for a job alone.
 
     Raises:
         ConfigError: every problem.
@@ -257,32 +184,35 @@ def _train_config(
     # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
     typed = [_key(word) for word in words]
     sections = dict(raw)
-    names, own = sections.pop("stages", None), sections.pop("stage", None) or {}
-    if names is None and not own and in_sweep is None:
+    names, of_stages = sections.pop("stages", None), sections.pop("stage", None) or {}
+    if names is None:
+        if of_stages:
+            raise ConfigError(
+                "stage: has no effect on one stage; set the key without stage.NAME, or of some algorithms of several: "
+                "mmrl compare algo=A,B stage.A.KEY="
+            )
         return _stage(sections, typed)
-    listed = [_chosen(words, sections)] if names is None else _listed(names, config_dir)
-    own = _owned(own, listed, in_sweep)
-    problems: list[str] = []
-    if names is not None:
-        problems += [f"{key}: say of which stage: stage.{listed[0]}.{key}" for key in typed if key.startswith("algo.")]
-        if "algo" in typed and "stages" in typed:
-            problems.append(f"algo: has no effect beside stages=[{','.join(listed)}]; leave one of them out")
+    listed = _listed(names, config_dir)
+    of_stages = _of_stages(of_stages, listed)
+    problems = [f"{key}: say of which stage: stage.{listed[0]}.{key}" for key in typed if key.startswith("algo.")]
+    if "algo" in typed and "stages" in typed:
+        problems.append(f"algo: has no effect beside stages=[{','.join(listed)}]; leave one of them out")
     stages: list[StageConfig] = []
     rows: list[list[str]] = []
     for number, name in enumerate(listed, start=1):
-        of_stage = _words_of(own, name, number)
+        of_stage = _words_of(of_stages, name, number)
         problems += _shared_problems(of_stage, name, number)
-        elsewhere = {"stage"} if names is None else {"stage", "stages", "algo"}
-        if names is not None and "train" not in stage_schema(name).model_fields:
+        elsewhere = {"stage", "stages", "algo"}
+        if "train" not in stage_schema(name).model_fields:
             elsewhere.add("train")  # what was typed for all stages holds for those that have it
         kept = [
             word
             for word in words
             if not _is_of(word, elsewhere) and not (_key(word) in of_stage and _key(word) in GROUPS)
         ]
-        row = [*kept, *([f"algo={name}"] if names is not None else []), *of_stage.values()]
+        row = [*kept, f"algo={name}", *of_stage.values()]
         mapping = composed("train", row, config_dir)
-        if names is not None and mapping.pop("stages", None) and "name" not in _section(mapping):
+        if mapping.pop("stages", None) and "name" not in _section(mapping):
             problems.append(f"stages: got {name}, which stands for several stages itself; list them")
             continue
         mapping.pop("stage", None)
@@ -290,21 +220,18 @@ def _train_config(
             stages.append(_stage(mapping, [_key(word) for word in row]))
             rows.append(row)
         except ConfigError as error:
-            problems += _as_typed(error, of_stage, typed, number, name if names is not None else "")
+            problems += _as_typed(error, of_stage, typed, f"stage {number} ({name}): ")
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    return stages[0] if names is None else _staged(stages, rows, config_dir)
+    return _staged(stages, rows, config_dir)
 
 
-def _as_typed(
-    error: ConfigError, of_stage: Collection[str], typed: Collection[str], number: int, name: str
-) -> list[str]:
-    """Problems by the keys that were typed for a stage; others under its number and name, where there are several."""
+def _as_typed(error: ConfigError, of_stage: Collection[str], typed: Collection[str], where: str) -> list[str]:
+    """Problems by the keys that were typed for a stage; others under the stage's number and name."""
     problems = []
     for problem in error.problems:
         key = problem.partition(":")[0]
         by_name = next((word for word in typed if word.startswith("stage.") and word.endswith(f".{key}")), "")
-        where = f"stage {number} ({name}): " if name else ""
         problems.append(f"{by_name}{problem.removeprefix(key)}" if key in of_stage and by_name else f"{where}{problem}")
     return problems
 
@@ -366,12 +293,6 @@ def _section(sections: Mapping[str, object]) -> Mapping[str, object]:
     return algo if isinstance(algo, Mapping) else {}
 
 
-def _chosen(words: Sequence[str], sections: Mapping[str, object]) -> str:
-    """The name that a job of one stage has after `algo=`."""
-    names = [word.partition("=")[2] for word in words if _key(word) == "algo"]
-    return names[-1].strip("'\"") if names else str(_section(sections).get("name"))
-
-
 def _listed(names: object, config_dir: str | None) -> list[str]:
     """The names of the stages.
 
@@ -386,41 +307,33 @@ def _listed(names: object, config_dir: str | None) -> list[str]:
     return list(names)
 
 
-def _owned(own: object, listed: Sequence[str], in_sweep: set[str] | None) -> Mapping[str, object]:
-    """What `stage.*` says of the stages of a job.
+def _of_stages(settings: object, listed: Sequence[str]) -> Mapping[str, object]:
+    """`stage.*`: the name or number of a stage -> its settings.
 
     Raises:
-        ConfigError: it is none, or names a stage that is not there. In a sweep other jobs may have it.
+        ConfigError: a value that is none, or a stage that is not there.
     """
-    if not isinstance(own, Mapping):
-        raise ConfigError(f"stage: got {own!r}, expected stage.NAME.KEY=VALUE")
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"stage: got {settings!r}, expected stage.NAME.KEY=VALUE")
     numbers = [str(number) for number in range(1, len(listed) + 1)]
-    if in_sweep is not None:
-        in_sweep.update(listed, numbers)
     problems = [
         f"stage.{key}: expected a key of that stage: stage.{key}.KEY=VALUE"
-        for key, value in own.items()
-        if not isinstance(value, Mapping)
+        if str(key) in (*listed, *numbers)
+        else f"stage.{key}: no such stage (stages: {', '.join(listed)}; also by number: {', '.join(numbers)})"
+        for key, value in settings.items()
+        if str(key) not in (*listed, *numbers) or not isinstance(value, Mapping)
     ]
-    stray = [str(key) for key in own if str(key) not in (*listed, *numbers)]
-    if in_sweep is None:
-        problems += [_no_such_stage(key, listed, numbers) for key in stray]
     if problems:
-        raise ConfigError(dict.fromkeys(problems))
-    return {str(key): value for key, value in own.items() if str(key) not in stray}
+        raise ConfigError(problems)
+    return {str(key): value for key, value in settings.items()}
 
 
-def _no_such_stage(key: str, names: Sequence[str], numbers: Sequence[str]) -> str:
-    """The problem of `stage.KEY`, which is none of the stages."""
-    return f"stage.{key}: no such stage (stages: {', '.join(names)}; also by number: {', '.join(numbers)})"
-
-
-def _words_of(own: Mapping[str, object], name: str, number: int) -> dict[str, str]:
+def _words_of(of_stages: Mapping[str, object], name: str, number: int) -> dict[str, str]:
     """What `stage.*` says of one stage: key -> the word that sets it; by number wins over by name."""
-    said = dict([*_flat(own.get(name) or {}), *_flat(own.get(str(number)) or {})])
+    settings = dict([*_flat(of_stages.get(name) or {}), *_flat(of_stages.get(str(number)) or {})])
     return {
         key: f"{key}={value}" if key in GROUPS and isinstance(value, str) else f"++{key}={hydra_value(key, value)}"
-        for key, value in said.items()
+        for key, value in settings.items()
     }
 
 

@@ -18,7 +18,6 @@ from hydra import main as hydra_main
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -263,36 +262,24 @@ def _chosen(line: CommandLine, problems: list[str]) -> tuple[str, ...] | None:
 
 def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, problems: list[str]) -> AlgoConfig | None:
     """One algorithm's settings: those of the run, if it is the run's own, else of `conf/algo`; and what was typed."""
+    trained = run.algo if run is not None and name == run.algo.name else None
     typed = [override for override in line.overrides if override.key_or_group.startswith("algo.")]
-    if run is not None and name == run.algo.name:
-        return algo_section(_changed(run, typed, problems), problems) if typed else run.algo
+    if trained is not None and not typed:
+        return trained
     before = len(problems)
+    if trained is not None:
+        removed = [typed_text(override) for override in typed if override.is_delete()]
+        problems += [f"{text}: a setting of a run can be changed, not removed" for text in removed]
     choice = parse([f"algo={name}"], problems)
     (job,) = expand(replace(line, multirun=False, overrides=(*choice, *line.overrides)), problems)
     if len(problems) > before:
         return None
-    return algo_section(composed("credit", job, line.config_dir).get("algo"), problems)
+    sections = composed("credit", job, line.config_dir)
+    if trained is None:
+        return algo_section(sections.get("algo"), problems)
+    from mmrl.run.start import with_typed  # numpy and tasks, which credit of a file need not wait for
 
-
-def _changed(run: TrainCommandConfig, typed: Sequence[Override], problems: list[str]) -> object:
-    """The `algo` section of a run with the settings that were typed."""
-    # For its errors: a sweep, or what cannot be listed.
-    expand(CommandLine(overrides=tuple(typed)), problems)
-    config = OmegaConf.create({"seed": run.seed, "algo": run.algo.model_dump()})
-    for override in typed:
-        if override.is_delete():
-            problems.append(f"{typed_text(override)}: a setting of a run can be changed, not removed")
-            continue
-        try:
-            OmegaConf.update(config, override.key_or_group, override.value(), merge=False, force_add=True)
-        except OmegaConfBaseException as error:
-            problems.append(f"{override.key_or_group}: {' '.join(str(error).splitlines()[0].split())}")
-    try:
-        raw = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {' '.join(str(error).splitlines()[0].split())}") from None
-    assert isinstance(raw, dict)
-    return as_tuples(raw["algo"])
+    return algo_section(with_typed(trained.model_dump(), sections, line.keys, "algo"), problems)
 
 
 def _seed(line: CommandLine, run: TrainCommandConfig | None, problems: list[str]) -> int:

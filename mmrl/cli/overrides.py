@@ -170,12 +170,6 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
     ]
 
 
-def values_of(line: CommandLine, key: str) -> list[str]:
-    """All values that a key is given, in a sweep one for each choice."""
-    given = [value for override in line.overrides if override.key_or_group == key for value in _values(override)]
-    return [value.strip("'\"") for value in given if value is not None]
-
-
 def _ends(override: Override) -> list[str | None]:
     """The first and the last value of a search."""
     value = override.value()

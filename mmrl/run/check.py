@@ -70,8 +70,6 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     if isinstance(config, StagedCommandConfig):
         return problems + _stages_problems(config, typed)
     algo, policy = value_at(config, "algo.name"), value_at(config, "policy")
-    if algo is not None:
-        typed = _typed_of(typed, str(algo), 1)
     if engine_name(config) != "openai":
         key, weights = ("policy", str(policy)) if policy is not None else ("model.path", config.model.path)
         problems += weights_problems(key, weights, config.model.revision)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -28,7 +27,7 @@ from mmrl.run.settle import weight_run
 from mmrl.sets.cells import found_set
 from mmrl.sets.chain import begin, chain_page
 from mmrl.sets.page import parts_of
-from mmrl.system.files import append_jsonl, digests, plain
+from mmrl.system.files import append_jsonl, digests
 
 SMALL = [
     "task=banking77",
@@ -91,13 +90,12 @@ def test_settings_of_a_stage_by_number_win_over_those_by_name():
         (["stages=[sft,mmgrpo]", "stage.sft=1"], "stage.sft: expected a key of that stage"),
         (["stages=[sft,mmgrpo]", "algo.rollouts=2"], "algo.rollouts: say of which stage: stage.sft.algo.rollouts"),
         (["stages=[sft,mmgrpo]", "algo=grpo"], "algo: has no effect beside stages=[sft,mmgrpo]"),
-        (["stage.sft.train.steps=1"], "stage.sft: no such stage (stages: mhgpo_rr; also by number: 1)"),
-        (["algo=mmgrpo", "stage.mmgrpo.train.lrr=1"], "stage.mmgrpo.train.lrr: unknown key"),
-        (["algo=mmgrpo", "stage.mmgrpo.algo=grpo"], "stage.mmgrpo.algo: has no effect, the stage is mmgrpo"),
-        (["-m", "algo=miprov2,mmgrpo", "train.steps=4"], "for one algorithm of the sweep: stage.NAME.train.steps="),
-        (["-m", "algo=miprov2,mmgrpo", "algo.auto=light"], "for one algorithm of the sweep: stage.NAME.algo.auto="),
-        (["-m", "algo=miprov2,mmgrpo", "stage.grpo.train.steps=4"], "stage.grpo: no such stage (stages: miprov2, mmg"),
-        (["-m", "algo=miprov2,mmgrpo", "stage.mmgrpo.train.steps=4,8"], "runs without such a stage would be the same"),
+        (["stages=[sft,mmgrpo]", "stage.mmgrpo.algo=grpo"], "stage.mmgrpo.algo: has no effect, the stage is mmgrpo"),
+        (
+            ["algo=mmgrpo", "stage.mmgrpo.train.steps=4"],
+            "stage: has no effect on one stage; set the key without stage.",
+        ),
+        (["-m", "algo=miprov2,mmgrpo", "stage.mmgrpo.train.steps=4"], "mmrl compare algo=A,B stage.A.KEY="),
         (["stages=[sft,better_together]"], "stages: got better_together, which stands for several stages itself"),
         (["stages=[sft,mmgrpo]", "stage.mmgrpo.train.lrr=1"], "stage.mmgrpo.train.lrr: unknown key"),
         (["stages=[miprov2,mmgrpo]", "stage.miprov2.train.steps=1"], "train.steps: has no effect with algo=miprov2"),
@@ -109,38 +107,10 @@ def test_a_list_that_makes_no_sense_is_refused_by_the_key_that_was_typed(words, 
     assert says in refusal("task=banking77", *words)
 
 
-def test_a_sweep_over_algorithms_sets_what_one_of_them_has():
-    """Each of its jobs is what the command without the words of the others would run."""
-    words = ["task=banking77", "stage.mmgrpo.train.steps=4", "stage.miprov2.algo.auto=light"]
-    prompts, weights, both = train_configs(read_line(["-m", "algo=miprov2,mmgrpo,better_together", *words]))
-    assert [prompts] == train_configs(read_line(["task=banking77", "algo=miprov2", "algo.auto=light"]))
-    assert [weights] == train_configs(read_line(["task=banking77", "algo=mmgrpo", "train.steps=4"]))
-    assert both == staged("algo=better_together", *words)
-    # swept by itself too
-    line = read_line(["-m", "algo=mmgrpo", "stage.mmgrpo.train.steps=4,8", "task=banking77"])
-    assert [config.train.steps for config in train_configs(line)] == [4, 8]
-
-
-def test_a_key_of_a_stage_without_effect_is_named_in_a_run_of_one_stage(capsys):
-    assert main(["train", "algo=mmgrpo", "task=banking77", "stage.mmgrpo.train.warmup_steps=3"]) == 2
-    assert "train.warmup_steps: got 3, which has no effect" in capsys.readouterr().err
-
-
-def printed(capsys, *words: str) -> Any:
-    assert main(["train", "--cfg", "job", "task=banking77", *words]) == 0
-    return yaml.safe_load(capsys.readouterr().out)
-
-
-def test_what_each_stage_runs_with_is_printed_under_its_name(capsys):
-    words = ["stages=[miprov2,mmgrpo,sft]", "stage.mmgrpo.train.steps=7", "stage.3.train.steps=9"]
-    shown = printed(capsys, *words)
-    stages = staged("task=banking77", *words).stages
-    assert list(shown) == ["1_miprov2", "2_mmgrpo", "3_sft"]
-    assert list(shown.values()) == [plain(stage.model_dump(mode="json")) for stage in stages]
-    assert "train" not in shown["1_miprov2"], "no section that the stage does not have"
-    assert (shown["2_mmgrpo"]["train"]["steps"], shown["3_sft"]["train"]["steps"]) == (7, 9)
-    # a run of one stage, where only another composition has what is said of its stage
-    assert printed(capsys, "algo=mmgrpo", "stage.mmgrpo.train.steps=7")["1_mmgrpo"]["train"]["steps"] == 7
+def test_the_jobs_of_a_sweep_may_be_runs_in_turn():
+    swept = train_configs(read_line(["-m", "algo=mmgrpo,better_together", "task=banking77", "seed=3"]))
+    alone = ["task=banking77", "seed=3"]
+    assert swept == [*train_configs(read_line([*alone, "algo=mmgrpo"])), staged(*alone, "algo=better_together")]
 
 
 def test_weights_of_each_module_apart_end_a_list():
