@@ -83,8 +83,7 @@ def random_model(tmp_path_factory) -> str:
 @pytest.fixture
 def quick_retries(monkeypatch):
     """The client of retrieval servers tries again without a pause that a test would have to wait for."""
-    monkeypatch.setattr("mmrl.retrieval.remote.FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr("mmrl.retrieval.remote.LONGEST_WAIT_S", 0.002)
+    monkeypatch.setattr("mmrl.retrieval.remote.WAITS_S", (0.001, 0.002))
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from mmrl.config.endpoint import SENT, Endpoint, EndpointConfig
 from mmrl.secrets import hide
-
-if TYPE_CHECKING:
-    import httpx
+from mmrl.system.http_client import HttpFailure
 
 CHARS_PER_TOKEN = 256
 """Characters of a completion for each token of the limit, beyond which it is refused; few tokens have so many."""
@@ -119,14 +117,14 @@ def check_length(text: str, body: Mapping[str, object]) -> None:
     """Refuse a completion of many times the limit of tokens: tokenizing megabytes takes seconds.
 
     Raises:
-        ValueError: it is that long.
+        HttpFailure: it is that long.
     """
     limit = next((value for name in LIMITS if isinstance(value := body.get(name), int)), None)
     if limit is not None and len(text) > CHARS_PER_TOKEN * limit:
-        raise ValueError(f"a completion of {len(text)} characters for max_tokens={limit}")
+        raise HttpFailure("garbage", f"a completion of {len(text)} characters for max_tokens={limit}")
 
 
-def read_completion(response: httpx.Response, reasoning: str = "drop") -> Reply:
+def read_completion(content: bytes, reasoning: str = "drop") -> Reply:
     """What a reply says.
 
     Args:
@@ -136,7 +134,7 @@ def read_completion(response: httpx.Response, reasoning: str = "drop") -> Reply:
         ValueError: it is no chat completion; with the reply's text.
     """
     try:
-        reply = response.json()
+        reply = json.loads(content)
         choice = reply["choices"][0]
         text, thoughts = _parts(choice["message"])
         usage = reply.get("usage")
@@ -159,7 +157,8 @@ def read_completion(response: httpx.Response, reasoning: str = "drop") -> Reply:
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         # not its repr: that of a decoding error holds the whole reply
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"the reply is no chat completion ({reason}): {response.text}") from None
+        text = content.decode(errors="replace")
+        raise ValueError(f"the reply is no chat completion ({reason}): {text}") from None
 
 
 def with_reasoning(answer: str, thoughts: str, reasoning: str) -> str:
@@ -180,10 +179,10 @@ def with_reasoning(answer: str, thoughts: str, reasoning: str) -> str:
     return "" if answer.lstrip().startswith(_THINK) else answer
 
 
-def listed_models(response: httpx.Response) -> set[str]:
+def listed_models(content: bytes) -> set[str]:
     """Names in the reply to GET /models; empty where it is no such list."""
     try:
-        return {str(model["id"]) for model in response.json()["data"]}
+        return {str(model["id"]) for model in json.loads(content)["data"]}
     except (ValueError, KeyError, TypeError, RecursionError):
         return set()
 

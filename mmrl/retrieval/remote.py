@@ -4,8 +4,7 @@ One client serves all rollouts; its connections live on the process's I/O loop, 
 and never wait for a decode on the caller's loop.
 
 A failed search is never an empty result: after `retries` further attempts it is a `RetrievalFailure`, which aborts the
-rollout (journalled, counted, not trained on), with its cause in the message. After many failed requests in a row,
-further ones fail at once for a while (`system.breaker`).
+rollout (journalled, counted, not trained on), with its cause in the message.
 """
 
 from __future__ import annotations
@@ -13,34 +12,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import ssl
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, TypedDict, TypeVar
-from urllib.parse import urlsplit
+from typing import TypedDict, TypeVar
 
 from mmrl.errors import RetrievalFailure
 from mmrl.retrieval.base import Document, Retriever, whole_text
 from mmrl.retrieval.protocols import MAX_QUERY_CHARS, MAX_URL_QUERY_CHARS, read_dspy_reply, read_search_r1_reply
-from mmrl.system import replies
-from mmrl.system.breaker import Breaker
-from mmrl.system.portal import IoScope
-
-if TYPE_CHECKING:
-    import httpx
+from mmrl.system.http_client import HttpClient, HttpFailure
 
 T = TypeVar("T")
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 5.0
-"""Waits between attempts double from the first to the longest, with jitter."""
+WAITS_S = (0.2, 5.0)
+"""Pauses between attempts: the first, and the longest."""
 LARGEST_REPLY, LARGEST_PASSAGE = 64 * 2**20, 2 * 2**20
 """Bytes of a reply beyond which it is refused: so many for each passage of the request, and at most so many."""
-TRANSIENT = frozenset({408, 425, 429})
-"""Statuses below 500 that are worth another attempt."""
-IDLE_S = 4.0
-"""Seconds that an idle connection stays open."""
-
 log = logging.getLogger("mmrl.retrieval")
 
 
@@ -60,12 +46,11 @@ class RemoteRetriever(Retriever):
         url: `http(s)://host:port[/path]`. Search-R1: `/retrieve` is added unless it is there. DSPy: used as it is.
         protocol: `search_r1` or `dspy`.
         timeout_s: of one attempt.
-        retries: further attempts after a timeout, a refused connection, a status >= 500 (or 408, 425, 429), or a reply
-            that cannot be read.
+        retries: further attempts after a timeout, a refused connection, a status >= 500 (or 408, 409, 425, 429), or a
+            reply that cannot be read.
         concurrency: requests under way at once; more wait for their turn.
         cache_size: results in the cache, by query and number; the least recently used goes first.
         token: sent with each request; None: the server wants none.
-        breaker: see `Breaker`.
     """
 
     over_http = True
@@ -80,20 +65,23 @@ class RemoteRetriever(Retriever):
         concurrency: int = 64,
         cache_size: int = 10_000,
         token: str | None = None,
-        breaker: Breaker | None = None,
     ):
         self.url = url.rstrip("/") if protocol == "dspy" else f"{url.rstrip('/').removesuffix('/retrieve')}/retrieve"
-        self.protocol, self.timeout_s, self.retries = protocol, timeout_s, retries
-        # Written on the I/O loop alone, like the cache and the breaker: none of them needs a lock.
+        self.protocol = protocol
+        # Written on the I/O loop alone, like the cache: neither needs a lock.
         self._counts: Counter[str] = Counter()
         self._cache: dict[tuple[str, int], list[Document]] = {}
         self._cache_size = cache_size
-        self._headers = replies.ACCEPTED if token is None else {**replies.ACCEPTED, "Authorization": f"Bearer {token}"}
-        self._breaker = breaker or Breaker()
-        self._last_failure = ""
-        # Idle clients, of one connection each: with every request, a pool of httpx looks at all of its connections; at
-        # 64 of them that costs several times as much as the request.
-        self._io: IoScope[list[httpx.AsyncClient]] = IoScope(list, _close_all, concurrency)
+        self._http = HttpClient(
+            f"retriever {self.url}",
+            timeout_s=timeout_s,
+            concurrency=concurrency,
+            retries=retries,
+            waits_s=WAITS_S,
+            opens_on=("timeout", "connection", "status", "garbage"),
+            headers={} if token is None else {"Authorization": f"Bearer {token}"},
+            redirects=True,
+        )
 
     @property
     def counts(self) -> Counter[str]:
@@ -102,11 +90,11 @@ class RemoteRetriever(Retriever):
 
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
         """See `Retriever.search`; blocks. Not for use on an event loop: see `search_async`."""
-        return self._io.wait(self._search(list(queries), list(top_k)))
+        return self._http.wait(self._search(list(queries), list(top_k)))
 
     async def search_async(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
         """See `Retriever.search_async`; cancelling it cancels the requests."""
-        return await self._io.run(self._search(list(queries), list(top_k)))
+        return await self._http.run(self._search(list(queries), list(top_k)))
 
     def ping(self) -> None:
         """One search whose result does not matter.
@@ -114,11 +102,11 @@ class RemoteRetriever(Retriever):
         Raises:
             RetrievalFailure: no usable answer.
         """
-        self._io.wait(self._request(["ping"], [1]))
+        self._http.wait(self._request(["ping"], [1]))
 
     def close(self) -> None:
         """Close connections. A later search starts anew."""
-        self._io.close()
+        self._http.close()
 
     async def _search(self, queries: list[str], top_k: list[int]) -> list[list[Document]]:
         results: dict[int, list[Document]] = {}
@@ -150,154 +138,42 @@ class RemoteRetriever(Retriever):
                 "return_scores": True,
             }
             limit = largest_reply(len(queries) * max(top_k))
-            return await self._attempts(
-                "POST", body, {}, limit, lambda reply: read_search_r1_reply(reply, len(queries))
-            )
+            return await self._send("POST", lambda reply: read_search_r1_reply(reply, len(queries)), body, {}, limit)
         sent = [whole_text(query[:MAX_URL_QUERY_CHARS]) for query in queries]
         searches = [
-            self._attempts("GET", None, {"query": query, "k": str(k)}, largest_reply(k), read_dspy_reply)
+            self._send("GET", read_dspy_reply, None, {"query": query, "k": str(k)}, largest_reply(k))
             for query, k in zip(sent, top_k, strict=True)
         ]
         return list(await asyncio.gather(*searches))
 
-    async def _attempts(
-        self, method: str, body: object, params: Mapping[str, str], limit: int, parse: Callable[[object], T]
+    async def _send(
+        self, method: str, read: Callable[[object], T], body: object, params: Mapping[str, str], limit: int
     ) -> T:
-        """One request with its retries, behind the breaker."""
-        from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+        """One request with its retries."""
 
-        probe = self._breaker.open
-        if self._breaker.refuses():
-            refusal = self._refusal()
-            self._count_failure(refusal)
-            raise refusal
-        attempts = AsyncRetrying(
-            stop=stop_after_attempt(self.retries + 1),
-            wait=wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S),
-            retry=retry_if_exception(lambda error: isinstance(error, RetrievalFailure) and error.transient),
-            before_sleep=lambda state: self._counts.update(("retries",)),
-            reraise=True,
-        )
+        def parse(content: bytes) -> T:
+            try:
+                return read(json.loads(content))
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+                raise ValueError(f"a reply that is not the {self.protocol} protocol's ({error})") from None
+
         try:
-            answer: T = await attempts(self._attempt, method, body, params, limit, parse, probe)
-        except RetrievalFailure as failure:
-            # A refusal says nothing about the server: it must neither open the breaker nor hide what opened it.
-            if failure.cause != "refused":
-                self._last_failure = str(failure).removeprefix(f"retriever {self.url}: ")
-                if self._breaker.failure():
-                    log.warning(
-                        "retriever %s: too many requests have failed in a row; none is sent for a while, and rollouts "
-                        "that search are aborted",
-                        self.url,
-                    )
-            self._count_failure(failure)
-            raise
-        except BaseException:
-            self._breaker.abandoned()
-            raise
-        if self._breaker.success():
-            log.warning("retriever %s: answers again", self.url)
-        return answer
-
-    async def _attempt(
-        self,
-        method: str,
-        body: object,
-        params: Mapping[str, str],
-        limit: int,
-        parse: Callable[[object], T],
-        probe: bool,
-    ) -> T:
-        async with self._io.slots:
-            # It may have opened while this request waited for its turn or its next attempt.
-            if self._breaker.open and not probe:
-                raise self._refusal()
-            self._counts["requests"] += 1
-            status, content = await self._send(method, body, params, limit)
-        if status >= 300:
-            text = replies.quoted(content.decode(errors="replace"))
-            raise RetrievalFailure(
-                f"retriever {self.url}: answered with status {status}" + (f" ({text})" if text else ""),
-                "status",
-                transient=status >= 500 or status in TRANSIENT,
+            return await self._http.request(
+                method, self.url, parse, body=body, params=params, limit=limit, before=self._before
             )
-        try:
-            return parse(json.loads(content))
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise RetrievalFailure(
-                f"retriever {self.url}: a reply that is not the {self.protocol} protocol's "
-                f"({replies.quoted(str(error))})",
-                "garbage",
-                transient=True,
-            ) from None
+        except HttpFailure as failure:
+            self._counts["failures"] += 1
+            self._counts[f"failures_{failure.cause}"] += 1
+            failed = RetrievalFailure(
+                f"retriever {self.url}: {failure.reason}", failure.cause, transient=failure.transient
+            )
+            if self._counts["failures"] == 1:
+                log.warning("%s; the rollout is aborted, and such failures are counted from here on", failed)
+            raise failed from None
 
-    async def _send(self, method: str, body: object, params: Mapping[str, str], limit: int) -> tuple[int, bytes]:
-        """Status and content of one reply; of an error its beginning."""
-        import httpx
-
-        idle = self._io.client
-        client = idle.pop() if idle else self._connect()
-        # Not httpx's `json=`: it writes UTF-8, which cannot hold half of a UTF-16 pair; escapes can.
-        data = None if body is None else json.dumps(body).encode()
-        headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
-        try:
-            # httpx lets an impossible port through to the socket, which fails with a group of other errors.
-            _ = urlsplit(self.url).port
-            # httpx limits each pause of a reply; the config limits the whole attempt.
-            async with asyncio.timeout(self.timeout_s):
-                async with client.stream(
-                    method, self.url, params=params or None, content=data, headers=headers
-                ) as reply:
-                    fine = reply.status_code < 300
-                    return reply.status_code, await replies.read(
-                        reply, limit if fine else 4 * replies.QUOTED, cut=not fine
-                    )
-        # The same request would bring the same again.
-        except (replies.ReplyTooLarge, replies.ReplyUnreadable) as error:
-            raise RetrievalFailure(f"retriever {self.url}: {error}", "garbage") from None
-        except TimeoutError:
-            raise RetrievalFailure(
-                f"retriever {self.url}: no answer within {self.timeout_s:g} s", "timeout", transient=True
-            ) from None
-        except (httpx.InvalidURL, ValueError):
-            raise RetrievalFailure(f"retriever {self.url}: is no address (host or port)", "connection") from None
-        except (httpx.HTTPError, OSError) as error:
-            reason = replies.quoted(str(error)) or type(error).__name__
-            raise RetrievalFailure(f"retriever {self.url}: {reason}", "connection", transient=True) from None
-        finally:
-            idle.append(client)
-
-    def _connect(self) -> httpx.AsyncClient:
-        import httpx
-
-        return httpx.AsyncClient(
-            timeout=None,
-            # uvicorn closes connections that were idle for 5 s: ours must go first, or a request meets the closing one.
-            limits=httpx.Limits(max_connections=1, keepalive_expiry=IDLE_S),
-            follow_redirects=True,
-            event_hooks={"response": [replies.refuse_large_redirect]},
-            # A proxy of the environment knows nothing of servers on this machine or in this cluster.
-            trust_env=False,
-            verify=self._tls if self.url.startswith("https:") else False,
-        )
-
-    @cached_property
-    def _tls(self) -> ssl.SSLContext:
-        # The system's certificates: a cluster's own authority is among them, not among httpx's.
-        return ssl.create_default_context()
-
-    def _refusal(self) -> RetrievalFailure:
-        return RetrievalFailure(
-            f"retriever {self.url}: not sent, since too many requests have failed in a row; "
-            f"the last: {self._last_failure}",
-            "refused",
-        )
-
-    def _count_failure(self, failure: RetrievalFailure) -> None:
-        self._counts["failures"] += 1
-        self._counts[f"failures_{failure.cause}"] += 1
-        if self._counts["failures"] == 1:
-            log.warning("%s; the rollout is aborted, and such failures are counted from here on", failure)
+    async def _before(self, number: int) -> None:
+        self._counts["requests"] += 1
+        self._counts["retries"] += number > 0
 
     def _count_short(self, got: int, k: int) -> None:
         if got >= k:
@@ -331,8 +207,3 @@ class RemoteRetriever(Retriever):
 def largest_reply(passages: int) -> int:
     """Bytes that a reply with so many passages may have."""
     return min(LARGEST_REPLY, LARGEST_PASSAGE * (passages + 1))
-
-
-async def _close_all(clients: list[httpx.AsyncClient]) -> None:
-    for client in clients:
-        await client.aclose()

@@ -24,7 +24,6 @@ class Breaker:
         clock: seconds, monotonic.
     """
 
-    # By hand: tenacity retries one request and has no state across requests.
     def __init__(
         self,
         failures: int = BREAKER_FAILURES,

@@ -5,7 +5,6 @@ A server may be wrong or hostile. Ask it with `ACCEPTED`: what `read` can decomp
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import email.utils
 import time
@@ -24,8 +23,6 @@ QUOTED = 200
 """Characters of a server's text that an error or a log line quotes."""
 LONGEST_ERROR = 64 * 2**10
 """Bytes of an error's page that are read."""
-TEXT_CHARSETS = ("utf", "ascii", "us-ascii", "iso-8859", "latin", "windows-", "cp1")
-"""Beginnings of the names of charsets that a reply may be in: some of Python's codecs decompress, or are slow."""
 LONGEST_REDIRECT = 64 * 2**10
 """Bytes of a redirect's own page, which the HTTP client reads whole."""
 
@@ -68,34 +65,6 @@ async def read(reply: httpx.Response, limit: int, *, cut: bool = False) -> bytes
                 break
             raise ReplyTooLarge(f"a reply of more than {limit} bytes")
     return bytes(content[:limit])
-
-
-async def whole(reply: httpx.Response, limit: int) -> httpx.Response:
-    """A streamed reply with its content, read within `limit`; of an error its beginning.
-
-    Raises:
-        ReplyTooLarge, ReplyUnreadable: as `read`.
-    """
-    import httpx
-
-    failed = reply.status_code >= 400
-    try:
-        # Of an error's page the beginning is enough to say what is wrong, however long it is.
-        content = await read(reply, LONGEST_ERROR if failed else limit, cut=failed)
-    finally:
-        await reply.aclose()
-    # The content is no longer compressed, nor of the announced length.
-    headers = [item for item in reply.headers.multi_items() if item[0] not in ("content-encoding", "content-length")]
-    read_reply = httpx.Response(reply.status_code, headers=headers, content=content, request=reply.request)
-    charset = (read_reply.charset_encoding or "utf-8").lower()
-    try:
-        if not charset.startswith(TEXT_CHARSETS):
-            raise LookupError(charset)
-        # as the library will: this one, unlike `bytes.decode`, raises without a byte order mark
-        codecs.getincrementaldecoder(charset)("replace").decode(content, final=True)
-    except (LookupError, UnicodeError):
-        read_reply.encoding = "utf-8"
-    return read_reply
 
 
 async def refuse_large_redirect(reply: httpx.Response) -> None:

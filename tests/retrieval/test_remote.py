@@ -190,21 +190,20 @@ def test_the_breaker_opens_lets_one_look_and_closes():
 
 def test_a_dead_server_is_not_asked_again_and_again(caplog):
     with listening(Faulty(good_app(), lambda n: "500" if n < 3 else "ok")) as url:
-        client = RemoteRetriever(url, retries=0, breaker=Breaker(failures=3, wait_s=0.2))
+        client = RemoteRetriever(url, retries=0)
+        client._http.breaker = Breaker(failures=3, wait_s=0.2)
         causes = []
         for _ in range(6):
             with pytest.raises(RetrievalFailure) as failure:
                 client.search(["river"], [1])
             causes.append(failure.value.cause)
         assert causes == ["status"] * 3 + ["refused"] * 3
-        assert "not sent, since too many requests have failed in a row; the last: answered with status 500" in str(
-            failure.value
-        )
+        assert "not sent, since too many requests have failed in a row; the last: HTTP 500" in str(failure.value)
         assert client.counts["requests"] == 3 and client.counts["failures_refused"] == 3
         time.sleep(0.25)
         assert client.search(["river"], [1])[0]
         client.close()
-    messages = [record.getMessage() for record in caplog.records if record.name == "mmrl.retrieval"]
+    messages = [record.getMessage() for record in caplog.records if record.name == "mmrl.http"]
     assert messages[-1].endswith(": answers again")
 
 
@@ -297,15 +296,15 @@ def test_rollouts_whose_search_fails_are_outside_failures_and_not_scored(caplog)
         assert "40 failures" in task.describe()["retriever"], "a closed task still knows"
         task.reset_counts()
         assert "failures" not in task.describe()["retriever"]
-    told = [record.getMessage() for record in caplog.records if record.name == "mmrl.retrieval"]
+    told = [record.getMessage() for record in caplog.records if record.name in ("mmrl.retrieval", "mmrl.http")]
     assert len(told) == 2, "the first failure, and that no more are sent"
-    assert "status 500" in told[0] and "none is sent for a while" in told[1]
+    assert "HTTP 500" in told[0] and "none is sent for a while" in told[1]
 
 
 def test_a_server_that_is_not_there_is_found_before_a_model_loads(good):
     with pytest.raises(ConfigError, match=r"task\.retriever\.url: .*127\.0\.0\.1:1/retrieve"):
         search_agent(name="remote", url="http://127.0.0.1:1")
-    with pytest.raises(ConfigError, match=r"task\.retriever\.url: .*status 404.*search_r1"):
+    with pytest.raises(ConfigError, match=r"task\.retriever\.url: .*HTTP 404.*search_r1"):
         search_agent(name="remote", url=f"{good}/elsewhere")
 
 
@@ -314,7 +313,7 @@ def test_a_server_that_is_busy_when_a_run_begins_does_not_refuse_it():
         search_agent(name="remote", url=url, retries=1).close()
     with (
         listening(Faulty(good_app(), lambda n: "429")) as url,
-        pytest.raises(ConfigError, match=r"task\.retriever\.url: .*status 429"),
+        pytest.raises(ConfigError, match=r"task\.retriever\.url: .*HTTP 429"),
     ):
         search_agent(name="remote", url=url, retries=1)
 

@@ -1,4 +1,4 @@
-"""The I/O loop of a process: one for all clients, from any event loop or none; cancellation and closing."""
+"""The I/O loop of a process, and the HTTP client in it: one loop for all, from any event loop; cancelled and closed."""
 
 from __future__ import annotations
 
@@ -7,41 +7,31 @@ import threading
 
 import pytest
 
-from mmrl.system.portal import IoScope, io_loop
+from mmrl.system.http_client import HttpClient, HttpFailure
+from mmrl.system.portal import io_loop
+from tests.helpers.servers import Scripted, serving
 
 
-class Client:
-    """Notes the loop it lives in, and whether it was closed."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.closed = False
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-def scope(concurrency: int = 4) -> IoScope[Client]:
-    return IoScope(Client, lambda client: client.close(), concurrency)
-
-
-async def client_of(io: IoScope[Client]) -> Client:
-    return io.client
+async def where() -> asyncio.AbstractEventLoop:
+    return asyncio.get_running_loop()
 
 
 def test_all_clients_live_in_one_loop_whatever_loop_asks() -> None:
-    first, second = scope(), scope()
-    seen = [asyncio.run(first.run(client_of(first))), asyncio.run(first.run(client_of(first)))]
-    seen.append(second.wait(client_of(second)))
-    assert seen[0] is seen[1] and seen[0] is not seen[2]
-    assert {client.loop for client in seen} == {io_loop()}
+    first, second = (HttpClient(name, timeout_s=1, concurrency=4) for name in "ab")
+    loops = [asyncio.run(first.run(where())), asyncio.run(first.run(where())), second.wait(where())]
+    assert set(loops) == {io_loop()}
     assert sum(thread.name == "mmrl-io" for thread in threading.enumerate()) == 1
-    for io in (first, second):
-        io.close()
-        io.close()
-    assert all(client.closed for client in seen)
-    assert first.wait(client_of(first)) is not seen[0], "a later use starts anew"
-    first.close()
+
+
+def test_a_closed_client_has_no_connections_and_begins_anew() -> None:
+    with serving([Scripted("x")]) as (url, _):
+        client = HttpClient("x", timeout_s=20, concurrency=4)
+        for _ in range(2):
+            assert client.wait(client.attempt("GET", url, limit=10)) == b"x"
+            (connection,) = client._idle
+            client.close()
+            client.close()
+            assert connection.is_closed and client._idle == []
 
 
 def test_work_that_is_not_waited_for_any_more_is_cancelled() -> None:
@@ -53,7 +43,7 @@ def test_work_that_is_not_waited_for_any_more_is_cancelled() -> None:
         finally:
             ended.set()
 
-    io = scope()
+    io = HttpClient("x", timeout_s=1, concurrency=4)
     with pytest.raises(TimeoutError):
         io.wait(work(), timeout=0.1)
     assert ended.wait(10)
@@ -66,3 +56,28 @@ def test_work_that_is_not_waited_for_any_more_is_cancelled() -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(impatient())
     assert ended.wait(10)
+
+
+@pytest.mark.parametrize("location", ["http://127.0.0.1:99999/x", "ftp://127.0.0.1/x", "http://[::1/x"])
+def test_a_redirect_to_what_is_no_address_is_a_failure_of_the_request(location: str) -> None:
+    with serving([Scripted("", 302, headers={"Location": location, "Content-Length": "0"})]) as (url, _):
+        client = HttpClient("x", timeout_s=20, concurrency=1, redirects=True)
+        with pytest.raises(HttpFailure) as failure:
+            client.wait(client.attempt("GET", url, limit=10))
+        client.close()
+    assert failure.value.cause == "connection"
+
+
+def test_certificates_are_checked_whatever_the_first_address_is() -> None:
+    """A plain address may redirect to one with TLS."""
+
+    async def connected(client: HttpClient) -> tuple[bool, object]:
+        made = client._connect()
+        context = made._transport._pool._ssl_context  # type: ignore[attr-defined]
+        await made.aclose()
+        return context.check_hostname, context.verify_mode
+
+    client = HttpClient("x", timeout_s=20, concurrency=1, redirects=True)
+    import ssl
+
+    assert client.wait(connected(client)) == (True, ssl.CERT_REQUIRED)

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import httpx  # noqa: F401
-import openai  # noqa: F401
 import pytest
 
 from mmrl.config.endpoint import EndpointConfig
@@ -23,7 +22,7 @@ from mmrl.system.replies import quoted
 from tests.helpers.servers import Scripted, chat_reply, serving
 from tests.helpers.watch import terminates
 
-# `httpx` and `openai` are imported here, since the clients do so at their first request, whose time is measured.
+# `httpx` is imported here, since the clients do so at their first request, whose time is measured.
 MILLION = 10**6
 LARGE = 12 * 2**20
 JSON = {"Content-Type": "application/json"}

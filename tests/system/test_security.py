@@ -61,7 +61,7 @@ def test_the_client_sends_its_token_and_is_refused_without():
         assert let_in.search(["river Douro"], [1])[0][0].title == "Porto"
         let_in.close()
         stranger = RemoteRetriever(url, retries=0)
-        with pytest.raises(Exception, match="status 401") as raised:
+        with pytest.raises(Exception, match="HTTP 401") as raised:
             stranger.search(["river"], [1])
         assert TOKEN not in str(raised.value)
         stranger.close()

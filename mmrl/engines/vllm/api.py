@@ -5,17 +5,15 @@ Under `vllm_server`; checked against vLLM 0.31 (`vllm/entrypoints`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmrl.engines.base import Sampling
 from mmrl.errors import EngineFailure
 from mmrl.system.files import dumps
-from mmrl.system.portal import IoScope
-from mmrl.system.replies import ACCEPTED, ReplyTooLarge, ReplyUnreadable, quoted, whole
-
-if TYPE_CHECKING:
-    import httpx
+from mmrl.system.http_client import HttpClient, HttpFailure
+from mmrl.system.replies import quoted
 
 LARGEST_REPLY = 256 * 2**20
 """Bytes of a reply: log-probabilities of a probe's every token are some 100 bytes each."""
@@ -35,9 +33,7 @@ class VllmApi:
 
     def __init__(self, url: str, timeout_s: float, concurrency: int):
         self.url = url
-        self.timeout_s = timeout_s
-        self.concurrency = concurrency
-        self.io: IoScope[httpx.AsyncClient] = IoScope(self._connect, lambda client: client.aclose(), concurrency)
+        self.io = HttpClient(f"vLLM at {url}", timeout_s=timeout_s, concurrency=concurrency)
 
     async def completion(
         self, model: str, prompt_ids: Sequence[int], sampling: Sampling, limit: int, stop_ids: Sequence[int]
@@ -115,28 +111,13 @@ class VllmApi:
             Unreachable: no connection, no reply in time, or HTTP 5xx.
             Refused: HTTP 4xx, with the server's words.
         """
-        import httpx
-
-        client = self.io.client
         try:
-            request = client.build_request(method, self.url + path, json=body, headers=ACCEPTED)
-            response = await whole(await client.send(request, stream=True), LARGEST_REPLY)
-        except httpx.HTTPError as error:
-            raise Unreachable(f"{method} {path}: {type(error).__name__} {quoted(str(error))}".strip()) from None
-        except (ReplyTooLarge, ReplyUnreadable) as error:
-            raise Refused(f"{method} {path}: {error}") from None
-        # 429 says nothing against this request, which may succeed later.
-        if response.status_code >= 500 or response.status_code == 429:
-            raise Unreachable(f"{method} {path}: HTTP {response.status_code}: {quoted(response.text)}")
-        if response.status_code >= 400:
-            raise Refused(f"{method} {path}: HTTP {response.status_code}: {quoted(response.text)}")
+            content = await self.io.attempt(method, self.url + path, body=body, limit=LARGEST_REPLY)
+        except HttpFailure as failure:
+            # 429 says nothing against this request, which may succeed later.
+            later = failure.cause in ("timeout", "connection") or failure.status >= 500 or failure.status == 429
+            raise (Unreachable if later else Refused)(f"{method} {path}: {failure.reason}") from None
         try:
-            return response.json()
+            return json.loads(content)
         except ValueError:
-            return response.text
-
-    def _connect(self) -> httpx.AsyncClient:
-        import httpx
-
-        limits = httpx.Limits(max_connections=self.concurrency + 8, max_keepalive_connections=self.concurrency)
-        return httpx.AsyncClient(timeout=self.timeout_s, limits=limits, trust_env=False)
+            return content.decode(errors="replace")

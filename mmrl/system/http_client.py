@@ -1,0 +1,332 @@
+"""A bounded HTTP client: the one way in which mmrl sends requests to endpoints, retrievers and vLLM servers.
+
+    client = HttpClient("retriever http://host:8000", timeout_s=30.0, concurrency=64, retries=3)
+    content = await client.run(client.request("POST", url, parse, body=…, limit=2**20))    # from any event loop
+    client.close()
+
+A connection belongs to the event loop that opened it, and the loops that programs run in are short, so requests run in
+the I/O loop (`system.portal`). A server may be wrong or hostile: time, size and form of a reply are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import random
+import ssl
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from mmrl.system.breaker import Breaker
+from mmrl.system.portal import io_loop
+from mmrl.system.replies import (
+    ACCEPTED,
+    LONGEST_ERROR,
+    ReplyTooLarge,
+    ReplyUnreadable,
+    quoted,
+    read,
+    refuse_large_redirect,
+    retry_after,
+)
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
+Cause = Literal["refused", "timeout", "connection", "status", "garbage"]
+
+TRANSIENT = frozenset({408, 409, 425, 429})
+"""Statuses below 500 after which the same request may succeed."""
+IDLE_S = 4.0
+"""Seconds that an idle connection stays open: uvicorn closes its own after 5, and a request must not meet that."""
+CLOSE_S = 5.0
+"""Longest wait for connections to close: a stuck one must not keep a run from ending."""
+
+log = logging.getLogger("mmrl.http")
+
+
+class HttpFailure(Exception):
+    """A request without a usable reply.
+
+    Args:
+        cause: `refused` by the breaker, `timeout`, `connection`, `status` (300 or more), or `garbage`: a reply beyond
+            its limit, or that cannot be read.
+        reason: one sentence, without secrets.
+        transient: the same request may succeed.
+        status: of the reply.
+        text: the beginning of an error's page.
+        reached: whether there was a connection.
+    """
+
+    def __init__(
+        self,
+        cause: Cause,
+        reason: str,
+        *,
+        transient: bool = False,
+        status: int = 0,
+        text: str = "",
+        pause: float | None = None,
+        reached: bool = True,
+    ):
+        super().__init__(reason)
+        self.cause, self.reason, self.transient = cause, reason, transient
+        self.status, self.text, self.reached = status, text, reached
+        self.pause = pause
+        """Seconds that the server asks to wait."""
+        self.tries = 1
+
+
+class HttpClient:
+    """One client's connections, its limit of concurrent requests, its retries and its breaker.
+
+    Args:
+        name: of the server, for log lines.
+        timeout_s: of one attempt, from its first byte to its last.
+        concurrency: of `slots`.
+        retries: further attempts of `request`.
+        waits_s: pauses between attempts are drawn below the first, doubled each time up to the second; a server that
+            asks for a longer one than that is not asked again.
+        opens_on: causes that open the breaker.
+        headers: of every request.
+        redirects: follow them.
+        proxies: use those of the environment, which knows nothing of servers on this machine or in this cluster.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        timeout_s: float,
+        concurrency: int,
+        retries: int = 0,
+        waits_s: tuple[float, float] = (0.5, 60.0),
+        opens_on: tuple[Cause, ...] = ("timeout", "connection"),
+        headers: Mapping[str, str] | None = None,
+        redirects: bool = False,
+        proxies: bool = False,
+    ):
+        self.name, self.timeout_s = name, timeout_s
+        self.breaker = Breaker()
+        self._concurrency, self._retries, self._waits_s = concurrency, retries, waits_s
+        self._opens_on, self._redirects, self._proxies = opens_on, redirects, proxies
+        self._headers = {**ACCEPTED, **(headers or {})}
+        self._last_failure = ""
+        self._slots: asyncio.Semaphore | None = None
+        self._tls: ssl.SSLContext | None = None
+        # Idle clients, of one connection each: with every request, a pool of httpx looks at all of its connections; at
+        # 64 of them that costs several times as much as the request.
+        self._idle: list[httpx.AsyncClient] = []
+        self._tasks: set[Future[Any]] = set()
+
+    # -- from any thread and event loop
+
+    async def run(self, work: Coroutine[object, object, T]) -> T:
+        """Await `work` in the I/O loop; cancelling the waiter cancels the work."""
+        return await asyncio.wrap_future(self._start(work))
+
+    def wait(self, work: Coroutine[object, object, T], timeout: float | None = None) -> T:
+        """The same for code without a loop; blocks.
+
+        Raises:
+            TimeoutError: after `timeout` seconds; the work is cancelled.
+        """
+        future = self._start(work)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel what runs and close connections; may be called twice. A later use starts anew."""
+        running = list(self._tasks)
+        for future in running:
+            future.cancel()
+        if not self._idle and not running:
+            return
+
+        async def stop() -> None:
+            clients, self._idle, self._slots = self._idle, [], None
+            for client in clients:
+                await client.aclose()
+
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            asyncio.run_coroutine_threadsafe(stop(), io_loop()).result(CLOSE_S)
+
+    def _start(self, work: Coroutine[object, object, T]) -> Future[T]:
+        future = asyncio.run_coroutine_threadsafe(work, io_loop())
+        self._tasks.add(future)
+        future.add_done_callback(self._tasks.discard)
+        return future
+
+    # -- in the I/O loop
+
+    @property
+    def slots(self) -> asyncio.Semaphore:
+        """The bound on concurrency."""
+        if self._slots is None:
+            self._slots = asyncio.Semaphore(self._concurrency)
+        return self._slots
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        parse: Callable[[bytes], T],
+        *,
+        body: object = None,
+        params: Mapping[str, str] | None = None,
+        limit: int,
+        before: Callable[[int], Awaitable[None]] | None = None,
+    ) -> T:
+        """What `parse` makes of the reply: in a slot, behind the breaker, with retries.
+
+        Args:
+            parse: raises `ValueError` and the like for a reply that is none; it is then requested again.
+            limit: see `attempt`.
+            before: awaited before each attempt, with its number from 0.
+
+        Raises:
+            HttpFailure: of the last attempt; `tries` has their number.
+        """
+        # Held during pauses between attempts too: a server that refuses for its load is not sent more meanwhile.
+        async with self.slots:
+            probe = self.breaker.open
+            if self.breaker.refuses():
+                raise self._refusal()
+            try:
+                for number in itertools.count():
+                    if self.breaker.open and not probe:  # it opened during a pause
+                        raise self._refusal()
+                    if before is not None:
+                        await before(number)
+                    try:
+                        answer = _parsed(await self.attempt(method, url, body=body, params=params, limit=limit), parse)
+                        break
+                    except HttpFailure as failure:
+                        failure.tries = number + 1
+                        pause = self._pause(number, failure)
+                        if not failure.transient or number == self._retries:
+                            raise
+                    await asyncio.sleep(pause)
+            except HttpFailure as failure:
+                self._judge(failure)
+                raise
+            except BaseException:  # whoever waited has run out of time
+                self.breaker.abandoned()
+                raise
+            if self.breaker.success():
+                log.warning("%s: answers again", self.name)
+            return answer
+
+    async def attempt(
+        self, method: str, url: str, *, body: object = None, params: Mapping[str, str] | None = None, limit: int
+    ) -> bytes:
+        """The content of one reply, sent once and at once.
+
+        Args:
+            body: sent as JSON.
+            limit: bytes of the reply, decompressed, beyond which it is refused.
+
+        Raises:
+            HttpFailure: no such reply.
+        """
+        import httpx
+
+        idle = self._idle
+        client = idle.pop() if idle else self._connect()
+        # Not httpx's `json=`: it writes UTF-8, which cannot hold half of a UTF-16 pair; escapes can.
+        data = None if body is None else json.dumps(body).encode()
+        headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
+        try:
+            # httpx limits each pause of a reply, this the whole attempt.
+            async with (
+                asyncio.timeout(self.timeout_s),
+                client.stream(method, url, params=params or None, content=data, headers=headers) as reply,
+            ):
+                fine = reply.status_code < 300
+                # Of an error's page the beginning is enough to say what is wrong, however long it is.
+                content = await read(reply, limit if fine else LONGEST_ERROR, cut=not fine)
+        except (ReplyTooLarge, ReplyUnreadable) as error:
+            raise HttpFailure("garbage", str(error)) from None
+        except TimeoutError:
+            raise HttpFailure("timeout", f"no reply within {self.timeout_s:g} s", transient=True) from None
+        # A group: a port that is none gets through httpx to the socket (in a redirect's address; ours are checked).
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError, ExceptionGroup):
+            raise HttpFailure("connection", "is no address (host or port)", reached=False) from None
+        except (httpx.HTTPError, OSError) as error:
+            reason = f"{type(error).__name__}: {quoted(str(error))}".removesuffix(": ")
+            reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise HttpFailure("connection", reason, transient=True, reached=reached) from None
+        finally:
+            idle.append(client)
+        if fine:
+            return content
+        text = content.decode(errors="replace")
+        raise HttpFailure(
+            "status",
+            f"HTTP {reply.status_code}: {quoted(text)}".removesuffix(": "),
+            transient=reply.status_code >= 500 or reply.status_code in TRANSIENT,
+            status=reply.status_code,
+            text=text,
+            pause=retry_after(reply.headers),
+        )
+
+    def _pause(self, number: int, failure: HttpFailure) -> float:
+        """Seconds until the next attempt; a failure whose server asks for too many is no longer transient."""
+        first, longest = self._waits_s
+        if failure.pause is None:
+            # Random: after equal pauses, requests that were refused together would come back together.
+            return random.uniform(0.0, min(longest, first * 2.0**number))
+        if failure.transient and failure.pause > longest:
+            failure.transient = False
+            failure.reason += f" (asks to wait {failure.pause:g} s, longer than {longest:g} s)"
+        return failure.pause
+
+    def _judge(self, failure: HttpFailure) -> None:
+        """Tell the breaker of a request that has failed for good."""
+        # A refusal says nothing about the server: it must neither open the breaker nor hide what opened it.
+        if failure.cause == "refused":
+            return
+        if failure.cause not in self._opens_on:
+            self.breaker.success()
+            return
+        self._last_failure = failure.reason
+        if self.breaker.failure():
+            log.warning(
+                "%s: too many requests have failed in a row; none is sent for a while, and rollouts that need one fail",
+                self.name,
+            )
+
+    def _refusal(self) -> HttpFailure:
+        why = f"not sent, since too many requests have failed in a row; the last: {self._last_failure}"
+        return HttpFailure("refused", why)
+
+    def _connect(self) -> httpx.AsyncClient:
+        import httpx
+
+        if self._tls is None:
+            # httpx's certificates and the system's: a cluster's own authority is among those.
+            self._tls = httpx.create_ssl_context()
+            self._tls.load_default_certs()
+        return httpx.AsyncClient(
+            timeout=None,
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=IDLE_S),
+            follow_redirects=self._redirects,
+            event_hooks={"response": [refuse_large_redirect]} if self._redirects else {},
+            trust_env=self._proxies,
+            verify=self._tls,
+        )
+
+
+def _parsed(content: bytes, parse: Callable[[bytes], T]) -> T:
+    try:
+        return parse(content)
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        raise HttpFailure("garbage", quoted(str(error)), transient=True) from None
