@@ -122,7 +122,7 @@ def index_build(context: typer.Context) -> int:
       model= device= batch_size=      dense, colbert: the encoder, where it runs, texts at once
       faiss=flat|hnsw                 dense, colbert
       encoder=own|contriever|e5       dense: how texts become vectors; own: as the model's files say
-      pooling= normalise=             dense: the same for a model that does not say it
+      normalise=                      dense: vectors of length 1
       query_prompt= passage_prompt=   dense: text in front of queries and passages
       plan=true                       print sizes and stop
 

@@ -26,7 +26,7 @@ class RetrieverConfig(Section):
     snippet_words: int = Field(100, ge=1, description="a document's text is cut to this many words in prompts")
 
     def get(self, key: str) -> Any:
-        """The value of a key; None for a retriever that has none such (`index`, `url`, `process`, `cache_dir`)."""
+        """The value of a key; None for a retriever that has none such (`index`, `url`, `cache_dir`)."""
         return getattr(self, key, None)
 
     @property
@@ -39,28 +39,14 @@ class RetrieverConfig(Section):
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
 
-class HttpRetrieverConfig(RetrieverConfig):
-    """What retrievers behind HTTP share: a remote server, and the child process that mmrl starts."""
-
-    timeout_s: float = Field(30.0, gt=0, description="of one request")
-    retries: int = Field(3, ge=0, description="further attempts of a request that failed")
-    concurrency: int = Field(64, ge=1, description="requests in flight at once")
-    # by query and number of documents: the same query with another top_k is another request
-    cache_size: int = Field(10_000, ge=0, description="results cached in memory, by query and number")
-
-
-class LocalRetrieverConfig(HttpRetrieverConfig):
+class LocalRetrieverConfig(RetrieverConfig):
     """What retrievers over an index on this machine share."""
 
-    process: Literal["inline", "child"] = Field(
-        "inline", description="search in mmrl's own process, or in a server that it starts, checks and stops"
-    )
     index: str | None = Field(None, description="folder made by `mmrl index build`; it brings its own corpus")
     cache_dir: str | None = Field(None, description="index cache; null: $MMRL_CACHE or ~/.cache/mmrl")
     idle: ClassVar[list[Idle]] = [
-        Idle("timeout_s retries concurrency cache_size", "process=inline", "; set process=child or leave it out"),
         Idle(
-            "k1 b stemmer stopwords model encoder pooling normalise query_prompt passage_prompt faiss cache_dir",
+            "k1 b stemmer stopwords model encoder normalise query_prompt passage_prompt faiss cache_dir",
             "index!=null",
             ", which was built with its own",
         ),
@@ -110,21 +96,14 @@ class EncoderRetrieverConfig(LocalRetrieverConfig):
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the encoder runs")
 
 
-Pooling = Literal["mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"]
-"""sentence-transformers' names."""
-
-
 class DenseConfig(EncoderRetrieverConfig):
     """One vector per passage."""
 
     name: Literal["dense"]
     encoder: Literal["own", "contriever", "e5"] | None = Field(
         None,
-        description="how texts become vectors: as the model's own files say (modules.json), or as contriever or e5 do; "
-        "null: own where it has some, else by the name of a known model",
-    )
-    pooling: Pooling | None = Field(
-        None, description="how token vectors become one, for a model that does not say it; null: as the encoder does"
+        description="how texts become vectors: as sentence-transformers reads it from the model's own files (mean "
+        "pooling where they say nothing), or as contriever or e5 do; null: by the name of a known model, else own",
     )
     normalise: bool | None = Field(None, description="vectors of length 1 (cosine); null: as the encoder does")
     query_prompt: str | None = Field(None, description="text in front of queries; null: the encoder's")
@@ -138,10 +117,15 @@ class ColbertConfig(EncoderRetrieverConfig):
     candidates: int = Field(256, ge=1, description="nearest tokens of each query token; their passages compete")
 
 
-class RemoteRetrieverConfig(HttpRetrieverConfig):
+class RemoteRetrieverConfig(RetrieverConfig):
     """A server that is running already."""
 
     name: Literal["remote"]
+    timeout_s: float = Field(30.0, gt=0, description="of one request")
+    retries: int = Field(3, ge=0, description="further attempts of a request that failed")
+    concurrency: int = Field(64, ge=1, description="requests in flight at once")
+    # by query and number of documents: the same query with another top_k is another request
+    cache_size: int = Field(10_000, ge=0, description="results cached in memory, by query and number")
     # required: there is no server that could be meant otherwise
     url: str = Field(description="address of the server; /retrieve is added for search_r1")
     protocol: Literal["search_r1", "dspy"] = Field(

@@ -56,7 +56,7 @@ class Retriever(ABC):
         return {}
 
     def close(self) -> None:
-        """Stop the child process, if there is one, and close connections. May be called twice."""
+        """Close connections. May be called twice."""
         # In process nothing has to be released: memory maps go with the object.
         return
 

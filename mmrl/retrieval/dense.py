@@ -1,23 +1,25 @@
 """Dense retrieval: one vector a passage, by any encoder that sentence-transformers loads. Over FAISS.
 
-How texts become vectors (pooling, length, prompts) is `treatment`'s to say. sentence-transformers (hence torch) and
-FAISS are imported when a passage or query is encoded, never at import time.
+How texts become vectors (pooling, length, prompts) is named, or read from the model's own files by
+sentence-transformers. It (hence torch) and FAISS are imported when a passage or query is encoded, never at import time.
 """
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mmrl.config.retriever import DenseConfig
+from mmrl.errors import DataError
 from mmrl.models.fetched import encoder_source
 from mmrl.retrieval.base import Document, Retriever
-from mmrl.retrieval.treatment import Treatment
 from mmrl.retrieval.vectors import FAISS_FILE, build_faiss, encode_shards, in_pieces, nearest, open_faiss
 
 if TYPE_CHECKING:
@@ -26,6 +28,41 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "facebook/contriever"
 QUERY_TOKENS, PASSAGE_TOKENS = 256, 512
 """Limits of tokens, as in Search-R1, where the model's own files name none; a model that takes fewer lowers them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """What is done to a text before and after the network; part of an index, whose queries are treated alike."""
+
+    encoder: str
+    """`own` (the model's files), or a name of `PRESETS`, whose token vectors are averaged."""
+    normalise: bool | None = None
+    """Whether vectors have length 1, so that inner products are cosines; None: where the model is compared by those."""
+    query_prompt: str | None = None
+    passage_prompt: str | None = None
+    """In front of every query and passage; None: the model's own."""
+
+
+PRESETS: Mapping[str, Treatment] = {
+    # arXiv 2112.09118: the mean of the last hidden states, compared by inner product
+    "contriever": Treatment(encoder="contriever", normalise=False, query_prompt="", passage_prompt=""),
+    # arXiv 2212.03533: the same mean with length 1, and a word in front that says what a text is
+    "e5": Treatment(encoder="e5", normalise=True, query_prompt="query: ", passage_prompt="passage: "),
+}
+# Whole names: `e5-mistral-7b-instruct`, say, is another kind of model.
+FAMILIES = {
+    "contriever": re.compile(r"m?contriever(-msmarco)?"),
+    "e5": re.compile(r"(multilingual-)?e5-(small|base|large)(-v2|-unsupervised)?"),
+}
+
+
+def treatment_of(config: DenseConfig, model: str) -> Treatment:
+    """The treatment that a section describes for a model, a folder or hub id."""
+    name = Path(model).name.lower()
+    family = next((family for family, names in FAMILIES.items() if names.fullmatch(name)), "own")
+    base = PRESETS.get(config.encoder or family, Treatment(encoder="own"))
+    typed = config.model_dump(include={"normalise", "query_prompt", "passage_prompt"}, exclude_none=True)
+    return replace(base, **typed)
 
 
 class Encoder:
@@ -45,15 +82,30 @@ class Encoder:
     @cached_property
     def _network(self) -> SentenceTransformer:
         from sentence_transformers import SentenceTransformer
-        from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+        from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
         # Named, since transformers would otherwise ask at the terminal whether to run a model's own code.
         trust, source = {"trust_remote_code": False}, encoder_source(self.model)
-        if self.treatment.encoder == "own":
-            return SentenceTransformer(source, device=self.device, trust_remote_code=False)
-        network = Transformer(source, model_kwargs=trust, processor_kwargs=trust, config_kwargs=trust)
-        pooling = Pooling(network.get_embedding_dimension(), self.treatment.pooling)
-        return SentenceTransformer(modules=[network, pooling], device=self.device)
+        try:
+            if self.treatment.encoder == "own":
+                made = SentenceTransformer(source, device=self.device, trust_remote_code=False)
+            else:
+                network = Transformer(source, model_kwargs=trust, processor_kwargs=trust, config_kwargs=trust)
+                pooling = Pooling(network.get_embedding_dimension(), "mean")
+                made = SentenceTransformer(modules=[network, pooling], device=self.device)
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            raise DataError(f"encoder '{self.model}': cannot be loaded by sentence-transformers: {error}") from None
+        if made.similarity_fn_name not in (None, "cosine", "dot"):
+            how = f"is compared by {made.similarity_fn_name}, expected cosine or dot (inner product)"
+            raise DataError(f"encoder '{self.model}': {how}")
+        if self.treatment.normalise is False and any(isinstance(module, Normalize) for module in made):
+            raise DataError(f"encoder '{self.model}': normalise=false has no effect: its own files normalise")
+        return made
+
+    @property
+    def _normalise(self) -> bool:
+        chosen = self.treatment.normalise
+        return self._network.similarity_fn_name != "dot" if chosen is None else chosen
 
     def load(self) -> None:
         """Load the weights, if they are not."""
@@ -71,7 +123,7 @@ class Encoder:
                     prompt=self.treatment.query_prompt,
                     batch_size=self.batch_size,
                     show_progress_bar=False,
-                    normalize_embeddings=self.treatment.normalise,
+                    normalize_embeddings=self._normalise,
                 ),
                 dtype=np.float32,
             )
@@ -91,7 +143,7 @@ class Encoder:
                     prompt=self.treatment.passage_prompt,
                     batch_size=self.batch_size,
                     show_progress_bar=False,
-                    normalize_embeddings=self.treatment.normalise,
+                    normalize_embeddings=self._normalise,
                 ),
                 dtype=np.float32,
             )

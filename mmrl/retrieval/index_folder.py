@@ -26,12 +26,11 @@ from mmrl.models.fetched import encoder_source
 from mmrl.retrieval import bm25, colbert, dense
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.store import CorpusFacts, PassageStore, write_passages
-from mmrl.retrieval.treatment import Treatment, treatment_of
 from mmrl.retrieval.vectors import HNSW_LINKS
 from mmrl.system.artifacts import FileChecks, file_checks, verify
 from mmrl.system.files import atomic_write, plain, remove_leftovers, take_lock, user_path
 
-FORMAT = 1
+FORMAT = 2
 INFO, PLAN, DONE, LOCK = "index.json", "plan.json", "passages.json", "lock"
 """Of a finished index; of an unfinished one: its settings, the corpus once it is written, and who builds."""
 
@@ -42,7 +41,7 @@ TOKEN_BYTES = 4.5
 BM25_DISK, BM25_BUILD, BM25_SEARCH = 0.9, 8.0, 0.05
 """Bytes per byte of text: index files; memory while building; memory while searching, beside the mapped files."""
 
-Settings: TypeAlias = Mapping[str, str | float]
+Settings: TypeAlias = Mapping[str, Any]
 
 log = logging.getLogger("mmrl.retrieval")
 
@@ -70,6 +69,8 @@ class IndexInfo:
     digest: str
     sources: Sequence[str]
     build_seconds: float
+    encoder: str = ""
+    """`model_identity` of the encoder, as it was when the index was made."""
     files: FileChecks = field(default_factory=dict)
 
     @property
@@ -78,29 +79,25 @@ class IndexInfo:
         return IndexSpec(kind=self.kind, settings=self.settings)
 
 
-def spec_of(config: RetrieverConfig, section: str = "task.retriever.") -> IndexSpec:
-    """The index that a `task.retriever` section without `index` describes; `section` stands before keys in messages.
-
-    Raises:
-        DataError: nothing says how the encoder's vectors are made.
-    """
-    return IndexSpec(kind=config.name, settings=SETTINGS[config.name](config, section))
+def spec_of(config: RetrieverConfig) -> IndexSpec:
+    """The index that a `task.retriever` section without `index` describes."""
+    return IndexSpec(kind=config.name, settings=SETTINGS[config.name](config))
 
 
-def _bm25_settings(config: Bm25Config, section: str) -> Settings:
+def _bm25_settings(config: Bm25Config) -> Settings:
     return config.model_dump(include={"k1", "b", "stemmer", "stopwords"})
 
 
-def _dense_settings(config: DenseConfig, section: str) -> Settings:
+def _dense_settings(config: DenseConfig) -> Settings:
     model = config.model or dense.DEFAULT_MODEL
-    return {"model": model, **treatment_of(config, model, section).settings(), "faiss": config.faiss}
+    return {"model": model, **asdict(dense.treatment_of(config, model)), "faiss": config.faiss}
 
 
-def _colbert_settings(config: ColbertConfig, section: str) -> Settings:
+def _colbert_settings(config: ColbertConfig) -> Settings:
     return {"model": config.model or colbert.DEFAULT_MODEL, "faiss": config.faiss}
 
 
-SETTINGS: Mapping[str, Callable[[Any, str], Settings]] = {
+SETTINGS: Mapping[str, Callable[[Any], Settings]] = {
     "bm25": _bm25_settings,
     "dense": _dense_settings,
     "colbert": _colbert_settings,
@@ -109,8 +106,12 @@ SETTINGS: Mapping[str, Callable[[Any, str], Settings]] = {
 
 
 def _analysis(settings: Settings) -> bm25.Analysis:
-    """Of an index; one of an earlier mmrl names none, and has the default."""
-    return bm25.Analysis(**{name: str(settings[name]) for name in ("stemmer", "stopwords") if name in settings})
+    return bm25.Analysis(stemmer=settings["stemmer"], stopwords=settings["stopwords"])
+
+
+def _encoder(settings: Settings, device: str, batch_size: int) -> dense.Encoder:
+    treatment = dense.Treatment(**{key: settings[key] for key in dense.Treatment.__dataclass_fields__})
+    return dense.Encoder(settings["model"], treatment, device=device, batch_size=batch_size)
 
 
 def read_info(folder: Path, key: str = "task.retriever.index") -> IndexInfo:
@@ -228,6 +229,7 @@ def _finish(
         **asdict(corpus),
         sources=list(sources),
         build_seconds=round(seconds, 3),
+        encoder=model_identity(spec.settings["model"]) if "model" in spec.settings else "",
         files=file_checks(work, without=(LOCK,)),
     )
     atomic_write(work / INFO, json.dumps(asdict(info), indent=1))
@@ -258,8 +260,7 @@ def _build(work: Path, passages: PassageStore, spec: IndexSpec, device: str, bat
     if spec.kind == "bm25":
         bm25.write_index(work / "bm25", passages, float(settings["k1"]), float(settings["b"]), _analysis(settings))
     elif spec.kind == "dense":
-        one = dense.Encoder(str(settings["model"]), Treatment.of(settings), device=device, batch_size=batch_size)
-        dense.build(work, passages, one, str(settings["faiss"]))
+        dense.build(work, passages, _encoder(settings, device, batch_size), settings["faiss"])
     else:
         many = colbert.TokenEncoder(str(settings["model"]), device=device, batch_size=batch_size)
         colbert.build(work, passages, many, str(settings["faiss"]))
@@ -284,8 +285,7 @@ def open_index(
         k1, b = float(settings["k1"]), float(settings["b"])
         return bm25.Bm25Retriever(passages, k1=k1, b=b, analysis=_analysis(settings), built=folder / "bm25")
     if info.kind == "dense":
-        one = dense.Encoder(str(settings["model"]), Treatment.of(settings), device=device, batch_size=batch_size)
-        return dense.DenseRetriever(folder, passages, one)
+        return dense.DenseRetriever(folder, passages, _encoder(settings, device, batch_size))
     many = colbert.TokenEncoder(str(settings["model"]), device=device, batch_size=batch_size)
     return colbert.ColbertRetriever(folder, passages, many, candidates)
 
@@ -330,7 +330,7 @@ def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: 
     spec = spec_of(config)
     state = hashlib.blake2b(json.dumps([FORMAT, spec.kind, dict(spec.settings)]).encode(), digest_size=16)
     if model := spec.settings.get("model"):
-        state.update(model_identity(str(model)).encode())
+        state.update(model_identity(model).encode())
     for document in documents:
         state.update(f"\x1e{document.id}\x1f{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass"))
     folder = cache / "index" / f"{spec.kind}-{state.hexdigest()}"

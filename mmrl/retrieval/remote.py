@@ -14,7 +14,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 from mmrl.errors import RetrievalFailure
 from mmrl.retrieval.base import Document, Retriever, whole_text
@@ -28,15 +28,6 @@ WAITS_S = (0.2, 5.0)
 LARGEST_REPLY, LARGEST_PASSAGE = 64 * 2**20, 2 * 2**20
 """Bytes of a reply beyond which it is refused: so many for each passage of the request, and at most so many."""
 log = logging.getLogger("mmrl.retrieval")
-
-
-class HttpOptions(TypedDict, total=False):
-    """Options of `RemoteRetriever` that a config sets."""
-
-    timeout_s: float
-    retries: int
-    concurrency: int
-    cache_size: int
 
 
 class RemoteRetriever(Retriever):

@@ -10,21 +10,16 @@ from typing import Any, cast
 from mmrl.config import RetrieverConfig
 from mmrl.config.retriever import (
     Bm25Config,
-    EncoderRetrieverConfig,
-    HttpRetrieverConfig,
     LocalRetrieverConfig,
     RemoteRetrieverConfig,
 )
 from mmrl.errors import ConfigError, DataError, RetrievalFailure
 from mmrl.models.hub import encoder_problems
-from mmrl.retrieval import colbert, dense
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.bm25 import Analysis, Bm25Retriever
-from mmrl.retrieval.index_folder import IndexInfo, cached_index, open_index, read_info, spec_of
-from mmrl.retrieval.remote import HttpOptions, RemoteRetriever
-from mmrl.retrieval.serving import ChildRetriever
+from mmrl.retrieval.index_folder import IndexInfo, cached_index, model_identity, open_index, read_info, spec_of
+from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.store import PassageStore
-from mmrl.retrieval.treatment import changes
 from mmrl.secrets import token_of
 from mmrl.system.artifacts import cache_root
 from mmrl.system.files import user_path
@@ -59,8 +54,6 @@ def open_index_corpus(config: RetrieverConfig) -> PassageStore:
 def retriever_problems(config: RetrieverConfig) -> list[str]:
     """What is known to be wrong before a search: missing packages, an unusable index, a server that is not there."""
     problems = packages_missing(config)
-    if config.get("process") == "child":
-        problems += server_problems("task.retriever.process: child")
     if config.get("index") is not None:
         try:
             open_index_corpus(config)
@@ -68,7 +61,7 @@ def retriever_problems(config: RetrieverConfig) -> list[str]:
         except DataError as error:
             problems += error.problems
     elif config.encodes:
-        problems += encoder_and_treatment_problems(cast("EncoderRetrieverConfig", config))
+        problems += encoder_problems("task.retriever.model", str(spec_of(config).settings["model"]))
     if config.get("url") is not None:
         remote = cast("RemoteRetrieverConfig", config)
         try:
@@ -80,29 +73,16 @@ def retriever_problems(config: RetrieverConfig) -> list[str]:
     return problems
 
 
-def encoder_and_treatment_problems(config: EncoderRetrieverConfig, section: str = "task.retriever.") -> list[str]:
-    """Why a section's encoder cannot be loaded, or what is not known of it.
-
-    Args:
-        config: of a dense or ColBERT retriever.
-        section: what stands before its keys in messages.
-    """
-    default = {"dense": dense.DEFAULT_MODEL, "colbert": colbert.DEFAULT_MODEL}[config.name]
-    if problems := encoder_problems(f"{section}model", config.model or default):
-        return problems
-    try:
-        spec_of(config, section)
-    except DataError as error:
-        return error.problems
-    return []
-
-
 def index_problems(key: str, info: IndexInfo) -> list[str]:
     """Why an index's own encoder cannot be loaded, or no longer fits the index."""
     if info.kind not in NEEDS:
         return []
-    problems = encoder_problems(f"{key}: its encoder", str(info.settings["model"]))
-    return problems or (changes(info.settings, key) if info.kind == "dense" else [])
+    model = str(info.settings["model"])
+    if problems := encoder_problems(f"{key}: its encoder", model):
+        return problems
+    if info.encoder == model_identity(model):
+        return []
+    return [f"{key}: its encoder '{model}' has changed since it was made; build it again with `mmrl index build`"]
 
 
 def packages_missing(config: RetrieverConfig) -> list[str]:
@@ -147,7 +127,7 @@ def open_retriever(config: RetrieverConfig, documents: Sequence[Document]) -> Re
     Raises:
         DataError: an index that cannot be opened or built.
     """
-    return RETRIEVERS["child" if config.get("process") == "child" else config.name](config, documents)
+    return RETRIEVERS[config.name](config, documents)
 
 
 def _bm25(config: Bm25Config, documents: Sequence[Document]) -> Retriever:
@@ -175,26 +155,13 @@ def _folder(config: LocalRetrieverConfig, documents: Sequence[Document]) -> Path
     return cached_index(documents, config, cache_root(config.cache_dir))
 
 
-def _http(config: HttpRetrieverConfig) -> HttpOptions:
-    return {
-        "timeout_s": config.timeout_s,
-        "retries": config.retries,
-        "concurrency": config.concurrency,
-        "cache_size": config.cache_size,
-    }
-
-
 def _remote(config: RemoteRetrieverConfig, documents: Sequence[Document]) -> Retriever:
-    return RemoteRetriever(config.url, protocol=config.protocol, token=_token(config), **_http(config))
+    options = config.model_dump(include={"timeout_s", "retries", "concurrency", "cache_size"})
+    return RemoteRetriever(config.url, protocol=config.protocol, token=_token(config), **options)
 
 
 def _token(config: RemoteRetrieverConfig) -> str | None:
     return None if config.token_env is None else token_of(config.token_env, "task.retriever.token_env")
-
-
-def _child(config: LocalRetrieverConfig, documents: Sequence[Document]) -> Retriever:
-    arguments = [f"{option}={value}" for option, value in config.model_dump(include=set(RUNTIME)).items()]
-    return ChildRetriever(_folder(config, documents), arguments, **_http(config))
 
 
 RETRIEVERS: Mapping[str, Callable[[Any, Sequence[Document]], Retriever]] = {
@@ -202,6 +169,5 @@ RETRIEVERS: Mapping[str, Callable[[Any, Sequence[Document]], Retriever]] = {
     "dense": _indexed,
     "colbert": _indexed,
     "remote": _remote,
-    "child": _child,
 }
-"""`task.retriever.name`, or `child` -> factory."""
+"""`task.retriever.name` -> factory."""

@@ -1,10 +1,10 @@
-"""A retriever served over HTTP, so that one index in memory serves many workers; also as a child process of mmrl.
+"""A retriever served over HTTP (`mmrl serve-retriever`), so that one index in memory serves many workers.
 
 - `POST /retrieve`: Search-R1's protocol. `GET /`, also `/api/search` and as a POST: DSPy's (see `protocols`).
 - `GET /health`: what is served.
 
 Queries that arrive while a search runs are answered together by the next one. FastAPI and uvicorn are imported when
-the server is made; a process that only starts a child needs neither.
+the server is made.
 """
 
 from __future__ import annotations
@@ -12,15 +12,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import sys
-import threading
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
-from mmrl.errors import RetrievalFailure
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.protocols import (
     LARGEST_REQUEST,
@@ -33,16 +28,10 @@ from mmrl.retrieval.protocols import (
     read_request,
     search_r1_item,
 )
-from mmrl.retrieval.remote import HttpOptions, RemoteRetriever
-from mmrl.system.child_process import ChildProcess
 from mmrl.system.http_server import BodyTooLarge, BodyTooSlow, read_body, require_token
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
-
-START_S = 300.0
-"""Longest wait for a child process to listen: it loads its index first."""
-
 
 log = logging.getLogger("mmrl.retrieval")
 
@@ -174,76 +163,3 @@ async def _json(request: Request) -> object:
         raise TooSlow("the body of the request did not come to its end") from None
     except (ValueError, RecursionError):
         raise BadRequest("the body is not JSON") from None
-
-
-class ChildRetriever(Retriever):
-    """Searches through a server of its own; the server starts at once, and the first search waits until it is up.
-
-    Args:
-        index: folder made by `build_index`.
-        arguments: more arguments of `mmrl serve-retriever` (`device=cuda`).
-        options: of `RemoteRetriever`.
-    """
-
-    over_http = True
-
-    def __init__(self, index: Path, arguments: Sequence[str] = (), **options: Unpack[HttpOptions]):
-        command = [sys.executable, "-m", "mmrl", "serve-retriever", f"index={index.resolve()}", f"parent={os.getpid()}"]
-        # The child must import this mmrl, also where it is not installed.
-        paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-        self._server = ChildProcess(
-            lambda port: [*command, f"port={port}", *arguments],
-            env={"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
-            timeout_s=START_S,
-            failure=lambda text: RetrievalFailure(
-                f"the retriever server did not start: {self._outcome() or text}", "connection"
-            ),
-        )
-        self._server.launch()
-        self.pid = self._server.pid
-        """Of the child, also after its end."""
-        self._client: RemoteRetriever | None = None
-        self._options = options
-        self._lock = threading.Lock()
-
-    def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
-        """See `Retriever.search`."""
-        return self.client().search(queries, top_k)
-
-    async def search_async(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
-        """See `Retriever.search_async`. The very first search blocks until the child listens."""
-        return await self.client().search_async(queries, top_k)
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """See `Retriever.counts`."""
-        return self._client.counts if self._client else {}
-
-    def client(self) -> RemoteRetriever:
-        """The client of the child, once the child is healthy.
-
-        Raises:
-            RetrievalFailure: it ended, or does not listen within `START_S`.
-        """
-        with self._lock:
-            if self._client is None:
-                self._server.wait_until_ready()
-                self._client = RemoteRetriever(self._server.url, **self._options)
-            elif not self._server.alive:
-                raise RetrievalFailure(f"the retriever server ended: {self._outcome() or 'closed'}", "connection")
-            return self._client
-
-    def close(self) -> None:
-        """Stop the child; further searches fail."""
-        with self._lock:
-            if self._client is not None:
-                self._client.close()
-            self._server.stop()
-
-    def _outcome(self) -> str:
-        """Exit code and last log line of a child that ended by itself; empty while it runs."""
-        if self._server.exit_code is None:
-            return ""
-        last = self._server.log_tail().splitlines()[-1].strip()
-        # `ChildProcess` puts the command in front of what the child writes.
-        return f"exit code {self._server.exit_code}" + ("" if last.startswith("--- ") else f", {last}")

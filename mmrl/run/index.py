@@ -9,17 +9,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 from mmrl.config.retriever import (
     BuildIndexArguments,
-    EncoderRetrieverConfig,
     IndexArguments,
     IndexInfoArguments,
     SearchIndexArguments,
     ServeIndexArguments,
 )
 from mmrl.errors import ConfigError, DataError
+from mmrl.models.hub import encoder_problems
 from mmrl.retrieval.base import Retriever
 from mmrl.retrieval.index_folder import (
     IndexInfo,
@@ -31,7 +30,7 @@ from mmrl.retrieval.index_folder import (
     read_info,
     spec_of,
 )
-from mmrl.retrieval.select import encoder_and_treatment_problems, index_problems, packages_missing, server_problems
+from mmrl.retrieval.select import index_problems, packages_missing, server_problems
 from mmrl.retrieval.serving import make_app
 from mmrl.retrieval.store import CorpusFacts, PassageStore
 from mmrl.secrets import token_of
@@ -51,14 +50,14 @@ def build(given: BuildIndexArguments) -> int:
     if folder.exists():
         problems.append(f"index: {folder} exists, and is left as it is; choose another folder or remove it yourself")
     if not problems and section.encodes:
-        problems += encoder_and_treatment_problems(cast("EncoderRetrieverConfig", section), "")
+        problems += encoder_problems("model", str(spec_of(section).settings["model"]))
     try:
         corpus = Corpus(given.corpus)
     except DataError as error:
         problems += error.problems
     if problems:
         raise ConfigError([f"mmrl index build: {problem}" for problem in problems])
-    spec = spec_of(section, "")
+    spec = spec_of(section)
     # Sizes come before anything is read: an index may not fit on this disk, and its build takes hours.
     print(_estimate_text(spec, corpus.local_bytes(), corpus.hub_ids(), folder), flush=True)
     if given.plan:

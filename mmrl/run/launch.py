@@ -207,7 +207,7 @@ def passing_on(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]
 
 @contextmanager
 def released(task: Task) -> Iterator[None]:
-    """Let a task stop what it has started (a retriever's child process), however the run ends.
+    """Let a task close what it has opened (a retriever's connections), however the run ends.
 
     A sweep uses a task for several runs: each begins with counts of its own.
     """

@@ -317,7 +317,7 @@ class Task(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop what the task has started (a retriever's process, connections); called where a run ends.
+        """Close what the task has opened (a retriever's connections); called where a run ends.
 
         A later use starts it again.
         """

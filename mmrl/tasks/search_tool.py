@@ -96,8 +96,7 @@ class SearchTool:
         self._closed_counts.clear()
 
     def close(self) -> None:
-        """Stop retrievers' child processes and close their connections."""
-        # before they are closed: a child process's counts are gone with its client
+        """Close the retrievers' connections; their counts stay."""
         self._closed_counts = self.counts
         retrievers, self.retrievers = self.retrievers, {}
         for retriever in retrievers.values():
@@ -119,6 +118,5 @@ class SearchTool:
         return (
             f"{self.config.name}, {self.config.top_k} documents"
             + (f", {where}" if where else "")
-            + (", child process" if self.config.get("process") == "child" else "")
             + self.describe_counts()
         )

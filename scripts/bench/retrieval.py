@@ -25,8 +25,9 @@ import numpy as np
 
 from mmrl.retrieval.bm25 import tokenize
 from mmrl.retrieval.index_folder import open_index, read_info
-from mmrl.retrieval.serving import ChildRetriever
+from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.store import PassageStore
+from mmrl.system.child_process import ChildProcess
 
 VOCABULARY, WORDS, TOP_K, CLIENTS = 200_000, 60, 10, 64
 BARS = {"latency": 1.1, "server": 0.8}
@@ -92,7 +93,7 @@ def latencies(retriever: Any, queries: Sequence[str]) -> dict[str, list[float]]:
     return found
 
 
-async def through_server(child: ChildRetriever, queries: Sequence[str]) -> float:
+async def through_server(child: RemoteRetriever, queries: Sequence[str]) -> float:
     """Queries per second when 64 clients ask one after the other each."""
     waiting = list(queries)
 
@@ -105,7 +106,7 @@ async def through_server(child: ChildRetriever, queries: Sequence[str]) -> float
     return len(queries) / (time.perf_counter() - started)
 
 
-def throughputs(retriever: Any, child: ChildRetriever, queries: Sequence[str], rounds: int) -> dict[str, list[float]]:
+def throughputs(retriever: Any, child: RemoteRetriever, queries: Sequence[str], rounds: int) -> dict[str, list[float]]:
     """Queries per second of each round, in process and through the server, in turn."""
     found: dict[str, list[float]] = {"in process": [], "server": []}
     for _ in range(rounds):
@@ -150,10 +151,15 @@ def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, A
     queries = queries_of(count)
     latencies(retriever, queries[:20])
     times = latencies(retriever, queries)
-    child = ChildRetriever(folder, cache_size=0)
+    command = [sys.executable, "-m", "mmrl", "serve-retriever", f"index={folder}", f"parent={os.getpid()}"]
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    server = ChildProcess(lambda port: [*command, f"port={port}"], env=paths, timeout_s=300.0)
+    server.start()
+    child = RemoteRetriever(server.url, cache_size=0)
     child.search(queries[:1], [TOP_K])
     rates = throughputs(retriever, child, queries, rounds)
     child.close()
+    server.stop()
     ratios = [s / p for s, p in zip(rates["server"], rates["in process"], strict=True)]
     return {
         "passages": info.documents,

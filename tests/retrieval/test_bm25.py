@@ -4,7 +4,6 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -258,9 +257,6 @@ def test_an_index_folder_keeps_how_words_are_read(tmp_path):
     opened = open_index(tmp_path / "index", read_info(tmp_path / "index"), PassageStore(tmp_path / "index"))
     expected = Bm25Retriever(corpus(STEMMED), analysis=Analysis(stemmer="english", stopwords="none"))
     assert opened.search(["the cities"], [4]) == expected.search(["the cities"], [4])
-    # an index of an earlier mmrl names neither
-    old = replace(info, settings={"k1": 0.9, "b": 0.4})
-    assert open_index(tmp_path / "index", old, PassageStore(tmp_path / "index"))
 
 
 def test_long_work_says_how_far_it_is(monkeypatch, capfd):

@@ -1,28 +1,15 @@
-"""The retriever server: what it answers and counts, how it batches, and its life as a child process."""
+"""The retriever server: what it answers, and how it batches."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
-from mmrl.errors import RetrievalFailure
-from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.bm25 import Bm25Retriever
-from mmrl.retrieval.index_folder import IndexSpec, build_index
 from mmrl.retrieval.remote import RemoteRetriever
-from mmrl.retrieval.serving import Batches, ChildRetriever, make_app
-from mmrl.rollout.plans import independent
-from mmrl.rollout.sample import sample
-from tests.helpers.programs import Searcher, environment, search_agent
-from tests.helpers.servers import DOCUMENTS, fetch_json, listening
-
-BM25 = IndexSpec(kind="bm25", settings={"k1": 0.9, "b": 0.4})
-
+from mmrl.retrieval.serving import Batches, make_app
+from tests.helpers.servers import fetch_json, listening
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -76,76 +63,6 @@ def test_queries_that_wait_are_searched_together_and_a_crash_hits_its_batch_alon
 
     assert asyncio.run(load())[0][0].id == "fine"
     assert sizes == [1, 8, 2, 1, 1]
-
-
-@pytest.fixture(scope="module")
-def index(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("index") / "three"
-    build_index(folder, BM25, lambda: DOCUMENTS)
-    return folder
-
-
-def gone(pid, seconds=40):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-            with open(f"/proc/{pid}/stat") as stat:
-                if stat.read().rpartition(")")[2].split()[0] == "Z":
-                    return True
-        except (ProcessLookupError, FileNotFoundError):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def test_a_child_is_started_checked_and_stopped(index):
-    child = ChildRetriever(index)
-    assert child.search(["river Tagus"], [2]) == Bm25Retriever(DOCUMENTS).search(["river Tagus"], [2])
-    assert child.counts["requests"] == 1
-    child.close()
-    assert gone(child.pid)
-
-
-def test_a_child_that_dies_is_a_failure_that_says_so(index, tmp_path):
-    child = ChildRetriever(index)
-    child.client()
-    os.kill(child.pid, signal.SIGKILL)
-    child._server._process.wait()
-    with pytest.raises(RetrievalFailure, match="ended: exit code -9"):
-        child.search(["river"], [1])
-    child.close()
-    broken = ChildRetriever(tmp_path / "nothing")
-    with pytest.raises(RetrievalFailure, match=r"did not start: exit code 2.*no index\.json"):
-        broken.search(["river"], [1])
-    broken.close()
-
-
-@pytest.mark.parametrize("ending", ["raise RuntimeError('boom')", "os.kill(os.getpid(), 9)"])
-def test_a_child_goes_with_its_parent_however_it_ends(index, ending):
-    code = (
-        "import os, sys\nfrom pathlib import Path\nfrom mmrl.retrieval.serving import ChildRetriever\n"
-        f"child = ChildRetriever(Path({str(index)!r}))\nchild.search(['river'], [1])\n"
-        f"print(child.pid, flush=True)\n{ending}\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
-    assert ended.returncode != 0
-    assert gone(int(ended.stdout))
-
-
-def test_a_task_with_a_child_server_runs_and_stops_it(index):
-    task = search_agent(process="child", index=str(index))
-    assert task.search_tool.corpora["index"][0].title == "Lisbon"
-    example = Example(id="e", inputs={"question": "q1?", "corpus": "index"}, metadata={"answers": ["Tagus"]})
-    env = environment(task, Searcher())
-    env.settings = env.settings.__class__(
-        temperature=1.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=task.config.max_tokens
-    )
-    forest = asyncio.run(sample(env, [(example, independent(3))], "outcome"))
-    assert all(rollout.metrics["retrieval"] == 1.0 for rollout in forest.rollouts)
-    pid = task.search_tool.retrievers["index"].pid
-    task.close()
-    assert gone(pid)
 
 
 def test_text_that_utf8_cannot_hold_is_served_as_json_can_and_read_without_it():

@@ -19,7 +19,7 @@ from mmrl.config.tasks import MultihopQaConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.retrieval import vectors as vectors_module
 from mmrl.retrieval.colbert import ColbertRetriever, TokenEncoder
-from mmrl.retrieval.dense import DenseRetriever, Encoder
+from mmrl.retrieval.dense import PRESETS, DenseRetriever, Encoder
 from mmrl.retrieval.index_folder import (
     IndexSpec,
     build_index,
@@ -31,7 +31,6 @@ from mmrl.retrieval.index_folder import (
     spec_of,
 )
 from mmrl.retrieval.store import PassageStore
-from mmrl.retrieval.treatment import PRESETS
 from mmrl.tasks import TASKS
 from tests.helpers.engines import DOCUMENTS, QUERIES, by_hand
 
@@ -183,7 +182,7 @@ def test_a_killed_build_goes_on_where_it_was(model, tmp_path, monkeypatch):
 def test_passages_of_an_unfinished_build_that_have_changed_are_written_again(
     file, before, tmp_path, monkeypatch, caplog
 ):
-    bm25, folder = IndexSpec(kind="bm25", settings={"k1": 0.9, "b": 0.4}), tmp_path / "index"
+    bm25, folder = spec_of(Bm25Config()), tmp_path / "index"
     with monkeypatch.context() as dying:
         dying.setattr("mmrl.retrieval.index_folder._build", lambda *_: pytest.fail("killed"))
         with pytest.raises(pytest.fail.Exception):
@@ -227,7 +226,7 @@ def test_a_build_killed_by_the_system_continues(model, tmp_path):
 
 
 def test_an_index_is_never_overwritten_and_damage_is_told(tmp_path):
-    bm25 = IndexSpec(kind="bm25", settings={"k1": 0.9, "b": 0.4})
+    bm25 = spec_of(Bm25Config())
     folder = tmp_path / "index"
     build_index(folder, bm25, lambda: DOCUMENTS)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}

@@ -24,6 +24,8 @@ from tests.helpers.programs import DOCUMENTS
 
 LOCAL = "retriever.bm25;retriever.dense;retriever.colbert"
 ENCODERS = "retriever.dense;retriever.colbert"
+SETTINGS = {"model": "m", "k1": 0.9, "b": 0.4, "stemmer": "none", "stopwords": "english"}
+SETTINGS |= {"encoder": "own", "normalise": None, "query_prompt": None, "passage_prompt": None}
 CORPUS = [Document(id=str(n), title=d["title"], text=d["text"]) for n, d in enumerate(DOCUMENTS)]
 
 
@@ -66,7 +68,7 @@ def cached(name: str, options: Options, folder: Path) -> object:
 
 def opened(name: str, options: Options, folder: Path) -> object:
     """The folder that is opened, and what its encoder and search are made with."""
-    info = SimpleNamespace(kind=name, settings={"model": "m", "encoder": "e5", "k1": 0.9, "b": 0.4})
+    info = SimpleNamespace(kind=name, settings=SETTINGS)
     with (
         patch("mmrl.retrieval.select.cached_index", lambda *arguments: Path("cached")),
         patch("mmrl.retrieval.select.read_info", lambda path: info),
@@ -113,18 +115,9 @@ class _Server:
         return httpx.Response(200, stream=Body({"result": [[passage]] * count}), request=request)
 
 
-class _Child:
-    """Stands where a retrieval server would be started."""
-
-    pid, alive, exit_code, url = 1, True, None, "http://127.0.0.1:9"
-
-    def __init__(self, *arguments: Any, **options: Any):
-        self.launch = self.wait_until_ready = self.stop = lambda: None
-
-
 def sent(name: str, options: Options, folder: Path) -> object:
     """What four searches, two of them alike and two at once, send to a server."""
-    key = next(option for option in options if option != "process")
+    key = next(iter(options))
     server = _Server(key)
 
     async def send(client: httpx.AsyncClient, request: httpx.Request, **more: Any) -> httpx.Response:
@@ -133,10 +126,7 @@ def sent(name: str, options: Options, folder: Path) -> object:
     with (
         patch.object(httpx.AsyncClient, "send", send),
         patch.dict(os.environ, {"TOKEN_OF_A_TEST": "a-token-of-a-test-long-enough"}),
-        patch.object(remote, "FIRST_WAIT_S", 0.001),
-        patch.object(remote, "LONGEST_WAIT_S", 0.002),
-        patch("mmrl.retrieval.serving.ChildProcess", _Child),
-        patch("mmrl.retrieval.select.cached_index", lambda *arguments: folder),
+        patch.object(remote, "WAITS_S", (0.001, 0.002)),
     ):
         retriever = open_retriever(section(name, {"timeout_s": 5.0, "retries": 0, **options}), CORPUS)
         failures = []
@@ -154,18 +144,6 @@ def sent(name: str, options: Options, folder: Path) -> object:
     return type(retriever).__name__, server.seen, failures, server.most if key == "concurrency" else None
 
 
-def processed(name: str, options: Options, folder: Path) -> object:
-    """Whether a server is started for the searches."""
-    with (
-        patch("mmrl.retrieval.serving.ChildProcess", _Child),
-        patch("mmrl.retrieval.select.cached_index", lambda *arguments: folder),
-        patch("mmrl.retrieval.select.read_info"),
-        patch("mmrl.retrieval.select.PassageStore"),
-        patch("mmrl.retrieval.select.open_index"),
-    ):
-        return getattr(open_retriever(section(name, options), CORPUS), "pid", None) == 1
-
-
 acts("retriever.bm25", "k1", scored, 0.9, 2.0)
 acts("retriever.bm25", "b", scored, 0.4, 0.9)
 acts("retriever.bm25", "stemmer", scored, "none", "porter")
@@ -173,8 +151,7 @@ acts("retriever.bm25", "stopwords", scored, "english", "none")
 acts("retriever.colbert", "model", described, None, "mine")
 acts("retriever.dense", "model", described, None, "mine", encoder="e5")
 acts("retriever.dense", "encoder", described, "contriever", "e5")
-acts("retriever.dense", "pooling", described, "cls", "mean", model="mine", normalise=True)
-acts("retriever.dense", "normalise", described, True, False, model="mine", pooling="cls")
+acts("retriever.dense", "normalise", described, True, False, model="mine")
 acts("retriever.dense", "query_prompt passage_prompt", described, None, "ask: ")
 acts(ENCODERS, "faiss", described, "flat", "hnsw")
 acts(ENCODERS, "batch_size", opened, 32, 8)
@@ -182,9 +159,7 @@ acts(ENCODERS, "device", opened, "cpu", "cuda")
 acts("retriever.colbert", "candidates", opened, 256, 16)
 acts(LOCAL, "index", opened, None, "folder")
 acts(LOCAL, "cache_dir", cached, None, "MINE")
-acts(LOCAL, "process", processed, "inline", "child")
 for key, one, other in (("timeout_s", 5.0, 0.05), ("retries", 0, 2), ("concurrency", 64, 1), ("cache_size", 10, 0)):
-    acts(LOCAL, key, sent, one, other, process="child")
     acts("retriever.remote", key, sent, one, other)
 acts("retriever.remote", "url", sent, "http://one:1", "http://other:1")
 acts("retriever.remote", "token_env", sent, None, "TOKEN_OF_A_TEST")
