@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from mmrl.retrieval.bm25 import tokenize
 from mmrl.retrieval.index_folder import open_index, read_info
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.store import PassageStore
@@ -79,7 +78,7 @@ def latencies(retriever: Any, queries: Sequence[str]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"bm25s": [], "mmrl": []}
 
     def direct(query: str) -> None:
-        index.retrieve([tokenize(query, retriever._stop)], k=TOP_K, show_progress=False, n_threads=0)
+        index.retrieve([retriever._words(query)], k=TOP_K, show_progress=False, n_threads=0)
 
     def own(query: str) -> None:
         retriever.search([query], [TOP_K])
