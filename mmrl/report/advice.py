@@ -1,6 +1,6 @@
 """The advice for each known trouble of a run: what was seen, and the setting to change; by alarms and `mmrl doctor`.
 
-One table, so that a trouble has the same sentence before a run (`report.findings`) and while it trains
+One table, so that a trouble has the same sentence before a run (`report.doctor`) and while it trains
 (`report.alarms`).
 """
 

@@ -6,7 +6,7 @@ at trailing means over `window` steps, so that one odd batch does not ring; thre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from mmrl.errors import MODEL_CAUSED
 from mmrl.report.advice import ADVICE, FAILURES
-from mmrl.report.stats import FAILED, History, failure_shares, keys_in, number, series, trailing_mean
+from mmrl.report.stats import FAILED, History, Metrics, failure_shares, keys_in, number, series, trailing_mean
 
 VALIDITY_FACTS = ("valid", "valid_share", "format", "format_ok", "format_rate", "ok")
 """Behaviour facts (last part of a `module/<m>/…` key) that are shares of well-formed completions."""
@@ -94,10 +94,14 @@ class Alarm:
     """What was seen and what to try."""
 
 
-def alarms(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
-    """All alarms of a run in order of their first step; those still on have `until=None`."""
+def alarms(history: History, thresholds: Thresholds | None = None, more: Sequence[AlarmRule] = ()) -> list[Alarm]:
+    """All alarms of a run in order of their first step; those still on have `until=None`.
+
+    Args:
+        more: further rules than `rules`.
+    """
     limits = thresholds or Thresholds()
-    raised = [alarm for finding in findings(history, limits) for alarm in _stretches(*finding)]
+    raised = [alarm for finding in findings(history, limits, more) for alarm in _stretches(*finding)]
     return sorted(_with_causes(raised, history, limits), key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
 
@@ -151,9 +155,9 @@ Criterion: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Trailing means (n >= 1) -> where it rings, and what the means are compared with; both of length n."""
 
 
-def findings(history: History, limits: Thresholds) -> Iterator[Finding]:
+def findings(history: History, limits: Thresholds, more: Sequence[AlarmRule] = ()) -> Iterator[Finding]:
     """Every rule applied to every metric that it reads, whether it rings or not."""
-    for rule in rules(history, limits):
+    for rule in (*rules(history, limits), *more):
         for key in rule.keys:
             steps, values = _curve(history, key)
             means, first = trailing_mean(values, limits.window), limits.window - 1
@@ -195,26 +199,26 @@ def _update_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
     """Rules of credit and update."""
     return (
         AlarmRule("reward_collapse", ["reward/mean"], _below_best(limits.reward_drop_least, limits.reward_drop)),
-        AlarmRule("zero_variance", ["credit/zero_variance_share"], _at_least(limits.zero_variance)),
-        AlarmRule("logprob_gap", ["train/logprob_gap_mean"], _above(limits.logprob_gap)),
+        AlarmRule("zero_variance", ["credit/zero_variance_share"], at_least(limits.zero_variance)),
+        AlarmRule("logprob_gap", ["train/logprob_gap_mean"], above(limits.logprob_gap)),
         AlarmRule("kl_explosion", ["train/kl"], _exploded(limits)),
-        AlarmRule("clipping", ["train/clip_share"], _above(limits.clip_share)),
+        AlarmRule("clipping", ["train/clip_share"], above(limits.clip_share)),
     )
 
 
 def _rollout_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
     """Rules of rollouts and their scores."""
     return (
-        AlarmRule("failures", ["rollouts/failed_share"], _above(limits.failed_share), early=True),
+        AlarmRule("failures", ["rollouts/failed_share"], above(limits.failed_share), early=True),
         *(
-            AlarmRule(FAILURES[kind], [f"{FAILED}{kind}"], _above(limits.failed_share), what="", early=True)
+            AlarmRule(FAILURES[kind], [f"{FAILED}{kind}"], above(limits.failed_share), what="", early=True)
             for kind in sorted(MODEL_CAUSED & FAILURES.keys())
         ),
-        AlarmRule("never_parses", [f"{FAILED}parse"], _at_least(limits.all_failed), "unparsed_rollouts", early=True),
-        AlarmRule("judge_unreadable", ["task/judge_fallback"], _above(limits.judge_fallback)),
-        AlarmRule("empty_searches", ["task/empty_searches"], _above(limits.empty_searches), what="search"),
+        AlarmRule("never_parses", [f"{FAILED}parse"], at_least(limits.all_failed), "unparsed_rollouts", early=True),
+        AlarmRule("judge_unreadable", ["task/judge_fallback"], above(limits.judge_fallback)),
+        AlarmRule("empty_searches", ["task/empty_searches"], above(limits.empty_searches), what="search"),
         AlarmRule("answers_growing", ["task/answer_words"], _above_first(limits.answer_growth, limits.answer_words)),
-        AlarmRule("many_candidates", ["task/answer_candidates"], _above(limits.candidates)),
+        AlarmRule("many_candidates", ["task/answer_candidates"], above(limits.candidates)),
         AlarmRule(
             "calls_falling", ["rollouts/calls_per_rollout"], _below_best(limits.calls_lost_least, limits.calls_lost)
         ),
@@ -224,31 +228,33 @@ def _rollout_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
 def _module_rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
     """Rules of metrics that each module (or turn) has."""
     # A trainer that computes no entropy leaves the sampler's estimate of it, `surprise`.
-    entropy = _module_keys(history, ("entropy",)) or _module_keys(history, ("surprise",))
+    entropy = module_keys(history, ("entropy",)) or module_keys(history, ("surprise",))
     similarity = [key for key in keys_in(history) if key.startswith("similarity/")]
-    valid, faulty = _module_keys(history, VALIDITY_FACTS), _module_keys(history, FAULT_FACTS)
-    useless = _module_keys(history, NEVER_FACTS)
-    length, cut = _module_keys(history, ("length",)), _module_keys(history, ("finish_length_share",))
+    valid, faulty = module_keys(history, VALIDITY_FACTS), module_keys(history, FAULT_FACTS)
+    useless = module_keys(history, NEVER_FACTS)
+    length, cut = module_keys(history, ("length",)), module_keys(history, ("finish_length_share",))
     return (
         AlarmRule("entropy_collapse", entropy, _below_first(limits.entropy_left)),
         AlarmRule("never_parses", valid, _at_most(limits.never_valid)),
-        AlarmRule("never_parses", useless, _at_least(1 - limits.never_valid), "never_valid"),
+        AlarmRule("never_parses", useless, at_least(1 - limits.never_valid), "never_valid"),
         AlarmRule("format_falling", valid, _below_best(limits.validity_drop)),
         AlarmRule("format_falling", faulty, _above_best(limits.validity_drop), "faults_rising"),
         AlarmRule("length_runaway", length, _above_first(limits.length_growth), "length_growing"),
         AlarmRule("length_runaway", cut, _risen(limits.cut_rise, at_least=0.5), "cut", "task.max_tokens"),
-        AlarmRule("copies", similarity, _at_least(limits.similarity)),
+        AlarmRule("copies", similarity, at_least(limits.similarity)),
     )
 
 
 # --- criteria: against a limit, against the first mean, against the best one so far
 
 
-def _above(limit: float) -> Criterion:
+def above(limit: float) -> Criterion:
+    """Rings above `limit`."""
     return lambda means: (means > limit, means)
 
 
-def _at_least(limit: float) -> Criterion:
+def at_least(limit: float) -> Criterion:
+    """Rings from `limit` on."""
     return lambda means: (means >= limit, means)
 
 
@@ -320,7 +326,8 @@ def _not_finite(key: str) -> Message:
     return lambda at: ADVICE["not_finite"].text(what=f"{key} is NaN or infinite")
 
 
-def _module_keys(history: History, facts: tuple[str, ...]) -> list[str]:
+def module_keys(history: Iterable[Metrics], facts: tuple[str, ...]) -> list[str]:
+    """Keys of modules and turns whose last part is one of `facts`."""
     kinds = ("module/", "turn/")
     return [key for key in keys_in(history) if key.startswith(kinds) and key.rsplit("/", 1)[1] in facts]
 

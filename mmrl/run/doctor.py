@@ -26,7 +26,7 @@ from mmrl.config import TrainCommandConfig
 from mmrl.config.engines import VllmServerConfig
 from mmrl.errors import ConfigError
 from mmrl.records import Forest
-from mmrl.report.findings import RunFacts, as_object, find, report
+from mmrl.report.doctor import Played, as_object, find, report
 from mmrl.report.machine import cpu_name, unmet, versions
 from mmrl.report.text import align
 from mmrl.run import fetch
@@ -87,7 +87,7 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
     return int(any(finding.useless for finding in findings))
 
 
-def _played(config: TrainCommandConfig, examples: int) -> RunFacts:
+def _played(config: TrainCommandConfig, examples: int) -> Played:
     from mmrl.report.progress import Progress
     from mmrl.report.rundir import RunDir
     from mmrl.report.trackers import Trackers
@@ -110,7 +110,7 @@ def _played(config: TrainCommandConfig, examples: int) -> RunFacts:
             stage.close()
 
 
-def _examined(stage: WeightStage, examples: int) -> tuple[RunFacts, Forest]:
+def _examined(stage: WeightStage, examples: int) -> tuple[Played, Forest]:
     # It imports torch, which a refused config need not wait for.
     import numpy
     import torch

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -15,12 +14,12 @@ from mmrl.credit.entries import Credit
 from mmrl.engines.base import total_usage
 from mmrl.errors import MmrlError
 from mmrl.records import Call, Forest
-from mmrl.report.alarms import NEVER_FACTS, VALIDITY_FACTS
-from mmrl.report.findings import ModuleFacts, RunFacts, Timed
+from mmrl.report.alarms import NEVER_FACTS
+from mmrl.report.doctor import Played
 from mmrl.rollout.environment import Environment, Stopwatch
 from mmrl.rollout.sample import sample
 from mmrl.stages.collect import batch_of, train_calls
-from mmrl.stages.step_metrics import by_module, module_metrics, never, rollout_metrics
+from mmrl.stages.step_metrics import by_module, forest_metrics, never
 from mmrl.stages.weights import WeightStage
 from mmrl.tasks.base import Searching
 from mmrl.trainer.selfcheck import check_tries
@@ -32,7 +31,7 @@ COMPARED = 8
 """Calls of a module whose log-probabilities the trainer computes too."""
 
 
-def examine(stage: WeightStage, count: int) -> tuple[RunFacts, Forest]:
+def examine(stage: WeightStage, count: int) -> tuple[Played, Forest]:
     """Play `count` training examples as a step would; a collective of all processes of the run.
 
     Returns:
@@ -55,38 +54,32 @@ def examine(stage: WeightStage, count: int) -> tuple[RunFacts, Forest]:
     # As between the phases of a step: the trainer needs the memory that an engine on its device holds.
     collector.engine.sleep()
     forest = processes.forest(forest, examples)
-    gaps = _gaps(stage, forest)
-    metrics = rollout_metrics(forest.rollouts)
+    metrics = forest_metrics(forest, never(task))
     credit = _credit(stage, forest)
-    credited = credit.metrics if credit is not None else {}
+    rewards = [rollout.reward for rollout in forest.rollouts if rollout.reward is not None]
+    # Without groups all rewards are compared.
+    alike = {"credit/zero_variance_share": 1.0} if len(rewards) > 1 and len(set(rewards)) == 1 else {}
+    metrics |= {**alike, **(credit.metrics if credit is not None else {}), **_lengths(forest), **_gaps(stage, forest)}
+    for name, watch in [*sorted(env.tools.items()), ("reward", env.scoring)]:
+        metrics |= {f"tool/{name}/{key}": value for key, value in _timed(watch, seconds, idle).items()}
     spent = {name: total - usage.get(name, 0.0) for name, total in total_usage(stage.engines).items()}
-    measured = list(gaps.values())
-    facts = RunFacts(
+    if requests := spent.get("endpoint/requests"):
+        metrics["endpoint/retried"] = spent["endpoint/retries"] / requests
+    if isinstance(task, Searching) and "train" in task.gold_shares:
+        metrics["corpus/coverage"] = task.gold_shares["train"]
+    return Played(
         title=f"{config.algo.name} on {task.name} with {config.model.path} ({config.engine.name})",
         examples=len(examples),
-        rollouts=len(forest.rollouts),
         seconds=seconds,
-        modules=_modules(forest, gaps, never(task)),
-        rewards=[rollout.reward for rollout in forest.rollouts if rollout.reward is not None],
-        groups=int(credited.get("credit/groups", 0)),
-        equal=credited.get("credit/zero_variance_share", 0.0),
+        metrics=metrics,
+        failed={r.error: r.error_message for r in reversed(forest.rollouts) if r.error is not None},
+        unread=_unread(forest),
         unpacked=_unpacked(stage, forest, credit),
-        failed=_failed(forest),
-        caught=len(forest.caught),
-        tools={name: _timed(watch, seconds, idle) for name, watch in sorted(env.tools.items())},
-        reward=_timed(env.scoring, seconds, idle),
-        gap=max(measured) if measured else None,
-        coverage=task.gold_shares.get("train") if isinstance(task, Searching) else None,
-        gold_found=metrics.get("task/gold_retrieved"),
-        judge_fallback=metrics.get("task/judge_fallback", 0.0),
-        requests=spent.get("endpoint/requests", 0.0),
-        retries=spent.get("endpoint/retries", 0.0),
         endpoints=bool(config.engine.endpoints),
         max_tokens=config.task.max_tokens,
         max_context=_context(env, collector.tokenizer.model_max_length),
         max_failed_share=config.train.max_failed_share,
-    )
-    return facts, forest
+    ), forest
 
 
 def _context(env: Environment, longest: int) -> int | None:
@@ -94,25 +87,35 @@ def _context(env: Environment, longest: int) -> int | None:
     return env.settings.max_context or (longest if longest < 1 << 24 else None)
 
 
-def _timed(watch: Stopwatch, seconds: float, idle: float) -> Timed:
+def _timed(watch: Stopwatch, seconds: float, idle: float) -> dict[str, float]:
     """A stopwatch against the rollouts' `seconds`, of which nothing was generated during `idle`."""
+    if not watch.calls:
+        return {}
     # Without the longest: the first use of a tool may open an index, which no later one has to.
     few = watch.calls < 2
-    return Timed(
-        calls=watch.calls,
-        seconds=watch.spent if few else (watch.spent - watch.longest) / (watch.calls - 1),
-        share=min(watch.seconds, idle) / seconds if seconds else 0.0,
-        empty=watch.empty / watch.calls if watch.calls else 0.0,
-    )
+    return {
+        "calls": float(watch.calls),
+        "seconds": watch.spent if few else (watch.spent - watch.longest) / (watch.calls - 1),
+        "share": min(watch.seconds, idle) / seconds if seconds else 0.0,
+        "empty": watch.empty / watch.calls,
+    }
 
 
-def _failed(forest: Forest) -> dict[str, tuple[int, str]]:
-    failed: dict[str, tuple[int, str]] = {}
-    for rollout in forest.rollouts:
-        if rollout.error is not None:
-            count, first = failed.get(rollout.error, (0, rollout.error_message))
-            failed[rollout.error] = (count + 1, first)
-    return failed
+def _lengths(forest: Forest) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for module, calls in by_module(forest).items():
+        prompts = [len(call.prompt_ids) for call in calls]
+        lengths = {"prompt": fmean(prompts), "prompt_max": max(prompts)}
+        lengths["length_max"] = max(call.completion_tokens for call in calls)
+        found |= {f"module/{module}/{name}": float(value) for name, value in lengths.items()}
+    return found
+
+
+def _unread(forest: Forest) -> dict[str, str]:
+    """Module -> a reply that could not be parsed, or not be used."""
+    useless = [call for call in forest.calls.values() if any(call.facts.get(fact) for fact in NEVER_FACTS)]
+    unparsed = [call for call in forest.calls.values() if not call.ok]
+    return {call.module: call.text for call in [*reversed(useless), *reversed(unparsed)]}
 
 
 def _credit(stage: WeightStage, forest: Forest) -> Credit | None:
@@ -136,7 +139,7 @@ def _unpacked(stage: WeightStage, forest: Forest, credit: Credit | None) -> str:
 
 
 def _gaps(stage: WeightStage, forest: Forest) -> dict[str, float]:
-    """Module -> mean |trainer - sampler| log-probability per token of a few calls, by a forward of the trainer."""
+    """Mean |trainer - sampler| log-probability per token of a few calls of each module, by a forward of the trainer."""
     forwards = stage.collector.trainer.forwards
     # Weights are sharded when training starts, and until then no process holds what the others would forward with.
     if is_sharded(forwards.accelerator):
@@ -154,28 +157,5 @@ def _gaps(stage: WeightStage, forest: Forest) -> dict[str, float]:
     for call, ours in zip(calls, trained, strict=True):
         assert call.logprobs is not None
         gaps.setdefault(call.module, []).extend(abs(a - b) for a, b in zip(ours, call.logprobs, strict=True))
-    return {module: fmean(values) for module, values in gaps.items()}
-
-
-def _modules(forest: Forest, gaps: Mapping[str, float], without: frozenset[str]) -> list[ModuleFacts]:
-    return [_module(name, calls, gaps.get(name), without) for name, calls in by_module(forest).items()]
-
-
-def _module(name: str, calls: Sequence[Call], gap: float | None, without: frozenset[str]) -> ModuleFacts:
-    metrics, prompts = module_metrics(calls, without), [len(call.prompt_ids) for call in calls]
-    unread = next((call.text for call in calls if not call.ok), None)
-    if unread is None:
-        unread = next((c.text for c in calls if any(c.facts.get(fact) for fact in NEVER_FACTS)), "")
-    return ModuleFacts(
-        module=name,
-        calls=len(calls),
-        prompt_mean=fmean(prompts),
-        prompt_max=max(prompts),
-        completion_mean=metrics["length"],
-        completion_max=max(call.completion_tokens for call in calls),
-        cut=metrics["finish_length_share"],
-        parsed=metrics.get("format_rate"),
-        shares={fact: metrics[fact] for fact in (*VALIDITY_FACTS, *NEVER_FACTS) if fact in metrics},
-        gap=gap,
-        unread=unread,
-    )
+    found = {f"module/{module}/logprob_gap": fmean(values) for module, values in gaps.items()}
+    return found | ({"train/logprob_gap_mean": max(found.values())} if found else {})

@@ -11,7 +11,8 @@ import pytest
 from mmrl.cli import main
 from mmrl.cli.hydra import composed
 from mmrl.errors import EngineFailure, LengthFailure, MmrlError, ParseFailure
-from mmrl.report.findings import find
+from mmrl.report.alarms import alarms
+from mmrl.report.doctor import find
 from mmrl.run.doctor import _needed
 from mmrl.stages.checkup import examine
 from mmrl.stages.weights import WeightStage
@@ -67,8 +68,8 @@ def stage_of(engine, program, options=None, **task):
 
 
 def found(engine=None, program=None, options=None, **task):
-    facts, _ = examine(stage_of(engine or Engine(seeded_letter), program or Searcher(), options, **task), 4)
-    return {finding.name: finding for finding in find(facts)}
+    played, _ = examine(stage_of(engine or Engine(seeded_letter), program or Searcher(), options, **task), 4)
+    return {finding.name: finding for finding in find(played)}
 
 
 def unparsable(text):
@@ -144,19 +145,29 @@ def test_each_trouble_is_found_in_exactly_its_case(name):
     findings = found(**case)
     assert list(findings) == [name]
     assert findings[name].useless == useless
-    assert setting in findings[name].change
-    assert ("a: " in findings[name].text()) == (findings[name].module == "a")
+    assert setting in findings[name].message
+    assert (": a: " in findings[name].text()) == findings[name].key.startswith("module/a/")
+
+
+def test_a_trouble_has_the_sentence_of_its_alarm():
+    """Before training and in it."""
+    for name in ("zero_variance", "logprob_gap", "prompt_too_long"):
+        played, _ = examine(stage_of(**{"engine": Engine(seeded_letter), "program": Searcher(), **CASES[name][0]}), 4)
+        (finding,) = find(played)
+        history = [{"step": step, **played.metrics} for step in range(1, 6)]
+        assert finding.message in {alarm.message for alarm in alarms(history) if alarm.name == name}
 
 
 def test_a_few_groups_of_equal_rewards_may_be_chance():
-    facts, _ = examine(stage_of(Engine(seeded_letter), Searcher()), 4)
-    few, many = replace(facts, groups=4, equal=1.0), replace(facts, groups=8, equal=1.0)
+    played, _ = examine(stage_of(Engine(seeded_letter), Searcher()), 4)
+    equal = {**played.metrics, "credit/zero_variance_share": 1.0}
+    few, many = (replace(played, metrics={**equal, "credit/groups": groups}) for groups in (4, 8))
     assert [finding.useless for one in (few, many) for finding in find(one)] == [False, True]
 
 
 def test_messages_of_user_code_and_unread_replies_are_quoted():
-    assert "no field 'label' {in} mine.py" in found(reward=broken)["user_code"].seen
-    never = found(program=Searcher(words=unparsable))["never_parses"].seen
+    assert "no field 'label' {in} mine.py" in found(reward=broken)["user_code"].message
+    never = found(program=Searcher(words=unparsable))["never_parses"].message
     assert never.startswith("none of the replies can be parsed") and "for example" in never
 
 
@@ -189,8 +200,9 @@ def test_the_command_says_what_is_wrong_and_writes_nothing(random_model, tmp_pat
     assert main([word for word in words if not word.startswith("run.dir")]) == 1
     printed = json.loads(capsys.readouterr().out)
     assert not printed["can_train"] and "never_parses" in [one["name"] for one in printed["findings"]]
-    modules = {one["module"]: one for one in printed["facts"]["modules"]}
-    assert modules["rewriter"]["gap"] < 1e-4, "the engine samples from the weights that the trainer forwards"
+    assert printed["metrics"]["module/rewriter/logprob_gap"] < 1e-4, (
+        "the engine samples from the weights that the trainer forwards"
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ from mmrl.errors import MmrlError, ToolFailure
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.models.policy import resolve, write_policy
-from mmrl.report.findings import RunFacts
+from mmrl.report.doctor import Played
 from mmrl.report.overview import Overview
 from mmrl.report.progress import Progress
 from mmrl.report.trackers import trackers
@@ -311,18 +311,7 @@ acts(EVAL, "split", split, "dev", "test")
 
 # --- the run
 
-RUN_FACTS = RunFacts(
-    title="x",
-    examples=1,
-    rollouts=1,
-    seconds=1.0,
-    modules=(),
-    rewards=(0.5,),
-    groups=0,
-    equal=0.0,
-    max_tokens=1,
-    max_failed_share=0.5,
-)
+PLAYED = Played(title="x", examples=1, seconds=1.0, metrics={"rollouts/count": 1.0}, max_tokens=1, max_failed_share=0.5)
 
 
 def placed(name: str, options: Options, folder: Path) -> object:
@@ -341,7 +330,7 @@ def shown(name: str, options: Options, folder: Path) -> object:
 
 def looked(name: str, options: Options, folder: Path) -> object:
     """Whether a few examples are played before training."""
-    with patch("mmrl.run.doctor._examined", lambda built, examples: (RUN_FACTS, None)):
+    with patch("mmrl.run.doctor._examined", lambda built, examples: (PLAYED, None)):
         notes: list[str] = []
         run: Any = SimpleNamespace(path=folder)
         progress: Any = SimpleNamespace(note=notes.append)

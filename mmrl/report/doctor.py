@@ -1,0 +1,278 @@
+"""What a few rollouts say of a run before it trains: a played step, judged by the rules of alarms and some more.
+
+Pure: `stages.checkup` plays the rollouts and measures, `mmrl doctor` prints what is made of it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from mmrl.errors import MODEL_CAUSED, ParseFailure
+from mmrl.report.advice import FAILURES
+from mmrl.report.alarms import (
+    FAULT_FACTS,
+    NEVER_FACTS,
+    VALIDITY_FACTS,
+    Alarm,
+    AlarmRule,
+    Criterion,
+    Thresholds,
+    above,
+    alarms,
+    at_least,
+    module_keys,
+)
+from mmrl.report.stats import FAILED, failed_text, failure_shares, modules_in, short
+from mmrl.report.text import align
+
+ALARMS = Thresholds(window=1)
+LONGEST_QUOTE = 200
+"""Characters of a message or of a reply that a finding quotes."""
+TABLE = {
+    "calls": "calls",
+    "prompt": "prompt mean",
+    "prompt_max": "most",
+    "length": "reply mean",
+    "length_max": "most",
+    "format_rate": "parsed",
+    "finish_length_share": "cut",
+    "logprob_gap": "gap (nats)",
+}
+"""Metric of a module -> its column."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When a finding is one, beyond the limits of alarms (`ALARMS`)."""
+
+    seldom: float = 0.5
+    """`seldom_parses`: share of replies that can be parsed."""
+    cut: float = 0.5
+    """`cut`: share of replies that are cut at the limit."""
+    many: int = 8
+    """`zero_variance`: groups; fewer that all have equal rewards may be chance, unless every reward is the same."""
+    broken_gap: float = 1.0
+    """`logprob_gap`: nats from which on the engine does not serve the weights that are trained."""
+    slow_share: float = 0.25
+    """`slow_tool`, `slow_metric`: share of the rollouts' time in which nothing was generated and it ran..."""
+    slow_s: float = 0.1
+    """... and seconds of one call."""
+    coverage: float = 0.8
+    """`no_gold`: share of the training questions that the corpus can answer."""
+    retries: float = 0.2
+    """`endpoint_retries`: share of requests that had to be repeated."""
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """A few rollouts of a run."""
+
+    title: str
+    examples: int
+    seconds: float
+    metrics: Mapping[str, float]
+    """As of a step (docs/metrics.md). Also, of modules: `prompt`, `prompt_max`, `length_max` (tokens), `logprob_gap`;
+    of tools and of the reward: `tool/NAME/…` with `calls`, `seconds` (of one call, on average without the longest),
+    `share` (of the rollouts' time, in which it ran and nothing was generated) and `empty` (share of calls that brought
+    nothing); `endpoint/retried` (share of requests); `corpus/coverage` (share of the training questions)."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Kind of failure -> the first one's message."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Module -> a reply that could not be used."""
+    unpacked: str = ""
+    """Why packed and padded updates differ; empty where they do not."""
+    endpoints: bool = False
+    """Whether endpoints answer for modules."""
+    max_tokens: int
+    """`task.max_tokens`."""
+    max_context: int | None = None
+    """Prompt + completion limit; None: not known."""
+    max_failed_share: float
+    """`train.max_failed_share`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One trouble."""
+
+    name: str
+    key: str
+    """The metric that shows it."""
+    useless: bool
+    """Whether training would be useless."""
+    message: str
+
+    def text(self) -> str:
+        """As one line."""
+        place = f"{self.key.split('/', 1)[1].rpartition('/')[0]}: " if self.key.startswith("module/") else ""
+        return f"{'useless' if self.useless else 'warning'}: {self.name}: {place}{self.message}"
+
+
+def find(played: Played) -> list[Finding]:
+    """What is wrong, what would make training useless first."""
+    raised = alarms([{"step": 0, **played.metrics}], ALARMS, more=tuple(_rules(played)))
+    by_name: dict[str, list[Alarm]] = {}
+    for alarm in raised:
+        by_name.setdefault(alarm.name, []).append(alarm)
+    # Each kind of failure has a sentence of its own here.
+    by_name.pop("failures", None)
+    # Without a rollout that says anything there is nothing to say of replies or of rewards.
+    shares = failure_shares(played.metrics).items()
+    if any(_stops(kind, share, played) for kind, share in shares if kind != ParseFailure.kind):
+        by_name.pop("zero_variance", None)
+    if "no_gold" in by_name:
+        by_name.pop("gold_not_found", None)
+    constant = "zero_variance" in by_name
+    findings = [
+        Finding(
+            name=name,
+            key=alarm.key,
+            useless=_useless(alarm, played, constant),
+            message=alarm.message + _sample(alarm, played),
+        )
+        for name, found in by_name.items()
+        for alarm in ([one for one in found if one.key.startswith("module/")] or found[:1])
+    ]
+    # What nothing parses explains is no fault of the data.
+    if any(finding.name == "never_parses" for finding in findings):
+        findings = [finding for finding in findings if finding.name != "zero_variance"]
+    return sorted(findings, key=lambda finding: not finding.useless)
+
+
+def _stops(kind: str, share: float, played: Played) -> bool:
+    """Whether failures of a kind leave nothing to train on: what the model causes is trained with a failure rule."""
+    return share >= ALARMS.all_failed if kind in MODEL_CAUSED else share > played.max_failed_share
+
+
+def _useless(alarm: Alarm, played: Played, constant: bool) -> bool:
+    value = played.metrics.get(alarm.key, 0.0)
+    if alarm.key.startswith(FAILED):
+        kind = alarm.key.removeprefix(FAILED)
+        return constant if kind == ParseFailure.kind else _stops(kind, failure_shares(played.metrics)[kind], played)
+    if alarm.name == "zero_variance":
+        metrics = played.metrics
+        alike = metrics.get("reward/min") == metrics.get("reward/max")
+        return alike or (value == 1.0 and metrics.get("credit/groups", 0) >= LIMITS.many)
+    return {
+        "never_parses": constant,
+        "logprob_gap": not value <= LIMITS.broken_gap,
+        "judge_unreadable": value >= ALARMS.all_failed,
+        "no_gold": value == 0,
+        "packing": True,
+    }.get(alarm.name, False)
+
+
+def _sample(alarm: Alarm, played: Played) -> str:
+    module = alarm.key.split("/", 1)[1].rpartition("/")[0] if alarm.key.startswith("module/") else ""
+    quoted = played.unread.get(module, "") if alarm.name in ("never_parses", "seldom_parses") else ""
+    return f"; for example {_quoted(quoted)!r}" if quoted else ""
+
+
+def _rules(played: Played) -> Iterator[AlarmRule]:
+    """Those beside the rules of alarms."""
+    metrics, records = played.metrics, [played.metrics]
+    for kind in FAILURES.keys() - MODEL_CAUSED:
+        name = "endpoint_faults" if kind == "engine" and played.endpoints else FAILURES[kind]
+        yield AlarmRule(name, [f"{FAILED}{kind}"], above(0.0), what=_quoted(played.failed.get(kind, "")))
+    never = ALARMS.never_valid
+    parsed = module_keys(records, ("format_rate",))
+    yield AlarmRule("seldom_parses", parsed, lambda means: ((means > never) & (means < LIMITS.seldom), means))
+    cut = module_keys(records, ("finish_length_share",))
+    yield AlarmRule("cut", cut, at_least(LIMITS.cut), what=f"task.max_tokens={played.max_tokens}")
+    if (context := played.max_context) is not None:
+        longest = module_keys(records, ("prompt_max",))
+        room = context - played.max_tokens
+        yield AlarmRule("prompt_near_limit", longest, lambda means: (means > room, np.full_like(means, context)))
+    for key, share in metrics.items():
+        if key.startswith("tool/") and key.endswith("/share") and share >= LIMITS.slow_share:
+            tool = key.split("/", 1)[1].rpartition("/")[0]
+            name = "slow_metric" if tool == "reward" else "slow_tool"
+            yield AlarmRule(name, [f"tool/{tool}/seconds"], _slow(share), what=tool)
+        if key.startswith("tool/") and key.endswith("/empty"):
+            tool = key.split("/", 1)[1].rpartition("/")[0]
+            yield AlarmRule("empty_searches", [key], above(ALARMS.empty_searches), what=tool)
+    yield AlarmRule("endpoint_retries", ["endpoint/retried"], above(LIMITS.retries))
+    yield AlarmRule("no_gold", ["corpus/coverage"], lambda means: (means < LIMITS.coverage, means))
+    yield AlarmRule("gold_not_found", ["task/gold_retrieved"], lambda means: (means == 0, means))
+    if played.unpacked:
+        what = played.unpacked.rpartition("; ")[0] or played.unpacked
+        yield AlarmRule("packing", ["rollouts/count"], at_least(0.0), what=what)
+
+
+def _slow(share: float) -> Criterion:
+    return lambda means: (means >= LIMITS.slow_s, np.full_like(means, share))
+
+
+def _quoted(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST_QUOTE else f"{line[:LONGEST_QUOTE]}…"
+
+
+# --- for people and machines
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Whether the run can be trained, in one line."""
+    if stopping := dict.fromkeys(finding.name for finding in findings if finding.useless):
+        return f"training would be useless: {', '.join(stopping)}"
+    return "it can be trained" + (f", with {len(findings)} warning{'s'[: len(findings) > 1]}" if findings else "")
+
+
+def report(played: Played, findings: Sequence[Finding]) -> str:
+    """Metrics, findings and verdict as text."""
+    metrics = played.metrics
+    spread = "no rollout has a reward"
+    if "reward/mean" in metrics:
+        low, mean, high = (short(metrics[f"reward/{name}"]) for name in ("min", "mean", "max"))
+        spread = f"rewards {mean} on average, from {low} to {high}"
+    if groups := metrics.get("credit/groups"):
+        spread += f"; {metrics['credit/zero_variance_share']:.0%} of {groups:.0f} groups have equal rewards"
+    rollouts, room = metrics["rollouts/count"], f" (context {played.max_context})" if played.max_context else ""
+    blocks = [
+        f"{played.title}: {rollouts:.0f} rollouts of {played.examples} examples in {played.seconds:.1f} s{room}",
+        align(_table(metrics)),
+        "\n".join([spread, *_others(metrics)]),
+        "\n".join([*(finding.text() for finding in findings), verdict(findings)]),
+    ]
+    return "\n\n".join(blocks)
+
+
+def _table(metrics: Mapping[str, float]) -> list[list[str]]:
+    rows = [
+        [module, *(short(metrics.get(f"module/{module}/{name}")) for name in TABLE)] for module in modules_in([metrics])
+    ]
+    return [["module", *TABLE.values()], *rows]
+
+
+def _others(metrics: Mapping[str, float]) -> list[str]:
+    tools = [key.split("/", 1)[1].rpartition("/")[0] for key in metrics if key.endswith("/seconds")]
+    lines = [
+        f"{'' if tool == 'reward' else 'tool '}{tool}: {metrics[f'tool/{tool}/calls']:.0f} calls of "
+        f"{metrics[f'tool/{tool}/seconds']:.3f} s, {metrics[f'tool/{tool}/share']:.0%} of the rollouts' time"
+        for tool in tools
+    ]
+    faults = module_keys([metrics], (*FAULT_FACTS, *NEVER_FACTS, *VALIDITY_FACTS))
+    lines += [", ".join(f"{key.split('/', 1)[1]} {metrics[key]:.0%}" for key in faults if not key.endswith("_rate"))]
+    shares = {"corpus/coverage": "the corpus can answer {:.0%} of the training questions"}
+    shares |= {"task/gold_retrieved": "searches brought {:.0%} of the gold documents"}
+    lines += [text.format(metrics[key]) for key, text in shares.items() if key in metrics]
+    lines.append(failed_text(failure_shares(metrics)))
+    caught = metrics.get("rollouts/caught_parse")
+    lines += [f"parse failures that the program caught: {caught:.0f}"] if caught else []
+    return [line for line in lines if line]
+
+
+def as_object(played: Played, findings: Sequence[Finding]) -> dict[str, object]:
+    """The same for machines."""
+    return {
+        "version": 2,
+        "can_train": not any(finding.useless for finding in findings),
+        "findings": [asdict(finding) for finding in findings],
+        **asdict(played),
+    }
