@@ -56,14 +56,12 @@ DSPY: dict[str, tuple[dict[str, Any], ...]] = {
     "hover": ({"uid": "u", "claim": "c", "supporting_facts": [["Lisbon", 0]], "num_hops": 3, "label": "SUPPORTED"},),
 }
 SUFFIXES = (".jsonl", ".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
-EXTRA: dict[str, list[dict[str, Any]]] = {}
-"""Records of real files, by data set (`data=`)."""
 
 
 def make(random: Random) -> tuple[str, str, bytes]:
     """A data set's name, and a file of a few of its records, spoilt as records or as bytes."""
     name = random.choice((*RECORDS, "corpus", *DSPY))
-    known: Any = EXTRA.get(name) or RECORDS.get(name) or DSPY.get(name) or CORPUS
+    known: Any = RECORDS.get(name) or DSPY.get(name) or CORPUS
     rows = [random.choice(known) for _ in range(random.randint(1, 3))]
     rows = [spoilt(row, random) if random.random() < 0.8 else row for row in rows]
     suffix = random.choice(SUFFIXES)
