@@ -15,6 +15,7 @@ from mmrl.algorithms.checks import scale_problems, turn_problems
 from mmrl.algorithms.dr_mas import DrMas
 from mmrl.algorithms.gigpo import Gigpo
 from mmrl.algorithms.grpo import Grpo
+from mmrl.algorithms.igpo import Igpo
 from mmrl.algorithms.mhgpo import Mhgpo, MhgpoFofOs, MhgpoIs, MhgpoRr
 from mmrl.algorithms.mmgrpo import Mmgrpo
 from mmrl.algorithms.mt_grpo import MtGrpo, MtGrpoVariable
@@ -60,6 +61,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "gigpo": Gigpo(),
     "grpo": Grpo("grpo", merge=False),
     "grpo_mr": Grpo("grpo_mr", merge=True),
+    "igpo": Igpo(),
     "mappo": Mappo("mappo", turns=False),
     "mhgpo_fof": Mhgpo("mhgpo_fof"),
     "mhgpo_fof_os": MhgpoFofOs("mhgpo_fof_os"),

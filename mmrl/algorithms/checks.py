@@ -8,7 +8,7 @@ from mmrl.config import AlgoConfig
 from mmrl.config.algo import FACTOR, MhgpoConfig, MhgpoRrConfig
 from mmrl.errors import unknown
 
-TURN_SETS = ("turn", "judge_turn")
+TURN_SETS = ("turn", "judge_turn", "gain")
 """Reward sets that give intermediate turns a reward."""
 
 

@@ -234,6 +234,13 @@ class GigpoConfig(GroupConfig):
     )
 
 
+class IgpoConfig(GroupConfig):
+    """IGPO (arXiv 2510.14967): turns are rewarded by what they add to the probability of the gold answer."""
+
+    name: Literal["igpo"]
+    gamma: float = Field(1.0, ge=0, le=1, description="discount of later turns' normalised rewards, per turn")
+
+
 class TreeGrpoConfig(GroupConfig):
     """Tree-GRPO (arXiv 2509.21240): trees that grow at drawn calls; leaves compared in their tree and in all."""
 
@@ -426,6 +433,7 @@ ALGO_SCHEMAS: dict[str, type[AlgoConfig]] = {
     "gigpo": GigpoConfig,
     "grpo": GrpoConfig,
     "grpo_mr": GrpoMrConfig,
+    "igpo": IgpoConfig,
     "mappo": MappoConfig,
     "mhgpo_fof": MhgpoFofConfig,
     "mhgpo_fof_os": MhgpoFofOsConfig,

@@ -33,6 +33,7 @@ PAPERS: Mapping[str, str] = {
     "ccpo": "2603.21563",
     "dr_mas": "2602.08847",
     "gigpo": "2505.10978",
+    "igpo": "2510.14967",
     "tree_grpo": "2509.21240",
 }
 """Algorithm -> arXiv number of the paper that it comes from."""

@@ -91,7 +91,8 @@ def reward_set(task: Task, chosen: str | None, algo: str = "") -> str:
     if chosen is not None:
         return chosen
     if algo and ALGORITHMS[algo].needs_turn_rewards:
-        return next((name for name in TURN_SETS if name in task.reward_sets), task.reward_sets[0])
+        sets = (*getattr(ALGORITHMS[algo], "turn_sets", ()), *TURN_SETS)
+        return next((name for name in sets if name in task.reward_sets), task.reward_sets[0])
     return task.reward_sets[0]
 
 

@@ -37,6 +37,7 @@ from mmrl.report.trackers import missing_trackers
 from mmrl.run.build import build_task, reward_set, teacher_policy, teacher_prompts, teachers_apart
 from mmrl.run.launch import device_problems, missing_packages
 from mmrl.run.settle import module_assignment
+from mmrl.stages.information_gain import gold_problems
 from mmrl.tasks.base import Canonical, Task, continuing_modules
 from mmrl.trainer.settings import Settings
 
@@ -220,6 +221,8 @@ def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     if config.algo.refills and size == available:
         whole = f"train.batch_size={available}, all of the train split; use algo.zero_variance=drop"
         problems.append(f"algo.zero_variance: got refill, which has no effect with {whole}, or a smaller batch")
+    if reward_set(task, config.task.reward, config.algo.name) == "gain":
+        problems += gold_problems(task, task.examples("train"))
     if config.algo.minibatches > size:
         problems.append(f"algo.minibatches: got {config.algo.minibatches}, expected at most train.batch_size={size}")
     return problems + split_problems(config.task, task, config.eval.split, "eval.split")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
 
 from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
@@ -27,9 +27,10 @@ from mmrl.rollout.environment import Environment, make_environment, sampling_set
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import reserialised, sample
 from mmrl.rollout.teachers import LoadedTeacher, teachers_of_step
+from mmrl.stages.information_gain import with_gains
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import failed_share, lag_metrics
-from mmrl.tasks.base import Canonical, Task
+from mmrl.tasks.base import Canonical, Closing, Task
 from mmrl.trainer.forwards import annotate
 from mmrl.trainer.objective import TrainCall, TrainEntry
 
@@ -275,6 +276,10 @@ class Collector:
         with self.log.timed("annotate"):
             # Each process scores its part; the numbers of all are gathered after it.
             forest = annotate(self.trainer.forwards, forest)
+            if self.reward_set == "gain":
+                by_id = {example.id: example for example in examples}
+                encode, score = partial(encode_text, self.tokenizer), self.trainer.forwards.policy_logprobs
+                forest = with_gains(forest, cast("Closing", self.task), by_id, encode, score)
         forest = self.log.processes.forest(forest, examples)
         failures = [(rollout.error, rollout.error_message) for rollout in forest.rollouts if rollout.error is not None]
         self.log.note_own_code(f"step {step}", failures, len(forest.rollouts))

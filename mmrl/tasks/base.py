@@ -124,6 +124,15 @@ class Searching(Protocol):
 
 
 @runtime_checkable
+class Closing(Protocol):
+    """A task whose program can be made to answer at once: what turn rewards by information gain need (`gain`)."""
+
+    def closing(self, example: Example) -> tuple[str, Sequence[str]]:
+        """What the model would write up to its answer, were this its last turn; and the gold answers, as written."""
+        ...
+
+
+@runtime_checkable
 class Canonical(Protocol):
     """A program that can write again its modules' outputs, in one way: what `algo.reserialise` trains on."""
 

@@ -34,6 +34,7 @@ GROUPED = (
     "mhgpo_fof_os",
     "dr_mas",
     "gigpo",
+    "igpo",
     "tree_grpo",
 )
 CRITIC = ("ppo", "mt_ppo", "mappo")

@@ -1,9 +1,11 @@
-"""Dr.MAS, GiGPO, Tree-GRPO, TreeRL's value of a step, MaxRL: worked numbers, slow references, and the laws between."""
+"""Dr.MAS, GiGPO, IGPO, Tree-GRPO, TreeRL's value of a step, MaxRL: worked numbers, slow references, and laws."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.credit.backward import tree_values
 from mmrl.errors import DataError
+from mmrl.records import Example
+from mmrl.stages.information_gain import gold_problems, with_gains
 from tests.helpers.forests import Grow, advantage, by_call, chains, forked, numbers
 
 LAW = settings(max_examples=60, deadline=None)
@@ -401,3 +405,120 @@ def test_each_name_has_a_plan_for_every_program():
     algo = ALGO_SCHEMAS["tree_grpo"].model_validate({"name": "tree_grpo", "trees": 3})
     trees = ALGORITHMS["tree_grpo"].plan(algo, ("a",), (0, 1, "q"))
     assert [(t.growth.rounds, t.growth.nodes, t.growth.keep) for t in trees] == [(1, 2, 3)] * 3
+
+
+# -- IGPO --------------------------------------------------------------------------------------------------------------
+
+
+def gained(*rollouts):
+    """Rollouts of one agent: turn rewards of the turns before the last, and an outcome."""
+    grow, turn_rewards = Grow(("agent",)), {}
+    for number, (*gains, outcome) in enumerate(rollouts):
+        calls = grow.chain(f"q/{number}", ("agent",) * (len(gains) + 1), outcome)
+        turn_rewards |= dict(zip(calls, [*gains, None], strict=True))
+    calls = {name: replace(call, turn_reward=turn_rewards[name]) for name, call in grow.forest.calls.items()}
+    return replace(grow.forest, calls=calls)
+
+
+def test_igpo_worked_example():
+    # 0.5, -0.1, 1 and 0.2, 0: mean 0.32, std 0.443847; normalised 0.405544, -0.946271, 1.532055, -0.270362, -0.720965
+    entries = by_call(credit(gained((0.5, -0.1, 1.0), (0.2, 0.0)), "igpo"))
+    expected = {
+        "q/0#0": 0.405544 - 0.946271 + 1.532055,
+        "q/0#1": -0.946271 + 1.532055,
+        "q/0#2": 1.532055,
+        "q/1#0": -0.270362 - 0.720965,
+        "q/1#1": -0.720965,
+    }
+    assert {call: advantage(entry) for call, entry in entries.items()} == pytest.approx(expected, abs=1e-5)
+    assert entries["q/0#0"].group == "q" and entries["q/0#0"].group_size == 5
+    # a rollout is one sequence: 1 / (2 · its tokens)
+    assert [entries[call].weights[0] for call in ("q/0#0", "q/1#0")] == pytest.approx([1 / 6, 1 / 4])
+
+
+@LAW
+@given(chains(turn_rewards=numbers), st.sampled_from([1.0, 0.5, 0.0]))
+def test_igpo_is_one_comparison_of_all_turns_added_up_from_the_end(forest, gamma):
+    rewards = defaultdict(list)
+    for rollout in scored(forest):
+        path = forest.path(rollout)
+        own = [(call, call.turn_reward) for call in path[:-1] if call.turn_reward is not None]
+        rewards[rollout.example].append([*own, (path[-1], rollout.reward)])
+    expected = {}
+    for rollouts in rewards.values():
+        flat = iter(normal([value for own in rollouts for _, value in own]))
+        normalised = [{call.id: next(flat) for call, _ in own} for own in rollouts]
+        of_example = [rollout for rollout in scored(forest) if rollout.example == rollouts[0][-1][0].example]
+        for rollout, values in zip(of_example, normalised, strict=True):
+            running = 0.0
+            for call in reversed(forest.path(rollout)):
+                running = values.get(call.id, 0.0) + gamma * running
+                expected[call.id] = [running]
+    found = rows(credit(forest, "igpo", gamma=gamma))
+    assert_same({call: expected[call] for call in found}, found)
+
+
+@LAW
+@given(chains(failures=False))
+def test_igpo_without_turn_rewards_is_grpo(forest):
+    assert_same(rows(credit(forest, "igpo")), rows(credit(forest, "grpo", eps=1e-6)))
+
+
+class Closed:
+    """A task whose frame is token 9 and whose gold answers are single tokens."""
+
+    def closing(self, example):
+        return "9", example.metadata["answers"]
+
+
+def gains_of(forest, golds, probability):
+    examples = {"q": Example(id="q", inputs={}, metadata={"answers": golds})}
+    seen = []
+
+    def logprobs(calls):
+        seen.extend((call.prompt_ids, call.completion_ids) for call in calls)
+        return [[math.log(probability(call.prompt_ids, gold)) for gold in call.completion_ids] for call in calls]
+
+    return with_gains(forest, Closed(), examples, lambda text: [int(digit) for digit in text], logprobs), seen
+
+
+def prompted(*prompts):
+    """One rollout whose calls have these prompts."""
+    forest = gained((*(0.0 for _ in prompts[1:]), 1.0))
+    calls = zip(forest.calls.values(), prompts, strict=True)
+    return replace(forest, calls={call.id: replace(call, prompt_ids=ids, turn_reward=None) for call, ids in calls})
+
+
+def test_a_turns_gain_is_what_it_adds_to_the_probability_of_the_likeliest_gold_answer():
+    chance = {((1, 9), 5): 0.1, ((1, 9), 6): 0.2, ((1, 2, 9), 5): 0.6, ((1, 2, 9), 6): 0.3, ((1, 2, 3, 9), 5): 0.5}
+    chance[(1, 2, 3, 9), 6] = 0.1
+    forest, seen = gains_of(prompted((1,), (1, 2), (1, 2, 3)), ["5", "6"], lambda prompt, gold: chance[prompt, gold])
+    assert [call.turn_reward for call in forest.calls.values()] == [pytest.approx(0.4), pytest.approx(-0.1), None]
+    assert [call.facts["gold_probability"] for call in forest.calls.values()] == pytest.approx([0.2, 0.6, 0.5])
+    assert sorted(seen) == sorted(((*prompt,), (gold,)) for prompt, gold in chance)
+
+
+@LAW
+@given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=6), st.integers(1, 3))
+def test_gains_add_up_and_a_gold_answer_of_several_tokens_has_their_mean(chances, tokens):
+    prompts = [tuple(range(1, 1 + number)) for number in range(1, 1 + len(chances))]
+    forest, _ = gains_of(prompted(*prompts), ["5" * tokens], lambda prompt, gold: chances[len(prompt) - 2])
+    gains = [call.turn_reward for call in forest.calls.values()]
+    assert sum(gains[:-1]) == pytest.approx(chances[-1] - chances[0]) and gains[-1] is None
+
+
+def test_equal_prompts_are_forwarded_once_and_an_example_without_gold_is_refused():
+    forest = gained((0.0, 1.0), (0.0, 0.0))
+    calls = {name: replace(call, prompt_ids=(1, 2) if call.parent else (1,)) for name, call in forest.calls.items()}
+    _, seen = gains_of(replace(forest, calls=calls), ["5"], lambda prompt, gold: 0.5)
+    assert len(seen) == 2
+    with pytest.raises(DataError, match="example 'q': has no gold answer"):
+        gains_of(forest, [], lambda prompt, gold: 0.5)
+
+
+def test_gain_needs_a_task_that_can_be_closed_and_gold_answers():
+    examples = [Example(id=name, inputs={}, metadata={"answers": golds}) for name, golds in (("a", []), ("b", ["5"]))]
+    (problem,) = gold_problems(Closed(), examples)
+    assert "1 of 2 training examples have no gold answer (the first: 'a')" in problem
+    (problem,) = gold_problems(SimpleNamespace(name="mine"), examples)
+    assert "task=mine has no `closing`" in problem

@@ -47,7 +47,7 @@ def approx(values):
 def test_it_is_a_task_with_one_module(task):
     assert isinstance(task, Task)
     assert task.program.modules == ("agent",)
-    assert task.reward_sets == ("outcome", "turn", "merged", "judge_outcome", "judge_turn")
+    assert task.reward_sets == ("outcome", "turn", "merged", "judge_outcome", "judge_turn", "gain")
 
 
 def test_a_search_is_answered_inside_the_same_turn(task):

@@ -153,7 +153,7 @@ class SearchAgentTask(OpenQaTask):
     templates = TEMPLATES
     config: SearchAgentConfig
     unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
-    reward_sets: tuple[str, ...] = ("outcome", "turn", "merged", *JUDGE_SETS)
+    reward_sets: tuple[str, ...] = ("outcome", "turn", "merged", *JUDGE_SETS, "gain")
     failed_metrics: ClassVar[Mapping[str, float]] = {
         "em": 0.0,
         "f1": 0.0,
@@ -185,7 +185,8 @@ class SearchAgentTask(OpenQaTask):
     ) -> Score | Awaitable[Score]:
         """Reward sets: `outcome` (exact match), `turn` (with intermediate rewards), `merged` (PPO-MR: one number).
 
-        `judge_outcome` and `judge_turn` ask the judge for what `outcome` and `turn` compute.
+        `judge_outcome` and `judge_turn` ask the judge for what `outcome` and `turn` compute; `gain` is the outcome, and
+        the trainer adds turn rewards (`stages.information_gain`).
         """
         self.check_reward_set(reward_set)
         answers, answer = example.metadata["answers"], prediction["answer"] or ""
@@ -203,7 +204,7 @@ class SearchAgentTask(OpenQaTask):
             "answered": float(bool(answer)),
             **metrics.answer_shape(answer),
         }
-        if reward_set == "outcome":
+        if reward_set in ("outcome", "gain"):
             return Score(reward=em, metrics=scores, parts={"em": em})
         if reward_set == "merged":
             merged = merged_reward(bool(em), bool(answer), reward)
@@ -215,6 +216,10 @@ class SearchAgentTask(OpenQaTask):
         turn_rewards = {call.id: value for call, value in zip(path[:-1], reward.intermediate, strict=True)}
         parts = {"final": reward.final, "intermediate": sum(reward.intermediate)}
         return Score(reward=reward.final, metrics=scores, parts=parts, turn_rewards=turn_rewards)
+
+    def closing(self, example: Example) -> tuple[str, Sequence[str]]:
+        """See `mmrl.tasks.base.Closing`."""
+        return "<think> I can answer now. </think>\n<answer>", [f" {text}" for text in example.metadata["answers"]]
 
     def score_call(self, call: Call) -> ModuleScore:
         """See `action_facts`."""

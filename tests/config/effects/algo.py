@@ -31,7 +31,8 @@ from tests.helpers.trainer_cases import (
 )
 
 AGENTS = ("writer", "ranker", "answerer")
-GROUPS = "algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mmgrpo;algo.mt_grpo*;algo.dr_mas;algo.gigpo;algo.tree_grpo;algo.ccpo"
+NEWER = "algo.dr_mas;algo.gigpo;algo.igpo;algo.tree_grpo;algo.ccpo"
+GROUPS = f"algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mmgrpo;algo.mt_grpo*;{NEWER}"
 CRITICS = "algo.ppo;algo.mt_ppo;algo.mappo"
 
 
@@ -328,7 +329,7 @@ acts("algo.*", "top_p", sampled, 1.0, 0.5, shared=True)
 acts("algo.*", "top_k", sampled, 0, 5, shared=True)
 acts("algo.*", "parse_retries", sampled, 0, 2, shared=True)
 acts(
-    "algo.grpo*;algo.mt_*;algo.ppo;algo.dr_mas;algo.gigpo;algo.tree_grpo",
+    "algo.grpo*;algo.mt_*;algo.ppo;algo.dr_mas;algo.gigpo;algo.igpo;algo.tree_grpo",
     "advantage_scale",
     credit,
     None,
@@ -336,7 +337,7 @@ acts(
 )
 acts("algo.mhgpo_*;algo.mmgrpo;algo.mappo;algo.ccpo", "advantage_scale", credit, None, {"answerer": 2.0})
 # group-relative
-acts("algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mt_grpo*;algo.dr_mas;algo.gigpo", "group_size", plan, 2, 3)
+acts("algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mt_grpo*;algo.dr_mas;algo.gigpo;algo.igpo", "group_size", plan, 2, 3)
 acts("algo.tree_grpo", "group_size", plan, 2, 3)
 acts("algo.tree_grpo", "trees", plan, 2, 3)
 acts("algo.tree_grpo", "nodes", plan, 2, 3)
@@ -348,6 +349,7 @@ acts("algo.ccpo", "credit", credit, "bonus", "difference")
 acts("algo.ccpo", "bonus_coef", credit, 0.2, 0.5)
 acts("algo.ccpo", "success", credit, 0.5, 2.0)
 acts("algo.gigpo", "gamma", credit, 0.95, 0.5)
+acts("algo.igpo", "gamma", credit, 1.0, 0.5)
 acts("algo.gigpo", "step_coef", credit, 1.0, 0.5)
 acts("algo.gigpo", "count", credit, "rollout", "call")
 acts("algo.mmgrpo", "group_size", credit, None, 2)

@@ -1,0 +1,87 @@
+"""IGPO (arXiv 2510.14967): a turn is worth what it adds to the probability of the gold answer.
+
+    g_t = p_{t+1} - p_t,  p_t: probability of the gold answer if the program had to answer before turn t
+    r̃: all g_t of all rollouts of an example and their outcomes (at the last turn), normalised together
+    A_t = sum over k >= t of gamma^(k-t) · r̃_k;  token weight = 1 / (B · G · |o_i|)
+
+The gains are turn rewards (`task.reward=gain`, `stages.information_gain`); other turn rewards take their place where
+`task.reward` says so. Use it for agents of several turns whose questions have known answers: a turn is paid for what it
+found, also in rollouts whose outcome is the same. Several gold answers: the likeliest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mmrl import rng
+from mmrl.config import AlgoConfig
+from mmrl.config.algo import IgpoConfig
+from mmrl.credit.backward import discounted
+from mmrl.credit.entries import Credit, Entry, Group, Member, Reward
+from mmrl.credit.groups import compare, weigh
+from mmrl.credit.scored import by_example
+from mmrl.records import Forest
+from mmrl.rollout import plans
+
+
+class Igpo:
+    """Turn rewards and outcomes of an example in one group, added up along the rollout."""
+
+    name = "igpo"
+    needs_turn_rewards = True
+    needs_critic = False
+    turn_sets = ("gain",)
+    """The reward set that it takes where the user names none and the task has it."""
+
+    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
+        """Fits every program."""
+        return []
+
+    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
+        """G independent rollouts."""
+        return plans.independent(IgpoConfig.of(algo).group_size)
+
+    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
+        """See `mmrl.algorithms.Algorithm.credit`."""
+        algo = IgpoConfig.of(algo)
+        examples = by_example(forest)
+        turns = {
+            example: [
+                Member((call,), Reward(call.turn_reward, {"turn": call.turn_reward}))
+                for rollout in rollouts
+                for call in rollout.path[:-1]
+                if call.turn_reward is not None
+            ]
+            for example, rollouts in examples.items()
+        }
+        outcomes = {name: [Member(r.path[-1:], r.outcome) for r in rollouts] for name, rollouts in examples.items()}
+        groups = compare([Group(name, (*turns[name], *outcomes[name])) for name in examples], algo)
+        # A rollout is one sequence of the loss, however its turns were compared.
+        sequences = [
+            Group(group.id, tuple(Member(r.path, r.outcome) for r in rollouts), vanished=group.vanished)
+            for group, rollouts in zip(groups, examples.values(), strict=True)
+        ]
+        entries = []
+        for group, rollouts, weighed in zip(groups, examples.values(), weigh(sequences, algo, minibatch), strict=True):
+            own = iter(group.members)
+            before = [[next(own) if call.turn_reward is not None else None for call in r.path[:-1]] for r in rollouts]
+            for rollout, compared, sequence in zip(rollouts, before, weighed.members, strict=True):
+                # A call without a turn reward has what comes after it.
+                members = [*compared, next(own)]
+                values = discounted([member.advantage if member else 0.0 for member in members], algo.gamma)
+                for call, member, value in zip(rollout.path, members, values, strict=True):
+                    reward = member.reward if member else Reward(0.0)
+                    entries.append(
+                        Entry(
+                            call=call.id,
+                            reward=reward.total,
+                            parts={**reward.parts, "own_advantage": member.advantage if member else 0.0},
+                            group=group.id,
+                            group_size=len(group.members),
+                            mean=group.mean,
+                            std=group.std,
+                            advantages=(value,) * call.completion_tokens,
+                            weights=(sequence.weight,) * call.completion_tokens,
+                        )
+                    )
+        return Credit(algo=self.name, entries=tuple(entries), groups=tuple(groups))

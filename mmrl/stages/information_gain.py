@@ -1,0 +1,90 @@
+"""Turn rewards by information gain (IGPO, arXiv 2510.14967): how much likelier a turn has made the gold answer.
+
+Between sampling and credit: the trainer forwards the prompt of every call, closed as if the program had to answer now,
+and reads the probability of the gold answer. So it is the same with every engine, and a step's calls share prefixes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from mmrl.errors import DataError
+from mmrl.records import Call, Example, Forest
+from mmrl.tasks.base import Closing, Task
+
+FACT = "gold_probability"
+"""Of a call: the probability of the gold answer before it."""
+
+
+def gold_problems(task: Task, examples: Sequence[Example]) -> list[str]:
+    """The one sentence for a task that cannot be closed, or for examples without a gold answer."""
+    if not isinstance(task, Closing):
+        return [f"task.reward: got gain, and task={task.name} has no `closing` (docs/credits.md)"]
+    without = [example.id for example in examples if not task.closing(example)[1]]
+    if not without:
+        return []
+    return [
+        f"task.reward: got gain, and {len(without)} of {len(examples)} training examples have no gold answer (the "
+        f"first: '{without[0]}'); take data that has them, or another reward set"
+    ]
+
+
+def with_gains(
+    forest: Forest,
+    task: Closing,
+    examples: Mapping[str, Example],
+    encode: Callable[[str], Sequence[int]],
+    logprobs: Callable[[Sequence[Call]], Sequence[Sequence[float]]],
+) -> Forest:
+    """The forest with `turn_reward` p(next call) - p(call) on every call that another one follows.
+
+    p is exp of the mean log-probability of a gold answer's tokens after the call's prompt and the text that closes it
+    (`Closing.closing`), the highest of several gold answers.
+
+    Args:
+        encode: text to token ids.
+        logprobs: of the completion tokens of calls, under the policy.
+
+    Raises:
+        DataError: an example without gold answers.
+    """
+    closed = {name: _encoded(task, example, encode) for name, example in examples.items()}
+    # One forward for equal prompts, as of siblings.
+    wanted: dict[tuple[tuple[int, ...], tuple[int, ...]], Call] = {}
+    for call in forest.calls.values():
+        frame, golds = closed[call.example]
+        for gold in golds:
+            wanted[call.prompt_ids, gold] = Call(
+                id=call.id,
+                example=call.example,
+                parent=None,
+                module=call.module,
+                prompt_ids=call.prompt_ids + frame,
+                completion_ids=gold,
+                completion_tokens=len(gold),
+            )
+    scored = dict(zip(wanted, logprobs(list(wanted.values())), strict=True))
+    gold_probability = {
+        call.id: max(math.exp(fmean(scored[call.prompt_ids, gold])) for gold in closed[call.example][1])
+        for call in forest.calls.values()
+    }
+    calls = {}
+    for call in forest.calls.values():
+        now, after = gold_probability[call.id], [gold_probability[child] for child in forest.children[call.id]]
+        # What follows a call is the same for all that go on from it, so its children's prompts are, too.
+        gain = fmean(after) - now if after else None
+        calls[call.id] = replace(call, turn_reward=gain, facts={**call.facts, FACT: now})
+    return replace(forest, calls=calls)
+
+
+def _encoded(
+    task: Closing, example: Example, encode: Callable[[str], Sequence[int]]
+) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    frame, golds = task.closing(example)
+    encoded = [ids for gold in golds if (ids := tuple(encode(gold)))]
+    if not encoded:
+        raise DataError(f"example '{example.id}': has no gold answer, which task.reward=gain needs")
+    return tuple(encode(frame)), encoded
