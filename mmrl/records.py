@@ -152,6 +152,8 @@ class Rollout:
     """Components of the reward, by name."""
     counterfactuals: Mapping[str, float] = EMPTY
     """Module -> outcome of the same rollout played again with that module's replies exchanged."""
+    calls_again: int = 0
+    """Calls that were made for these outcomes and are in no forest."""
 
 
 def caught(rollout: Rollout, path: Sequence[Call]) -> tuple[Call, ...]:

@@ -5,8 +5,9 @@
     difference:  r_k = R_i - R_i without module k
     A = r_k - mean over the calls of module k of the example;  token weight = 1 / (groups · calls of the group · |o|)
 
-A rollout is replayed up to the first call of the module; from there its calls have `algo.reply` instead of what the
-policy would write, and everything after them is live. What is played a second time is never trained and stands in no
+A rollout is replayed up to the first call of the module; from there its calls have `algo.reply`, or what another model
+writes (`algo.teachers`), instead of what the policy would write, and everything after them is live. Or another program
+plays anew (`algo.program`). What is played a second time is never trained and stands in no
 group; the last module has no counterfactual and keeps R_i. Replay makes this exact for every program that depends on
 its example and on what models and tools return alone. The second play costs up to a rollout for each module.
 
@@ -40,7 +41,7 @@ class Ccpo:
         """Unknown names in `exchanged`, or no module left to exchange."""
         algo = CcpoConfig.of(algo)
         problems = [unknown("algo.exchanged", name, modules) for name in algo.exchanged or () if name not in modules]
-        if not problems and not _exchanged(algo, modules):
+        if not problems and not algo.exchanged_modules(modules):
             problems.append(
                 f"algo.exchanged: the program has only '{modules[0]}', which answers; use algo=grpo, or name it"
             )
@@ -49,13 +50,14 @@ class Ccpo:
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """G independent rollouts, each played again for every exchanged module."""
         algo = CcpoConfig.of(algo)
-        exchange = plans.Exchange(_exchanged(algo, modules), algo.reply)
+        teacher = next((teacher.name for teacher in algo.teachers or ()), None)
+        exchange = plans.Exchange(algo.exchanged_modules(modules), algo.reply, teacher, algo.program)
         return (plans.Tree(exchange=exchange),) * algo.group_size
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
         algo = CcpoConfig.of(algo)
-        exchanged = _exchanged(algo, forest.modules)
+        exchanged = algo.exchanged_modules(forest.modules)
         groups: dict[tuple[str, str], list[Member]] = {}
         played, wanted = 0, 0
         for example, rollouts in by_example(forest).items():
@@ -74,10 +76,6 @@ class Ccpo:
         entries = tuple(entry for group in weighed for entry in group.entries())
         metrics = {"credit/counterfactual_share": played / wanted} if wanted else {}
         return Credit(algo=self.name, entries=entries, groups=tuple(weighed), metrics=metrics)
-
-
-def _exchanged(algo: CcpoConfig, modules: Sequence[str]) -> tuple[str, ...]:
-    return tuple(modules[:-1]) if algo.exchanged is None else algo.exchanged
 
 
 def _reward(rollout: ScoredRollout, module: str, others: Sequence[float], algo: CcpoConfig) -> Reward:

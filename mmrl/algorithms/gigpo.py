@@ -7,7 +7,7 @@
 A state is what the program names in a call's facts (`facts={"state": ...}`), or, for a module whose prompts are fresh,
 the prompt. r_k is a call's turn reward where the task's reward set has any, and the outcome at the last call. Use it
 for agents that come back to the same state on several ways. With a growing context no prompt but the first repeats:
-then only the first call is compared again, and `credit/anchored_share` is near `credit/first_share`.
+then only the first call is compared again, `credit/anchored_later_share` is 0, and an alarm says so.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Gigpo:
         anchored = sum(len(group.members) for group in states if not group.of_one)
         counts = {"credit/anchored_share": anchored, "credit/first_share": len(rollouts)}
         shares = {name: count / len(entries) for name, count in counts.items() if entries}
+        later = [not g.of_one for g in states for member in g.members if member.call.parent is not None]
+        shares |= {"credit/anchored_later_share": sum(later) / len(later)} if later else {}
         return Credit(algo=self.name, entries=tuple(entries), groups=(*episodes, *states), metrics=shares)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -66,6 +66,10 @@ class AlgoConfig(MethodConfig):
     def leaving_out(self, modules: Collection[str]) -> AlgoConfig:
         """This section where the modules are out of the loss."""
         return self
+
+    def exchanged_modules(self, modules: Sequence[str]) -> tuple[str, ...]:
+        """Those of a program's modules that a second play of a rollout does without."""
+        return ()
 
     @property
     def refills(self) -> int:
@@ -210,6 +214,14 @@ class CcpoConfig(GroupConfig):
         None, description="modules whose replies are exchanged in a second play; null: all but the last"
     )
     reply: str = Field("", description="what stands in for their replies")
+    teachers: tuple[TeacherConfig, ...] | None = Field(
+        None, max_length=1, description="one, whose weights or endpoint reply in their place; null: algo.reply does"
+    )
+    program: str | None = Field(
+        None,
+        description="package.module:name of a program that plays the second time without them, from the start; null: "
+        "the task's, from their first call on",
+    )
     credit: Literal["bonus", "difference"] = Field(
         "bonus",
         description="bonus: outcome ± bonus_coef where the exchange decides success; difference: outcome minus "
@@ -220,7 +232,22 @@ class CcpoConfig(GroupConfig):
     scale: Literal[True, False, "mean"] = Field(
         False, description="divide by the standard deviation, which washes small bonuses out; mean: by the mean reward"
     )
-    idle: ClassVar[list[Idle]] = [Idle("bonus_coef success", "credit=difference")]
+    idle: ClassVar[list[Idle]] = [
+        Idle("bonus_coef success", "credit=difference"),
+        Idle("reply teachers", "program!=null"),
+        Idle("reply", "teachers!=null"),
+    ]
+
+    def exchanged_modules(self, modules: Sequence[str]) -> tuple[str, ...]:
+        """All but the last, or as named."""
+        return tuple(modules[:-1]) if self.exchanged is None else self.exchanged
+
+    @model_validator(mode="after")
+    def _teacher(self) -> Self:
+        for teacher in self.teachers or ():
+            if teacher.name == STUDENT or teacher.prompts is not None or teacher.rollouts is not None:
+                raise ValueError("teachers: expected a name, and a policy or an endpoint: [{name: other, policy: P}]")
+        return self
 
 
 class GigpoConfig(GroupConfig):

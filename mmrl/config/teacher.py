@@ -1,4 +1,4 @@
-"""`algo.teachers`: the programs that make rollouts for mmGRPO beside the student."""
+"""`algo.teachers`: programs that make rollouts for mmGRPO beside the student; a model that CCPO exchanges by."""
 
 from __future__ import annotations
 

@@ -181,6 +181,10 @@ ADVICE: Mapping[str, Advice] = {
         "see that corpus and queries are of one language and kind (task.corpus, task.retriever.name)",
     ),
     # --- of the course of a run
+    "states_never_repeat": Advice(
+        "{now_share} of the calls after the first were made in a state that another call has too, so GiGPO is GRPO",
+        "let the program name states (facts={'state': …} of ctx.call, docs/credits.md), or take algo=grpo",
+    ),
     "reward_collapse": Advice(
         "reward fell to {now} from its best of {then}",
         "go back to an earlier checkpoint, with a lower train.lr or a higher algo.beta",

@@ -39,6 +39,8 @@ class Thresholds:
     """`entropy_collapse`: share of the first trailing entropy that is left."""
     zero_variance: float = 0.95
     """`zero_variance`: share of groups whose rewards are all equal."""
+    anchored: float = 0.02
+    """`states_never_repeat`: share of the calls after the first whose state another call has too."""
     logprob_gap: float = 0.05
     """`logprob_gap`: mean |trainer - sampler| log-probability per token, in nats."""
     kl: float = 1.0
@@ -200,6 +202,7 @@ def _update_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
     return (
         AlarmRule("reward_collapse", ["reward/mean"], _below_best(limits.reward_drop_least, limits.reward_drop)),
         AlarmRule("zero_variance", ["credit/zero_variance_share"], at_least(limits.zero_variance)),
+        AlarmRule("states_never_repeat", ["credit/anchored_later_share"], _at_most(limits.anchored)),
         AlarmRule("logprob_gap", ["train/logprob_gap_mean"], above(limits.logprob_gap)),
         AlarmRule("kl_explosion", ["train/kl"], _exploded(limits)),
         AlarmRule("clipping", ["train/clip_share"], above(limits.clip_share)),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mmrl import rng
-from mmrl.engines.base import Completion, Request, Sampling
+from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import (
     EngineFailure,
     LengthFailure,
@@ -24,7 +24,7 @@ from mmrl.errors import (
     ToolFailure,
 )
 from mmrl.records import EMPTY, Call, Example
-from mmrl.rollout.environment import Environment, SamplingSettings
+from mmrl.rollout.environment import Environment, SamplingSettings, Teacher
 from mmrl.rollout.tape import Event, Tape
 from mmrl.system.user_code import finite_numbers, located
 from mmrl.tasks.base import Message, Reply
@@ -59,8 +59,8 @@ class RolloutContext:
     replay: Sequence[Event] = ()
     on_live_call: ForkHook | None = None
     """Called before each live call; may start siblings that replay `events` so far."""
-    exchanged: Mapping[str, str] = EMPTY
-    """Module -> what its live calls reply instead of what an engine would sample."""
+    exchanged: Mapping[str, str | Teacher] = EMPTY
+    """Module -> what its live calls reply instead of what the policy would, or the teacher whose model does."""
     tape: Tape = field(init=False)
 
     def __post_init__(self) -> None:
@@ -209,11 +209,14 @@ class RolloutContext:
         self._check_context(generation.prompt_ids, settings)
         failure: ParseFailure | None = None
         for attempt in range(self.env.attempts):
-            if (reply := self.exchanged.get(event.name)) is None:
+            instead = self.exchanged.get(event.name)
+            if instead is None:
                 completion = await self._request(event.name, generation, call_id, attempt)
                 text = self.env.decode(completion.ids)
+            elif isinstance(instead, str):
+                completion, text = Completion(ids=self.env.extend((), instead), logprobs=None, finish="stop"), instead
             else:
-                completion, text = Completion(ids=self.env.extend((), reply), logprobs=None, finish="stop"), reply
+                completion, text = await self._exchanged_by(instead, event.name, generation, call_id, attempt)
             parsed, failure = _parse(generation.parse, text)
             if failure is None:
                 break
@@ -254,7 +257,40 @@ class RolloutContext:
             text=text, parsed=parsed, finish=completion.finish, tokens=len(completion.ids), context=event.context
         )
 
+    async def _exchanged_by(
+        self, teacher: Teacher, module: str, generation: Generation, call_id: str, attempt: int
+    ) -> tuple[Completion, str]:
+        """What a teacher's model replies to the same messages, with the policy's own ids of it."""
+        env = teacher.environment
+        assert generation.messages is not None  # no module that goes on in a context has a teacher (`run.check`)
+        asked = replace(generation, prompt_ids=env.render(generation.messages))
+        # The policy's batches must not wait for a program that waits for another engine.
+        self.env.engine.leave()
+        env.engine.enter()
+        try:
+            made = await self._sampled(env.engine, module, asked, call_id, attempt)
+        finally:
+            env.engine.leave()
+            self.env.engine.enter()
+        text = env.decode(made.ids)
+        call = Call(
+            id=call_id,
+            example=self.example.id,
+            parent=None,
+            module=module,
+            completion_ids=made.ids,
+            completion_tokens=len(made.ids),
+            text=text,
+            finish=made.finish,
+        )
+        return replace(made, ids=teacher.student_ids(call), logprobs=None), text
+
     async def _request(self, module: str, generation: Generation, call_id: str, attempt: int) -> Completion:
+        return await self._sampled(self.env.engine, module, generation, call_id, attempt)
+
+    async def _sampled(
+        self, engine: Engine, module: str, generation: Generation, call_id: str, attempt: int
+    ) -> Completion:
         settings = self.env.settings
         sampling = Sampling(
             max_tokens=generation.limit,
@@ -274,7 +310,7 @@ class RolloutContext:
         )
         self.tape.begin()
         try:
-            return await self.env.engine.generate(request)
+            return await engine.generate(request)
         except (RolloutError, asyncio.CancelledError):
             raise
         except Exception as error:

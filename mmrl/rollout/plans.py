@@ -33,10 +33,15 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Each rollout is played again once for every one of `modules`, whose replies are then `reply` (CCPO)."""
+    """Each rollout is played again once for every one of `modules`, without what that module replies (CCPO)."""
 
     modules: tuple[str, ...]
-    reply: str
+    reply: str = ""
+    """What stands in for their replies."""
+    teacher: str | None = None
+    """The teacher whose model replies instead; None: nobody."""
+    program: str | None = None
+    """`package.module:name` of a program that plays the whole rollout without the module; None: the task's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Exchange, Fork, Tree
 from mmrl.rollout.tape import Event
 from mmrl.rollout.teachers import teacher_forced
+from mmrl.system.objects import imported
 from mmrl.system.user_code import finite_numbers, located
-from mmrl.tasks.base import Canonical, Described, Guarded, Score
+from mmrl.tasks.base import Canonical, Described, Guarded, Program, Score
 
 
 @dataclass(slots=True)
@@ -79,27 +80,34 @@ class _Tree:
         rollout = await self._execute(ctx)
         self._penalise(ctx, rollout)
         if self.plan.exchange is not None and rollout.reward is not None:
-            rollout = replace(rollout, counterfactuals=await self._without_modules(self.plan.exchange, ctx, rollout))
+            outcomes, calls = await self._without_modules(self.plan.exchange, ctx)
+            rollout = replace(rollout, counterfactuals=outcomes, calls_again=calls)
         self.rollouts.append((tuple(name), rollout, ctx.calls))
         if self.plan.growth is not None:
             self.tapes.append(ctx.events)
 
-    async def _without_modules(self, exchange: Exchange, ctx: RolloutContext, rollout: Rollout) -> dict[str, float]:
-        """Outcome of the rollout with each module's replies exchanged; without those that failed for outside causes."""
-        outcomes = {}
+    async def _without_modules(self, exchange: Exchange, ctx: RolloutContext) -> tuple[dict[str, float], int]:
+        """Outcome of the rollout without each module, but where it failed for outside causes; and the calls it took."""
+        outcomes, calls = {}, 0
         for module in exchange.modules:
             events = ctx.events
             first = next((at for at, event in enumerate(events) if event.call and event.call.module == module), None)
             if first is None:
                 continue  # the program did without it
-            replies = {module: exchange.reply}
-            # Copies: what the second play is scored with must not become turn rewards of the first.
-            tape = [replace(event) for event in events[:first]]
-            again = RolloutContext(self.env, self.example, f"{ctx.path}~{module}", tape, exchanged=replies)
-            other = await self._execute(again)
+            path = f"{ctx.path}~{module}"
+            if exchange.program is not None:
+                again = RolloutContext(self.env, self.example, path)
+                other = await self._execute(again, imported("algo.program", exchange.program))
+            else:
+                instead = exchange.reply if exchange.teacher is None else self.env.teachers[exchange.teacher]
+                # Copies: what the second play is scored with must not become turn rewards of the first.
+                tape = [replace(event) for event in events[:first]]
+                again = RolloutContext(self.env, self.example, path, tape, exchanged={module: instead})
+                other = await self._execute(again)
+            calls += sum(call.id.startswith(f"{self.example.id}/{path}#") for call in again.calls)
             if other.reward is not None:
                 outcomes[module] = other.reward
-        return outcomes
+        return outcomes, calls
 
     def grow(self, index: int, number: int) -> None:
         """Begin the branches of round `number`, counted from 1; after the last one, `leaves` says which are kept."""
@@ -138,13 +146,13 @@ class _Tree:
             failure = error
         return teacher_forced(self.env, name, live, failure)
 
-    async def _run(self, ctx: RolloutContext) -> object:
-        """The prediction of a program; whatever else happens is a `RolloutError`."""
+    async def _run(self, ctx: RolloutContext, program: Program | None = None) -> object:
+        """The prediction of a program (None: the task's); whatever else happens is a `RolloutError`."""
         limit = self.env.settings.timeout_s
         try:
             # Of the program alone: a judge has its own limit, and its time is not the model's doing.
             async with _limited(limit, ctx.env.engine):
-                prediction = await ctx.env.task.program.run(self.example, ctx)
+                prediction = await (program or ctx.env.task.program).run(self.example, ctx)
         except TimeoutError as error:
             raise RolloutTimeout(f"took longer than task.timeout_s={limit:g}") from error
         except RolloutError:
@@ -155,14 +163,15 @@ class _Tree:
             raise ParseFailure("the program returned None after a reply that does not parse")
         return prediction
 
-    async def _execute(self, ctx: RolloutContext) -> Rollout:
-        """Run the program and score it; every failure comes back as a typed rollout."""
+    async def _execute(self, ctx: RolloutContext, program: Program | None = None) -> Rollout:
+        """Run a program (None: the task's) and score it; every failure comes back as a typed rollout."""
         try:
-            prediction = await self._run(ctx)
+            prediction = await self._run(ctx, program)
             ctx.tape.check_played_out()
             # Before it is scored: a reward function may change the object.
-            program = ctx.env.task.program
-            described = program.description(prediction) if isinstance(program, Described) else prediction
+            described = prediction
+            if isinstance(ctx.env.task.program, Described):
+                described = ctx.env.task.program.description(prediction)
             score = await self._score(ctx, prediction)
         except RolloutError as failure:
             return self._failed(ctx, failure)

@@ -38,6 +38,7 @@ from mmrl.run.build import build_task, reward_set, teacher_policy, teacher_promp
 from mmrl.run.launch import device_problems, missing_packages
 from mmrl.run.settle import module_assignment
 from mmrl.stages.information_gain import gold_problems
+from mmrl.system.objects import imported
 from mmrl.tasks.base import Canonical, Task, continuing_modules
 from mmrl.trainer.settings import Settings
 
@@ -347,6 +348,12 @@ def turns_missing(chosen: str | None, algo: str, task: Task) -> list[str]:
 def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """Policies that do not exist, prompts that cannot be read, modules that the student's program does not have."""
     problems = []
+    if (program := getattr(config.algo, "program", None)) is not None:
+        try:
+            if not callable(getattr(imported("algo.program", program), "run", None)):
+                problems.append(f"algo.program: '{program}' has no `run(example, ctx)`; expected a program")
+        except ConfigError as error:
+            problems += error.problems
     for teacher in teachers_apart(config.algo):
         where = f"algo.teachers: {teacher.name}"
         try:
@@ -357,6 +364,13 @@ def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
             continue
         if teacher.endpoint is not None:
             problems += _teacher_endpoint_problems(teacher, teacher.endpoint, config, task)
+        exchanged = config.algo.exchanged_modules(task.program.modules)
+        problems += [
+            f"{where}: module '{module}' of task={task.name} goes on in the context of an earlier reply, which another "
+            "model has not read; use algo.reply, or exchange other modules"
+            for module in continuing_modules(task.program)
+            if module in exchanged
+        ]
         # A module that the student lacks has no call whose place the teacher's output could take.
         strange = [name for name in modules if name not in task.program.modules]
         if strange:

@@ -256,11 +256,11 @@ def announce_code(folder: Path, stored: Mapping[str, object], packages: Sequence
 
     Args:
         packages: of `plugins`.
-        program: the objects that `task` names are imported, too, and the interpreter of `engine.python` is started.
+        program: the objects that `task` and `algo` name are imported, too, and `engine.python` is started.
     """
-    task = stored.get("task")
-    texts = flattened(task).items() if program and isinstance(task, Mapping) else ()
-    named = [f"task.{key}={value}" for key, value in texts if isinstance(value, str) and OBJECT.fullmatch(value)]
+    sections = {name: stored.get(name) for name in ("task", "algo") if program}
+    texts = flattened({name: section for name, section in sections.items() if isinstance(section, Mapping)})
+    named = [f"{key}={value}" for key, value in texts.items() if isinstance(value, str) and OBJECT.fullmatch(value)]
     named = [text for text in named if not is_given(text.partition("=")[2])]  # of this very process
     named += [f"plugins={','.join(packages)}"] if packages else []
     interpreter = value_at(stored, "engine.python") if program else None

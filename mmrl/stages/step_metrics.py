@@ -37,6 +37,8 @@ def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, f
     if forest.caught:
         metrics["rollouts/caught_parse"] = float(len(forest.caught))
     metrics["rollouts/calls"] = float(len(forest.calls))
+    if again := sum(rollout.calls_again for rollout in forest.rollouts):
+        metrics["rollouts/calls_again"] = float(again)
     metrics["rollouts/tokens"] = float(sum(call.completion_tokens for call in forest.calls.values()))
     for module, calls in by_module(forest).items():
         metrics |= {f"module/{module}/{name}": value for name, value in module_metrics(calls, without).items()}

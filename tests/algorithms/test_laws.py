@@ -214,7 +214,8 @@ AFFINE = chains(rollouts=(2, 5), turn_rewards=numbers, penalties=True)
 
 
 @LAW
-@given(AFFINE, numbers, st.sampled_from(GROUPED))
+# but for IGPO, which compares outcomes with turn rewards
+@given(AFFINE, numbers, st.sampled_from([name for name in GROUPED if name != "igpo"]))
 def test_law_7_a_constant_added_to_every_outcome_changes_no_advantage(forest, constant, name):
     forest = with_forks_at_the_root(forest)
     assert_advantages(credit(forest, name), credit(mapped(forest, lambda r: r + constant), name))

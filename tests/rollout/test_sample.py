@@ -12,6 +12,7 @@ from mmrl.engines.base import Completion
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.errors import LimitFailure, ParseFailure
 from mmrl.records import Example
+from mmrl.rollout.environment import Teacher
 from mmrl.rollout.plans import (
     Exchange,
     Growth,
@@ -23,6 +24,7 @@ from mmrl.rollout.plans import (
     round_robin,
 )
 from mmrl.rollout.sample import sample
+from mmrl.stages.step_metrics import forest_metrics
 from mmrl.tasks.base import ModuleScore, Score
 from tests.engines.test_batcher import Counter
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, seeded_letter, spelled
@@ -151,11 +153,15 @@ def test_a_rollout_is_played_again_with_replies_exchanged():
     plain, before = run(Chain(), independent(3), examples=2)
     forest, engine = exchanged(("a", "b"))
     assert forest.calls == plain.calls, "what is played again is in no forest"
-    assert [replace(rollout, counterfactuals={}) for rollout in forest.rollouts] == list(plain.rollouts)
+    bare = [replace(rollout, counterfactuals={}, calls_again=0) for rollout in forest.rollouts]
+    assert bare == list(plain.rollouts)
     # `a` exchanged: `b` and `c` anew; `b` exchanged: `c` anew
     assert len(engine.requests) == len(before.requests) + 6 * (2 + 1)
     for rollout in forest.rollouts:
         assert rollout.counterfactuals.keys() == {"a", "b"}
+        # the exchanged call is one of them
+        assert rollout.calls_again == 3 + 2
+    assert forest_metrics(forest)["rollouts/calls_again"] == 6 * 5
     prompts = [spelled(request.prompt_ids) for request in engine.requests]
     assert sum(prompt.startswith("c:") and prompt.count("z") for prompt in prompts) >= 6
 
@@ -174,6 +180,40 @@ def test_the_reward_without_a_module_is_that_of_its_exchanged_reply():
     (rollout,) = forest.rollouts
     first = rollout.reward
     assert rollout.counterfactuals == {"a": first + 2, "c": first + 2}
+
+
+def test_a_module_may_be_exchanged_for_another_models():
+    """Its prompts go to the teacher's engine, and what comes after it to the policy's."""
+    policy, other = FakeEngine(lambda request: "b"), FakeEngine(lambda request: "a")
+    task = FakeTask(Chain())
+    env = environment(task, policy)
+    env.teachers = {
+        "other": Teacher(environment=environment(task, other), student_ids=lambda call: call.completion_ids)
+    }
+    tree = Tree(exchange=Exchange(("a",), teacher="other"))
+    forest = asyncio.run(sample(env, [(task.examples("train")[0], (tree,))], "outcome"))
+    (rollout,) = forest.rollouts
+    assert [spelled(request.prompt_ids)[0] for request in other.requests] == ["a"]
+    assert len(policy.requests) == 3 + 2 and rollout.calls_again == 3
+    assert "a" not in "".join(call.text for call in forest.calls.values())
+
+
+class Alone:
+    """The last module alone."""
+
+    modules = ("c",)
+
+    async def run(self, example, ctx):
+        return (await ctx.call("c", [{"role": "user", "content": "c alone"}])).text
+
+
+def test_a_second_play_may_be_another_programs(monkeypatch):
+    monkeypatch.setattr("mmrl.rollout.sample.imported", lambda key, name: Alone() if name == "mine:alone" else None)
+    plan = (Tree(exchange=Exchange(("a",), program="mine:alone")),)
+    forest, engine = run(Chain(), plan, examples=1)
+    (rollout,) = forest.rollouts
+    assert rollout.calls_again == 1 and rollout.counterfactuals.keys() == {"a"}
+    assert "c alone" in spelled(engine.requests[-1].prompt_ids)
 
 
 def test_a_module_that_was_not_called_has_no_counterfactual():
