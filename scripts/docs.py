@@ -77,7 +77,7 @@ def keys() -> str:
     return "\n\n".join(["### top level\n\n" + "\n".join([*HEAD, *rows]), *parts, endpoint])
 
 
-HEAD = ["| key | type | default | meaning |", "|---|---|---|---|"]
+HEAD = ["| key | default, other values | meaning |", "|---|---|---|"]
 ENDPOINT = "ENDPOINT"
 """Prefix of the keys that every endpoint has."""
 ENDPOINT_KEYS = (
@@ -106,13 +106,13 @@ def field_rows(path: str, field: FieldInfo) -> list[str]:
     """A key, and those below it where it is a section whose table is not another one."""
     nested, each = model_of(field), mapped_model_of(field)
     if each is not None:
-        head = f"| `{path}` | section per module | {default(field)} | {field.description or ''}{as_endpoint(each)} |"
+        head = f"| `{path}` | {default(field)}, section per module | {field.description or ''}{as_endpoint(each)} |"
         return [head, *section_rows(each, f"{path}.<module>")]
     if path in CHOSEN:
-        return [f"| `{path}` | section, see below | | {field.description or ''} |"]
+        return [f"| `{path}` | section, see below | {field.description or ''} |"]
     if nested is None:
         return [row(path, field)]
-    head = f"| `{path}` | section | {default(field) if field.default is None else ''} | "
+    head = f"| `{path}` | {'null, ' if field.default is None else ''}section | "
     return [f"{head}{field.description or doc(nested)}{as_endpoint(nested)} |", *section_rows(nested, path)]
 
 
@@ -172,7 +172,7 @@ def chosen_table(path: str, chosen: Chosen | None = None, title: str = "") -> st
         few = len(others) < len(having[owner])
         names = code(others if few else having[owner])
         text = f"all {called}{' but ' * bool(others)}{names}" if few else names
-        rows += [f"| **{text}** | | | |", *groups[owner]]
+        rows += [f"| **{text}** | | |", *groups[owner]]
     nested = [chosen_table(below) for below in CHOSEN if below.startswith(f"{path}.")]
     return "\n\n".join([f"### {title or f'`{path}`'}\n\n{sentence}\n\n" + "\n".join(rows), *nested])
 
@@ -184,10 +184,7 @@ def code(names: Iterable[str]) -> str:
 
 def row(path: str, field: FieldInfo) -> str:
     """One key."""
-    kind = type_name(field)
-    if field.default is None:
-        kind = kind.removesuffix(" or null")
-    return f"| `{path}` | {kind} | {default(field)} | {field.description or ''} |"
+    return f"| `{path}` | {values(field)} | {field.description or ''} |"
 
 
 def model_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -214,16 +211,30 @@ def doc(model: type[BaseModel]) -> str:
 
 def default(field: FieldInfo) -> str:
     """A default as YAML would have it."""
-    if field.default is PydanticUndefined:
-        return "required"
     value: Any = field.default
-    if isinstance(value, BaseModel):
-        return ""
     if isinstance(value, tuple):
         return f"[{', '.join(map(str, value))}]"
     if isinstance(value, bool) or value is None:
         return {None: "null", True: "true", False: "false"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}" if "." in f"{value:g}" or "e" in f"{value:g}" else f"{value:.1f}"
+    return str(value) or '""'
+
+
+def values(field: FieldInfo) -> str:
+    """The default and the other choices; the type where the default does not show it."""
+    kind = type_name(field)
+    name, null = kind.removesuffix(" or null"), " or null" * kind.endswith(" or null")
+    if field.default is PydanticUndefined:
+        return f"{kind}, required"
+    if field.default is None:
+        return f"null or {name}"
+    shown = default(field)
+    if name in ("int", "float", "bool", "text"):
+        return shown + null
+    if isinstance(field.default, tuple | dict):
+        return f"{shown} ({name})"
+    return ", ".join([shown, *(choice for choice in name.split(", ") if choice != shown)]) + null
 
 
 def type_name(field: FieldInfo) -> str:
