@@ -78,6 +78,7 @@ def keys() -> str:
 
 
 HEAD = ["| key | default, other values | meaning |", "|---|---|---|"]
+MOST_CHOICES = 20
 ENDPOINT = "ENDPOINT"
 """Prefix of the keys that every endpoint has."""
 ENDPOINT_KEYS = (
@@ -234,7 +235,10 @@ def values(field: FieldInfo) -> str:
         return shown + null
     if isinstance(field.default, tuple | dict):
         return f"{shown} ({name})"
-    return ", ".join([shown, *(choice for choice in name.split(", ") if choice != shown)]) + null
+    choices = [shown, *(choice for choice in name.split(", ") if choice != shown)]
+    if len(choices) > MOST_CHOICES:
+        choices = [*choices[:3], f"… ({len(choices)}; a wrong value lists them)"]
+    return ", ".join(choices) + null
 
 
 def type_name(field: FieldInfo) -> str:
