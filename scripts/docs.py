@@ -8,11 +8,11 @@ A key's line is its field's description.
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
-from inspect import get_annotations
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pydoc import locate
 from typing import Any, TypeAlias, get_args, get_origin
@@ -162,7 +162,9 @@ def chosen_table(path: str, chosen: Chosen | None = None, title: str = "") -> st
     for schema in schemas.values():
         for owner in reversed(schema.__mro__):
             if owner not in groups and issubclass(owner, BaseModel):
-                declared = [name for name in get_annotations(owner) if name in owner.model_fields and name != "name"]
+                declared = [
+                    name for name in inspect.get_annotations(owner) if name in owner.model_fields and name != "name"
+                ]
                 lines = [line for name in declared for line in field_rows(f"{path}.{name}", owner.model_fields[name])]
                 inherited = {line for base in owner.__mro__ for line in groups.get(base, [])}
                 groups[owner] = [line for line in lines if line not in inherited]
@@ -178,7 +180,7 @@ def chosen_table(path: str, chosen: Chosen | None = None, title: str = "") -> st
     return "\n\n".join([f"### {title or f'`{path}`'}\n\n{sentence}\n\n" + "\n".join(rows), *nested])
 
 
-def code(names: Iterable[str]) -> str:
+def code(names: Sequence[str]) -> str:
     """Names as code."""
     return " ".join(f"`{name}`" for name in names)
 
@@ -265,7 +267,7 @@ def filled(text: str, name: str, body: str, by: str = "docs") -> str:
     return f"{head}{begin}\n{body}\n{END}{rest.partition(END)[2]}"
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Write or check."""
     stale = []
     for file, name, make in (
@@ -277,12 +279,12 @@ def main() -> int:
         fresh = filled(text, name, make())
         if fresh != text:
             stale.append(file)
-            if "--check" not in sys.argv:
+            if "--check" not in arguments:
                 path.write_text(fresh, encoding="utf-8")
     if stale:
         print(f"{'out of date' if '--check' in sys.argv else 'written'}: {', '.join(stale)}")
-    return int(bool(stale) and "--check" in sys.argv)
+    return int(bool(stale) and "--check" in arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
