@@ -31,7 +31,7 @@ from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.config.schema import LARGEST_SEED
 from mmrl.config.validate import algo_section, as_tuples
 from mmrl.errors import ConfigError
-from mmrl.run.credit import CreditRequest, run_config
+from mmrl.run.credit import CreditRequest
 from mmrl.secrets import environment_value
 from mmrl.system.conf import conf_dir, user_dirs
 
@@ -210,7 +210,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     # What a package prints when it is imported is no part of the result, which may be JSON.
     with redirect_stdout(sys.stderr):
         import_plugins_of(line)
-        run = run_config(Path(line.own["run"])) if line.own.get("run") else None
+        run = _run(Path(line.own["run"])) if line.own.get("run") else None
     # Each algorithm is a section of its own: an option of one may be unknown to another, which is then named.
     sections = [_section(name, line, run, problems) for name in chosen or ([run.algo.name] if run else [])]
     seed = _seed(line, run, problems)
@@ -224,6 +224,13 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
         step=int(line.own["step"]) if "step" in line.own else None,
         typed=line.keys,
     )
+
+
+def _run(folder: Path) -> TrainCommandConfig:
+    # It loads every task, which the credit of a file need not wait for.
+    from mmrl.run.settle import stored_config
+
+    return stored_config(folder, TrainCommandConfig, reading=True)
 
 
 def _source_problems(line: CommandLine) -> list[str]:
