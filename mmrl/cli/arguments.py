@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from mmrl.config.base import Section
+from mmrl.config.schema import LARGEST_SEED
 from mmrl.config.validate import explain
 from mmrl.errors import ConfigError
 
@@ -94,6 +95,17 @@ class CommandLine:
         """The config keys and groups that the user set, in order."""
         return tuple(override.key_or_group for override in self.overrides)
 
+    def section(self, schema: type[SectionT]) -> SectionT:
+        """The command's own keys.
+
+        Raises:
+            ConfigError: every problem at once.
+        """
+        try:
+            return schema.model_validate({key: _value(schema, key, text) for key, text in self.own.items()})
+        except ValidationError as error:
+            raise ConfigError(explain(schema, error)) from None
+
     def without(self, keys: Collection[str]) -> CommandLine:
         """The same without the overrides of `keys`."""
         return replace(self, overrides=tuple(o for o in self.overrides if o.key_or_group not in keys))
@@ -120,18 +132,27 @@ class FetchArguments(Section):
     wheel: str | None = Field(None, description="the package's wheel, where it is on this machine already")
 
 
-class ExportArguments(Section):
-    """`mmrl export`."""
+class CreditArguments(Section):
+    """`mmrl credit`, beside settings of its algorithms."""
 
-    run_dir: str
-    out: str = Field(description="folder that is made")
-    checkpoint: str = Field("last", description="last, best (by the run's main metric) or a number of steps")
-    form: Literal["merged", "adapter"] | None = Field(
-        None, description="of LoRA runs; null: merged, and adapters where modules have their own"
-    )
-    module: str | None = Field(None, description="the weights of this module alone")
-    push: str | None = Field(None, description="repository on the hub, ORG/NAME")
-    private: bool = Field(True, description="whether that repository is")
+    rollouts: str | None = Field(None, min_length=1, description="a forest file, or one step of a run's journal")
+    run: str | None = Field(None, min_length=1, description="a training run, in place of a file")
+    step: int | None = Field(None, ge=0, description="of the run; null: all of them")
+    # The names become overrides, where a quote or a bracket would be Hydra's grammar.
+    algo: tuple[Annotated[str, Field(pattern=r"^[\w./-]+$")], ...] = Field((), description="null: the run's own")
+    seed: int | None = Field(None, ge=0, le=LARGEST_SEED, description="of the algorithm's own choices; null: the run's")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.rollouts is None) == (self.run is None):
+            raise ValueError("rollouts: expected a file (rollouts=FILE) or a run (run=RUN_DIR), and not both")
+        if self.run is None and not self.algo:
+            raise ValueError("algo: missing, expected one or more algorithms (algo=A or algo=A,B)")
+        if self.run is None and self.step is not None:
+            raise ValueError("step: has no effect without run=RUN_DIR; a file has one step")
+        if repeated := [name for name in dict.fromkeys(self.algo) if self.algo.count(name) > 1]:
+            raise ValueError(*[f"algo: got '{name}' more than once" for name in repeated])
+        return self
 
 
 def read_arguments(
@@ -184,7 +205,7 @@ def _value(schema: type[Section], key: str, text: str) -> object:
     kind = str(known.annotation) if known else ""
     if "tuple" in kind:
         return comma_separated(text)
-    if "str" in kind and "Literal" not in kind:
+    if ("str" in kind or "Path" in kind) and "Literal" not in kind:
         return None if text == "null" and "None" in kind else text
     # True and TRUE are truth values too, as in Hydra's grammar, which the other commands read.
     try:

@@ -6,7 +6,6 @@ Hydra composes, pydantic judges: value overrides are forced in (`++key=value`), 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stdout, suppress
@@ -25,10 +24,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from mmrl.cli.arguments import CommandLine, comma_separated, typed_text
+from mmrl.cli.arguments import CommandLine, CreditArguments, comma_separated, typed_text
 from mmrl.cli.overrides import expand, forced, of_policy, parse, read_line, typed_value
 from mmrl.config import AlgoConfig, TrainCommandConfig
-from mmrl.config.schema import LARGEST_SEED
 from mmrl.config.validate import algo_section, as_tuples
 from mmrl.errors import ConfigError
 from mmrl.run.credit import CreditRequest
@@ -186,10 +184,6 @@ def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = 
         sys.argv = saved
 
 
-CREDIT = ("rollouts", "run", "step", "algo")
-"""Keys of `mmrl credit` itself."""
-
-
 def credit_request(words: Sequence[str]) -> CreditRequest:
     """What `mmrl credit` is to credit, each algorithm composed by itself.
 
@@ -197,32 +191,30 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
         ConfigError: every problem.
         CheckpointError: `run=` is no training run.
     """
-    line = read_line(words, own=CREDIT, once=True)
-    problems = _source_problems(line)
-    chosen = _chosen(line, problems)
-    if line.switches:
-        problems.append(f"{' '.join(line.switches)}: has no effect on mmrl credit; several algorithms are algo=A,B")
-    stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "seed", "plugins")}
+    line = read_line(words, own=tuple(CreditArguments.model_fields))
+    problems = [f"{switch}: has no effect on mmrl credit; several algorithms are algo=A,B" for switch in line.switches]
+    stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "plugins")}
     problems += [f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(stray)]
-    if not (line.own.get("rollouts") or line.own.get("run")) or chosen is None:
-        raise ConfigError(problems)
+    try:
+        source = line.section(CreditArguments)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
     line = line.without(stray)
     # What a package prints when it is imported is no part of the result, which may be JSON.
     with redirect_stdout(sys.stderr):
         import_plugins_of(line)
-        run = _run(Path(line.own["run"])) if line.own.get("run") else None
+        run = None if source.run is None else _run(Path(source.run))
     # Each algorithm is a section of its own: an option of one may be unknown to another, which is then named.
-    sections = [_section(name, line, run, problems) for name in chosen or ([run.algo.name] if run else [])]
-    seed = _seed(line, run, problems)
+    sections = [_section(name, line, run, problems) for name in source.algo or ([run.algo.name] if run else [])]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return CreditRequest(
         algos=[section for section in sections if section is not None],
-        seed=seed,
-        rollouts=Path(line.own["rollouts"]) if run is None else None,
+        seed=source.seed if source.seed is not None else run.seed if run else 0,
+        rollouts=source.rollouts and Path(source.rollouts),
         run=run,
-        step=int(line.own["step"]) if "step" in line.own else None,
-        typed=line.keys,
+        step=source.step,
+        typed=[*line.keys, *(["seed"] if "seed" in line.own else [])],
     )
 
 
@@ -231,40 +223,6 @@ def _run(folder: Path) -> TrainCommandConfig:
     from mmrl.run.settle import stored_config
 
     return stored_config(folder, TrainCommandConfig, reading=True)
-
-
-def _source_problems(line: CommandLine) -> list[str]:
-    """What is wrong with `rollouts=`, or with `run=` and `step=`."""
-    problems = []
-    given = [key for key in ("rollouts", "run") if line.own.get(key)]
-    if not given:
-        problems.append(
-            "rollouts: missing, expected a forest file or a journal step (rollouts=FILE), or a run (run=RUN_DIR)"
-        )
-    elif len(given) == 2:
-        problems.append("rollouts, run: got both, expected one of them: a file, or a run")
-    if "step" in line.own and "run" not in line.own:
-        problems.append("step: has no effect without run=RUN_DIR; a file has one step")
-    if not re.fullmatch(r"[0-9]{1,9}", line.own.get("step", "0")):
-        problems.append(f"step: got '{line.own['step']}', expected the number of a step")
-    return problems
-
-
-def _chosen(line: CommandLine, problems: list[str]) -> tuple[str, ...] | None:
-    """The names that `algo=` has; empty where a run has the only one, None where they are none."""
-    if "algo" not in line.own and "run" in line.own:
-        return ()
-    typed = line.own.get("algo", "")
-    names = [name.strip() for name in typed.split(",")]
-    if not typed:
-        problems.append("algo: missing, expected one or more algorithms (algo=A or algo=A,B)")
-        return None
-    problems += [f"algo: got '{name}' more than once" for name in dict.fromkeys(names) if names.count(name) > 1]
-    # The names become overrides below, where a quote or a bracket would be Hydra's grammar.
-    if any(not re.fullmatch(r"[\w./-]*", name) for name in names):
-        problems.append(f"algo: got '{typed}', expected names joined by commas: algo=A,B")
-        return None
-    return tuple(dict.fromkeys(names))
 
 
 def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, problems: list[str]) -> AlgoConfig | None:
@@ -287,15 +245,3 @@ def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, probl
     from mmrl.run.start import with_typed  # numpy and tasks, which credit of a file need not wait for
 
     return algo_section(with_typed(trained.model_dump(), sections, line.keys, "algo"), problems)
-
-
-def _seed(line: CommandLine, run: TrainCommandConfig | None, problems: list[str]) -> int:
-    """The seed that was typed, else the run's, else 0."""
-    if "seed" not in line.keys:
-        return 0 if run is None else run.seed
-    (override,) = [override for override in line.overrides if override.key_or_group == "seed"]
-    seed = override.value()
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= LARGEST_SEED:
-        problems.append(f"seed: got {seed!r}, expected a whole number from 0 to {LARGEST_SEED}")
-        return 0
-    return seed

@@ -14,17 +14,17 @@ import subprocess
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import psutil
+from pydantic import Field
 from rich.console import Console
 
 from mmrl.config import TrainCommandConfig
+from mmrl.config.base import Section
 from mmrl.config.engines import VllmServerConfig
-from mmrl.errors import ConfigError
 from mmrl.records import Forest
 from mmrl.report.doctor import Played, as_object, find, report
 from mmrl.report.machine import cpu_name, unmet, versions
@@ -40,22 +40,16 @@ from mmrl.system.files import atomic_write, dumps, plain
 if TYPE_CHECKING:
     from mmrl.stages.weights import WeightStage
 
-EXAMPLES, FEW = 8, 4
-"""Examples that `mmrl doctor` plays, and `mmrl train` before a long run."""
+FEW = 4
+"""Examples that `mmrl train` plays before a long run."""
 FILE = "doctor.json"
 """In a run directory: the findings before training."""
 
 
-def examples_of(values: Mapping[str, str]) -> int:
-    """From the key `examples` as typed.
+class DoctorArguments(Section):
+    """What `mmrl doctor` takes besides a config."""
 
-    Raises:
-        ConfigError: no whole number of at least 1.
-    """
-    text = values.get("examples", str(EXAMPLES))
-    if not (text.isascii() and text.isdigit() and int(text[:9]) > 0 and len(text) < 10):
-        raise ConfigError(f"examples: got '{text}', expected a number of training examples to play, at least 1")
-    return int(text)
+    examples: int = Field(8, ge=1, description="training examples that are played")
 
 
 def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:

@@ -10,9 +10,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
 
 from mmrl.config import SftCommandConfig, TrainCommandConfig
+from mmrl.config.base import Section
 from mmrl.errors import CheckpointError, ConfigError, storage, unknown
 from mmrl.models.hub import licence_of, push_folder, push_problems
 from mmrl.models.policy import (
@@ -31,32 +34,32 @@ from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task
 from mmrl.run.settle import announce_code, module_assignment, weight_run
-from mmrl.system.files import atomic_dir, dumps
+from mmrl.system.files import atomic_dir, dumps, user_path
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.prompts import prompts_file
 
 Config = TrainCommandConfig | SftCommandConfig
+UserPath = Annotated[Path, BeforeValidator(user_path)]
 PROGRAM = "program.json"
 PROMPTS = "prompts.yaml"
 COMPARED_PROMPTS = 8
 """Recorded prompts that the exported tokenizer is tried on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportRequest:
-    """What was typed after `mmrl export`."""
+class ExportArguments(Section):
+    """`mmrl export`."""
 
-    run: Path
-    out: Path
-    checkpoint: str = "last"
-    """`last`, `best`, or a number of steps."""
-    form: Literal["merged", "adapter"] | None = None
-    """None: merged, and adapters where modules have weights of their own."""
-    module: str | None = None
-    push: str | None = None
-    private: bool = True
+    run_dir: UserPath
+    out: UserPath = Field(description="folder that is made")
+    checkpoint: str = Field("last", description="last, best (by the run's main metric) or a number of steps")
+    form: Literal["merged", "adapter"] | None = Field(
+        None, description="of LoRA runs; null: merged, and adapters where modules have their own"
+    )
+    module: str | None = Field(None, description="the weights of this module alone")
+    push: str | None = Field(None, description="repository on the hub, ORG/NAME")
+    private: bool = Field(True, description="whether that repository is")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +75,14 @@ class Choice:
     """What `policy=` must know of the folder (`models.policy.EXTRA`); empty: nothing."""
 
 
-def export(request: ExportRequest) -> int:
+def export(request: ExportArguments) -> int:
     """Write the folder, push it where `push` says so, and print how it is used. Returns the exit code.
 
     Raises:
         ConfigError: a choice that the run does not have, a folder that is there, a hub that is not.
         CheckpointError: no run, no such checkpoint, or a damaged one.
     """
-    run, config = _run_of(request.run)
+    run, config = _run_of(request.run_dir)
     problems = push_problems(request.push) if request.push is not None else []
     if request.push is None and not request.private:
         problems.append("private: has no effect without push=ORG/NAME")
@@ -174,7 +177,7 @@ def _refuse_damage(run: RunDir, checkpoint: Path) -> None:
             raise CheckpointError(f"{path} {problem}; its numbers would stand in the model card, so restore it")
 
 
-def choose(policy: Policy, config: Config, request: ExportRequest, modules: Sequence[str]) -> Choice:
+def choose(policy: Policy, config: Config, request: ExportArguments, modules: Sequence[str]) -> Choice:
     """What is exported, as chosen or as the policy has it.
 
     Args:
@@ -213,7 +216,7 @@ def choose(policy: Policy, config: Config, request: ExportRequest, modules: Sequ
     return Choice(form=whole, adapters={}, modules={**speakers, **endpoints}, recorded=recorded)
 
 
-def _choose_adapters(policy: Policy, config: Config, request: ExportRequest, endpoints: Mapping[str, str]) -> Choice:
+def _choose_adapters(policy: Policy, config: Config, request: ExportArguments, endpoints: Mapping[str, str]) -> Choice:
     """Weights per module: an adapter each, on one base."""
     spoken = dict(policy.modules or {})
     still = module_assignment(config.model, config.algo, tuple(spoken), config.engine.endpoints).frozen_adapters
@@ -249,7 +252,7 @@ def _refuse_module(module: str, names: Sequence[str], endpoints: Mapping[str, st
 
 
 def _write(
-    folder: Path, request: ExportRequest, run: RunDir, config: Config, checkpoint: Path, choice: Choice
+    folder: Path, request: ExportArguments, run: RunDir, config: Config, checkpoint: Path, choice: Choice
 ) -> list[str]:
     """All but the card. Returns what the user should know."""
     notes = []
@@ -334,7 +337,7 @@ def _names(choice: Choice) -> tuple[str, ...]:
     return tuple(name for name in choice.adapters if name)
 
 
-def _card(seen: Overview, request: ExportRequest, config: Config, choice: Choice, folder: Path, step: int) -> str:
+def _card(seen: Overview, request: ExportArguments, config: Config, choice: Choice, folder: Path, step: int) -> str:
     title = request.push.rpartition("/")[2] if request.push else request.out.name
     where = Path(request.push) if request.push else Path(request.out.name)
     facts = CardFacts(

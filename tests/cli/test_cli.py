@@ -12,12 +12,13 @@ import time
 import pytest
 
 from mmrl.cli import COMMANDS, main
-from mmrl.cli.arguments import ExportArguments, FetchArguments, ShowArguments
+from mmrl.cli.arguments import FetchArguments, ShowArguments
 from mmrl.cli.configs import configured
 from mmrl.cli.new_task import NewTaskArguments
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.config.retriever import IndexInfoArguments, SearchIndexArguments, ServeIndexArguments, build_schema
 from mmrl.report.rundir import RunDir
+from mmrl.run.export import ExportArguments
 from mmrl.sets.command import COMPARE_KEYS as KEYS
 
 
@@ -141,7 +142,7 @@ def test_credit_prints_several_algorithms_side_by_side_without_torch(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["algo=mhgpo_fof"], "rollouts: missing"),
+        (["algo=mhgpo_fof"], "rollouts: expected a file"),
         (["rollouts=x.json"], "algo: missing"),
         (["algo=mhgpo_fo", "rollouts=x.json"], "did you mean 'mhgpo_fof'?"),
         (["algo=mhgpo_fof", "rollouts=x.json"], "x.json"),

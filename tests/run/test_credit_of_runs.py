@@ -258,8 +258,11 @@ MISTAKES = {
     "no such folder": (["run={run}/none", "step=7"], "{run}/none: no such run directory"),
     "no run": (["run={run}/journal", "step=7"], "not a run directory"),
     "another step": (["run={run}", "step=8"], "step: got 8, expected a step that {run} has a journal of: 7 to 7"),
-    "no number": (["run={run}", "step=x"], "step: got 'x', expected the number of a step"),
-    "both": (["run={run}", "step=7", "rollouts=x"], "rollouts, run: got both"),
+    "no number": (["run={run}", "step=x"], "step: got 'x', expected integer"),
+    "both": (
+        ["run={run}", "step=7", "rollouts=x"],
+        "rollouts: expected a file (rollouts=FILE) or a run (run=RUN_DIR), and not both",
+    ),
     "a step of a file": (["rollouts=x", "algo=grpo", "step=7"], "step: has no effect without run=RUN_DIR"),
     "no such algorithm": (["run={run}", "step=7", "algo=grop"], "did you mean 'grpo'"),
     "no such option": (["run={run}", "step=7", "algo.padding=ragged"], "algo.padding: unknown key"),
@@ -272,7 +275,7 @@ MISTAKES = {
     "removed": (["run={run}", "step=7", "~algo.eps"], "~algo.eps: a setting of a run can be changed, not removed"),
     "too many": (["run={run}", "step=7", "algo.minibatches=9"], "algo.minibatches: got 9, expected at most 5"),
     "what it lacks": (["run={run}", "step=7", "algo=ppo"], "algo=ppo: call 'q0/0#0': values: missing"),
-    "a seed": (["run={run}", "step=7", "seed=-1"], "seed: got -1, expected a whole number from 0 to 4294967295"),
+    "a seed": (["run={run}", "step=7", "seed=-1"], "seed: got -1, expected greater than or equal to 0"),
     "the run's keys": (["run={run}", "step=7", "run.name=x", "task=hover"], "run.name: has no effect on mmrl credit"),
 }
 
