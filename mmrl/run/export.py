@@ -7,6 +7,7 @@ or absent.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,11 @@ class Choice:
     recorded: Mapping[str, object]
     """What `policy=` must know of the folder (`models.policy.EXTRA`); empty: nothing."""
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Below the export, with weights; empty where the export holds them itself."""
+        return tuple(name for name in self.adapters if name)
+
 
 def export(request: ExportArguments) -> int:
     """Write the folder, push it where `push` says so, and print how it is used. Returns the exit code.
@@ -82,7 +88,7 @@ def export(request: ExportArguments) -> int:
         ConfigError: a choice that the run does not have, a folder that is there, a hub that is not.
         CheckpointError: no run, no such checkpoint, or a damaged one.
     """
-    run, config = _run_of(request.run_dir)
+    run, config = weight_run(request.run_dir)
     problems = push_problems(request.push) if request.push is not None else []
     if request.push is None and not request.private:
         problems.append("private: has no effect without push=ORG/NAME")
@@ -120,16 +126,6 @@ def export(request: ExportArguments) -> int:
     if request.push is not None:
         print(f"\npushed: {push_folder(request.out, request.push, request.private)}")
     return 0
-
-
-def _run_of(path: Path) -> tuple[RunDir, Config]:
-    """The run, and its config."""
-    if checkpoint_step(path) is not None and path.parent.name == "checkpoints":
-        raise ConfigError(
-            f"mmrl export: {path} is a checkpoint; give its run: mmrl export {path.parent.parent} "
-            f"checkpoint={checkpoint_step(path)}"
-        )
-    return weight_run(path)
 
 
 def chosen_checkpoint(seen: Overview, text: str) -> Path:
@@ -187,68 +183,40 @@ def choose(policy: Policy, config: Config, request: ExportArguments, modules: Se
         ConfigError: a module without weights of its own, or a form that the run does not have.
     """
     endpoints = {name: f"the endpoint's {given.model}" for name, given in (config.engine.endpoints or {}).items()}
-    names = list(dict.fromkeys([*(policy.modules or {}), *modules, *endpoints]))
-    if request.module is not None:
-        _refuse_module(request.module, names, endpoints)
-    if policy.adapters:
-        return _choose_adapters(policy, config, request, endpoints)
-    whole: Literal["full", "merged", "adapter"] = "full"
-    if policy.adapter is not None:
-        whole = request.form or "merged"
-    elif request.form == "adapter":
+    speaks = dict(policy.modules or {})  # module -> its weights; empty: all share one policy
+    # What was never trained is the base.
+    assignment = module_assignment(config.model, config.algo, tuple(speaks), config.engine.endpoints)
+    frozen = {*assignment.frozen_adapters, INITIAL}
+    if (module := request.module) is not None:
+        if module in endpoints:
+            raise ConfigError(f"module: {module} has no weights here: {endpoints[module]} answers for it")
+        if module not in (*speaks, *modules):
+            raise ConfigError(unknown("module", module, [*dict.fromkeys([*speaks, *modules, *endpoints])]))
+        if not speaks:
+            raise ConfigError(f"module: got {module}, and all modules of the run share one policy; leave module out")
+        if speaks[module] in frozen:
+            raise ConfigError(f"module: {module} was frozen in the run; export a module that was trained")
+    lora, apart = policy.adapter is not None or bool(policy.adapters), bool(policy.adapters) and module is None
+    if request.form == "adapter" and not lora:
         raise ConfigError("form: got adapter, and the run trained all parameters (model.lora is null); leave form out")
-    adapters = {"": Path(policy.adapter)} if policy.adapter is not None else {}
-    if policy.modules is None:
-        if request.module is not None:
-            raise ConfigError(
-                f"module: got {request.module}, and all modules of the run share one policy; leave module out"
-            )
-        trained = dict.fromkeys((name for name in names if name not in endpoints), "these weights")
-        return Choice(form=whole, adapters=adapters, modules={**trained, **endpoints} if endpoints else {}, recorded={})
-    # All parameters trained, and frozen modules that act with the initial ones.
-    base = f"the initial weights, {shown_path(config.model.path)}"
-    speakers = {m: base if name == INITIAL else "these weights" for m, name in policy.modules.items()}
-    if request.module is not None:
-        if policy.modules[request.module] == INITIAL:
-            raise ConfigError(_frozen(request.module, config))
-        return Choice(form=whole, adapters={}, modules={}, recorded={})
-    recorded = {"modules": dict(policy.modules), "base": policy.initial}
-    return Choice(form=whole, adapters={}, modules={**speakers, **endpoints}, recorded=recorded)
-
-
-def _choose_adapters(policy: Policy, config: Config, request: ExportArguments, endpoints: Mapping[str, str]) -> Choice:
-    """Weights per module: an adapter each, on one base."""
-    spoken = dict(policy.modules or {})
-    still = module_assignment(config.model, config.algo, tuple(spoken), config.engine.endpoints).frozen_adapters
-    folders = {name: Path(folder) for name, folder in policy.adapters.items()}
-    if request.module is not None:
-        name = spoken[request.module]
-        if name in still:
-            raise ConfigError(_frozen(request.module, config))
-        return Choice(form=request.form or "merged", adapters={"": folders[name]}, modules={}, recorded={})
-    form = request.form or "adapter"
-    # What was never trained is the base: its adapter stays where adapters are served, and merged it would be a copy.
-    written = {name: folder for name, folder in folders.items() if form == "adapter" or name not in still}
+    form = (request.form or ("adapter" if apart else "merged")) if lora else "full"
+    folders = policy.adapters if policy.adapter is None else {"": policy.adapter}
+    if module is not None and policy.adapters:
+        folders = {"": policy.adapters[speaks[module]]}
+    # An adapter that was never trained stays where adapters are served; merged it would be a copy of the base.
+    adapters = {name: Path(folder) for name, folder in folders.items() if form == "adapter" or name not in frozen}
+    if module is not None or not (speaks or endpoints):
+        return Choice(form=form, adapters=adapters, modules={}, recorded={})
     base = f"the base model, {shown_path(config.model.path)} (frozen)"
-    speakers = {m: base if name in still else f"`{name}/`" for m, name in spoken.items()}
-    recorded = {"modules": spoken} if form == "adapter" else {}
-    return Choice(form=form, adapters=written, modules={**speakers, **endpoints}, recorded=recorded)
-
-
-def _frozen(module: str, config: Config) -> str:
-    return (
-        f"module: {module} was frozen in the run and speaks with {config.model.path} as it is; export a module that "
-        "was trained"
-    )
-
-
-def _refuse_module(module: str, names: Sequence[str], endpoints: Mapping[str, str]) -> None:
-    if module in endpoints:
-        raise ConfigError(
-            f"module: {module} has no weights here: {endpoints[module]} answers for it (engine.endpoints.{module})"
-        )
-    if module not in names:
-        raise ConfigError(unknown("module", module, names))
+    words = {
+        name: base if weights in frozen else f"`{weights}/`" if apart else "these weights"
+        for name, weights in speaks.items()
+    }
+    words = words or dict.fromkeys(modules, "these weights")
+    recorded: dict[str, object] = {}
+    if speaks and form != "merged":
+        recorded = {"modules": speaks, **({} if apart else {"base": policy.initial})}
+    return Choice(form=form, adapters=adapters, modules={**words, **endpoints}, recorded=recorded)
 
 
 def _write(
@@ -272,7 +240,9 @@ def _write(
     if choice.recorded:
         (folder / EXTRA).write_text(dumps(choice.recorded, indent=1) + "\n", encoding="utf-8")
     if config.task.prompts is not None:
-        notes += _copy_prompts(prompts_file(str(config.task.prompts), config.task.name), folder)
+        prompts = prompts_file(str(config.task.prompts), config.task.name)
+        if prompts.suffix != ".json":  # the state of a DSPy program, which `program.json` holds
+            shutil.copyfile(prompts, folder / PROMPTS)
     return notes + _write_program(folder, run.path, config)
 
 
@@ -283,16 +253,6 @@ def _recorded_prompts(run: RunDir) -> Iterator[tuple[int, ...]]:
         forest, _ = read_step(run, steps[-1])
         for call in [call for call in forest.calls.values() if call.prompt_ids and not call.turn][:COMPARED_PROMPTS]:
             yield call.prompt_ids
-
-
-def _copy_prompts(given: Path, folder: Path) -> list[str]:
-    if given.suffix == ".json":
-        return []  # the state of a DSPy program, which `program.json` holds
-    try:
-        (folder / PROMPTS).write_text(given.read_text(encoding="utf-8"), encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"task.prompts: cannot read '{given}' of the run: {error}") from None
-    return []
 
 
 def _write_program(folder: Path, run: Path, config: Config) -> list[str]:
@@ -325,16 +285,7 @@ def _snippets(named: Path, folder: Path, choice: Choice, config: Config, base: s
     spoken = choice.recorded.get("modules")
     modules = tuple(spoken) if isinstance(spoken, dict) else ()
     layout = getattr(config.task, "prompt_layout", "dspy") if _has_program(folder) else None
-    return snippets(named, _names(choice), base, rank, modules=modules, program=layout)
-
-
-def _kind(choice: Choice) -> str:
-    return "adapter" if choice.form == "adapter" else "merged"
-
-
-def _names(choice: Choice) -> tuple[str, ...]:
-    """Folders below the export that hold weights; empty where the export does."""
-    return tuple(name for name in choice.adapters if name)
+    return snippets(named, choice.folders, base, rank, modules=modules, program=layout)
 
 
 def _card(seen: Overview, request: ExportArguments, config: Config, choice: Choice, folder: Path, step: int) -> str:
@@ -343,8 +294,8 @@ def _card(seen: Overview, request: ExportArguments, config: Config, choice: Choi
     facts = CardFacts(
         title=title,
         step=step,
-        holds=_holds(choice, config),
-        kind=_kind(choice),
+        holds=_holds(choice),
+        kind="adapter" if choice.form == "adapter" else "merged",
         licence=licence_of(config.model.path, config.model.revision),
         modules=choice.modules,
         prompts=_prompt_paragraphs(folder),
@@ -361,15 +312,15 @@ def is_hub_data(source: str) -> bool:
     return source.partition(":")[0].count("/") == 1 and is_hub_id(source)
 
 
-def _holds(choice: Choice, config: Config) -> str:
-    names = _names(choice)
-    many = f"in {len(names)} folders ({', '.join(names)}), one for each module or group of modules"
-    if choice.form == "full":
-        return "This folder holds full weights, of which all parameters were trained."
-    what = "the LoRA adapter alone" if choice.form == "adapter" else "full weights, the LoRA adapter merged into them"
-    if not names:
-        return f"This folder holds {what}."
-    return f"This repository holds {what.replace('adapter', 'adapters')}, {many}."
+def _holds(choice: Choice) -> str:
+    what = {
+        "full": "full weights, of which all parameters were trained",
+        "merged": "full weights, the LoRA adapter merged into them",
+        "adapter": "the LoRA adapter alone",
+    }[choice.form]
+    if names := choice.folders:
+        what += f", in {len(names)} folders ({', '.join(names)}), one for each module or group of modules"
+    return f"This folder holds {what}."
 
 
 def _prompt_paragraphs(folder: Path) -> list[str]:

@@ -19,10 +19,9 @@ MISTAKES = {
     ),
     "a seed of credit that no run has": (
         ["credit", "algo=grpo", "rollouts=x", f"seed={2**64}"],
-        [f"seed: got {2**64}, expected a whole number from 0 to 4294967295"],
+        [f"seed: got {2**64}, expected less than or equal to 4294967295"],
     ),
     "a group without a choice": (["train", "algo=null", "task="], ["algo: got 'null'", "task: got ''"]),
-    "an empty name in a list": (["credit", "algo=mhgpo_rr,", "rollouts=x"], ["algo: got ''"]),
     "infinity": (["train", "train.lr=inf", "algo.beta=nan"], ["train.lr: got inf", "algo.beta: got nan"]),
     "a section set to a value": (
         [
@@ -92,10 +91,6 @@ MISTAKES = {
     "an option of one of several algorithms": (
         ["credit", "algo=grpo,mhgpo_rr", "algo.aggregate=max", "rollouts=x"],
         ["algo.aggregate: has no effect with grpo; it is an option of mhgpo_fof"],
-    ),
-    "a list of algorithms": (
-        ["credit", "algo=[grpo,ppo]", "rollouts=x"],
-        ["algo: got '[grpo,ppo]', expected names joined by commas: algo=A,B"],
     ),
     "flags of show": (["show", "--text", "x"], ["--text: unknown flag"]),
     "show that exports no step": (["show", "--json", "x"], ["--json: writes the rollouts of one step; give step=N"]),

@@ -240,7 +240,7 @@ def test_the_machine_is_described_and_no_key_is_shown(monkeypatch, capsys):
     assert "sk-never" not in out
     assert (facts["OPENAI_API_KEY"], facts["HF_TOKEN"]) == ("set", "not set")
     assert facts["hub"] == "switched off by HF_HUB_OFFLINE"
-    assert {"python", "memory", "outputs", "cache", "torch version", "vLLM", "NCCL", "C compiler"} <= set(facts)
+    assert {"python", "memory", "outputs", "cache", "torch version", "vLLM", "driver", "C compiler"} <= set(facts)
 
 
 def test_a_missing_requirement_and_a_folder_that_cannot_be_written_are_broken(monkeypatch, tmp_path, capsys):
