@@ -13,7 +13,7 @@ from mmrl.models.chat import render_prompt
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, evaluated
 from mmrl.run.check import check
-from mmrl.run.eval import evaluation_text
+from mmrl.run.eval import unsuited
 from tests.models.test_templates import RAISING
 from tests.tasks.test_data import record, saved
 
@@ -143,9 +143,6 @@ def test_the_first_items_of_the_mini_world_stay_the_first():
 
 
 @pytest.mark.parametrize(("policy", "said"), [("tiny", True), ("some/model", False)])
-def test_only_of_the_tiny_model_an_evaluation_says_that_it_cannot_read_real_text(policy, said, tmp_path):
-    path = saved(tmp_path, [record()])
-    (config,) = configs("eval", EvalCommandConfig, read_line([f"policy={policy}", f"task.data.dev={path}"]))
-    metrics = {"n": 1.0, "failed_share": 0.0, "model_failed": 0.0}
-    text = evaluation_text(config, {"data": f"dev {path}"}, metrics, tmp_path)
-    assert ("cannot read real text" in text) == said
+def test_only_of_the_tiny_model_an_evaluation_says_that_it_cannot_read_real_text(policy, said):
+    assert bool(unsuited(policy, {"data": "dev FILE"})) == said
+    assert not unsuited(policy, {"data": "mini world"})
