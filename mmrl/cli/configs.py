@@ -33,8 +33,11 @@ if TYPE_CHECKING:
     from mmrl.sets.sweep import Job
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
-OF_A_STAGE = ("algo", "train", "model", "hardware", "engine", "eval.every", "run.doctor")
+OF_A_STAGE = ("algo.", "train.", "model.", "hardware.", "engine.", "eval.every.", "run.doctor.")
 """What may differ between the stages of a run. They evaluate the same items, so that they can be compared."""
+FIXED = ("algo", "algo.name")
+WEIGHTS = ("model", "model.path", "model.name", "model.revision")
+"""Of a later stage: those of the one before."""
 
 
 def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[ConfigT]:
@@ -183,57 +186,61 @@ def _train_config(
     """
     # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
     typed = [_key(word) for word in words]
-    sections = dict(raw)
-    names, of_stages = sections.pop("stages", None), sections.pop("stage", None) or {}
-    if names is None:
-        if of_stages:
-            raise ConfigError(
-                "stage: has no effect on one stage; set the key without stage.NAME, or of some algorithms of several: "
-                "mmrl compare algo=A,B stage.A.KEY="
-            )
-        return _stage(sections, typed)
-    listed = _listed(names, config_dir)
-    of_stages = _of_stages(of_stages, listed)
-    problems = [f"{key}: say of which stage: stage.{listed[0]}.{key}" for key in typed if key.startswith("algo.")]
+    if "stages" not in raw:
+        return _stage(raw, typed)
+    listed = _listed(raw["stages"], config_dir)
+    of_stages = raw.get("stage", {})
+    problems = _names_problems(of_stages, listed)
     if "algo" in typed and "stages" in typed:
         problems.append(f"algo: has no effect beside stages=[{','.join(listed)}]; leave one of them out")
+    if problems:
+        raise ConfigError(problems)
     stages: list[StageConfig] = []
     rows: list[list[str]] = []
     for number, name in enumerate(listed, start=1):
-        of_stage = _words_of(of_stages, name, number)
-        problems += _shared_problems(of_stage, name, number)
-        elsewhere = {"stage", "stages", "algo"}
-        if "train" not in stage_schema(name).model_fields:
-            elsewhere.add("train")  # what was typed for all stages holds for those that have it
-        kept = [
-            word
-            for word in words
-            if not _is_of(word, elsewhere) and not (_key(word) in of_stage and _key(word) in GROUPS)
+        of_stage = dict([*_flat(value_at(of_stages, name)), *_flat(value_at(of_stages, str(number)))])
+        problems += [
+            f"stage.{name}.{key}: is the same for all stages, or that of the stage before; leave it out"
+            for key in of_stage
+            if not f"{key}.".startswith(OF_A_STAGE) or key in (FIXED if number == 1 else (*FIXED, *WEIGHTS))
         ]
-        row = [*kept, f"algo={name}", *of_stage.values()]
+        # What was typed for all stages holds for those that have it.
+        elsewhere = {"stage", "stages", "algo", *(() if "train" in stage_schema(name).model_fields else ("train",))}
+        shared = [
+            word for word in words if _key(word).partition(".")[0] not in elsewhere and _key(word) not in of_stage
+        ]
+        row = [*shared, f"algo={name}", *(_word(key, value) for key, value in of_stage.items())]
         mapping = composed("train", row, config_dir)
-        if mapping.pop("stages", None) and "name" not in _section(mapping):
+        mapping.pop("stage", None)
+        if "stages" in mapping and "name" not in _section(mapping):
             problems.append(f"stages: got {name}, which stands for several stages itself; list them")
             continue
-        mapping.pop("stage", None)
+        mapping.pop("stages", None)
         try:
             stages.append(_stage(mapping, [_key(word) for word in row]))
             rows.append(row)
         except ConfigError as error:
-            problems += _as_typed(error, of_stage, typed, f"stage {number} ({name}): ")
+            problems += [f"stage {number} ({name}): {problem}" for problem in error.problems]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return _staged(stages, rows, config_dir)
 
 
-def _as_typed(error: ConfigError, of_stage: Collection[str], typed: Collection[str], where: str) -> list[str]:
-    """Problems by the keys that were typed for a stage; others under the stage's number and name."""
-    problems = []
-    for problem in error.problems:
-        key = problem.partition(":")[0]
-        by_name = next((word for word in typed if word.startswith("stage.") and word.endswith(f".{key}")), "")
-        problems.append(f"{by_name}{problem.removeprefix(key)}" if key in of_stage and by_name else f"{where}{problem}")
-    return problems
+def _names_problems(of_stages: object, listed: Sequence[str]) -> list[str]:
+    """What is wrong with `stage.*`: the name or number of a stage -> its settings."""
+    known = [*listed, *(str(number) for number in range(1, len(listed) + 1))]
+    return [
+        unknown("stage", str(name), known)
+        if str(name) not in known
+        else f"stage.{name}: expected stage.{name}.KEY=VALUE"
+        for name, settings in (of_stages.items() if isinstance(of_stages, Mapping) else ())
+        if str(name) not in known or not isinstance(settings, Mapping)
+    ]
+
+
+def _word(key: str, value: object) -> str:
+    """The word that sets a key of a stage."""
+    return f"{key}={value}" if key in GROUPS and isinstance(value, str) else f"++{key}={hydra_value(key, value)}"
 
 
 def _staged(
@@ -307,57 +314,9 @@ def _listed(names: object, config_dir: str | None) -> list[str]:
     return list(names)
 
 
-def _of_stages(settings: object, listed: Sequence[str]) -> Mapping[str, object]:
-    """`stage.*`: the name or number of a stage -> its settings.
-
-    Raises:
-        ConfigError: a value that is none, or a stage that is not there.
-    """
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"stage: got {settings!r}, expected stage.NAME.KEY=VALUE")
-    numbers = [str(number) for number in range(1, len(listed) + 1)]
-    problems = [
-        f"stage.{key}: expected a key of that stage: stage.{key}.KEY=VALUE"
-        if str(key) in (*listed, *numbers)
-        else f"stage.{key}: no such stage (stages: {', '.join(listed)}; also by number: {', '.join(numbers)})"
-        for key, value in settings.items()
-        if str(key) not in (*listed, *numbers) or not isinstance(value, Mapping)
-    ]
-    if problems:
-        raise ConfigError(problems)
-    return {str(key): value for key, value in settings.items()}
-
-
-def _words_of(of_stages: Mapping[str, object], name: str, number: int) -> dict[str, str]:
-    """What `stage.*` says of one stage: key -> the word that sets it; by number wins over by name."""
-    settings = dict([*_flat(of_stages.get(name) or {}), *_flat(of_stages.get(str(number)) or {})])
-    return {
-        key: f"{key}={value}" if key in GROUPS and isinstance(value, str) else f"++{key}={hydra_value(key, value)}"
-        for key, value in settings.items()
-    }
-
-
-def _shared_problems(keys: Collection[str], name: str, number: int) -> list[str]:
-    """Keys of `stage.*` that all stages share, and weights that a later stage has from the one before."""
-    problems = []
-    for key in keys:
-        if not any(f"{key}.".startswith(f"{part}.") for part in OF_A_STAGE):
-            problems.append(f"stage.{name}.{key}: is the same for all stages; set {key} without stage.{name}")
-        elif key in ("algo", "algo.name"):
-            problems.append(f"stage.{name}.{key}: has no effect, the stage is {name}")
-        elif key in ("model", "model.path", "model.name", "model.revision") and number > 1:
-            problems.append(f"stage.{name}.{key}: has no effect, the weights are those of the stage before")
-    return problems
-
-
 def _key(word: str) -> str:
     """The key that an override sets."""
     return word.lstrip("+~").partition("=")[0].partition("@")[0]
-
-
-def _is_of(word: str, sections: Collection[str]) -> bool:
-    """Whether an override sets one of the sections, or something in it."""
-    return _key(word).partition(".")[0] in sections
 
 
 def _flat(section: object, above: str = "") -> Iterator[tuple[str, object]]:
