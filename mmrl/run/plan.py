@@ -41,7 +41,7 @@ from mmrl.plan.workload import (
     without_endpoints,
 )
 from mmrl.run.build import build_task, evaluation_devices, reward_set
-from mmrl.run.check import plan_problems, process_problems
+from mmrl.run.check import collecting, plan_problems, process_problems
 from mmrl.run.settle import settle
 from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.stages.sft_data import sft_problems
@@ -71,15 +71,14 @@ def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> st
     if config.kind.credit:
         plan = make_plan(cast("TrainCommandConfig", config), request)
         return plan.as_json() if as_json else plan.text()
-    texts, objects, problems = [], [], []
+    texts: list[str] = []
+    objects: list[object] = []
+    problems: list[str] = []
     for number, stage in enumerate(config.in_turn, start=1):
-        try:
+        with collecting(problems, f"stage {number}: "):
             text, content = OF_KIND[stage.kind.name](stage, request)
-        except ConfigError as error:
-            problems += [f"stage {number}: {problem}" for problem in error.problems]
-            continue
-        texts.append(f"stage {number}: {text}")
-        objects.append({"stage": number, **content})
+            texts.append(f"stage {number}: {text}")
+            objects.append({"stage": number, **content})
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return json.dumps({"version": 1, "stages": objects}, indent=1) if as_json else "\n\n".join(texts)

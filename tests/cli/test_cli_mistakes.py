@@ -94,7 +94,7 @@ MISTAKES = {
     ),
     "flags of show": (["show", "--text", "x"], ["--text: unknown flag"]),
     "show that exports no step": (["show", "--json", "x"], ["--json: writes the rollouts of one step; give step=N"]),
-    "an empty run directory": (["train", "run.dir="], ["run.dir: got an empty path"]),
+    "an empty run directory": (["train", "run.dir="], ["run.dir: got '', expected"]),
     "a run directory below a file": (["train", "run.dir=notes.txt/run"], ["run.dir: notes.txt/run lies below"]),
     "an unknown engine of the hardware": (["train", "hardware.engine=foo"], ["hardware.engine: got 'foo'"]),
 }
