@@ -8,8 +8,8 @@ import os
 import ssl
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import httpx
