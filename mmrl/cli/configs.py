@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.cli.arguments import CommandLine
-from mmrl.cli.hydra import composed, import_plugins_of, through_hydra
+from mmrl.cli.hydra import composed, through_hydra
 from mmrl.cli.overrides import expand, hydra_value, parse, read_line
 from mmrl.config import (
     EvalCommandConfig,
@@ -86,17 +86,12 @@ def _configs(
     jobs = expand(line, problems)
     # Keys of a group whose choice is unknown cannot be judged: they belong to another schema.
     unjudged = tuple(f"{problem.partition(':')[0]}." for problem in problems)
-    import_plugins_of(line)
-    # A row of the other command fails in ways that do not mention the row; the hint names the command to use instead.
-    row = next((override.value() for override in line.overrides if override.key_or_group == "experiment"), None)
     valid: list[ConfigT] = []
     for job in jobs:
         try:
             valid.append(build(composed(command, job, line.config_dir), job))
         except ConfigError as error:
-            for problem in error.problems:
-                hint = _row_of_other_command(command, row, "policy" in line.keys, problem)
-                problems += [] if problem.startswith(unjudged) and hint is None else [hint or problem]
+            problems += [problem for problem in error.problems if not problem.startswith(unjudged)]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return valid
@@ -161,15 +156,6 @@ def _from(line: CommandLine, build: Callable[[Mapping[str, object]], ConfigT], r
         raise ConfigError(f"from: {value_at(config, 'algo.name')} is several runs, each from the one before")
     made_policy(run)
     return config.model_copy(update={"start": StartConfig(run=str(run))})
-
-
-def _row_of_other_command(command: str, row: object, policy_typed: bool, problem: str) -> str | None:
-    """What to say instead of `problem` where it comes from a row (`experiment=`) of the other command."""
-    if row and command == "train" and problem.startswith("policy: unknown key") and not policy_typed:
-        return f"experiment: got '{row}', which evaluates and does not train: mmrl eval experiment={row}"
-    if row and command == "eval" and "Could not override 'algo'" in problem:
-        return f"experiment: got '{row}', which trains: mmrl train experiment={row}"
-    return None
 
 
 def _train_config(

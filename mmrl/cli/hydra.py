@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from mmrl.cli.arguments import CommandLine, CreditArguments, comma_separated, typed_text
+from mmrl.cli.arguments import CommandLine, CreditArguments, typed_text
 from mmrl.cli.overrides import expand, forced, of_policy, parse, read_line, typed_value
 from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.config.validate import algo_section, as_tuples
@@ -46,20 +46,6 @@ def _env(*names: str) -> object:
 
 
 OmegaConf.register_new_resolver("oc.env", _env, replace=True)
-
-
-def import_plugins_of(line: CommandLine) -> None:
-    """Import `plugins=[pkg]` before validation, so that their names are known to it."""
-    for override in line.overrides:
-        if override.key_or_group == "plugins" and not override.is_delete():
-            _import_plugins(comma_separated(typed_value(override) or ""))
-
-
-def _import_plugins(packages: Collection[str]) -> None:
-    # only with plugins: it loads every task and engine
-    from mmrl.run.settle import import_plugins
-
-    import_plugins(packages)
 
 
 def composed(config_name: str, overrides: Sequence[str], config_dir: str | None = None) -> dict[str, object]:
@@ -124,7 +110,10 @@ def _sections(config_name: str, config: DictConfig) -> dict[str, object]:
     plugins = sections.get("plugins")
     # anything but a list is for validation to refuse
     if isinstance(plugins, tuple) and plugins:
-        _import_plugins([package for package in plugins if isinstance(package, str)])
+        # only with plugins: it loads every task and engine
+        from mmrl.run.settle import import_plugins
+
+        import_plugins([package for package in plugins if isinstance(package, str)])
     return sections
 
 
@@ -202,10 +191,9 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     line = line.without(stray)
     # What a package prints when it is imported is no part of the result, which may be JSON.
     with redirect_stdout(sys.stderr):
-        import_plugins_of(line)
         run = None if source.run is None else _run(Path(source.run))
-    # Each algorithm is a section of its own: an option of one may be unknown to another, which is then named.
-    sections = [_section(name, line, run, problems) for name in source.algo or ([run.algo.name] if run else [])]
+        # Each algorithm is a section of its own: an option of one may be unknown to another, which is then named.
+        sections = [_section(name, line, run, problems) for name in source.algo or ([run.algo.name] if run else [])]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return CreditRequest(
