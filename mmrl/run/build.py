@@ -148,7 +148,7 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
     from mmrl.trainer.trl_trainer import MmrlTrainer
 
     log.prefetched = bool(config.train.staleness)
-    assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
+    assignment = module_assignment(config, task.program.modules)
     # Where one process samples for all, the others serve nothing, so they need no copy of the initial weights.
     serves = log.processes.main or not log.processes.one_samples
     initial = config.model.path if assignment.copied and serves else None
@@ -194,7 +194,7 @@ def _build_sft(config: SftCommandConfig, task: Task, log: StepLog, checkpoint: P
     from mmrl.trainer.trl_trainer import MmrlTrainer
 
     hardware, model = config.hardware, config.model
-    assignment = module_assignment(model, config.algo, task.program.modules, config.engine.endpoints)
+    assignment = module_assignment(config, task.program.modules)
     loaded, tokenizer, serving = load_policy(Policy(base=model.path, modules=assignment.served), model, hardware.device)
     recorded = _recorded(config, assignment, log)
     trainer = MmrlTrainer(

@@ -148,7 +148,7 @@ def _supervised_problems(config: SftCommandConfig, task: Task) -> list[str]:
     problems = _stage_problems(config, task)
     if config.algo.source != "file":
         problems += split_problems(config.task, task, "train", "task.data.train")
-    assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
+    assignment = module_assignment(config, task.program.modules)
     return problems + assignment.problems() + sft_problems(config, task, tuple(assignment.untrained))
 
 
@@ -181,8 +181,7 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     problems = across_sections(config) + device_problems(config)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets) + negative_rewards(config, task)
-    modules = task.program.modules
-    problems += module_assignment(config.model, config.algo, modules, config.engine.endpoints).problems()
+    problems += module_assignment(config, task.program.modules).problems()
     if engine_name(config) == "openai":
         problems += engines.problems(config.engine, "openai", training=True)
     problems += endpoint_problems(config, task) + staleness_problems(config)
@@ -192,7 +191,7 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """Those of a plan; packages, servers and teachers that are not there, splits that are too small."""
     problems = plan_problems(config, task) + missing_packages(config.hardware) + missing_trackers(config.run.report_to)
-    assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
+    assignment = module_assignment(config, task.program.modules)
     problems += engines.problems(
         config.engine,
         engine_name(config),

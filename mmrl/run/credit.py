@@ -119,7 +119,7 @@ def recorded_step(request: CreditRequest) -> Source:
         raise ConfigError(f"step: got {request.step}, expected a step that {run.path} has a journal of: {there}")
     forest, entries = read_step(run, request.step)
     check_forest(forest, str(run.journal_path(request.step)))
-    frozen = module_assignment(config.model, config.algo, forest.modules, config.engine.endpoints).frozen
+    frozen = module_assignment(config, forest.modules).frozen
     left_out = _left_out(forest)
     return Source(forest.part(e for e in forest.examples if e not in left_out), frozen, entries)
 

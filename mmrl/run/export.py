@@ -15,7 +15,6 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mmrl.config import SftCommandConfig, TrainCommandConfig
 from mmrl.config.base import Section
 from mmrl.errors import CheckpointError, ConfigError, storage, unknown
 from mmrl.models.hub import licence_of, push_folder, push_problems
@@ -34,14 +33,13 @@ from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task
-from mmrl.run.settle import announce_code, module_assignment, weight_run
+from mmrl.run.settle import WeightRunConfig, announce_code, module_assignment, weight_run
 from mmrl.system.files import atomic_dir, dumps, user_path
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.prompts import prompts_file
 
-Config = TrainCommandConfig | SftCommandConfig
 UserPath = Annotated[Path, BeforeValidator(user_path)]
 PROGRAM = "program.json"
 PROMPTS = "prompts.yaml"
@@ -173,7 +171,7 @@ def _refuse_damage(run: RunDir, checkpoint: Path) -> None:
             raise CheckpointError(f"{path} {problem}; its numbers would stand in the model card, so restore it")
 
 
-def choose(policy: Policy, config: Config, request: ExportArguments, modules: Sequence[str]) -> Choice:
+def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, modules: Sequence[str]) -> Choice:
     """What is exported, as chosen or as the policy has it.
 
     Args:
@@ -185,7 +183,7 @@ def choose(policy: Policy, config: Config, request: ExportArguments, modules: Se
     endpoints = {name: f"the endpoint's {given.model}" for name, given in (config.engine.endpoints or {}).items()}
     speaks = dict(policy.modules or {})  # module -> its weights; empty: all share one policy
     # What was never trained is the base.
-    assignment = module_assignment(config.model, config.algo, tuple(speaks), config.engine.endpoints)
+    assignment = module_assignment(config, tuple(speaks))
     frozen = {*assignment.frozen_adapters, INITIAL}
     if (module := request.module) is not None:
         if module in endpoints:
@@ -220,7 +218,7 @@ def choose(policy: Policy, config: Config, request: ExportArguments, modules: Se
 
 
 def _write(
-    folder: Path, request: ExportArguments, run: RunDir, config: Config, checkpoint: Path, choice: Choice
+    folder: Path, request: ExportArguments, run: RunDir, config: WeightRunConfig, checkpoint: Path, choice: Choice
 ) -> list[str]:
     """All but the card. Returns what the user should know."""
     notes = []
@@ -255,7 +253,7 @@ def _recorded_prompts(run: RunDir) -> Iterator[tuple[int, ...]]:
             yield call.prompt_ids
 
 
-def _write_program(folder: Path, run: Path, config: Config) -> list[str]:
+def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str]:
     """`program.json`, which plain DSPy loads, where the task is a DSPy program."""
     factory = TASKS.get(config.task.name)
     # Other tasks are not built for this: their corpora may be large.
@@ -279,7 +277,9 @@ def _has_program(folder: Path) -> bool:
     return (folder / PROGRAM).is_file()
 
 
-def _snippets(named: Path, folder: Path, choice: Choice, config: Config, base: str) -> Iterator[tuple[str, str]]:
+def _snippets(
+    named: Path, folder: Path, choice: Choice, config: WeightRunConfig, base: str
+) -> Iterator[tuple[str, str]]:
     """How `folder` is used under the name `named`, and the base model under `base`."""
     rank = config.model.lora.r if choice.form == "adapter" and config.model.lora is not None else None
     spoken = choice.recorded.get("modules")
@@ -288,7 +288,9 @@ def _snippets(named: Path, folder: Path, choice: Choice, config: Config, base: s
     return snippets(named, choice.folders, base, rank, modules=modules, program=layout)
 
 
-def _card(seen: Overview, request: ExportArguments, config: Config, choice: Choice, folder: Path, step: int) -> str:
+def _card(
+    seen: Overview, request: ExportArguments, config: WeightRunConfig, choice: Choice, folder: Path, step: int
+) -> str:
     title = request.push.rpartition("/")[2] if request.push else request.out.name
     where = Path(request.push) if request.push else Path(request.out.name)
     facts = CardFacts(

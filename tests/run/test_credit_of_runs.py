@@ -105,7 +105,7 @@ def trained(folder, *options):
             return dynamic_sampling(EXAMPLES, POOL, roll_out, credit, rounds=3, key=(config.seed, STEP))
         return SampledBatch(examples=tuple(EXAMPLES), forest=roll_out(EXAMPLES))
 
-    frozen = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints).frozen
+    frozen = module_assignment(config, task.program.modules).frozen
     with RunDir.create(folder, config.model_dump(mode="json"), ["mmrl", "train"]) as run:
         collector = SimpleNamespace(
             config=config,
