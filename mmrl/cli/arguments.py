@@ -25,39 +25,15 @@ if TYPE_CHECKING:
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-@dataclass(frozen=True, slots=True)
-class Words:
-    """The words of one command, sorted."""
-
-    names: tuple[str, ...]
-    settings: tuple[str, ...]
-    """`key=value` and `~key`, as typed."""
-    flags: tuple[tuple[str, str | None], ...]
-    """(flag, its value)."""
-
-    @classmethod
-    def sort(cls, words: Sequence[str], with_value: Collection[str] = ()) -> Words:
-        """Flags begin with `-`, settings hold a `=` or begin with `~`, all others are names.
-
-        Args:
-            words: what follows the command.
-            with_value: flags that take the next word as their value, unless that is a setting.
-        """
-        names: list[str] = []
-        settings: list[str] = []
-        flags: list[tuple[str, str | None]] = []
-        rest = list(words)
-        while rest:
-            word = rest.pop(0)
-            if word.startswith("-"):
-                flag, equals, value = word.partition("=")
-                # The flag's value may be left out, and a setting is never one.
-                takes_next = flag in with_value and not equals and rest and "=" not in rest[0]
-                flags.append((flag, value if equals else rest.pop(0) if takes_next else None))
-            else:
-                setting = word.startswith("~") or ("=" in word and not word.startswith("="))
-                (settings if setting else names).append(word)
-        return cls(tuple(names), tuple(settings), tuple(flags))
+def sort_words(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Names, settings (`key=value` and `~key`) and flags, which begin with `-`."""
+    names: list[str] = []
+    settings: list[str] = []
+    flags: list[str] = []
+    for word in words:
+        setting = word.startswith("~") or ("=" in word and not word.startswith("="))
+        (flags if word.startswith("-") else settings if setting else names).append(word)
+    return names, settings, flags
 
 
 def typed_text(override: Override) -> str:
@@ -170,18 +146,18 @@ def read_arguments(
     Raises:
         ConfigError: every problem at once.
     """
-    sorted_words = Words.sort(words)
-    problems = [f"{flag}: unknown flag of {command}" for flag, _ in sorted_words.flags]
-    typed = [text.partition("=")[::2] for text in sorted_words.settings]
+    names, settings, flags = sort_words(words)
+    problems = [f"{flag}: unknown flag of {command}" for flag in flags]
+    typed = [text.partition("=")[::2] for text in settings]
     keys = [key for key, _ in typed]
     values = {key: _value(schema, key, text) for key, text in typed}
     wrong = [f"{key}: given more than once" for key in dict.fromkeys(keys) if keys.count(key) > 1]
     if name is None:
-        wrong += [f"{word}: expected key=value" for word in sorted_words.names]
-    elif len(sorted_words.names) == 1:
-        values[name] = sorted_words.names[0]
+        wrong += [f"{word}: expected key=value" for word in names]
+    elif len(names) == 1:
+        values[name] = names[0]
     else:
-        problems.append(f"{command}: got {len(sorted_words.names)} names, expected one: {command} {called}")
+        problems.append(f"{command}: got {len(names)} names, expected one: {command} {called}")
         # so that the other keys are validated in the same call
         values.setdefault(name, "")
     try:

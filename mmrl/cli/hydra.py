@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,7 +134,7 @@ def _put_user_folders_first(config_dir: str | None) -> None:
 
 
 def print_job(config_name: str, line: CommandLine) -> None:
-    """`--cfg job`: print the composed sections, interpolations as they are; nothing runs.
+    """`--cfg job`: print the composed sections; nothing runs.
 
     Raises:
         ConfigError: a sweep, or a choice that a group does not have.
@@ -143,12 +143,7 @@ def print_job(config_name: str, line: CommandLine) -> None:
     words = expand(line, problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    config = _composition(config_name, words[0], line.config_dir)
-    if config_name == "eval":
-        with suppress(OmegaConfBaseException):  # what cannot be resolved is printed as it stands
-            more = of_policy(_sections(config_name, config), words[0], line.config_dir)
-            config = _composition(config_name, [*words[0], *more], line.config_dir)
-    print(OmegaConf.to_yaml(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])), end="")
+    print(OmegaConf.to_yaml(OmegaConf.create(composed(config_name, words[0], line.config_dir))), end="")
 
 
 def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = "mmrl") -> None:

@@ -5,27 +5,37 @@ Hydra stops at the first word that it cannot read, some of them with a traceback
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import itertools
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, Sweep
 from hydra.errors import HydraException
 
-from mmrl.cli.arguments import CommandLine, Words, typed_text
+from mmrl.cli.arguments import CommandLine, sort_words, typed_text
 from mmrl.config.base import value_at
 from mmrl.config.validate import meant_keys
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.policy import model_of, prompts_of
 from mmrl.system.conf import GROUPS, options
 
-# Listed, since Hydra's own argument parser ends the process at the first flag that it does not know.
-MULTIRUN, CONFIG_DIR = ("-m", "--multirun"), ("--config-dir", "-cd")
-CFG = ("-c", "--cfg")
-"""Hydra's flag that prints the composed config of a job and runs nothing."""
+
+class _Flags(argparse.ArgumentParser):
+    """Of Hydra's flags, whose own parser ends the process at the first one that it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+FLAGS = _Flags(add_help=False, allow_abbrev=False)
+FLAGS.add_argument("-m", "--multirun", action="store_true")
+FLAGS.add_argument("--config-dir", "-cd")
+FLAGS.add_argument("--cfg", "-c", choices=["job"])
 PLUGINS = (
     ("hydra/launcher", "submitit", "submitit", "hydra-submitit-launcher", "slurm"),
     ("hydra/sweeper", "optuna", "hydra_plugins.hydra_optuna_sweeper", "hydra-optuna-sweeper", "optuna"),
@@ -47,30 +57,18 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
     Raises:
         ConfigError: every word that cannot be read.
     """
-    sorted_words = Words.sort(words, with_value=(*CONFIG_DIR, *CFG))
-    problems = [] if names else [f"{name}: expected key=value" for name in sorted_words.names]
-    multirun, config_dir = False, None
-    prints = False
-    for flag, value in sorted_words.flags:
-        if flag in MULTIRUN and value is None:
-            multirun = True
-        elif flag in CONFIG_DIR:
-            # an empty value is a mistake to report, not the flag left out
-            config_dir = value or ""
-            problems += [] if config_dir and Path(config_dir).is_dir() else [f"{flag}: no folder '{config_dir}'"]
-        elif flag in CFG:
-            problems += [] if value == "job" else [f"--cfg: got {value or 'nothing'}, expected job"]
-            prints = True
-        else:
-            known = "-m, --config-dir, --cfg job"
-            meant = meant_keys(flag.lstrip("-").replace("-", "_"))
-            after = next((second for first, second in itertools.pairwise(words) if first == flag), "")
-            if meant and f"{after}: expected key=value" in problems:  # its value, not a mistake of its own
-                problems.remove(f"{after}: expected key=value")
-            problems.append(f"{flag}: unknown flag{meant and f'{meant} Keys are typed as KEY=VALUE'} (known: {known})")
+    flags, rest = FLAGS.parse_known_args(words)
+    others, settings, unknown_flags = sort_words(rest)
+    problems = [] if names else [f"{name}: expected key=value" for name in others]
+    for flag in unknown_flags:
+        meant = meant_keys(flag.partition("=")[0].lstrip("-").replace("-", "_"))
+        hint = f"{meant} Keys are typed as KEY=VALUE" if meant else ""
+        problems.append(f"{flag.partition('=')[0]}: unknown flag{hint} (known: -m, --config-dir, --cfg job)")
+    if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
+        problems.append(f"--config-dir: no folder '{flags.config_dir}'")
     # Own keys are taken out before Hydra parses: a path or a list of names need not be valid Hydra grammar.
     texts, given = [], {}
-    for text in sorted_words.settings:
+    for text in settings:
         key, _, after = text.partition("=")
         if key not in own:
             texts.append(text)
@@ -83,7 +81,8 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
         keys = [(o.key_or_group, o.package) for o in overrides if not o.is_delete()]
         keys += [("experiment", None) for text in texts if text in NO_ROW]
         problems += [f"{key}: given more than once" for key, _ in dict.fromkeys(k for k in keys if keys.count(k) > 1)]
-    line = CommandLine(tuple(overrides), given, sorted_words.names, multirun, config_dir, prints)
+    prints = flags.cfg is not None
+    line = CommandLine(tuple(overrides), given, tuple(others), flags.multirun, flags.config_dir, prints)
     problems += _without_effect(line)
     if problems:
         raise ConfigError(dict.fromkeys(problems))

@@ -12,7 +12,6 @@ import random
 import shutil
 import sysconfig
 import tempfile
-import threading
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shutil import which
@@ -153,8 +152,6 @@ def _needed(config: TrainCommandConfig, made: Path) -> bool:
 
 KEYS = ("OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "ANTHROPIC_API_KEY", "COMET_API_KEY")
 """Environment variables that hold keys; only whether they are set is printed."""
-HUB_S = 8.0
-"""Longest wait for the hub; a name that cannot be resolved has no limit of its own."""
 GIB = 2**30
 
 
@@ -252,16 +249,11 @@ def _disk(machine: Machine, name: str, folder: Path, change: str) -> None:
 
 
 def _hub() -> str:
-    """Whether the Hugging Face hub answers, within `HUB_S`."""
+    """Whether the Hugging Face hub answers."""
     from huggingface_hub import constants
 
     from mmrl.models.hub import hub_answers
 
     if constants.HF_HUB_OFFLINE:
         return "switched off by HF_HUB_OFFLINE"
-    answers: list[bool] = []
-    # A daemon: what still waits for a name server must not keep the command.
-    query = threading.Thread(target=lambda: answers.append(hub_answers()), daemon=True)
-    query.start()
-    query.join(HUB_S)
-    return f"{constants.ENDPOINT} answers" if any(answers) else f"{constants.ENDPOINT} does not answer: offline"
+    return f"{constants.ENDPOINT} {'answers' if hub_answers() else 'does not answer: offline'}"

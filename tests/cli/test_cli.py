@@ -271,7 +271,7 @@ def test_help_names_every_key_of_a_command_that_reads_its_own(capsys):
         (["show", "run", "step=x"], "mmrl show: step: got 'x', expected integer"),
         (["show", "run", "exmple=x"], "did you mean 'example'?"),
         (["train", "resume=a", "resume=b"], "resume: given more than once"),
-        (["train", "--config-dir"], "--config-dir: no folder ''"),
+        (["train", "--config-dir"], "--config-dir/-cd: expected one argument"),
         (["train", "seed=interval(0,3)", "-m"], "seed=interval(0,3): "),
     ],
 )

@@ -81,8 +81,8 @@ MISTAKES = {
         ["hydra.run.dir: has no effect here; a run's folder is run.dir=", "hydra/launcher: has no effect here"],
     ),
     "a choice at another place": (["train", "task@_global_=hotpotqa"], ["Could not override 'task@_global_'"]),
-    "what can be printed": (["train", "--cfg=x"], ["--cfg: got x, expected job"]),
-    "nothing to print": (["train", "--cfg"], ["--cfg: got nothing, expected job"]),
+    "what can be printed": (["train", "--cfg=x"], ["argument --cfg/-c: invalid choice: 'x'"]),
+    "nothing to print": (["train", "--cfg"], ["argument --cfg/-c: expected one argument"]),
     "a secret in a config": (
         ["train", "task.api_key=abcdefgh1"],
         ["task.api_key: got a text that api_key says is a secret"],
