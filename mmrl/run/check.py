@@ -133,13 +133,18 @@ def _prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
     from mmrl.stages.prompts.split import prompt_problems
 
     problems = _stage_problems(config, task) + split_problems(config.task, task, "train", "task.data.train")
-    name, model = engine_name(config), getattr(config.algo, "prompt_model", None)
+    model = getattr(config.algo, "prompt_model", None)
     problems += unreachable({} if model is None else {"algo.prompt_model": model})
-    if name == "openai":
+    if engine_name(config) == "openai":
         # `policy=` names it in an evaluation; a run of this kind has no such key
         problems.append("engine: openai, whose model nothing names here; set engine.endpoints.MODULE.model=NAME")
-    problems += engines.problems(config.engine, name, training=False, copied=False, device=config.hardware.device)
-    return problems + prompt_problems(config, task) + endpoints_away(config)
+    return problems + engine_problems(config) + prompt_problems(config, task) + endpoints_away(config)
+
+
+def engine_problems(config: RootConfig, *, training: bool = False, copied: bool = False, rank: int = 0) -> list[str]:
+    """What stands against the engine that samples, and its settings."""
+    name, device = engine_name(config), config.hardware.device
+    return engines.problems(config.engine, name, training=training, copied=copied, device=device, rank=rank)
 
 
 def _supervised_problems(config: SftCommandConfig, task: Task) -> list[str]:
@@ -156,12 +161,8 @@ def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
     problems = across_sections(config) + process_problems(config)
     problems += split_problems(config.task, task, config.split, "split")
     # A policy from a run with algo.frozen_serving has two sets of full weights.
-    copied = served(config).initial is not None
-    problems += engines.problems(
-        config.engine, engine_name(config), training=False, copied=copied, device=config.hardware.device
-    )
-    problems += endpoint_problems(config, task) + endpoints_away(config)
-    return problems + policy_problems(config, task)
+    problems += engine_problems(config, copied=served(config).initial is not None)
+    return problems + endpoint_problems(config, task) + endpoints_away(config) + policy_problems(config, task)
 
 
 def process_problems(config: EvalCommandConfig) -> list[str]:
@@ -191,15 +192,9 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """Those of a plan; packages, servers and teachers that are not there, splits that are too small."""
     problems = plan_problems(config, task) + missing_packages(config.hardware) + missing_trackers(config.run.report_to)
-    assignment = module_assignment(config, task.program.modules)
-    problems += engines.problems(
-        config.engine,
-        engine_name(config),
-        training=True,
-        copied=assignment.copied,
-        device=config.hardware.device,
-        rank=config.model.lora.r if config.model.lora is not None else 0,
-    )
+    rank = config.model.lora.r if config.model.lora is not None else 0
+    copied = module_assignment(config, task.program.modules).copied
+    problems += engine_problems(config, training=True, copied=copied, rank=rank)
     problems += endpoints_away(config) + teacher_problems(config, task)
     available, size = len(task.examples("train")), config.train.batch_size
     if config.task.data.train is None:

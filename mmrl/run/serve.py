@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from mmrl import engines
 from mmrl.config import EvalCommandConfig
 from mmrl.config.base import ServerArguments
 from mmrl.config.rules import engine_name
@@ -18,6 +17,7 @@ from mmrl.errors import ConfigError
 from mmrl.models.policy import Policy, require_undamaged, resolve
 from mmrl.retrieval.select import server_problems
 from mmrl.run.build import fixed_engine
+from mmrl.run.check import engine_problems
 from mmrl.run.settle import settle
 from mmrl.secrets import token_of
 from mmrl.system.stop import stoppable
@@ -130,8 +130,7 @@ def _checked(config: EvalCommandConfig, typed: Collection[str]) -> Policy:
         # All mistakes at once, so that nobody mends them one start at a time.
         raise ConfigError([*problems, *error.problems]) from None
     if name != "openai":
-        copied = policy.initial is not None
-        problems += engines.problems(config.engine, name, training=False, copied=copied, device=config.hardware.device)
+        problems += engine_problems(config, copied=policy.initial is not None)
     if problems:
         raise ConfigError(problems)
     return policy
