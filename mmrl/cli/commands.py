@@ -69,20 +69,18 @@ def train(context: typer.Context) -> int:
     line = overrides.read_line(context.args, own=("resume", "from"))
     if "resume" in line.own:
         overrides.refuse_beside_resume(line, "train.steps")
+        from mmrl.run import session
+
         folder = Path(line.own["resume"])
         if line.overrides:
-            from mmrl.run.session import extend
-
-            extend(folder, overrides.typed_value(line.overrides[0]) or "")
+            session.extend(folder, overrides.typed_value(line.overrides[0]) or "")
         from mmrl.models.policy import SET
 
         if (folder / SET).is_file():
             from mmrl.sets.chain import go_on
 
             return go_on(folder, configs.stored_chain(folder))
-        from mmrl.run.start import resume
-
-        return resume(folder)
+        return session.resume(folder)
     if line.prints:
         hydra.print_job("train", line)
         return 0
