@@ -120,7 +120,6 @@ def evaluate(context: typer.Context) -> int:
       mmrl eval -m policy=tiny task=hotpotqa,2wiki,musique
     """
     from mmrl.cli import configs, hydra, overrides
-    from mmrl.config import EvalCommandConfig
 
     line = overrides.read_line(context.args, own=("resume",))
     if "resume" in line.own:
@@ -131,7 +130,7 @@ def evaluate(context: typer.Context) -> int:
     if line.prints:
         hydra.print_job("eval", line)
         return 0
-    jobs = configs.configs("eval", EvalCommandConfig, line)
+    jobs = configs.eval_configs(line)
     from mmrl.run.check import check_all
     from mmrl.run.eval import evaluate_columns, evaluate_policy
 
@@ -359,14 +358,13 @@ def serve(context: typer.Context) -> int:
       mmrl serve policy=RUN host=0.0.0.0 token_env=SERVE_TOKEN engine=vllm_server
     """
     from mmrl.cli import configs, overrides
-    from mmrl.config import EvalCommandConfig
     from mmrl.run.serve import ServeArguments, serve_policy
 
     line = overrides.read_line(context.args, own=tuple(ServeArguments.model_fields))
     if line.switches:
         raise ConfigError(f"{' '.join(line.switches)}: not for mmrl serve, which serves one policy")
     given = line.section(ServeArguments)
-    (config,) = configs.configs("eval", EvalCommandConfig, line)
+    (config,) = configs.eval_configs(line)
     return serve_policy(config, given, line.keys)
 
 

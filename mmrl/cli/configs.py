@@ -40,26 +40,17 @@ WEIGHTS = ("model", "model.path", "model.name", "model.revision")
 """Of a later stage: those of the one before."""
 
 
-def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[ConfigT]:
-    """Every job's config, validated; the problems of all jobs together, each once."""
-
-    def build(raw: Mapping[str, object], job: Sequence[str]) -> ConfigT:
-        if command == "eval" and isinstance(raw.get("policy"), str):
-            from mmrl.run.start import of_its_run
-
-            raw = of_its_run(raw, [_key(word) for word in job])
-        return validate(schema, raw)
-
-    return _configs(command, line, build)
+def train_configs(line: CommandLine) -> list[StageConfig]:
+    """The config of every job of `mmrl train`, validated; the problems of all jobs together, each once."""
+    return _configs("train", _after(line), lambda raw, words: _train_config(line, raw, words))
 
 
-def train_configs(line: CommandLine) -> list[StageConfig | StagedCommandConfig]:
-    """Those of `mmrl train`, whose jobs may be of several stages in turn, or of one that trains no weights."""
-
-    def build(raw: Mapping[str, object], job: Sequence[str]) -> StageConfig | StagedCommandConfig:
-        return _from(line, lambda sections: _train_config(sections, job, line.config_dir), raw)
-
-    return _configs("train", _after(line), build)
+def eval_configs(line: CommandLine) -> list[EvalCommandConfig]:
+    """The same of `mmrl eval`."""
+    stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
+    # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `hydra._sections`).
+    problems = [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
+    return _configs("eval", line.without(stray), _eval_config, problems)
 
 
 def weight_config(command: str, line: CommandLine) -> TrainCommandConfig:
@@ -75,14 +66,12 @@ def weight_config(command: str, line: CommandLine) -> TrainCommandConfig:
 
 
 def _configs(
-    command: str, line: CommandLine, build: Callable[[Mapping[str, object], Sequence[str]], ConfigT]
+    command: str,
+    line: CommandLine,
+    build: Callable[[Mapping[str, object], Sequence[str]], ConfigT],
+    problems: Sequence[str] = (),
 ) -> list[ConfigT]:
-    problems: list[str] = []
-    if command == "eval":
-        # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `hydra._sections`).
-        stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
-        problems += [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
-        line = line.without(stray)
+    problems = [*problems]
     jobs = expand(line, problems)
     # Keys of a group whose choice is unknown cannot be judged: they belong to another schema.
     unjudged = tuple(f"{problem.partition(':')[0]}." for problem in problems)
@@ -97,7 +86,7 @@ def _configs(
     return valid
 
 
-def configured(words: Sequence[str], config_dir: str | None = None) -> StageConfig | StagedCommandConfig:
+def configured(words: Sequence[str], config_dir: str | None = None) -> StageConfig:
     """The config that `mmrl train WORDS` would run with, before its cross-section checks.
 
     Raises:
@@ -110,8 +99,7 @@ def configured(words: Sequence[str], config_dir: str | None = None) -> StageConf
 def set_config(command: str, words: Sequence[str], config_dir: str | None) -> StageConfig | EvalCommandConfig:
     """That of `mmrl train WORDS` or `mmrl eval WORDS`, a run of a set; raises as `configured`."""
     if command == "eval":
-        line = replace(read_line(words, once=False), config_dir=config_dir)
-        return configs("eval", EvalCommandConfig, line)[0]
+        return eval_configs(replace(read_line(words, once=False), config_dir=config_dir))[0]
     config = configured(words, config_dir)
     if config.kind.name == "stages":
         raise ConfigError(f"algo: got {config.algo.name}, and a row of a set is one stage; make it rows with from:")
@@ -120,11 +108,15 @@ def set_config(command: str, words: Sequence[str], config_dir: str | None) -> St
 
 def swept(line: CommandLine, job: Job) -> None:
     """Let Hydra go through the jobs of a sweep of `mmrl train`, by any sweeper and launcher."""
+    through_hydra("train", _after(line), lambda raw, words: job(lambda: _train_config(line, raw(), words)))
 
-    def build(sections: Callable[[], dict[str, object]], words: Sequence[str]) -> StageConfig | StagedCommandConfig:
-        return _from(line, lambda raw: _train_config(raw, words, line.config_dir), sections())
 
-    through_hydra("train", _after(line), lambda sections, words: job(lambda: build(sections, words)))
+def _eval_config(raw: Mapping[str, object], words: Sequence[str]) -> EvalCommandConfig:
+    if isinstance(raw.get("policy"), str):
+        from mmrl.run.start import of_its_run
+
+        raw = of_its_run(raw, [_key(word) for word in words])
+    return validate(EvalCommandConfig, raw)
 
 
 def _after(line: CommandLine) -> CommandLine:
@@ -139,28 +131,23 @@ def _after(line: CommandLine) -> CommandLine:
     return replace(line, overrides=(*parse(words, []), *line.overrides))
 
 
-def _from(line: CommandLine, build: Callable[[Mapping[str, object]], ConfigT], raw: Mapping[str, object]) -> ConfigT:
-    """The config of a job; where it starts from another run, with the sections of that one which were not typed."""
-    if "from" not in line.own:
-        return build(raw)
-    from mmrl.run.start import made_policy, run_of, sections_of, with_typed
+def _from(run: Path, line: CommandLine, raw: Mapping[str, object], typed: Sequence[str]) -> StageConfig:
+    """The config of a job that starts from another run, with the sections of that one which were not typed."""
+    from mmrl.run.start import made_policy, sections_of, with_typed
 
-    run = run_of(Path(line.own["from"]))
+    if "stages" in raw:
+        raise ConfigError("from: has no effect on several runs, each of which starts from the one before")
     stored = sections_of(run)
     sections = {name: with_typed(stored[name], raw, line.keys, name) for name in stored if name not in line.keys}
     if "model" in sections and value_at(raw, "model.path") is not None:
         # The path of a run that has itself started from another is no setting; the policy's weights take its place.
         sections["model"]["path"] = value_at(raw, "model.path")
-    config = build({**raw, **sections})
-    if config.kind.name == "stages":
-        raise ConfigError(f"from: {value_at(config, 'algo.name')} is several runs, each from the one before")
+    config = _stage({**raw, **sections}, typed)
     made_policy(run)
     return config.model_copy(update={"start": StartConfig(run=str(run))})
 
 
-def _train_config(
-    raw: Mapping[str, object], words: Sequence[str], config_dir: str | None
-) -> StageConfig | StagedCommandConfig:
+def _train_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[str]) -> StageConfig:
     """The config of a job of `mmrl train`.
 
     Args:
@@ -171,7 +158,11 @@ def _train_config(
         ConfigError: every problem.
     """
     # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
-    typed = [_key(word) for word in words]
+    typed, config_dir = [_key(word) for word in words], line.config_dir
+    if "from" in line.own:
+        from mmrl.run.start import run_of
+
+        return _from(run_of(Path(line.own["from"])), line, raw, typed)
     if "stages" not in raw:
         return _stage(raw, typed)
     listed = _listed(raw["stages"], config_dir)

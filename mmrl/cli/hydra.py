@@ -194,7 +194,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     return CreditRequest(
         algos=[section for section in sections if section is not None],
         seed=source.seed if source.seed is not None else run.seed if run else 0,
-        rollouts=source.rollouts and Path(source.rollouts),
+        rollouts=None if source.rollouts is None else Path(source.rollouts),
         run=run,
         step=source.step,
         typed=[*line.keys, *(["seed"] if "seed" in line.own else [])],

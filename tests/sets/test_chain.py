@@ -10,10 +10,9 @@ import pytest
 import yaml
 
 from mmrl.cli import main
-from mmrl.cli.configs import configs, train_configs
+from mmrl.cli.configs import eval_configs, train_configs
 from mmrl.cli.overrides import read_line
 from mmrl.config import (
-    EvalCommandConfig,
     PromptCommandConfig,
     SftCommandConfig,
     StagedCommandConfig,
@@ -343,7 +342,7 @@ def test_a_policy_is_evaluated_with_the_prompts_that_it_was_made_with(whole, tmp
     assert prompts_of(str(folder)) == ("banking77", str(prompts))
 
     def of(*words: str) -> str | None:
-        (config,) = configs("eval", EvalCommandConfig, read_line([f"policy={folder}", *words]))
+        (config,) = eval_configs(read_line([f"policy={folder}", *words]))
         return config.task.prompts
 
     assert of("task=banking77") == str(prompts)
