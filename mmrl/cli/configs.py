@@ -181,11 +181,10 @@ def _train_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[
             for key in of_stage
             if not f"{key}.".startswith(OF_A_STAGE) or key in (FIXED if number == 1 else (*FIXED, *WEIGHTS))
         ]
-        # What was typed for all stages holds for those that have it.
-        elsewhere = {"stage", "stages", "algo", *(() if "train" in stage_schema(name).model_fields else ("train",))}
-        shared = [
-            word for word in words if _key(word).partition(".")[0] not in elsewhere and _key(word) not in of_stage
-        ]
+        # Of `train` what was typed for all stages holds for those that have it.
+        elsewhere = ("stage.",) if "train" in stage_schema(name).model_fields else ("stage.", "train.")
+        without = ("algo", "stages", *of_stage)
+        shared = [w for w in words if _key(w) not in without and not f"{_key(w)}.".startswith(elsewhere)]
         row = [*shared, f"algo={name}", *(_word(key, value) for key, value in of_stage.items())]
         mapping = composed("train", row, config_dir)
         mapping.pop("stage", None)

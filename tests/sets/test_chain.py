@@ -87,10 +87,10 @@ def test_settings_of_a_stage_by_number_win_over_those_by_name():
             ["stages=[sft,mmgrpo]", "stage.2.model=hf"],
             "stage.mmgrpo.model: is the same for all stages, or that of the stage before",
         ),
-        (["stages=[sft,mmgrpo]", "stage.ppo.train.steps=1"], "stage: got 'ppo', expected one of sft, mmgrpo"),
-        (["stages=[sft,mmgrpo]", "stage.3.train.steps=1"], "stage: got '3', expected one of sft, mmgrpo, 1, 2"),
+        (["stages=[sft,mmgrpo]", "stage.ppo.train.steps=1"], "stage: got 'ppo', expected one of 1, 2, mmgrpo, sft"),
+        (["stages=[sft,mmgrpo]", "stage.3.train.steps=1"], "stage: got '3', expected one of 1, 2, mmgrpo, sft"),
         (["stages=[sft,mmgrpo]", "stage.sft=1"], "stage.sft: expected stage.sft.KEY=VALUE"),
-        (["stages=[sft,mmgrpo]", "algo.rollouts=2"], "stage 1 (sft): algo.rollouts: has no effect with sft"),
+        (["stages=[sft,mmgrpo]", "algo.group_size=2"], "stage 1 (sft): algo.group_size: has no effect with sft"),
         (["stages=[sft,mmgrpo]", "algo=grpo"], "algo: has no effect beside stages=[sft,mmgrpo]"),
         (["stages=[sft,mmgrpo]", "stage.mmgrpo.algo=grpo"], "stage.mmgrpo.algo: is the same for all stages"),
         (
