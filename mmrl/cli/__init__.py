@@ -101,18 +101,23 @@ def _sigterm_ends(words: Sequence[str]) -> Iterator[None]:
 
 
 def _dispatch(words: Sequence[str]) -> int:
-    if exposed := [(word, name) for word in words if (name := holder(word)) is not None]:
-        raise ConfigError(
-            f"{word.partition('=')[0] if '=' in word else 'argument'}: holds the value of the environment variable "
-            f"{name}, which run directories would keep; type '${{oc.env:{name}}}' instead, in single quotes"
-            for word, name in exposed
-        )
-    if pasted := [word.partition("=")[0] if "=" in word else "argument" for word in words if looks_like_a_key(word)]:
-        raise ConfigError(
-            f"{key}: holds what looks like the key of a service, which run directories and the shell's history would "
-            "keep; put it into an environment variable, whose name a setting such as engine.endpoint.key_env takes"
-            for key in pasted
-        )
+    problems = []
+    for word in words:
+        key = word.partition("=")[0] if "=" in word else "argument"
+        if (name := holder(word)) is not None:
+            what, instead = (
+                f"the value of the environment variable {name}",
+                f"type '${{oc.env:{name}}}', in single quotes",
+            )
+            problems.append(f"{key}: holds {what}, which run directories would keep; {instead}")
+        elif looks_like_a_key(word):
+            problems.append(
+                f"{key}: holds what looks like the key of a service, which run directories and the shell's history "
+                "would keep; put it into an environment variable, whose name a setting such as "
+                "engine.endpoint.key_env takes"
+            )
+    if problems:
+        raise ConfigError(problems)
     if "_MMRL_COMPLETE" in os.environ or words[:1] in (["--install-completion"], ["--show-completion"]):
         asked: int = app(words, standalone_mode=False, prog_name="mmrl")
         return asked

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from mmrl.cli.arguments import CommandLine, CreditArguments, typed_text
+from mmrl.cli.arguments import CommandLine, CreditArguments
 from mmrl.cli.overrides import expand, forced, of_policy, parse, read_line, typed_value
 from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.config.validate import algo_section, as_tuples
@@ -211,13 +211,9 @@ def _run(folder: Path) -> TrainCommandConfig:
 def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, problems: list[str]) -> AlgoConfig | None:
     """One algorithm's settings: those of the run, if it is the run's own, else of `conf/algo`; and what was typed."""
     trained = run.algo if run is not None and name == run.algo.name else None
-    typed = [override for override in line.overrides if override.key_or_group.startswith("algo.")]
-    if trained is not None and not typed:
+    if trained is not None and not any(key.startswith("algo.") for key in line.keys):
         return trained
     before = len(problems)
-    if trained is not None:
-        removed = [typed_text(override) for override in typed if override.is_delete()]
-        problems += [f"{text}: a setting of a run can be changed, not removed" for text in removed]
     choice = parse([f"algo={name}"], problems)
     (job,) = expand(replace(line, multirun=False, overrides=(*choice, *line.overrides)), problems)
     if len(problems) > before:

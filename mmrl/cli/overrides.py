@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, Sweep
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
 from mmrl.cli.arguments import CommandLine, sort_words, typed_text
@@ -91,17 +91,12 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
 
 def _without_effect(line: CommandLine) -> list[str]:
     """Hydra's own keys where Hydra drives nothing: it runs sweeps, and prints."""
-    own = [key for key in line.keys if key.partition(".")[0].partition("/")[0] == "hydra"]
-    fixed = ("hydra.run", "hydra.mode") if line.multirun else ("hydra",)
-    return (
-        []
-        if line.prints
-        else [
-            f"{key}: has no effect here; a run's folder is run.dir=, and Hydra drives sweeps alone (mmrl train -m)"
-            for key in own
-            if key.startswith(fixed)
-        ]
-    )
+    idle = ("hydra.run.", "hydra.mode.") if line.multirun else ("hydra.", "hydra/")
+    return [
+        f"{key}: has no effect here; a run's folder is run.dir=, and Hydra drives sweeps alone (mmrl train -m)"
+        for key in line.keys
+        if f"{key}.".startswith(idle) and not line.prints
+    ]
 
 
 def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
@@ -144,47 +139,39 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
         )
     # A key that is given twice keeps its place and takes the later value, as in Hydra's own sweeper.
     axes: dict[str, list[tuple[Override, str | None]]] = {}
+    search = searched(line)
     for override in line.overrides:
         try:
-            values = _ends(override) if searched(line) else _values(override)
+            values = _values(override, search)
         except HydraException as error:
             raise ConfigError(f"{typed_text(override)}: {error}") from None
         axes[override.get_key_element()] = [(override, value) for value in values]
-        again = [value for value in dict.fromkeys(values) if values.count(value) > 1 and not searched(line)]
+        again = [value for value in dict.fromkeys(values) if values.count(value) > 1 and not search]
         problems += [
             f"{override.key_or_group}: got {value} more than once, which would be the same run" for value in again
         ]
-    if searched(line):
-        # Where a search begins and where it ends, in all of its keys at once: what is wrong with a value is reported
-        # before anything runs, and the sweeper cannot make more jobs than that known beforehand.
-        axes = {key: [axis[0], axis[-1]] for key, axis in axes.items()}
-        jobs = list(zip(*axes.values(), strict=True))
-        jobs = jobs if any(first != last for first, last in axes.values()) else jobs[:1]
-    else:
-        # The last key varies fastest, as in Hydra's own sweeper, so that jobs have the same numbers there.
-        jobs = list(itertools.product(*axes.values()))
+    # Of a search its begin and its end, in all of its keys at once: what is wrong is reported before anything runs. Of
+    # a grid the last key varies fastest, as in Hydra's own sweeper, so that jobs have the same numbers there.
+    jobs = zip(*axes.values(), strict=True) if search else itertools.product(*axes.values())
     return [
         [forced(override, value) for override, value in job if not _left_out(override, value, line, problems)]
         for job in jobs
     ]
 
 
-def _ends(override: Override) -> list[str | None]:
-    """The first and the last value of a search."""
+def _values(override: Override, search: bool) -> list[str | None]:
+    """What follows the `=`, one for each value of a sweep, the first and the last of a search; None: `~key` alone."""
     value = override.value()
     if isinstance(value, IntervalSweep):
+        if not search:
+            raise HydraException("an interval is for a sweeper that searches; add hydra/sweeper=optuna, or list values")
         return [str(value.start), str(value.end)]
-    values = _values(override)
-    return [values[0], values[-1]]
-
-
-def _values(override: Override) -> list[str | None]:
-    """What follows the `=`, one for each value of a sweep; None where `~key` stands alone."""
-    if isinstance(override.value(), IntervalSweep):
-        raise HydraException("an interval is for a sweeper that searches; add hydra/sweeper=optuna, or list the values")
+    values: list[str | None]
     if override.is_sweep_override():
-        return list(override.sweep_string_iterator())
-    return [override.get_value_element_as_str() if typed_value(override) is not None else None]
+        values = list(override.sweep_string_iterator())
+    else:
+        values = [override.get_value_element_as_str() if typed_value(override) is not None else None]
+    return [values[0], values[-1]] if search else values
 
 
 def _left_out(override: Override, value: str | None, line: CommandLine, problems: list[str]) -> bool:
@@ -198,9 +185,6 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
                 f"install 'mmrl[{extra}]'), or leave {group} out"
             )
             return True
-    if ("/" in key or override.package is not None) and not isinstance(override.value(), str | list | Sweep | None):
-        problems.append(f"{override.get_key_element()}: got {choice}, expected a name, or a list of names")
-        return True
     # `group@package=` puts a choice at another place of the config, which Hydra alone resolves.
     if key not in GROUPS or override.package is not None or override.is_delete():
         return False

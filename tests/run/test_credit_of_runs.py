@@ -272,7 +272,7 @@ MISTAKES = {
     ),
     "a wrong value": (["run={run}", "step=7", "algo.rollouts=1"], "algo.rollouts: got 1"),
     "a sweep": (["run={run}", "step=7", "algo.eps=1,2"], "algo.eps: got several values"),
-    "removed": (["run={run}", "step=7", "~algo.eps"], "~algo.eps: a setting of a run can be changed, not removed"),
+    "removed": (["run={run}", "step=7", "~algo.eps"], "algo.eps: got None, expected"),
     "too many": (["run={run}", "step=7", "algo.minibatches=9"], "algo.minibatches: got 9, expected at most 5"),
     "what it lacks": (["run={run}", "step=7", "algo=ppo"], "algo=ppo: call 'q0/0#0': values: missing"),
     "a seed": (["run={run}", "step=7", "seed=-1"], "seed: got -1, expected greater than or equal to 0"),
