@@ -247,12 +247,11 @@ def test_an_evaluation_in_which_every_request_fails_exits_1_with_the_cause_and_n
             assert "HTTP 400" in err and "engine.endpoint.omit=[temperature]" in err
             assert f"mmrl eval resume={tmp_path / 'eval'}" in err and "Traceback" not in err
             rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.startswith(("  f1", "f1"))}
-            assert rows["f1"] == ["n/a"]
+            assert rows["f1"] == ["-"]
             summary = RunDir.read(tmp_path / "eval").summary
             assert "f1" not in summary["metrics"] and summary["metrics"]["failed_share"] == 1
             down[0] = False
             assert main(["eval", f"resume={tmp_path / 'eval'}"]) == 0
-    assert "n/a" not in capsys.readouterr().out
     summary = RunDir.read(tmp_path / "eval").summary
     assert summary["metrics"]["f1"] >= 0 and summary["metrics"]["failed_share"] == 0
     assert summary["metrics"]["endpoint/cost"] > 0, "what was asked is logged too"

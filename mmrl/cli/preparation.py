@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from mmrl.cli.app import SETTINGS, JsonFlag, app
+from mmrl.cli.commands import SETTINGS, JsonFlag, app
 from mmrl.errors import ConfigError
 
 
@@ -31,9 +31,9 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
     if line.switches:
         raise ConfigError("mmrl plan: takes one run and no flags but --json")
     (config,) = configs.train_configs(line)
-    from mmrl.run.plan import PlanRequest, planned
+    from mmrl.run.plan import PlanArguments, planned
 
-    print(planned(config, PlanRequest.read(line.own), as_json=as_json))
+    print(planned(config, line.section(PlanArguments), as_json=as_json))
     return 0
 
 
@@ -70,10 +70,10 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
 
     check_all([config.in_folder(None)], line.keys)
     # only now: it loads what draws and counts, and a typing mistake need not wait
+    from mmrl.run.doctor import DoctorArguments
     from mmrl.run.doctor import doctor as examine
-    from mmrl.run.doctor import examples_of
 
-    return examine(config, examples_of(line.own), as_json=as_json)
+    return examine(config, line.section(DoctorArguments).examples, as_json=as_json)
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[NAME] [wheel=FILE]")
@@ -105,6 +105,13 @@ def fetch(context: typer.Context) -> int:
 
 
 index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: sizes first, then built; looked into.")
+app.add_typer(
+    index_app,
+    name="index",
+    options_metavar="build|info|search",
+    subcommand_metavar="[KEY=VALUE ...]",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 @index_app.command("build", context_settings=SETTINGS, options_metavar="corpus=A[,B] index=DIR [KEY=VALUE ...]")
