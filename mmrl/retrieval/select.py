@@ -24,15 +24,10 @@ from mmrl.secrets import token_of
 from mmrl.system.artifacts import cache_root
 from mmrl.system.files import user_path
 
-NEEDS: Mapping[str, tuple[str, ...]] = {
-    "dense": ("faiss", "sentence_transformers"),
-    "colbert": ("faiss", "sentence_transformers"),
-}
-"""Retriever -> modules of the extra `dense` that it imports."""
+NEEDED = ("faiss", "sentence_transformers")
+"""Modules of the extra `dense`."""
 PROBE_RETRIES = 2
 """Most further attempts of the search that probes a server."""
-RUNTIME = ("device", "batch_size", "candidates")
-"""Options of an index's use, not of its content; a retriever has those that its schema has."""
 
 
 def open_index_corpus(config: RetrieverConfig) -> PassageStore:
@@ -75,7 +70,7 @@ def retriever_problems(config: RetrieverConfig) -> list[str]:
 
 def index_problems(key: str, info: IndexInfo) -> list[str]:
     """Why an index's own encoder cannot be loaded, or no longer fits the index."""
-    if info.kind not in NEEDS:
+    if "model" not in info.settings:
         return []
     model = str(info.settings["model"])
     if problems := encoder_problems(f"{key}: its encoder", model):
@@ -89,7 +84,7 @@ def packages_missing(config: RetrieverConfig) -> list[str]:
     """Which packages of the extra `dense` are missing."""
     return [
         f"task.retriever.name: {config.name} needs the package of '{module}'; pip install 'mmrl[dense]'"
-        for module in NEEDS.get(config.name, ())
+        for module in (NEEDED if config.encodes else ())
         if importlib.util.find_spec(module) is None
     ]
 
@@ -140,8 +135,8 @@ def _bm25(config: Bm25Config, documents: Sequence[Document]) -> Retriever:
 
 def _indexed(config: LocalRetrieverConfig, documents: Sequence[Document]) -> Retriever:
     folder = _folder(config, documents)
-    # Only the options that this retriever's schema has: the others keep their defaults.
-    runtime = config.model_dump(include=set(RUNTIME))
+    # Options of an index's use, not of its content; a retriever without an encoder has none.
+    runtime = config.model_dump(include={"device", "batch_size"})
     try:
         return open_index(folder, read_info(folder), PassageStore(folder), **runtime)
     # Whatever a library says of damaged files, the user has to know which folder it was.
@@ -167,7 +162,6 @@ def _token(config: RemoteRetrieverConfig) -> str | None:
 RETRIEVERS: Mapping[str, Callable[[Any, Sequence[Document]], Retriever]] = {
     "bm25": _bm25,
     "dense": _indexed,
-    "colbert": _indexed,
     "remote": _remote,
 }
 """`task.retriever.name` -> factory."""

@@ -1,13 +1,12 @@
-"""Vectors on disk: encoded in shards that survive a kill, searched by FAISS through a memory map.
+"""Vectors on disk: encoded in shards that survive a kill, searched by FAISS through a memory map. Used by `dense`.
 
-Shared by `dense` (one vector a passage) and `colbert` (one a token). FAISS is imported when an index is built or
-opened.
+FAISS is imported when an index is built or opened.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,28 +30,26 @@ ADD = 65_536
 PIECE = 4
 """Batches after which progress is reported."""
 
-Shard = Mapping[str, np.ndarray]
-Advance = Callable[[int], None]
+Advance = Callable[[int], object]
 """Called with how many further passages are encoded."""
 
 
 def encode_shards(
-    folder: Path, documents: Sequence[Document], encode: Callable[[Sequence[Document], Advance], Shard], title: str
+    folder: Path, documents: Sequence[Document], encode: Callable[[Sequence[Document], Advance], np.ndarray]
 ) -> list[Path]:
     """Encode a corpus shard by shard; shards of an earlier attempt are reused.
 
     Args:
         folder: where `shard-00000.npz` and so on go; a shard is whole or absent.
         documents: the corpus, in order.
-        encode: documents, and what its progress is reported to -> named arrays.
-        title: of the progress that is shown.
+        encode: documents, and what its progress is reported to -> one vector each.
 
     Returns:
         The shards' files in corpus order.
     """
     folder.mkdir(exist_ok=True)
     files = []
-    with progress(title, len(documents)) as advance:
+    with progress("encoding", len(documents)) as advance:
         for start in range(0, len(documents), SHARD):
             file = folder / f"shard-{start // SHARD:05d}.npz"
             part = documents[start : start + SHARD]
@@ -60,7 +57,7 @@ def encode_shards(
             if not file.is_file():
                 work = file.with_suffix(".tmp")
                 with work.open("wb") as out:
-                    np.savez(out, **encode(part, advance))  # type: ignore[arg-type]
+                    np.savez(out, vectors=encode(part, advance))
                     out.flush()
                     os.fsync(out.fileno())
                 os.replace(work, file)
@@ -84,7 +81,7 @@ def in_pieces(
     return [encoded[number] for number in range(len(texts))]
 
 
-def build_faiss(vectors: Iterator[np.ndarray], dimension: int, form: str, file: Path, *, half: bool = False) -> None:
+def build_faiss(vectors: Iterator[np.ndarray], dimension: int, form: str, file: Path) -> None:
     """Write a FAISS inner-product index of vectors that come in blocks.
 
     Args:
@@ -92,35 +89,20 @@ def build_faiss(vectors: Iterator[np.ndarray], dimension: int, form: str, file: 
         dimension: of a vector.
         form: `flat` (exact) or `hnsw`.
         file: to write.
-        half: keep vectors in 16 bits, not 32.
     """
     import faiss
 
-    index = _empty(dimension, form, half)
+    index: faiss.Index
+    if form == "flat":
+        index = faiss.IndexFlatIP(dimension)
+    else:
+        index = faiss.IndexHNSWFlat(dimension, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efConstruction = HNSW_BUILD
     for block in vectors:
-        # In pieces: FAISS copies what it is given, and 16-bit blocks become float32 here.
+        # In pieces: FAISS copies what it is given.
         for start in range(0, len(block), ADD):
             index.add(np.ascontiguousarray(block[start : start + ADD], dtype=np.float32))
     faiss.write_index(index, str(file))
-
-
-def _empty(dimension: int, form: str, half: bool) -> faiss.Index:
-    import faiss
-
-    metric = faiss.METRIC_INNER_PRODUCT
-    sixteen = faiss.ScalarQuantizer.QT_fp16
-    if form == "flat":
-        return faiss.IndexScalarQuantizer(dimension, sixteen, metric) if half else faiss.IndexFlatIP(dimension)
-    graph: faiss.IndexHNSW
-    if half:
-        # FAISS's type stubs miss that a quantizer can be given by its number.
-        graph = faiss.IndexHNSWSQ(dimension, sixteen, HNSW_LINKS, metric)  # type: ignore[arg-type]
-        # 16-bit floats have nothing to learn from the data, yet FAISS asks for training.
-        graph.is_trained = graph.storage.is_trained = True
-    else:
-        graph = faiss.IndexHNSWFlat(dimension, HNSW_LINKS, metric)
-    graph.hnsw.efConstruction = HNSW_BUILD
-    return graph
 
 
 def open_faiss(file: Path) -> faiss.Index:

@@ -224,7 +224,6 @@ def _opened(given: IndexArguments) -> tuple[IndexInfo, Retriever, PassageStore]:
             passages,
             device=given.device,
             batch_size=given.batch_size,
-            candidates=given.candidates,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{KEY}: cannot open {folder}: {error}") from None

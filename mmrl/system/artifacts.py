@@ -1,6 +1,6 @@
 """Folders that are built once and stay on disk (indexes): checked by size and checksum, whole or absent.
 
-Used twice. `load_or_build` keeps what is made in memory, named by a content hash: a folder that does not agree with its
+`load_or_build` keeps what is made in memory, in a folder named by a content hash; one that does not agree with its
 manifest is rebuilt with a notice. Index folders, whose build takes hours and is continued, have their own life and
 share the checks.
 """
@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -40,16 +39,15 @@ def cache_root(configured: str | None) -> Path:
 def load_or_build(
     folder: Path, build: Callable[[], T], save: Callable[[T, Path], None], load: Callable[[Path], T]
 ) -> T:
-    """What is stored in `folder`, built and saved there first when it is missing or damaged.
+    """What is stored in `folder`; built, and saved there, where it is missing or damaged.
+
+    Where the cache cannot be written, it is built for this process alone, with a notice.
 
     Args:
         folder: place named by a hash of everything that the content depends on.
         build: makes it.
         save: writes it into a folder that exists and is empty.
         load: reads it back; may raise anything on damage.
-
-    Returns:
-        What `load` returns, or what `build` returned where the cache cannot be written (with a notice).
     """
     if folder.is_dir():
         try:
@@ -58,19 +56,18 @@ def load_or_build(
         # Libraries raise anything on a damaged file; whatever it is, building again is the cure.
         except Exception as error:
             log.warning("cached index %s is damaged (%s); it is rebuilt", folder, error)
-            _discard(folder)
+            shutil.rmtree(folder, ignore_errors=True)
     built = build()
     try:
-        _publish(built, folder, save)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_dir(folder) as work:
+            save(built, work)
+            (work / MANIFEST).write_text(json.dumps(file_checks(work), indent=1), encoding="utf-8")
     except OSError as error:
-        log.warning("cannot write the cache %s (%s); the index stays in memory", folder.parent, error)
-        return built
-    # Loaded rather than returned as built: what was saved is memory-mapped, and shared by all processes.
-    try:
-        return load(folder)
-    except Exception as error:
-        log.warning("cannot read back the cached index %s (%s); it stays in memory", folder, error)
-        return built
+        # Of several builders the first to finish wins: the content is the same.
+        if not (folder / MANIFEST).is_file():
+            log.warning("cannot write the cache %s (%s); the index stays in memory", folder.parent, error)
+    return built
 
 
 def file_checks(folder: Path, without: tuple[str, ...] = ()) -> dict[str, tuple[int, str | None]]:
@@ -98,25 +95,3 @@ def _checksum(file: Path) -> str | None:
     if file.stat().st_size > CHECKED_BYTES:
         return None
     return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-
-
-def _publish(built: T, folder: Path, save: Callable[[T, Path], None]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with atomic_dir(folder) as work:
-            save(built, work)
-            (work / MANIFEST).write_text(json.dumps(file_checks(work), indent=1), encoding="utf-8")
-    except OSError:
-        # Of several builders the first to finish wins: the content is the same, so the others use it.
-        if not (folder / MANIFEST).is_file():
-            raise
-
-
-def _discard(folder: Path) -> None:
-    """Move a damaged folder aside, then delete it: no reader sees it half deleted."""
-    try:
-        aside = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
-        os.replace(folder, aside)
-        shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
-        log.warning("cannot remove %s (%s)", folder, error)
