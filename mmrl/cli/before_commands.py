@@ -191,7 +191,6 @@ def serve_retriever(context: typer.Context) -> int:
       token_env=NAME        environment variable with the token that every request must bring; needed with any host
                             that other machines reach
       max_batch=            queries of one search
-      parent=PID            end when this process is gone
       device= batch_size=   dense: where the encoder runs, texts at once
 
     \b

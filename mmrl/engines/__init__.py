@@ -44,30 +44,13 @@ def build_engine(
     Args:
         model: the trainer's model; None for engines that need none in this process (`needs_model`).
     """
-    from mmrl.engines.endpoint_engine import with_endpoints
+    from mmrl.engines.endpoint_engine import EndpointEngine, named, with_endpoints
 
-    return with_endpoints(_engine(config, model, tokenizer, setup), config, tokenizer)
-
-
-def _engine(
-    config: EngineConfig, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, setup: EngineSetup
-) -> Engine:
-    build = engine_class(config.name)
-    if config.name == "transformers":
-        return build(
-            model,
-            tokenizer,
-            config,
-            max_context=setup.max_context,
-            threads=setup.threads,
-            adapters=setup.adapters,
-            initial=setup.initial,
-        )
     if config.name == "openai":
-        from mmrl.engines.endpoint_engine import named
-
-        return build(named(config, setup.served), tokenizer, "engine.endpoint")
-    return build(model, tokenizer, config, setup)
+        engine: Engine = EndpointEngine(named(config, setup.served), tokenizer, "engine.endpoint")
+    else:
+        engine = engine_class(config.name)(model, tokenizer, config, setup)
+    return with_endpoints(engine, config, tokenizer)
 
 
 def problems(

@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.engines.completions import (
@@ -76,34 +77,17 @@ class OpenAIChat:
         named = settings.max_tokens_field
         self._limit = LIMITS[0] if named == "auto" else named
 
-    async def complete(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        stop: Sequence[str] = (),
-        seed: int | None = None,
-        extra: Mapping[str, object] | None = None,
-    ) -> str:
-        """The assistant's text for `messages` (role and content). Settings that are None are the endpoint's own.
+    async def complete(self, messages: Sequence[Mapping[str, str]], **options: object) -> str:
+        """The assistant's text for `messages` (role and content).
 
         Args:
-            extra: further fields of the request's body, for servers that know more than OpenAI's.
+            options: fields of the request's body (`temperature`, `max_tokens`, …); those that are None are the
+                endpoint's own.
 
         Raises:
             EngineFailure: no usable reply within `attempts` tries, or a refusal that no retry can mend.
         """
-        text, _ = await self.complete_with_finish(
-            messages,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            stop=stop or None,
-            seed=seed,
-            **(extra or {}),
-        )
+        text, _ = await self.complete_with_finish(messages, **options)
         return text
 
     async def complete_with_finish(self, messages: Sequence[Mapping[str, str]], **options: object) -> tuple[str, str]:
@@ -237,14 +221,11 @@ class OpenAIChat:
 
 def described(settings: EndpointConfig, chat: object, *further: str, **counts: int) -> str:
     """An endpoint for a result's facts: model, address, what was counted so far, and `further` words."""
-    usage = chat.usage if isinstance(chat, OpenAIChat) else None
-    if usage is not None:
-        counts = {"requests": usage.requests, "retries": usage.retries, "failures": usage.failures} | counts
-        counts |= {"unanswered": usage.unanswered, "prompt tokens": usage.prompt_tokens}
-        counts |= {"of them cached": usage.cached_tokens, "completion tokens": usage.completion_tokens}
-        counts |= {"of them reasoning": usage.reasoning_tokens}
-    facts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count] + list(further)
-    facts += [f"{usage.cost:.2f} USD"] if usage is not None and usage.cost else []
+    counted = asdict(chat.usage) if isinstance(chat, OpenAIChat) else {}
+    cost = counted.pop("cost", 0.0)
+    counts = {name: counted.pop(name) for name in ("requests", "retries", "failures") if counted} | counts | counted
+    facts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+    facts += [*further, *([f"{cost:.2f} USD"] if cost else [])]
     return f"{settings.model} at {settings.url}" + (f" ({', '.join(facts)})" if facts else "")
 
 

@@ -33,10 +33,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tup
     the text of a system message opens the next user turn where the template has no system role; and that replies shown
     in the prompt are whole, also where the template would cut thoughts (`<think>`) out of them.
     """
-    renderer = _RENDERERS.get(tokenizer)
-    if renderer is None:
-        renderer = _RENDERERS[tokenizer] = _Renderer(tokenizer)
-    return renderer(messages)
+    return _renderer(tokenizer)(messages)
 
 
 def render_observation(
@@ -56,10 +53,7 @@ def render_observation(
     ended = bool(ids) and ids[-1] == tokenizer.eos_token_id
     if isinstance(observation, str):
         return (ids[:-1] if ended else ids) + tuple(encode_text(tokenizer, observation))
-    renderer = _RENDERERS.get(tokenizer)
-    if renderer is None:
-        renderer = _RENDERERS[tokenizer] = _Renderer(tokenizer)
-    after = renderer.after_turn(tokenizer, observation)
+    after = _renderer(tokenizer).after_turn(tokenizer, observation)
     return ids + (after[1:] if ended and after[:1] == ids[-1:] else after)
 
 
@@ -199,6 +193,13 @@ class _Renderer:
                 ids.append(token[0])
                 position, strip_left = match.end(), token[1].rstrip
         return tuple(ids)
+
+
+def _renderer(tokenizer: PreTrainedTokenizerBase) -> _Renderer:
+    renderer = _RENDERERS.get(tokenizer)
+    if renderer is None:
+        renderer = _RENDERERS[tokenizer] = _Renderer(tokenizer)
+    return renderer
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

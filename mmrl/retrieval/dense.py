@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -117,16 +117,7 @@ class Encoder:
         # The lock: the network is loaded once, and its tokenizer is not safe in two threads.
         with self._lock:
             network = self._limited(QUERY_TOKENS)
-            return np.asarray(
-                network.encode_query(
-                    list(texts),
-                    prompt=self.treatment.query_prompt,
-                    batch_size=self.batch_size,
-                    show_progress_bar=False,
-                    normalize_embeddings=self._normalise,
-                ),
-                dtype=np.float32,
-            )
+            return self._encoded(network.encode_query, texts, self.treatment.query_prompt)
 
     def passages(self, documents: Sequence[Document], advance: Advance = lambda done: None) -> np.ndarray:
         """Vectors of passages (title and text): float32, shape (documents, dimension).
@@ -136,20 +127,22 @@ class Encoder:
             advance: called with how many further ones are encoded.
         """
 
-        def encode(texts: list[str]) -> Iterable[np.ndarray]:
-            return np.asarray(
-                self._limited(PASSAGE_TOKENS).encode_document(
-                    texts,
-                    prompt=self.treatment.passage_prompt,
-                    batch_size=self.batch_size,
-                    show_progress_bar=False,
-                    normalize_embeddings=self._normalise,
-                ),
-                dtype=np.float32,
-            )
+        def encode(texts: list[str]) -> np.ndarray:
+            network = self._limited(PASSAGE_TOKENS)
+            return self._encoded(network.encode_document, texts, self.treatment.passage_prompt)
 
         with self._lock:
             return np.stack(in_pieces([f"{d.title} {d.text}" for d in documents], encode, self.batch_size, advance))
+
+    def _encoded(self, encode: Callable[..., Any], texts: Sequence[str], prompt: str | None) -> np.ndarray:
+        vectors = encode(
+            list(texts),
+            prompt=prompt,
+            batch_size=self.batch_size,
+            show_progress_bar=False,
+            normalize_embeddings=self._normalise,
+        )
+        return np.asarray(vectors, dtype=np.float32)
 
     def _limited(self, tokens: int) -> SentenceTransformer:
         """The network, cutting texts at `tokens`; a model's own files name a limit of their own."""

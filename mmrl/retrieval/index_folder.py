@@ -28,7 +28,7 @@ from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.store import CorpusFacts, PassageStore, write_passages
 from mmrl.retrieval.vectors import HNSW_LINKS
 from mmrl.system.artifacts import FileChecks, file_checks, verify
-from mmrl.system.files import atomic_write, plain, remove_leftovers, take_lock, user_path
+from mmrl.system.files import atomic_write, remove_leftovers, take_lock, user_path
 
 FORMAT = 2
 INFO, PLAN, DONE, LOCK = "index.json", "plan.json", "passages.json", "lock"
@@ -169,18 +169,12 @@ def build_index(
             # Only now: without this file a later attempt writes the passages anew.
             # Of the passages alone: what is built from them (shards of vectors, say) may be there already, and grows.
             files = {name: check for name, check in file_checks(work, without=(LOCK, PLAN)).items() if "/" not in name}
-            done = {"corpus": asdict(corpus), "files": files}
-            atomic_write(work / DONE, json.dumps({**done, "sha256": _digest(done)}))
+            atomic_write(work / DONE, json.dumps({"corpus": asdict(corpus), "files": files}))
         on_corpus(corpus)
         _build(work, PassageStore(work), spec, device, batch_size)
         return _finish(work, folder, spec, corpus, sources, time.perf_counter() - started)
     finally:
         os.close(lock)
-
-
-def _digest(record: Mapping[str, object]) -> str:
-    """SHA-256 of a record, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(plain(record), sort_keys=True).encode()).hexdigest()
 
 
 def _written_before(work: Path) -> CorpusFacts | None:
@@ -189,8 +183,6 @@ def _written_before(work: Path) -> CorpusFacts | None:
         return None
     try:
         done = json.loads((work / DONE).read_text(encoding="utf-8"))
-        if done.pop("sha256") != _digest(done):
-            raise ValueError(f"{DONE} is not as it was written")
         verify(work, done["files"])
         return CorpusFacts(**done["corpus"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 from mmrl.config import RetrieverConfig
-from mmrl.config.retriever import (
-    Bm25Config,
-    LocalRetrieverConfig,
-    RemoteRetrieverConfig,
-)
+from mmrl.config.retriever import Bm25Config, RemoteRetrieverConfig
 from mmrl.errors import ConfigError, DataError, RetrievalFailure
 from mmrl.models.hub import encoder_problems
 from mmrl.retrieval.base import Document, Retriever
@@ -102,10 +97,7 @@ def probe(config: RemoteRetrieverConfig) -> None:
         RetrievalFailure: no usable answer.
     """
     # A busy server (status 429) must not refuse a run, or its resume; a wrong address should not take long to notice.
-    retries = min(config.retries, PROBE_RETRIES)
-    client = RemoteRetriever(
-        config.url, protocol=config.protocol, timeout_s=config.timeout_s, retries=retries, token=_token(config)
-    )
+    client = _remote(config.model_copy(update={"retries": min(config.retries, PROBE_RETRIES)}))
     try:
         client.ping()
     finally:
@@ -122,19 +114,13 @@ def open_retriever(config: RetrieverConfig, documents: Sequence[Document]) -> Re
     Raises:
         DataError: an index that cannot be opened or built.
     """
-    return RETRIEVERS[config.name](config, documents)
-
-
-def _bm25(config: Bm25Config, documents: Sequence[Document]) -> Retriever:
-    if config.index is not None:
-        return _indexed(config, documents)
-    analysis = Analysis(stemmer=config.stemmer, stopwords=config.stopwords)
-    cache = cache_root(config.cache_dir)
-    return Bm25Retriever(documents, k1=config.k1, b=config.b, analysis=analysis, cache=cache)
-
-
-def _indexed(config: LocalRetrieverConfig, documents: Sequence[Document]) -> Retriever:
-    folder = _folder(config, documents)
+    if isinstance(config, RemoteRetrieverConfig):
+        return _remote(config)
+    cache, index = cache_root(config.get("cache_dir")), config.get("index")
+    if isinstance(config, Bm25Config) and index is None:
+        analysis = Analysis(stemmer=config.stemmer, stopwords=config.stopwords)
+        return Bm25Retriever(documents, k1=config.k1, b=config.b, analysis=analysis, cache=cache)
+    folder = user_path(index) if index is not None else cached_index(documents, config, cache)
     # Options of an index's use, not of its content; a retriever without an encoder has none.
     runtime = config.model_dump(include={"device", "batch_size"})
     try:
@@ -144,24 +130,7 @@ def _indexed(config: LocalRetrieverConfig, documents: Sequence[Document]) -> Ret
         raise DataError(f"task.retriever.index: cannot open {folder}: {error}") from None
 
 
-def _folder(config: LocalRetrieverConfig, documents: Sequence[Document]) -> Path:
-    if config.index is not None:
-        return user_path(config.index)
-    return cached_index(documents, config, cache_root(config.cache_dir))
-
-
-def _remote(config: RemoteRetrieverConfig, documents: Sequence[Document]) -> Retriever:
-    options = config.model_dump(include={"timeout_s", "retries", "concurrency", "cache_size"})
-    return RemoteRetriever(config.url, protocol=config.protocol, token=_token(config), **options)
-
-
-def _token(config: RemoteRetrieverConfig) -> str | None:
-    return None if config.token_env is None else token_of(config.token_env, "task.retriever.token_env")
-
-
-RETRIEVERS: Mapping[str, Callable[[Any, Sequence[Document]], Retriever]] = {
-    "bm25": _bm25,
-    "dense": _indexed,
-    "remote": _remote,
-}
-"""`task.retriever.name` -> factory."""
+def _remote(config: RemoteRetrieverConfig) -> RemoteRetriever:
+    token = None if config.token_env is None else token_of(config.token_env, "task.retriever.token_env")
+    options = config.model_dump(include={"protocol", "timeout_s", "retries", "concurrency", "cache_size"})
+    return RemoteRetriever(config.url, token=token, **options)

@@ -52,7 +52,7 @@ def encode_shards(
     with progress("encoding", len(documents)) as advance:
         for start in range(0, len(documents), SHARD):
             file = folder / f"shard-{start // SHARD:05d}.npz"
-            part = documents[start : start + SHARD]
+            part = [documents[number] for number in range(start, min(start + SHARD, len(documents)))]
             # A killed build leaves no half of a shard: it is written beside its place and renamed.
             if not file.is_file():
                 work = file.with_suffix(".tmp")

@@ -275,11 +275,8 @@ def _build_engines(
         # In this process, whatever engine serves the student, whose keys may say nothing of this decode loop.
         fixed, its_tokenizer, serving = load_policy(policy, config.model, hardware.device)
         fixed.eval().requires_grad_(False)
-        build, limit = engine_class("transformers"), config.task.max_context
-        served = build(
-            fixed, its_tokenizer, config.engine.in_process, max_context=limit, threads=hardware.threads, **serving
-        )
-        return served, its_tokenizer
+        build = engine_class("transformers")
+        return build(fixed, its_tokenizer, config.engine.in_process, _setup(config, serving, folder)), its_tokenizer
 
     student = LoadedTeacher(task=task, engine=engine, tokenizer=tokenizer, shares_vocabulary=True)
     try:

@@ -125,7 +125,7 @@ def serve(given: ServeIndexArguments) -> int:
     }
     app = make_app(retriever, served, max_batch=given.max_batch, token=token)
     try:
-        serve_app(app, given.host, given.port, parent=given.parent, announce="listening on {url}")
+        serve_app(app, given.host, given.port, announce="listening on {url}")
     except OSError as error:
         raise ConfigError(
             f"mmrl serve-retriever: cannot listen on host={given.host} port={given.port}: {error.strerror or error}"

@@ -61,7 +61,7 @@ def serve_policy(config: EvalCommandConfig, given: ServeArguments, typed: Collec
     ):
         app = make_app(Served(engine=engine, tokenizer=tokenizer, models=names), token)
         try:
-            serve(app, given.host, given.port, parent=given.parent, announce=snippets(names, given), grace_s=5)
+            serve(app, given.host, given.port, announce=snippets(names, given), grace_s=5)
         except OSError as error:
             raise ConfigError(
                 f"mmrl serve: cannot listen on host={given.host} port={given.port}: {error.strerror or error}"

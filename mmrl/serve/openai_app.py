@@ -31,7 +31,7 @@ from mmrl.serve.protocol import (
     read_chat,
     read_prompt,
 )
-from mmrl.system.http_server import BODY_S, BodyTooLarge, BodyTooSlow, read_body, require_token
+from mmrl.system.http_server import BodyRefused, read_body, require_token
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Response
@@ -154,12 +154,8 @@ class _Server:
             return _busy()
         try:
             body = await read_body(request, LARGEST_REQUEST)
-        except BodyTooLarge:
-            text = f"the body has more than {LARGEST_REQUEST} bytes"
-            return JSONResponse(error_object(413, text), status_code=413)
-        except BodyTooSlow:
-            text = f"the body did not come to its end in {BODY_S:g} seconds"
-            return JSONResponse(error_object(408, text), status_code=408)
+        except BodyRefused as refused:
+            return JSONResponse(error_object(refused.status, str(refused)), status_code=refused.status)
         if self.in_flight >= MOST_REQUESTS:
             return _busy()
         self.in_flight += 1

@@ -7,14 +7,15 @@ as if it had never been written.
 from __future__ import annotations
 
 import fcntl
+import gzip
 import hashlib
+import io
 import json
 import math
 import os
 import shutil
 import sys
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -252,19 +253,13 @@ def gunzip(data: bytes, largest: int) -> bytes:
     Raises:
         ValueError: it unpacks to more.
         EOFError: it ends early.
-        zlib.error: it is damaged, or not gzip.
+        zlib.error, OSError: it is damaged, or not gzip.
     """
-    parts, left = [], largest
-    while data:
-        stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)  # 16: with gzip's header and check sum
-        parts.append(stream.decompress(data, left + 1))
-        left -= len(parts[-1])
-        if left < 0:
-            raise ValueError(f"it unpacks to more than {largest} bytes")
-        if not stream.eof:
-            raise EOFError("it ends early")
-        data = stream.unused_data  # a file may hold several streams
-    return b"".join(parts)
+    with gzip.open(io.BytesIO(data)) as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise ValueError(f"it unpacks to more than {largest} bytes")
+    return content
 
 
 def repair_jsonl(path: Path) -> None:

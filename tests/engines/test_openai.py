@@ -44,7 +44,7 @@ def ask(chat: OpenAIChat, **options: Any) -> str:
 def test_text_out_and_exactly_these_settings_in() -> None:
     with serving([chat_reply("In Portugal.")]) as (url, server):
         chat = chat_at(url, price_in=2.0, price_out=8.0)
-        text = ask(chat, temperature=0.5, max_tokens=7, stop=("###",), seed=3, extra={"n": 1})
+        text = ask(chat, temperature=0.5, max_tokens=7, stop=("###",), seed=3, n=1)
     assert text == "In Portugal."
     (seen,) = server.seen
     assert seen.path == "/v1/chat/completions"

@@ -129,23 +129,15 @@ def test_a_killed_build_goes_on_where_it_was(model, tmp_path, monkeypatch):
     assert not partial_of(folder).exists() and not (folder / "shards").exists()
 
 
-@pytest.mark.parametrize(
-    ("file", "before"),
-    [
-        *(("passages.jsonl", b""), ("offsets.npy", b""), ("titles.npy", b""), ("passages.json", b"")),
-        ("passages.json", b'"text_bytes": '),
-    ],
-)
-def test_passages_of_an_unfinished_build_that_have_changed_are_written_again(
-    file, before, tmp_path, monkeypatch, caplog
-):
+@pytest.mark.parametrize("file", ["passages.jsonl", "offsets.npy", "titles.npy"])
+def test_passages_of_an_unfinished_build_that_have_changed_are_written_again(file, tmp_path, monkeypatch, caplog):
     bm25, folder = spec_of(Bm25Config()), tmp_path / "index"
     with monkeypatch.context() as dying:
         dying.setattr("mmrl.retrieval.index_folder._build", lambda *_: pytest.fail("killed"))
         with pytest.raises(pytest.fail.Exception):
             build_index(folder, bm25, lambda: DOCUMENTS)
     content = bytearray((partial_of(folder) / file).read_bytes())
-    content[content.index(before) + len(before) if before else len(content) // 2] ^= 1
+    content[len(content) // 2] ^= 1
     (partial_of(folder) / file).write_bytes(content)
     info = build_index(folder, bm25, lambda: DOCUMENTS)
     assert "the passages are written again" in caplog.text

@@ -49,17 +49,11 @@ class NativeLoop:
         self.weights: Weights = Weights(model, adapter, base.weights if base is not None else None)
         self.stored_tokens = stored_tokens
         self._store = PrefixStore(stored_tokens)
-        self._weights_of_store: object = None
         self.stop()
 
     def start(self) -> None:
-        """Read the weights anew; prefixes cached under other weights are forgotten, however they were changed."""
+        """Read the weights anew; whoever changes them while prefixes are stored calls `forget` (`set_version` does)."""
         self.weights.refresh()
-        # Keys and values of stored prefixes are products of the weights: with others they would be silently wrong.
-        fingerprint = self.weights.fingerprint()
-        if fingerprint != self._weights_of_store:
-            self.forget()
-            self._weights_of_store = fingerprint
 
     def stop(self) -> None:
         """Forget all rows and free the cache."""

@@ -59,7 +59,7 @@ class DecodeLoop(Protocol):
 
 
 class RowDecoder:
-    """Implements `mmrl.engines.embedded.batcher.Decoder`.
+    """Makes the tokens of a batch: synchronous, one decode boundary at a time. Driven by the batcher.
 
     Args:
         loop: the model's side.
@@ -82,11 +82,12 @@ class RowDecoder:
 
     @property
     def refills(self) -> bool:
-        """See `Decoder.refills`."""
+        """Whether rows can join while others are in flight."""
         return self.loop.refills
 
     def start(self) -> None:
-        """See `Decoder.start`; the burst's completions carry the policy version of this moment."""
+        """The first row of a burst is about to come: look at the weights afresh; the burst's completions carry the
+        policy version of this moment."""
         # Of this moment: the version may change before the burst is over only if nothing is in flight.
         self._version = self.policy_version
         self._jobs = []
@@ -94,7 +95,7 @@ class RowDecoder:
             self.loop.start()
 
     def room(self, jobs: Sequence[PendingRequest], active: int) -> int:
-        """See `Decoder.room`."""
+        """How many of the first `jobs` may be admitted next to `active` rows."""
         # Rows × longest prompt, not the sum: the cache is one block, as long for each row as the longest one needs.
         widest = max((len(job.request.prompt_ids) for job in self._jobs), default=0)
         for count, job in enumerate(jobs):
@@ -104,7 +105,7 @@ class RowDecoder:
         return len(jobs)
 
     def admit(self, jobs: Sequence[PendingRequest]) -> None:
-        """See `Decoder.admit`."""
+        """Prefill `jobs` and sample the first token of each."""
         rows = []
         for job in jobs:
             job.row = self.rules.row(job.request)
@@ -116,14 +117,14 @@ class RowDecoder:
         self._append(jobs, ids, logprobs)
 
     def step(self) -> None:
-        """See `Decoder.step`."""
+        """Sample one more token of each row in flight."""
         rows = self._rows(self._jobs)
         with torch.no_grad(), self._threads(len(rows)):
             ids, logprobs = sample(self.loop.step([row.ids[-1] for row in rows]), rows)
         self._append(self._jobs, ids, logprobs)
 
     def drop(self, jobs: Sequence[PendingRequest]) -> None:
-        """See `Decoder.drop`."""
+        """Forget rows that are done or no longer needed."""
         gone = {id(job) for job in jobs}
         indices = [index for index, job in enumerate(self._jobs) if id(job) not in gone]
         if len(indices) < len(self._jobs):
@@ -132,12 +133,16 @@ class RowDecoder:
             self._jobs = [self._jobs[index] for index in indices]
 
     def stop(self) -> None:
-        """See `Decoder.stop`."""
+        """The burst is over, well or badly: forget all rows and put the model back as it was."""
         self._jobs = []
         self.loop.stop()
 
     def forget(self) -> None:
-        """See `Decoder.forget`."""
+        """No program is live: nothing cached of earlier rows may be used again.
+
+        Bursts begin and end as timing has it, so what is shared between two of them must not depend on where the
+        border lies. That no program is live is a fact of the programs, not of timing.
+        """
         self.loop.forget()
 
     def _append(self, jobs: Sequence[PendingRequest], ids: Sequence[int], logprobs: Sequence[float]) -> None:
