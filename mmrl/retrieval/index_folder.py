@@ -55,12 +55,10 @@ class IndexSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexInfo:
+class IndexInfo(IndexSpec):
     """What `index.json` holds."""
 
     format: int
-    kind: str
-    settings: Settings
     documents: int
     duplicates: int
     text_bytes: int
@@ -70,11 +68,6 @@ class IndexInfo:
     encoder: str = ""
     """`model_identity` of the encoder, as it was when the index was made."""
     files: FileChecks = field(default_factory=dict)
-
-    @property
-    def spec(self) -> IndexSpec:
-        """Kind and settings."""
-        return IndexSpec(kind=self.kind, settings=self.settings)
 
 
 def spec_of(config: RetrieverConfig) -> IndexSpec:

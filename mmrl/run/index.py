@@ -175,7 +175,7 @@ def _info_text(folder: Path, info: IndexInfo) -> str:
     return "\n".join(
         [
             f"index      {folder}",
-            f"retriever  {_spec_text(info.spec)}",
+            f"retriever  {_spec_text(info)}",
             f"passages   {info.documents:,} ({info.duplicates:,} repeated ones left out)",
             f"text       {_bytes_text(info.text_bytes)}",
             f"disk       {_bytes_text(disk)}",

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from mmrl.config.engines import TransformersConfig
-from mmrl.engines.base import EngineSetup
+from mmrl.engines.base import EngineSetup, Request, Sampling
 from mmrl.engines.embedded import shared_prefix
 from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.embedded.decode import NativeLoop
@@ -93,15 +93,8 @@ def build(name: str) -> Any:
 
 
 def row(prompt: Sequence[int]) -> BatchRow:
-    return BatchRow(
-        prompt_ids=tuple(prompt),
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        stop=(),
-        limit=99,
-        uniforms=np.zeros(99),
-    )
+    asked = Request(prompt_ids=tuple(prompt), sampling=Sampling(max_tokens=99))
+    return BatchRow(request=asked, limit=99, uniforms=np.zeros(99))
 
 
 def plain(policy: torch.nn.Module, ids: Sequence[int]) -> torch.Tensor:

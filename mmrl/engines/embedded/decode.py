@@ -24,7 +24,7 @@ CACHE_STEP = 64
 
 
 class NativeLoop:
-    """Implements `mmrl.engines.embedded.sampling.DecodeLoop`.
+    """Generates by the fused weights of `architecture`, for a `ModelLoop`.
 
     The cache is one tensor per layer, (2, rows, kv heads, length, head_dim), keys and values. Row b has `_lengths[b]`
     tokens; those of its `_prefixes[b]` lie in the prefix, which its rows read together, and the cache has what comes
@@ -71,7 +71,7 @@ class NativeLoop:
         self._store = PrefixStore(self.stored_tokens)
 
     def prefill(self, rows: Sequence[BatchRow]) -> Tensor:
-        """See `DecodeLoop.prefill`; what prompts share is forwarded once."""
+        """See `ModelLoop.prefill`; what prompts share is forwarded once."""
         # Equal prompts (the samples of a group) are one leaf: forwarded once, copied into each of their rows or shared.
         places: dict[tuple[int, ...], list[int]] = {}
         for index, row in enumerate(rows):
@@ -110,7 +110,7 @@ class NativeLoop:
         return logits
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """See `DecodeLoop.step`."""
+        """See `ModelLoop.step`."""
         self._reserve(len(tokens), max(self._own_lengths()) + 1)
         if self._positions is None:
             self._place()
@@ -122,7 +122,7 @@ class NativeLoop:
         return self.weights.head(self.weights.norm(hidden))
 
     def keep(self, indices: Sequence[int]) -> list[int]:
-        """See `DecodeLoop.keep`; the last rows move into the gaps."""
+        """See `ModelLoop.keep`; the last rows move into the gaps."""
         count = len(indices)
         order = list(range(count))
         survivors = set(indices)

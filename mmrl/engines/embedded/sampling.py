@@ -1,7 +1,7 @@
 """From logits to tokens: recorded log-probability, top-k, top-p, inverse CDF; and the decoder that does it for a batch.
 
 `RowDecoder` is what the batcher drives: it holds the rows in flight, samples, and decides which are done, on top of a
-`DecodeLoop` (`decode`, `hf_loop`) that owns weights and KV cache. In `sample` each row brings its own settings and its
+`ModelLoop` that owns weights and KV cache. In `sample` each row brings its own settings and its
 own uniform, so that its token depends on nothing else in its batch but the last bits of its logits.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,45 +17,15 @@ from mmrl.engines.embedded.batch_rows import BatchRow, Rules
 from mmrl.engines.embedded.batcher import PendingRequest
 from mmrl.errors import EngineFailure
 
+if TYPE_CHECKING:
+    from mmrl.engines.embedded.transformers_engine import ModelLoop
+
 BLOCK = 64
 """Tokens summed as one in the first level of the inverse CDF."""
 RANKED = 64
 """Most probable tokens looked at first; only rows whose border lies beyond them are sorted whole."""
 ONE_THREAD_WORK = 20_000_000
 """Parameters × rows of a decode step below which a second thread costs more than it gives (measured: 1.4× slower)."""
-
-
-class DecodeLoop(Protocol):
-    """Turns rows into logits; rows in flight have an order, and logits come in that order."""
-
-    @property
-    def refills(self) -> bool:
-        """Whether `prefill` may come while rows are in flight."""
-        ...
-
-    def start(self) -> None:
-        """A burst begins: no rows yet, weights may have changed."""
-        ...
-
-    def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
-        """Append rows; returns the (len(rows), V) logits that follow their prompts."""
-        ...
-
-    def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Extend the rows in flight by one token each; returns (B, V) logits."""
-        ...
-
-    def keep(self, indices: Sequence[int]) -> list[int]:
-        """Forget all rows but these (ascending); returns them in the order in which they are in flight from now on."""
-        ...
-
-    def stop(self) -> None:
-        """The burst is over: forget all rows."""
-        ...
-
-    def forget(self) -> None:
-        """Forget what was cached of earlier rows for later ones."""
-        ...
 
 
 class RowDecoder:
@@ -70,7 +40,7 @@ class RowDecoder:
         parameters: size of the model.
     """
 
-    def __init__(self, loop: DecodeLoop, rules: Rules, batch_tokens: int, threads: int, parameters: int):
+    def __init__(self, loop: ModelLoop, rules: Rules, batch_tokens: int, threads: int, parameters: int):
         self.loop = loop
         self.rules = rules
         self.batch_tokens = batch_tokens
@@ -189,7 +159,8 @@ def sample(logits: torch.Tensor, rows: Sequence[BatchRow]) -> tuple[list[int], l
     # float32 whatever the model computes in: the difference of two log-probabilities is an exponent in the importance
     # ratio, and bfloat16 resolves values near -20 to 0.125 only.
     scores = logits.float()  # (B, V)
-    temperatures = [row.temperature or 1.0 for row in rows]
+    settings = [row.request.sampling for row in rows]
+    temperatures = [one.temperature or 1.0 for one in settings]
     if any(temperature != 1.0 for temperature in temperatures):
         scores = scores / torch.tensor(temperatures, device=scores.device).unsqueeze(1)
     scores = scores - scores.amax(dim=-1, keepdim=True)  # the largest exponential is 1: none overflows
@@ -198,7 +169,7 @@ def sample(logits: torch.Tensor, rows: Sequence[BatchRow]) -> tuple[list[int], l
     # Over the full vocabulary, so before _draw takes filtered tokens out of the sums: the recorded log-probability is
     # that of the policy which the trainer differentiates, and the trainer knows no top-k or top-p.
     log_total = sums.sum(dim=-1).log()  # (B,)
-    random = [index for index, row in enumerate(rows) if row.temperature > 0]  # the others are greedy
+    random = [index for index, one in enumerate(settings) if one.temperature > 0]  # the others are greedy
     if not random:
         ids = scores.argmax(dim=-1)
     elif len(random) == len(rows):
@@ -235,9 +206,11 @@ def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows:
     # Two levels spare a cumulative sum over the whole vocabulary: V / BLOCK sums, then the BLOCK tokens of one.
     # float64, or with 150,000 terms rounding would decide between tokens.
     size = scores.shape[1]
-    filtered = [index for index, row in enumerate(rows) if row.top_p < 1 or 0 < row.top_k < size]
+    settings = [row.request.sampling for row in rows]
+    filtered = [index for index, one in enumerate(settings) if one.top_p < 1 or 0 < one.top_k < size]
     if filtered:
-        keep = surviving(scores[filtered], [rows[i].top_k for i in filtered], [rows[i].top_p for i in filtered])
+        cut = [settings[index] for index in filtered]
+        keep = surviving(scores[filtered], [one.top_k for one in cut], [one.top_p for one in cut])
         some = weights[filtered]
         some.flatten(1)[:, :size].mul_(keep)
         sums[filtered] = some.sum(dim=-1, dtype=torch.float64)

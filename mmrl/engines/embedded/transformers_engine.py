@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from mmrl.config.engines import TransformersConfig
-from mmrl.engines.base import Completion, Engine, EngineSetup, Request
+from mmrl.engines.base import Completion, Engine, EngineSetup, Request, Sampling
 from mmrl.engines.embedded.architecture import unsupported
-from mmrl.engines.embedded.batch_rows import BatchRow, Rules, context_limit, eos_ids
+from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, BatchRow, Rules, context_limit, eos_ids
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.hf_loop import HFLoop
-from mmrl.engines.embedded.sampling import DecodeLoop, RowDecoder
+from mmrl.engines.embedded.sampling import RowDecoder
 from mmrl.errors import ConfigError
 from mmrl.models.policy import INITIAL
 
@@ -31,9 +31,6 @@ LOG = logging.getLogger("mmrl.engines")
 
 CHECKED_TOKENS = 512
 """Longest part of the first prompt that the self-check forwards twice."""
-TOLERANCE = {torch.float32: 1e-3}
-HALF_TOLERANCE = 0.3
-"""Largest difference of two log-probabilities in the self-check: rounding only, float32 and half precision."""
 
 
 class TransformersEngine(Engine):
@@ -117,7 +114,9 @@ class TransformersEngine(Engine):
 
 
 class ModelLoop:
-    """Implements `DecodeLoop` by one loop for each set of weights, with a cache of its own, stepped in turn.
+    """Turns rows into logits: one loop for each set of weights, with a cache of its own, stepped in turn.
+
+    Rows in flight have an order, and logits come in that order.
 
     A native decoder is compared with the model's own forward on its first prompt; where they differ, that forward
     generates.
@@ -133,7 +132,7 @@ class ModelLoop:
 
     def __init__(self, weights: Mapping[str, tuple[torch.nn.Module, str | None]], config: TransformersConfig):
         self.weights = weights
-        self.loops: dict[str, DecodeLoop] = {}
+        self.loops: dict[str, NativeLoop | HFLoop] = {}
         self._names: list[str] = []
         """Weights of each row in flight. The rows of one set stand in the order that its loop has them in."""
         # In half precision the adapters of a model share the base weights that the first of them reads.
@@ -151,11 +150,11 @@ class ModelLoop:
 
     @property
     def refills(self) -> bool:
-        """See `DecodeLoop.refills`."""
+        """Whether `prefill` may come while rows are in flight."""
         return all(loop.refills for loop in self.loops.values())
 
     def start(self) -> None:
-        """See `DecodeLoop.start`."""
+        """A burst begins: no rows yet, weights may have changed."""
         self._names = []
         # Out of use itself where it differs from the model, but the other adapters read its weights.
         if self._base is not None and self._base not in self.loops.values():
@@ -164,19 +163,19 @@ class ModelLoop:
             loop.start()
 
     def stop(self) -> None:
-        """See `DecodeLoop.stop`."""
+        """The burst is over: forget all rows."""
         self._names = []
         # In reverse: a model's training modes are put back by the loop that noted them first.
         for loop in reversed(self.loops.values()):
             loop.stop()
 
     def forget(self) -> None:
-        """See `DecodeLoop.forget`."""
+        """Forget what was cached of earlier rows for later ones."""
         for loop in self.loops.values():
             loop.forget()
 
     def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
-        """See `DecodeLoop.prefill`."""
+        """Append rows; returns the (len(rows), V) logits that follow their prompts."""
         names = [row.adapter or "" for row in rows]
         logits = {}
         for name, places in self._places(names).items():
@@ -187,7 +186,7 @@ class ModelLoop:
         return self._gather(names, logits)
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """See `DecodeLoop.step`."""
+        """Extend the rows in flight by one token each; returns (B, V) logits."""
         logits = {
             name: self.loops[name].step([tokens[index] for index in places])
             for name, places in self._places(self._names).items()
@@ -195,7 +194,7 @@ class ModelLoop:
         return self._gather(self._names, logits)
 
     def keep(self, indices: Sequence[int]) -> list[int]:
-        """See `DecodeLoop.keep`."""
+        """Forget all rows but these (ascending); returns them in the order in which they are in flight from now on."""
         survivors = set(indices)
         order: list[int] = []
         for name, places in self._places(self._names).items():
@@ -228,7 +227,8 @@ class ModelLoop:
         # A prompt of the run itself, not a made-up one: it has the lengths and special tokens that matter here. One
         # more token after it, so that the step with a cache is compared as well as the prefill.
         ids = row.prompt_ids[:CHECKED_TOKENS]
-        probe = BatchRow(prompt_ids=ids, temperature=1.0, top_p=1.0, top_k=0, stop=(), limit=1, uniforms=row.uniforms)
+        request = Request(prompt_ids=ids, sampling=Sampling(max_tokens=1))
+        probe = BatchRow(request=request, limit=1, uniforms=row.uniforms)
         outputs = []  # of each loop: (2, vocabulary), after the prompt and after one more token
         for loop in (self.loops[name], HFLoop(model, adapter)):
             loop.start()
@@ -239,7 +239,7 @@ class ModelLoop:
                 loop.forget()
         native, reference = (logits.float().log_softmax(dim=-1) for logits in outputs)
         difference = float((native - reference).abs().max())
-        tolerance = TOLERANCE.get(outputs[1].dtype, HALF_TOLERANCE)
+        tolerance = TOLERANCE if outputs[1].dtype == torch.float32 else HALF_TOLERANCE
         # Of diverged weights both fail, and the request says so.
         if bool(torch.isfinite(reference).all()) and not difference <= tolerance:
             LOG.warning(

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mmrl.config.engines import VllmConfig
-from mmrl.engines.base import Completion, Engine, EngineSetup, Request
-from mmrl.engines.embedded.batch_rows import BatchRow, Rules, context_limit, eos_ids
+from mmrl.engines.base import Completion, Engine, EngineSetup
+from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, BatchRow, Rules, context_limit, eos_ids
 from mmrl.engines.vllm.command import exact, logprobs_mode, sleep_problems, vllm_problems
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.chat import render_prompt
@@ -32,9 +32,6 @@ PROBE = "Name the capital of Portugal, then count from one to five and say good 
 """Text whose log-probabilities tell one set of weights from another."""
 STORED_VERSIONS = 2
 """Versions of pushed weights that stay: the newest, and the one that calls in flight may still use."""
-TOLERANCE = 1e-3
-HALF_TOLERANCE = 0.3
-"""Largest difference of two log-probabilities that rounding explains: float32, and half precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +197,7 @@ class VllmEngine(Engine):
             raise EngineFailure(f"the server's base weights have changed: log-probabilities differ by {drift:.3g}")
 
     def _completion(
-        self, row: BatchRow, request: Request, ids: Sequence[int], logprobs: Sequence[float], reason: str, version: int
+        self, row: BatchRow, ids: Sequence[int], logprobs: Sequence[float], reason: str, version: int
     ) -> Completion:
         """vLLM's reply as a completion: cut where ours ends, without log-probabilities where they are not exact."""
         # Our own rules decide the end, so that a completion means the same with every engine: vLLM compares stop
@@ -211,7 +208,7 @@ class VllmEngine(Engine):
             if finish is not None:
                 break
         made = self.rules.completion(row, finish or ("length" if reason == "length" else "stop"), version)
-        return made if exact(self.mode, request.sampling) else replace(made, logprobs=None)
+        return made if exact(self.mode, row.request.sampling) else replace(made, logprobs=None)
 
     def _adapter_names(self) -> list[str]:
         if self.model is None:
@@ -261,19 +258,18 @@ def probe_logprobs(model: PreTrainedModel, ids: Sequence[int], adapter: str | No
     # Here and not above: an evaluation by a server never loads torch's models in this process.
     import torch
 
-    from mmrl.engines.embedded.hf_loop import adapter_layers, using
+    from mmrl.engines.embedded.hf_loop import HFLoop
 
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    loop = HFLoop(model, adapter)
+    loop.start()
     try:
-        with torch.no_grad(), using(adapter_layers(model), adapter):
+        with torch.no_grad(), loop.using_adapter():
             device = next(model.parameters()).device
             tokens = torch.tensor([list(ids)], device=device)
             scores = model(input_ids=tokens).logits[0, :-1].float().log_softmax(dim=-1)
         return scores.gather(1, tokens[0, 1:, None]).squeeze(1).tolist()
     finally:
-        for module in training:
-            module.training = True
+        loop.stop()
 
 
 def tolerance(model: PreTrainedModel) -> float:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmrl.config.engines import VllmColocatedConfig
-from mmrl.engines.base import Completion, EngineSetup, Request, Sampling
+from mmrl.engines.base import Completion, EngineSetup, Request
 from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.vllm.api import SEED_BITS
 from mmrl.engines.vllm.base import PushedAdapter, VllmEngine
@@ -44,7 +44,6 @@ class _VllmRequest:
     """One request that vLLM works on; an event loop waits for `future`."""
 
     id: str
-    request: Request
     row: BatchRow
     adapter: PushedAdapter | None
     version: int
@@ -114,7 +113,6 @@ class VllmColocatedEngine(VllmEngine):
         self._count += 1
         job = _VllmRequest(
             id=str(self._count),
-            request=request,
             row=self.rules.row(request),
             adapter=self._adapter_of(request.module),
             version=self.policy_version,
@@ -175,8 +173,7 @@ class VllmColocatedEngine(VllmEngine):
             return True
         try:
             self._awake()
-            sampling = self._sampling(item.request.sampling, item.row.limit)
-            self._add(item.id, item.request.prompt_ids, sampling, item.adapter)
+            self._add(item.id, item.row.prompt_ids, self._sampling(item.row), item.adapter)
             in_flight[item.id] = item
         except Exception as error:  # vLLM's own words, whatever their type
             item.answer(EngineFailure(f"vLLM refused the request: {type(error).__name__}: {error}"))
@@ -221,7 +218,7 @@ class VllmColocatedEngine(VllmEngine):
         if not ids or made.logprobs is None:
             return EngineFailure("vLLM sent no tokens or no log-probabilities")
         logprobs = [float(row[token].logprob) for row, token in zip(made.logprobs, ids, strict=True)]
-        return self._completion(job.row, job.request, ids, logprobs, str(made.finish_reason), job.version)
+        return self._completion(job.row, ids, logprobs, str(made.finish_reason), job.version)
 
     def _add(
         self, name: str, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: PushedAdapter | None
@@ -232,11 +229,12 @@ class VllmColocatedEngine(VllmEngine):
         lora = None if adapter is None else _lora_request(adapter)
         self._vllm.add_request(name, prompt, sampling, lora_request=lora)
 
-    def _sampling(self, sampling: Sampling, limit: int) -> SamplingParams:
+    def _sampling(self, row: BatchRow) -> SamplingParams:
         from vllm import SamplingParams
 
+        sampling = row.request.sampling
         return SamplingParams(
-            max_tokens=limit,
+            max_tokens=row.limit,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

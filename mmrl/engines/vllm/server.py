@@ -106,7 +106,7 @@ class VllmServerEngine(VllmEngine):
             except Unreachable as error:
                 failures += 1
                 await self._recover(error, failures)
-        return self._completion(row, request, ids, logprobs, reason, version)
+        return self._completion(row, ids, logprobs, reason, version)
 
     def _name_of(self, adapter: PushedAdapter | None) -> str:
         return self._base if adapter is None else adapter.name
