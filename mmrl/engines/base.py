@@ -155,7 +155,7 @@ class Engine(ABC):
 
     def metrics(self) -> Mapping[str, float]:
         """For a step's record, by metric name."""
-        return {}
+        return self.endpoint_usage()
 
     def endpoint_usage(self) -> Mapping[str, float]:
         """The part of `metrics` that counts requests to endpoints (`endpoint/*`); counts of several engines add up."""

@@ -78,10 +78,6 @@ class EndpointEngine(Engine):
             ids += (self.tokenizer.eos_token_id,)
         return Completion(ids=ids, logprobs=None, finish=finish, policy_version=self.policy_version)
 
-    def metrics(self) -> dict[str, float]:
-        """Its counters."""
-        return self.endpoint_usage()
-
     def endpoint_usage(self) -> dict[str, float]:
         """Requests and tokens so far, and what they cost."""
         return self.chat.usage.metrics()
@@ -183,7 +179,7 @@ def named(config: EngineConfig, model: str) -> EndpointConfig:
 
 
 def unreachable(endpoints: Mapping[str, EndpointConfig]) -> list[str]:
-    """Why no request to some endpoints can succeed, one sentence each; asks each at most one token.
+    """Why no request to some endpoints can succeed, one sentence each; asks each one token.
 
     Args:
         endpoints: where an endpoint stands in the config -> the endpoint.

@@ -25,7 +25,6 @@ from mmrl.engines.completions import (
     asks_for_the_other_limit,
     check_length,
     cut_at_the_limit,
-    listed_models,
     read_completion,
     remedy,
     request_body,
@@ -73,6 +72,7 @@ class OpenAIChat:
             headers={name: value for name, value in headers.items() if value is not None},
             proxies=True,
         )
+        self._url = f"{settings.url.rstrip('/')}/chat/completions"
         self._next_start = 0.0
         named = settings.max_tokens_field
         self._limit = LIMITS[0] if named == "auto" else named
@@ -96,7 +96,7 @@ class OpenAIChat:
         return reply.text, reply.finish
 
     def unreachable(self) -> list[str]:
-        """Why no request can succeed: nobody there, a refused key, an unknown model. Blocks; asks at most one token.
+        """Why no request can succeed: nobody there, a refused key, an unknown model. Blocks; asks one token.
 
         One sentence per problem, with the config key. What may pass (429, 500, a slow reply) is no problem.
         """
@@ -111,21 +111,13 @@ class OpenAIChat:
         self._http.close()
 
     async def _probe(self) -> list[str]:
-        """Is the model among those that the server lists? If not, or if it lists none: does it answer one token?"""
-        # Listing models is free but not offered, or not allowed, everywhere; a request for one token is the proof.
-        settings, limit = self.settings, min(self.settings.timeout_s, PROBE_S)
+        """Does it answer a request for one token?"""
+        # Not the list of models: that is not offered, or not allowed, everywhere.
+        settings = self.settings
         body = request_body(settings, [{"role": "user", "content": "ping"}], {"max_tokens": 1}, self._limit)
         try:
-            async with asyncio.timeout(limit):
-                try:
-                    listed = await self._http.attempt("GET", self._url("models"), limit=LARGEST_REPLY)
-                    if settings.model in listed_models(listed):
-                        return []
-                except HttpFailure as failure:
-                    if not failure.reached:
-                        raise
-            async with asyncio.timeout(limit):
-                await self._http.attempt("POST", self._url("chat/completions"), body=body, limit=LARGEST_REPLY)
+            async with asyncio.timeout(min(settings.timeout_s, PROBE_S)):
+                await self._http.attempt("POST", self._url, body=body, limit=LARGEST_REPLY)
         except TimeoutError:
             return []  # there, but slow for now: a request is tried more than once
         except HttpFailure as failure:
@@ -165,7 +157,7 @@ class OpenAIChat:
             try:
                 reply = await self._http.request(
                     "POST",
-                    self._url("chat/completions"),
+                    self._url,
                     lambda content: read_completion(content, self.settings.reasoning),
                     body=body,
                     limit=LARGEST_REPLY,
@@ -188,9 +180,6 @@ class OpenAIChat:
         start = max(now, self._next_start)
         self._next_start = start + 60.0 / self.settings.requests_per_minute
         await asyncio.sleep(start - now)
-
-    def _url(self, path: str) -> str:
-        return f"{self.settings.url.rstrip('/')}/{path}"
 
     def _renamed(self, body: Mapping[str, object], failure: HttpFailure) -> bool:
         """Whether the server asks for another name of the limit of new tokens, which later requests have."""

@@ -18,8 +18,7 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from mmrl.config.base import FETCHED, SHIPPED, reasons, value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS
 from mmrl.errors import ConfigError
-from mmrl.system.files import atomic_write, read_yaml
-from mmrl.system.files import digests as file_digests
+from mmrl.system.files import atomic_write, differences, read_yaml
 
 POLICY = "policy.json"
 """Of a run without checkpoints: what its policy is, once it has one (`write_policy`)."""
@@ -118,15 +117,8 @@ def damage(path: Path, only: Callable[[str], bool] = lambda name: True) -> str:
         return f"{marker} is missing or cannot be read"
     if step != checkpoint_step(path):
         return f"{marker} is that of step {step}"
-    for name, size in sizes.items():
-        if not (path / name).is_file():
-            return f"{path / name} is missing"
-        if (there := (path / name).stat().st_size) != size:
-            return f"{path / name} has {there:,} bytes, not the {size:,} that were saved"
-    for name, actual in zip(sizes, file_digests([path / name for name in sizes]), strict=True):
-        if actual != digests.get(name):
-            return f"{path / name} has not the content that was saved"
-    return ""
+    changed = differences({path / name: (size, digests.get(name)) for name, size in sizes.items()})
+    return next((f"{file} {text}" for file, text in changed.items()), "")
 
 
 def require_undamaged(policy: Policy) -> None:

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from bm25s import BM25
 
 WORD = re.compile(r"\w+")
-COUNTED = 1000
-"""Documents after which progress is reported."""
-FORMAT = 1
+FORMAT = 2
 """Part of the cache key: raise it when tokenisation or files change."""
 
 
@@ -146,9 +144,8 @@ def _build(documents: Sequence[Document], k1: float, b: float, words_of: Callabl
     vocabulary: dict[str, int] = {}
     corpus_ids: list[list[int]] = []
     with progress("reading words for BM25", len(documents)) as advance:
-        for number, document in enumerate(documents, 1):
-            if not number % COUNTED:
-                advance(COUNTED)
+        for document in documents:
+            advance(1)
             words = words_of(f"{document.title} {document.text}")
             corpus_ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in words])
     # A corpus of stop words only: bm25s needs one column, which no query can name.
@@ -175,8 +172,7 @@ def _key(documents: Sequence[Document], k1: float, b: float, analysis: Analysis)
     """Hash of all that the index depends on: corpus in order, settings, bm25s' version."""
     from bm25s import __version__
 
-    read = "" if analysis == PLAIN else f" {analysis}"
-    state = hashlib.blake2b(f"{FORMAT} {k1!r} {b!r} {__version__}{read}".encode(), digest_size=16)
+    state = hashlib.blake2b(f"{FORMAT} {k1!r} {b!r} {__version__} {analysis}".encode(), digest_size=16)
     for document in documents:
         state.update(f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass"))
     return state.hexdigest()

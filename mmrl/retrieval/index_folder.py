@@ -30,7 +30,7 @@ from mmrl.retrieval.vectors import HNSW_LINKS
 from mmrl.system.artifacts import FileChecks, file_checks, verify
 from mmrl.system.files import atomic_write, remove_leftovers, take_lock, user_path
 
-FORMAT = 2
+FORMAT = 3
 INFO, PLAN, DONE, LOCK = "index.json", "plan.json", "passages.json", "lock"
 """Of a finished index; of an unfinished one: its settings, the corpus once it is written, and who builds."""
 

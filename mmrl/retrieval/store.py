@@ -21,8 +21,6 @@ import numpy as np
 from mmrl.retrieval.base import Document
 from mmrl.system.bar import progress
 
-COUNTED = 1000
-"""Passages after which progress is reported."""
 PASSAGES, OFFSETS, TITLES = "passages.jsonl", "offsets.npy", "titles.npy"
 
 
@@ -62,9 +60,8 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
     digest = hashlib.blake2b(digest_size=16)
     duplicates = text_bytes = 0
     with (folder / PASSAGES).open("wb") as file, progress("writing") as advance:
-        for number, document in enumerate(documents, 1):
-            if not number % COUNTED:
-                advance(COUNTED)
+        for document in documents:
+            advance(1)
             # Control characters as separators, so that titles and texts do not run into each other.
             content = f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass")
             key = hashlib.blake2b(content, digest_size=16).digest()

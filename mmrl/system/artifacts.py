@@ -7,7 +7,6 @@ share the checks.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from mmrl.system.files import atomic_dir, user_path
+from mmrl.system.files import atomic_dir, differences, digest, user_path
 
 T = TypeVar("T")
 
@@ -25,7 +24,7 @@ CHECKED_BYTES = 64 * 2**20
 """Files up to this size are checked by content, larger ones by size alone: start-up must not read gigabytes."""
 
 FileChecks: TypeAlias = Mapping[str, tuple[int, str | None]]
-"""File name below a folder -> size in bytes, checksum of the content (None for large files)."""
+"""File name below a folder -> size in bytes, SHA-256 of the content (None for large files)."""
 
 log = logging.getLogger("mmrl.cache")
 
@@ -72,26 +71,19 @@ def load_or_build(
 
 def file_checks(folder: Path, without: tuple[str, ...] = ()) -> dict[str, tuple[int, str | None]]:
     """Sizes and checksums of all files below a folder, except those with certain names."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name not in without]
-    return {str(file.relative_to(folder)): (file.stat().st_size, _checksum(file)) for file in files}
+    checks = {}
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and file.name not in without:
+            size = file.stat().st_size
+            checks[str(file.relative_to(folder))] = (size, digest(file) if size <= CHECKED_BYTES else None)
+    return checks
 
 
 def verify(folder: Path, files: FileChecks) -> None:
     """Compare a folder with what `file_checks` gave when it was written; other files in it do not matter.
 
     Raises:
-        OSError, ValueError: a file is missing, or is not what was written.
+        ValueError: a file is missing, or is not what was written.
     """
-    for name, (size, content) in files.items():
-        file = folder / name
-        if file.stat().st_size != size:
-            raise ValueError(f"{name} has {file.stat().st_size} bytes, expected {size}")
-        # A torn write often has the right size: file systems extend a file before its blocks are there.
-        if content is not None and _checksum(file) != content:
-            raise ValueError(f"{name} has another content than was written")
-
-
-def _checksum(file: Path) -> str | None:
-    if file.stat().st_size > CHECKED_BYTES:
-        return None
-    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    for file, text in differences({folder / name: check for name, check in files.items()}).items():
+        raise ValueError(f"{file.name} {text}")

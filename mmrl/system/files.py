@@ -16,21 +16,20 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from mmrl.errors import ConfigError, DataError
 from mmrl.secrets import hide
 
+T = TypeVar("T")
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, as `json.loads` returns it: whoever reads a value must know its type."""
 LONGEST_NAME, LONGEST_PATH = 255, 4095
 """Bytes of a file's name and of a path (Linux)."""
-
-
 MOST_VALUES = 1_000_000
 """Values in a YAML file; a few lines of aliases may stand for more than a machine has."""
 
@@ -271,16 +270,46 @@ def repair_jsonl(path: Path) -> None:
         atomic_write(path, data[: data.rfind(b"\n") + 1])
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file's content, as hexadecimal digits."""
+def digest(path: Path, size: int | None = None) -> str:
+    """SHA-256 of a file's content, or of its first `size` bytes, as hexadecimal digits."""
     with named(path), open(path, "rb") as file:
+        if size is not None:
+            return hashlib.sha256(file.read(size)).hexdigest()
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digests(paths: Sequence[Path]) -> list[str]:
-    """`digest` of each, several at a time: reading and hashing both let other threads work."""
+def several(work: Callable[[T], str], items: Iterable[T]) -> list[str]:
+    """`work` of each, several at a time: reading and hashing both let other threads work."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(digest, paths))
+        return list(pool.map(work, items))
+
+
+def digests(paths: Sequence[Path]) -> list[str]:
+    """`digest` of each."""
+    return several(digest, paths)
+
+
+def differences(files: Mapping[Path, tuple[int, str | None]], grown: bool = False) -> dict[Path, str]:
+    """Files that are not what they were when they were written, and what is wrong with each.
+
+    Args:
+        files: file -> its bytes and SHA-256 then; None: its size alone is compared.
+        grown: whether a file may have more than that, behind it.
+    """
+
+    def difference(path: Path) -> str:
+        size, sha256 = files[path]
+        if not path.is_file():
+            return "is missing"
+        now = path.stat().st_size
+        if now < size or (now > size and not grown):
+            return f"has {now:,} bytes, not the {size:,} that were written"
+        # A torn write often has the right size: file systems extend a file before its blocks are there.
+        same = sha256 is None or digest(path, size if now > size else None) == sha256
+        return "" if same else "has not the content that was written"
+
+    texts = several(difference, files)
+    return {path: text for path, text in zip(files, texts, strict=True) if text}
 
 
 def take_lock(path: Path) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import CheckpointError, DataError
-from mmrl.system.files import JsonObject, append_jsonl, named, plain, read_jsonl, repair_jsonl
+from mmrl.system.files import JsonObject, append_jsonl, differences, named, plain, read_jsonl, repair_jsonl
 
 LINES_DIFFER = "has lost or changed lines from before the checkpoint"
 
@@ -78,10 +78,8 @@ class Ledger:
         """
         if mark is not None and not begins_with(self.path, mark):
             return {self.path: LINES_DIFFER}
-        differences = {
-            self.folder / name: _difference(self.folder / name, line, grown) for name, line in self._lines(mark).items()
-        }
-        return {path: text for path, text in differences.items() if text}
+        noted = {self.folder / name: (line["bytes"], line["sha256"]) for name, line in self._lines(mark).items()}
+        return differences(noted, grown)
 
     def read(self) -> None:
         """Begin with what the file holds."""
@@ -107,16 +105,6 @@ class Ledger:
             except (ValueError, KeyError, TypeError):
                 continue
         return noted
-
-
-def _difference(path: Path, noted: JsonObject, grown: bool) -> str:
-    """Say how a file differs from what was noted; empty where it does not."""
-    if not path.is_file():
-        return "is missing"
-    size = path.stat().st_size
-    if size < noted["bytes"] or (size > noted["bytes"] and not grown):
-        return f"has {size:,} bytes, not the {noted['bytes']:,} that were written"
-    return "" if begins_with(path, noted) else "has not the content that was written"
 
 
 class Store:

@@ -204,8 +204,6 @@ def test_a_reasoning_model_is_found_by_the_probe() -> None:
     )
 
     def probed(seen: Seen) -> Scripted:
-        if seen.path.endswith("/models"):
-            return Scripted("", 404)
         return OTHER_LIMIT if "max_tokens" in seen.body else short
 
     with serving(probed) as (url, server):
