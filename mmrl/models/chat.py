@@ -61,21 +61,15 @@ def takes_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template writes a system message; some refuse it, some leave it out without a word.
 
     Raises:
-        Exception: the template's own, where it cannot write a prompt with or without a system message.
+        Exception: the template's own, where it cannot write a prompt without a system message either.
     """
     user = {"role": "user", "content": "-"}
+    system = {"role": "system", "content": _PROBE}
     try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "system", "content": _PROBE}, user], tokenize=False, add_generation_prompt=True
-        )
+        text = tokenizer.apply_chat_template([system, user], tokenize=False, add_generation_prompt=True)
     except Exception:  # of Jinja, of a filter, of whatever a template calls
-        try:
-            tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-        except Exception:
-            pass
-        else:
-            return False
-        raise
+        tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+        return False
     return _PROBE in str(text).lower()
 
 

@@ -177,9 +177,7 @@ class _Server:
                 return _stream_response(self._stream(running, shape), release)
             await _until_done(running.task, request)
             return JSONResponse(_whole(running, shape))
-        except Refused as refused:
-            return JSONResponse(refused.body(), status_code=refused.status)
-        # Whatever else goes wrong must reach the client as a status, and the server must go on.
+        # Whatever goes wrong must reach the client as a status, and the server must go on.
         except Exception as error:
             status, refusal = _failed(error)
             return JSONResponse(refusal, status_code=status)
@@ -404,7 +402,9 @@ def _event(head: Mapping[str, object], **fields: object) -> str:
 
 
 def _failed(error: Exception) -> tuple[int, dict[str, object]]:
-    """Status and OpenAI error object of what an engine raised."""
+    """Status and OpenAI error object of a refusal, or of what an engine raised."""
+    if isinstance(error, Refused):
+        return error.status, error.body()
     if isinstance(error, LengthFailure):
         return 400, error_object(400, str(error), "messages", "context_length_exceeded")
     if isinstance(error, RequestFailure):

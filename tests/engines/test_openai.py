@@ -17,7 +17,7 @@ from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.retriever import RemoteRetrieverConfig
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import ConfigError, EngineFailure
-from mmrl.system.breaker import Breaker
+from mmrl.system.http_client import Breaker
 from mmrl.system.replies import retry_after
 from tests.helpers.servers import Scripted, ScriptedServer, Seen, chat_reply, serving
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmrl.engines.base import Completion, Request
-from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.errors import EngineFailure, RolloutError
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ class PendingRequest:
     sort_key: tuple[tuple[int, int | str], ...]
     outcome: Completion | RolloutError | None = None
     """Set by the decoder when the job is done."""
-    row: BatchRow | None = None
-    """Its place in the batch, made by the decoder when it is admitted."""
 
 
 class Batcher:

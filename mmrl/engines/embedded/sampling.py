@@ -48,6 +48,8 @@ class RowDecoder:
         self.parameters = parameters
         self.policy_version = 0
         self._jobs: list[PendingRequest] = []
+        self._rows: list[BatchRow] = []
+        """Of each job."""
         self._version = 0
 
     @property
@@ -60,7 +62,7 @@ class RowDecoder:
         policy version of this moment."""
         # Of this moment: the version may change before the burst is over only if nothing is in flight.
         self._version = self.policy_version
-        self._jobs = []
+        self._jobs, self._rows = [], []
         with torch.no_grad():
             self.loop.start()
 
@@ -76,22 +78,20 @@ class RowDecoder:
 
     def admit(self, jobs: Sequence[PendingRequest]) -> None:
         """Prefill `jobs` and sample the first token of each."""
-        rows = []
-        for job in jobs:
-            job.row = self.rules.row(job.request)
-            rows.append(job.row)
+        rows = [self.rules.row(job.request) for job in jobs]
         tokens = sum(len(row.prompt_ids) for row in rows)
         with torch.no_grad(), self._threads(tokens):
             ids, logprobs = sample(self.loop.prefill(rows), rows)
         self._jobs += jobs
-        self._append(jobs, ids, logprobs)
+        self._rows += rows
+        self._append(jobs, rows, ids, logprobs)
 
     def step(self) -> None:
         """Sample one more token of each row in flight."""
-        rows = self._rows(self._jobs)
+        rows = self._rows
         with torch.no_grad(), self._threads(len(rows)):
             ids, logprobs = sample(self.loop.step([row.ids[-1] for row in rows]), rows)
-        self._append(self._jobs, ids, logprobs)
+        self._append(self._jobs, rows, ids, logprobs)
 
     def drop(self, jobs: Sequence[PendingRequest]) -> None:
         """Forget rows that are done or no longer needed."""
@@ -101,10 +101,11 @@ class RowDecoder:
             with torch.no_grad():
                 indices = self.loop.keep(indices)  # the loop may reorder rows; jobs follow
             self._jobs = [self._jobs[index] for index in indices]
+            self._rows = [self._rows[index] for index in indices]
 
     def stop(self) -> None:
         """The burst is over, well or badly: forget all rows and put the model back as it was."""
-        self._jobs = []
+        self._jobs, self._rows = [], []
         self.loop.stop()
 
     def forget(self) -> None:
@@ -115,8 +116,10 @@ class RowDecoder:
         """
         self.loop.forget()
 
-    def _append(self, jobs: Sequence[PendingRequest], ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        for job, row, token, logprob in zip(jobs, self._rows(jobs), ids, logprobs, strict=True):
+    def _append(
+        self, jobs: Sequence[PendingRequest], rows: Sequence[BatchRow], ids: Sequence[int], logprobs: Sequence[float]
+    ) -> None:
+        for job, row, token, logprob in zip(jobs, rows, ids, logprobs, strict=True):
             try:
                 finish = self.rules.append(row, token, logprob)
             except EngineFailure as failure:  # this row's alone; the batch goes on without it
@@ -124,10 +127,6 @@ class RowDecoder:
                 continue
             if finish is not None:
                 job.outcome = self.rules.completion(row, finish, self._version)
-
-    @staticmethod
-    def _rows(jobs: Sequence[PendingRequest]) -> list[BatchRow]:
-        return [job.row for job in jobs if job.row is not None]
 
     @contextmanager
     def _threads(self, tokens: int) -> Iterator[None]:

@@ -10,7 +10,7 @@ import json
 import secrets
 import shutil
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -211,20 +211,18 @@ class VllmEngine(Engine):
         return made if exact(self.mode, row.request.sampling) else replace(made, logprobs=None)
 
     def _adapter_names(self) -> list[str]:
+        """Those that modules speak with, or the active one; empty without peft."""
         if self.model is None:
             return sorted(self.setup.folders)
-        return adapter_names(self.model, self.setup.adapters.values() if self.setup.adapters else None)
+        if not hasattr(self.model, "peft_config"):
+            return []
+        if self.setup.adapters:
+            return sorted(set(self.setup.adapters.values()))
+        return [cast("PeftModel", self.model).active_adapters[0]]
 
 
 def _largest_gap(some: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(some, other, strict=True))
-
-
-def adapter_names(model: PreTrainedModel, adapters: Iterable[str] | None) -> list[str]:
-    """Names of the model's adapters that speak: `adapters`, or the active one; empty without peft."""
-    if not hasattr(model, "peft_config"):
-        return []
-    return sorted(set(adapters)) if adapters is not None else [cast("PeftModel", model).active_adapters[0]]
 
 
 def save_weights(

@@ -15,8 +15,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mmrl.config.engines import VllmColocatedConfig
@@ -88,8 +89,10 @@ class VllmColocatedEngine(VllmEngine):
         self._asleep = False
         self._count = 0
         self._in_flight = 0
-        self._waiting: queue.Queue[_VllmRequest | str | threading.Event | None] = queue.Queue()
-        """Requests; ids of cancelled ones; an event to set once nothing is in flight; None: the end."""
+        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        """Work for the driver's thread; None: the end."""
+        self._live: dict[str, _VllmRequest] = {}
+        """Requests in flight; the driver's thread alone has them."""
         self._driver: threading.Thread | None = None
         self._vllm = self._start()
         try:
@@ -122,10 +125,10 @@ class VllmColocatedEngine(VllmEngine):
         self._in_flight += 1
         try:
             self._drive()
-            self._waiting.put(job)
+            self._waiting.put(partial(self._begin, job))
             return await job.future
         except asyncio.CancelledError:
-            self._waiting.put(job.id)
+            self._waiting.put(partial(self._drop, [job.id]))
             raise
         finally:
             self._in_flight -= 1
@@ -138,77 +141,70 @@ class VllmColocatedEngine(VllmEngine):
             self._driver.start()
 
     def _driven(self) -> None:
-        in_flight: dict[str, _VllmRequest] = {}
-        while True:
-            item = self._waiting.get()
+        while (work := self._waiting.get()) is not None:
             started = time.perf_counter()
-            if not self._take(item, in_flight):
-                return
-            while in_flight:
+            work()
+            while self._live:
                 with contextlib.suppress(queue.Empty):
-                    while True:
-                        if not self._take(self._waiting.get_nowait(), in_flight):
-                            return
-                if in_flight:
-                    self._step(in_flight)
+                    while (work := self._waiting.get_nowait()) is not None:
+                        work()
+                    self._fail("the engine was closed")  # None came
+                    return
+                if self._live:
+                    self._step()
                 # Step by step: rollouts that wait are not to time out while others are computed (`computing_s`).
                 now = time.perf_counter()
                 self.busy_s, started = self.busy_s + now - started, now
 
-    def _take(self, item: _VllmRequest | str | threading.Event | None, in_flight: dict[str, _VllmRequest]) -> bool:
-        """Begin or drop one request; False when the engine is closed."""
-        if item is None:
-            for job in in_flight.values():
-                job.answer(EngineFailure("the engine was closed"))
-            return False
-        if isinstance(item, threading.Event):
-            # Set by a caller without open calls, so what is still in flight here has been cancelled.
-            self._abort(list(in_flight))
-            in_flight.clear()
-            item.set()
-            return True
-        if isinstance(item, str):
-            if in_flight.pop(item, None) is not None:
-                self._abort([item])
-            return True
+    def _begin(self, job: _VllmRequest) -> None:
         try:
             self._awake()
-            self._add(item.id, item.row.prompt_ids, self._sampling(item.row), item.adapter)
-            in_flight[item.id] = item
+            self._add(job.id, job.row.prompt_ids, self._sampling(job.row), job.adapter)
+            self._live[job.id] = job
         except Exception as error:  # vLLM's own words, whatever their type
-            item.answer(EngineFailure(f"vLLM refused the request: {type(error).__name__}: {error}"))
-        return True
+            job.answer(EngineFailure(f"vLLM refused the request: {type(error).__name__}: {error}"))
 
-    def _step(self, in_flight: dict[str, _VllmRequest]) -> None:
+    def _drop(self, names: Sequence[str]) -> None:
+        """Forget requests whose callers are gone."""
+        known = [name for name in names if self._live.pop(name, None) is not None]
+        try:
+            if known:
+                self._vllm.abort_request(known)
+        except Exception as error:
+            LOG.warning("vLLM could not drop %d requests: %s: %s", len(known), type(error).__name__, error)
+
+    def _fail(self, reason: str) -> None:
+        for job in self._live.values():
+            job.answer(EngineFailure(reason))
+        self._live.clear()
+
+    def _step(self) -> None:
         try:
             outputs = self._vllm.step()
         except Exception as error:
-            for job in in_flight.values():
-                job.answer(EngineFailure(f"vLLM failed: {type(error).__name__}: {error}"))
-            in_flight.clear()
+            self._fail(f"vLLM failed: {type(error).__name__}: {error}")
             return
         for output in outputs:
-            if output.finished and output.request_id in in_flight:
-                done = in_flight.pop(output.request_id)
+            if output.finished and output.request_id in self._live:
+                done = self._live.pop(output.request_id)
                 try:
                     done.answer(self._answer(done, output.outputs[0]))
                 except Exception as error:  # one call's; the thread goes on for the others
                     known = isinstance(error, EngineFailure)
                     done.answer(error if known else EngineFailure(f"vLLM's reply: {type(error).__name__}: {error}"))
 
-    def _abort(self, names: list[str]) -> None:
-        try:
-            if names:
-                self._vllm.abort_request(names)
-        except Exception as error:  # their callers are gone
-            LOG.warning("vLLM could not drop %d requests: %s: %s", len(names), type(error).__name__, error)
-
     def _settle(self) -> None:
         """Return once the driver's thread has nothing in flight: calls that timed out leave before it has noticed."""
         if self._driver is None or not self._driver.is_alive():
             return
         settled = threading.Event()
-        self._waiting.put(settled)
+
+        def settle() -> None:
+            # Put by a caller without open calls, so what is still in flight has been cancelled.
+            self._drop(list(self._live))
+            settled.set()
+
+        self._waiting.put(settle)
         while not settled.wait(0.1):
             if not self._driver.is_alive():
                 return
