@@ -26,7 +26,6 @@ from mmrl.models.fetched import encoder_source
 from mmrl.retrieval import bm25, dense
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.store import CorpusFacts, PassageStore, write_passages
-from mmrl.retrieval.vectors import HNSW_LINKS
 from mmrl.system.artifacts import FileChecks, file_checks, verify
 from mmrl.system.files import atomic_write, remove_leftovers, take_lock, user_path
 
@@ -51,7 +50,7 @@ class IndexSpec:
     kind: str
     """`bm25` or `dense`."""
     settings: Settings
-    """`k1`, `b` and `Analysis`; or `model`, `faiss` and `Treatment`."""
+    """`Bm25Settings`; or `model`, `faiss` and `Treatment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +77,6 @@ def spec_of(config: RetrieverConfig) -> IndexSpec:
     else:
         settings = config.model_dump(include={"k1", "b", "stemmer", "stopwords"})
     return IndexSpec(kind=config.name, settings=settings)
-
-
-def _analysis(settings: Settings) -> bm25.Analysis:
-    return bm25.Analysis(stemmer=settings["stemmer"], stopwords=settings["stopwords"])
 
 
 def _encoder(settings: Settings, device: str, batch_size: int) -> dense.Encoder:
@@ -225,7 +220,7 @@ def _check_plan(work: Path, spec: IndexSpec, stamp: str) -> None:
 def _build(work: Path, passages: PassageStore, spec: IndexSpec, device: str, batch_size: int) -> None:
     settings = spec.settings
     if spec.kind == "bm25":
-        bm25.write_index(work / "bm25", passages, float(settings["k1"]), float(settings["b"]), _analysis(settings))
+        bm25.write_index(work / "bm25", passages, bm25.Bm25Settings(**settings))
     else:
         dense.build(work, passages, _encoder(settings, device, batch_size), settings["faiss"])
 
@@ -245,8 +240,7 @@ def open_index(
     """
     settings = info.settings
     if info.kind == "bm25":
-        k1, b = float(settings["k1"]), float(settings["b"])
-        return bm25.Bm25Retriever(passages, k1=k1, b=b, analysis=_analysis(settings), built=folder / "bm25")
+        return bm25.Bm25Retriever(passages, bm25.Bm25Settings(**settings), built=folder / "bm25")
     return dense.DenseRetriever(folder, passages, _encoder(settings, device, batch_size))
 
 
@@ -272,7 +266,7 @@ def estimated_bytes(spec: IndexSpec, passages: int, text_bytes: int) -> dict[str
             "search": BM25_DISK * text_bytes + 8 * passages,
         }
     vectors = 4.0 * DIMENSION * passages
-    index = vectors + graph * passages * (8 * HNSW_LINKS + 16)
+    index = vectors + graph * passages * (8 * dense.HNSW_LINKS + 16)
     return {"disk": store + index, "work": vectors, "build": hashes + index, "search": index}
 
 

@@ -11,7 +11,7 @@ from mmrl.config.retriever import Bm25Config, RemoteRetrieverConfig
 from mmrl.errors import ConfigError, DataError, RetrievalFailure
 from mmrl.models.hub import encoder_problems
 from mmrl.retrieval.base import Document, Retriever
-from mmrl.retrieval.bm25 import Analysis, Bm25Retriever
+from mmrl.retrieval.bm25 import Bm25Retriever, Bm25Settings
 from mmrl.retrieval.index_folder import IndexInfo, cached_index, model_identity, open_index, read_info, spec_of
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.store import PassageStore
@@ -118,8 +118,7 @@ def open_retriever(config: RetrieverConfig, documents: Sequence[Document]) -> Re
         return _remote(config)
     cache, index = cache_root(config.get("cache_dir")), config.get("index")
     if isinstance(config, Bm25Config) and index is None:
-        analysis = Analysis(stemmer=config.stemmer, stopwords=config.stopwords)
-        return Bm25Retriever(documents, k1=config.k1, b=config.b, analysis=analysis, cache=cache)
+        return Bm25Retriever(documents, Bm25Settings(**spec_of(config).settings), cache=cache)
     folder = user_path(index) if index is not None else cached_index(documents, config, cache)
     # Options of an index's use, not of its content; a retriever without an encoder has none.
     runtime = config.model_dump(include={"device", "batch_size"})

@@ -20,8 +20,8 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import psutil
@@ -151,14 +151,12 @@ class ChildProcess:
 
     def _answers(self) -> bool:
         try:
-            with _OPENER.open(f"{self.url}/health", timeout=5) as reply:
-                return bool(reply.status == 200)
-        except OSError:
+            # Not urllib: it would ask a proxy of the environment, which knows nothing of this machine's own ports.
+            connection = HTTPConnection("127.0.0.1", self.port, timeout=5)
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, HTTPException):
             return False
-
-
-# A proxy of the environment knows nothing of this machine's own ports.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

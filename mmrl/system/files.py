@@ -220,12 +220,11 @@ def read_yaml(path: Path) -> object:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise DataError(f"{path}: cannot be read: not UTF-8 text") from None
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise DataError(f"{path}{line}: cannot be read: not YAML ({error.problem or error.context})") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2000-99-99
-        reason = " ".join(str(error).split()).partition(' in "<unicode string>"')[0]
-        raise DataError(f"{path}: cannot be read: not YAML ({reason or type(error).__name__})") from None
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or " ".join(str(error).split()).partition(' in "<unicode string>"')[0]
+        line = f":{mark.line + 1}" if mark else ""
+        raise DataError(f"{path}{line}: cannot be read: not YAML ({reason or type(error).__name__})") from None
     if values > MOST_VALUES:
         raise DataError(f"{path}: cannot be read: more than {MOST_VALUES:,} values once its aliases are written out")
     return content

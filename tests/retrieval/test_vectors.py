@@ -16,7 +16,7 @@ from mmrl.cli import main
 from mmrl.config.retriever import Bm25Config, DenseConfig
 from mmrl.config.tasks import MultihopQaConfig
 from mmrl.errors import ConfigError, DataError
-from mmrl.retrieval import vectors as vectors_module
+from mmrl.retrieval import dense
 from mmrl.retrieval.dense import PRESETS, DenseRetriever, Encoder
 from mmrl.retrieval.index_folder import (
     build_index,
@@ -102,7 +102,7 @@ def test_the_time_of_a_search_is_without_the_loading_of_the_encoder(model, tmp_p
 
 
 def test_a_killed_build_goes_on_where_it_was(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(vectors_module, "SHARD", 20)
+    monkeypatch.setattr(dense, "SHARD", 20)
     folder, encoded = tmp_path / "index", []
     whole = Encoder.passages
 
@@ -150,7 +150,7 @@ def test_a_build_killed_by_the_system_continues(model, tmp_path):
     corpus.write_text(json.dumps(rows))
     # letters for vectors: what an encoder makes is tested above, and each process would load it
     code = (
-        "import sys, time\nimport numpy as np\nfrom mmrl.retrieval import dense, vectors\nvectors.SHARD = 10\n"
+        "import sys, time\nimport numpy as np\nfrom mmrl.retrieval import dense\ndense.SHARD = 10\n"
         "letters = lambda documents: np.float32([[ord(c) for c in f'{d.text:32}'[:32]] for d in documents])\n"
         "dense.Encoder.passages = lambda s, part, told: (time.sleep(float(sys.argv[1])), letters(part))[1]\n"
         "from mmrl.cli import main\nsys.exit(main(sys.argv[2:]))\n"

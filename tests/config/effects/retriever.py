@@ -23,8 +23,10 @@ from tests.config.effects.task import played, searched
 from tests.helpers.programs import DOCUMENTS
 
 LOCAL = "retriever.bm25;retriever.dense"
-SETTINGS = {"model": "m", "k1": 0.9, "b": 0.4, "stemmer": "none", "stopwords": "english"}
-SETTINGS |= {"encoder": "own", "normalise": None, "query_prompt": None, "passage_prompt": None}
+SETTINGS: dict[str, dict[str, object]] = {
+    "bm25": {},
+    "dense": {"model": "m", "encoder": "own", "normalise": None, "query_prompt": None, "passage_prompt": None},
+}
 CORPUS = [Document(id=str(n), title=d["title"], text=d["text"]) for n, d in enumerate(DOCUMENTS)]
 
 
@@ -67,7 +69,7 @@ def cached(name: str, options: Options, folder: Path) -> object:
 
 def opened(name: str, options: Options, folder: Path) -> object:
     """The folder that is opened, and what its encoder and search are made with."""
-    info = SimpleNamespace(kind=name, settings=SETTINGS)
+    info = SimpleNamespace(kind=name, settings=SETTINGS[name])
     with (
         patch("mmrl.retrieval.select.cached_index", lambda *arguments: Path("cached")),
         patch("mmrl.retrieval.select.read_info", lambda path: info),
