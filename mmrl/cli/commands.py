@@ -350,7 +350,6 @@ def serve(context: typer.Context) -> int:
       token_env=NAME             environment variable with the token that every request must bring; needed with any
                                  host that other machines reach
       name=                      the model's name in requests: policy; with weights per module policy/MODULE
-      parent=PID                 end when this process is gone
       model= hardware= engine=   how the policy is loaded and samples, as in `mmrl eval`
 
     \b

@@ -122,12 +122,12 @@ def index_build(context: typer.Context) -> int:
     Keys:
       corpus=A,B                      files, folders or names of a corpus
       index=DIR                       folder that is made
-      retriever=bm25|dense|colbert    bm25
+      retriever=bm25|dense            bm25
       k1= b=                          bm25
       stemmer=porter|english|…        bm25: takes the endings of words off (31 languages); none
       stopwords=english|none|…        bm25: words that are left out (12 languages)
-      model= device= batch_size=      dense, colbert: the encoder, where it runs, texts at once
-      faiss=flat|hnsw                 dense, colbert
+      model= device= batch_size=      dense: the encoder, where it runs, texts at once
+      faiss=flat|hnsw                 dense: exact, or a graph
       encoder=own|contriever|e5       dense: how texts become vectors; own: as the model's files say
       normalise=                      dense: vectors of length 1
       query_prompt= passage_prompt=   dense: text in front of queries and passages
@@ -172,8 +172,7 @@ def index_search(context: typer.Context) -> int:
     Keys:
       index=DIR query=TEXT   what is searched for
       top_k=                 passages; 5
-      device= batch_size=    dense, colbert
-      candidates=            colbert: nearest tokens of each query token
+      device= batch_size=    dense: where the encoder runs, texts at once
 
     \b
     Examples:
@@ -199,9 +198,7 @@ def serve_retriever(context: typer.Context) -> int:
       token_env=NAME        environment variable with the token that every request must bring; needed with any host
                             that other machines reach
       max_batch=            queries of one search
-      parent=PID            end when this process is gone
-      device= batch_size=   dense, colbert
-      candidates=           colbert: nearest tokens of each query token
+      device= batch_size=   dense: where the encoder runs, texts at once
 
     \b
     Examples:

@@ -344,9 +344,8 @@ def _load_fixed(config: TrainCommandConfig, policy: Policy) -> tuple[Engine, Pre
 
     model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
     model.eval().requires_grad_(False)
-    limit, threads = config.task.max_context, config.hardware.threads
-    build = engine_class("transformers")
-    return build(model, tokenizer, config.engine.in_process, max_context=limit, threads=threads, **serving), tokenizer
+    setup = EngineSetup(max_context=config.task.max_context, threads=config.hardware.threads, **serving)
+    return engine_class("transformers")(model, tokenizer, config.engine.in_process, setup), tokenizer
 
 
 @contextmanager

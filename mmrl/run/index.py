@@ -92,7 +92,7 @@ def info(given: IndexInfoArguments) -> int:
     facts = read_info(folder, KEY)
     rows = {
         "index": str(folder),
-        "retriever": _spec_text(facts.spec),
+        "retriever": _spec_text(facts),
         "passages": f"{facts.documents:,} ({facts.duplicates:,} repeated ones left out)",
         "text": decimal(facts.text_bytes),
         "disk": decimal(sum(int(size) for size, _ in facts.files.values())),
@@ -186,7 +186,7 @@ def _opened(given: IndexArguments) -> tuple[IndexInfo, Retriever, PassageStore]:
         raise DataError(problems)
     try:
         passages = PassageStore(folder)
-        settings = given.model_dump(include={"device", "batch_size", "candidates"})
+        settings = given.model_dump(include={"device", "batch_size"})
         retriever = open_index(folder, facts, passages, **settings)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{KEY}: cannot open {folder}: {error}") from None

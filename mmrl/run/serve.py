@@ -87,7 +87,7 @@ def listen(app: FastAPI, given: ServerArguments, announce: str, *, grace_s: int 
     from mmrl.system.http_server import serve
 
     try:
-        serve(app, given.host, given.port, parent=given.parent, announce=announce, grace_s=grace_s)
+        serve(app, given.host, given.port, announce=announce, grace_s=grace_s)
     except OSError as error:
         text = error.strerror or error
         raise ConfigError(f"host, port: cannot listen on host={given.host} port={given.port}: {text}") from None

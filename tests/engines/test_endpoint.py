@@ -290,11 +290,11 @@ def test_a_password_in_an_address_is_refused_and_not_repeated(capsys):
         ),
         (
             ["train", "task=banking77", "algo=mmgrpo", "engine.endpoints={classify.predict: {model: x}}"],
-            "engine.endpoints: no module is left to train",
+            "engine.endpoints.classify.predict: no module is left to train",
         ),
         (
             ["train", "task=search_o1", "algo=ppo", "engine.endpoints.condenser.model=x"],
-            "engine.endpoints: the critic of ppo values whole rollouts",
+            "engine.endpoints.condenser: the critic of ppo values whole rollouts",
         ),
         (
             ["train", "task=search_o1", "algo=grpo", "engine.endpoints.reasoner.model=x"],
