@@ -11,6 +11,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
@@ -20,7 +22,6 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.config import AlgoConfig, EvalConfig, TrainCommandConfig
 from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine
-from mmrl.errors import TooManyFailures, failed_how
 from mmrl.models.chat import encode_text, tokenizer_seconds
 from mmrl.records import Example, Forest
 from mmrl.rollout.environment import Environment, make_environment, sampling_settings
@@ -29,7 +30,7 @@ from mmrl.rollout.sample import reserialised, sample
 from mmrl.rollout.teachers import LoadedTeacher, teachers_of_step
 from mmrl.stages.information_gain import with_gains
 from mmrl.stages.step_log import StepLog
-from mmrl.stages.step_metrics import failed_share, lag_metrics
+from mmrl.stages.step_metrics import lag_metrics, refuse_failures
 from mmrl.tasks.base import Canonical, Closing, Task
 from mmrl.trainer.forwards import annotate
 from mmrl.trainer.objective import TrainCall, TrainEntry
@@ -83,13 +84,11 @@ class Prefetch(Generic[Batch]):
     def __init__(self) -> None:
         self.step: int | None = None
         """The step that is being sampled, or has been; None: nothing."""
+        self._batch: Future[Batch] = Future()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Batch] | None = None
-        self._stopped = False
-        # Lists, because None may be a result: empty while nothing has ended.
-        self._results: list[Batch] = []
-        self._error: BaseException | None = None
+        self._closed = False
 
     def start(self, step: int, work: Callable[[], Coroutine[object, object, Batch]]) -> None:
         """Begin `work` for `step`.
@@ -99,7 +98,7 @@ class Prefetch(Generic[Batch]):
         """
         if self.step is not None:
             raise RuntimeError(f"step {self.step} was prefetched and never trained on")
-        self.step, self._results, self._error, self._stopped = step, [], None, False
+        self.step, self._batch = step, Future()
         # A daemon: a run that is being killed must not wait for a server that does not answer.
         self._thread = threading.Thread(target=self._run, args=(work,), name="mmrl-prefetch", daemon=True)
         self._thread.start()
@@ -113,38 +112,29 @@ class Prefetch(Generic[Batch]):
         """The batch of `step`; raises what sampling it raised."""
         if self.step != step:
             raise RuntimeError(f"step {step} was requested, step {self.step} was prefetched")
-        self.wait()
-        error, results = self._error, self._results
-        self.step, self._thread, self._results, self._error = None, None, [], None
-        if error is not None:
-            raise error
-        return results[0]
+        self.step = None
+        return self._batch.result()
 
     def close(self) -> None:
         """Cancel what is under way and drop it; may be called twice."""
-        thread, self._thread, self.step = self._thread, None, None
-        self._stopped = True
-        if thread is None or not thread.is_alive():
+        self._closed = True
+        if self._thread is None or not self._thread.is_alive():
             return
-        loop, task = self._loop, self._task
-        if loop is not None and task is not None:
-            try:
-                loop.call_soon_threadsafe(task.cancel)
-            except RuntimeError:  # it has just ended
-                return
-        thread.join(STOP_S)
+        if self._loop is not None and self._task is not None:
+            with suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(STOP_S)
 
     def _run(self, work: Callable[[], Coroutine[object, object, Batch]]) -> None:
         try:
-            self._results = [asyncio.run(self._main(work))]
+            self._batch.set_result(asyncio.run(self._main(work)))
         except BaseException as error:  # raised again by `take`, in the thread that trains
-            self._error = error
+            self._batch.set_exception(error)
 
     async def _main(self, work: Callable[[], Coroutine[object, object, Batch]]) -> Batch:
-        self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         # `close` may have run between the thread's start and here, when there was no task to cancel yet.
-        if self._stopped:
+        if self._closed:
             raise asyncio.CancelledError
         return await work()
 
@@ -293,17 +283,9 @@ class Collector:
 
 
 def check_failures(forest: Forest, limit: float, where: str) -> None:
-    """Raises `TooManyFailures` where more than `limit` of the rollouts failed by no doing of the model."""
-    share = failed_share(forest.rollouts)
-    if share <= limit:
-        return
+    """Raise `TooManyFailures` where more than `limit` of the rollouts failed by no doing of the model."""
     failed = [rollout for rollout in forest.rollouts if rollout.reward is None]
-    how, first = failed_how(rollout.error or "" for rollout in failed), failed[0]
-    trace = f"\n{first.error_traceback.rstrip()}" if first.error_traceback else ""
-    raise TooManyFailures(
-        f"{where}: {share:.0%} of the rollouts failed {how}, more than "
-        f"train.max_failed_share={limit:.0%}; the first: {first.error} in {first.id}: {first.error_message}{trace}"
-    )
+    refuse_failures([rollout.error for rollout in forest.rollouts], failed, limit, where)
 
 
 def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> list[Example]:

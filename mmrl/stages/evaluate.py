@@ -262,7 +262,7 @@ def item_results(forest: Forest, failed: Mapping[str, float], without: Collectio
                 "predictions": [r.prediction for r in rollouts],
                 "errors": [r.error for r in rollouts if r.error],
                 "messages": [r.error_message for r in rollouts if r.error and r.error not in MODEL_CAUSED],
-                "failed_share": failed_share(rollouts),
+                "failed_share": failed_share([r.error for r in rollouts]),
                 **({"caught_parse": caught[example]} if caught[example] else {}),
             }
         )

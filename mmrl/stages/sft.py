@@ -121,7 +121,7 @@ class SftStage:
         self.log.obey_stop()
         self.log.begin()
         chosen = [self.calls[row] for row in islice(self.rows, self.config.train.batch_size)]
-        return step_batch(step, chosen, self.config.algo.prompt_weight)
+        return step_batch(step, chosen)
 
     def recorded(self) -> Mapping[str, object]:
         """What a checkpoint says of the sequences."""
@@ -140,7 +140,7 @@ class SftStage:
     def _given(self) -> list[tuple[str, Call]]:
         """The sequences of the task's demonstrations or of the file, each with its place."""
         examples = read_examples(self.config, self.task, tuple(self.assignment.untrained))
-        return [(item.where, encode(self.tokenizer, item.demonstration)) for item in examples]
+        return [(where, encode(self.tokenizer, demonstration)) for where, demonstration in examples]
 
     def _sampled(self) -> list[tuple[str, Call]]:
         """The calls of the best rollouts, as they were sampled, each with its id."""

@@ -1,8 +1,7 @@
 """What a supervised step consists of: calls with advantage 1, in an order that depends on the seed alone.
 
 A demonstration is rendered to exactly the ids that a rollout would send (`mmrl.models.chat.render_prompt`), followed by
-its completion and the end-of-turn token; only these last two are trained, unless `algo.prompt_weight` says more. Used
-by `stages.sft`.
+its completion and the end-of-turn token; only these last two are trained. Used by `stages.sft`.
 """
 
 from __future__ import annotations
@@ -71,21 +70,10 @@ def passes(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterat
         yield rows, draws
 
 
-def step_batch(step: int, calls: Sequence[Call], prompt_weight: float = 0.0) -> StepBatch:
-    """The calls of a step: the loss is the mean over all their completion tokens.
-
-    Args:
-        prompt_weight: of the mean over the prompts' own tokens, but for each prompt's first, which nothing predicts.
-    """
+def step_batch(step: int, calls: Sequence[Call]) -> StepBatch:
+    """The calls of a step: the loss is the mean over all their completion tokens."""
     weight = 1 / sum(len(call.completion_ids) for call in calls)
-    read = max(1, sum(len(call.prompt_ids) - 1 for call in calls))
     trained = [train_call(f"{place}", call, weight) for place, call in enumerate(calls)]
-    if prompt_weight:
-        prompts = [plain_call(call.module, call.prompt_ids[:1], call.prompt_ids[1:]) for call in calls]
-        trained += [
-            replace(train_call(f"prompt {place}", call, prompt_weight / read), measured=False)
-            for place, call in enumerate(prompts)
-        ]
     return StepBatch(step=step, calls=trained, metrics={"train/sequences": float(len(calls))})
 
 

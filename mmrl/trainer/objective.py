@@ -45,8 +45,6 @@ class TrainCall:
     entries: tuple[TrainEntry, ...] = ()
     minibatch: int = 0
     """Which optimizer step of an epoch it belongs to."""
-    measured: bool = True
-    """Whether metrics of supervised steps count its tokens: those of prompts are in the loss alone."""
 
     def __post_init__(self) -> None:
         call, tokens = self.call, len(self.call.completion_ids)

@@ -15,6 +15,7 @@ from mmrl.errors import MmrlError
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.packing import Pack
+from mmrl.trainer.tries import common_prefix
 
 SAMPLE_TOKENS = 1024
 """Tokens of the compared calls, all together (or two calls)."""
@@ -67,7 +68,7 @@ def calls_to_compare(calls: Sequence[TrainCall]) -> list[TrainCall]:
     ordered = sorted(sampled, key=lambda train: (_ids(train), train.call.id))
     if len(ordered) < 2:
         return ordered
-    shared = [_shared(_ids(left), _ids(right)) for left, right in pairwise(ordered)]
+    shared = [common_prefix(_ids(left), _ids(right)) for left, right in pairwise(ordered)]
     fitting = [n for n, one in enumerate(ordered[:-1]) if len(_ids(one) + _ids(ordered[n + 1])) <= SAMPLE_TOKENS]
     at = max(fitting or range(len(shared)), key=lambda n: (shared[n], -n))
     chosen, tokens = ordered[at : at + 2], len(_ids(ordered[at]) + _ids(ordered[at + 1]))
@@ -81,10 +82,6 @@ def calls_to_compare(calls: Sequence[TrainCall]) -> list[TrainCall]:
 
 def _ids(train: TrainCall) -> tuple[int, ...]:
     return train.call.prompt_ids + train.call.completion_ids
-
-
-def _shared(left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    return next((n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def _measure(

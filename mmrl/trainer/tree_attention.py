@@ -119,11 +119,6 @@ class PrefixTree:
         sizes = torch.tensor([span.end - span.begin for span in self.spans])
         return torch.tensor([span.stop for span in self.spans]).repeat_interleave(sizes).to(device)
 
-    def mask(self, device: torch.device) -> torch.Tensor:
-        """(N, N) bool: whether the row's token sees the column's."""
-        at = torch.arange(self.tokens, device=device)
-        return (at[None] <= at[:, None]) & (at[:, None] < self.stops(device)[None])
-
 
 def _runs(read: Sequence[int], span: NodeSpan) -> Iterator[tuple[int, int, bool]]:
     """The tokens of a node in runs, (begin, end, whether they are in `read`); of those that are, a piece at most."""
@@ -229,14 +224,6 @@ def attention(
     return flex(query, key, value, tree, scale).transpose(1, 2), None
 
 
-def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PrefixTree, scale: float) -> torch.Tensor:
-    """The same by one masked call over the whole pack, (1, heads, N, D): slow and simple, for comparison."""
-    # The (N, N) mask alone is 256 MB at 16k tokens, and every masked pair is computed: tests compare with it.
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=tree.mask(query.device), scale=scale, enable_gqa=True
-    )
-
-
 @functools.cache
 def _flex_kernel(compiled: bool) -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
@@ -247,7 +234,7 @@ def _flex_kernel(compiled: bool) -> Callable[..., torch.Tensor]:
 
 
 def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PrefixTree, scale: float) -> torch.Tensor:
-    """The same by FlexAttention, (1, heads, N, D): the path on a GPU, whose kernels align a causal mask otherwise."""
+    """(1, heads, N, D) by FlexAttention: the path on a GPU, whose kernels align a causal mask otherwise."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     device = query.device

@@ -5,8 +5,7 @@ A proposal of the prompt model that cannot be used is noted, and ends no search.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,18 +15,12 @@ from dspy.propose import GroundedProposer
 from dspy.teleprompt import BootstrapFewShotWithRandomSearch, MIPROv2
 from dspy.teleprompt.gepa.gepa import GEPA
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
-from dspy.teleprompt.mipro_optimizer_v2 import AUTO_RUN_SETTINGS, BOOTSTRAPPED_FEWSHOT_EXAMPLES_IN_CONTEXT
+from dspy.teleprompt.mipro_optimizer_v2 import BOOTSTRAPPED_FEWSHOT_EXAMPLES_IN_CONTEXT
 
-from mmrl.config.other_stages import (
-    BootstrapFewshotConfig,
-    GepaConfig,
-    Miprov2Config,
-    PromptConfig,
-)
-from mmrl.stages.prompts.model import PromptLM, Writer
-from mmrl.stages.prompts.rollouts import THREADS, Ahead, Evaluated, Played, Rollouts, TrainExample
-from mmrl.stages.prompts.split import compared, labeled_demos
-from mmrl.stages.prompts.stored_rollouts import Need
+from mmrl.config.other_stages import BootstrapFewshotConfig, GepaConfig, Miprov2Config, PromptConfig
+from mmrl.stages.prompts.model import Writer
+from mmrl.stages.prompts.rollouts import THREADS, Evaluated, Need, Played, Rollouts, TrainExample
+from mmrl.stages.prompts.split import labeled_demos
 from mmrl.stages.prompts.students import Student
 from mmrl.tasks.base import Task
 
@@ -64,7 +57,7 @@ def optimise(algo: PromptConfig, bench: Bench) -> dspy.Module:
         "bootstrap_fewshot": _bootstrap_fewshot,
         "gepa": _gepa,
     }[algo.name]
-    program, loop = None, bench.rollouts.sampler.loop
+    program, loop = None, bench.rollouts.loop
     settings = {
         # Optimisers copy it with the options that they sample with. Never called: a rollout has an LM of its own.
         "lm": dspy.LM("mmrl", cache=False),
@@ -110,14 +103,12 @@ def worth_showing(threshold: float | None) -> Metric:
 
 def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
     assert bench.writer is not None
-    labeled = labeled_demos(algo, bench.task)
-    bench.rollouts.ahead = Ahead(bench.student.module, _mipro_orders(algo, bench), labeled, algo.bootstrap_ahead)
     optimiser = _Mipro(
         bench,
         metric=worth_showing(algo.metric_threshold),
-        prompt_model=PromptLM(bench.writer, algo.init_temperature),
+        prompt_model=bench.writer.lm(algo.init_temperature),
         max_bootstrapped_demos=algo.max_bootstrapped_demos,
-        max_labeled_demos=labeled,
+        max_labeled_demos=labeled_demos(algo, bench.task),
         auto=algo.auto,
         num_candidates=algo.num_candidates,
         num_threads=THREADS,
@@ -146,30 +137,11 @@ def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
     return program
 
 
-def _mipro_orders(algo: Miprov2Config, bench: Bench) -> Iterator[list[TrainExample]]:
-    """The orders of the train part in which MIPROv2 bootstraps, by its own draws."""
-    rng, labeled, bootstrapped = random.Random(bench.seed), labeled_demos(algo, bench.task), algo.max_bootstrapped_demos
-    compared(algo, bench.validation, rng)
-    sets = algo.num_candidates or AUTO_RUN_SETTINGS[str(algo.auto)]["n"]
-    most = bootstrapped if bootstrapped or labeled else BOOTSTRAPPED_FEWSHOT_EXAMPLES_IN_CONTEXT
-    # The first set has no demonstrations, the second has plain examples alone, if there are to be any.
-    for number in range(2 if labeled else 1, sets):
-        order = list(bench.train)
-        if number != 2:
-            rng.shuffle(order)
-            rng.randint(1, most)
-        yield order
-
-
 def _bootstrap_fewshot(algo: BootstrapFewshotConfig, bench: Bench) -> dspy.Module:
-    labeled = labeled_demos(algo, bench.task)
-    bench.rollouts.ahead = Ahead(
-        bench.student.module, _random_search_orders(algo, bench), labeled, algo.bootstrap_ahead
-    )
     optimiser = BootstrapFewShotWithRandomSearch(
         metric=worth_showing(algo.metric_threshold),
         max_bootstrapped_demos=algo.max_bootstrapped_demos,
-        max_labeled_demos=labeled,
+        max_labeled_demos=labeled_demos(algo, bench.task),
         max_rounds=algo.max_rounds,
         num_candidate_programs=algo.num_candidate_programs,
         num_threads=THREADS,
@@ -182,18 +154,8 @@ def _bootstrap_fewshot(algo: BootstrapFewshotConfig, bench: Bench) -> dspy.Modul
     return program
 
 
-def _random_search_orders(algo: BootstrapFewshotConfig, bench: Bench) -> Iterator[list[TrainExample]]:
-    """The orders of the train part in which DSPy's random search bootstraps."""
-    yield bench.train
-    for number in range(algo.num_candidate_programs):
-        order = list(bench.train)
-        random.Random(number).shuffle(order)
-        yield order
-
-
 def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
     assert bench.writer is not None
-    bench.rollouts.shows_failures = algo.add_format_failure_as_feedback
 
     def metric(
         gold: dspy.Example, pred: Played, trace: object = None, pred_name: str | None = None, pred_trace: object = None
@@ -208,7 +170,7 @@ def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
         max_metric_calls=algo.max_metric_calls,
         reflection_minibatch_size=algo.reflection_minibatch_size,
         candidate_selection_strategy=algo.candidate_selection_strategy,
-        reflection_lm=PromptLM(bench.writer, algo.prompt_temperature),
+        reflection_lm=bench.writer.lm(algo.prompt_temperature),
         skip_perfect_score=algo.skip_perfect_score,
         add_format_failure_as_feedback=algo.add_format_failure_as_feedback,
         instruction_proposer=_Rewriter(bench),
@@ -216,11 +178,11 @@ def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
         use_merge=algo.use_merge,
         max_merge_invocations=algo.max_merge_invocations,
         num_threads=THREADS,
-        failure_score=bench.rollouts.sampler.failure_score,
+        failure_score=bench.rollouts.failure_score,
         perfect_score=algo.perfect_score,
         warn_on_score_mismatch=False,
         seed=bench.seed,
-        gepa_kwargs={"stop_callbacks": lambda state: bench.rollouts.sampler.loop.failure is not None},
+        gepa_kwargs={"stop_callbacks": lambda state: bench.rollouts.loop.failure is not None},
     )
     program: dspy.Module = optimiser.compile(bench.student.module, trainset=bench.train, valset=bench.validation)
     return program
