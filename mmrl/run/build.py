@@ -144,7 +144,6 @@ def build_stage(config: StageConfig, task: Task, log: StepLog, checkpoint: Path 
 
 def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> WeightStage:
     from mmrl.models.load import load_policy
-    from mmrl.stages.collect import Collector
     from mmrl.stages.weights import WeightStage
     from mmrl.trainer.adapters import make_adapters
     from mmrl.trainer.settings import Settings
@@ -173,7 +172,7 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
     teachers: Mapping[str, LoadedTeacher] = {}
     if serves:
         engines, teachers = _build_engines(config, task, trainer.model, tokenizer, serving, log.rundir.path)
-    collector = Collector(
+    stage = WeightStage(
         config=config,
         task=task,
         engine=engines[0],
@@ -181,11 +180,12 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
         trainer=trainer,
         examples=task.examples("train"),
         reward_set=reward_set(task, config.task.reward, config.algo.name),
-        sync=lambda version: stage.sync(version),
         log=log,
         teachers=teachers,
+        engines=engines,
+        frozen=assignment.frozen,
+        facts=assignment.describe(),
     )
-    stage = WeightStage(engines=engines, collector=collector, frozen=assignment.frozen, facts=assignment.describe())
     return stage
 
 

@@ -19,25 +19,22 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
 
 from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
-from mmrl.config import AlgoConfig, EvalConfig, TrainCommandConfig
+from mmrl.config import TrainCommandConfig
 from mmrl.credit.entries import Credit
-from mmrl.engines.base import Engine
 from mmrl.models.chat import encode_text, tokenizer_seconds
 from mmrl.records import Example, Forest
-from mmrl.rollout.environment import Environment, make_environment, sampling_settings
+from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import reserialised, sample
 from mmrl.rollout.teachers import LoadedTeacher, teachers_of_step
+from mmrl.stages import Stage
 from mmrl.stages.information_gain import with_gains
-from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import lag_metrics, refuse_failures
-from mmrl.tasks.base import Canonical, Closing, Task
+from mmrl.tasks.base import Canonical, Closing
 from mmrl.trainer.forwards import annotate
 from mmrl.trainer.objective import TrainCall, TrainEntry
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from mmrl.trainer.trl_trainer import MmrlTrainer
 
 
@@ -139,29 +136,16 @@ class Prefetch(Generic[Batch]):
         return await work()
 
 
-@dataclass(slots=True, kw_only=True)
-class Collector:
-    """Samples the steps of one run."""
+@dataclass(kw_only=True)
+class Collector(Stage[TrainCommandConfig]):
+    """The half of the weight stage that samples: makes the batches of one run, on each of its processes."""
 
-    config: TrainCommandConfig
-    task: Task
-    engine: Engine
-    tokenizer: PreTrainedTokenizerBase
     trainer: MmrlTrainer
     """For the critic's values and the reference's log-probabilities."""
     examples: Sequence[Example]
     """The train split."""
-    reward_set: str
-    sync: Callable[[int], None]
-    """Has the engine serve the weights after so many steps."""
-    log: StepLog
     prefetch: Prefetch[Rollouts] = field(default_factory=Prefetch)
     teachers: Mapping[str, LoadedTeacher] = field(default_factory=dict)
-
-    def environment(self, phase: AlgoConfig | EvalConfig, key: rng.Key) -> Environment:
-        """What rollouts in training (`algo.*`) or in evaluation (`eval.*`) share; `key`: (run seed, step or phase)."""
-        settings = sampling_settings(phase, self.config.task)
-        return make_environment(self.task, self.engine, self.tokenizer, settings, key)
 
     def collect(self, step: int, credit: Callable[[Forest], Credit]) -> SampledBatch:
         """The batch of step number `step` (from 1), whole on every process, so that all compute the same credit.

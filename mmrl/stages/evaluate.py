@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from mmrl import rng
-from mmrl.config import EvalConfig
+from mmrl.config import EvalConfig, RootConfig
 from mmrl.errors import MODEL_CAUSED, DataError, TooManyFailures, failed_how
 from mmrl.records import Example, Forest
 from mmrl.report.stats import bootstrap_interval
@@ -93,7 +93,7 @@ class Evaluations:
     """The split."""
     last_step: int
     """`train.steps`, after which the policy is always evaluated."""
-    stage: Stage
+    stage: Stage[RootConfig]
     _failure: str = ""
     """What `too_many_failed` said of the last evaluation."""
 

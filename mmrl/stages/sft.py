@@ -16,31 +16,24 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmrl import rng
-from mmrl.config import EvalConfig, SftCommandConfig
-from mmrl.config.other_stages import SftConfig
-from mmrl.engines.base import Engine
+from mmrl.config import SftCommandConfig
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.policy import checkpoint_step
 from mmrl.records import Call, Example, Forest
 from mmrl.report.journal import read_step, write_step
-from mmrl.rollout.environment import Environment, make_environment, sampling_settings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
+from mmrl.stages import Stage
 from mmrl.stages.collect import check_failures
 from mmrl.stages.evaluate import Evaluations, chunks
 from mmrl.stages.sft_data import best_rollouts, read_examples
 from mmrl.stages.sft_steps import digest, encode, order, plain_call, step_batch, tokens_of
-from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import rollout_metrics
-from mmrl.tasks.base import Task
 from mmrl.trainer.checkpoint import saved_extra
 from mmrl.trainer.objective import StepBatch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from mmrl.trainer.trl_trainer import MmrlTrainer
 
 FINGERPRINT = "warmup"
@@ -50,25 +43,16 @@ NAMED = 5
 """Sequences that are too long which are named; the others are counted."""
 
 
-@dataclass(slots=True, kw_only=True)
-class SftStage:
-    """Trains a policy on given completions. Implements `mmrl.stages.Stage`.
+@dataclass(kw_only=True)
+class SftStage(Stage[SftCommandConfig]):
+    """Trains a policy on given completions; its engine samples the rollouts of `algo.source=rollouts`.
 
     Args:
         trainer: holds the policy, before and after `improve`; calls `next_batch`, `on_step_end` and `recorded`.
-        engine: serves that very policy; samples the rollouts of `algo.source=rollouts`.
-        reward_set: which of the task's reward sets scores them.
-        log: the run's.
     """
 
-    config: SftCommandConfig
-    task: Task
     trainer: MmrlTrainer
-    tokenizer: PreTrainedTokenizerBase
     assignment: ModuleAssignment
-    engine: Engine
-    reward_set: str
-    log: StepLog
     evaluations: Evaluations = field(init=False)
     facts: dict[str, float] = field(default_factory=dict)
     """What the sequences came to, by the names of docs/metrics.md."""
@@ -78,15 +62,6 @@ class SftStage:
     """Digest of it."""
     rows: Iterator[int] = field(init=False)
     """Indices into `calls`, from the next step on."""
-
-    def environment(self, phase: EvalConfig | SftConfig, key: rng.Key) -> Environment:
-        """What rollouts share: those of an evaluation, or those that are trained on."""
-        settings = sampling_settings(phase, self.config.task)
-        return make_environment(self.task, self.engine, self.tokenizer, settings, key)
-
-    def sync(self, version: int) -> None:
-        """The engine samples from the very weights that are trained: only their number is new."""
-        self.engine.set_version(version)
 
     def improve(self, evaluations: Evaluations, checkpoint: Path | None) -> None:
         """Train to `train.steps`, from a checkpoint where there is one.
@@ -126,10 +101,6 @@ class SftStage:
     def recorded(self) -> Mapping[str, object]:
         """What a checkpoint says of the sequences."""
         return {FINGERPRINT: {"data": self.data}}
-
-    def close(self) -> None:
-        """Free the engine."""
-        self.engine.close()
 
     def describe(self) -> dict[str, str]:
         """Facts for the summary, once `improve` has begun."""

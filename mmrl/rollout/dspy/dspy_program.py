@@ -240,39 +240,16 @@ class TapeLM(dspy.BaseLM):
         return other
 
 
-class _Sent(Exception):  # a request on its way and no error
-    """What an adapter was about to send."""
-
-    def __init__(self, messages: Sequence[Message]):
-        self.messages = messages
-
-
-class _SendingLM(TapeLM):
-    """Stops each request before it leaves."""
-
-    def __init__(self) -> None:
-        dspy.BaseLM.__init__(self, model="mmrl", cache=False)
-
-    def __call__(
-        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **options: object
-    ) -> list[str]:
-        """Called by adapters."""
-        raise _Sent(messages or ())
-
-
 def sent(predictor: dspy.Predict, inputs: Fields, adapter: dspy.Adapter) -> list[Message]:
     """The messages that a rollout would send for the inputs of a predictor.
 
     Raises:
         ProgramFailure: something other than text among them.
     """
-    adapter = tape_adapter(adapter)
-    try:
-        with dspy.context(lm=_SendingLM(), adapter=adapter, disable_history=True, track_usage=False, trace=[]):
-            predictor(**inputs)
-    except _Sent as request:
-        return checked_messages(type(predictor).__name__, request.messages)
-    raise ProgramFailure(f"{type(predictor).__name__} sent nothing")
+    lm = dspy.BaseLM("mmrl")
+    _, options, signature, demos, values = predictor._forward_preprocess(lm=lm, **inputs)
+    rendered = adapter._call_preprocess(lm, options, signature, values)
+    return checked_messages(type(predictor).__name__, adapter.format(rendered, demos, values))
 
 
 class TapeAdapter(dspy.Adapter):

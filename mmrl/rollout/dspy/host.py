@@ -6,8 +6,9 @@ import asyncio
 import copy
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -142,8 +143,14 @@ class Host:
                 # Without the cause, by which `call` knows a reply.
                 raise ParseFailure(str(failure), failure.present, failure.expected) from None
 
-    def _first_failure(self) -> _Remember:
-        return _Remember(self)
+    @contextmanager
+    def _first_failure(self) -> Iterator[None]:
+        """Keep the first failure that leaves the block."""
+        try:
+            yield
+        except RolloutError as error:
+            self.failure = self.failure or error
+            raise
 
     def _caller(self, parse: Parse | None) -> str:
         callers = dspy.settings.caller_modules or []
@@ -159,20 +166,6 @@ class Host:
                 f"predictor '{name}' bypassed the adapter; set adapters with dspy.configure, not inside the module"
             )
         return name
-
-
-class _Remember:
-    """Keeps the first failure that leaves the block."""
-
-    def __init__(self, host: Host):
-        self.host = host
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RolloutError) and self.host.failure is None:
-            self.host.failure = error
 
 
 def messages_of(prompt: str | None, messages: Sequence[Message] | None) -> Sequence[Message]:

@@ -27,30 +27,27 @@ from typing import TYPE_CHECKING, TextIO
 
 import dspy
 
-from mmrl import rng
-from mmrl.config import EvalConfig, PromptCommandConfig
+from mmrl.config import PromptCommandConfig
 from mmrl.config.other_stages import BootstrapConfig
-from mmrl.engines.base import Engine
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import MODEL_CAUSED
 from mmrl.models.policy import POLICY, write_policy
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir
 from mmrl.report.trials import COMPLETIONS, FOLDER, PROPOSALS, ROLLOUTS, STORED, TRIALS, nothing_went_well
-from mmrl.rollout.environment import Environment, make_environment, sampling_settings
+from mmrl.stages import Stage
 from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.prompts.model import Writer, no_writing
 from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.rollouts import Loop, Need, Rollouts, TrainExample
 from mmrl.stages.prompts.split import compared, split
 from mmrl.stages.prompts.students import State, state_of, student_of
-from mmrl.stages.step_log import StepLog
 from mmrl.system.files import JsonObject, atomic_write, dumps
 from mmrl.system.json_lines import Store, Table
 from mmrl.tasks.base import Task
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +64,13 @@ class PromptResult:
 
 
 @dataclass(kw_only=True)
-class PromptStage:
-    """One optimisation of prompts. Implements `mmrl.stages.Stage`.
+class PromptStage(Stage[PromptCommandConfig]):
+    """One optimisation of prompts.
 
     `improve` again on the same run directory, in any process, goes on where it was: DSPy's optimiser runs from its
     seed, and all that is stored is answered from the store.
     """
 
-    config: PromptCommandConfig
-    task: Task
-    """With the prompts of now."""
-    engine: Engine
-    tokenizer: PreTrainedTokenizerBase
-    reward_set: str
-    log: StepLog
     task_with: Callable[[str], Task]
     """The task with a file of prompts."""
     resources: ExitStack = field(default_factory=ExitStack)
@@ -102,11 +92,6 @@ class PromptStage:
     def rundir(self) -> RunDir:
         """The run's."""
         return self.log.rundir
-
-    def environment(self, phase: EvalConfig, key: rng.Key) -> Environment:
-        """What the rollouts of an evaluation share, with the prompts of now."""
-        settings = sampling_settings(phase, self.config.task)
-        return make_environment(self.task, self.engine, self.tokenizer, settings, key)
 
     def sync(self, version: int) -> None:
         """The weights stay."""

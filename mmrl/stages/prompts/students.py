@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import dspy
 from dspy.utils.callback import BaseCallback
@@ -30,52 +30,6 @@ Forward = Callable[[dspy.Module, Mapping[str, object]], dspy.Prediction]
 """What a student's `forward` does: its prompts and the inputs of an example, to the prediction of a rollout."""
 
 
-class Candidate(Protocol):
-    """Some prompts as a program."""
-
-    task: Task
-
-    def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """What each module was given and gave (`module`, `inputs`, `outputs`), in order.
-
-        A reply that could not be parsed is the last, with `outputs` None and its `text`.
-        """
-        ...
-
-    def save(self, path: Path) -> None:
-        """Write its prompts as `task.prompts=` reads them."""
-        ...
-
-
-class Student(Protocol):
-    """The program that DSPy optimises in the place of the task's."""
-
-    module: dspy.Module
-    suffix: str
-    """Of files with its prompts."""
-
-    def candidate(self, state: State) -> Candidate:
-        """The task's program with other prompts."""
-        ...
-
-    def problem(self, module: str, instructions: str) -> str:
-        """Why a module cannot have these instructions; empty where it can."""
-        ...
-
-
-def student_of(task: Task, forward: Forward) -> Student:
-    """The student of a task.
-
-    Raises:
-        ConfigError: its program has no prompts that can be changed.
-    """
-    if isinstance(task.program, DspyProgram):
-        return DspyStudent(task, task.program, forward)
-    if isinstance(task, PromptedTask):
-        return PromptedStudent(task, forward)
-    raise ConfigError(f"task: the program of '{task.name}' has no prompts that could be optimised")
-
-
 class DspyStudent:
     """The student of a DSPy program: a copy of it, predictors and all.
 
@@ -92,8 +46,8 @@ class DspyStudent:
         self.module._compiled = False
         _distinguish(self.module)
 
-    def candidate(self, state: State) -> Candidate:
-        """See `Student.candidate`."""
+    def candidate(self, state: State) -> DspyCandidate:
+        """The task's program with other prompts."""
         module = self._program.module.deepcopy()
         for name, predictor in module.named_predictors():
             # As loading a file of them would.
@@ -101,7 +55,7 @@ class DspyStudent:
         return DspyCandidate(self._task, module, self._program.layout)
 
     def problem(self, module: str, instructions: str) -> str:
-        """Any text will do."""
+        """Why a module cannot have these instructions: any text will do."""
         return ""
 
 
@@ -113,7 +67,10 @@ class DspyCandidate:
         self.task = _with_program(task, self.program)
 
     def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """See `Candidate.steps`."""
+        """What each module was sent and gave (`module`, `inputs`, `outputs`), in order.
+
+        A reply that could not be parsed is the last, with `outputs` None and its `text`.
+        """
         steps, failed = self.program.traces.pop(rollout.example, ([], None))
         unread = [call.text for call in forest.path(rollout) if not call.ok]
         if rollout.error == ParseFailure.kind and failed is not None and unread:
@@ -122,7 +79,7 @@ class DspyCandidate:
         return steps
 
     def save(self, path: Path) -> None:
-        """See `Candidate.save`."""
+        """Write its prompts as `task.prompts=` reads them."""
         self.program.save(path)
 
 
@@ -192,8 +149,8 @@ class PromptedStudent:
             setattr(self.module, name, predictor)
         _distinguish(self.module)
 
-    def candidate(self, state: State) -> Candidate:
-        """See `Student.candidate`."""
+    def candidate(self, state: State) -> PromptedCandidate:
+        """The task's program with other prompts."""
         prompts = {name: self._prompt(name, state[name]) for name in self._start}
         return PromptedCandidate(self._task, self._prompted, prompts)
 
@@ -206,7 +163,7 @@ class PromptedStudent:
         return ModulePrompt(instructions, tuple(shots))
 
     def problem(self, module: str, instructions: str) -> str:
-        """See `Student.problem`: placeholders that the module needs may be missing."""
+        """Why a module cannot have these instructions: placeholders that it needs may be missing."""
         try:
             self._prompted.with_prompt_set({module: ModulePrompt(instructions)})
         except ConfigError as error:
@@ -222,7 +179,7 @@ class PromptedCandidate:
         self.task = _with_program(task, prompted.with_prompt_set(prompts))
 
     def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """See `Candidate.steps`."""
+        """See `DspyCandidate.steps`."""
         path = forest.path(rollout)
         steps: list[JsonObject] = []
         for module in self._prompts:
@@ -236,8 +193,21 @@ class PromptedCandidate:
         return steps
 
     def save(self, path: Path) -> None:
-        """See `Candidate.save`."""
+        """Write its prompts as `task.prompts=` reads them."""
         self._prompted.write_prompts(path, self._prompts)
+
+
+Candidate: TypeAlias = DspyCandidate | PromptedCandidate
+"""Some prompts as a program."""
+Student: TypeAlias = DspyStudent | PromptedStudent
+"""The program that DSPy optimises in the place of the task's: `module`; files with its prompts end in `suffix`."""
+
+
+def student_of(task: Task, forward: Forward) -> Student:
+    """The student of a task, whose program has prompts that can be changed (`split.prompt_problems`)."""
+    if isinstance(task.program, DspyProgram):
+        return DspyStudent(task, task.program, forward)
+    return PromptedStudent(task, forward)
 
 
 def state_of(module: dspy.Module) -> State:
