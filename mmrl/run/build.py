@@ -133,16 +133,16 @@ def steps_of(config: StageConfig, task: Task) -> int:
     return algo.expected_trials(len(task.program.modules), len(validation))
 
 
-def build_stage(config: StageConfig, task: Task, log: StepLog, checkpoint: Path | None) -> Stage:
+def build_stage(config: StageConfig, task: Task, log: StepLog) -> Stage:
     """Load the policy and everything around it."""
     import torch
 
     # Before any torch work: the number of threads decides the order of float sums.
     torch.set_num_threads(config.hardware.threads or 1)
-    return STAGES[config.kind.name](config, task, log, checkpoint)
+    return STAGES[config.kind.name](config, task, log)
 
 
-def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> WeightStage:
+def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> WeightStage:
     from mmrl.models.load import load_policy
     from mmrl.stages.weights import WeightStage
     from mmrl.trainer.adapters import make_adapters
@@ -164,7 +164,6 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
         # The stage needs the engine, which needs the trainer's model: so these two look the stage up when called.
         next_batch=lambda step: stage.next_batch(step),
         on_step_end=lambda step, update: stage.on_step_end(step, update),
-        resume_from=checkpoint,
         extra=_recorded(config, assignment, log),
         adapters=make_adapters(assignment),
     )
@@ -189,7 +188,7 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
     return stage
 
 
-def _build_sft(config: SftCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> SftStage:
+def _build_sft(config: SftCommandConfig, task: Task, log: StepLog) -> SftStage:
     from mmrl.models.load import load_policy
     from mmrl.stages.sft import SftStage
     from mmrl.trainer.adapters import make_adapters
@@ -225,7 +224,7 @@ def _build_sft(config: SftCommandConfig, task: Task, log: StepLog, checkpoint: P
     return stage
 
 
-def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> PromptStage:
+def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> PromptStage:
     from mmrl.stages.prompts.stage import PromptStage
 
     resources, start = ExitStack(), Policy(base=config.model.path)

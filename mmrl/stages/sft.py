@@ -88,7 +88,7 @@ class SftStage(Stage[SftCommandConfig]):
         rows = order(self.calls, algo.modules or {}, self.config.seed)
         self.rows = islice(rows, done * self.config.train.batch_size, None)
         with self.log.stop.held():
-            self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            self.trainer.train(checkpoint)
         self.log.obey_stop()
 
     def next_batch(self, step: int) -> StepBatch:

@@ -41,7 +41,7 @@ class WeightStage(Collector):
         """Train to `train.steps`, from a checkpoint where there is one; a stop (`system.stop`) saves first."""
         self.evaluations = evaluations
         with self.log.stop.held():
-            self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            self.trainer.train(checkpoint)
         self.log.obey_stop()
 
     def next_batch(self, step: int) -> StepBatch:

@@ -22,7 +22,7 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 
 from mmrl.config.algo import CriticConfig
-from mmrl.errors import CheckpointError, MmrlError
+from mmrl.errors import CheckpointError
 from mmrl.trainer.adapters import ParameterGroup
 from mmrl.trainer.logprobs import hidden_states
 from mmrl.trainer.objective import value_loss
@@ -223,9 +223,6 @@ class Critic:
         self, pack: Pack, hidden: torch.Tensor, accelerator: Accelerator, autocast: AbstractContextManager[None]
     ) -> None:
         """Forward and backward of the value loss of one pack."""
-        if pack.returns.isnan().any() or pack.old_values.isnan().any():
-            ids = ", ".join(train.call.id for train in pack.calls[:3])
-            raise MmrlError(f"calls {ids}: the critic needs returns and old values of every trained token")
         at = pack.entry_index  # (E,) into the pack's N
         self.module.train()
         # Backward inside `active` too: gradient checkpointing forwards again, and must do so with the same adapter.

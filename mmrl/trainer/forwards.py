@@ -99,8 +99,6 @@ class Forwards:
 
         With `algo.obs=all`, pass calls whose completions have their observation ids appended.
         """
-        if self.critic is None:
-            raise MmrlError(f"algo: {self.settings.algo.name} has no critic")
         return self._per_call(calls, self._values)
 
     def _per_call(self, calls: Sequence[Call], forward: Callable[[Pack], torch.Tensor]) -> list[tuple[float, ...]]:
@@ -194,8 +192,7 @@ class Forwards:
             # A LoRA policy needs no second model: without its adapters it is the initial policy.
             with self.policy.disable_adapter():
                 return self._no_grad(self.wrapped, pack)
-        if self.ref_model is None:
-            raise MmrlError("algo.beta: got 0, so there is no reference policy to compare with; expected more than 0")
+        assert self.ref_model is not None
         return self._no_grad(self.ref_model, pack)
 
     def policy_of(self, pack: Pack) -> torch.Tensor:

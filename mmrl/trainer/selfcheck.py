@@ -39,8 +39,8 @@ def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
     chosen = calls_to_compare(active)
     if forwards.adapters is not None and chosen:
         # One adapter: otherwise a difference of weights would pass for one of packing.
-        adapters = forwards.adapters
-        chosen = [one for one in chosen if adapters.adapter(one.call) == adapters.adapter(chosen[0].call)]
+        adapter = forwards.adapters.of
+        chosen = [one for one in chosen if adapter[one.call.module] == adapter[chosen[0].call.module]]
     if not chosen:
         return False
     modules = module_names([train.call for train in chosen])

@@ -24,7 +24,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from mmrl.errors import CheckpointError, ConfigError, MmrlError, Stopped, SyncFailure, TooManyFailures
+from mmrl.errors import CheckpointError, ConfigError, Stopped, SyncFailure, TooManyFailures
 from mmrl.models.policy import is_complete
 from mmrl.trainer import checkpoint, sharding
 from mmrl.trainer.adapters import Adapters, in_fixed_order
@@ -37,6 +37,7 @@ from mmrl.trainer.settings import Settings, no_reward, one_device
 from mmrl.trainer.totals import StepTotals, finite
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PreTrainedTokenizerBase, TrainerControl
 
 
@@ -77,7 +78,7 @@ class UpdateEnd(TrainerCallback):
 
 
 class MmrlTrainer(GRPOTrainer):
-    """`train()` runs it from its start, or on from `resume_from`.
+    """`train()` runs it from its start, `train(checkpoint)` on from a complete checkpoint of the same config.
 
     For step 1, 2, … `train.steps`: `next_batch(step)` with the model in evaluation mode, then `algo.epochs` ×
     `algo.minibatches` optimizer steps, then `on_step_end(step, metrics)`, then a checkpoint where one is due.
@@ -87,13 +88,11 @@ class MmrlTrainer(GRPOTrainer):
             Its weights at this point are the reference policy.
         settings: the config sections that the trainer reads.
         output_dir: where checkpoints go.
-        resume_from: a complete checkpoint of the same config.
         extra: given the step, what to store in the checkpoint's `extra.json`.
         adapters: weights per module; None: all modules share one policy.
 
     Raises:
         ConfigError: settings that have no effect or cannot work, all at once.
-        CheckpointError: `resume_from` is not complete.
     """
 
     def __init__(
@@ -105,19 +104,16 @@ class MmrlTrainer(GRPOTrainer):
         output_dir: Path | str,
         next_batch: Callable[[int], StepBatch],
         on_step_end: Callable[[int, dict[str, float]], None],
-        resume_from: Path | None = None,
         extra: Callable[[int], Mapping[str, Any]] | None = None,
         adapters: Adapters | None = None,
     ):
         settings.check()
-        if resume_from is not None:
-            checkpoint.require(Path(resume_from))
         self.settings = settings
         self.folder = Path(output_dir)
         self.folder.mkdir(parents=True, exist_ok=True)
         checkpoint.sweep(self.folder)
         self.next_batch, self.on_step_end = next_batch, on_step_end
-        self.resume_from, self.extra = resume_from, extra or (lambda step: {})
+        self.extra = extra or (lambda step: {})
         tries = choose_packing(settings.train.packing, model)
         typed = settings.train.microbatch_tokens
         budget = token_budget(typed, model, checkpointing=settings.model.gradient_checkpointing)
@@ -127,7 +123,8 @@ class MmrlTrainer(GRPOTrainer):
         self.critic, self.critic_lr = make_critic(settings, model), 0.0
         self.adapters, lora = adapters, settings.lora(model)
         if adapters is not None:
-            model, lora = cast("PreTrainedModel", adapters.attach(model, lora, settings.seed)), None
+            # `models.assignment` gives weights per module to LoRA alone.
+            model, lora = cast("PreTrainedModel", adapters.attach(model, cast("LoraConfig", lora), settings.seed)), None
         # With LoRA, the policy without its adapters is the reference.
         needs_copy = settings.algo.beta > 0 and settings.model.lora is None and not isinstance(model, PeftModel)
         reference = copy.deepcopy(model).eval().requires_grad_(False) if needs_copy else None
@@ -171,12 +168,16 @@ class MmrlTrainer(GRPOTrainer):
         """Steps whose optimizer steps are all done."""
         return int(self.state.global_step) // self.settings.updates
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Run to `train.steps`, from `resume_from_checkpoint`, else from `resume_from`, else from the start."""
-        source = resume_from_checkpoint or self.resume_from
-        if source:
-            checkpoint.require(Path(str(source)))
-        return super().train(str(source) if source else None, *args, **kwargs)
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Run to `train.steps`.
+
+        Raises:
+            CheckpointError: the checkpoint is not complete.
+        """
+        if resume_from_checkpoint is not None:
+            checkpoint.require(Path(resume_from_checkpoint))
+            resume_from_checkpoint = str(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> UpdateStream:  # type: ignore[override]  # transformers needs no more of a loader
         """The optimizer steps that are left; a step's batch is sampled when its first one is due."""
@@ -209,9 +210,6 @@ class MmrlTrainer(GRPOTrainer):
 
     def step_packs(self, batch: StepBatch) -> list[list[Pack]]:
         """This process's packs of each mini-batch; starts the step's totals."""
-        count = self.settings.algo.minibatches
-        if batch.minibatches != count or any(not 0 <= train.minibatch < count for train in batch.calls):
-            raise MmrlError(f"step {batch.step}: mini-batches must be 0 to {count - 1} (algo.minibatches)")
         modules = module_names([train.call for train in batch.calls])
         self.totals = StepTotals(modules, self.args.device)
         self.batch_metrics = dict(batch.metrics)

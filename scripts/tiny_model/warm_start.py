@@ -92,12 +92,11 @@ def warm_start(
         output_dir=output,
         next_batch=next_batch,
         on_step_end=lambda step, metrics: None,
-        resume_from=start,
         extra=lambda step: {FINGERPRINT: record},
     )
     for callback in callbacks:
         trainer.add_callback(callback)
-    trainer.train()
+    trainer.train(start)
     return model
 
 

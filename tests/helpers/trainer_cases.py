@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,7 @@ def make_trainer(
         model=ModelConfig(name="test", path="tiny", lora=lora, gradient_checkpointing=checkpointing),
         seed=seed,
     )
-    return MmrlTrainer(
+    trainer = MmrlTrainer(
         tiny_model() if model is None else model,
         tiny_tokenizer(),
         settings,
@@ -193,10 +194,12 @@ def make_trainer(
         next_batch=next_batch
         or (lambda step: StepBatch(step=step, calls=chosen(step), minibatches=algo_config.minibatches)),
         on_step_end=on_step_end or (lambda step, metrics: None),
-        resume_from=resume_from,
         extra=extra,
         adapters=adapters,
     )
+    if resume_from is not None:
+        trainer.train = partial(trainer.train, resume_from)
+    return trainer
 
 
 def gradients(trainer: MmrlTrainer, calls: list[TrainCall], budget: int | None = None) -> tuple[float, dict[str, Any]]:

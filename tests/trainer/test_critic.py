@@ -212,12 +212,6 @@ def test_sampling_goes_on_with_the_policys_adapter(tmp_path: Path) -> None:
     assert active == ["default", "default"]
 
 
-def test_missing_targets_are_named(tmp_path: Path) -> None:
-    trainer = ppo_trainer(tmp_path, "head")
-    with pytest.raises(MmrlError, match=r"calls c\d.*: the critic needs returns and old values"):
-        gradients(trainer, make_calls(3))
-
-
 def test_an_adapter_critic_needs_an_adapter(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"algo\.critic: adapter needs a policy with an adapter"):
         ppo_trainer(tmp_path, "adapter")

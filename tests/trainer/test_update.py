@@ -113,12 +113,6 @@ def test_minibatches_are_separate_updates_with_old_logprobs_of_the_sampler(tmp_p
     assert changed(weights_of(both), weights_of(apart)) == set()
 
 
-def test_a_batch_with_other_minibatches_than_configured_is_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, calls=make_calls(4, minibatches=2))
-    with pytest.raises(MmrlError, match=r"step 1: mini-batches must be 0 to 0 \(algo.minibatches\)"):
-        trainer.train()
-
-
 def test_recomputed_old_logprobs_make_the_first_ratio_one(tmp_path: Path) -> None:
     seen: list[dict[str, float]] = []
     kwargs: dict[str, Any] = {"on_step_end": lambda s, m: seen.append(m), "old_logprobs": "recompute", "lr": 0.0}
@@ -222,12 +216,6 @@ def test_reference_is_the_policy_as_it_was_at_the_start(lora: LoraConfig | None,
     trainer.train()
     after = trainer.forwards.policy_logprobs(sampled(calls))
     assert trainer.forwards.policy_logprobs(sampled(calls), reference=True) == before != after
-
-
-def test_without_beta_no_reference_is_kept(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    with pytest.raises(MmrlError, match=r"algo\.beta"):
-        trainer.forwards.policy_logprobs(sampled(make_calls()), reference=True)
 
 
 def test_lora_trains_adapters_alone_and_without_dropout_in_old_and_reference(tmp_path: Path) -> None:
