@@ -68,30 +68,6 @@ class Settings:
                 f"train.warmup_steps: got {train.warmup_steps}, expected less than the run's "
                 f"{train.steps * self.updates} optimizer steps"
             )
-        if self.critic is not None and self.critic.critic == "adapter" and self.model.lora is None:
-            messages.append(
-                "algo.critic: adapter needs a policy with an adapter too; set model.lora, or use separate or head"
-            )
-        if train.tis is not None and self.algo.ratio_one:
-            messages.append(
-                f"train.tis: got {train.tis:g} with algo.ratio_one=true, which has no old policy to correct; leave one "
-                "of the two out"
-            )
-        elif train.tis is not None and train.old_logprobs == "sampler":
-            messages.append(
-                f"train.tis: got {train.tis:g} with train.old_logprobs=sampler, whose ratio is against the sampler "
-                "already; set train.old_logprobs=recompute, or leave train.tis out"
-            )
-        if train.staleness and self.algo.ratio_one:
-            messages.append(
-                f"train.staleness: got {train.staleness} with algo.ratio_one=true, which takes every batch as sampled "
-                "from the weights in training; leave one of the two out"
-            )
-        elif train.staleness and train.old_logprobs == "recompute" and train.tis is None:
-            messages.append(
-                f"train.staleness: got {train.staleness} with train.old_logprobs=recompute, which forgets the weights "
-                "that sampled; use train.old_logprobs=sampler, or set train.tis"
-            )
         if self.model.dtype == "float16":
             messages.append("model.dtype: float16 cannot be trained safely, expected bfloat16, float32 or auto")
         return messages

@@ -213,7 +213,7 @@ def test_sampling_goes_on_with_the_policys_adapter(tmp_path: Path) -> None:
 
 
 def test_an_adapter_critic_needs_an_adapter(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algo\.critic: adapter needs a policy with an adapter"):
+    with pytest.raises(ConfigError, match=r"algo\.critic: got adapter, which has no effect without"):
         ppo_trainer(tmp_path, "adapter")
 
 
