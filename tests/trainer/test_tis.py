@@ -136,7 +136,7 @@ def test_calls_whose_sampler_said_nothing_are_not_corrected(tmp_path: Path) -> N
     ("algo", "train", "says"),
     [
         ({}, {}, "with train.old_logprobs=sampler, whose ratio is against the sampler already"),
-        ({"ratio_one": True}, {}, "train.tis: got 2, which has no effect with algo.ratio_one=true"),
+        ({"ratio_one": True}, {}, "train.tis: got 2.0, which has no effect with algo.ratio_one=true"),
     ],
 )
 def test_what_would_correct_twice_or_nothing_is_refused(
