@@ -273,17 +273,7 @@ class RolloutContext:
             env.engine.leave()
             self.env.engine.enter()
         text = env.decode(made.ids)
-        call = Call(
-            id=call_id,
-            example=self.example.id,
-            parent=None,
-            module=module,
-            completion_ids=made.ids,
-            completion_tokens=len(made.ids),
-            text=text,
-            finish=made.finish,
-        )
-        return replace(made, ids=teacher.student_ids(call), logprobs=None), text
+        return replace(made, ids=teacher.student_ids(made.ids, text, made.finish), logprobs=None), text
 
     async def _request(self, module: str, generation: Generation, call_id: str, attempt: int) -> Completion:
         return await self._sampled(self.env.engine, module, generation, call_id, attempt)

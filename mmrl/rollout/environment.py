@@ -16,7 +16,6 @@ from mmrl.config import AlgoConfig, EvalConfig, TaskConfig
 from mmrl.config.other_stages import SftConfig
 from mmrl.engines.base import Engine
 from mmrl.models.chat import decode_text, render_observation, render_prompt
-from mmrl.records import Call
 from mmrl.tasks.base import Message, Task
 
 if TYPE_CHECKING:
@@ -142,8 +141,8 @@ class Teacher:
 
     environment: Environment
     """Its program, engine and tokenizer."""
-    student_ids: Callable[[Call], tuple[int, ...]]
-    """A call of the teacher to completion ids of the student: the same ids where both share a vocabulary."""
+    student_ids: Callable[[tuple[int, ...], str, str], tuple[int, ...]]
+    """Ids, text and end of a teacher's completion to ids of the student: the same where both share a vocabulary."""
 
 
 def make_environment(

@@ -89,22 +89,14 @@ class Host:
         if self.on_loop():
             coroutine.close()
             raise ProgramFailure("aforward called a predictor or tool without await; use acall and use_tool")
-        future = self._started(coroutine)
-        try:
-            return future.result()
-        finally:
-            self._waiting.discard(future)
+        return self._started(coroutine).result()
 
     async def awaited(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run a coroutine on the rollout's event loop, from whichever loop this is awaited on."""
         if self.on_loop():
             return await coroutine
         # A module that is run by `dspy.syncify` has a loop of its own, in a thread.
-        future = self._started(coroutine)
-        try:
-            return await asyncio.wrap_future(future)
-        finally:
-            self._waiting.discard(future)
+        return await asyncio.wrap_future(self._started(coroutine))
 
     def on_loop(self) -> bool:
         """Whether the caller runs on the rollout's event loop, which must not be blocked."""
@@ -121,6 +113,7 @@ class Host:
                 raise ProgramFailure("the rollout has ended")
             future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
             self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
         return future
 
     def close(self) -> None:

@@ -101,21 +101,22 @@ def worth_showing(threshold: float | None) -> Metric:
     return metric
 
 
+def _options(algo: PromptConfig, names: str) -> dict[str, Any]:
+    """Options that have DSPy's names."""
+    return {name: getattr(algo, name) for name in names.split()}
+
+
 def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
     assert bench.writer is not None
     optimiser = _Mipro(
         bench,
         metric=worth_showing(algo.metric_threshold),
         prompt_model=bench.writer.lm(algo.init_temperature),
-        max_bootstrapped_demos=algo.max_bootstrapped_demos,
         max_labeled_demos=labeled_demos(algo, bench.task),
-        auto=algo.auto,
-        num_candidates=algo.num_candidates,
         num_threads=THREADS,
         seed=bench.seed,
-        init_temperature=algo.init_temperature,
         track_stats=False,
-        metric_threshold=algo.metric_threshold,
+        **_options(algo, "max_bootstrapped_demos auto num_candidates init_temperature metric_threshold"),
     )
     if algo.num_instruct_candidates is not None:
         # DSPy has it as an attribute alone, which its constructor sets to the number of all candidates.
@@ -124,15 +125,9 @@ def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
         bench.student.module,
         trainset=bench.train,
         valset=bench.validation,
-        num_trials=algo.num_trials,
         minibatch=algo.minibatch_of(len(bench.validation)) is not None,
-        minibatch_size=algo.minibatch_size,
-        minibatch_full_eval_steps=algo.minibatch_full_eval_steps,
-        program_aware_proposer=algo.program_aware_proposer,
-        data_aware_proposer=algo.data_aware_proposer,
-        view_data_batch_size=algo.view_data_batch_size,
-        tip_aware_proposer=algo.tip_aware_proposer,
-        fewshot_aware_proposer=algo.fewshot_aware_proposer,
+        **_options(algo, "num_trials minibatch_size minibatch_full_eval_steps view_data_batch_size"),
+        **_options(algo, "program_aware_proposer data_aware_proposer tip_aware_proposer fewshot_aware_proposer"),
     )
     return program
 
@@ -140,13 +135,9 @@ def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
 def _bootstrap_fewshot(algo: BootstrapFewshotConfig, bench: Bench) -> dspy.Module:
     optimiser = BootstrapFewShotWithRandomSearch(
         metric=worth_showing(algo.metric_threshold),
-        max_bootstrapped_demos=algo.max_bootstrapped_demos,
         max_labeled_demos=labeled_demos(algo, bench.task),
-        max_rounds=algo.max_rounds,
-        num_candidate_programs=algo.num_candidate_programs,
         num_threads=THREADS,
-        stop_at_score=algo.stop_at_score,
-        metric_threshold=algo.metric_threshold,
+        **_options(algo, "max_bootstrapped_demos max_rounds num_candidate_programs stop_at_score metric_threshold"),
     )
     program: dspy.Module = optimiser.compile(
         bench.student.module, trainset=bench.train, valset=bench.validation, labeled_sample=algo.labeled_sample
@@ -165,24 +156,16 @@ def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
 
     optimiser = GEPA(
         metric=metric,
-        auto=algo.auto,
-        max_full_evals=algo.max_full_evals,
-        max_metric_calls=algo.max_metric_calls,
-        reflection_minibatch_size=algo.reflection_minibatch_size,
-        candidate_selection_strategy=algo.candidate_selection_strategy,
         reflection_lm=bench.writer.lm(algo.prompt_temperature),
-        skip_perfect_score=algo.skip_perfect_score,
-        add_format_failure_as_feedback=algo.add_format_failure_as_feedback,
         instruction_proposer=_Rewriter(bench),
-        component_selector=algo.component_selector,
-        use_merge=algo.use_merge,
-        max_merge_invocations=algo.max_merge_invocations,
         num_threads=THREADS,
         failure_score=bench.rollouts.failure_score,
-        perfect_score=algo.perfect_score,
         warn_on_score_mismatch=False,
         seed=bench.seed,
         gepa_kwargs={"stop_callbacks": lambda state: bench.rollouts.loop.failure is not None},
+        **_options(algo, "auto max_full_evals max_metric_calls reflection_minibatch_size component_selector"),
+        **_options(algo, "candidate_selection_strategy skip_perfect_score add_format_failure_as_feedback"),
+        **_options(algo, "use_merge max_merge_invocations perfect_score"),
     )
     program: dspy.Module = optimiser.compile(bench.student.module, trainset=bench.train, valset=bench.validation)
     return program

@@ -147,11 +147,9 @@ class Loop:
                 raise self.failure
             future = self._context.copy().run(asyncio.run_coroutine_threadsafe, work, self._loop)
             self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
         with self.noting():
-            try:
-                return future.result()
-            finally:
-                self._waiting.discard(future)
+            return future.result()
 
     @contextmanager
     def noting(self) -> Iterator[None]:

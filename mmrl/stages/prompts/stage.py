@@ -23,6 +23,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TextIO
 
 import dspy
@@ -228,14 +229,11 @@ class PromptStage(Stage[PromptCommandConfig]):
     def _saved(self, module: dspy.Module) -> Path:
         """The prompts of a candidate, in a file of the run directory."""
         path = (self.rundir.path / "prompts").with_suffix(self._rollouts.student.suffix)
-        candidate = self._rollouts.student.candidate(state_of(module))
         # A candidate writes by the ending of the name, so it cannot go through `atomic_write`; renamed as there.
-        temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-        try:
-            candidate.save(temporary)
+        with TemporaryDirectory(dir=self.rundir.path) as folder:
+            temporary = Path(folder) / path.name
+            self._rollouts.student.candidate(state_of(module)).save(temporary)
             os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
         return path
 
     def _compared(self, module: dspy.Module, validation: Sequence[Example]) -> float:
