@@ -24,7 +24,7 @@ from mmrl.errors import (
     ToolFailure,
 )
 from mmrl.records import EMPTY, Call, Example
-from mmrl.rollout.environment import Environment, SamplingSettings, Teacher
+from mmrl.rollout.environment import Environment, Teacher
 from mmrl.rollout.tape import Event, Tape
 from mmrl.system.user_code import finite_numbers, located
 from mmrl.tasks.base import Message, Reply
@@ -206,7 +206,9 @@ class RolloutContext:
         earlier = [e for e in self.events[:position] if e.kind == "call"]
         call_id = f"{self.example.id}/{self.path}#{len(earlier)}"
         # Here rather than in the engine: the limit may be below the model's own.
-        self._check_context(generation.prompt_ids, settings)
+        tokens = len(generation.prompt_ids)
+        if settings.max_context is not None and tokens >= settings.max_context:
+            raise LengthFailure(f"a prompt of {tokens} tokens leaves no room in a context of {settings.max_context}")
         failure: ParseFailure | None = None
         for attempt in range(self.env.attempts):
             instead = self.exchanged.get(event.name)
@@ -307,12 +309,6 @@ class RolloutContext:
             raise EngineFailure(f"{type(error).__name__}: {error}") from error
         finally:
             self.tape.end()
-
-    def _check_context(self, prompt_ids: Sequence[int], settings: SamplingSettings) -> None:
-        if settings.max_context is not None and len(prompt_ids) >= settings.max_context:
-            raise LengthFailure(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {settings.max_context}"
-            )
 
 
 def _succeeded(outcome: asyncio.Future[object]) -> bool:

@@ -62,13 +62,8 @@ class SampledBatch:
         return self.forest.part(example.id for example in self.examples)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollouts:
-    """The rollouts that this process sampled for a step, and the seconds that it took."""
-
-    forest: Forest
-    seconds: Mapping[str, float]
-    """generate, retrieve, tokenize, rollout (wall clock)."""
+Rollouts: TypeAlias = tuple[Forest, Mapping[str, float]]
+"""What this process sampled for a step, and the seconds that it took: generate, retrieve, tokenize, rollout (clock)."""
 
 
 class Prefetch(Generic[Batch]):
@@ -190,7 +185,7 @@ class Collector(Stage[TrainCommandConfig]):
             self.sync(step - 1)
         else:
             self.sync(step - 1)
-            rollouts = self._run(examples, step)
+            rollouts = asyncio.run(self._roll_out(examples, step))
             self.log.add("wait", time.perf_counter() - started - self.log.times.get("sync", 0.0))
         following = step + 1
         if following <= self.config.train.steps:
@@ -199,14 +194,7 @@ class Collector(Stage[TrainCommandConfig]):
         return self._complete(rollouts, examples, step)
 
     def _sample(self, examples: Sequence[Example], step: int) -> Forest:
-        return self._complete(self._run(examples, step), examples, step)
-
-    def _run(self, examples: Sequence[Example], step: int) -> Rollouts:
-        """`_roll_out` to its end, when the engine has freed what it held: that time counts too."""
-        started, busy = time.perf_counter(), self.engine.busy_s
-        rollouts = asyncio.run(self._roll_out(examples, step))
-        whole = {"generate": self.engine.busy_s - busy, "rollout": time.perf_counter() - started}
-        return replace(rollouts, seconds={**rollouts.seconds, **whole})
+        return self._complete(asyncio.run(self._roll_out(examples, step)), examples, step)
 
     def planned(self, examples: Sequence[Example], key: rng.Key) -> tuple[Environment, list[Plan]]:
         """This process's share of some examples, each with the trees to sample for it, and what they share.
@@ -232,7 +220,7 @@ class Collector(Stage[TrainCommandConfig]):
             "retrieve": env.retrieving.seconds,
             "rollout": time.perf_counter() - started,
         }
-        return Rollouts(forest=forest, seconds=seconds)
+        return forest, seconds
 
     def _complete(self, rollouts: Rollouts, examples: Sequence[Example], step: int) -> Forest:
         """The rollouts of all processes together, with the numbers of models that credit needs.
@@ -240,9 +228,9 @@ class Collector(Stage[TrainCommandConfig]):
         Raises:
             TooManyFailures: see `collect`.
         """
-        for name, seconds in rollouts.seconds.items():
+        forest, times = rollouts
+        for name, seconds in times.items():
             self.log.add(name, seconds)
-        forest = rollouts.forest
         if self.log.processes.one_samples:
             # The main process has all rollouts; forwards of the trainer are split evenly over all processes.
             mine = [example.id for example in self.log.processes.part(examples)]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -82,17 +81,6 @@ class ValueHead(torch.nn.Module):
             values: torch.Tensor = self.head(hidden.to(self.head.weight.dtype))  # (N, 1)
         # A sum over one column: not a view, on which FSDP2's hooks could get lost.
         return values.sum(-1)
-
-
-@dataclass(slots=True, kw_only=True)
-class CriticTotals:
-    """Sums over one step."""
-
-    loss: torch.Tensor
-    clipped: torch.Tensor
-    tokens: int = 0
-    updates: int = 0
-    grad_norms: list[float] = field(default_factory=list)
 
 
 def trained_in_float32(model: torch.nn.Module) -> None:
@@ -165,9 +153,9 @@ class Critic:
         self.restart(accelerator.device)
 
     def restart(self, device: torch.device) -> None:
-        """Begin the sums of a step."""
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        self.totals = CriticTotals(loss=zero, clipped=zero.clone())
+        """Begin the sums of a step: loss, clipped tokens, tokens."""
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self.grad_norms: list[float] = []
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Everything that the critic trains, by the name it is saved under."""
@@ -233,16 +221,15 @@ class Critic:
             # Times the processes, whose gradients are averaged: the loss is a sum over all of them.
             accelerator.backward(result.loss * accelerator.num_processes)
         if not pack.filler:
-            self.totals.loss += result.loss.detach().double()
-            self.totals.clipped += result.clipped.double().sum()
-            self.totals.tokens += at.numel()
+            self.sums[0] += result.loss.detach().double()
+            self.sums[1] += result.clipped.double().sum()
+            self.sums[2] += at.numel()
 
     def clip(self, limit: float, accelerator: Accelerator) -> float:
         """Clip the critic's gradients on their own; returns the norm before."""
         parameters = list(self.named_parameters().values())
         norm = as_number(accelerator.clip_grad_norm_(parameters, limit))
-        self.totals.grad_norms.append(norm)
-        self.totals.updates += 1
+        self.grad_norms.append(norm)
         return norm
 
     def zero_grad(self) -> None:
@@ -252,14 +239,11 @@ class Critic:
 
     def metrics(self, reduce: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[str, float]:
         """`critic/…` of the step."""
-        totals = self.totals
-        device = totals.loss.device
-        sums = torch.stack([totals.loss, totals.clipped, torch.tensor(float(totals.tokens), device=device).double()])
-        loss, clipped, tokens = reduce(sums, "sum").tolist()
-        updates = max(totals.updates, 1)
+        loss, clipped, tokens = reduce(self.sums, "sum").tolist()
+        updates = max(len(self.grad_norms), 1)
         return {
             "critic/loss": loss / updates,
-            "critic/grad_norm": sum(totals.grad_norms) / updates,
+            "critic/grad_norm": sum(self.grad_norms) / updates,
             "critic/clip_share": clipped / tokens if tokens else 0.0,
         }
 

@@ -248,7 +248,7 @@ class MmrlTrainer(GRPOTrainer):
         loss = float(self.forwards.reduce(total, "sum"))
         self.totals.losses.append(finite(loss, "loss", update.step))
         if self.critic is not None:
-            finite(float(self.forwards.reduce(self.critic.totals.loss, "sum")), "loss of the critic", update.step)
+            finite(float(self.forwards.reduce(self.critic.sums[0], "sum")), "loss of the critic", update.step)
         self.totals.lr = float(self._get_learning_rate())
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         if self.adapters is not None and groups:

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import dspy
-
 from mmrl.rollout.dspy.structure import COPYING
 
 Counts = dict[int, tuple[Any, int]]
@@ -51,9 +49,5 @@ def counted_anew() -> Iterator[None]:
         _COUNTS.reset(token)
 
 
-def _install(kinds: tuple[type[dspy.Module], ...]) -> None:
-    for kind in kinds:
-        setattr(kind, _NAME, FailCount())
-
-
-_install(COPYING)
+for kind in COPYING:
+    setattr(kind, _NAME, FailCount())

@@ -42,25 +42,21 @@ class _Guard(dspy.BaseLM):
     def __init__(self) -> None:
         super().__init__(model="mmrl", cache=False)
 
-    def __call__(self, prompt: str | None = None, *, messages: Any = None, **options: Any) -> list[str]:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Called by adapters."""
         raise _refusal()
 
-    async def acall(self, prompt: str | None = None, *, messages: Any = None, **options: Any) -> list[str]:
-        """Called by adapters."""
-        raise _refusal()
+    acall = __call__
 
 
 class _NoAdapter(dspy.Adapter):
     """Refuses every predictor, whichever LM it was called with."""
 
-    def __call__(self, *arguments: Any, **options: Any) -> list[dict[str, Any]]:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Called by predictors."""
         raise _refusal()
 
-    async def acall(self, *arguments: Any, **options: Any) -> list[dict[str, Any]]:
-        """Called by predictors."""
-        raise _refusal()
+    acall = __call__
 
 
 class _Sampling:

@@ -10,25 +10,23 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import dspy
 from dspy import lm15
 
 from mmrl import rng
-from mmrl.engines.base import Engine, Request, Sampling
+from mmrl.config import PromptCommandConfig
+from mmrl.engines.base import Request, Sampling
 from mmrl.engines.endpoint_engine import SEEDS
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import LengthFailure
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.rollout.dspy.policy_lm import Answer, TextEngine, generate
+from mmrl.stages import Stage
 from mmrl.stages.prompts.rollouts import Loop
 from mmrl.system.files import JsonObject
 from mmrl.system.json_lines import Store
 from mmrl.tasks.base import Message
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PAID = ("prompt_tokens", "completion_tokens", "cost")
 """What a stored completion says of its price; USD, of an endpoint with prices."""
@@ -43,15 +41,11 @@ def no_writing() -> Counter[str]:
 class Writer:
     """A source of completions, each of them stored."""
 
-    engine: Engine
-    """The policy's."""
-    tokenizer: PreTrainedTokenizerBase
-    module: str
-    """Of the policy's modules, the one whose weights write."""
+    stage: Stage[PromptCommandConfig]
+    """Its policy writes, with the weights of the program's first module."""
     endpoint: OpenAIChat | None
     """In the place of the policy."""
     max_tokens: int
-    seed: int
     store: Store
     loop: Loop
     paid: Counter[str] = field(default_factory=no_writing)
@@ -85,7 +79,7 @@ class Writer:
         key = f"{request}-{self._times[request]}"
         if key not in self._stored:
             # From the key alone: how much came from the store before it changes no draw.
-            seed = rng.digest(self.seed, "prompt_model", key)
+            seed = rng.digest(self.stage.config.seed, "prompt_model", key)
             made = await self._made(messages, temperature, seed)
             self._stored[key] = self.store.append({"key": key, "temperature": temperature, "messages": sent, **made})
         record = self._stored[key]
@@ -96,18 +90,22 @@ class Writer:
     async def _made(self, messages: Sequence[Message], temperature: float, seed: int) -> JsonObject:
         if self.endpoint is not None:
             return await self._from_endpoint(self.endpoint, messages, temperature, seed)
-        prompt = render_prompt(self.tokenizer, messages)
+        prompt = render_prompt(self.stage.tokenizer, messages)
         sampling = Sampling(max_tokens=self.max_tokens, temperature=temperature, seed=seed)
         request = Request(
-            prompt_ids=prompt, sampling=sampling, module=self.module, messages=tuple(messages), order=("prompt_model",)
+            prompt_ids=prompt,
+            sampling=sampling,
+            module=self.stage.task.program.modules[0],
+            messages=tuple(messages),
+            order=("prompt_model",),
         )
         made: JsonObject = {"error": "", "text": "", "finish": "", "prompt_tokens": len(prompt), "completion_tokens": 0}
         made["cost"] = 0.0
         try:
-            completion = await generate(self.engine, request)
+            completion = await generate(self.stage.engine, request)
         except LengthFailure as failure:
             return made | {"error": str(failure)}
-        text = decode_text(self.tokenizer, completion.ids)
+        text = decode_text(self.stage.tokenizer, completion.ids)
         return made | {"text": text, "finish": completion.finish, "completion_tokens": len(completion.ids)}
 
     async def _from_endpoint(

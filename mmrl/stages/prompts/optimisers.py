@@ -159,7 +159,7 @@ def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
         reflection_lm=bench.writer.lm(algo.prompt_temperature),
         instruction_proposer=_Rewriter(bench),
         num_threads=THREADS,
-        failure_score=bench.rollouts.failure_score,
+        failure_score=bench.task.failure_score,
         warn_on_score_mismatch=False,
         seed=bench.seed,
         gepa_kwargs={"stop_callbacks": lambda state: bench.rollouts.loop.failure is not None},

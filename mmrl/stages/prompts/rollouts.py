@@ -16,27 +16,24 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import dspy
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.utils.callback import BaseCallback
 
 from mmrl import rng
-from mmrl.config import EvalConfig, TaskConfig
-from mmrl.engines.base import Engine
+from mmrl.config import PromptCommandConfig
 from mmrl.records import Example, Forest, Rollout
 from mmrl.rollout.environment import Stopwatch, make_environment, sampling_settings
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import sample
+from mmrl.stages import Stage
 from mmrl.stages.evaluate import CHUNK
 from mmrl.stages.prompts.students import Candidate, State, Student, as_json, state_of
 from mmrl.stages.step_metrics import refuse_failures
 from mmrl.system.files import JsonObject, plain
 from mmrl.system.json_lines import Store
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 THREADS = 64
@@ -165,16 +162,10 @@ class Loop:
 class Rollouts:
     """Samples and stores the rollouts of one stage; a student's `forward` is answered from them."""
 
+    stage: Stage[PromptCommandConfig]
+    """Rollouts are sampled as in its evaluations."""
     examples: Mapping[str, Example]
     """The train split, by id."""
-    task: TaskConfig
-    settings: EvalConfig
-    """Rollouts are sampled as in evaluation."""
-    seed: int
-    engine: Engine
-    tokenizer: PreTrainedTokenizerBase
-    reward_set: str
-    failure_score: float
     store: Store
     loop: Loop
     shows_failures: bool = False
@@ -275,15 +266,16 @@ class Rollouts:
 
     async def _sampled(self, need: Need) -> tuple[Candidate, Forest]:
         candidate = self._candidate(need.candidate)
-        settings = sampling_settings(self.settings, self.task)
+        stage = self.stage
+        settings = sampling_settings(stage.config.eval, stage.config.task)
         if need.temperature is not None:
             settings = replace(settings, temperature=need.temperature)
         # Without the candidate: candidates are compared on the same draws.
-        key: rng.Key = (self.seed, "prompts", *need.draw)
-        env = make_environment(candidate.task, self.engine, self.tokenizer, settings, key)
+        key: rng.Key = (stage.config.seed, "prompts", *need.draw)
+        env = make_environment(candidate.task, stage.engine, stage.tokenizer, settings, key)
         started = self.sampling.start()
         try:
-            return candidate, await sample(env, [(self.examples[need.example], (Tree(),))], self.reward_set)
+            return candidate, await sample(env, [(self.examples[need.example], (Tree(),))], stage.reward_set)
         finally:
             self.sampling.end(started)
 
@@ -291,7 +283,7 @@ class Rollouts:
         calls = forest.path(rollout)
         return {
             "example": rollout.example,
-            "score": self.failure_score if rollout.reward is None else rollout.reward,
+            "score": self.stage.task.failure_score if rollout.reward is None else rollout.reward,
             "error": rollout.error,
             "message": rollout.error_message,
             "prediction": as_json(rollout.prediction) if rollout.error is None else {},
@@ -315,7 +307,7 @@ class Rollouts:
         failed = {need.key: self._failed.pop(need.key) for need in needs if need.key in self._failed}
         if failed:
             errors = [self.results[need.key]["error"] for need in needs]
-            limit = self.settings.max_failed_share
+            limit = self.stage.config.eval.max_failed_share
             refuse_failures(errors, list(failed.values()), limit, "a batch of the search", key="eval")
         for key in failed:
             self._store(self._stored[key])

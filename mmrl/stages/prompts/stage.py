@@ -152,14 +152,8 @@ class PromptStage(Stage[PromptCommandConfig]):
         self._table, self._proposals = (Table(folder / name, STORED[name]) for name in (TRIALS, PROPOSALS))
         loop = Loop()
         self._rollouts = rollouts = Rollouts(
+            stage=self,
             examples={example.id: example for example in examples},
-            task=self.config.task,
-            settings=self.config.eval,
-            seed=seed,
-            engine=self.engine,
-            tokenizer=self.tokenizer,
-            reward_set=self.reward_set,
-            failure_score=self.task.failure_score,
             store=Store(folder / ROLLOUTS, STORED[ROLLOUTS]),
             loop=loop,
             shows_failures=getattr(algo, "add_format_failure_as_feedback", False),
@@ -210,16 +204,8 @@ class PromptStage(Stage[PromptCommandConfig]):
     def _make_writer(self, folder: Path, endpoint: OpenAIChat | None, loop: Loop) -> Writer | None:
         if (most := getattr(self.config.algo, "prompt_max_tokens", None)) is None:
             return None  # it proposes nothing
-        return Writer(
-            engine=self.engine,
-            tokenizer=self.tokenizer,
-            module=self.task.program.modules[0],
-            endpoint=endpoint,
-            max_tokens=most,
-            seed=self.config.seed,
-            store=Store(folder / COMPLETIONS, STORED[COMPLETIONS]),
-            loop=loop,
-        )
+        store = Store(folder / COMPLETIONS, STORED[COMPLETIONS])
+        return Writer(stage=self, endpoint=endpoint, max_tokens=most, store=store, loop=loop)
 
     def _note_prompts(self, name: str, module: dspy.Module, **facts: object) -> None:
         """Prompts for people, with what is known of them."""

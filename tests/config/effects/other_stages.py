@@ -50,7 +50,7 @@ def received(name: str, options: Options, folder: Path) -> object:
         def compile(self, student: Any, **given: Any) -> Any:
             got.extend([given, vars(self).copy()])
 
-    rollouts: Any = SimpleNamespace(failure_score=0.0, loop=SimpleNamespace(failure=None))
+    rollouts: Any = SimpleNamespace(loop=SimpleNamespace(failure=None))
     bench = Bench(
         task=FakeTask(None),
         rollouts=rollouts,
