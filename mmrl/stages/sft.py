@@ -1,6 +1,8 @@
 """The supervised stage: demonstrations, a user's file or the policy's own best rollouts -> updates -> a checkpoint.
 
-A supervised step is the trainer's objective with advantage 1 and ratio 1 (`sft_steps`).
+A supervised step is the trainer's objective with advantage 1 and ratio 1. A demonstration is rendered to exactly the
+ids that a rollout would send (`mmrl.models.chat.render_prompt`), followed by its completion and the end-of-turn token;
+only these last two are trained.
 
 Its rollouts are mmrl's own, and what is trained of them are the sampled token ids. They are written to the journal
 before anything is trained, so that a stage that was killed samples none of them again.
@@ -9,16 +11,19 @@ before anything is trained, so that a stage that was killed samples none of them
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmrl import rng
 from mmrl.config import SftCommandConfig
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.models.assignment import ModuleAssignment
+from mmrl.models.chat import encode_text, render_observation, render_prompt
 from mmrl.models.policy import checkpoint_step
 from mmrl.records import Call, Example, Forest
 from mmrl.report.journal import read_step, write_step
@@ -28,12 +33,14 @@ from mmrl.stages import Stage
 from mmrl.stages.collect import check_failures
 from mmrl.stages.evaluate import Evaluations, chunks
 from mmrl.stages.sft_data import best_rollouts, read_examples
-from mmrl.stages.sft_steps import digest, encode, order, plain_call, step_batch, tokens_of
 from mmrl.stages.step_metrics import rollout_metrics
+from mmrl.tasks.base import Demonstration
 from mmrl.trainer.checkpoint import saved_extra
-from mmrl.trainer.objective import StepBatch
+from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from mmrl.trainer.trl_trainer import MmrlTrainer
 
 FINGERPRINT = "warmup"
@@ -219,3 +226,70 @@ _SHOWN = {
     "sft/too_long": "too long",
 }
 _NOT_HERE = {"train/calls_skipped"} | {f"time/{p}" for p in ("generate", "retrieve", "rollout", "annotate", "tokenize")}
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> Call:
+    """A demonstration as a call; the end-of-turn token is the last of its completion."""
+    # By the same functions as in rollouts, so that the ids are those that a rollout would send.
+    prompt_ids = render_prompt(tokenizer, demonstration.messages)
+    for completion, observation in demonstration.history:
+        prompt_ids = render_observation(tokenizer, (*prompt_ids, *encode_text(tokenizer, completion)), observation)
+    end = int(tokenizer.eos_token_id)
+    return plain_call(demonstration.module, prompt_ids, (*encode_text(tokenizer, demonstration.completion), end))
+
+
+def plain_call(module: str, prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Call:
+    """A call of ids alone: without log-probabilities nothing is compared with a sampler."""
+    bare = Call(id="", example="", parent=None, module=module, completion_tokens=len(completion_ids))
+    return replace(bare, prompt_ids=prompt_ids, completion_ids=completion_ids)
+
+
+def tokens_of(call: Call) -> int:
+    """Tokens of prompt and completion together."""
+    return len(call.prompt_ids) + len(call.completion_ids)
+
+
+def order(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterator[int]:
+    """Indices into `calls` without end: one pass after the other (`passes`), each in a new order.
+
+    A step may take the end of a pass and the start of the next: all steps are of one size, and no call is left out.
+    """
+    for rows, draws in passes(calls, mix, seed):
+        draws.shuffle(rows)
+        yield from rows
+
+
+def passes(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterator[tuple[list[int], random.Random]]:
+    """The indices into `calls` that a pass has, in their order, and its source of draws; pass after pass without end.
+
+    Args:
+        mix: module -> how often a pass has each of its calls, relative to 1 for modules not named; rounded up or down
+            at random.
+    """
+    for number in count():
+        # Ahead of time and a pure function of the seed: what was killed continues with the same steps.
+        draws = rng.stream(seed, "warmup", number)
+        rows: list[int] = []
+        for index, call in enumerate(calls):
+            share = mix.get(call.module, 1.0)
+            rows += [index] * (int(share) + (draws.random() < share - int(share)))
+        yield rows, draws
+
+
+def step_batch(step: int, calls: Sequence[Call]) -> StepBatch:
+    """The calls of a step: the loss is the mean over all their completion tokens."""
+    weight = 1 / sum(len(call.completion_ids) for call in calls)
+    trained = [train_call(f"{place}", call, weight) for place, call in enumerate(calls)]
+    return StepBatch(step=step, calls=trained, metrics={"train/sequences": float(len(calls))})
+
+
+def train_call(name: str, call: Call, weight: float) -> TrainCall:
+    """A call whose tokens all have advantage 1 and one weight; `name`: its id within the step."""
+    tokens = len(call.completion_ids)
+    entry = TrainEntry(advantages=(1.0,) * tokens, weights=(weight,) * tokens)
+    return TrainCall(call=replace(call, id=name), entries=(entry,))
+
+
+def digest(calls: Sequence[Call]) -> str:
+    """What tells the sequences of two runs apart."""
+    return f"{rng.digest(*(str((call.module, call.prompt_ids, call.completion_ids)) for call in calls)):032x}"

@@ -1,4 +1,4 @@
-"""stages.sft_steps: trained ids are those a rollout sends; loss and gradient are those of plain likelihood."""
+"""stages.sft: trained ids are those a rollout sends; loss and gradient are those of plain likelihood."""
 
 from collections import Counter
 from itertools import islice
@@ -8,7 +8,7 @@ import torch
 
 from mmrl.config import LoraConfig, ModelConfig, TrainConfig
 from mmrl.models.chat import render_prompt
-from mmrl.stages.sft_steps import encode, order, step_batch, tokens_of
+from mmrl.stages.sft import encode, order, step_batch, tokens_of
 from mmrl.tasks.base import Demonstration
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.trl_trainer import MmrlTrainer
