@@ -360,8 +360,7 @@ class MmrlTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.state.global_step % self.settings.updates:
             raise CheckpointError("a checkpoint can only be saved between steps")
-        keep, due = self.settings.train.keep, self.settings.train.saves_after
-        checkpoint.save(self, self.folder, self.steps_done, critic=self.critic, extra=self.extra, keep=keep, due=due)
+        checkpoint.save(self, self.steps_done)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         if state_dict is not None and self.sharded:
