@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from safetensors.torch import load_file
 
 from mmrl.config.algo import CriticConfig
@@ -55,8 +55,7 @@ class ValueHead(torch.nn.Module):
         backbone: PreTrainedModel | None,
         dtype: torch.dtype,
         seed: int,
-        *,
-        zero: bool = False,
+        zero: bool,
     ):
         super().__init__()
         text = config.get_text_config()
@@ -92,47 +91,25 @@ def trained_in_float32(model: torch.nn.Module) -> None:
 
 def make_critic(settings: Settings, model: PreTrainedModel) -> Critic | None:
     """The critic of algorithms that have one, beside the model as it is before TRL wraps it."""
-    if settings.critic is None:
-        return None
-    return Critic(
-        settings.critic,
-        model,
-        settings.seed,
-        settings.lora(model, dropout=False),
-        lr=settings.train.lr * settings.critic.critic_lr_factor,
-        checkpointing=settings.model.gradient_checkpointing,
-    )
+    return None if settings.critic is None else Critic(settings, settings.critic, model)
 
 
 class Critic:
     """Owner of the value head and of whatever is trained with it.
 
     Build it before the policy is wrapped (`separate` copies the backbone), then `attach` it to the wrapped policy.
-
-    Args:
-        adapter: shape of the critic's adapter, without dropout.
-        lr: learning rate after the warm-up.
-        checkpointing: recompute activations of an own backbone in the backward pass.
     """
 
-    def __init__(
-        self,
-        config: CriticConfig,
-        model: PreTrainedModel,
-        seed: int,
-        adapter: LoraConfig | None,
-        *,
-        lr: float,
-        checkpointing: bool = False,
-    ):
+    def __init__(self, settings: Settings, config: CriticConfig, model: PreTrainedModel):
         self.config = config
-        self.lr = lr
-        self.adapter = adapter if config.critic == "adapter" else None
+        self.lr = settings.train.lr * config.critic_lr_factor
+        """After the warm-up."""
+        self.adapter = settings.lora(model, dropout=False) if config.critic == "adapter" else None
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         backbone = copy.deepcopy(backbone_of(model)).requires_grad_(True) if config.critic == "separate" else None
-        if backbone is not None and checkpointing:
+        if backbone is not None and settings.model.gradient_checkpointing:
             backbone.gradient_checkpointing_enable()
-        self.module = ValueHead(model.config, backbone, dtype, seed, zero=config.critic_init == "zero")
+        self.module = ValueHead(model.config, backbone, dtype, settings.seed, config.critic_init == "zero")
         trained_in_float32(self.module)
         self.wrapped: torch.nn.Module = self.module
         self.policy: PolicyModel = model

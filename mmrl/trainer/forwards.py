@@ -16,22 +16,21 @@ from peft import PeftModel
 
 from mmrl.errors import MmrlError
 from mmrl.records import Call, Forest
-from mmrl.trainer.adapters import Adapters
-from mmrl.trainer.critic import Critic
 from mmrl.trainer.logprobs import Scores, score
 from mmrl.trainer.objective import StepBatch, TrainCall
 from mmrl.trainer.packing import Pack, make_packs, share_of_process
-from mmrl.trainer.settings import Settings
 from mmrl.trainer.sharding import is_sharded, shard
 from mmrl.trainer.tree_attention import last_parts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel
+
+    from mmrl.trainer.trl_trainer import MmrlTrainer
 
 
 class Forwards:
-    """Runs packs through the models of a Hugging Face `Trainer`.
+    """Runs packs through the models of the trainer.
 
     Args:
         trainer: its models are read anew at each forward, since it wraps and prepares them when training starts.
@@ -40,23 +39,9 @@ class Forwards:
         most: tokens of a pack that would otherwise repeat more than it adds.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        settings: Settings,
-        *,
-        critic: Critic | None,
-        adapters: Adapters | None,
-        tries: bool,
-        budget: int,
-        most: int,
-    ):
-        self.trainer = trainer
-        self.settings = settings
-        self.critic = critic
-        self.adapters = adapters
-        self.tries = tries
-        self.budget, self.most = budget, most
+    def __init__(self, trainer: MmrlTrainer, *, tries: bool, budget: int, most: int):
+        self.trainer, self.tries, self.budget, self.most = trainer, tries, budget, most
+        self.settings, self.critic, self.adapters = trainer.settings, trainer.critic, trainer.adapters
         self.ref_model: torch.nn.Module | None = None
 
     def set_reference(self, model: torch.nn.Module) -> None:

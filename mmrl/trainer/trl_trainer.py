@@ -31,7 +31,7 @@ from mmrl.trainer.adapters import Adapters, in_fixed_order
 from mmrl.trainer.critic import make_critic, trained_in_float32
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import Correction, StepBatch, token_loss, truncated_weights
-from mmrl.trainer.packing import Pack, choose_packing, most_tokens, token_budget
+from mmrl.trainer.packing import Pack, choose_packing, token_budget
 from mmrl.trainer.selfcheck import check_tries
 from mmrl.trainer.settings import Settings, no_reward, one_device
 from mmrl.trainer.totals import StepTotals, finite
@@ -115,9 +115,7 @@ class MmrlTrainer(GRPOTrainer):
         self.next_batch, self.on_step_end = next_batch, on_step_end
         self.extra = extra or (lambda step: {})
         tries = choose_packing(settings.train.packing, model)
-        typed = settings.train.microbatch_tokens
-        budget = token_budget(typed, model, checkpointing=settings.model.gradient_checkpointing)
-        most = most_tokens(typed, model, budget)
+        budget, most = token_budget(settings.train.microbatch_tokens, model, settings.model.gradient_checkpointing)
         self.compared = not tries
         # Before TRL wraps the model: the critic may copy its backbone, and the reference is the model as it is now.
         self.critic, self.critic_lr = make_critic(settings, model), 0.0
@@ -143,9 +141,7 @@ class MmrlTrainer(GRPOTrainer):
         self.remove_callback(PrinterCallback)
         self.totals, self.batch_metrics = StepTotals((), self.args.device), dict[str, float]()
         self.sharded = sharding.is_sharded(self.accelerator)
-        self.forwards = Forwards(
-            self, settings, critic=self.critic, adapters=adapters, tries=tries, budget=budget, most=most
-        )
+        self.forwards = Forwards(self, tries=tries, budget=budget, most=most)
         self._prepare_models(reference)
 
     def _prepare_models(self, reference: PreTrainedModel | None) -> None:
