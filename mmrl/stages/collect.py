@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
 from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import TrainCommandConfig
-from mmrl.credit.entries import Credit
+from mmrl.credit.entries import Credit, Entry
 from mmrl.models.chat import encode_text, tokenizer_seconds
 from mmrl.records import Example, Forest
 from mmrl.rollout.environment import Environment
@@ -32,7 +32,7 @@ from mmrl.stages.information_gain import with_gains
 from mmrl.stages.step_metrics import lag_metrics, refuse_failures
 from mmrl.tasks.base import Canonical, Closing
 from mmrl.trainer.forwards import annotate
-from mmrl.trainer.objective import TrainCall, TrainEntry
+from mmrl.trainer.objective import TrainCall
 
 if TYPE_CHECKING:
     from mmrl.trainer.trl_trainer import MmrlTrainer
@@ -278,11 +278,9 @@ def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> li
 
 def train_calls(forest: Forest, credit: Credit, minibatch: Mapping[str, int]) -> list[TrainCall]:
     """What the trainer sees: each credited call once, with its entries."""
-    entries: dict[str, list[TrainEntry]] = {}
+    entries: dict[str, list[Entry]] = {}
     for entry in credit.entries:
-        entries.setdefault(entry.call, []).append(
-            TrainEntry(advantages=entry.advantages, weights=entry.weights, returns=entry.returns)
-        )
+        entries.setdefault(entry.call, []).append(entry)
     calls = [forest.calls[call] for call in entries]
     return [TrainCall(call=call, entries=tuple(entries[call.id]), minibatch=minibatch[call.example]) for call in calls]
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from mmrl import rng
 from mmrl.config import SftCommandConfig
+from mmrl.credit.entries import Entry
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.chat import encode_text, render_observation, render_prompt
@@ -36,7 +37,7 @@ from mmrl.stages.sft_data import best_rollouts, read_examples
 from mmrl.stages.step_metrics import rollout_metrics
 from mmrl.tasks.base import Demonstration
 from mmrl.trainer.checkpoint import saved_extra
-from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
+from mmrl.trainer.objective import StepBatch, TrainCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -286,7 +287,7 @@ def step_batch(step: int, calls: Sequence[Call]) -> StepBatch:
 def train_call(name: str, call: Call, weight: float) -> TrainCall:
     """A call whose tokens all have advantage 1 and one weight; `name`: its id within the step."""
     tokens = len(call.completion_ids)
-    entry = TrainEntry(advantages=(1.0,) * tokens, weights=(weight,) * tokens)
+    entry = Entry(call=name, reward=1.0, advantages=(1.0,) * tokens, weights=(weight,) * tokens)
     return TrainCall(call=replace(call, id=name), entries=(entry,))
 
 

@@ -12,26 +12,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mmrl.credit.entries import Entry
 from mmrl.errors import MmrlError
 from mmrl.records import Call
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainEntry:
-    """One place that a call takes in the loss. Both tuples have the call's completion length T."""
-
-    advantages: tuple[float, ...]
-    weights: tuple[float, ...]
-    """All normalisation included: the loss is the weighted sum over the tokens of an optimizer step."""
-    returns: tuple[float, ...] | None = None
-    """Targets of the critic (PPO family), length T."""
-
-    def active(self, beta: float) -> bool:
-        """Whether the entry can move any weights at all, given the weight `beta` of the KL term."""
-        return any(
-            weight != 0 and (beta > 0 or advantage != 0 or self.returns is not None)
-            for weight, advantage in zip(self.weights, self.advantages, strict=True)
-        )
+def active(entry: Entry, beta: float) -> bool:
+    """Whether an entry can move any weights at all, given the weight `beta` of the KL term."""
+    return any(
+        weight != 0 and (beta > 0 or advantage != 0 or entry.returns is not None)
+        for weight, advantage in zip(entry.weights, entry.advantages, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +33,8 @@ class TrainCall:
     """The sampled call. Its `completion_ids` are all that is trained (with T = 0 it is skipped); its `logprobs` are the
     ratio's denominator (None: recomputed before the first update of the step), its `ref_logprobs` the reference's
     (None: computed when the KL term needs them), its `values` the critic's before the step."""
-    entries: tuple[TrainEntry, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    """Weights hold all normalisation: the loss is the weighted sum over the tokens of an optimizer step."""
     minibatch: int = 0
     """Which optimizer step of an epoch it belongs to."""
 

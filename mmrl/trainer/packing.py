@@ -17,7 +17,7 @@ import torch
 
 from mmrl.errors import ConfigError
 from mmrl.trainer import tree_attention
-from mmrl.trainer.objective import TrainCall
+from mmrl.trainer.objective import TrainCall, active
 from mmrl.trainer.tree_attention import PrefixTree
 from mmrl.trainer.tries import TrieLayout, bin_pack, build_tries, flatten, token_indices
 
@@ -244,7 +244,7 @@ class _ScoredCall:
         entries = tuple(
             (tuple(t for t, weight in enumerate(entry.weights) if weight != 0), number)
             for number, entry in enumerate(train.entries)
-            if entry.active(beta)
+            if active(entry, beta)
         )
         # Scored once, however many entries a token has: its log-probability is the same in all of them.
         needed = {t for tokens, _ in entries for t in tokens}

@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 
 from mmrl.errors import MmrlError
 from mmrl.trainer.forwards import Forwards, module_names
-from mmrl.trainer.objective import TrainCall
+from mmrl.trainer.objective import TrainCall, active
 from mmrl.trainer.packing import Pack
 from mmrl.trainer.tries import common_prefix
 
@@ -35,8 +35,8 @@ def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
     Raises:
         MmrlError: they differ.
     """
-    active = [train for train in calls if any(entry.active(forwards.settings.beta) for entry in train.entries)]
-    chosen = calls_to_compare(active)
+    trained = [train for train in calls if any(active(entry, forwards.settings.beta) for entry in train.entries)]
+    chosen = calls_to_compare(trained)
     if forwards.adapters is not None and chosen:
         # One adapter: otherwise a difference of weights would pass for one of packing.
         adapter = forwards.adapters.of

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 
 from mmrl.config import LoraConfig
 from mmrl.errors import ConfigError, MmrlError, TooManyFailures
-from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
+from mmrl.trainer.objective import StepBatch, TrainCall
 from tests.helpers.trainer_cases import (
     LORA,
     SIZES,
@@ -23,6 +23,7 @@ from tests.helpers.trainer_cases import (
     sampled,
     tiny_model,
     train_call,
+    train_entry,
     with_changes,
     without_advantage,
 )
@@ -71,7 +72,7 @@ def test_zero_advantages_still_pull_towards_the_reference(tmp_path: Path) -> Non
 
 def test_an_empty_completion_is_skipped(tmp_path: Path) -> None:
     calls = make_calls(3)
-    entry = TrainEntry(advantages=(), weights=())
+    entry = train_entry(advantages=(), weights=())
     empty = train_call(id="e", module="a", prompt_ids=(1,), completion_ids=(), entries=(entry,))
     trainer = make_trainer(tmp_path)
     loss, _ = gradients(trainer, [*calls, empty])
