@@ -1,15 +1,14 @@
 """Stands in the place of the LM that is configured (`dspy.configure(lm=…)`) while rollouts run.
 
 In Python 3.11 a new thread has none of the context variables of the one that starts it, so that a program's calls in
-threads of its own would go to the configured LM: neither recorded nor trained, and perhaps paid for. They end the run.
+threads of its own would go to the configured LM: neither recorded nor trained, and perhaps paid for. They are refused,
+and end the run when the rollouts under way have ended.
 Metrics may call the configured LM, also from their own threads.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,8 +24,6 @@ from dspy.dsp.utils.settings import main_thread_config
 from mmrl.errors import ConfigError
 from mmrl.system.user_code import place
 from mmrl.tasks.dspy import tools as tape
-
-log = logging.getLogger("mmrl.rollout")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,29 +56,12 @@ class _NoAdapter(dspy.Adapter):
     acall = __call__
 
 
+@dataclass(slots=True, eq=False)
 class _Sampling:
     """Rollouts under way in one event loop."""
 
-    def __init__(self) -> None:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        self.problem: str | None = None
-
-    def stop(self, problem: str) -> None:
-        """End it, from any thread; only the first problem counts."""
-        if self.problem is None:
-            self.problem = problem
-            with suppress(RuntimeError):  # the loop has just ended
-                self._loop.call_soon_threadsafe(self._cancel)
-
-    def _cancel(self) -> None:
-        # It may have ended since; its task would go on with something else.
-        if self in _under_way and self._task is not None:
-            self._task.cancel()
-
-    def stopped(self) -> None:
-        """Take back the cancellation, which was no other's."""
-        if self._task is not None:
-            self._task.uncancel()
+    problem: str | None = None
+    """The first one, which ends the run when they have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +96,9 @@ def guarded() -> Iterator[None]:
     try:
         with dspy.context(lm=lm), threads_known():
             yield
-    except (Exception, asyncio.CancelledError) as error:
+    except Exception:
         if sampling.problem is None:
             raise
-        if isinstance(error, asyncio.CancelledError):
-            sampling.stopped()
     finally:
         _ORIGIN.reset(origin)
         _take_down(sampling)
@@ -174,12 +152,9 @@ def _refusal() -> _Refused:
         "dspy.Parallel"
     )
     with _lock:
-        late = origin is not None and origin.sampling not in _under_way and origin.sampling.problem is None
         # A thread that was there before any rollout may be any program's.
         for sampling in _under_way if origin is None else [origin.sampling]:
-            sampling.stop(problem)
-    if late:
-        log.warning("%s (refused after the rollouts have ended)", problem)
+            sampling.problem = sampling.problem or problem
     return _Refused(problem)
 
 

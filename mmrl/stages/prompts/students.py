@@ -59,35 +59,12 @@ class DspyStudent:
         return ""
 
 
-class DspyCandidate:
-    """A DSPy program with other prompts; it notes the traces of its rollouts, from which demonstrations are made."""
+class DspyCandidate(DspyProgram):
+    """A DSPy program with other prompts; it notes what each predictor was sent and gave, as DSPy's own trace has it."""
 
     def __init__(self, task: Task, module: dspy.Module, layout: str):
-        self.program = _Traced(module, layout)
-        self.task = _with_program(task, self.program)
-
-    def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """What each module was sent and gave (`module`, `inputs`, `outputs`), in order.
-
-        A reply that could not be parsed is the last, with `outputs` None and its `text`.
-        """
-        steps, failed = self.program.traces.pop(rollout.example, ([], None))
-        unread = [call.text for call in forest.path(rollout) if not call.ok]
-        if rollout.error == ParseFailure.kind and failed is not None and unread:
-            # The reply that could not be read is not in the trace.
-            steps = [*steps, {**failed, "outputs": None, "text": unread[-1]}]
-        return steps
-
-    def save(self, path: Path) -> None:
-        """Write its prompts as `task.prompts=` reads them."""
-        self.program.save(path)
-
-
-class _Traced(DspyProgram):
-    """Notes what each predictor was given and gave, as DSPy's own trace has it."""
-
-    def __init__(self, module: dspy.Module, layout: str):
         super().__init__(module, layout)
+        self.task = _with_program(task, self)
         self.traces: dict[str, tuple[list[JsonObject], JsonObject | None]] = {}
         """Example -> steps, and the one that did not end."""
 
@@ -100,17 +77,25 @@ class _Traced(DspyProgram):
             with dspy.context(callbacks=[*(dspy.settings.callbacks or ()), begun]):
                 return await self.run_traced(example, ctx, trace)
         finally:
-            # `BestOfN` and `Refine` run copies of predictors, which have the names of what they were copied from.
-            steps = [
-                {"module": self._name(predictor), "inputs": as_json(inputs), "outputs": as_json(dict(outputs.items()))}
-                for predictor, inputs, outputs in trace
-            ]
+            steps = [{**self._given(*sent), "outputs": as_json(dict(outputs.items()))} for *sent, outputs in trace]
             last = next(reversed(begun.calls.values()), None)
-            failed = last and {"module": self._name(last[0]), "inputs": as_json(last[1])}
-            self.traces[example.id] = (steps, failed)
+            self.traces[example.id] = (steps, last and self._given(*last))
 
-    def _name(self, predictor: Any) -> str | None:
-        return self.structure.name_of([predictor])
+    def _given(self, predictor: Any, inputs: Mapping[str, object]) -> JsonObject:
+        # `BestOfN` and `Refine` run copies of predictors, which have the names of what they were copied from.
+        return {"module": self.structure.name_of([predictor]), "inputs": as_json(inputs)}
+
+    def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
+        """What each module was sent and gave (`module`, `inputs`, `outputs`), in order.
+
+        A reply that could not be parsed is the last, with `outputs` None and its `text`.
+        """
+        steps, failed = self.traces.pop(rollout.example, ([], None))
+        unread = [call.text for call in forest.path(rollout) if not call.ok]
+        if rollout.error == ParseFailure.kind and failed is not None and unread:
+            # The reply that could not be read is not in the trace.
+            steps = [*steps, {**failed, "outputs": None, "text": unread[-1]}]
+        return steps
 
 
 class _Begun(BaseCallback):
