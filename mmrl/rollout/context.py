@@ -68,7 +68,7 @@ class RolloutContext:
 
     @property
     def events(self) -> list[Event]:
-        """What is on the tape so far."""
+        """Events on the tape so far."""
         return self.tape.events
 
     async def call(
@@ -262,7 +262,7 @@ class RolloutContext:
     async def _exchanged_by(
         self, teacher: Teacher, module: str, generation: Generation, call_id: str, attempt: int
     ) -> tuple[Completion, str]:
-        """What a teacher's model replies to the same messages, with the policy's own ids of it."""
+        """The reply of a teacher's model to the same messages, with the policy's own ids of it."""
         env = teacher.environment
         assert generation.messages is not None  # no module that goes on in a context has a teacher (`run.check`)
         asked = replace(generation, prompt_ids=env.render(generation.messages))

@@ -38,7 +38,7 @@ class _Tree:
     reward_set: str
     rollouts: list[tuple[tuple[int, ...], Rollout, list[Call]]] = field(default_factory=list)
     tapes: list[list[Event]] = field(default_factory=list)
-    """What the rollouts requested, in the order of `rollouts`; kept where the tree grows."""
+    """Requests of the rollouts, in the order of `rollouts`; kept where the tree grows."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     context: Context = field(default_factory=copy_context)
 
@@ -355,7 +355,7 @@ def _again(call: Call, program: Canonical, encode: Callable[[str], Sequence[int]
 
 
 def _raised(ctx: RolloutContext, kind: type[RolloutError], error: Exception) -> RolloutError:
-    """What an exception in the code of a program or its reward is in the record.
+    """The failure that stands for an exception in the code of a program or its reward.
 
     After a reply that does not parse, which the program caught, it is laid to the model: code that expects a value
     finds none. Laid to the program, a model that never parses would be a broken program, and never trained.

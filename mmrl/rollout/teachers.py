@@ -33,7 +33,7 @@ class LoadedTeacher:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     shares_vocabulary: bool
-    """Whether its token ids are the student's, so that what it sampled is trained as it is."""
+    """True where its token ids are the student's, so that its samples are trained as they are."""
 
 
 def teachers_of_step(
@@ -64,7 +64,7 @@ class TeacherForcedContext(RolloutContext):
     source: RolloutContext | None = None
     """The teacher's finished rollout."""
     failure: RolloutError | None = None
-    """How it failed, if it did."""
+    """Its failure, if it failed."""
     matches: dict[int, Call] = field(default_factory=dict)
     """Position among this rollout's calls -> the teacher's call there."""
 

@@ -38,7 +38,7 @@ class Stage(ABC, Generic[ConfigT]):
     log: StepLog
 
     def environment(self, phase: AlgoConfig | SftConfig | EvalConfig, key: rng.Key) -> Environment:
-        """What rollouts of the policy of now share, in training (`algo.*`) or in evaluation (`eval.*`).
+        """The environment of rollouts of the current policy, in training (`algo.*`) or in evaluation (`eval.*`).
 
         Args:
             key: (run seed, step or phase).

@@ -118,7 +118,7 @@ def _unread(forest: Forest) -> dict[str, str]:
 
 
 def _credit(stage: WeightStage, forest: Forest) -> Credit | None:
-    """What the run's algorithm makes of the rollouts; None where there is nothing that it compares."""
+    """The credit of the rollouts by the run's algorithm; None where there is nothing that it compares."""
     # A critic has no groups, and its values would cost a forward of all rollouts.
     if hasattr(stage.config.algo, "critic") or all(r.reward is None for r in forest.rollouts):
         return None
@@ -126,7 +126,7 @@ def _credit(stage: WeightStage, forest: Forest) -> Credit | None:
 
 
 def _unpacked(stage: WeightStage, forest: Forest, credit: Credit | None) -> str:
-    """Why this model's updates cannot be packed, which would end the run at its first step; empty where they can."""
+    """The reason why this model's updates cannot be packed, which would end the run at once; empty where they can."""
     forwards = stage.trainer.forwards
     if credit is None or not forwards.tries or is_sharded(forwards.accelerator):
         return ""

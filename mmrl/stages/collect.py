@@ -47,14 +47,14 @@ STOP_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledBatch:
-    """What was sampled for one step."""
+    """Examples and rollouts of one step."""
 
     examples: tuple[Example, ...]
-    """Those that the step trains on."""
+    """The step trains on these."""
     forest: Forest
     """Everything sampled, for the journal; after dynamic sampling `meta["refill"]` names the rounds and the rest."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """How it was sampled (docs/metrics.md: `rollouts/policy_lag*`, `refill/*`)."""
+    """Metrics of sampling (docs/metrics.md: `rollouts/policy_lag*`, `refill/*`)."""
 
     @property
     def trained(self) -> Forest:
@@ -63,7 +63,7 @@ class SampledBatch:
 
 
 Rollouts: TypeAlias = tuple[Forest, Mapping[str, float]]
-"""What this process sampled for a step, and the seconds that it took: generate, retrieve, tokenize, rollout (clock)."""
+"""Rollouts of this process for a step, and their seconds: generate, retrieve, tokenize, rollout (clock)."""
 
 
 class Prefetch(Generic[Batch]):
@@ -277,7 +277,7 @@ def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> li
 
 
 def train_calls(forest: Forest, credit: Credit, minibatch: Mapping[str, int]) -> list[TrainCall]:
-    """What the trainer sees: each credited call once, with its entries."""
+    """Each credited call once, with its entries: the trainer's view of a forest."""
     entries: dict[str, list[Entry]] = {}
     for entry in credit.entries:
         entries.setdefault(entry.call, []).append(entry)

@@ -63,9 +63,9 @@ class SftStage(Stage[SftCommandConfig]):
     assignment: ModuleAssignment
     evaluations: Evaluations = field(init=False)
     facts: dict[str, float] = field(default_factory=dict)
-    """What the sequences came to, by the names of docs/metrics.md."""
+    """Counts of the sequences, by the names of docs/metrics.md."""
     calls: Sequence[Call] = ()
-    """What is trained on."""
+    """Sequences that are trained on."""
     data: str = ""
     """Digest of it."""
     rows: Iterator[int] = field(init=False)
@@ -107,7 +107,7 @@ class SftStage(Stage[SftCommandConfig]):
         return step_batch(step, chosen)
 
     def recorded(self) -> Mapping[str, object]:
-        """What a checkpoint says of the sequences."""
+        """Record of the sequences in a checkpoint."""
         return {FINGERPRINT: {"data": self.data}}
 
     def describe(self) -> dict[str, str]:
@@ -202,7 +202,7 @@ class SftStage(Stage[SftCommandConfig]):
         return fitting
 
     def _said(self) -> str:
-        """What is trained on, in one line."""
+        """Source and numbers of the sequences, in one line."""
         counts = Counter(item.module or "no module" for item in self.calls)
         of = {"task": "demonstrations of the task", "file": str(self.config.algo.file), "rollouts": "own rollouts"}
         shown = ", ".join(f"{module} {count}" for module, count in counts.items())
@@ -292,5 +292,5 @@ def train_call(name: str, call: Call, weight: float) -> TrainCall:
 
 
 def digest(calls: Sequence[Call]) -> str:
-    """What tells the sequences of two runs apart."""
+    """Digest of the sequences, which tells those of two runs apart."""
     return f"{rng.digest(*(str((call.module, call.prompt_ids, call.completion_ids)) for call in calls)):032x}"

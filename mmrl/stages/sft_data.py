@@ -1,4 +1,4 @@
-"""What a supervised stage trains on: demonstrations of a task, a user's file, or the best of some rollouts.
+"""Data of a supervised stage: demonstrations of a task, a user's file, or the best of some rollouts.
 
 Used by `stages.sft` and by the checks of a run: imports no torch, so that a wrong file is refused before a model loads.
 """
@@ -24,7 +24,7 @@ SHOWN = 5
 
 
 Supervised = tuple[str, Demonstration]
-"""Where a demonstration comes from, and the demonstration."""
+"""Origin of a demonstration, and the demonstration."""
 
 
 class _ChatMessage(BaseModel):
@@ -55,7 +55,7 @@ class _Fields(BaseModel, extra="forbid"):
 
 
 def sft_problems(config: SftCommandConfig, task: Task, frozen: Sequence[str] = ()) -> list[str]:
-    """What stands against a supervised run, one sentence each, before any model loads.
+    """Problems of a supervised run, one sentence each, before any model loads.
 
     Args:
         frozen: modules that are out of the loss (`model.modules`, `engine.endpoints`).

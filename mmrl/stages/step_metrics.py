@@ -46,7 +46,7 @@ def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, f
 
 
 def lag_metrics(forest: Forest, step: int) -> dict[str, float]:
-    """How many updates the weights that sampled are behind those that step number `step` starts from."""
+    """Updates by which the weights that sampled are behind those that step number `step` starts from."""
     # Calls of teachers and endpoints are of no version of the policy.
     own = [call for call in forest.calls.values() if call.teacher is None and call.policy_version is not None]
     lags = [step - 1 - call.policy_version for call in own if call.policy_version is not None]

@@ -32,7 +32,7 @@ class WeightStage(Collector):
     engines: Sequence[Engine]
     """The one that samples first, then those of teachers."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Which module speaks with which weights, for the summary."""
+    """Weights of each module, for the summary."""
     evaluations: Evaluations = field(init=False)
     journal: JournalWriter = field(default_factory=JournalWriter)
     """Writes what a step sampled while it trains."""

@@ -34,7 +34,7 @@ class ParameterGroup(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """Which module speaks with which adapter; modules may share one."""
+    """Adapter of each module; modules may share one."""
 
     of: Mapping[str, str]
     """Module name -> adapter name (letters, digits, `_`, `-`)."""
@@ -120,7 +120,7 @@ class Adapters:
 
     @contextmanager
     def using(self, policy: PeftModel, train: TrainCall) -> Iterator[None]:
-        """Inside, the policy runs with the adapter of a call; forward and backward both belong in here."""
+        """Run the policy with the adapter of a call; forward and backward both belong in here."""
         # Not set back: every forward sets its own, and gradient checkpointing forwards again in the backward pass.
         policy.set_adapter(self.of[train.call.module])
         yield

@@ -109,7 +109,7 @@ def require(path: Path) -> None:
 
 
 def temporary_folder(folder: Path, step: int) -> Path:
-    """Where a checkpoint is written before it gets its name."""
+    """The folder of a checkpoint that is being written."""
     return folder / f".writing-checkpoint-{step}"
 
 
@@ -177,7 +177,7 @@ def every_checkpoint(folder: Path) -> list[Path]:
 
 
 def unusable(path: Path) -> str:
-    """Why a checkpoint cannot be continued from, in words that name the file; empty where it can.
+    """The reason why a checkpoint cannot be continued from, in words that name the file; empty where it can.
 
     Nothing that a file holds is run: pickles are read as weights alone.
     """
@@ -202,7 +202,7 @@ def unusable(path: Path) -> str:
 
 
 def saved_extra(path: Path) -> JsonObject:
-    """What the caller of `save` stored in a checkpoint; empty where nothing."""
+    """The record that `save` stored in a checkpoint; empty where nothing."""
     file = path / EXTRA
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 

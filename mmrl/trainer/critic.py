@@ -172,7 +172,7 @@ class Critic:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the policy's backbone runs with the critic's adapter, if there is one."""
+        """Run the policy's backbone with the critic's adapter, if there is one."""
         if self.adapter is None:
             yield
             return
@@ -225,7 +225,7 @@ class Critic:
         }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What the critic trains, whole and on the CPU; processes that share it must all call this."""
+        """All that the critic trains, whole and on the CPU; processes that share it must all call this."""
         return {name: whole(p).contiguous() for name, p in self.named_parameters().items()}
 
     def load(self, folder: Path) -> None:

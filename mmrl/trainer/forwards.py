@@ -59,7 +59,7 @@ class Forwards:
 
     @property
     def device(self) -> torch.device:
-        """Where packs are forwarded."""
+        """Device of all forwards."""
         return self.trainer.args.device
 
     @property
@@ -98,7 +98,7 @@ class Forwards:
         return [results.get(id(call), ()) for call in calls]
 
     def _in_step(self, count: int) -> list[Pack]:
-        """What a process forwards beyond its `count` packs where weights are sharded: gathering them takes everyone,
+        """Fillers beyond this process's `count` packs where weights are sharded: gathering them takes everyone,
         and each process brings its own calls here."""
         if not is_sharded(self.accelerator):
             return []
@@ -158,7 +158,7 @@ class Forwards:
                 pack.old = pack.sampled
 
     def with_adapter(self, pack: Pack) -> AbstractContextManager[None]:
-        """Inside, the policy runs with the adapter of the pack's calls."""
+        """Run the policy with the adapter of the pack's calls."""
         return (
             nullcontext()
             if self.adapters is None
@@ -200,7 +200,7 @@ class Forwards:
             return self.critic.values(pack)
 
     def score(self, model: torch.nn.Module, pack: Pack, *, entropy: bool = False, hits: bool = False) -> Scores:
-        """What `logprobs.score` says of the pack's scored positions, with gradient if enabled."""
+        """Scores of the pack's scored positions (`logprobs.score`), with gradient if enabled."""
         plain = self.accelerator.unwrap_model(model)
         # Recomputed in the backward pass, the last layer would be the whole one again.
         last = () if pack.tree is None or self.settings.model.gradient_checkpointing else last_parts(plain)

@@ -1,4 +1,4 @@
-"""What the trainer receives, and the one objective over it.
+"""Input of the trainer, and the one objective over it.
 
 Part of `trainer`; made by the weight stage from a forest and its credit, and by the supervised stage with advantage 1.
 Blind to algorithms: every paper's rewards, groups and normalisation have become an advantage and a weight per token
@@ -18,7 +18,7 @@ from mmrl.records import Call
 
 
 def active(entry: Entry, beta: float) -> bool:
-    """Whether an entry can move any weights at all, given the weight `beta` of the KL term."""
+    """True where an entry can move any weights at all, given the weight `beta` of the KL term."""
     return any(
         weight != 0 and (beta > 0 or advantage != 0 or entry.returns is not None)
         for weight, advantage in zip(entry.weights, entry.advantages, strict=True)
@@ -36,7 +36,7 @@ class TrainCall:
     entries: tuple[Entry, ...] = ()
     """Weights hold all normalisation: the loss is the weighted sum over the tokens of an optimizer step."""
     minibatch: int = 0
-    """Which optimizer step of an epoch it belongs to."""
+    """Its optimizer step within an epoch."""
 
     def __post_init__(self) -> None:
         call, tokens = self.call, len(self.call.completion_ids)
@@ -84,7 +84,7 @@ class TokenLoss:
     kl: torch.Tensor | None
     """k3 estimate of KL(policy || reference) in nats, (E,); None without a reference."""
     correction: Correction | None = None
-    """What the policy term was weighed with; None without truncated importance sampling."""
+    """Weights of the policy term; None without truncated importance sampling."""
 
 
 @dataclass(frozen=True, slots=True)

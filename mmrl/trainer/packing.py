@@ -40,7 +40,7 @@ too. Of tries they are computed in chunks (`logprobs`)."""
 
 
 def choose_packing(packing: str, model: PreTrainedModel) -> bool:
-    """Whether packs are tries, for `train.packing` = auto | trie | padded; sets the model's attention accordingly.
+    """True for packs that are tries, by `train.packing` = auto | trie | padded; sets the model's attention accordingly.
 
     Raises:
         ConfigError: `trie`, and the model's layers cannot share prefixes.
@@ -121,7 +121,7 @@ class Pack:
     tokens: int
     """Real tokens forwarded."""
     tree: PrefixTree | None = None
-    """Which token sees which, where the row holds tries."""
+    """Tree of the tokens, where the row holds tries."""
     position_ids: torch.Tensor | None = None
     """(R, W) int64: depth of each token in its trie; None: its place in its row."""
     filler: bool = False
@@ -138,7 +138,7 @@ class Pack:
 
     @property
     def inputs(self) -> dict[str, object]:
-        """What the model is called with."""
+        """Arguments of the model."""
         if self.tree is None:
             return {"input_ids": self.input_ids, "use_cache": False}
         return {

@@ -120,7 +120,7 @@ def _compared(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _cosine(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
-    """Of two gradients, all parameters together; 1 where both are zero or none was computed."""
+    """Cosine of two gradients, all parameters together; 1 where both are zero or none was computed."""
     product = sum(float((a.double() * b.double()).sum()) for a, b in zip(left, right, strict=True))
     sizes = [sum(float(one.double().square().sum()) for one in side) for side in (left, right)]
     if not any(sizes):

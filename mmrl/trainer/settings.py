@@ -41,7 +41,7 @@ class Settings:
 
     @property
     def is_supervised(self) -> bool:
-        """Whether the trainer reports likelihood and accuracy, of which reinforcement learning has no use."""
+        """True where the trainer reports likelihood and accuracy, of which reinforcement learning has no use."""
         return self.algo.name == SFT
 
     @property
@@ -61,7 +61,7 @@ class Settings:
         return 0.0 if in_reward else self.algo.beta
 
     def problems(self) -> list[str]:
-        """What the trainer cannot do, one sentence each."""
+        """Problems of the settings, one sentence each."""
         train, messages = self.train, []
         if train.warmup_steps >= train.steps * self.updates and train.warmup_steps:
             messages.append(

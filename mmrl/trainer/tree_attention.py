@@ -137,7 +137,7 @@ def _runs(read: Sequence[int], span: NodeSpan) -> Iterator[tuple[int, int, bool]
 
 
 def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:
-    """Why the layers of this causal LM (wrapped by peft or not) cannot share prefixes, or None."""
+    """The reason why the layers of this causal LM (wrapped by peft or not) cannot share prefixes, or None."""
     causal = _causal_lm(model)
     name, config = type(causal).__name__, causal.config
     if name not in FAMILIES:
@@ -163,7 +163,7 @@ def _causal_lm(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
 
 
 def last_parts(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, ...]:
-    """What the last layer of a causal LM of one of the `FAMILIES` needs for the tokens alone whose result is read."""
+    """Parts of the last layer of a causal LM of one of the `FAMILIES` that only tokens whose result is read need."""
     # Keys and values of the last layer are needed for every token; queries, output projection and MLP only where
     # somebody reads the result. In a prompt-heavy pack that is a small part of the tokens.
     layer = _causal_lm(model).model.layers[-1]
@@ -178,7 +178,7 @@ def install(model: PreTrainedModel | PeftModel) -> None:
 
 
 class AttentionModule(Protocol):
-    """What is read of a layer's attention module."""
+    """The attributes of a layer's attention module that are read."""
 
     layer_idx: int
     config: PreTrainedConfig
@@ -252,7 +252,7 @@ def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Pref
 
 
 class FunctionCtx(Protocol):
-    """What autograd hands to both passes, with the attributes that the forward pass puts on it."""
+    """Autograd's context of both passes, with the attributes that the forward pass puts on it."""
 
     saved_tensors: tuple[torch.Tensor, ...]
     kernel_calls: KernelCalls

@@ -205,7 +205,7 @@ def _fill(parts: Sequence[TrieNode], budget: int, count: int) -> list[list[TrieN
 
 @dataclass(frozen=True, slots=True)
 class NodeSpan:
-    """Where a node lies in its pack: tokens begin..end, and what is below it up to `stop`."""
+    """Place of a node in its pack: tokens begin..end, and all below it up to `stop`."""
 
     begin: int
     end: int

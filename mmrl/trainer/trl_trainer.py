@@ -49,12 +49,12 @@ class Update:
     packs: Sequence[Pack]
     """This process's share; the same number on every process."""
     first: bool
-    """Whether the weights are still those that sampled."""
+    """True while the weights are those that sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateStream:
-    """What `get_train_dataloader` returns: sized, and iterated once."""
+    """Result of `get_train_dataloader`: sized, and iterated once."""
 
     size: int
     updates: Callable[[], Iterator[dict[str, Update]]]
@@ -145,7 +145,7 @@ class MmrlTrainer(GRPOTrainer):
         self._prepare_models(reference)
 
     def _prepare_models(self, reference: PreTrainedModel | None) -> None:
-        """What policy, critic and reference need before they are trained or forwarded."""
+        """Prepare policy, critic and reference for training and forwards."""
         adapter = self.critic is not None and self.critic.adapter is not None and not self.sharded
         if self.accelerator.num_processes > 1 and (self.adapters or adapter):
             # DDP expects every trained weight in every backward pass.

@@ -225,7 +225,7 @@ class TapeLM(dspy.BaseLM):
         return await self.host.call(sent, self.parse, {**self.kwargs, **options})
 
     def copy(self, **options: object) -> dspy.BaseLM:
-        """What `BestOfN` and `Refine` ask for at each attempt, or a program that sets options for some requests."""
+        """Copy it for an attempt of `BestOfN` or `Refine`, or for a program that sets options for some requests."""
         # A number for DSPy's cache, and DSPy's way to get other replies: here each request has a seed of its own.
         if set(options) == {"rollout_id", "temperature"} and options["temperature"] == 1.0:
             options = {}
@@ -319,7 +319,7 @@ def _tape_class(kind: Any) -> Any:
 
 
 def parse_failure(error: AdapterParseError, signature: Signature) -> ParseFailure:
-    """What a reply that DSPy could not read is in the record: how many of its output fields were there."""
+    """The failure of a reply that DSPy could not read: how many of its output fields were there."""
     expected = list(signature.output_fields)
     # a value of the wrong type is raised with its cause, or without any result: then nothing counts as read
     wrong_type = error.parsed_result is None or error.__cause__ is not None

@@ -79,13 +79,13 @@ _under_way: list[_Sampling] = []
 _configured: Any = None
 """The LM behind the guard."""
 _starting = 0
-"""How many may start threads."""
+"""Number of blocks that may start threads."""
 _thread_start, _pool_submit = threading.Thread.start, ThreadPoolExecutor.submit
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Inside, rollouts run, in this task and those that it starts; the configured LM is there for metrics alone.
+    """Run rollouts inside, in this task and those that it starts; the configured LM is there for metrics alone.
 
     Raises:
         ConfigError: a program has made a request outside of its rollout.
@@ -128,7 +128,7 @@ def _take_down(sampling: _Sampling) -> None:
 
 @contextmanager
 def threads_known() -> Iterator[None]:
-    """Inside, new threads know who has started them; around all that may start some, also after its sampling ended."""
+    """Tell new threads who has started them; around all that may start some, also after its sampling ended."""
     global _starting
     with _lock:
         _starting += 1

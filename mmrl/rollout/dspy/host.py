@@ -35,7 +35,7 @@ class Host:
         self.ctx, self.structure, self.loop = ctx, structure, loop
         self.failure: RolloutError | None = None
         self._unread: list[tuple[AdapterParseError, ParseFailure]] = []
-        """What the module got for each reply that does not parse, and what it is in the record."""
+        """The module's exception for each reply that does not parse, and the failure in the record."""
         self._lock = threading.Lock()
         # Untyped: each future has the type of what its coroutine returns.
         self._waiting: set[Future[Any]] = set()
@@ -99,7 +99,7 @@ class Host:
         return await asyncio.wrap_future(self._started(coroutine))
 
     def on_loop(self) -> bool:
-        """Whether the caller runs on the rollout's event loop, which must not be blocked."""
+        """True where the caller runs on the rollout's event loop, which must not be blocked."""
         try:
             return asyncio.get_running_loop() is self.loop
         except RuntimeError:
@@ -162,7 +162,7 @@ class Host:
 
 
 def messages_of(prompt: str | None, messages: Sequence[Message] | None) -> Sequence[Message]:
-    """What a request to an LM of DSPy's sends: messages of an adapter, or a prompt of a module that calls it itself."""
+    """Messages of a request to an LM of DSPy's: an adapter's, or a prompt of a module that calls it itself."""
     return messages if messages is not None else [{"role": "user", "content": prompt or ""}]
 
 
@@ -182,12 +182,12 @@ def checked_messages(name: str, messages: Sequence[object]) -> list[Message]:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a tool of the program gave, as the tape has it: also an exception, which agents show to their model."""
+    """Outcome of a tool of the program, as the tape has it: also an exception, which agents show to their model."""
 
     result: Any = None
     error: Exception | None = None
     trace: TracebackType | None = None
-    """Of the error, from the tool's own frames on: agents show it too, so that it must be the same on replay."""
+    """Traceback from the tool's own frames on: agents show it too, so that it must be the same on replay."""
 
     def value(self) -> Any:
         """The result; containers are copied, since several rollouts may get it and change it."""

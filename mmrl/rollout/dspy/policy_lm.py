@@ -7,7 +7,6 @@ is as it is, and its requests go to an engine in this process.
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -176,11 +175,3 @@ class PolicyLM(dspy.LM):
         # An engine is not copied with a program that optimisers and `deepcopy` take apart.
         made: PolicyLM = self.copy()
         return made
-
-
-def speak(program: dspy.Module, lm_of: Callable[[str], dspy.BaseLM]) -> dspy.Module:
-    """A copy of a program whose predictors have the LMs of their modules."""
-    given = copy.deepcopy(program)
-    for name, predictor in given.named_predictors():
-        predictor.lm = lm_of(name)
-    return given

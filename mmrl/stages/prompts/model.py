@@ -29,11 +29,11 @@ from mmrl.system.json_lines import Store
 from mmrl.tasks.base import Message
 
 PAID = ("prompt_tokens", "completion_tokens", "cost")
-"""What a stored completion says of its price; USD, of an endpoint with prices."""
+"""Price of a stored completion; USD, of an endpoint with prices."""
 
 
 def no_writing() -> Counter[str]:
-    """What a prompt model was paid for, before it has written anything."""
+    """The counts of a prompt model that has written nothing."""
     return Counter(dict.fromkeys(("requests", *PAID), 0))
 
 

@@ -31,7 +31,7 @@ Note = Callable[[str, str, str], None]
 
 @dataclass(kw_only=True)
 class Bench:
-    """What an optimiser works with."""
+    """Everything that an optimiser works with."""
 
     task: Task
     rollouts: Rollouts

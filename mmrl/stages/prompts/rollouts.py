@@ -37,13 +37,13 @@ from mmrl.system.json_lines import Store
 
 T = TypeVar("T")
 THREADS = 64
-"""Of DSPy's: so many rollouts are in flight at once in an evaluation."""
+"""Threads of DSPy's: so many rollouts are in flight at once in an evaluation."""
 JUDGED = 8
 """Rollouts of bootstrapping, which come one by one, after which their failures are judged."""
 MOST_CANDIDATES = 32
 """Candidates that stay built."""
 PAID = ("calls", "prompt_tokens", "completion_tokens")
-"""What a rollout's result says of its cost."""
+"""Costs in a rollout's result."""
 ID = "mmrl_id"
 """Input of a student's `forward`: the example's id."""
 
@@ -55,7 +55,7 @@ class TrainExample(dspy.Example):
 
     @classmethod
     def of(cls, example: Example) -> TrainExample:
-        """With the inputs and metadata of an example of the task."""
+        """Make one from the inputs and metadata of an example of the task."""
         inputs = as_json(example.inputs)
         labels = {key: value for key, value in as_json(example.metadata).items() if key not in inputs}
         made: TrainExample = cls(**inputs, **labels).with_inputs(*inputs)
@@ -63,7 +63,7 @@ class TrainExample(dspy.Example):
         return made
 
     def inputs(self) -> dspy.Example:
-        """What DSPy calls a program with; the id tells two examples with the same inputs apart."""
+        """The arguments of a program; the id tells two examples with the same inputs apart."""
         return dspy.Example(base=super().inputs().toDict(), **{ID: self._id}).with_inputs(*self._input_keys, ID)
 
 
@@ -80,7 +80,7 @@ class Need:
 
     @property
     def draw(self) -> tuple[str | None, int | None]:
-        """What tells it from other samples of the same candidate on the same example."""
+        """The part of its key that differs between samples of the same candidate on the same example."""
         return None if self.temperature is None else repr(self.temperature), self.number
 
     @property
@@ -169,14 +169,14 @@ class Rollouts:
     store: Store
     loop: Loop
     shows_failures: bool = False
-    """Whether traces have the replies that could not be parsed, as GEPA takes them."""
+    """True where traces have the replies that could not be parsed, as GEPA takes them."""
     bootstraps: bool = False
-    """Whether rollouts with a trace come one by one."""
+    """True where rollouts with a trace come one by one."""
     student: Student = field(init=False)
     paid: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(("rollouts", *PAID), 0)))
     """For what this process has needed, whether it was sampled now or before a kill."""
     sampling: Stopwatch = field(default_factory=Stopwatch)
-    """How long rollouts ran."""
+    """Time of rollouts."""
     states: dict[str, State] = field(default_factory=dict)
     """Digest -> state of each candidate so far."""
     results: dict[str, JsonObject] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class Rollouts:
         self._candidate = lru_cache(MOST_CANDIDATES)(lambda digest: self.student.candidate(self.states[digest]))
 
     def forward(self, module: dspy.Module, inputs: Mapping[str, object]) -> Played:
-        """What a student's `forward` returns: the prediction of a rollout with its prompts; the trace is DSPy's."""
+        """Play a student's `forward`: the prediction of a rollout with its prompts; the trace is DSPy's."""
         with self.loop.noting():
             need = Need(self.digest(module), str(inputs[ID]), *_draw(module))
             self.obtain([need])

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """What a prompt stage has made."""
+    """Result of a search for prompts."""
 
     prompts: Path
     """The prompts to go on with, in the run directory; those of the start where nothing was better."""
@@ -61,7 +61,7 @@ class PromptResult:
     start: float
     """Reward of the start on the optimiser's validation examples."""
     best: float
-    """That of `prompts`."""
+    """Reward of `prompts`."""
 
 
 @dataclass(kw_only=True)
@@ -75,7 +75,7 @@ class PromptStage(Stage[PromptCommandConfig]):
     task_with: Callable[[str], Task]
     """The task with a file of prompts."""
     resources: ExitStack = field(default_factory=ExitStack)
-    """What ends with the stage: the engine."""
+    """Closed with the stage: the engine."""
     result: PromptResult = field(init=False)
     validation: frozenset[str] = field(init=False)
     """Examples that candidates are compared on."""
@@ -294,7 +294,7 @@ class PromptStage(Stage[PromptCommandConfig]):
         return {"generate": self.engine.busy_s, "rollout": self._rollouts.sampling.seconds}
 
     def _paid(self) -> dict[str, float]:
-        """What was paid for since the trial before."""
+        """Costs since the trial before."""
         # Both count from the beginning of the stage, also what came from the store: so a resume has the same records.
         now = {f"prompts/{name}": float(count) for name, count in self.paid.items()}
         now |= {f"prompts/writer/{name}": float(count) for name, count in self.paid_writing.items()}
@@ -305,7 +305,7 @@ class PromptStage(Stage[PromptCommandConfig]):
 
 @contextmanager
 def printing_to(log: TextIO) -> Iterator[None]:
-    """Inside, a file gets what is printed: DSPy prints much of its progress, and its bars and its logger too."""
+    """Print to a file inside: DSPy prints much of its progress, and its bars and its logger too."""
     import optuna
 
     # Optuna's own handler has the standard error of the moment in which it was first imported.
@@ -321,7 +321,7 @@ def printing_to(log: TextIO) -> Iterator[None]:
 
 
 def _example(results: Sequence[JsonObject]) -> JsonObject:
-    """Of rollouts that have all failed one, if there is any with a reply that could not be parsed."""
+    """One of rollouts that have all failed, if possible with a reply that could not be parsed."""
     for result in results:
         for step in result["steps"]:
             if step["outputs"] is None:

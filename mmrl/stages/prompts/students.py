@@ -1,4 +1,4 @@
-"""What DSPy optimises in the place of a task's program: a module with its predictors whose `forward` is a rollout.
+"""Students, which DSPy optimises in the place of programs: modules with their predictors, whose `forward` is a rollout.
 
 DSPy changes the instructions and demonstrations of its predictors; a candidate is the task's program with these. The
 prompts of a program without DSPy are predictors of one input and one output: what a module is sent and what it replies.
@@ -27,7 +27,7 @@ MARK = "mmrl_module"
 State = Mapping[str, JsonObject]
 """Module -> what DSPy saves of its predictor: instructions, fields, demonstrations. All that a candidate is."""
 Forward = Callable[[dspy.Module, Mapping[str, object]], dspy.Prediction]
-"""What a student's `forward` does: its prompts and the inputs of an example, to the prediction of a rollout."""
+"""A student's `forward`: its prompts and the inputs of an example, to the prediction of a rollout."""
 
 
 class DspyStudent:
@@ -55,7 +55,7 @@ class DspyStudent:
         return DspyCandidate(self._task, module, self._program.layout)
 
     def problem(self, module: str, instructions: str) -> str:
-        """Why a module cannot have these instructions: any text will do."""
+        """The reason why a module cannot have these instructions: none, any text will do."""
         return ""
 
 
@@ -86,7 +86,7 @@ class DspyCandidate(DspyProgram):
         return {"module": self.structure.name_of([predictor]), "inputs": as_json(inputs)}
 
     def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """What each module was sent and gave (`module`, `inputs`, `outputs`), in order.
+        """Inputs and outputs of each module's calls (`module`, `inputs`, `outputs`), in order.
 
         A reply that could not be parsed is the last, with `outputs` None and its `text`.
         """
@@ -148,7 +148,7 @@ class PromptedStudent:
         return ModulePrompt(instructions, tuple(shots))
 
     def problem(self, module: str, instructions: str) -> str:
-        """Why a module cannot have these instructions: placeholders that it needs may be missing."""
+        """The reason why a module cannot have these instructions: placeholders that it needs may be missing."""
         try:
             self._prompted.with_prompt_set({module: ModulePrompt(instructions)})
         except ConfigError as error:
@@ -255,7 +255,7 @@ def as_json(value: object) -> JsonObject:
 
 
 def _sorted(value: object) -> object:
-    """With sets in an order that no process chooses."""
+    """Sort sets, whose order differs between processes."""
     if isinstance(value, Mapping):
         return {str(key): _sorted(item) for key, item in value.items()}
     if isinstance(value, set | frozenset):
