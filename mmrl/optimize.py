@@ -13,6 +13,7 @@ Nothing is trained here: the settings become the words of the command, and the o
 from __future__ import annotations
 
 import asyncio
+import copy
 import ctypes
 import hashlib
 import itertools
@@ -35,7 +36,7 @@ from mmrl.config.base import SHIPPED
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import prompts_of
 from mmrl.report.rundir import RunDir, rows_of
-from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy, speak
+from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy
 from mmrl.secrets import HidingStream, add_environment
 from mmrl.system.objects import is_given, put, readable
 from mmrl.tasks.dspy.base import set_prompts
@@ -214,12 +215,12 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
     resources = ExitStack()
     engine, tokenizer = resources.enter_context(fixed_engine(evaluation, policy, folder, evaluation.policy))
     lm = ServedPolicy(f"mmrl/{folder.name}", engine, tokenizer, resources, config.task.max_tokens)
-    trained = speak(program, lambda name: PolicyLM(lm, name))
+    trained = copy.deepcopy(program)
     if (prompts := prompts_of(str(folder))[1]) is not None:
         set_prompts(trained, prompts)
-        # a saved state may name LMs, which are not the policy
-        for name, predictor in trained.named_predictors():
-            predictor.lm = PolicyLM(lm, name)
+    # Last: saved prompts may name LMs, which are not the policy.
+    for name, predictor in trained.named_predictors():
+        predictor.lm = PolicyLM(lm, name)
     trained.run_dir = folder
     return trained
 

@@ -62,9 +62,6 @@ class BootstrapConfig(PromptConfig):
     metric_threshold: float | None = Field(
         None, description="reward from which a rollout is a demonstration; null: any above 0"
     )
-    bootstrap_ahead: int = Field(
-        8, ge=1, description="examples rolled out at once for demonstrations, twice as many whenever more are needed"
-    )
 
     plain_demos: ClassVar[int] = 4
     """DSPy's default of `max_labeled_demos`."""
@@ -254,9 +251,6 @@ class SftConfig(MethodConfig):
     modules: dict[str, float] | None = Field(
         None,
         description="module: how often a pass sees each of its examples; those not named are left out; null: all, once",
-    )
-    prompt_weight: float = Field(
-        0.0, ge=0, description="weight of the prompts' own tokens in the loss; completions have 1"
     )
     rollouts: int = Field(8, ge=1, le=100_000, description="of each train example")
     min_reward: float = Field(1.0, description="least reward of a rollout that is trained on")

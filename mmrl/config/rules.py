@@ -39,6 +39,15 @@ _ONCE = "with this task, whose program calls each module at most once: there are
 RUNS = (
     Idle("train.warmup_steps", "train.schedule=constant", "; use train.schedule=constant_with_warmup"),
     Idle("train.old_logprobs algo.clip_high algo.loss", "algo.ratio_one=true"),
+    Idle("train.tis", "algo.ratio_one=true", ", which has no old policy to correct; leave one of the two out"),
+    Idle("train.tis", "train.old_logprobs=sampler", ", whose ratio is against the sampler already; use recompute"),
+    Idle("train.staleness", "algo.ratio_one=true", ", which takes every batch as sampled from the weights in training"),
+    Idle(
+        "train.staleness",
+        "train.old_logprobs=recompute train.tis=null",
+        ", which forgets the weights that sampled; use train.old_logprobs=sampler, or set train.tis",
+    ),
+    Idle("algo.critic", "algo.critic=adapter model.lora=null", "without an adapter of the policy: set model.lora"),
     Idle("algo.frozen_serving", "model.modules!=null", "with model.modules: a frozen adapter acts as it started"),
     # These three say how a run trains: an evaluation may take the profile of a training run as it is.
     Idle("hardware.sharding", f"hardware.processes=1 hardware.nodes=1 {_TRAIN}", "with one process; use none"),

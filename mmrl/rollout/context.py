@@ -24,7 +24,7 @@ from mmrl.errors import (
     ToolFailure,
 )
 from mmrl.records import EMPTY, Call, Example
-from mmrl.rollout.environment import Environment, SamplingSettings, Teacher
+from mmrl.rollout.environment import Environment, Teacher
 from mmrl.rollout.tape import Event, Tape
 from mmrl.system.user_code import finite_numbers, located
 from mmrl.tasks.base import Message, Reply
@@ -68,7 +68,7 @@ class RolloutContext:
 
     @property
     def events(self) -> list[Event]:
-        """What is on the tape so far."""
+        """Events on the tape so far."""
         return self.tape.events
 
     async def call(
@@ -206,7 +206,9 @@ class RolloutContext:
         earlier = [e for e in self.events[:position] if e.kind == "call"]
         call_id = f"{self.example.id}/{self.path}#{len(earlier)}"
         # Here rather than in the engine: the limit may be below the model's own.
-        self._check_context(generation.prompt_ids, settings)
+        tokens = len(generation.prompt_ids)
+        if settings.max_context is not None and tokens >= settings.max_context:
+            raise LengthFailure(f"a prompt of {tokens} tokens leaves no room in a context of {settings.max_context}")
         failure: ParseFailure | None = None
         for attempt in range(self.env.attempts):
             instead = self.exchanged.get(event.name)
@@ -260,7 +262,7 @@ class RolloutContext:
     async def _exchanged_by(
         self, teacher: Teacher, module: str, generation: Generation, call_id: str, attempt: int
     ) -> tuple[Completion, str]:
-        """What a teacher's model replies to the same messages, with the policy's own ids of it."""
+        """The reply of a teacher's model to the same messages, with the policy's own ids of it."""
         env = teacher.environment
         assert generation.messages is not None  # no module that goes on in a context has a teacher (`run.check`)
         asked = replace(generation, prompt_ids=env.render(generation.messages))
@@ -273,17 +275,7 @@ class RolloutContext:
             env.engine.leave()
             self.env.engine.enter()
         text = env.decode(made.ids)
-        call = Call(
-            id=call_id,
-            example=self.example.id,
-            parent=None,
-            module=module,
-            completion_ids=made.ids,
-            completion_tokens=len(made.ids),
-            text=text,
-            finish=made.finish,
-        )
-        return replace(made, ids=teacher.student_ids(call), logprobs=None), text
+        return replace(made, ids=teacher.student_ids(made.ids, text, made.finish), logprobs=None), text
 
     async def _request(self, module: str, generation: Generation, call_id: str, attempt: int) -> Completion:
         return await self._sampled(self.env.engine, module, generation, call_id, attempt)
@@ -317,12 +309,6 @@ class RolloutContext:
             raise EngineFailure(f"{type(error).__name__}: {error}") from error
         finally:
             self.tape.end()
-
-    def _check_context(self, prompt_ids: Sequence[int], settings: SamplingSettings) -> None:
-        if settings.max_context is not None and len(prompt_ids) >= settings.max_context:
-            raise LengthFailure(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {settings.max_context}"
-            )
 
 
 def _succeeded(outcome: asyncio.Future[object]) -> bool:

@@ -1,4 +1,4 @@
-"""What all rollouts of one step or evaluation share: task, engine, tokenizer, sampling settings, teachers.
+"""Environment of all rollouts of one step or evaluation: task, engine, tokenizer, sampling settings, teachers.
 
 Made by `stages.collect`, `stages.evaluate` and `mmrl plan`; read by `rollout.context` and `rollout.sample`.
 """
@@ -16,7 +16,6 @@ from mmrl.config import AlgoConfig, EvalConfig, TaskConfig
 from mmrl.config.other_stages import SftConfig
 from mmrl.engines.base import Engine
 from mmrl.models.chat import decode_text, render_observation, render_prompt
-from mmrl.records import Call
 from mmrl.tasks.base import Message, Task
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """How calls are sampled in one phase (training or evaluation)."""
+    """Sampling of calls in one phase (training or evaluation)."""
 
     temperature: float
     top_p: float
@@ -56,12 +55,12 @@ def sampling_settings(phase: AlgoConfig | SftConfig | EvalConfig, task: TaskConf
 
 @dataclass(slots=True)
 class Stopwatch:
-    """How often something ran, and for how long; several may run at once."""
+    """Number and time of uses of something; several may run at once."""
 
     seconds: float = 0.0
     """During which at least one ran."""
     calls: int = 0
-    """That have ended."""
+    """Uses that have ended."""
     spent: float = 0.0
     """Seconds of all calls together."""
     longest: float = 0.0
@@ -95,7 +94,7 @@ class Stopwatch:
 
 @dataclass(slots=True, kw_only=True)
 class Environment:
-    """What all rollouts of one step share."""
+    """Everything that the rollouts of one step share."""
 
     task: Task
     engine: Engine
@@ -119,13 +118,13 @@ class Environment:
 
     @property
     def attempts(self) -> int:
-        """How often a call may be sampled until its reply parses: once where it would be the same reply again."""
+        """Samples of a call until its reply parses: one where it would be the same reply again."""
         same = self.settings.temperature == 0 and self.engine.repeats_greedy
         return 1 if same else self.settings.parse_retries + 1
 
     @contextmanager
     def using(self, tool: str) -> Iterator[list[object]]:
-        """Around the use of a tool; what it brought is put into the list."""
+        """Time the use of a tool; its results are put into the list."""
         watches = (self.retrieving, self.tools.setdefault(tool, Stopwatch()))
         started, brought = [watch.start() for watch in watches], list[object]()
         try:
@@ -142,8 +141,8 @@ class Teacher:
 
     environment: Environment
     """Its program, engine and tokenizer."""
-    student_ids: Callable[[Call], tuple[int, ...]]
-    """A call of the teacher to completion ids of the student: the same ids where both share a vocabulary."""
+    student_ids: Callable[[tuple[int, ...], str, str], tuple[int, ...]]
+    """Ids, text and end of a teacher's completion to ids of the student: the same where both share a vocabulary."""
 
 
 def make_environment(

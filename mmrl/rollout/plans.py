@@ -1,4 +1,4 @@
-"""Who is sampled how: trees of forks, built by the named plans of the three papers.
+"""Plans of sampling: trees of forks, as the papers name them.
 
 A plan is a tuple of trees for one example; `rollout.sample` runs them. An algorithm chooses its plan.
 """
@@ -21,7 +21,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How a tree grows from one rollout (Tree-GRPO): in each round, `nodes` draws of a call to go on from, anew."""
+    """Growth of a tree from one rollout (Tree-GRPO): in each round, `nodes` draws of a call to go on from, anew."""
 
     rounds: int
     nodes: int
@@ -37,7 +37,7 @@ class Exchange:
 
     modules: tuple[str, ...]
     reply: str = ""
-    """What stands in for their replies."""
+    """Text in the place of their replies."""
     teacher: str | None = None
     """The teacher whose model replies instead; None: nobody."""
     program: str | None = None

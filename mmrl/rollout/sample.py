@@ -32,11 +32,13 @@ class _Tree:
 
     env: Environment
     example: Example
+    index: int
+    """Among the trees of its example."""
     plan: Tree
     reward_set: str
     rollouts: list[tuple[tuple[int, ...], Rollout, list[Call]]] = field(default_factory=list)
     tapes: list[list[Event]] = field(default_factory=list)
-    """What the rollouts requested, in the order of `rollouts`; kept where the tree grows."""
+    """Requests of the rollouts, in the order of `rollouts`; kept where the tree grows."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     context: Context = field(default_factory=copy_context)
 
@@ -109,7 +111,7 @@ class _Tree:
                 outcomes[module] = other.reward
         return outcomes, calls
 
-    def grow(self, index: int, number: int) -> None:
+    def grow(self, number: int) -> None:
         """Begin the branches of round `number`, counted from 1; after the last one, `leaves` says which are kept."""
         growth = self.plan.growth
         if growth is None or number > growth.rounds:
@@ -124,16 +126,16 @@ class _Tree:
                     parent = event.call.id
         # Nodes have a call after them, so none is a leaf; a rollout that failed before its first call has no node.
         nodes, count = list(behind.values()), len(self.rollouts)
-        draws = rng.stream(*growth.key, "growth", index, number)
+        draws = rng.stream(*growth.key, "growth", self.index, number)
         for branch in range(growth.nodes if nodes else 0):
-            self.start((index, count + branch), draws.choice(nodes), ())
+            self.start((self.index, count + branch), draws.choice(nodes), ())
 
-    def leaves(self, index: int) -> list[tuple[tuple[int, ...], Rollout, list[Call]]]:
+    def leaves(self) -> list[tuple[tuple[int, ...], Rollout, list[Call]]]:
         """Its rollouts by path and not by completion, so that the forest is the same whatever ended first."""
         leaves, growth = sorted(self.rollouts, key=lambda item: item[0]), self.plan.growth
         if growth is None:
             return leaves
-        kept = rng.stream(*growth.key, "kept", index).sample(leaves, min(growth.keep, len(leaves)))
+        kept = rng.stream(*growth.key, "kept", self.index).sample(leaves, min(growth.keep, len(leaves)))
         return sorted(kept, key=lambda item: item[0])
 
     async def _teacher_forced(self, name: str, path: str) -> RolloutContext:
@@ -282,43 +284,37 @@ async def sample(
     asyncio.get_running_loop().set_exception_handler(_stopped_quietly)
     program = env.task.program
     with program.guarded() if isinstance(program, Guarded) else nullcontext():
-        trees: list[tuple[int, _Tree]] = []
-        for example, planned in plans:
-            for index, plan in enumerate(planned):
-                trees.append((index, _Tree(env, example, plan, reward_set)))
-        for index, tree in trees:
-            tree.start((index,), (), tree.plan.forks)
+        trees = [
+            _Tree(env, example, index, plan, reward_set)
+            for example, planned in plans
+            for index, plan in enumerate(planned)
+        ]
+        for tree in trees:
+            tree.start((tree.index,), (), tree.plan.forks)
         try:
-            for number in range(1 + max((tree.plan.growth.rounds for _, tree in trees if tree.plan.growth), default=0)):
+            for number in range(1 + max((tree.plan.growth.rounds for tree in trees if tree.plan.growth), default=0)):
                 # All trees grow at once, after the slowest rollout: what is sampled together must not depend on time.
-                for index, tree in trees if number else ():
-                    tree.grow(index, number)
-                for _, tree in trees:
+                for tree in trees if number else ():
+                    tree.grow(number)
+                for tree in trees:
                     # Branches start further branches, so the set is looked at until it is empty.
                     while tree.tasks:
                         done, _ = await asyncio.wait(tree.tasks, return_when=asyncio.FIRST_EXCEPTION)
                         for task in done:
                             task.result()
         finally:
-            left = [task for _, tree in trees for task in tree.tasks]
+            left = [task for tree in trees for task in tree.tasks]
             # After a failure nothing may go on: its requests would hold the engine's next batch.
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
-    return _forest(env, trees, step, meta)
-
-
-def _forest(env: Environment, trees: Sequence[tuple[int, _Tree]], step: int, meta: Mapping[str, object]) -> Forest:
+    leaves = [leaf for tree in trees for leaf in tree.leaves()]
     calls: dict[str, Call] = {}
-    rollouts: list[Rollout] = []
-    for index, tree in trees:
-        for _, rollout, path in tree.leaves(index):
-            rollouts.append(rollout)
-            for call in path:
-                calls.setdefault(call.id, call)
-    return Forest(
-        calls=calls, rollouts=tuple(rollouts), modules=tuple(env.task.program.modules), step=step, meta=dict(meta)
-    )
+    for _, _, path in leaves:
+        for call in path:
+            calls.setdefault(call.id, call)
+    rollouts = tuple(rollout for _, rollout, _ in leaves)
+    return Forest(calls=calls, rollouts=rollouts, modules=tuple(program.modules), step=step, meta=dict(meta))
 
 
 def reserialised(forest: Forest, program: Canonical, encode: Callable[[str], Sequence[int]], end: int) -> Forest:
@@ -359,7 +355,7 @@ def _again(call: Call, program: Canonical, encode: Callable[[str], Sequence[int]
 
 
 def _raised(ctx: RolloutContext, kind: type[RolloutError], error: Exception) -> RolloutError:
-    """What an exception in the code of a program or its reward is in the record.
+    """The failure that stands for an exception in the code of a program or its reward.
 
     After a reply that does not parse, which the program caught, it is laid to the model: code that expects a value
     finds none. Laid to the program, a model that never parses would be a broken program, and never trained.

@@ -56,7 +56,7 @@ class Tape:
     engine: Engine
     replay: Sequence[Event] = ()
     events: list[Event] = field(init=False)
-    """What is replayed, then what is live."""
+    """Replayed events, then live ones."""
     unplayed: list[int] = field(init=False)
     """Places on the tape that the program has not requested yet."""
     asking: list[object] = field(default_factory=list)
@@ -160,7 +160,7 @@ class Tape:
 
     @contextmanager
     def inside(self, event: Event) -> Iterator[None]:
-        """What runs inside is the function of a tool."""
+        """Run the function of a tool inside."""
         token = _INSIDE.set((*_INSIDE.get(), (self, event)))
         self.begin()
         try:

@@ -33,7 +33,7 @@ class LoadedTeacher:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     shares_vocabulary: bool
-    """Whether its token ids are the student's, so that what it sampled is trained as it is."""
+    """True where its token ids are the student's, so that its samples are trained as they are."""
 
 
 def teachers_of_step(
@@ -41,15 +41,15 @@ def teachers_of_step(
 ) -> dict[str, Teacher]:
     """The teachers as rollouts of one step use them; `tokenizer` is the student's."""
 
-    def reencoded(call: Call) -> tuple[int, ...]:
+    def reencoded(ids: tuple[int, ...], text: str, finish: str) -> tuple[int, ...]:
         # A text has no end-of-turn token: the student learns to end its turn where the teacher ended its own.
-        end = (tokenizer.eos_token_id,) if call.finish == "eos" else ()
-        return (*encode_text(tokenizer, call.text), *end)
+        end = (tokenizer.eos_token_id,) if finish == "eos" else ()
+        return (*encode_text(tokenizer, text), *end)
 
     return {
         name: Teacher(
             environment=make_environment(own.task, own.engine, own.tokenizer, settings, key),
-            student_ids=(lambda call: call.completion_ids) if own.shares_vocabulary else reencoded,
+            student_ids=(lambda ids, text, finish: ids) if own.shares_vocabulary else reencoded,
         )
         for name, own in loaded.items()
     }
@@ -64,7 +64,7 @@ class TeacherForcedContext(RolloutContext):
     source: RolloutContext | None = None
     """The teacher's finished rollout."""
     failure: RolloutError | None = None
-    """How it failed, if it did."""
+    """Its failure, if it failed."""
     matches: dict[int, Call] = field(default_factory=dict)
     """Position among this rollout's calls -> the teacher's call there."""
 
@@ -100,7 +100,11 @@ class TeacherForcedContext(RolloutContext):
         assert self.teacher is not None
         # The call's id ends in its number among the calls of this rollout.
         match = self.matches[int(call_id.rpartition("#")[2])]
-        return Completion(ids=self.teacher.student_ids(match), logprobs=(), finish=match.finish)
+        return Completion(
+            ids=self.teacher.student_ids(match.completion_ids, match.text, match.finish),
+            logprobs=(),
+            finish=match.finish,
+        )
 
     def _match(self, module: str, position: int) -> Call:
         """The teacher's call of the same module and invocation.

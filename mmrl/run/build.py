@@ -130,18 +130,17 @@ def steps_of(config: StageConfig, task: Task) -> int:
     return algo.expected_trials(len(task.program.modules), len(validation))
 
 
-def build_stage(config: StageConfig, task: Task, log: StepLog, checkpoint: Path | None) -> Stage:
+def build_stage(config: StageConfig, task: Task, log: StepLog) -> Stage:
     """Load the policy and everything around it."""
     import torch
 
     # Before any torch work: the number of threads decides the order of float sums.
     torch.set_num_threads(config.hardware.threads or 1)
-    return STAGES[config.kind.name](config, task, log, checkpoint)
+    return STAGES[config.kind.name](config, task, log)
 
 
-def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> Stage:
+def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> WeightStage:
     from mmrl.models.load import load_policy
-    from mmrl.stages.collect import Collector
     from mmrl.stages.weights import WeightStage
     from mmrl.trainer.adapters import make_adapters
     from mmrl.trainer.settings import Settings
@@ -162,7 +161,6 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
         # The stage needs the engine, which needs the trainer's model: so these two look the stage up when called.
         next_batch=lambda step: stage.next_batch(step),
         on_step_end=lambda step, update: stage.on_step_end(step, update),
-        resume_from=checkpoint,
         extra=_recorded(config, assignment, log),
         adapters=make_adapters(assignment),
     )
@@ -170,7 +168,7 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
     teachers: Mapping[str, LoadedTeacher] = {}
     if serves:
         engines, teachers = _build_engines(config, task, trainer.model, tokenizer, serving, log.rundir.path)
-    collector = Collector(
+    stage = WeightStage(
         config=config,
         task=task,
         engine=engines[0],
@@ -178,15 +176,16 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
         trainer=trainer,
         examples=task.examples("train"),
         reward_set=reward_set(task, config.task.reward, config.algo.name),
-        sync=lambda version: stage.sync(version),
         log=log,
         teachers=teachers,
+        engines=engines,
+        frozen=assignment.frozen,
+        facts=assignment.describe(),
     )
-    stage = WeightStage(engines=engines, collector=collector, frozen=assignment.frozen, facts=assignment.describe())
     return stage
 
 
-def _build_sft(config: SftCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> Stage:
+def _build_sft(config: SftCommandConfig, task: Task, log: StepLog) -> SftStage:
     from mmrl.models.load import load_policy
     from mmrl.stages.sft import SftStage
     from mmrl.trainer.adapters import make_adapters
@@ -222,7 +221,7 @@ def _build_sft(config: SftCommandConfig, task: Task, log: StepLog, checkpoint: P
     return stage
 
 
-def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> Stage:
+def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> PromptStage:
     from mmrl.stages.prompts.stage import PromptStage
 
     resources, start = ExitStack(), Policy(base=config.model.path)

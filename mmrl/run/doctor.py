@@ -96,7 +96,7 @@ def _played(config: TrainCommandConfig, examples: int) -> Played:
         released(task),
     ):
         log = StepLog(rundir=rundir, progress=progress, trackers=Trackers({}), stop=stop)
-        stage = cast("WeightStage", build_stage(config, task, log, None))
+        stage = cast("WeightStage", build_stage(config, task, log))
         try:
             return _examined(stage, examples)[0]
         finally:

@@ -303,7 +303,7 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
         stage: Stage | None = None
         try:
             with storage(rundir.path):
-                stage = build_stage(config, task, log, checkpoint)
+                stage = build_stage(config, task, log)
                 try:
                     examples, drawn = evaluated(task, config, config.eval.split)
                     evaluations = Evaluations(examples=examples, last_step=steps, stage=stage)

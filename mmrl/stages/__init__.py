@@ -2,57 +2,66 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mmrl import rng
-from mmrl.config import EvalConfig, RootConfig
+from mmrl.config import AlgoConfig, EvalConfig, RootConfig
+from mmrl.config.other_stages import SftConfig
+from mmrl.engines.base import Engine
+from mmrl.rollout.environment import Environment, make_environment, sampling_settings
+from mmrl.tasks.base import Task
 
 if TYPE_CHECKING:
-    from mmrl.rollout.environment import Environment
+    from transformers import PreTrainedTokenizerBase
+
     from mmrl.stages.evaluate import Evaluations
     from mmrl.stages.step_log import StepLog
 
+ConfigT = TypeVar("ConfigT", bound=RootConfig, covariant=True)
 
-class Stage(Protocol):
+
+@dataclass(kw_only=True)
+class Stage(ABC, Generic[ConfigT]):
     """Reinforcement learning, supervised training, or a search for prompts."""
 
-    @property
-    def config(self) -> RootConfig:
-        """The run's."""
-        ...
+    config: ConfigT
+    task: Task
+    engine: Engine
+    """Samples the policy."""
+    tokenizer: PreTrainedTokenizerBase
+    reward_set: str
+    """The one of the task's reward sets that scores rollouts."""
+    log: StepLog
 
-    @property
-    def reward_set(self) -> str:
-        """Which of the task's reward sets scores rollouts."""
-        ...
+    def environment(self, phase: AlgoConfig | SftConfig | EvalConfig, key: rng.Key) -> Environment:
+        """The environment of rollouts of the current policy, in training (`algo.*`) or in evaluation (`eval.*`).
 
-    @property
-    def log(self) -> StepLog:
-        """The run's."""
-        ...
+        Args:
+            key: (run seed, step or phase).
+        """
+        settings = sampling_settings(phase, self.config.task)
+        return make_environment(self.task, self.engine, self.tokenizer, settings, key)
 
-    def environment(self, phase: EvalConfig, key: rng.Key, /) -> Environment:
-        """What the rollouts of an evaluation share, with the policy of now."""
-        ...
+    def sync(self, version: int) -> None:
+        """Have the policy after so many steps served; here the engine samples from its very weights."""
+        self.engine.set_version(version)
 
-    def sync(self, version: int, /) -> None:
-        """Have the policy after so many steps served."""
-        ...
-
+    @abstractmethod
     def improve(self, evaluations: Evaluations, checkpoint: Path | None) -> None:
         """Improve the policy, from a checkpoint of this stage where there is one.
 
         Args:
             evaluations: made when due; where the number of steps shows only now, this sets their last one.
         """
-        ...
 
+    @abstractmethod
     def describe(self) -> Mapping[str, str]:
         """Facts for the summary, after `improve`."""
-        ...
 
     def close(self) -> None:
         """Free what the stage holds, however it ended."""
-        ...
+        self.engine.close()

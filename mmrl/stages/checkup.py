@@ -40,19 +40,18 @@ def examine(stage: WeightStage, count: int) -> tuple[Played, Forest]:
     Raises:
         SyncFailure: the engine did not take the weights.
     """
-    collector = stage.collector
-    config, task, processes = collector.config, collector.task, stage.log.processes
+    config, task, processes = stage.config, stage.task, stage.log.processes
     # Those of a step and not the first rows, which a file may have sorted by label.
-    examples = batch_of(collector.examples, min(count, len(collector.examples)), 1, config.seed)
+    examples = batch_of(stage.examples, min(count, len(stage.examples)), 1, config.seed)
     usage = total_usage(stage.engines)
     stage.sync(0)
-    env, plans = collector.planned(examples, (config.seed, PHASE))
-    started, busy = time.perf_counter(), collector.engine.busy_s
-    forest = asyncio.run(sample(env, plans, collector.reward_set))
+    env, plans = stage.planned(examples, (config.seed, PHASE))
+    started, busy = time.perf_counter(), stage.engine.busy_s
+    forest = asyncio.run(sample(env, plans, stage.reward_set))
     seconds = time.perf_counter() - started
-    idle = max(0.0, seconds - (collector.engine.busy_s - busy))
+    idle = max(0.0, seconds - (stage.engine.busy_s - busy))
     # As between the phases of a step: the trainer needs the memory that an engine on its device holds.
-    collector.engine.sleep()
+    stage.engine.sleep()
     forest = processes.forest(forest, examples)
     metrics = forest_metrics(forest, never(task))
     credit = _credit(stage, forest)
@@ -77,7 +76,7 @@ def examine(stage: WeightStage, count: int) -> tuple[Played, Forest]:
         unpacked=_unpacked(stage, forest, credit),
         endpoints=bool(config.engine.endpoints),
         max_tokens=config.task.max_tokens,
-        max_context=_context(env, collector.tokenizer.model_max_length),
+        max_context=_context(env, stage.tokenizer.model_max_length),
         max_failed_share=config.train.max_failed_share,
     ), forest
 
@@ -119,16 +118,16 @@ def _unread(forest: Forest) -> dict[str, str]:
 
 
 def _credit(stage: WeightStage, forest: Forest) -> Credit | None:
-    """What the run's algorithm makes of the rollouts; None where there is nothing that it compares."""
+    """The credit of the rollouts by the run's algorithm; None where there is nothing that it compares."""
     # A critic has no groups, and its values would cost a forward of all rollouts.
-    if hasattr(stage.collector.config.algo, "critic") or all(r.reward is None for r in forest.rollouts):
+    if hasattr(stage.config.algo, "critic") or all(r.reward is None for r in forest.rollouts):
         return None
     return stage.credit(forest)
 
 
 def _unpacked(stage: WeightStage, forest: Forest, credit: Credit | None) -> str:
-    """Why this model's updates cannot be packed, which would end the run at its first step; empty where they can."""
-    forwards = stage.collector.trainer.forwards
+    """The reason why this model's updates cannot be packed, which would end the run at once; empty where they can."""
+    forwards = stage.trainer.forwards
     if credit is None or not forwards.tries or is_sharded(forwards.accelerator):
         return ""
     try:
@@ -140,7 +139,7 @@ def _unpacked(stage: WeightStage, forest: Forest, credit: Credit | None) -> str:
 
 def _gaps(stage: WeightStage, forest: Forest) -> dict[str, float]:
     """Mean |trainer - sampler| log-probability per token of a few calls of each module, by a forward of the trainer."""
-    forwards = stage.collector.trainer.forwards
+    forwards = stage.trainer.forwards
     # Weights are sharded when training starts, and until then no process holds what the others would forward with.
     if is_sharded(forwards.accelerator):
         return {}

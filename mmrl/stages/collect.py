@@ -11,32 +11,30 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
 
 from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
-from mmrl.config import AlgoConfig, EvalConfig, TrainCommandConfig
-from mmrl.credit.entries import Credit
-from mmrl.engines.base import Engine
-from mmrl.errors import TooManyFailures, failed_how
+from mmrl.config import TrainCommandConfig
+from mmrl.credit.entries import Credit, Entry
 from mmrl.models.chat import encode_text, tokenizer_seconds
 from mmrl.records import Example, Forest
-from mmrl.rollout.environment import Environment, make_environment, sampling_settings
+from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import reserialised, sample
 from mmrl.rollout.teachers import LoadedTeacher, teachers_of_step
+from mmrl.stages import Stage
 from mmrl.stages.information_gain import with_gains
-from mmrl.stages.step_log import StepLog
-from mmrl.stages.step_metrics import failed_share, lag_metrics
-from mmrl.tasks.base import Canonical, Closing, Task
+from mmrl.stages.step_metrics import lag_metrics, refuse_failures
+from mmrl.tasks.base import Canonical, Closing
 from mmrl.trainer.forwards import annotate
-from mmrl.trainer.objective import TrainCall, TrainEntry
+from mmrl.trainer.objective import TrainCall
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from mmrl.trainer.trl_trainer import MmrlTrainer
 
 
@@ -49,14 +47,14 @@ STOP_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledBatch:
-    """What was sampled for one step."""
+    """Examples and rollouts of one step."""
 
     examples: tuple[Example, ...]
-    """Those that the step trains on."""
+    """The step trains on these."""
     forest: Forest
     """Everything sampled, for the journal; after dynamic sampling `meta["refill"]` names the rounds and the rest."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """How it was sampled (docs/metrics.md: `rollouts/policy_lag*`, `refill/*`)."""
+    """Metrics of sampling (docs/metrics.md: `rollouts/policy_lag*`, `refill/*`)."""
 
     @property
     def trained(self) -> Forest:
@@ -64,13 +62,8 @@ class SampledBatch:
         return self.forest.part(example.id for example in self.examples)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollouts:
-    """The rollouts that this process sampled for a step, and the seconds that it took."""
-
-    forest: Forest
-    seconds: Mapping[str, float]
-    """generate, retrieve, tokenize, rollout (wall clock)."""
+Rollouts: TypeAlias = tuple[Forest, Mapping[str, float]]
+"""Rollouts of this process for a step, and their seconds: generate, retrieve, tokenize, rollout (clock)."""
 
 
 class Prefetch(Generic[Batch]):
@@ -83,13 +76,11 @@ class Prefetch(Generic[Batch]):
     def __init__(self) -> None:
         self.step: int | None = None
         """The step that is being sampled, or has been; None: nothing."""
+        self._batch: Future[Batch] = Future()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Batch] | None = None
-        self._stopped = False
-        # Lists, because None may be a result: empty while nothing has ended.
-        self._results: list[Batch] = []
-        self._error: BaseException | None = None
+        self._closed = False
 
     def start(self, step: int, work: Callable[[], Coroutine[object, object, Batch]]) -> None:
         """Begin `work` for `step`.
@@ -99,7 +90,7 @@ class Prefetch(Generic[Batch]):
         """
         if self.step is not None:
             raise RuntimeError(f"step {self.step} was prefetched and never trained on")
-        self.step, self._results, self._error, self._stopped = step, [], None, False
+        self.step, self._batch = step, Future()
         # A daemon: a run that is being killed must not wait for a server that does not answer.
         self._thread = threading.Thread(target=self._run, args=(work,), name="mmrl-prefetch", daemon=True)
         self._thread.start()
@@ -113,65 +104,43 @@ class Prefetch(Generic[Batch]):
         """The batch of `step`; raises what sampling it raised."""
         if self.step != step:
             raise RuntimeError(f"step {step} was requested, step {self.step} was prefetched")
-        self.wait()
-        error, results = self._error, self._results
-        self.step, self._thread, self._results, self._error = None, None, [], None
-        if error is not None:
-            raise error
-        return results[0]
+        self.step = None
+        return self._batch.result()
 
     def close(self) -> None:
         """Cancel what is under way and drop it; may be called twice."""
-        thread, self._thread, self.step = self._thread, None, None
-        self._stopped = True
-        if thread is None or not thread.is_alive():
+        self._closed = True
+        if self._thread is None or not self._thread.is_alive():
             return
-        loop, task = self._loop, self._task
-        if loop is not None and task is not None:
-            try:
-                loop.call_soon_threadsafe(task.cancel)
-            except RuntimeError:  # it has just ended
-                return
-        thread.join(STOP_S)
+        if self._loop is not None and self._task is not None:
+            with suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(STOP_S)
 
     def _run(self, work: Callable[[], Coroutine[object, object, Batch]]) -> None:
         try:
-            self._results = [asyncio.run(self._main(work))]
+            self._batch.set_result(asyncio.run(self._main(work)))
         except BaseException as error:  # raised again by `take`, in the thread that trains
-            self._error = error
+            self._batch.set_exception(error)
 
     async def _main(self, work: Callable[[], Coroutine[object, object, Batch]]) -> Batch:
-        self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         # `close` may have run between the thread's start and here, when there was no task to cancel yet.
-        if self._stopped:
+        if self._closed:
             raise asyncio.CancelledError
         return await work()
 
 
-@dataclass(slots=True, kw_only=True)
-class Collector:
-    """Samples the steps of one run."""
+@dataclass(kw_only=True)
+class Collector(Stage[TrainCommandConfig]):
+    """The half of the weight stage that samples: makes the batches of one run, on each of its processes."""
 
-    config: TrainCommandConfig
-    task: Task
-    engine: Engine
-    tokenizer: PreTrainedTokenizerBase
     trainer: MmrlTrainer
     """For the critic's values and the reference's log-probabilities."""
     examples: Sequence[Example]
     """The train split."""
-    reward_set: str
-    sync: Callable[[int], None]
-    """Has the engine serve the weights after so many steps."""
-    log: StepLog
     prefetch: Prefetch[Rollouts] = field(default_factory=Prefetch)
     teachers: Mapping[str, LoadedTeacher] = field(default_factory=dict)
-
-    def environment(self, phase: AlgoConfig | EvalConfig, key: rng.Key) -> Environment:
-        """What rollouts in training (`algo.*`) or in evaluation (`eval.*`) share; `key`: (run seed, step or phase)."""
-        settings = sampling_settings(phase, self.config.task)
-        return make_environment(self.task, self.engine, self.tokenizer, settings, key)
 
     def collect(self, step: int, credit: Callable[[Forest], Credit]) -> SampledBatch:
         """The batch of step number `step` (from 1), whole on every process, so that all compute the same credit.
@@ -216,7 +185,7 @@ class Collector:
             self.sync(step - 1)
         else:
             self.sync(step - 1)
-            rollouts = self._run(examples, step)
+            rollouts = asyncio.run(self._roll_out(examples, step))
             self.log.add("wait", time.perf_counter() - started - self.log.times.get("sync", 0.0))
         following = step + 1
         if following <= self.config.train.steps:
@@ -225,14 +194,7 @@ class Collector:
         return self._complete(rollouts, examples, step)
 
     def _sample(self, examples: Sequence[Example], step: int) -> Forest:
-        return self._complete(self._run(examples, step), examples, step)
-
-    def _run(self, examples: Sequence[Example], step: int) -> Rollouts:
-        """`_roll_out` to its end, when the engine has freed what it held: that time counts too."""
-        started, busy = time.perf_counter(), self.engine.busy_s
-        rollouts = asyncio.run(self._roll_out(examples, step))
-        whole = {"generate": self.engine.busy_s - busy, "rollout": time.perf_counter() - started}
-        return replace(rollouts, seconds={**rollouts.seconds, **whole})
+        return self._complete(asyncio.run(self._roll_out(examples, step)), examples, step)
 
     def planned(self, examples: Sequence[Example], key: rng.Key) -> tuple[Environment, list[Plan]]:
         """This process's share of some examples, each with the trees to sample for it, and what they share.
@@ -258,7 +220,7 @@ class Collector:
             "retrieve": env.retrieving.seconds,
             "rollout": time.perf_counter() - started,
         }
-        return Rollouts(forest=forest, seconds=seconds)
+        return forest, seconds
 
     def _complete(self, rollouts: Rollouts, examples: Sequence[Example], step: int) -> Forest:
         """The rollouts of all processes together, with the numbers of models that credit needs.
@@ -266,9 +228,9 @@ class Collector:
         Raises:
             TooManyFailures: see `collect`.
         """
-        for name, seconds in rollouts.seconds.items():
+        forest, times = rollouts
+        for name, seconds in times.items():
             self.log.add(name, seconds)
-        forest = rollouts.forest
         if self.log.processes.one_samples:
             # The main process has all rollouts; forwards of the trainer are split evenly over all processes.
             mine = [example.id for example in self.log.processes.part(examples)]
@@ -293,17 +255,9 @@ class Collector:
 
 
 def check_failures(forest: Forest, limit: float, where: str) -> None:
-    """Raises `TooManyFailures` where more than `limit` of the rollouts failed by no doing of the model."""
-    share = failed_share(forest.rollouts)
-    if share <= limit:
-        return
+    """Raise `TooManyFailures` where more than `limit` of the rollouts failed by no doing of the model."""
     failed = [rollout for rollout in forest.rollouts if rollout.reward is None]
-    how, first = failed_how(rollout.error or "" for rollout in failed), failed[0]
-    trace = f"\n{first.error_traceback.rstrip()}" if first.error_traceback else ""
-    raise TooManyFailures(
-        f"{where}: {share:.0%} of the rollouts failed {how}, more than "
-        f"train.max_failed_share={limit:.0%}; the first: {first.error} in {first.id}: {first.error_message}{trace}"
-    )
+    refuse_failures([rollout.error for rollout in forest.rollouts], failed, limit, where)
 
 
 def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> list[Example]:
@@ -323,12 +277,10 @@ def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> li
 
 
 def train_calls(forest: Forest, credit: Credit, minibatch: Mapping[str, int]) -> list[TrainCall]:
-    """What the trainer sees: each credited call once, with its entries."""
-    entries: dict[str, list[TrainEntry]] = {}
+    """Each credited call once, with its entries: the trainer's view of a forest."""
+    entries: dict[str, list[Entry]] = {}
     for entry in credit.entries:
-        entries.setdefault(entry.call, []).append(
-            TrainEntry(advantages=entry.advantages, weights=entry.weights, returns=entry.returns)
-        )
+        entries.setdefault(entry.call, []).append(entry)
     calls = [forest.calls[call] for call in entries]
     return [TrainCall(call=call, entries=tuple(entries[call.id]), minibatch=minibatch[call.example]) for call in calls]
 

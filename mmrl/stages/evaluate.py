@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from mmrl import rng
-from mmrl.config import EvalConfig
+from mmrl.config import EvalConfig, RootConfig
 from mmrl.errors import MODEL_CAUSED, DataError, TooManyFailures, failed_how
 from mmrl.records import Example, Forest
 from mmrl.report.stats import bootstrap_interval
@@ -93,9 +93,9 @@ class Evaluations:
     """The split."""
     last_step: int
     """`train.steps`, after which the policy is always evaluated."""
-    stage: Stage
+    stage: Stage[RootConfig]
     _failure: str = ""
-    """What `too_many_failed` said of the last evaluation."""
+    """Sentence of `too_many_failed` about the last evaluation."""
 
     @property
     def log(self) -> StepLog:
@@ -136,7 +136,7 @@ class Evaluations:
         return self.items(step)
 
     def due(self, step: int) -> bool:
-        """Whether to evaluate after `step` steps: after the last one, and every `eval.every`."""
+        """True where an evaluation is due after `step` steps: after the last one, and every `eval.every`."""
         every = self.settings.every
         return step == self.last_step or bool(every and step % every == 0)
 
@@ -262,7 +262,7 @@ def item_results(forest: Forest, failed: Mapping[str, float], without: Collectio
                 "predictions": [r.prediction for r in rollouts],
                 "errors": [r.error for r in rollouts if r.error],
                 "messages": [r.error_message for r in rollouts if r.error and r.error not in MODEL_CAUSED],
-                "failed_share": failed_share(rollouts),
+                "failed_share": failed_share([r.error for r in rollouts]),
                 **({"caught_parse": caught[example]} if caught[example] else {}),
             }
         )
@@ -275,7 +275,7 @@ def failed_kinds(items: Sequence[Item]) -> list[str]:
 
 
 def too_many_failed(items: Sequence[Item], settings: EvalConfig) -> str:
-    """What happened where more than `eval.max_failed_share` failed by no doing of the model; empty where it did not."""
+    """One sentence where more than `eval.max_failed_share` failed by no doing of the model; empty where it did not."""
     share, limit = fmean(item["failed_share"] for item in items) if items else 0.0, settings.max_failed_share
     if share <= limit:
         return ""

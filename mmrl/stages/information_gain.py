@@ -16,7 +16,7 @@ from mmrl.records import Call, Example, Forest
 from mmrl.tasks.base import Closing, Task
 
 FACT = "gold_probability"
-"""Of a call: the probability of the gold answer before it."""
+"""Fact of a call: the probability of the gold answer before it."""
 
 
 def gold_problems(task: Task, examples: Sequence[Example]) -> list[str]:

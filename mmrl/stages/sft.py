@@ -1,6 +1,8 @@
 """The supervised stage: demonstrations, a user's file or the policy's own best rollouts -> updates -> a checkpoint.
 
-A supervised step is the trainer's objective with advantage 1 and ratio 1 (`sft_steps`).
+A supervised step is the trainer's objective with advantage 1 and ratio 1. A demonstration is rendered to exactly the
+ids that a rollout would send (`mmrl.models.chat.render_prompt`), followed by its completion and the end-of-turn token;
+only these last two are trained.
 
 Its rollouts are mmrl's own, and what is trained of them are the sampled token ids. They are written to the journal
 before anything is trained, so that a stage that was killed samples none of them again.
@@ -9,34 +11,33 @@ before anything is trained, so that a stage that was killed samples none of them
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmrl import rng
-from mmrl.config import EvalConfig, SftCommandConfig
-from mmrl.config.other_stages import SftConfig
-from mmrl.engines.base import Engine
+from mmrl.config import SftCommandConfig
+from mmrl.credit.entries import Entry
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.models.assignment import ModuleAssignment
+from mmrl.models.chat import encode_text, render_observation, render_prompt
 from mmrl.models.policy import checkpoint_step
 from mmrl.records import Call, Example, Forest
 from mmrl.report.journal import read_step, write_step
-from mmrl.rollout.environment import Environment, make_environment, sampling_settings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
+from mmrl.stages import Stage
 from mmrl.stages.collect import check_failures
 from mmrl.stages.evaluate import Evaluations, chunks
 from mmrl.stages.sft_data import best_rollouts, read_examples
-from mmrl.stages.sft_steps import digest, encode, order, plain_call, step_batch, tokens_of
-from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import rollout_metrics
-from mmrl.tasks.base import Task
+from mmrl.tasks.base import Demonstration
 from mmrl.trainer.checkpoint import saved_extra
-from mmrl.trainer.objective import StepBatch
+from mmrl.trainer.objective import StepBatch, TrainCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,43 +51,25 @@ NAMED = 5
 """Sequences that are too long which are named; the others are counted."""
 
 
-@dataclass(slots=True, kw_only=True)
-class SftStage:
-    """Trains a policy on given completions. Implements `mmrl.stages.Stage`.
+@dataclass(kw_only=True)
+class SftStage(Stage[SftCommandConfig]):
+    """Trains a policy on given completions; its engine samples the rollouts of `algo.source=rollouts`.
 
     Args:
         trainer: holds the policy, before and after `improve`; calls `next_batch`, `on_step_end` and `recorded`.
-        engine: serves that very policy; samples the rollouts of `algo.source=rollouts`.
-        reward_set: which of the task's reward sets scores them.
-        log: the run's.
     """
 
-    config: SftCommandConfig
-    task: Task
     trainer: MmrlTrainer
-    tokenizer: PreTrainedTokenizerBase
     assignment: ModuleAssignment
-    engine: Engine
-    reward_set: str
-    log: StepLog
     evaluations: Evaluations = field(init=False)
     facts: dict[str, float] = field(default_factory=dict)
-    """What the sequences came to, by the names of docs/metrics.md."""
+    """Counts of the sequences, by the names of docs/metrics.md."""
     calls: Sequence[Call] = ()
-    """What is trained on."""
+    """Sequences that are trained on."""
     data: str = ""
     """Digest of it."""
     rows: Iterator[int] = field(init=False)
     """Indices into `calls`, from the next step on."""
-
-    def environment(self, phase: EvalConfig | SftConfig, key: rng.Key) -> Environment:
-        """What rollouts share: those of an evaluation, or those that are trained on."""
-        settings = sampling_settings(phase, self.config.task)
-        return make_environment(self.task, self.engine, self.tokenizer, settings, key)
-
-    def sync(self, version: int) -> None:
-        """The engine samples from the very weights that are trained: only their number is new."""
-        self.engine.set_version(version)
 
     def improve(self, evaluations: Evaluations, checkpoint: Path | None) -> None:
         """Train to `train.steps`, from a checkpoint where there is one.
@@ -113,7 +96,7 @@ class SftStage:
         rows = order(self.calls, algo.modules or {}, self.config.seed)
         self.rows = islice(rows, done * self.config.train.batch_size, None)
         with self.log.stop.held():
-            self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            self.trainer.train(checkpoint)
         self.log.obey_stop()
 
     def next_batch(self, step: int) -> StepBatch:
@@ -121,15 +104,11 @@ class SftStage:
         self.log.obey_stop()
         self.log.begin()
         chosen = [self.calls[row] for row in islice(self.rows, self.config.train.batch_size)]
-        return step_batch(step, chosen, self.config.algo.prompt_weight)
+        return step_batch(step, chosen)
 
     def recorded(self) -> Mapping[str, object]:
-        """What a checkpoint says of the sequences."""
+        """Record of the sequences in a checkpoint."""
         return {FINGERPRINT: {"data": self.data}}
-
-    def close(self) -> None:
-        """Free the engine."""
-        self.engine.close()
 
     def describe(self) -> dict[str, str]:
         """Facts for the summary, once `improve` has begun."""
@@ -140,7 +119,7 @@ class SftStage:
     def _given(self) -> list[tuple[str, Call]]:
         """The sequences of the task's demonstrations or of the file, each with its place."""
         examples = read_examples(self.config, self.task, tuple(self.assignment.untrained))
-        return [(item.where, encode(self.tokenizer, item.demonstration)) for item in examples]
+        return [(where, encode(self.tokenizer, demonstration)) for where, demonstration in examples]
 
     def _sampled(self) -> list[tuple[str, Call]]:
         """The calls of the best rollouts, as they were sampled, each with its id."""
@@ -223,7 +202,7 @@ class SftStage:
         return fitting
 
     def _said(self) -> str:
-        """What is trained on, in one line."""
+        """Source and numbers of the sequences, in one line."""
         counts = Counter(item.module or "no module" for item in self.calls)
         of = {"task": "demonstrations of the task", "file": str(self.config.algo.file), "rollouts": "own rollouts"}
         shown = ", ".join(f"{module} {count}" for module, count in counts.items())
@@ -248,3 +227,70 @@ _SHOWN = {
     "sft/too_long": "too long",
 }
 _NOT_HERE = {"train/calls_skipped"} | {f"time/{p}" for p in ("generate", "retrieve", "rollout", "annotate", "tokenize")}
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> Call:
+    """A demonstration as a call; the end-of-turn token is the last of its completion."""
+    # By the same functions as in rollouts, so that the ids are those that a rollout would send.
+    prompt_ids = render_prompt(tokenizer, demonstration.messages)
+    for completion, observation in demonstration.history:
+        prompt_ids = render_observation(tokenizer, (*prompt_ids, *encode_text(tokenizer, completion)), observation)
+    end = int(tokenizer.eos_token_id)
+    return plain_call(demonstration.module, prompt_ids, (*encode_text(tokenizer, demonstration.completion), end))
+
+
+def plain_call(module: str, prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Call:
+    """A call of ids alone: without log-probabilities nothing is compared with a sampler."""
+    bare = Call(id="", example="", parent=None, module=module, completion_tokens=len(completion_ids))
+    return replace(bare, prompt_ids=prompt_ids, completion_ids=completion_ids)
+
+
+def tokens_of(call: Call) -> int:
+    """Tokens of prompt and completion together."""
+    return len(call.prompt_ids) + len(call.completion_ids)
+
+
+def order(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterator[int]:
+    """Indices into `calls` without end: one pass after the other (`passes`), each in a new order.
+
+    A step may take the end of a pass and the start of the next: all steps are of one size, and no call is left out.
+    """
+    for rows, draws in passes(calls, mix, seed):
+        draws.shuffle(rows)
+        yield from rows
+
+
+def passes(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterator[tuple[list[int], random.Random]]:
+    """The indices into `calls` that a pass has, in their order, and its source of draws; pass after pass without end.
+
+    Args:
+        mix: module -> how often a pass has each of its calls, relative to 1 for modules not named; rounded up or down
+            at random.
+    """
+    for number in count():
+        # Ahead of time and a pure function of the seed: what was killed continues with the same steps.
+        draws = rng.stream(seed, "warmup", number)
+        rows: list[int] = []
+        for index, call in enumerate(calls):
+            share = mix.get(call.module, 1.0)
+            rows += [index] * (int(share) + (draws.random() < share - int(share)))
+        yield rows, draws
+
+
+def step_batch(step: int, calls: Sequence[Call]) -> StepBatch:
+    """The calls of a step: the loss is the mean over all their completion tokens."""
+    weight = 1 / sum(len(call.completion_ids) for call in calls)
+    trained = [train_call(f"{place}", call, weight) for place, call in enumerate(calls)]
+    return StepBatch(step=step, calls=trained, metrics={"train/sequences": float(len(calls))})
+
+
+def train_call(name: str, call: Call, weight: float) -> TrainCall:
+    """A call whose tokens all have advantage 1 and one weight; `name`: its id within the step."""
+    tokens = len(call.completion_ids)
+    entry = Entry(call=name, reward=1.0, advantages=(1.0,) * tokens, weights=(weight,) * tokens)
+    return TrainCall(call=replace(call, id=name), entries=(entry,))
+
+
+def digest(calls: Sequence[Call]) -> str:
+    """Digest of the sequences, which tells those of two runs apart."""
+    return f"{rng.digest(*(str((call.module, call.prompt_ids, call.completion_ids)) for call in calls)):032x}"

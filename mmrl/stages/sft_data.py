@@ -1,4 +1,4 @@
-"""What a supervised stage trains on: demonstrations of a task, a user's file, or the best of some rollouts.
+"""Data of a supervised stage: demonstrations of a task, a user's file, or the best of some rollouts.
 
 Used by `stages.sft` and by the checks of a run: imports no torch, so that a wrong file is refused before a model loads.
 """
@@ -6,7 +6,9 @@ Used by `stages.sft` and by the checks of a run: imports no torch, so that a wro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from mmrl import rng
 from mmrl.config import SftCommandConfig
@@ -17,21 +19,43 @@ from mmrl.tasks.base import Demonstrating, Demonstration, FieldProgram, Message,
 from mmrl.tasks.data.rows import Row, Source
 from mmrl.trainer.settings import Settings
 
-ROLES = ("system", "user", "assistant")
 SHOWN = 5
 """Problems of a file that are listed; the others are counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Supervised:
-    """A demonstration and where it comes from."""
+Supervised = tuple[str, Demonstration]
+"""Origin of a demonstration, and the demonstration."""
 
-    where: str
-    demonstration: Demonstration
+
+class _ChatMessage(BaseModel):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class _Chat(BaseModel, extra="forbid"):
+    """A record with the messages of a chat."""
+
+    module: str | None = None
+    messages: list[_ChatMessage] = Field(min_length=2)
+
+    @field_validator("messages")
+    @classmethod
+    def _ends(cls, messages: list[_ChatMessage]) -> list[_ChatMessage]:
+        if messages[-1].role != "assistant":
+            raise ValueError(f"the last one is the {messages[-1].role}'s, expected the assistant's")
+        return messages
+
+
+class _Fields(BaseModel, extra="forbid"):
+    """A record with the fields of a module of a DSPy program."""
+
+    module: str | None = None
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
 
 
 def sft_problems(config: SftCommandConfig, task: Task, frozen: Sequence[str] = ()) -> list[str]:
-    """What stands against a supervised run, one sentence each, before any model loads.
+    """Problems of a supervised run, one sentence each, before any model loads.
 
     Args:
         frozen: modules that are out of the loss (`model.modules`, `engine.endpoints`).
@@ -67,7 +91,7 @@ def read_examples(config: SftCommandConfig, task: Task, frozen: Sequence[str] = 
     """
     algo = config.algo
     given = demonstrated(task, algo, frozen) if algo.source == "task" else read_file(config, task)
-    examples = [item for item in given if item.demonstration.module not in frozen]
+    examples = [(where, shown) for where, shown in given if shown.module not in frozen]
     if not examples:
         raise ConfigError(_nothing(algo, task))
     return examples
@@ -92,7 +116,7 @@ def demonstrated(task: Task, algo: SftConfig, frozen: Sequence[str] = ()) -> Ite
         made = task.demonstrations(example) if isinstance(task, Demonstrating) else demonstrations(task, example)
         for shown in made:
             if shown.module not in frozen and (algo.modules is None or shown.module in algo.modules):
-                yield Supervised(f"example {example.id}", shown)
+                yield f"example {example.id}", shown
 
 
 def read_file(config: SftCommandConfig, task: Task) -> list[Supervised]:
@@ -112,7 +136,7 @@ def read_file(config: SftCommandConfig, task: Task) -> list[Supervised]:
             problems += [f"algo.file: {row.where}: {problem}" for problem in error.problems]
             continue
         if algo.modules is None or shown.module in algo.modules:
-            examples.append(Supervised(row.where, shown))
+            examples.append((row.where, shown))
     if problems:
         more = len(problems) - SHOWN
         raise DataError(problems[:SHOWN] + ([f"algo.file: {more} more problems like these"] if more > 0 else []))
@@ -129,28 +153,26 @@ def _example(row: Row, task: Task, shared: bool) -> Demonstration:
     if not isinstance(record, Mapping):
         raise ConfigError(f"got {type(record).__name__}, expected an object")
     # A file of several kinds of records, as tables have them, holds null for the fields that a record lacks.
-    keys = {key for key, value in record.items() if value is not None}
-    kinds = [kind for kind in (frozenset({"messages"}), frozenset({"inputs", "outputs"})) if kind & keys]
-    if len(kinds) != 1 or (missing := kinds[0] - keys):
-        lacking = f" without {', '.join(sorted(missing))}" if len(kinds) == 1 else ""
-        got = ", ".join(sorted(map(str, keys))) or "nothing"
-        raise ConfigError(f"got an object with {got}{lacking}, expected messages, or inputs and outputs")
-    if strange := sorted(map(str, keys - kinds[0] - {"module"})):
-        raise ConfigError(f"unknown field {', '.join(strange)} (valid here: {', '.join(sorted(kinds[0]))}, module)")
-    module = _module(record.get("module"), task, shared and "messages" in keys)
-    if "messages" in keys:
-        messages = _messages(record["messages"])
+    given = {str(key): value for key, value in record.items() if value is not None}
+    if given.keys().isdisjoint(("messages", "inputs", "outputs")):
+        got = ", ".join(sorted(given)) or "nothing"
+        raise ConfigError(f"got an object with {got}, expected messages, or inputs and outputs")
+    kind = _Chat if "messages" in given else _Fields
+    try:
+        found = kind.model_validate(given)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        raise ConfigError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems) from None
+    module = _module(found.module, task, shared and isinstance(found, _Chat))
+    if isinstance(found, _Chat):
+        messages: list[Message] = [{"role": m.role, "content": m.content} for m in found.messages]
         return Demonstration(module=module, messages=messages[:-1], completion=messages[-1]["content"])
-    inputs, outputs = record["inputs"], record["outputs"]
-    if not isinstance(inputs, Mapping) or not isinstance(outputs, Mapping):
-        raise ConfigError("inputs, outputs: expected an object with the fields of the module")
-    program = task.program
-    if not isinstance(program, FieldProgram):
+    if not isinstance(task.program, FieldProgram):
         raise ConfigError(f"inputs, outputs: task={task.name} is no DSPy program, so fields say nothing; use messages")
-    return program.demonstration(module, inputs, outputs)
+    return task.program.demonstration(module, found.inputs, found.outputs)
 
 
-def _module(name: object, task: Task, optional: bool) -> str:
+def _module(name: str | None, task: Task, optional: bool) -> str:
     """The module that a record is of; empty for none."""
     modules = task.program.modules
     if name is None and len(modules) == 1:
@@ -161,24 +183,7 @@ def _module(name: object, task: Task, optional: bool) -> str:
         raise ConfigError(f"module: missing, expected one of {', '.join(modules)}")
     if name not in modules:
         raise ConfigError(unknown("module", name, modules))
-    return str(name)
-
-
-def _messages(value: object) -> list[Message]:
-    """The messages of a chat, the last one the assistant's."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) < 2:
-        raise ConfigError("messages: expected a list of at least two, the last one the assistant's")
-    messages: list[Message] = []
-    for number, message in enumerate(value):
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
-        if role not in ROLES or not isinstance(content, str):
-            raise ConfigError(
-                f"messages[{number}]: expected an object with role ({', '.join(ROLES)}) and content, a text"
-            )
-        messages.append({"role": str(role), "content": content})
-    if messages[-1]["role"] != "assistant":
-        raise ConfigError(f"messages: the last one is the {messages[-1]['role']}'s, expected the assistant's")
-    return messages
+    return name
 
 
 def best_rollouts(forest: Forest, algo: SftConfig, seed: int) -> list[Rollout]:

@@ -54,12 +54,12 @@ class StepLog:
     """From sampling and credit."""
     started: float = 0.0
     prefetched: bool = False
-    """Whether steps are sampled while the one before trains, so that sampling costs them the wait for it alone."""
+    """True where steps are sampled while the one before trains, so that sampling costs them the wait for it alone."""
 
     _noted: set[str] = field(default_factory=set)
     """Kinds of failure that `note_own_code` has printed."""
     stop: Stop = field(default_factory=Stop)
-    """Whether this process is to end."""
+    """The request that this process end."""
 
     def obey_stop(self) -> None:
         """Raise `Stopped` if any process is to end. A collective, between two steps: all stop at one point."""
@@ -68,7 +68,7 @@ class StepLog:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Around the sampling of a step, which may be given up: the weights are still those of the step before."""
+        """Sample a step inside, which may be given up: the weights are still those of the step before."""
         self.obey_stop()
         # Of several processes, one that gave up would leave the others waiting: they look before the next step.
         with self.stop.at_once() if self.processes.world == 1 else nullcontext():

@@ -8,7 +8,7 @@ from itertools import combinations
 from statistics import fmean, pstdev
 
 from mmrl.credit.entries import Entry
-from mmrl.errors import MODEL_CAUSED
+from mmrl.errors import MODEL_CAUSED, TooManyFailures, failed_how
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.trees import telling_examples
 from mmrl.tasks.base import Task
@@ -46,7 +46,7 @@ def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, f
 
 
 def lag_metrics(forest: Forest, step: int) -> dict[str, float]:
-    """How many updates the weights that sampled are behind those that step number `step` starts from."""
+    """Updates by which the weights that sampled are behind those that step number `step` starts from."""
     # Calls of teachers and endpoints are of no version of the policy.
     own = [call for call in forest.calls.values() if call.teacher is None and call.policy_version is not None]
     lags = [step - 1 - call.policy_version for call in own if call.policy_version is not None]
@@ -76,8 +76,9 @@ def turn_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, flo
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Rewards over credited rollouts; task metrics over all, a failed rollout counting 0 in each."""
     rewards = [r.reward for r in rollouts if r.reward is not None]
-    metrics = {"rollouts/count": float(len(rollouts)), "rollouts/failed_share": failed_share(rollouts)}
-    for kind, count in sorted(Counter(r.error for r in rollouts if r.error is not None).items()):
+    errors = [r.error for r in rollouts]
+    metrics = {"rollouts/count": float(len(rollouts)), "rollouts/failed_share": failed_share(errors)}
+    for kind, count in sorted(Counter(error for error in errors if error is not None).items()):
         metrics[f"rollouts/failed/{kind}"] = float(count)
     if rewards:
         metrics |= {
@@ -92,10 +93,30 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return metrics
 
 
-def failed_share(rollouts: Sequence[Rollout]) -> float:
-    """Share of infrastructure failures (tool, engine, judge, timeout, exception)."""
-    failures = sum(r.error is not None and r.error not in MODEL_CAUSED for r in rollouts)
-    return failures / len(rollouts) if rollouts else 0.0
+def failed_share(errors: Sequence[str | None]) -> float:
+    """Share of rollouts with an infrastructure failure (tool, engine, judge, timeout, exception)."""
+    failures = sum(error is not None and error not in MODEL_CAUSED for error in errors)
+    return failures / len(errors) if errors else 0.0
+
+
+def refuse_failures(
+    errors: Sequence[str | None], failed: Sequence[Rollout], limit: float, where: str, key: str = "train"
+) -> None:
+    """Raise `TooManyFailures` where more than `limit` of the rollouts failed by no doing of the model.
+
+    Args:
+        errors: of all rollouts.
+        failed: those without a reward, the first of which is quoted.
+        key: section of the limit, `max_failed_share`.
+    """
+    if (share := failed_share(errors)) <= limit:
+        return
+    how, first = failed_how(error for error in errors if error is not None and error not in MODEL_CAUSED), failed[0]
+    trace = f"\n{first.error_traceback.rstrip()}" if first.error_traceback else ""
+    raise TooManyFailures(
+        f"{where}: {share:.0%} of the rollouts failed {how}, more than {key}.max_failed_share={limit:.0%}; "
+        f"the first: {first.error} in {first.id}: {first.error_message}{trace}"
+    )
 
 
 def by_module(forest: Forest) -> dict[str, list[Call]]:

@@ -10,73 +10,49 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmrl import rng
 from mmrl.algorithms import assign_credit, minibatches
-from mmrl.config import EvalConfig, TrainCommandConfig
 from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine, total_usage
 from mmrl.errors import SyncFailure
 from mmrl.records import Forest
 from mmrl.report.journal import JournalWriter
 from mmrl.report.stats import modules_in
-from mmrl.rollout.environment import Environment
 from mmrl.stages.collect import Collector, train_calls
 from mmrl.stages.evaluate import Evaluations
-from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import credit_metrics, forest_metrics, never
 from mmrl.trainer.objective import StepBatch
 
 
-@dataclass(slots=True, kw_only=True)
-class WeightStage:
-    """Trains a policy's weights. Implements `mmrl.stages.Stage`."""
+@dataclass(kw_only=True)
+class WeightStage(Collector):
+    """Trains a policy's weights."""
 
     frozen: Sequence[str] = ()
     """Modules that are out of the loss, whatever the algorithm says."""
     engines: Sequence[Engine]
     """The one that samples first, then those of teachers."""
-    collector: Collector
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Which module speaks with which weights, for the summary."""
+    """Weights of each module, for the summary."""
     evaluations: Evaluations = field(init=False)
     journal: JournalWriter = field(default_factory=JournalWriter)
     """Writes what a step sampled while it trains."""
-
-    @property
-    def config(self) -> TrainCommandConfig:
-        """The run's."""
-        return self.collector.config
-
-    @property
-    def reward_set(self) -> str:
-        """The run's."""
-        return self.collector.reward_set
-
-    @property
-    def log(self) -> StepLog:
-        """The run's."""
-        return self.collector.log
-
-    def environment(self, phase: EvalConfig, key: rng.Key) -> Environment:
-        """What samples in training evaluates too: the same task, engine and weights."""
-        return self.collector.environment(phase, key)
 
     def improve(self, evaluations: Evaluations, checkpoint: Path | None) -> None:
         """Train to `train.steps`, from a checkpoint where there is one; a stop (`system.stop`) saves first."""
         self.evaluations = evaluations
         with self.log.stop.held():
-            self.collector.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            self.trainer.train(checkpoint)
         self.log.obey_stop()
 
     def next_batch(self, step: int) -> StepBatch:
         """Sample and credit step number `step` (from 1); raises as `Collector.collect`."""
         self.log.begin()
-        count = self.collector.config.algo.minibatches
+        count = self.config.algo.minibatches
         with self.log.sampling():
-            batch = self.collector.collect(step, self.credit)
+            batch = self.collect(step, self.credit)
         trained, minibatch = batch.trained, minibatches([example.id for example in batch.examples], count)
         credit = self.credit(trained, minibatch)
-        metrics = forest_metrics(batch.forest, never(self.collector.task))
+        metrics = forest_metrics(batch.forest, never(self.task))
         metrics |= credit_metrics(trained, credit.entries) | dict(credit.metrics)
         self.log.metrics = metrics | dict(batch.metrics)
         # Written by a thread while the trainer works: compressing a large batch takes as long as an update.
@@ -86,9 +62,8 @@ class WeightStage:
 
     def credit(self, forest: Forest, minibatch: Mapping[str, int] | None = None) -> Credit:
         """Advantages and weights of every token of a forest."""
-        config = self.collector.config
         with self.log.timed("credit"):
-            return assign_credit(forest, config.algo, config.seed, minibatch, self.frozen)
+            return assign_credit(forest, self.config.algo, self.config.seed, minibatch, self.frozen)
 
     def on_step_end(self, step: int, update: Mapping[str, float]) -> None:
         """After the last optimizer step of `step`: evaluate when due, write the step's record."""
@@ -104,13 +79,13 @@ class WeightStage:
         Raises:
             SyncFailure: on every process, so that all stop at the same point and can save together.
         """
-        self.collector.prefetch.wait()  # a batch comes from one version of the weights
+        self.prefetch.wait()  # a batch comes from one version of the weights
         engine, failure = self.engines[0], ""
         # Once per version: the evaluation after a step and the next batch both come here.
         if engine.policy_version == version:
             return
         with self.log.timed("sync"):
-            state = self.collector.trainer.whole_state()  # sharded weights are gathered, which takes all processes
+            state = self.trainer.whole_state()  # sharded weights are gathered, which takes all processes
             try:
                 engine.set_version(version, state)
             except SyncFailure as error:
@@ -124,7 +99,7 @@ class WeightStage:
         """Requests to endpoints so far and their cost, by all processes and engines together."""
         totals: dict[str, float] = {}
         # A collective, so every process comes here, also those that make no request.
-        for usage in self.log.processes.gather(total_usage([*self.engines, self.collector.task])):
+        for usage in self.log.processes.gather(total_usage([*self.engines, self.task])):
             totals |= {name: totals.get(name, 0.0) + count for name, count in usage.items()}
         return totals
 
@@ -133,7 +108,7 @@ class WeightStage:
         facts = {**self.facts, **{key: fact for engine in self.engines for key, fact in engine.describe().items()}}
         called = modules_in(self.log.rundir.history())
         # Nothing has trained them.
-        if unused := [module for module in self.collector.task.program.modules if module not in called]:
+        if unused := [module for module in self.task.program.modules if module not in called]:
             facts["never called"] = f"{', '.join(unused)} (in no step of training)"
         return facts
 
@@ -144,4 +119,4 @@ class WeightStage:
             for engine in self.engines:
                 stack.callback(engine.close)
             stack.callback(self.journal.close)
-            self.collector.prefetch.close()
+            self.prefetch.close()

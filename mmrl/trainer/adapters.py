@@ -17,8 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import set_seed
 
 from mmrl.errors import ConfigError
-from mmrl.models.assignment import RESERVED, ModuleAssignment
-from mmrl.records import Call
+from mmrl.models.assignment import ModuleAssignment
 from mmrl.trainer.objective import TrainCall
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class ParameterGroup(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """Which module speaks with which adapter; modules may share one."""
+    """Adapter of each module; modules may share one."""
 
     of: Mapping[str, str]
     """Module name -> adapter name (letters, digits, `_`, `-`)."""
@@ -43,18 +42,6 @@ class Adapters:
     """Adapter name -> learning rate, where it is not `train.lr`."""
     frozen: frozenset[str] = frozenset()
     """Adapters that are served and never trained."""
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"model.modules: adapter name '{name}' is reserved or holds other characters than letters, digits, _ and -"
-            for name in self.names
-            if name in RESERVED or not name.replace("_", "").replace("-", "").isalnum()
-        ]
-        problems += [
-            f"learning rate of adapter '{name}': no such adapter" for name in self.rates if name not in self.names
-        ]
-        if problems:
-            raise ConfigError(problems)
 
     @property
     def names(self) -> list[str]:
@@ -66,10 +53,8 @@ class Adapters:
         """Names of the adapters that take updates."""
         return [name for name in self.names if name not in self.frozen]
 
-    def attach(self, model: PreTrainedModel, config: LoraConfig | None, seed: int) -> PeftModel:
+    def attach(self, model: PreTrainedModel, config: LoraConfig, seed: int) -> PeftModel:
         """`model` with all adapters on it, the first one active; random starts depend on `seed` alone."""
-        if config is None:
-            raise ConfigError("model.lora: weights per module are adapters; set model.lora")
         parts = {part for name, _ in model.named_modules() for part in name.split(".")}
         taken = sorted({*parts, "base_layer", "base_model", "weight", "bias"} & set(self.names))
         if taken:
@@ -102,14 +87,8 @@ class Adapters:
         """Calls by adapter, in the order of `names`: one forward runs with one adapter."""
         by_adapter: dict[str, list[TrainCall]] = {name: [] for name in self.names}
         for train in calls:
-            by_adapter[self.adapter(train.call)].append(train)
+            by_adapter[self.of[train.call.module]].append(train)
         return list(by_adapter.values())
-
-    def adapter(self, call: Call) -> str:
-        """The adapter that a call was sampled with."""
-        if call.module not in self.of:
-            raise ConfigError(f"model.modules: no adapter for module '{call.module}' (there are {', '.join(self.of)})")
-        return self.of[call.module]
 
     def groups(self, policy: PeftModel, lr: float, weight_decay: float) -> list[ParameterGroup]:
         """Optimizer groups, one per trained adapter."""
@@ -141,9 +120,9 @@ class Adapters:
 
     @contextmanager
     def using(self, policy: PeftModel, train: TrainCall) -> Iterator[None]:
-        """Inside, the policy runs with the adapter of a call; forward and backward both belong in here."""
+        """Run the policy with the adapter of a call; forward and backward both belong in here."""
         # Not set back: every forward sets its own, and gradient checkpointing forwards again in the backward pass.
-        policy.set_adapter(self.adapter(train.call))
+        policy.set_adapter(self.of[train.call.module])
         yield
 
 

@@ -30,33 +30,21 @@ from mmrl.trainer.critic import ADAPTER, FILE, Critic
 from mmrl.trainer.sharding import local
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from mmrl.trainer.trl_trainer import MmrlTrainer
 
 _LEFTOVER = re.compile(r"\.(writing|removing)-checkpoint-\d+")
 _PICKLED = re.compile(r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
 _ASIDE = ".damaged-"
 
 
-def save(
-    trainer: Trainer,
-    folder: Path,
-    step: int,
-    *,
-    critic: Critic | None,
-    extra: Callable[[int], Mapping[str, object]],
-    keep: int,
-    due: Callable[[int], bool] = lambda step: True,
-) -> None:
-    """Write `folder/checkpoint-<step>`; every process takes part, the main one writes.
-
-    Args:
-        extra: given the step, what else the checkpoint says; JSON-serialisable.
-        keep, due: see `prune`.
+def save(trainer: MmrlTrainer, step: int) -> None:
+    """Write `checkpoint-<step>` in the trainer's folder; every process takes part, the main one writes.
 
     Raises:
         StorageError: the disk refuses; what was saved before is whole.
         MmrlError: a weight is not finite; what was saved before is whole.
     """
+    folder, critic, train = trainer.folder, trainer.critic, trainer.settings.train
     _require_finite(trainer, critic, step)
     accelerator, main = trainer.accelerator, trainer.accelerator.is_main_process
     temporary = begin(folder, step) if main else temporary_folder(folder, step)
@@ -76,17 +64,17 @@ def save(
         accelerator.wait_for_everyone()
         if main:
             trainer.state.save_to_json(str(temporary / "trainer_state.json"))
-            record = extra(step)
+            record = trainer.extra(step)
             (temporary / "README.md").write_text(checkpoint_card(_config_in(record), step), encoding="utf-8")
             commit(folder, step, record)
-            prune(folder, keep, due)
+            prune(folder, train.keep, train.saves_after)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)  # it would keep a full disk full
         raise _refused(error, folder / f"checkpoint-{step}") or error from error
     accelerator.wait_for_everyone()
 
 
-def _require_finite(trainer: Trainer, critic: Critic | None, step: int) -> None:
+def _require_finite(trainer: MmrlTrainer, critic: Critic | None, step: int) -> None:
     # A run can go on from no such weights, and saving them would push out the checkpoints before.
     model = cast("torch.nn.Module", trainer.model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -121,7 +109,7 @@ def require(path: Path) -> None:
 
 
 def temporary_folder(folder: Path, step: int) -> Path:
-    """Where a checkpoint is written before it gets its name."""
+    """The folder of a checkpoint that is being written."""
     return folder / f".writing-checkpoint-{step}"
 
 
@@ -189,7 +177,7 @@ def every_checkpoint(folder: Path) -> list[Path]:
 
 
 def unusable(path: Path) -> str:
-    """Why a checkpoint cannot be continued from, in words that name the file; empty where it can.
+    """The reason why a checkpoint cannot be continued from, in words that name the file; empty where it can.
 
     Nothing that a file holds is run: pickles are read as weights alone.
     """
@@ -214,7 +202,7 @@ def unusable(path: Path) -> str:
 
 
 def saved_extra(path: Path) -> JsonObject:
-    """What the caller of `save` stored in a checkpoint; empty where nothing."""
+    """The record that `save` stored in a checkpoint; empty where nothing."""
     file = path / EXTRA
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 

@@ -13,16 +13,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from safetensors.torch import load_file
 
 from mmrl.config.algo import CriticConfig
-from mmrl.errors import CheckpointError, MmrlError
+from mmrl.errors import CheckpointError
 from mmrl.trainer.adapters import ParameterGroup
 from mmrl.trainer.logprobs import hidden_states
 from mmrl.trainer.objective import value_loss
@@ -56,8 +55,7 @@ class ValueHead(torch.nn.Module):
         backbone: PreTrainedModel | None,
         dtype: torch.dtype,
         seed: int,
-        *,
-        zero: bool = False,
+        zero: bool,
     ):
         super().__init__()
         text = config.get_text_config()
@@ -84,17 +82,6 @@ class ValueHead(torch.nn.Module):
         return values.sum(-1)
 
 
-@dataclass(slots=True, kw_only=True)
-class CriticTotals:
-    """Sums over one step."""
-
-    loss: torch.Tensor
-    clipped: torch.Tensor
-    tokens: int = 0
-    updates: int = 0
-    grad_norms: list[float] = field(default_factory=list)
-
-
 def trained_in_float32(model: torch.nn.Module) -> None:
     """Trained weights to float32: an AdamW update of 1e-6 is below bfloat16's resolution and would round to nothing."""
     for parameter in model.parameters():
@@ -104,47 +91,25 @@ def trained_in_float32(model: torch.nn.Module) -> None:
 
 def make_critic(settings: Settings, model: PreTrainedModel) -> Critic | None:
     """The critic of algorithms that have one, beside the model as it is before TRL wraps it."""
-    if settings.critic is None:
-        return None
-    return Critic(
-        settings.critic,
-        model,
-        settings.seed,
-        settings.lora(model, dropout=False),
-        lr=settings.train.lr * settings.critic.critic_lr_factor,
-        checkpointing=settings.model.gradient_checkpointing,
-    )
+    return None if settings.critic is None else Critic(settings, settings.critic, model)
 
 
 class Critic:
     """Owner of the value head and of whatever is trained with it.
 
     Build it before the policy is wrapped (`separate` copies the backbone), then `attach` it to the wrapped policy.
-
-    Args:
-        adapter: shape of the critic's adapter, without dropout.
-        lr: learning rate after the warm-up.
-        checkpointing: recompute activations of an own backbone in the backward pass.
     """
 
-    def __init__(
-        self,
-        config: CriticConfig,
-        model: PreTrainedModel,
-        seed: int,
-        adapter: LoraConfig | None,
-        *,
-        lr: float,
-        checkpointing: bool = False,
-    ):
+    def __init__(self, settings: Settings, config: CriticConfig, model: PreTrainedModel):
         self.config = config
-        self.lr = lr
-        self.adapter = adapter if config.critic == "adapter" else None
+        self.lr = settings.train.lr * config.critic_lr_factor
+        """After the warm-up."""
+        self.adapter = settings.lora(model, dropout=False) if config.critic == "adapter" else None
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         backbone = copy.deepcopy(backbone_of(model)).requires_grad_(True) if config.critic == "separate" else None
-        if backbone is not None and checkpointing:
+        if backbone is not None and settings.model.gradient_checkpointing:
             backbone.gradient_checkpointing_enable()
-        self.module = ValueHead(model.config, backbone, dtype, seed, zero=config.critic_init == "zero")
+        self.module = ValueHead(model.config, backbone, dtype, settings.seed, config.critic_init == "zero")
         trained_in_float32(self.module)
         self.wrapped: torch.nn.Module = self.module
         self.policy: PolicyModel = model
@@ -165,9 +130,9 @@ class Critic:
         self.restart(accelerator.device)
 
     def restart(self, device: torch.device) -> None:
-        """Begin the sums of a step."""
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        self.totals = CriticTotals(loss=zero, clipped=zero.clone())
+        """Begin the sums of a step: loss, clipped tokens, tokens."""
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self.grad_norms: list[float] = []
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Everything that the critic trains, by the name it is saved under."""
@@ -207,7 +172,7 @@ class Critic:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the policy's backbone runs with the critic's adapter, if there is one."""
+        """Run the policy's backbone with the critic's adapter, if there is one."""
         if self.adapter is None:
             yield
             return
@@ -223,9 +188,6 @@ class Critic:
         self, pack: Pack, hidden: torch.Tensor, accelerator: Accelerator, autocast: AbstractContextManager[None]
     ) -> None:
         """Forward and backward of the value loss of one pack."""
-        if pack.returns.isnan().any() or pack.old_values.isnan().any():
-            ids = ", ".join(train.call.id for train in pack.calls[:3])
-            raise MmrlError(f"calls {ids}: the critic needs returns and old values of every trained token")
         at = pack.entry_index  # (E,) into the pack's N
         self.module.train()
         # Backward inside `active` too: gradient checkpointing forwards again, and must do so with the same adapter.
@@ -236,16 +198,15 @@ class Critic:
             # Times the processes, whose gradients are averaged: the loss is a sum over all of them.
             accelerator.backward(result.loss * accelerator.num_processes)
         if not pack.filler:
-            self.totals.loss += result.loss.detach().double()
-            self.totals.clipped += result.clipped.double().sum()
-            self.totals.tokens += at.numel()
+            self.sums[0] += result.loss.detach().double()
+            self.sums[1] += result.clipped.double().sum()
+            self.sums[2] += at.numel()
 
     def clip(self, limit: float, accelerator: Accelerator) -> float:
         """Clip the critic's gradients on their own; returns the norm before."""
         parameters = list(self.named_parameters().values())
         norm = as_number(accelerator.clip_grad_norm_(parameters, limit))
-        self.totals.grad_norms.append(norm)
-        self.totals.updates += 1
+        self.grad_norms.append(norm)
         return norm
 
     def zero_grad(self) -> None:
@@ -255,19 +216,16 @@ class Critic:
 
     def metrics(self, reduce: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[str, float]:
         """`critic/…` of the step."""
-        totals = self.totals
-        device = totals.loss.device
-        sums = torch.stack([totals.loss, totals.clipped, torch.tensor(float(totals.tokens), device=device).double()])
-        loss, clipped, tokens = reduce(sums, "sum").tolist()
-        updates = max(totals.updates, 1)
+        loss, clipped, tokens = reduce(self.sums, "sum").tolist()
+        updates = max(len(self.grad_norms), 1)
         return {
             "critic/loss": loss / updates,
-            "critic/grad_norm": sum(totals.grad_norms) / updates,
+            "critic/grad_norm": sum(self.grad_norms) / updates,
             "critic/clip_share": clipped / tokens if tokens else 0.0,
         }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What the critic trains, whole and on the CPU; processes that share it must all call this."""
+        """All that the critic trains, whole and on the CPU; processes that share it must all call this."""
         return {name: whole(p).contiguous() for name, p in self.named_parameters().items()}
 
     def load(self, folder: Path) -> None:

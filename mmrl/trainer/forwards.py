@@ -16,22 +16,21 @@ from peft import PeftModel
 
 from mmrl.errors import MmrlError
 from mmrl.records import Call, Forest
-from mmrl.trainer.adapters import Adapters
-from mmrl.trainer.critic import Critic
 from mmrl.trainer.logprobs import Scores, score
 from mmrl.trainer.objective import StepBatch, TrainCall
 from mmrl.trainer.packing import Pack, make_packs, share_of_process
-from mmrl.trainer.settings import Settings
 from mmrl.trainer.sharding import is_sharded, shard
 from mmrl.trainer.tree_attention import last_parts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel
+
+    from mmrl.trainer.trl_trainer import MmrlTrainer
 
 
 class Forwards:
-    """Runs packs through the models of a Hugging Face `Trainer`.
+    """Runs packs through the models of the trainer.
 
     Args:
         trainer: its models are read anew at each forward, since it wraps and prepares them when training starts.
@@ -40,23 +39,9 @@ class Forwards:
         most: tokens of a pack that would otherwise repeat more than it adds.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        settings: Settings,
-        *,
-        critic: Critic | None,
-        adapters: Adapters | None,
-        tries: bool,
-        budget: int,
-        most: int,
-    ):
-        self.trainer = trainer
-        self.settings = settings
-        self.critic = critic
-        self.adapters = adapters
-        self.tries = tries
-        self.budget, self.most = budget, most
+    def __init__(self, trainer: MmrlTrainer, *, tries: bool, budget: int, most: int):
+        self.trainer, self.tries, self.budget, self.most = trainer, tries, budget, most
+        self.settings, self.critic, self.adapters = trainer.settings, trainer.critic, trainer.adapters
         self.ref_model: torch.nn.Module | None = None
 
     def set_reference(self, model: torch.nn.Module) -> None:
@@ -74,7 +59,7 @@ class Forwards:
 
     @property
     def device(self) -> torch.device:
-        """Where packs are forwarded."""
+        """Device of all forwards."""
         return self.trainer.args.device
 
     @property
@@ -99,8 +84,6 @@ class Forwards:
 
         With `algo.obs=all`, pass calls whose completions have their observation ids appended.
         """
-        if self.critic is None:
-            raise MmrlError(f"algo: {self.settings.algo.name} has no critic")
         return self._per_call(calls, self._values)
 
     def _per_call(self, calls: Sequence[Call], forward: Callable[[Pack], torch.Tensor]) -> list[tuple[float, ...]]:
@@ -115,7 +98,7 @@ class Forwards:
         return [results.get(id(call), ()) for call in calls]
 
     def _in_step(self, count: int) -> list[Pack]:
-        """What a process forwards beyond its `count` packs where weights are sharded: gathering them takes everyone,
+        """Fillers beyond this process's `count` packs where weights are sharded: gathering them takes everyone,
         and each process brings its own calls here."""
         if not is_sharded(self.accelerator):
             return []
@@ -175,7 +158,7 @@ class Forwards:
                 pack.old = pack.sampled
 
     def with_adapter(self, pack: Pack) -> AbstractContextManager[None]:
-        """Inside, the policy runs with the adapter of the pack's calls."""
+        """Run the policy with the adapter of the pack's calls."""
         return (
             nullcontext()
             if self.adapters is None
@@ -194,8 +177,7 @@ class Forwards:
             # A LoRA policy needs no second model: without its adapters it is the initial policy.
             with self.policy.disable_adapter():
                 return self._no_grad(self.wrapped, pack)
-        if self.ref_model is None:
-            raise MmrlError("algo.beta: got 0, so there is no reference policy to compare with; expected more than 0")
+        assert self.ref_model is not None
         return self._no_grad(self.ref_model, pack)
 
     def policy_of(self, pack: Pack) -> torch.Tensor:
@@ -218,7 +200,7 @@ class Forwards:
             return self.critic.values(pack)
 
     def score(self, model: torch.nn.Module, pack: Pack, *, entropy: bool = False, hits: bool = False) -> Scores:
-        """What `logprobs.score` says of the pack's scored positions, with gradient if enabled."""
+        """Scores of the pack's scored positions (`logprobs.score`), with gradient if enabled."""
         plain = self.accelerator.unwrap_model(model)
         # Recomputed in the backward pass, the last layer would be the whole one again.
         last = () if pack.tree is None or self.settings.model.gradient_checkpointing else last_parts(plain)

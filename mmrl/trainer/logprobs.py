@@ -25,7 +25,7 @@ ENTROPY_CHUNK = 512
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of N scored positions, in the order of `Pack.positions`."""
+    """Scores of N positions, in the order of `Pack.positions`."""
 
     logprobs: torch.Tensor
     """(N,), with gradient if enabled."""
@@ -163,7 +163,7 @@ def _score_in_chunks(
 
 @contextmanager
 def _narrowed(modules: Sequence[torch.nn.Module], positions: torch.Tensor) -> Iterator[None]:
-    """Inside, `modules` compute only the tokens at `positions`: nothing reads what the last layer makes of others."""
+    """Let `modules` compute only the tokens at `positions`: nothing reads the last layer's states of others."""
     read = positions.unique()  # sorted; calls that share a prefix score the same position with different targets
 
     def narrow(forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ def _narrowed(modules: Sequence[torch.nn.Module], positions: torch.Tensor) -> It
 
 @contextmanager
 def _only(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Inside, `head` sees just the hidden states at `positions` of the flattened (R, W) grid; yields them in a list."""
+    """Show `head` just the hidden states at `positions` of the flattened (R, W) grid; yields them in a list."""
     seen: list[torch.Tensor] = []
 
     def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

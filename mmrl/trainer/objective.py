@@ -1,4 +1,4 @@
-"""What the trainer receives, and the one objective over it.
+"""Input of the trainer, and the one objective over it.
 
 Part of `trainer`; made by the weight stage from a forest and its credit, and by the supervised stage with advantage 1.
 Blind to algorithms: every paper's rewards, groups and normalisation have become an advantage and a weight per token
@@ -12,26 +12,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mmrl.credit.entries import Entry
 from mmrl.errors import MmrlError
 from mmrl.records import Call
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainEntry:
-    """One place that a call takes in the loss. Both tuples have the call's completion length T."""
-
-    advantages: tuple[float, ...]
-    weights: tuple[float, ...]
-    """All normalisation included: the loss is the weighted sum over the tokens of an optimizer step."""
-    returns: tuple[float, ...] | None = None
-    """Targets of the critic (PPO family), length T."""
-
-    def active(self, beta: float) -> bool:
-        """Whether the entry can move any weights at all, given the weight `beta` of the KL term."""
-        return any(
-            weight != 0 and (beta > 0 or advantage != 0 or self.returns is not None)
-            for weight, advantage in zip(self.weights, self.advantages, strict=True)
-        )
+def active(entry: Entry, beta: float) -> bool:
+    """True where an entry can move any weights at all, given the weight `beta` of the KL term."""
+    return any(
+        weight != 0 and (beta > 0 or advantage != 0 or entry.returns is not None)
+        for weight, advantage in zip(entry.weights, entry.advantages, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +33,10 @@ class TrainCall:
     """The sampled call. Its `completion_ids` are all that is trained (with T = 0 it is skipped); its `logprobs` are the
     ratio's denominator (None: recomputed before the first update of the step), its `ref_logprobs` the reference's
     (None: computed when the KL term needs them), its `values` the critic's before the step."""
-    entries: tuple[TrainEntry, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    """Weights hold all normalisation: the loss is the weighted sum over the tokens of an optimizer step."""
     minibatch: int = 0
-    """Which optimizer step of an epoch it belongs to."""
-    measured: bool = True
-    """Whether metrics of supervised steps count its tokens: those of prompts are in the loss alone."""
+    """Its optimizer step within an epoch."""
 
     def __post_init__(self) -> None:
         call, tokens = self.call, len(self.call.completion_ids)
@@ -94,7 +84,7 @@ class TokenLoss:
     kl: torch.Tensor | None
     """k3 estimate of KL(policy || reference) in nats, (E,); None without a reference."""
     correction: Correction | None = None
-    """What the policy term was weighed with; None without truncated importance sampling."""
+    """Weights of the policy term; None without truncated importance sampling."""
 
 
 @dataclass(frozen=True, slots=True)

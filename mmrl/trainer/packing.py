@@ -17,7 +17,7 @@ import torch
 
 from mmrl.errors import ConfigError
 from mmrl.trainer import tree_attention
-from mmrl.trainer.objective import TrainCall
+from mmrl.trainer.objective import TrainCall, active
 from mmrl.trainer.tree_attention import PrefixTree
 from mmrl.trainer.tries import TrieLayout, bin_pack, build_tries, flatten, token_indices
 
@@ -40,7 +40,7 @@ too. Of tries they are computed in chunks (`logprobs`)."""
 
 
 def choose_packing(packing: str, model: PreTrainedModel) -> bool:
-    """Whether packs are tries, for `train.packing` = auto | trie | padded; sets the model's attention accordingly.
+    """True for packs that are tries, by `train.packing` = auto | trie | padded; sets the model's attention accordingly.
 
     Raises:
         ConfigError: `trie`, and the model's layers cannot share prefixes.
@@ -57,14 +57,17 @@ def choose_packing(packing: str, model: PreTrainedModel) -> bool:
     return False
 
 
-def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool) -> int:
-    """Tokens per pack: `tokens` (`train.microbatch_tokens`), or what the device's whole memory allows."""
+def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool) -> tuple[int, int]:
+    """Tokens per pack, and of one where that is hardly more than the prefix which its calls share.
+
+    Both are `tokens` (`train.microbatch_tokens`), or what the device's whole memory allows.
+    """
     if tokens is not None:
-        return tokens
+        return tokens, tokens
     # Fixed once, from the whole memory and not what is free now: the budget decides which calls share a pack and so in
     # which order gradients are summed. A resumed run must pack as it did before, or its losses differ in the last bits.
     config, size = model.config.get_text_config(), model.dtype.itemsize
-    if model.device.type == "cuda":
+    if on_gpu := model.device.type == "cuda":
         memory, most = GPU_SHARE * torch.cuda.get_device_properties(model.device).total_memory, GPU_TOKENS
     else:
         memory, most = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), CPU_TOKENS
@@ -75,15 +78,9 @@ def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool
     # With gradient checkpointing, one layer's activations at a time and every layer's input.
     per_token = layer + layers * size * hidden if checkpointing else layers * layer
     fitting = int(memory / per_token) // LEAST_TOKENS * LEAST_TOKENS
-    return max(LEAST_TOKENS, min(most, fitting))
-
-
-def most_tokens(tokens: int | None, model: PreTrainedModel, budget: int) -> int:
-    """Tokens that a pack may have where `budget` is hardly more than the prefix that its calls share.
-
-    What the user typed stays the limit, and a GPU's budget is a large share of its memory already.
-    """
-    return WIDER_ON_CPU * budget if tokens is None and model.device.type == "cpu" else budget
+    budget = max(LEAST_TOKENS, min(most, fitting))
+    # A GPU's budget is a large share of its memory already.
+    return budget, budget if on_gpu else WIDER_ON_CPU * budget
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,7 +121,7 @@ class Pack:
     tokens: int
     """Real tokens forwarded."""
     tree: PrefixTree | None = None
-    """Which token sees which, where the row holds tries."""
+    """Tree of the tokens, where the row holds tries."""
     position_ids: torch.Tensor | None = None
     """(R, W) int64: depth of each token in its trie; None: its place in its row."""
     filler: bool = False
@@ -141,7 +138,7 @@ class Pack:
 
     @property
     def inputs(self) -> dict[str, object]:
-        """What the model is called with."""
+        """Arguments of the model."""
         if self.tree is None:
             return {"input_ids": self.input_ids, "use_cache": False}
         return {
@@ -247,7 +244,7 @@ class _ScoredCall:
         entries = tuple(
             (tuple(t for t, weight in enumerate(entry.weights) if weight != 0), number)
             for number, entry in enumerate(train.entries)
-            if entry.active(beta)
+            if active(entry, beta)
         )
         # Scored once, however many entries a token has: its log-probability is the same in all of them.
         needed = {t for tokens, _ in entries for t in tokens}

@@ -13,8 +13,9 @@ from accelerate.utils import DistributedType
 
 from mmrl.errors import MmrlError
 from mmrl.trainer.forwards import Forwards, module_names
-from mmrl.trainer.objective import TrainCall
+from mmrl.trainer.objective import TrainCall, active
 from mmrl.trainer.packing import Pack
+from mmrl.trainer.tries import common_prefix
 
 SAMPLE_TOKENS = 1024
 """Tokens of the compared calls, all together (or two calls)."""
@@ -34,12 +35,12 @@ def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
     Raises:
         MmrlError: they differ.
     """
-    active = [train for train in calls if any(entry.active(forwards.settings.beta) for entry in train.entries)]
-    chosen = calls_to_compare(active)
+    trained = [train for train in calls if any(active(entry, forwards.settings.beta) for entry in train.entries)]
+    chosen = calls_to_compare(trained)
     if forwards.adapters is not None and chosen:
         # One adapter: otherwise a difference of weights would pass for one of packing.
-        adapters = forwards.adapters
-        chosen = [one for one in chosen if adapters.adapter(one.call) == adapters.adapter(chosen[0].call)]
+        adapter = forwards.adapters.of
+        chosen = [one for one in chosen if adapter[one.call.module] == adapter[chosen[0].call.module]]
     if not chosen:
         return False
     modules = module_names([train.call for train in chosen])
@@ -67,7 +68,7 @@ def calls_to_compare(calls: Sequence[TrainCall]) -> list[TrainCall]:
     ordered = sorted(sampled, key=lambda train: (_ids(train), train.call.id))
     if len(ordered) < 2:
         return ordered
-    shared = [_shared(_ids(left), _ids(right)) for left, right in pairwise(ordered)]
+    shared = [common_prefix(_ids(left), _ids(right)) for left, right in pairwise(ordered)]
     fitting = [n for n, one in enumerate(ordered[:-1]) if len(_ids(one) + _ids(ordered[n + 1])) <= SAMPLE_TOKENS]
     at = max(fitting or range(len(shared)), key=lambda n: (shared[n], -n))
     chosen, tokens = ordered[at : at + 2], len(_ids(ordered[at]) + _ids(ordered[at + 1]))
@@ -81,10 +82,6 @@ def calls_to_compare(calls: Sequence[TrainCall]) -> list[TrainCall]:
 
 def _ids(train: TrainCall) -> tuple[int, ...]:
     return train.call.prompt_ids + train.call.completion_ids
-
-
-def _shared(left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    return next((n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def _measure(
@@ -123,7 +120,7 @@ def _compared(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _cosine(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
-    """Of two gradients, all parameters together; 1 where both are zero or none was computed."""
+    """Cosine of two gradients, all parameters together; 1 where both are zero or none was computed."""
     product = sum(float((a.double() * b.double()).sum()) for a, b in zip(left, right, strict=True))
     sizes = [sum(float(one.double().square().sum()) for one in side) for side in (left, right)]
     if not any(sizes):

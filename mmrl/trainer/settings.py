@@ -41,7 +41,7 @@ class Settings:
 
     @property
     def is_supervised(self) -> bool:
-        """Whether the trainer reports likelihood and accuracy, of which reinforcement learning has no use."""
+        """True where the trainer reports likelihood and accuracy, of which reinforcement learning has no use."""
         return self.algo.name == SFT
 
     @property
@@ -61,36 +61,12 @@ class Settings:
         return 0.0 if in_reward else self.algo.beta
 
     def problems(self) -> list[str]:
-        """What the trainer cannot do, one sentence each."""
+        """Problems of the settings, one sentence each."""
         train, messages = self.train, []
         if train.warmup_steps >= train.steps * self.updates and train.warmup_steps:
             messages.append(
                 f"train.warmup_steps: got {train.warmup_steps}, expected less than the run's "
                 f"{train.steps * self.updates} optimizer steps"
-            )
-        if self.critic is not None and self.critic.critic == "adapter" and self.model.lora is None:
-            messages.append(
-                "algo.critic: adapter needs a policy with an adapter too; set model.lora, or use separate or head"
-            )
-        if train.tis is not None and self.algo.ratio_one:
-            messages.append(
-                f"train.tis: got {train.tis:g} with algo.ratio_one=true, which has no old policy to correct; leave one "
-                "of the two out"
-            )
-        elif train.tis is not None and train.old_logprobs == "sampler":
-            messages.append(
-                f"train.tis: got {train.tis:g} with train.old_logprobs=sampler, whose ratio is against the sampler "
-                "already; set train.old_logprobs=recompute, or leave train.tis out"
-            )
-        if train.staleness and self.algo.ratio_one:
-            messages.append(
-                f"train.staleness: got {train.staleness} with algo.ratio_one=true, which takes every batch as sampled "
-                "from the weights in training; leave one of the two out"
-            )
-        elif train.staleness and train.old_logprobs == "recompute" and train.tis is None:
-            messages.append(
-                f"train.staleness: got {train.staleness} with train.old_logprobs=recompute, which forgets the weights "
-                "that sampled; use train.old_logprobs=sampler, or set train.tis"
             )
         if self.model.dtype == "float16":
             messages.append("model.dtype: float16 cannot be trained safely, expected bfloat16, float32 or auto")

@@ -28,7 +28,7 @@ OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether this run's processes share weights by FSDP2."""
+    """True where this run's processes share weights by FSDP2."""
     return bool(accelerator.is_fsdp2)
 
 
@@ -71,7 +71,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor."""
+    """The part of a tensor that this process holds."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 

@@ -16,11 +16,11 @@ from mmrl.trainer.logprobs import Scores
 from mmrl.trainer.objective import TokenLoss
 from mmrl.trainer.packing import Pack
 
-# Columns of `StepTotals.sums`: per entry token a count and three sums; then per scored token, once for each optimizer
-# step that trains it, a count and a sum; and of supervised steps its negative log-likelihood and whether it is the
-# likeliest.
-_COLUMNS = ("entries", "clip_share", "ratio_mean", "kl", "tokens", "entropy", "nll", "hits")
-_TOKENS, _ENTROPY, _NLL, _HITS = range(4, 8)
+# Columns of `StepTotals.sums`: per entry token a count and three sums, and of truncated importance sampling its weight
+# and whether it was truncated; then per scored token, once for each optimizer step that trains it, a count and a sum;
+# and of supervised steps its negative log-likelihood and whether it is the likeliest.
+COLUMNS = 10
+_ENTRIES, _CLIPPED, _RATIO, _KL, _TIS, _TRUNCATED, _TOKENS, _ENTROPY, _NLL, _HITS = range(COLUMNS)
 
 
 class StepTotals:
@@ -35,15 +35,13 @@ class StepTotals:
         self.modules = list(modules)
         # float64 on the device: a step of millions of tokens would lose the last ones in float32, and reading each
         # pack's sums on the host would wait for the device.
-        self.sums = torch.zeros(len(self.modules), len(_COLUMNS), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(len(self.modules), COLUMNS, dtype=torch.float64, device=device)
         self.plain = torch.zeros(3, dtype=torch.float64, device=device)
         """Tokens forwarded; gap sum; gap count."""
         self.gaps = torch.zeros(len(self.modules), 2, dtype=torch.float64, device=device)
         """Gap sum and count of each module."""
         self.gap_max = torch.zeros((), dtype=torch.float64, device=device)
         self.with_kl = False
-        self.corrections = torch.zeros(len(self.modules), 2, dtype=torch.float64, device=device)
-        """Of truncated importance sampling, over entry tokens: sum of weights, and how many were truncated."""
         self.with_tis = self.supervised = False
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
@@ -60,27 +58,22 @@ class StepTotals:
             self.with_kl = True
         if pack.filler:
             return
-        # (E,) module index of each entry token
-        of_entry = pack.modules[pack.entry_index]
-        columns = [torch.ones_like(loss.ratio), loss.clipped, loss.ratio]
+        entries, tokens = pack.modules[pack.entry_index], pack.modules  # (E,), (N,) module indices
+        of_entries = {_ENTRIES: torch.ones_like(loss.ratio), _CLIPPED: loss.clipped, _RATIO: loss.ratio}
+        of_tokens = {_TOKENS: torch.ones_like(scores.logprobs)}
         if loss.kl is not None:
-            columns.append(loss.kl)
-        for column, values in enumerate(columns):
-            self.sums[:, column].index_add_(0, of_entry, values.double())
-        counted = torch.ones_like(scores.logprobs).double()
-        if scores.hits is not None:
-            self.supervised = True
-            measured = [train.measured for train in pack.calls for _ in train.call.completion_ids]
-            counted = torch.tensor(measured).to(counted)
-            self.sums[:, _NLL].index_add_(0, pack.modules, -scores.logprobs.double() * counted)
-            self.sums[:, _HITS].index_add_(0, pack.modules, scores.hits.double() * counted)
-        self.sums[:, _TOKENS].index_add_(0, pack.modules, counted)
+            of_entries[_KL] = loss.kl
         if loss.correction is not None:
             self.with_tis = True
-            for column, values in enumerate((loss.correction.weights, loss.correction.truncated)):
-                self.corrections[:, column].index_add_(0, of_entry, values.double())
+            of_entries |= {_TIS: loss.correction.weights, _TRUNCATED: loss.correction.truncated}
         if scores.entropy is not None:
-            self.sums[:, _ENTROPY].index_add_(0, pack.modules, scores.entropy.double())
+            of_tokens[_ENTROPY] = scores.entropy
+        if scores.hits is not None:
+            self.supervised = True
+            of_tokens |= {_NLL: -scores.logprobs, _HITS: scores.hits}
+        for index, columns in ((entries, of_entries), (tokens, of_tokens)):
+            for column, values in columns.items():
+                self.sums[:, column].index_add_(0, index, values.double())
 
     @torch.no_grad()
     def add_gap(self, pack: Pack, logprobs: torch.Tensor) -> None:
@@ -119,27 +112,26 @@ class StepTotals:
         totals = [sum(column) for column in zip(*sums, strict=True)] if sums else []
         modules = [(f"module/{m}", row) for m, row in zip(self.modules, sums, strict=True) if m]
         for prefix, row in [("train", totals), *modules]:
-            # The loss of a supervised step that trains prompts too is more than its mean over completions.
+            # `train/loss` is there already, summed as it was trained.
             metrics |= {f"{prefix}/{name}": value for name, value in self._means(row).items()} | metrics
-        # Every process must come this far with the same calls of `reduce`, whatever its own modules did.
-        return metrics | self._tis(reduce(self.corrections, "sum").tolist(), [row[0] for row in sums])
+        return metrics | self._tis(sums)
 
-    def _tis(self, rows: Sequence[Sequence[float]], entries: Sequence[float]) -> dict[str, float]:
+    def _tis(self, sums: Sequence[Sequence[float]]) -> dict[str, float]:
         """Mean weight and truncated share of truncated importance sampling; empty without it."""
-        metrics, count = {}, math.fsum(entries)
+        metrics, count = {}, math.fsum(row[_ENTRIES] for row in sums)
         if self.with_tis and count:
-            metrics["train/tis_mean"] = math.fsum(weight for weight, _ in rows) / count
-            metrics["train/tis_clip_share"] = math.fsum(cut for _, cut in rows) / count
-            for module, (_, cut), of_module in zip(self.modules, rows, entries, strict=True):
-                if of_module:
-                    metrics[f"module/{module}/tis_clip_share"] = cut / of_module
+            metrics["train/tis_mean"] = math.fsum(row[_TIS] for row in sums) / count
+            metrics["train/tis_clip_share"] = math.fsum(row[_TRUNCATED] for row in sums) / count
+            for module, row in zip(self.modules, sums, strict=True):
+                if row[_ENTRIES]:
+                    metrics[f"module/{module}/tis_clip_share"] = row[_TRUNCATED] / row[_ENTRIES]
         return metrics
 
     def _means(self, row: Sequence[float]) -> dict[str, float]:
         """Means of one row of the sums (or of their total); empty where nothing was trained."""
         if not row or not row[0]:
             return {}
-        entries, clipped, ratio, kl, tokens, entropy, nll, hits = row
+        entries, clipped, ratio, kl, _, _, tokens, entropy, nll, hits = row
         if self.supervised:
             return {"loss": nll / tokens, "token_accuracy": hits / tokens}
         means = {"clip_share": clipped / entries, "ratio_mean": ratio / entries, "entropy": entropy / tokens}

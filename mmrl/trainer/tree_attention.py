@@ -119,11 +119,6 @@ class PrefixTree:
         sizes = torch.tensor([span.end - span.begin for span in self.spans])
         return torch.tensor([span.stop for span in self.spans]).repeat_interleave(sizes).to(device)
 
-    def mask(self, device: torch.device) -> torch.Tensor:
-        """(N, N) bool: whether the row's token sees the column's."""
-        at = torch.arange(self.tokens, device=device)
-        return (at[None] <= at[:, None]) & (at[:, None] < self.stops(device)[None])
-
 
 def _runs(read: Sequence[int], span: NodeSpan) -> Iterator[tuple[int, int, bool]]:
     """The tokens of a node in runs, (begin, end, whether they are in `read`); of those that are, a piece at most."""
@@ -142,7 +137,7 @@ def _runs(read: Sequence[int], span: NodeSpan) -> Iterator[tuple[int, int, bool]
 
 
 def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:
-    """Why the layers of this causal LM (wrapped by peft or not) cannot share prefixes, or None."""
+    """The reason why the layers of this causal LM (wrapped by peft or not) cannot share prefixes, or None."""
     causal = _causal_lm(model)
     name, config = type(causal).__name__, causal.config
     if name not in FAMILIES:
@@ -168,7 +163,7 @@ def _causal_lm(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
 
 
 def last_parts(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, ...]:
-    """What the last layer of a causal LM of one of the `FAMILIES` needs for the tokens alone whose result is read."""
+    """Parts of the last layer of a causal LM of one of the `FAMILIES` that only tokens whose result is read need."""
     # Keys and values of the last layer are needed for every token; queries, output projection and MLP only where
     # somebody reads the result. In a prompt-heavy pack that is a small part of the tokens.
     layer = _causal_lm(model).model.layers[-1]
@@ -183,7 +178,7 @@ def install(model: PreTrainedModel | PeftModel) -> None:
 
 
 class AttentionModule(Protocol):
-    """What is read of a layer's attention module."""
+    """The attributes of a layer's attention module that are read."""
 
     layer_idx: int
     config: PreTrainedConfig
@@ -229,14 +224,6 @@ def attention(
     return flex(query, key, value, tree, scale).transpose(1, 2), None
 
 
-def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PrefixTree, scale: float) -> torch.Tensor:
-    """The same by one masked call over the whole pack, (1, heads, N, D): slow and simple, for comparison."""
-    # The (N, N) mask alone is 256 MB at 16k tokens, and every masked pair is computed: tests compare with it.
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=tree.mask(query.device), scale=scale, enable_gqa=True
-    )
-
-
 @functools.cache
 def _flex_kernel(compiled: bool) -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
@@ -247,7 +234,7 @@ def _flex_kernel(compiled: bool) -> Callable[..., torch.Tensor]:
 
 
 def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PrefixTree, scale: float) -> torch.Tensor:
-    """The same by FlexAttention, (1, heads, N, D): the path on a GPU, whose kernels align a causal mask otherwise."""
+    """(1, heads, N, D) by FlexAttention: the path on a GPU, whose kernels align a causal mask otherwise."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     device = query.device
@@ -265,7 +252,7 @@ def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Pref
 
 
 class FunctionCtx(Protocol):
-    """What autograd hands to both passes, with the attributes that the forward pass puts on it."""
+    """Autograd's context of both passes, with the attributes that the forward pass puts on it."""
 
     saved_tensors: tuple[torch.Tensor, ...]
     kernel_calls: KernelCalls

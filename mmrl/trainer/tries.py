@@ -101,26 +101,21 @@ class _OpenNode:
         return [lengthened(child, begin) for child in self.children]
 
 
-def build_tries(rows: Sequence[TokenIds], *, share: bool = True) -> list[TrieNode]:
+def build_tries(rows: Sequence[TokenIds]) -> list[TrieNode]:
     """The tries of `rows`, of which none is a prefix of another, in lexicographic order.
 
     The calls of a group meet in one trie because they begin alike: the same system prompt and question, and in a
     multi-turn program the turns before. Causal attention gives a token the same hidden state in every sequence that
     has the same tokens before it, so a shared prefix is forwarded once and its gradient sums over the branches.
-
-    Args:
-        share: without it every row is a trie of its own.
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i], i))
-    if not share:
-        return [make_node(i, 0, len(rows[i])) for i in order]
     # One pass over the sorted rows, as a suffix array's LCP intervals are built: neighbours share the longest
     # prefixes, so the common prefix with the next row says which open nodes end here. Linear in tokens once sorted.
     arrays = [np.asarray(rows[i], dtype=np.int64) for i in order]
     # From the root down to where the newest row left the one before it; the depths where they fork rise strictly.
     path = [_OpenNode(-1, 0, [])]
     for at, row in enumerate(order):
-        fork = _common_prefix(arrays[at], arrays[at + 1]) if at + 1 < len(order) else 0
+        fork = common_prefix(arrays[at], arrays[at + 1]) if at + 1 < len(order) else 0
         node = _OpenNode(row, len(rows[row]), [])
         # Nodes that reach deeper than the fork get no further branch: they are closed, deepest first.
         while path[-1].end > fork:
@@ -135,10 +130,10 @@ def build_tries(rows: Sequence[TokenIds], *, share: bool = True) -> list[TrieNod
     return path[0].children
 
 
-def _common_prefix(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
+def common_prefix(left: TokenIds | NDArray[np.int64], right: TokenIds | NDArray[np.int64]) -> int:
     """Length of the common prefix of two sequences."""
     size = min(len(left), len(right))
-    differ = left[:size] != right[:size]
+    differ = np.asarray(left[:size]) != np.asarray(right[:size])
     return int(differ.argmax()) if differ.any() else size
 
 
@@ -210,7 +205,7 @@ def _fill(parts: Sequence[TrieNode], budget: int, count: int) -> list[list[TrieN
 
 @dataclass(frozen=True, slots=True)
 class NodeSpan:
-    """Where a node lies in its pack: tokens begin..end, and what is below it up to `stop`."""
+    """Place of a node in its pack: tokens begin..end, and all below it up to `stop`."""
 
     begin: int
     end: int

@@ -24,19 +24,20 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from mmrl.errors import CheckpointError, ConfigError, MmrlError, Stopped, SyncFailure, TooManyFailures
+from mmrl.errors import CheckpointError, ConfigError, Stopped, SyncFailure, TooManyFailures
 from mmrl.models.policy import is_complete
 from mmrl.trainer import checkpoint, sharding
 from mmrl.trainer.adapters import Adapters, in_fixed_order
 from mmrl.trainer.critic import make_critic, trained_in_float32
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import Correction, StepBatch, token_loss, truncated_weights
-from mmrl.trainer.packing import Pack, choose_packing, most_tokens, token_budget
+from mmrl.trainer.packing import Pack, choose_packing, token_budget
 from mmrl.trainer.selfcheck import check_tries
 from mmrl.trainer.settings import Settings, no_reward, one_device
 from mmrl.trainer.totals import StepTotals, finite
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PreTrainedTokenizerBase, TrainerControl
 
 
@@ -48,12 +49,12 @@ class Update:
     packs: Sequence[Pack]
     """This process's share; the same number on every process."""
     first: bool
-    """Whether the weights are still those that sampled."""
+    """True while the weights are those that sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateStream:
-    """What `get_train_dataloader` returns: sized, and iterated once."""
+    """Result of `get_train_dataloader`: sized, and iterated once."""
 
     size: int
     updates: Callable[[], Iterator[dict[str, Update]]]
@@ -77,7 +78,7 @@ class UpdateEnd(TrainerCallback):
 
 
 class MmrlTrainer(GRPOTrainer):
-    """`train()` runs it from its start, or on from `resume_from`.
+    """`train()` runs it from its start, `train(checkpoint)` on from a complete checkpoint of the same config.
 
     For step 1, 2, … `train.steps`: `next_batch(step)` with the model in evaluation mode, then `algo.epochs` ×
     `algo.minibatches` optimizer steps, then `on_step_end(step, metrics)`, then a checkpoint where one is due.
@@ -87,13 +88,11 @@ class MmrlTrainer(GRPOTrainer):
             Its weights at this point are the reference policy.
         settings: the config sections that the trainer reads.
         output_dir: where checkpoints go.
-        resume_from: a complete checkpoint of the same config.
         extra: given the step, what to store in the checkpoint's `extra.json`.
         adapters: weights per module; None: all modules share one policy.
 
     Raises:
         ConfigError: settings that have no effect or cannot work, all at once.
-        CheckpointError: `resume_from` is not complete.
     """
 
     def __init__(
@@ -105,29 +104,25 @@ class MmrlTrainer(GRPOTrainer):
         output_dir: Path | str,
         next_batch: Callable[[int], StepBatch],
         on_step_end: Callable[[int, dict[str, float]], None],
-        resume_from: Path | None = None,
         extra: Callable[[int], Mapping[str, Any]] | None = None,
         adapters: Adapters | None = None,
     ):
         settings.check()
-        if resume_from is not None:
-            checkpoint.require(Path(resume_from))
         self.settings = settings
         self.folder = Path(output_dir)
         self.folder.mkdir(parents=True, exist_ok=True)
         checkpoint.sweep(self.folder)
         self.next_batch, self.on_step_end = next_batch, on_step_end
-        self.resume_from, self.extra = resume_from, extra or (lambda step: {})
+        self.extra = extra or (lambda step: {})
         tries = choose_packing(settings.train.packing, model)
-        typed = settings.train.microbatch_tokens
-        budget = token_budget(typed, model, checkpointing=settings.model.gradient_checkpointing)
-        most = most_tokens(typed, model, budget)
+        budget, most = token_budget(settings.train.microbatch_tokens, model, settings.model.gradient_checkpointing)
         self.compared = not tries
         # Before TRL wraps the model: the critic may copy its backbone, and the reference is the model as it is now.
         self.critic, self.critic_lr = make_critic(settings, model), 0.0
         self.adapters, lora = adapters, settings.lora(model)
         if adapters is not None:
-            model, lora = cast("PreTrainedModel", adapters.attach(model, lora, settings.seed)), None
+            # `models.assignment` gives weights per module to LoRA alone.
+            model, lora = cast("PreTrainedModel", adapters.attach(model, cast("LoraConfig", lora), settings.seed)), None
         # With LoRA, the policy without its adapters is the reference.
         needs_copy = settings.algo.beta > 0 and settings.model.lora is None and not isinstance(model, PeftModel)
         reference = copy.deepcopy(model).eval().requires_grad_(False) if needs_copy else None
@@ -146,13 +141,11 @@ class MmrlTrainer(GRPOTrainer):
         self.remove_callback(PrinterCallback)
         self.totals, self.batch_metrics = StepTotals((), self.args.device), dict[str, float]()
         self.sharded = sharding.is_sharded(self.accelerator)
-        self.forwards = Forwards(
-            self, settings, critic=self.critic, adapters=adapters, tries=tries, budget=budget, most=most
-        )
+        self.forwards = Forwards(self, tries=tries, budget=budget, most=most)
         self._prepare_models(reference)
 
     def _prepare_models(self, reference: PreTrainedModel | None) -> None:
-        """What policy, critic and reference need before they are trained or forwarded."""
+        """Prepare policy, critic and reference for training and forwards."""
         adapter = self.critic is not None and self.critic.adapter is not None and not self.sharded
         if self.accelerator.num_processes > 1 and (self.adapters or adapter):
             # DDP expects every trained weight in every backward pass.
@@ -171,12 +164,16 @@ class MmrlTrainer(GRPOTrainer):
         """Steps whose optimizer steps are all done."""
         return int(self.state.global_step) // self.settings.updates
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Run to `train.steps`, from `resume_from_checkpoint`, else from `resume_from`, else from the start."""
-        source = resume_from_checkpoint or self.resume_from
-        if source:
-            checkpoint.require(Path(str(source)))
-        return super().train(str(source) if source else None, *args, **kwargs)
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Run to `train.steps`.
+
+        Raises:
+            CheckpointError: the checkpoint is not complete.
+        """
+        if resume_from_checkpoint is not None:
+            checkpoint.require(Path(resume_from_checkpoint))
+            resume_from_checkpoint = str(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> UpdateStream:  # type: ignore[override]  # transformers needs no more of a loader
         """The optimizer steps that are left; a step's batch is sampled when its first one is due."""
@@ -209,9 +206,6 @@ class MmrlTrainer(GRPOTrainer):
 
     def step_packs(self, batch: StepBatch) -> list[list[Pack]]:
         """This process's packs of each mini-batch; starts the step's totals."""
-        count = self.settings.algo.minibatches
-        if batch.minibatches != count or any(not 0 <= train.minibatch < count for train in batch.calls):
-            raise MmrlError(f"step {batch.step}: mini-batches must be 0 to {count - 1} (algo.minibatches)")
         modules = module_names([train.call for train in batch.calls])
         self.totals = StepTotals(modules, self.args.device)
         self.batch_metrics = dict(batch.metrics)
@@ -250,7 +244,7 @@ class MmrlTrainer(GRPOTrainer):
         loss = float(self.forwards.reduce(total, "sum"))
         self.totals.losses.append(finite(loss, "loss", update.step))
         if self.critic is not None:
-            finite(float(self.forwards.reduce(self.critic.totals.loss, "sum")), "loss of the critic", update.step)
+            finite(float(self.forwards.reduce(self.critic.sums[0], "sum")), "loss of the critic", update.step)
         self.totals.lr = float(self._get_learning_rate())
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         if self.adapters is not None and groups:
@@ -362,8 +356,7 @@ class MmrlTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.state.global_step % self.settings.updates:
             raise CheckpointError("a checkpoint can only be saved between steps")
-        keep, due = self.settings.train.keep, self.settings.train.saves_after
-        checkpoint.save(self, self.folder, self.steps_done, critic=self.critic, extra=self.extra, keep=keep, due=due)
+        checkpoint.save(self, self.steps_done)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         if state_dict is not None and self.sharded:

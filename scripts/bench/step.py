@@ -25,12 +25,12 @@ from datasets import Dataset
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
 from mmrl.config.algo import GrpoConfig
 from mmrl.config.engines import TransformersConfig
-from mmrl.credit.entries import Group, Member, Reward
+from mmrl.credit.entries import Entry, Group, Member, Reward
 from mmrl.credit.groups import compare
 from mmrl.engines.base import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.records import Call
-from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
+from mmrl.trainer.objective import StepBatch, TrainCall
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.trl_trainer import MmrlTrainer
 from scripts.bench.common import MODELS, Bar, clock, finish, make_model, options
@@ -164,7 +164,9 @@ class Sampler:
             (group,) = compare([Group("", tuple(rewards))], GrpoConfig(name="grpo", eps=1e-4))
             for index, member in enumerate(group.members, start):
                 advantage, tokens = member.advantage, len(made[index].ids)
-                entry = TrainEntry(advantages=(advantage,) * tokens, weights=(1 / (len(asked) * tokens),) * tokens)
+                entry = Entry(
+                    call="", reward=0.0, advantages=(advantage,) * tokens, weights=(1 / (len(asked) * tokens),) * tokens
+                )
                 found.append(
                     TrainCall(
                         call=Call(

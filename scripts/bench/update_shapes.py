@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mmrl.credit.entries import Entry
 from mmrl.records import Call
-from mmrl.trainer.objective import TrainCall, TrainEntry
+from mmrl.trainer.objective import TrainCall
 
 GROUP = 4
 """Rows whose rewards are compared, in the order of the rows."""
@@ -136,7 +137,7 @@ def calls(rows: list[Row]) -> list[TrainCall]:
         for turn, ids in enumerate(row.turns):
             if turn % 2 == 0:
                 weight = 1 / (len(rows) * tokens)
-                entry = TrainEntry(advantages=(advantage,) * len(ids), weights=(weight,) * len(ids))
+                entry = Entry(call="", reward=0.0, advantages=(advantage,) * len(ids), weights=(weight,) * len(ids))
                 call = Call(
                     id=f"{number}.{turn}",
                     example="",

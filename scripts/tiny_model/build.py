@@ -40,7 +40,7 @@ from mmrl.rollout import with_program
 from mmrl.rollout.environment import Environment, SamplingSettings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from mmrl.stages.sft_steps import encode
+from mmrl.stages.sft import encode
 from mmrl.tasks import TASKS as FACTORIES
 from mmrl.tasks.agents.qa_direct import DirectQaTask
 from mmrl.tasks.base import Demonstration, Task

@@ -19,8 +19,7 @@ from mmrl.config import ModelConfig, TrainConfig
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.policy import newest_checkpoint
 from mmrl.records import Call
-from mmrl.stages.sft import FINGERPRINT
-from mmrl.stages.sft_steps import digest, encode, passes, tokens_of, train_call
+from mmrl.stages.sft import FINGERPRINT, digest, encode, passes, tokens_of, train_call
 from mmrl.tasks.base import Demonstration
 from mmrl.trainer.checkpoint import saved_extra
 from mmrl.trainer.objective import StepBatch
@@ -92,12 +91,11 @@ def warm_start(
         output_dir=output,
         next_batch=next_batch,
         on_step_end=lambda step, metrics: None,
-        resume_from=start,
         extra=lambda step: {FINGERPRINT: record},
     )
     for callback in callbacks:
         trainer.add_callback(callback)
-    trainer.train()
+    trainer.train(start)
     return model
 
 

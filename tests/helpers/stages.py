@@ -7,6 +7,7 @@ task of two modules, and a small new model.
 import asyncio
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,12 +166,23 @@ def prompt_stage(folder: Path, task: Any, engine: Any, algo: str, seed: int = 3,
     )
 
 
-def optimised(folder: Path, task: Any, algo: str = "miprov2", answer: Any = None, **options: Any) -> Any:
-    """The result of a stage that runs to its end, and the engine that it sent its requests to."""
-    engine = ScriptedEngine(answer or better_with_demonstrations(task[1]))
+def optimised(
+    folder: Path, task: Any, algo: str = "miprov2", answer: Any = None, engine: Any = None, **options: Any
+) -> Any:
+    """What a stage that runs to its end says, and the engine that it sent its requests to."""
+    engine = engine or ScriptedEngine(answer or better_with_demonstrations(task[1]))
     stage = prompt_stage(folder, task, engine, algo, **options)
     with stage.rundir:
-        return stage.search(), engine
+        stage.result = stage.search()
+    return SimpleNamespace(
+        **asdict(stage.result),
+        facts=stage.describe(),
+        trials=stage.trials,
+        unusable=stage.unusable,
+        validation=len(stage.validation),
+        calls=stage.paid["calls"],
+        requests=stage.paid_writing["requests"],
+    ), engine
 
 
 def lines(path: Path) -> list[Any]:

@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,10 @@ from transformers import (
 
 from mmrl.config import AlgoConfig, LoraConfig, ModelConfig, TrainConfig
 from mmrl.config.algo import PpoConfig
+from mmrl.credit.entries import Entry
 from mmrl.records import Call
 from mmrl.system.child_process import free_port
-from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
+from mmrl.trainer.objective import StepBatch, TrainCall
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.sharding import whole
 from mmrl.trainer.trl_trainer import MmrlTrainer, Update
@@ -112,7 +114,11 @@ def tiny_tokenizer() -> Any:
     )
 
 
-def train_call(*, entries: tuple[TrainEntry, ...] = (), minibatch: int = 0, **call: Any) -> TrainCall:
+def train_entry(advantages: Any, weights: Any, returns: Any = None) -> Entry:
+    return Entry(call="", reward=0.0, advantages=advantages, weights=weights, returns=returns)
+
+
+def train_call(*, entries: tuple[Entry, ...] = (), minibatch: int = 0, **call: Any) -> TrainCall:
     """A call to train on, from the fields of its `Call`."""
     made = Call(**{"example": "q", "parent": None, "completion_tokens": len(call["completion_ids"]), **call})
     return TrainCall(call=made, entries=entries, minibatch=minibatch)
@@ -153,7 +159,7 @@ def make_calls(
                 prompt_ids=tuple(draw.randrange(2, VOCAB) for _ in range(prompt)),
                 completion_ids=tuple(draw.randrange(2, VOCAB) for _ in range(tokens)),
                 logprobs=tuple(-3.7 + draw.uniform(-noise, noise) for _ in range(tokens)),
-                entries=(TrainEntry(advantages=(advantage,) * tokens, weights=(1 / (size * tokens),) * tokens),),
+                entries=(train_entry(advantages=(advantage,) * tokens, weights=(1 / (size * tokens),) * tokens),),
                 minibatch=number % minibatches,
             )
         )
@@ -185,7 +191,7 @@ def make_trainer(
         model=ModelConfig(name="test", path="tiny", lora=lora, gradient_checkpointing=checkpointing),
         seed=seed,
     )
-    return MmrlTrainer(
+    trainer = MmrlTrainer(
         tiny_model() if model is None else model,
         tiny_tokenizer(),
         settings,
@@ -193,10 +199,12 @@ def make_trainer(
         next_batch=next_batch
         or (lambda step: StepBatch(step=step, calls=chosen(step), minibatches=algo_config.minibatches)),
         on_step_end=on_step_end or (lambda step, metrics: None),
-        resume_from=resume_from,
         extra=extra,
         adapters=adapters,
     )
+    if resume_from is not None:
+        trainer.train = partial(trainer.train, resume_from)
+    return trainer
 
 
 def gradients(trainer: MmrlTrainer, calls: list[TrainCall], budget: int | None = None) -> tuple[float, dict[str, Any]]:

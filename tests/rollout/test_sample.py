@@ -187,9 +187,7 @@ def test_a_module_may_be_exchanged_for_another_models():
     policy, other = FakeEngine(lambda request: "b"), FakeEngine(lambda request: "a")
     task = FakeTask(Chain())
     env = environment(task, policy)
-    env.teachers = {
-        "other": Teacher(environment=environment(task, other), student_ids=lambda call: call.completion_ids)
-    }
+    env.teachers = {"other": Teacher(environment=environment(task, other), student_ids=lambda ids, text, finish: ids)}
     tree = Tree(exchange=Exchange(("a",), teacher="other"))
     forest = asyncio.run(sample(env, [(task.examples("train")[0], (tree,))], "outcome"))
     (rollout,) = forest.rollouts

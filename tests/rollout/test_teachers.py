@@ -46,7 +46,7 @@ def run(
     env = environment(task, engine)
     own = environment(replace(task, program=teacher_program or Instructed(instructions="be wise ")), other)
     env.teachers = {
-        "wise": Teacher(environment=own, student_ids=teacher.get("student_ids", lambda call: call.completion_ids))
+        "wise": Teacher(environment=own, student_ids=teacher.get("student_ids", lambda ids, text, finish: ids))
     }
     algo = MmgrpoConfig(
         name="mmgrpo",
@@ -77,7 +77,7 @@ def test_a_teachers_answers_stand_behind_the_students_prompts():
 
 
 def test_another_vocabulary_is_spelled_again():
-    forest, *_ = run(student_ids=lambda call: letters(call.text.lower()))
+    forest, *_ = run(student_ids=lambda ids, text, finish: letters(text.lower()))
     assert {call.text for call in forest.calls.values() if call.teacher} == {"ta", "tb", "tc"}
 
 

@@ -10,7 +10,6 @@ import asyncio
 import json
 import shutil
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -25,7 +24,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Trackers
 from mmrl.rollout.sample import sample
 from mmrl.run.settle import module_assignment
-from mmrl.stages.collect import Prefetch, SampledBatch, dynamic_sampling
+from mmrl.stages.collect import SampledBatch, dynamic_sampling
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.weights import WeightStage
 from mmrl.tasks.base import Score
@@ -107,14 +106,19 @@ def trained(folder, *options):
 
     frozen = module_assignment(config, task.program.modules).frozen
     with RunDir.create(folder, config.model_dump(mode="json"), ["mmrl", "train"]) as run:
-        collector = SimpleNamespace(
+        stage = WeightStage(
             config=config,
             task=task,
+            engine=None,
+            tokenizer=None,
+            reward_set="outcome",
             log=StepLog(rundir=run, progress=None, trackers=Trackers({})),
-            collect=collect,
-            prefetch=Prefetch(),
+            trainer=None,
+            examples=(),
+            engines=[],
+            frozen=frozen,
         )
-        stage = WeightStage(engines=[], collector=collector, frozen=frozen)
+        stage.collect = collect
         batch = stage.next_batch(STEP)
         stage.close()
     assert batch.calls

@@ -15,7 +15,6 @@ from mmrl.report.alarms import alarms
 from mmrl.report.doctor import find
 from mmrl.run.doctor import _needed
 from mmrl.stages.checkup import examine
-from mmrl.stages.weights import WeightStage
 from tests.config.effects.training import collector_of, config_of
 from tests.helpers.programs import Chain, FakeEngine, seeded_letter
 from tests.helpers.runs import command
@@ -52,19 +51,19 @@ class Engine(FakeEngine):
 def stage_of(engine, program, options=None, **task):
     """A weight stage around fakes, whose trainer has the log-probabilities of `Engine`."""
     options = options or {}
-    collector = collector_of(config_of(options if "algo" in options else {**OPTIONS, **options}), engine)
-    collector.task.program = program
-    collector.task.tools = {"search": lambda query: [{"title": query}]}
+    stage = collector_of(config_of(options if "algo" in options else {**OPTIONS, **options}), engine)
+    stage.task.program = program
+    stage.task.tools = {"search": lambda query: [{"title": query}]}
     for name, value in task.items():
-        setattr(collector.task, name, value)
+        setattr(stage.task, name, value)
     forwards = SimpleNamespace(
         accelerator=SimpleNamespace(is_fsdp2=False),
         tries=False,
         policy_logprobs=lambda calls: [(-0.5,) * len(call.completion_ids) for call in calls],
     )
-    collector.trainer = SimpleNamespace(forwards=forwards)
-    collector.tokenizer = SimpleNamespace(model_max_length=10**30)
-    return WeightStage(engines=[engine], collector=collector)
+    stage.trainer = SimpleNamespace(forwards=forwards)
+    stage.tokenizer = SimpleNamespace(model_max_length=10**30)
+    return stage
 
 
 def found(engine=None, program=None, options=None, **task):
@@ -178,7 +177,7 @@ def test_a_model_that_cannot_be_packed_is_found(monkeypatch):
 
     monkeypatch.setattr("mmrl.stages.checkup.check_tries", differs)
     stage = stage_of(Engine(seeded_letter), Searcher())
-    stage.collector.trainer.forwards.tries = True
+    stage.trainer.forwards.tries = True
     (finding,) = find(examine(stage, 4)[0])
     assert (finding.name, finding.useless) == ("packing", True)
     assert finding.text().count("train.packing=padded") == 1

@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from mmrl.errors import CheckpointError, ConfigError
-from mmrl.stages.sft_steps import encode, tokens_of
+from mmrl.stages.sft import encode, tokens_of
 from mmrl.trainer.trl_trainer import MmrlTrainer
 from scripts.tiny_model.warm_start import WarmStart, plan_batches, warm_start
 from tests.helpers.stages import TOKENIZER, new_model, shown, weights

@@ -180,8 +180,8 @@ def test_dspy_programs_are_sampled_in_the_other_thread_too(random_model: str, tm
     ("options", "says"),
     [
         (["engine=transformers"], "train.staleness: got 1 with engine=transformers"),
-        (["algo.ratio_one=true"], "train.staleness: got 1 with algo.ratio_one=true"),
-        (["train.old_logprobs=recompute"], "train.staleness: got 1 with train.old_logprobs=recompute"),
+        (["algo.ratio_one=true"], "train.staleness: got 1, which has no effect with algo.ratio_one=true"),
+        (["train.old_logprobs=recompute"], "which has no effect with train.old_logprobs=recompute"),
         (["algo.zero_variance=refill"], "train.staleness: got 1 with algo.zero_variance=refill"),
         (["algo.temperature=0.7", "algo.top_p=0.9"], "vLLM can record none with algo.temperature=0.7"),
         (["train.staleness=2"], "train.staleness: got 2, expected less than or equal to 1"),

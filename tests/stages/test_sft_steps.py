@@ -1,4 +1,4 @@
-"""stages.sft_steps: trained ids are those a rollout sends; loss and gradient are those of plain likelihood."""
+"""stages.sft: trained ids are those a rollout sends; loss and gradient are those of plain likelihood."""
 
 from collections import Counter
 from itertools import islice
@@ -8,7 +8,7 @@ import torch
 
 from mmrl.config import LoraConfig, ModelConfig, TrainConfig
 from mmrl.models.chat import render_prompt
-from mmrl.stages.sft_steps import encode, order, step_batch, tokens_of
+from mmrl.stages.sft import encode, order, step_batch, tokens_of
 from mmrl.tasks.base import Demonstration
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.trl_trainer import MmrlTrainer
@@ -27,7 +27,7 @@ def demonstrations(count: int = 30) -> list[Demonstration]:
 CALLS = [encode(TOKENIZER, item) for item in demonstrations()]
 
 
-def train(folder, calls, steps=1, size=7, model=None, weight=0.0, lora=None, checkpointing=False, **options):
+def train(folder, calls, steps=1, size=7, model=None, lora=None, checkpointing=False, **options):
     """The trainer after `steps` steps of `size` calls, and the metrics of each."""
     seen, rows = [], order(calls, {}, 0)
     section = ModelConfig(name="x", path="x", lora=lora, gradient_checkpointing=checkpointing)
@@ -36,7 +36,7 @@ def train(folder, calls, steps=1, size=7, model=None, weight=0.0, lora=None, che
         TOKENIZER,
         Settings.supervised(TrainConfig(steps=steps, lr=1e-3, **options), section, 0),
         output_dir=folder,
-        next_batch=lambda step: step_batch(step, [calls[row] for row in islice(rows, size)], weight),
+        next_batch=lambda step: step_batch(step, [calls[row] for row in islice(rows, size)]),
         on_step_end=lambda step, metrics: seen.append(metrics),
     )
     trainer.train()
@@ -65,29 +65,27 @@ def test_mixing_shares():
 
 
 @pytest.mark.parametrize("packing", ["padded", "trie"])
-@pytest.mark.parametrize("weight", [0.0, 0.5])
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_loss_and_gradient_are_those_of_the_mean_negative_log_likelihood(
-    packing: str, weight: float, lora: LoraConfig | None, tmp_path
+    packing: str, lora: LoraConfig | None, tmp_path
 ):
     chosen = [CALLS[row] for row in islice(order(CALLS, {}, 0), 7)]
     seen: dict[str, torch.Tensor] = {}
     trainer, _ = train(tmp_path / "setup", CALLS, lora=lora, packing=packing, microbatch_tokens=64)
     model = trainer.forwards.policy
     trainer.model.zero_grad()
-    packs, _ = trainer.forwards.minibatch_packs(step_batch(1, chosen, weight), ["say", "twice"])
+    packs, _ = trainer.forwards.minibatch_packs(step_batch(1, chosen), ["say", "twice"])
     assert len(packs[0]) > 1
     loss = float(sum(trainer._train_on(trainer.model_wrapped, pack, first=False) for pack in packs[0]))
     seen = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     # One by one, without padding or packs, by transformers' own forward.
-    completions, prompts = [], []
+    completions = []
     for call in chosen:
         ids = torch.tensor([call.prompt_ids + call.completion_ids])
         nll = -model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        prompts.append(nll[: len(call.prompt_ids) - 1])
         completions.append(nll[len(call.prompt_ids) - 1 :])
-    expected = torch.cat(completions).mean() + weight * torch.cat(prompts).mean()
+    expected = torch.cat(completions).mean()
     expected.backward()
     assert loss == pytest.approx(float(expected.detach()), abs=1e-5)
     reference = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -96,17 +94,12 @@ def test_loss_and_gradient_are_those_of_the_mean_negative_log_likelihood(
         torch.testing.assert_close(seen[name], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_metrics_are_of_completions_but_the_loss_which_is_of_prompts_too(tmp_path):
-    (_, (plain,)), (_, (both,)) = (train(tmp_path / str(weight), CALLS, weight=weight) for weight in (0.0, 0.5))
-    assert plain["train/sequences"] == 7 and both["train/loss"] > plain["train/loss"] + 0.1
-    exact = {"train/tokens", "train/token_accuracy", "train/tokens_forwarded"} & plain.keys()
-    exact |= {name for name in plain if name.startswith("module/")}
-    assert len(exact) == 7
-    assert {name: both[name] for name in exact} == pytest.approx({name: plain[name] for name in exact}, rel=1e-5)
+def test_metrics_are_of_completions(tmp_path):
+    _, (metrics,) = train(tmp_path, CALLS)
     tokens = [len(CALLS[row].completion_ids) for row in islice(order(CALLS, {}, 0), 7)]
-    assert plain["train/tokens"] == sum(tokens)
+    assert metrics["train/sequences"] == 7 and metrics["train/tokens"] == sum(tokens)
     for name in ("train/ratio_mean", "train/entropy", "train/logprob_gap_mean"):
-        assert name not in plain
+        assert name not in metrics
 
 
 @pytest.mark.parametrize("size", [5, 70])  # of 60 demonstrations: some twice in a step

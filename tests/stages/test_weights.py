@@ -1,7 +1,6 @@
 """Data order and mini-batches of the weight stage."""
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,7 @@ from mmrl.algorithms import minibatches
 from mmrl.credit.entries import Credit, Entry
 from mmrl.errors import SyncFailure
 from mmrl.records import Call, Example, Forest
-from mmrl.stages.collect import Prefetch, batch_of, train_calls
+from mmrl.stages.collect import batch_of, train_calls
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.weights import WeightStage
 from mmrl.system.processes import Processes
@@ -99,10 +98,8 @@ def test_a_push_that_fails_on_the_main_process_stops_all_at_the_same_point(rank,
     processes = Hearing(rank, 2, one_samples=True)
     object.__setattr__(processes, "heard", "the server says no")
     log = StepLog(rundir=None, progress=None, trackers=None, processes=processes)
-    stage = WeightStage(
-        engines=[engine()],
-        collector=SimpleNamespace(prefetch=Prefetch(), trainer=NoShards(), log=log),
-    )
+    absent = dict.fromkeys(("config", "task", "engine", "tokenizer", "reward_set", "examples"))
+    stage = WeightStage(engines=[engine()], trainer=NoShards(), log=log, **absent)
     with pytest.raises(SyncFailure, match="the server says no"):
         stage.sync(1)
 

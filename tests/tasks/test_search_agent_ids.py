@@ -10,7 +10,7 @@ from mmrl.engines.base import Completion
 from mmrl.models.chat import decode_text, encode_text, render_observation, render_prompt
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from mmrl.stages.sft_steps import encode
+from mmrl.stages.sft import encode
 from mmrl.tasks import TASKS
 from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.programs import EXAMPLE, FakeEngine, default_config, environment, make

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from mmrl.config.algo import PpoConfig
-from mmrl.errors import ConfigError
 from mmrl.report.rundir import comparable
 from mmrl.trainer.adapters import Adapters
 from mmrl.trainer.objective import TrainCall
@@ -140,15 +139,3 @@ def test_resumes_bit_equal(critic: str | None, tmp_path: Path) -> None:
     resumed, again = run(tmp_path / "resumed", tmp_path / "whole" / "checkpoint-2")
     assert resumed == {step: metrics[step] for step in (3, 4)}
     assert all(same(weights(whole, name), weights(again, name)) for name in BOTH.names)
-
-
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora: weights per module are adapters"):
-        make_trainer(tmp_path, adapters=BOTH)
-    with pytest.raises(ConfigError, match=r"adapter name 'hop\.1'"):
-        Adapters(of={"a": "hop.1"}, rates={})
-    with pytest.raises(ConfigError, match=r"adapter 'gamma': no such adapter"):
-        Adapters(of={"a": "alpha"}, rates={"gamma": 1e-4})
-    trainer = make_trainer(tmp_path, lora=LORA, adapters=Adapters(of={"a": "alpha"}, rates={}))
-    with pytest.raises(ConfigError, match=r"no adapter for module 'b' \(there are a\)"):
-        trainer.train()

@@ -167,9 +167,9 @@ def test_a_checkpoint_that_is_not_complete_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     (path / MARKER).unlink()
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
-        make_trainer(tmp_path / "run", resume_from=path)
+        make_trainer(tmp_path / "run", resume_from=path).train()
     with pytest.raises(CheckpointError, match="no such checkpoint"):
-        make_trainer(tmp_path / "run", resume_from=tmp_path / "checkpoint-7")
+        make_trainer(tmp_path / "run", resume_from=tmp_path / "checkpoint-7").train()
 
 
 MOMENTS = ["save_model", "_save_optimizer_and_scheduler", "_save_rng_state", "commit"]

@@ -12,9 +12,17 @@ import torch
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.stages.collect import train_calls
-from mmrl.trainer.objective import TrainEntry
 from tests.helpers.forests import Grow
-from tests.helpers.trainer_cases import VOCAB, gradients, make_trainer, sampled, tiny_model, train_call, with_changes
+from tests.helpers.trainer_cases import (
+    VOCAB,
+    gradients,
+    make_trainer,
+    sampled,
+    tiny_model,
+    train_call,
+    train_entry,
+    with_changes,
+)
 
 SHARED = {"eps": 1e-4, "ddof": 1}
 MODULES = ("writer", "ranker", "answerer")
@@ -130,7 +138,7 @@ def transcripts(forest, calls):
                 old += [0.0] * len(observed)
                 advantages += [7.0] * len(observed)
                 weights += [0.0] * len(observed)
-        entry = TrainEntry(advantages=tuple(advantages), weights=tuple(weights))
+        entry = train_entry(advantages=tuple(advantages), weights=tuple(weights))
         found.append(
             train_call(
                 id=rollout.id,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmrl.errors import MmrlError
-from mmrl.trainer.objective import TrainCall, TrainEntry, token_loss
-from tests.helpers.trainer_cases import train_call
+from mmrl.trainer.objective import TrainCall, active, token_loss
+from tests.helpers.trainer_cases import train_call, train_entry
 
 # Worked by hand: one group, three sequences of 2, 1 and 3 tokens.
 LP = torch.tensor([-1, -0.5, -2, -0.3, -0.7, -0.2], dtype=torch.float64)
@@ -110,7 +110,7 @@ def test_at_a_ratio_of_one_all_losses_have_the_same_gradient(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("advantages", "weights", "beta", "active"),
+    ("advantages", "weights", "beta", "moves"),
     [
         ((0.0, 0.0), (0.5, 0.5), 0.0, False),
         ((0.0, 0.0), (0.5, 0.5), 0.01, True),
@@ -120,9 +120,9 @@ def test_at_a_ratio_of_one_all_losses_have_the_same_gradient(kind: str) -> None:
     ],
 )
 def test_entries_that_cannot_move_anything_are_known(
-    advantages: tuple[float, ...], weights: tuple[float, ...], beta: float, active: bool
+    advantages: tuple[float, ...], weights: tuple[float, ...], beta: float, moves: bool
 ) -> None:
-    assert TrainEntry(advantages=advantages, weights=weights).active(beta) is active
+    assert active(train_entry(advantages=advantages, weights=weights), beta) is moves
 
 
 def test_calls_whose_lengths_disagree_are_refused_by_id() -> None:
@@ -132,6 +132,6 @@ def test_calls_whose_lengths_disagree_are_refused_by_id() -> None:
     with pytest.raises(MmrlError, match=r"call q1/0#0: logprobs has 1 values for 2 completion tokens"):
         call(logprobs=(-1.0,))
     with pytest.raises(MmrlError, match=r"call q1/0#0: entries\[0\].weights has 3 values for 2"):
-        call(entries=(TrainEntry(advantages=(1.0, 1.0), weights=(1.0, 1.0, 1.0)),))
+        call(entries=(train_entry(advantages=(1.0, 1.0), weights=(1.0, 1.0, 1.0)),))
     with pytest.raises(MmrlError, match=r"call q1/0#0: has no prompt tokens"):
         call(prompt_ids=())

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.trainer.objective import TrainCall, TrainEntry
+from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.packing import MAX_SCORED, Pack, make_packs
-from tests.helpers.trainer_cases import train_call, with_changes
+from tests.helpers.trainer_cases import train_call, train_entry, with_changes
 
 numbers = st.sampled_from([0.0, 0.25, -1.5, 2.0])
 
@@ -19,7 +19,7 @@ def calls(draw: st.DrawFn) -> list[TrainCall]:
     for index in range(draw(st.integers(1, 7))):
         tokens = draw(st.integers(1, 6))
         per_token = st.lists(numbers, min_size=tokens, max_size=tokens).map(tuple)
-        entries = draw(st.lists(st.builds(TrainEntry, advantages=per_token, weights=per_token), max_size=3))
+        entries = draw(st.lists(st.builds(train_entry, advantages=per_token, weights=per_token), max_size=3))
         found.append(
             train_call(
                 id=str(index),
@@ -83,7 +83,7 @@ def test_a_token_is_scored_once_however_many_entries_it_has(calls: list[TrainCal
 
 
 def make(prompt: int, tokens: int, index: int = 0, weight: float = 1.0) -> TrainCall:
-    entry = TrainEntry(advantages=(1.0,) * tokens, weights=(weight,) * tokens)
+    entry = train_entry(advantages=(1.0,) * tokens, weights=(weight,) * tokens)
     return train_call(
         id=str(index), module="a", prompt_ids=(1,) * prompt, completion_ids=(2,) * tokens, entries=(entry,)
     )
@@ -97,7 +97,7 @@ def test_calls_of_like_length_share_a_pack() -> None:
 
 def turn(prompt: tuple[int, ...], completion: tuple[int, ...], name: str, advantage: float) -> TrainCall:
     size = len(completion)
-    entry = TrainEntry(advantages=(advantage,) * size, weights=(1 / size,) * size)
+    entry = train_entry(advantages=(advantage,) * size, weights=(1 / size,) * size)
     return train_call(id=name, module="a", prompt_ids=prompt, completion_ids=completion, entries=(entry,))
 
 
@@ -125,7 +125,7 @@ def test_prefixes_are_found_across_many_rows() -> None:
 
 
 def test_unsampled_tail_and_last_token_are_not_forwarded() -> None:
-    entry = TrainEntry(advantages=(1.0, 1.0, 1.0), weights=(1.0, 1.0, 0.0))
+    entry = train_entry(advantages=(1.0, 1.0, 1.0), weights=(1.0, 1.0, 0.0))
     call = train_call(id="0", module="a", prompt_ids=(1, 2), completion_ids=(3, 4, 5), entries=(entry,))
     (pack,) = make_packs([call], 100, beta=0.0, modules=["a"])
     assert pack.input_ids.tolist() == [[1, 2, 3]]

@@ -135,8 +135,8 @@ def test_calls_whose_sampler_said_nothing_are_not_corrected(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("algo", "train", "says"),
     [
-        ({}, {}, "train.tis: got 2 with train.old_logprobs=sampler, whose ratio is against the sampler already"),
-        ({"ratio_one": True}, {}, "train.tis: got 2 with algo.ratio_one=true"),
+        ({}, {}, "with train.old_logprobs=sampler, whose ratio is against the sampler already"),
+        ({"ratio_one": True}, {}, "train.tis: got 2.0, which has no effect with algo.ratio_one=true"),
     ],
 )
 def test_what_would_correct_twice_or_nothing_is_refused(

@@ -17,7 +17,6 @@ from mmrl.trainer.tree_attention import (
     attention,
     flex,
     install,
-    masked,
     unsupported_reason,
 )
 from mmrl.trainer.tries import build_tries, flatten
@@ -33,6 +32,19 @@ def inputs(tokens: int, heads: int, groups: int, dtype: torch.dtype = torch.floa
     torch.manual_seed(tokens)
     many = [heads * groups, heads, heads]
     return [torch.randn(1, tokens, count, 8, dtype=dtype).transpose(1, 2).requires_grad_() for count in many]
+
+
+def mask(tree: PrefixTree) -> torch.Tensor:
+    """(N, N) bool: whether the row's token sees the column's."""
+    at = torch.arange(tree.tokens)
+    return (at[None] <= at[:, None]) & (at[:, None] < tree.stops(torch.device("cpu"))[None])
+
+
+def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PrefixTree, scale: float) -> torch.Tensor:
+    """The attention of a pack by one masked call, (1, heads, N, D)."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask(tree), scale=scale, enable_gqa=True
+    )
 
 
 @settings(deadline=None)
@@ -66,7 +78,7 @@ def test_calls_of_the_kernel_cover_each_pair_once(rows: list[tuple[int, ...]], l
             met[queries] = True
             pairs = torch.ones_like(seen[queries, keys])
             seen[queries, keys] += pairs.tril() if causal else pairs
-    assert torch.equal(seen, tree.mask(torch.device("cpu")).long())
+    assert torch.equal(seen, mask(tree).long())
 
 
 @given(sequences(), st.integers(0, 20), st.integers(1, 6), st.data())
@@ -84,7 +96,7 @@ def test_calls_for_tokens_that_are_read_cover_each_of_their_pairs_once(
             pairs = torch.ones_like(seen[queries, keys])
             assert pairs.numel()
             seen[queries, keys] += pairs.tril() if causal else pairs
-    assert torch.equal(seen, tree.mask(torch.device("cpu")).long()[list(tree.read)])
+    assert torch.equal(seen, mask(tree).long()[list(tree.read)])
 
 
 class Layer(torch.nn.Module):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrl.trainer import tries
-from mmrl.trainer.tries import MAX_HEIGHT, bin_pack, build_tries, flatten, split_trie, token_indices
+from mmrl.trainer.tries import MAX_HEIGHT, bin_pack, build_tries, flatten, make_node, split_trie, token_indices
 
 
 @st.composite
@@ -37,8 +37,8 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_row_lies_on_a_path_of_one_pack(
     rows: list[tuple[int, ...]], budget: int, share: int, sharing: bool
 ) -> None:
-    for shares in (True, False):
-        packs = bin_pack(build_tries(rows, share=shares), budget, share)
+    for made in (build_tries(rows), [make_node(row, 0, len(ids)) for row, ids in enumerate(rows)]):
+        packs = bin_pack(made, budget, share)
         seen = []
         for pack in packs:
             layout = flatten(pack, rows)

@@ -16,7 +16,7 @@ from mmrl.config import LoraConfig
 from mmrl.config.algo import PpoConfig
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.trainer import logprobs, tree_attention, tries
-from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
+from mmrl.trainer.objective import StepBatch, TrainCall
 from mmrl.trainer.selfcheck import calls_to_compare, check_tries
 from mmrl.trainer.trl_trainer import MmrlTrainer
 from tests.helpers.trainer_cases import (
@@ -28,6 +28,7 @@ from tests.helpers.trainer_cases import (
     sampled,
     tiny_model,
     train_call,
+    train_entry,
     with_changes,
 )
 
@@ -60,7 +61,7 @@ def forests(draw: st.DrawFn) -> list[TrainCall]:
         if len(prompt) + tokens > 120:
             continue
         numbers = st.lists(st.sampled_from([0.0, 0.5, -1.0, 2.0]), min_size=tokens, max_size=tokens).map(tuple)
-        entries = draw(st.lists(st.builds(TrainEntry, advantages=numbers, weights=numbers), min_size=1, max_size=2))
+        entries = draw(st.lists(st.builds(train_entry, advantages=numbers, weights=numbers), min_size=1, max_size=2))
         calls.append(
             train_call(
                 id=f"c{number}",

@@ -14,7 +14,7 @@ import transformers
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from mmrl.trainer.objective import TrainCall, TrainEntry
+from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.trl_trainer import MmrlTrainer
 from tests.helpers.trainer_cases import (
     gradients,
@@ -23,6 +23,7 @@ from tests.helpers.trainer_cases import (
     sampled,
     tiny_model,
     tiny_tokenizer,
+    train_entry,
     with_changes,
 )
 
@@ -152,7 +153,7 @@ def test_the_differential_test_can_fail(tmp_path: Path) -> None:
     calls = near_policy(ours, make_calls(8))
     loss, _ = gradients(ours, calls)
     advantages = tuple(advantage + 1 for advantage in calls[0].entries[0].advantages)
-    entry = TrainEntry(advantages=advantages, weights=calls[0].entries[0].weights)
+    entry = train_entry(advantages=advantages, weights=calls[0].entries[0].weights)
     other = replace(calls[0], entries=(entry,))
     expected_loss, _ = trl_gradients(twin, [other, *calls[1:]], tmp_path / "trl", BETA, 1.0)
     assert abs(loss - expected_loss) > 1e-3

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from mmrl.config import LoraConfig
-from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
+from mmrl.trainer.objective import StepBatch, TrainCall
 from tests.helpers.trainer_cases import (
     LORA,
     gradients,
     make_calls,
     make_trainer,
     tiny_model,
+    train_entry,
     with_changes,
 )
 
@@ -60,7 +61,7 @@ def test_law_9_tokens_of_weight_0_have_exactly_no_gradient(tmp_path: Path) -> No
 
     def with_tail(advantage: float) -> TrainCall:
         """The last token has weight 0; nothing but its own loss depends on its id."""
-        entry = TrainEntry(advantages=(*advantages[:-1], advantage), weights=(*[1 / tokens] * (tokens - 1), 0.0))
+        entry = train_entry(advantages=(*advantages[:-1], advantage), weights=(*[1 / tokens] * (tokens - 1), 0.0))
         return with_changes(call, completion_ids=(*call.call.completion_ids[:-1], 2 + int(advantage)), entries=(entry,))
 
     trainer = make_trainer(tmp_path)
@@ -84,7 +85,7 @@ def test_law_9_prompts_are_never_targets(tmp_path: Path) -> None:
 def test_entries_of_one_call_equal_as_many_calls(tmp_path: Path) -> None:
     calls = make_calls(3, seed=7)
     tokens = len(calls[0].call.completion_ids)
-    extra = TrainEntry(advantages=(-0.7,) * tokens, weights=tuple(0.1 + 0.01 * t for t in range(tokens)))
+    extra = train_entry(advantages=(-0.7,) * tokens, weights=tuple(0.1 + 0.01 * t for t in range(tokens)))
     first = calls[0].entries[0]
     joined = [replace(calls[0], entries=(first, extra, first)), *calls[1:]]
     copies = [

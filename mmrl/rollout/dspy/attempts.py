@@ -1,4 +1,4 @@
-"""How many attempts of `dspy.BestOfN` and `dspy.Refine` may still fail, counted for each rollout on its own.
+"""Attempts of `dspy.BestOfN` and `dspy.Refine` that may still fail, counted for each rollout on its own.
 
 DSPy counts down on the module and never up again. Rollouts share the module, so that what one could still catch would
 depend on the failures of others: on which were there before, and in a fork or a resumed run on which were not.
@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-
-import dspy
 
 from mmrl.rollout.dspy.structure import COPYING
 
@@ -43,7 +41,7 @@ class FailCount:
 
 @contextmanager
 def counted_anew() -> Iterator[None]:
-    """Inside, the modules of a program start with the counts that it was built with."""
+    """Start the modules of a program with the counts that it was built with."""
     token = _COUNTS.set({})
     try:
         yield
@@ -51,9 +49,5 @@ def counted_anew() -> Iterator[None]:
         _COUNTS.reset(token)
 
 
-def _install(kinds: tuple[type[dspy.Module], ...]) -> None:
-    for kind in kinds:
-        setattr(kind, _NAME, FailCount())
-
-
-_install(COPYING)
+for kind in COPYING:
+    setattr(kind, _NAME, FailCount())

@@ -225,7 +225,7 @@ class TapeLM(dspy.BaseLM):
         return await self.host.call(sent, self.parse, {**self.kwargs, **options})
 
     def copy(self, **options: object) -> dspy.BaseLM:
-        """What `BestOfN` and `Refine` ask for at each attempt, or a program that sets options for some requests."""
+        """Copy it for an attempt of `BestOfN` or `Refine`, or for a program that sets options for some requests."""
         # A number for DSPy's cache, and DSPy's way to get other replies: here each request has a seed of its own.
         if set(options) == {"rollout_id", "temperature"} and options["temperature"] == 1.0:
             options = {}
@@ -240,39 +240,16 @@ class TapeLM(dspy.BaseLM):
         return other
 
 
-class _Sent(Exception):  # a request on its way and no error
-    """What an adapter was about to send."""
-
-    def __init__(self, messages: Sequence[Message]):
-        self.messages = messages
-
-
-class _SendingLM(TapeLM):
-    """Stops each request before it leaves."""
-
-    def __init__(self) -> None:
-        dspy.BaseLM.__init__(self, model="mmrl", cache=False)
-
-    def __call__(
-        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **options: object
-    ) -> list[str]:
-        """Called by adapters."""
-        raise _Sent(messages or ())
-
-
 def sent(predictor: dspy.Predict, inputs: Fields, adapter: dspy.Adapter) -> list[Message]:
     """The messages that a rollout would send for the inputs of a predictor.
 
     Raises:
         ProgramFailure: something other than text among them.
     """
-    adapter = tape_adapter(adapter)
-    try:
-        with dspy.context(lm=_SendingLM(), adapter=adapter, disable_history=True, track_usage=False, trace=[]):
-            predictor(**inputs)
-    except _Sent as request:
-        return checked_messages(type(predictor).__name__, request.messages)
-    raise ProgramFailure(f"{type(predictor).__name__} sent nothing")
+    lm = dspy.BaseLM("mmrl")
+    _, options, signature, demos, values = predictor._forward_preprocess(lm=lm, **inputs)
+    rendered = adapter._call_preprocess(lm, options, signature, values)
+    return checked_messages(type(predictor).__name__, adapter.format(rendered, demos, values))
 
 
 class TapeAdapter(dspy.Adapter):
@@ -342,7 +319,7 @@ def _tape_class(kind: Any) -> Any:
 
 
 def parse_failure(error: AdapterParseError, signature: Signature) -> ParseFailure:
-    """What a reply that DSPy could not read is in the record: how many of its output fields were there."""
+    """The failure of a reply that DSPy could not read: how many of its output fields were there."""
     expected = list(signature.output_fields)
     # a value of the wrong type is raised with its cause, or without any result: then nothing counts as read
     wrong_type = error.parsed_result is None or error.__cause__ is not None

@@ -1,15 +1,14 @@
 """Stands in the place of the LM that is configured (`dspy.configure(lm=…)`) while rollouts run.
 
 In Python 3.11 a new thread has none of the context variables of the one that starts it, so that a program's calls in
-threads of its own would go to the configured LM: neither recorded nor trained, and perhaps paid for. They end the run.
+threads of its own would go to the configured LM: neither recorded nor trained, and perhaps paid for. They are refused,
+and end the run when the rollouts under way have ended.
 Metrics may call the configured LM, also from their own threads.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,8 +25,6 @@ from mmrl.errors import ConfigError
 from mmrl.system.user_code import place
 from mmrl.tasks.dspy import tools as tape
 
-log = logging.getLogger("mmrl.rollout")
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -42,50 +39,29 @@ class _Guard(dspy.BaseLM):
     def __init__(self) -> None:
         super().__init__(model="mmrl", cache=False)
 
-    def __call__(self, prompt: str | None = None, *, messages: Any = None, **options: Any) -> list[str]:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Called by adapters."""
         raise _refusal()
 
-    async def acall(self, prompt: str | None = None, *, messages: Any = None, **options: Any) -> list[str]:
-        """Called by adapters."""
-        raise _refusal()
+    acall = __call__
 
 
 class _NoAdapter(dspy.Adapter):
     """Refuses every predictor, whichever LM it was called with."""
 
-    def __call__(self, *arguments: Any, **options: Any) -> list[dict[str, Any]]:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Called by predictors."""
         raise _refusal()
 
-    async def acall(self, *arguments: Any, **options: Any) -> list[dict[str, Any]]:
-        """Called by predictors."""
-        raise _refusal()
+    acall = __call__
 
 
+@dataclass(slots=True, eq=False)
 class _Sampling:
     """Rollouts under way in one event loop."""
 
-    def __init__(self) -> None:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        self.problem: str | None = None
-
-    def stop(self, problem: str) -> None:
-        """End it, from any thread; only the first problem counts."""
-        if self.problem is None:
-            self.problem = problem
-            with suppress(RuntimeError):  # the loop has just ended
-                self._loop.call_soon_threadsafe(self._cancel)
-
-    def _cancel(self) -> None:
-        # It may have ended since; its task would go on with something else.
-        if self in _under_way and self._task is not None:
-            self._task.cancel()
-
-    def stopped(self) -> None:
-        """Take back the cancellation, which was no other's."""
-        if self._task is not None:
-            self._task.uncancel()
+    problem: str | None = None
+    """The first one, which ends the run when they have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +79,13 @@ _under_way: list[_Sampling] = []
 _configured: Any = None
 """The LM behind the guard."""
 _starting = 0
-"""How many may start threads."""
+"""Number of blocks that may start threads."""
 _thread_start, _pool_submit = threading.Thread.start, ThreadPoolExecutor.submit
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Inside, rollouts run, in this task and those that it starts; the configured LM is there for metrics alone.
+    """Run rollouts inside, in this task and those that it starts; the configured LM is there for metrics alone.
 
     Raises:
         ConfigError: a program has made a request outside of its rollout.
@@ -120,11 +96,9 @@ def guarded() -> Iterator[None]:
     try:
         with dspy.context(lm=lm), threads_known():
             yield
-    except (Exception, asyncio.CancelledError) as error:
+    except Exception:
         if sampling.problem is None:
             raise
-        if isinstance(error, asyncio.CancelledError):
-            sampling.stopped()
     finally:
         _ORIGIN.reset(origin)
         _take_down(sampling)
@@ -154,7 +128,7 @@ def _take_down(sampling: _Sampling) -> None:
 
 @contextmanager
 def threads_known() -> Iterator[None]:
-    """Inside, new threads know who has started them; around all that may start some, also after its sampling ended."""
+    """Tell new threads who has started them; around all that may start some, also after its sampling ended."""
     global _starting
     with _lock:
         _starting += 1
@@ -178,12 +152,9 @@ def _refusal() -> _Refused:
         "dspy.Parallel"
     )
     with _lock:
-        late = origin is not None and origin.sampling not in _under_way and origin.sampling.problem is None
         # A thread that was there before any rollout may be any program's.
         for sampling in _under_way if origin is None else [origin.sampling]:
-            sampling.stop(problem)
-    if late:
-        log.warning("%s (refused after the rollouts have ended)", problem)
+            sampling.problem = sampling.problem or problem
     return _Refused(problem)
 
 

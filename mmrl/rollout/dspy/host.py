@@ -6,8 +6,9 @@ import asyncio
 import copy
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ class Host:
         self.ctx, self.structure, self.loop = ctx, structure, loop
         self.failure: RolloutError | None = None
         self._unread: list[tuple[AdapterParseError, ParseFailure]] = []
-        """What the module got for each reply that does not parse, and what it is in the record."""
+        """The module's exception for each reply that does not parse, and the failure in the record."""
         self._lock = threading.Lock()
         # Untyped: each future has the type of what its coroutine returns.
         self._waiting: set[Future[Any]] = set()
@@ -88,25 +89,17 @@ class Host:
         if self.on_loop():
             coroutine.close()
             raise ProgramFailure("aforward called a predictor or tool without await; use acall and use_tool")
-        future = self._started(coroutine)
-        try:
-            return future.result()
-        finally:
-            self._waiting.discard(future)
+        return self._started(coroutine).result()
 
     async def awaited(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run a coroutine on the rollout's event loop, from whichever loop this is awaited on."""
         if self.on_loop():
             return await coroutine
         # A module that is run by `dspy.syncify` has a loop of its own, in a thread.
-        future = self._started(coroutine)
-        try:
-            return await asyncio.wrap_future(future)
-        finally:
-            self._waiting.discard(future)
+        return await asyncio.wrap_future(self._started(coroutine))
 
     def on_loop(self) -> bool:
-        """Whether the caller runs on the rollout's event loop, which must not be blocked."""
+        """True where the caller runs on the rollout's event loop, which must not be blocked."""
         try:
             return asyncio.get_running_loop() is self.loop
         except RuntimeError:
@@ -120,6 +113,7 @@ class Host:
                 raise ProgramFailure("the rollout has ended")
             future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
             self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
         return future
 
     def close(self) -> None:
@@ -142,8 +136,14 @@ class Host:
                 # Without the cause, by which `call` knows a reply.
                 raise ParseFailure(str(failure), failure.present, failure.expected) from None
 
-    def _first_failure(self) -> _Remember:
-        return _Remember(self)
+    @contextmanager
+    def _first_failure(self) -> Iterator[None]:
+        """Keep the first failure that leaves the block."""
+        try:
+            yield
+        except RolloutError as error:
+            self.failure = self.failure or error
+            raise
 
     def _caller(self, parse: Parse | None) -> str:
         callers = dspy.settings.caller_modules or []
@@ -161,22 +161,8 @@ class Host:
         return name
 
 
-class _Remember:
-    """Keeps the first failure that leaves the block."""
-
-    def __init__(self, host: Host):
-        self.host = host
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RolloutError) and self.host.failure is None:
-            self.host.failure = error
-
-
 def messages_of(prompt: str | None, messages: Sequence[Message] | None) -> Sequence[Message]:
-    """What a request to an LM of DSPy's sends: messages of an adapter, or a prompt of a module that calls it itself."""
+    """Messages of a request to an LM of DSPy's: an adapter's, or a prompt of a module that calls it itself."""
     return messages if messages is not None else [{"role": "user", "content": prompt or ""}]
 
 
@@ -196,12 +182,12 @@ def checked_messages(name: str, messages: Sequence[object]) -> list[Message]:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a tool of the program gave, as the tape has it: also an exception, which agents show to their model."""
+    """Outcome of a tool of the program, as the tape has it: also an exception, which agents show to their model."""
 
     result: Any = None
     error: Exception | None = None
     trace: TracebackType | None = None
-    """Of the error, from the tool's own frames on: agents show it too, so that it must be the same on replay."""
+    """Traceback from the tool's own frames on: agents show it too, so that it must be the same on replay."""
 
     def value(self) -> Any:
         """The result; containers are copied, since several rollouts may get it and change it."""

@@ -1,4 +1,4 @@
-"""What a DSPy program consists of: the names of its modules, and why it cannot be trained, before it has ever run.
+"""Structure of a DSPy program: the names of its modules, and why it cannot be trained, before it has ever run.
 
 Read from the objects: predictors, their options, nested modules. What `forward` makes only when it runs ends its
 rollouts with a sentence of its own.
@@ -84,7 +84,7 @@ class Structure:
 
 
 def option_problem(name: str, options: Mapping[str, object]) -> str | None:
-    """What is wrong with the options of a predictor: those that would have no effect."""
+    """The sentence about options of a predictor that would have no effect; None where there are none."""
     # None is DSPy's way to leave an option out.
     given = {key for key, value in options.items() if value is not None and (key, value) != ("n", 1)}
     refused = sorted(given - WITHOUT_EFFECT - PASSED_ON)

@@ -10,85 +10,68 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import dspy
-from dspy.utils.exceptions import ContextWindowExceededError
+from dspy import lm15
 
 from mmrl import rng
-from mmrl.engines.base import Engine, Request, Sampling
+from mmrl.config import PromptCommandConfig
+from mmrl.engines.base import Request, Sampling
 from mmrl.engines.endpoint_engine import SEEDS
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import LengthFailure
 from mmrl.models.chat import decode_text, render_prompt
-from mmrl.rollout.dspy.host import messages_of
-from mmrl.stages.prompts.stored_rollouts import Loop
+from mmrl.rollout.dspy.policy_lm import Answer, TextEngine, generate
+from mmrl.stages import Stage
+from mmrl.stages.prompts.rollouts import Loop
 from mmrl.system.files import JsonObject
 from mmrl.system.json_lines import Store
 from mmrl.tasks.base import Message
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+PAID = ("prompt_tokens", "completion_tokens", "cost")
+"""Price of a stored completion; USD, of an endpoint with prices."""
 
 
-@dataclass(slots=True)
-class WriterUsage:
-    """What the prompt model was paid for."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost: float = 0.0
-    """USD, of an endpoint with prices."""
-
-    def add(self, record: JsonObject) -> None:
-        """Count a completion."""
-        self.requests += 1
-        self.prompt_tokens += record["prompt_tokens"]
-        self.completion_tokens += record["completion_tokens"]
-        self.cost += record["cost"]
+def no_writing() -> Counter[str]:
+    """The counts of a prompt model that has written nothing."""
+    return Counter(dict.fromkeys(("requests", *PAID), 0))
 
 
 @dataclass(slots=True, kw_only=True)
 class Writer:
     """A source of completions, each of them stored."""
 
-    engine: Engine
-    """The policy's."""
-    tokenizer: PreTrainedTokenizerBase
-    module: str
-    """Of the policy's modules, the one whose weights write."""
+    stage: Stage[PromptCommandConfig]
+    """Its policy writes, with the weights of the program's first module."""
     endpoint: OpenAIChat | None
     """In the place of the policy."""
     max_tokens: int
-    seed: int
     store: Store
     loop: Loop
-    usage: WriterUsage = field(default_factory=WriterUsage)
+    paid: Counter[str] = field(default_factory=no_writing)
     _stored: dict[str, JsonObject] = field(default_factory=dict)
     _times: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._stored = {line["key"]: line for line in self.store.lines}
 
-    def write(self, messages: Sequence[Message], temperature: float, number: int | None) -> str:
-        """One completion.
+    def lm(self, temperature: float) -> dspy.LM:
+        """The prompt model as DSPy's optimisers call it."""
 
-        Args:
-            number: DSPy's, which makes equal requests differ.
+        def answer(messages: list[Message], config: lm15.Config) -> Answer:
+            sampled = 1.0 if config.temperature is None else config.temperature
+            record = self.loop.wait(self._written(messages, float(sampled)))
+            # Stored like a reply: an optimiser that is run again must meet it at the same place.
+            if record["error"]:
+                raise lm15.ContextLengthError(record["error"])
+            return Answer(record["text"], record["prompt_tokens"], record["completion_tokens"])
 
-        Raises:
-            ContextWindowExceededError: the prompt alone is too long for the policy.
-        """
-        record = self.loop.wait(self._written(messages, temperature, number))
-        # Stored like a reply: an optimiser that is run again must meet it at the same place.
-        if record["error"]:
-            raise ContextWindowExceededError(record["error"])
-        return str(record["text"])
+        # DSPy's own cache would answer from other runs of this user.
+        return dspy.LM("mmrl", temperature=temperature, cache=False, num_retries=0, engine=TextEngine(answer))
 
-    async def _written(self, messages: Sequence[Message], temperature: float, number: int | None) -> JsonObject:
-        sent = json.dumps(list(map(dict, messages)))
-        request = f"{rng.digest(sent, repr(temperature), number):032x}"
+    async def _written(self, messages: Sequence[Message], temperature: float) -> JsonObject:
+        sent = list(map(dict, messages))
+        request = f"{rng.digest(json.dumps(sent), repr(temperature)):032x}"
         # Asked for again, an equal request is to have another completion: its number makes the key, here and in a
         # resume. Greedy, it would be the same one.
         again = temperature == 0 and self._times[request] > 0
@@ -96,39 +79,34 @@ class Writer:
         key = f"{request}-{self._times[request]}"
         if key not in self._stored:
             # From the key alone: how much came from the store before it changes no draw.
-            seed = rng.digest(self.seed, "prompt_model", key)
+            seed = rng.digest(self.stage.config.seed, "prompt_model", key)
             made = await self._made(messages, temperature, seed)
-            options = {"temperature": temperature, "number": number}
-            line = {"key": key, **options, "messages": list(map(dict, messages)), **made}
-            self._stored[key] = self.store.append(line)
+            self._stored[key] = self.store.append({"key": key, "temperature": temperature, "messages": sent, **made})
+        record = self._stored[key]
         if not again:
-            self.usage.add(self._stored[key])
-        return self._stored[key]
+            self.paid.update({"requests": 1, **{name: record[name] for name in PAID}})
+        return record
 
     async def _made(self, messages: Sequence[Message], temperature: float, seed: int) -> JsonObject:
         if self.endpoint is not None:
             return await self._from_endpoint(self.endpoint, messages, temperature, seed)
-        prompt = render_prompt(self.tokenizer, messages)
+        prompt = render_prompt(self.stage.tokenizer, messages)
         sampling = Sampling(max_tokens=self.max_tokens, temperature=temperature, seed=seed)
         request = Request(
-            prompt_ids=prompt, sampling=sampling, module=self.module, messages=tuple(messages), order=("prompt_model",)
+            prompt_ids=prompt,
+            sampling=sampling,
+            module=self.stage.task.program.modules[0],
+            messages=tuple(messages),
+            order=("prompt_model",),
         )
         made: JsonObject = {"error": "", "text": "", "finish": "", "prompt_tokens": len(prompt), "completion_tokens": 0}
-        # The engine decodes when all that are live wait for it; this request is one of them.
-        self.engine.enter()
+        made["cost"] = 0.0
         try:
-            completion = await self.engine.generate(request)
+            completion = await generate(self.stage.engine, request)
         except LengthFailure as failure:
-            return made | {"error": str(failure), "cost": 0.0}
-        finally:
-            self.engine.leave()
-        text = decode_text(self.tokenizer, completion.ids)
-        return made | {
-            "text": text,
-            "finish": completion.finish,
-            "completion_tokens": len(completion.ids),
-            "cost": 0.0,
-        }
+            return made | {"error": str(failure)}
+        text = decode_text(self.stage.tokenizer, completion.ids)
+        return made | {"text": text, "finish": completion.finish, "completion_tokens": len(completion.ids)}
 
     async def _from_endpoint(
         self, endpoint: OpenAIChat, messages: Sequence[Message], temperature: float, seed: int
@@ -147,24 +125,3 @@ class Writer:
             "completion_tokens": int(spent["endpoint/completion_tokens"]),
             "cost": spent["endpoint/cost"],
         }
-
-
-class PromptLM(dspy.BaseLM):
-    """The prompt model as DSPy's optimisers call it."""
-
-    def __init__(self, writer: Writer, temperature: float):
-        # DSPy's own cache would answer from other runs of this user.
-        super().__init__(model="mmrl", temperature=temperature, max_tokens=writer.max_tokens, cache=False)
-        self.writer = writer
-
-    def __call__(
-        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **options: Any
-    ) -> list[str]:
-        """The texts of `n` completions."""
-        given = {**self.kwargs, **options}
-        plain = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages_of(prompt, messages)]
-        temperature = given.get("temperature")
-        return [
-            self.writer.write(plain, 1.0 if temperature is None else float(temperature), given.get("rollout_id"))
-            for _ in range(int(given.get("n") or 1))
-        ]

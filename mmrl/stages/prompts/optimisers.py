@@ -5,8 +5,7 @@ A proposal of the prompt model that cannot be used is noted, and ends no search.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,18 +15,12 @@ from dspy.propose import GroundedProposer
 from dspy.teleprompt import BootstrapFewShotWithRandomSearch, MIPROv2
 from dspy.teleprompt.gepa.gepa import GEPA
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
-from dspy.teleprompt.mipro_optimizer_v2 import AUTO_RUN_SETTINGS, BOOTSTRAPPED_FEWSHOT_EXAMPLES_IN_CONTEXT
+from dspy.teleprompt.mipro_optimizer_v2 import BOOTSTRAPPED_FEWSHOT_EXAMPLES_IN_CONTEXT
 
-from mmrl.config.other_stages import (
-    BootstrapFewshotConfig,
-    GepaConfig,
-    Miprov2Config,
-    PromptConfig,
-)
-from mmrl.stages.prompts.model import PromptLM, Writer
-from mmrl.stages.prompts.rollouts import THREADS, Ahead, Evaluated, Played, Rollouts, TrainExample
-from mmrl.stages.prompts.split import compared, labeled_demos
-from mmrl.stages.prompts.stored_rollouts import Need
+from mmrl.config.other_stages import BootstrapFewshotConfig, GepaConfig, Miprov2Config, PromptConfig
+from mmrl.stages.prompts.model import Writer
+from mmrl.stages.prompts.rollouts import THREADS, Evaluated, Need, Played, Rollouts, TrainExample
+from mmrl.stages.prompts.split import labeled_demos
 from mmrl.stages.prompts.students import Student
 from mmrl.tasks.base import Task
 
@@ -38,7 +31,7 @@ Note = Callable[[str, str, str], None]
 
 @dataclass(kw_only=True)
 class Bench:
-    """What an optimiser works with."""
+    """Everything that an optimiser works with."""
 
     task: Task
     rollouts: Rollouts
@@ -64,7 +57,7 @@ def optimise(algo: PromptConfig, bench: Bench) -> dspy.Module:
         "bootstrap_fewshot": _bootstrap_fewshot,
         "gepa": _gepa,
     }[algo.name]
-    program, loop = None, bench.rollouts.sampler.loop
+    program, loop = None, bench.rollouts.loop
     settings = {
         # Optimisers copy it with the options that they sample with. Never called: a rollout has an LM of its own.
         "lm": dspy.LM("mmrl", cache=False),
@@ -108,23 +101,22 @@ def worth_showing(threshold: float | None) -> Metric:
     return metric
 
 
+def _options(algo: PromptConfig, names: str) -> dict[str, Any]:
+    """Options that have DSPy's names."""
+    return {name: getattr(algo, name) for name in names.split()}
+
+
 def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
     assert bench.writer is not None
-    labeled = labeled_demos(algo, bench.task)
-    bench.rollouts.ahead = Ahead(bench.student.module, _mipro_orders(algo, bench), labeled, algo.bootstrap_ahead)
     optimiser = _Mipro(
         bench,
         metric=worth_showing(algo.metric_threshold),
-        prompt_model=PromptLM(bench.writer, algo.init_temperature),
-        max_bootstrapped_demos=algo.max_bootstrapped_demos,
-        max_labeled_demos=labeled,
-        auto=algo.auto,
-        num_candidates=algo.num_candidates,
+        prompt_model=bench.writer.lm(algo.init_temperature),
+        max_labeled_demos=labeled_demos(algo, bench.task),
         num_threads=THREADS,
         seed=bench.seed,
-        init_temperature=algo.init_temperature,
         track_stats=False,
-        metric_threshold=algo.metric_threshold,
+        **_options(algo, "max_bootstrapped_demos auto num_candidates init_temperature metric_threshold"),
     )
     if algo.num_instruct_candidates is not None:
         # DSPy has it as an attribute alone, which its constructor sets to the number of all candidates.
@@ -133,48 +125,19 @@ def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
         bench.student.module,
         trainset=bench.train,
         valset=bench.validation,
-        num_trials=algo.num_trials,
         minibatch=algo.minibatch_of(len(bench.validation)) is not None,
-        minibatch_size=algo.minibatch_size,
-        minibatch_full_eval_steps=algo.minibatch_full_eval_steps,
-        program_aware_proposer=algo.program_aware_proposer,
-        data_aware_proposer=algo.data_aware_proposer,
-        view_data_batch_size=algo.view_data_batch_size,
-        tip_aware_proposer=algo.tip_aware_proposer,
-        fewshot_aware_proposer=algo.fewshot_aware_proposer,
+        **_options(algo, "num_trials minibatch_size minibatch_full_eval_steps view_data_batch_size"),
+        **_options(algo, "program_aware_proposer data_aware_proposer tip_aware_proposer fewshot_aware_proposer"),
     )
     return program
 
 
-def _mipro_orders(algo: Miprov2Config, bench: Bench) -> Iterator[list[TrainExample]]:
-    """The orders of the train part in which MIPROv2 bootstraps, by its own draws."""
-    rng, labeled, bootstrapped = random.Random(bench.seed), labeled_demos(algo, bench.task), algo.max_bootstrapped_demos
-    compared(algo, bench.validation, rng)
-    sets = algo.num_candidates or AUTO_RUN_SETTINGS[str(algo.auto)]["n"]
-    most = bootstrapped if bootstrapped or labeled else BOOTSTRAPPED_FEWSHOT_EXAMPLES_IN_CONTEXT
-    # The first set has no demonstrations, the second has plain examples alone, if there are to be any.
-    for number in range(2 if labeled else 1, sets):
-        order = list(bench.train)
-        if number != 2:
-            rng.shuffle(order)
-            rng.randint(1, most)
-        yield order
-
-
 def _bootstrap_fewshot(algo: BootstrapFewshotConfig, bench: Bench) -> dspy.Module:
-    labeled = labeled_demos(algo, bench.task)
-    bench.rollouts.ahead = Ahead(
-        bench.student.module, _random_search_orders(algo, bench), labeled, algo.bootstrap_ahead
-    )
     optimiser = BootstrapFewShotWithRandomSearch(
         metric=worth_showing(algo.metric_threshold),
-        max_bootstrapped_demos=algo.max_bootstrapped_demos,
-        max_labeled_demos=labeled,
-        max_rounds=algo.max_rounds,
-        num_candidate_programs=algo.num_candidate_programs,
+        max_labeled_demos=labeled_demos(algo, bench.task),
         num_threads=THREADS,
-        stop_at_score=algo.stop_at_score,
-        metric_threshold=algo.metric_threshold,
+        **_options(algo, "max_bootstrapped_demos max_rounds num_candidate_programs stop_at_score metric_threshold"),
     )
     program: dspy.Module = optimiser.compile(
         bench.student.module, trainset=bench.train, valset=bench.validation, labeled_sample=algo.labeled_sample
@@ -182,18 +145,8 @@ def _bootstrap_fewshot(algo: BootstrapFewshotConfig, bench: Bench) -> dspy.Modul
     return program
 
 
-def _random_search_orders(algo: BootstrapFewshotConfig, bench: Bench) -> Iterator[list[TrainExample]]:
-    """The orders of the train part in which DSPy's random search bootstraps."""
-    yield bench.train
-    for number in range(algo.num_candidate_programs):
-        order = list(bench.train)
-        random.Random(number).shuffle(order)
-        yield order
-
-
 def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
     assert bench.writer is not None
-    bench.rollouts.shows_failures = algo.add_format_failure_as_feedback
 
     def metric(
         gold: dspy.Example, pred: Played, trace: object = None, pred_name: str | None = None, pred_trace: object = None
@@ -203,24 +156,16 @@ def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
 
     optimiser = GEPA(
         metric=metric,
-        auto=algo.auto,
-        max_full_evals=algo.max_full_evals,
-        max_metric_calls=algo.max_metric_calls,
-        reflection_minibatch_size=algo.reflection_minibatch_size,
-        candidate_selection_strategy=algo.candidate_selection_strategy,
-        reflection_lm=PromptLM(bench.writer, algo.prompt_temperature),
-        skip_perfect_score=algo.skip_perfect_score,
-        add_format_failure_as_feedback=algo.add_format_failure_as_feedback,
+        reflection_lm=bench.writer.lm(algo.prompt_temperature),
         instruction_proposer=_Rewriter(bench),
-        component_selector=algo.component_selector,
-        use_merge=algo.use_merge,
-        max_merge_invocations=algo.max_merge_invocations,
         num_threads=THREADS,
-        failure_score=bench.rollouts.sampler.failure_score,
-        perfect_score=algo.perfect_score,
+        failure_score=bench.task.failure_score,
         warn_on_score_mismatch=False,
         seed=bench.seed,
-        gepa_kwargs={"stop_callbacks": lambda state: bench.rollouts.sampler.loop.failure is not None},
+        gepa_kwargs={"stop_callbacks": lambda state: bench.rollouts.loop.failure is not None},
+        **_options(algo, "auto max_full_evals max_metric_calls reflection_minibatch_size component_selector"),
+        **_options(algo, "candidate_selection_strategy skip_perfect_score add_format_failure_as_feedback"),
+        **_options(algo, "use_merge max_merge_invocations perfect_score"),
     )
     program: dspy.Module = optimiser.compile(bench.student.module, trainset=bench.train, valset=bench.validation)
     return program

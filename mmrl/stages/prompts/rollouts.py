@@ -1,30 +1,92 @@
-"""DSPy's optimisers on rollouts: the `forward` of a student is one rollout, asked for from DSPy's own threads.
+"""The rollouts of a search: the `forward` of a student is one, asked for from DSPy's threads, run on the run's loop.
 
-An optimiser that is run again from its seed needs the same rollouts, so a run that was killed goes on where its store
-ends.
+Each is stored before DSPy sees it, by candidate, example and draw, and paid for once: an optimiser that is run again
+from its seed needs the same ones, so a run that was killed goes on where its store ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import dspy
-from dspy.teleprompt import LabeledFewShot
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.utils.callback import BaseCallback
 
-from mmrl.records import Example
+from mmrl import rng
+from mmrl.config import PromptCommandConfig
+from mmrl.records import Example, Forest, Rollout
+from mmrl.rollout.environment import Stopwatch, make_environment, sampling_settings
+from mmrl.rollout.plans import Tree
+from mmrl.rollout.sample import sample
+from mmrl.stages import Stage
 from mmrl.stages.evaluate import CHUNK
-from mmrl.stages.prompts.stored_rollouts import AS_EVALUATED, Loop, Need, Sampler
-from mmrl.stages.prompts.students import as_json
-from mmrl.system.files import JsonObject
+from mmrl.stages.prompts.students import Candidate, State, Student, as_json, state_of
+from mmrl.stages.step_metrics import refuse_failures
+from mmrl.system.files import JsonObject, plain
+from mmrl.system.json_lines import Store
 
+T = TypeVar("T")
 THREADS = 64
-"""Of DSPy's: so many rollouts are in flight at once in an evaluation."""
+"""Threads of DSPy's: so many rollouts are in flight at once in an evaluation."""
+JUDGED = 8
+"""Rollouts of bootstrapping, which come one by one, after which their failures are judged."""
+MOST_CANDIDATES = 32
+"""Candidates that stay built."""
+PAID = ("calls", "prompt_tokens", "completion_tokens")
+"""Costs in a rollout's result."""
 ID = "mmrl_id"
 """Input of a student's `forward`: the example's id."""
+
+
+class TrainExample(dspy.Example):
+    """An example as DSPy takes it: metadata are labels, which demonstrations may show."""
+
+    _id: str
+
+    @classmethod
+    def of(cls, example: Example) -> TrainExample:
+        """Make one from the inputs and metadata of an example of the task."""
+        inputs = as_json(example.inputs)
+        labels = {key: value for key, value in as_json(example.metadata).items() if key not in inputs}
+        made: TrainExample = cls(**inputs, **labels).with_inputs(*inputs)
+        made._id = example.id
+        return made
+
+    def inputs(self) -> dspy.Example:
+        """The arguments of a program; the id tells two examples with the same inputs apart."""
+        return dspy.Example(base=super().inputs().toDict(), **{ID: self._id}).with_inputs(*self._input_keys, ID)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One rollout that an optimiser needs; without a temperature, as an evaluation would sample it."""
+
+    candidate: str
+    """Digest of its state."""
+    example: str
+    temperature: float | None = None
+    number: int | None = None
+    """DSPy's number of the sample."""
+
+    @property
+    def draw(self) -> tuple[str | None, int | None]:
+        """The part of its key that differs between samples of the same candidate on the same example."""
+        return None if self.temperature is None else repr(self.temperature), self.number
+
+    @property
+    def key(self) -> str:
+        """Its name in the store."""
+        return f"{rng.digest(self.candidate, self.example, *self.draw):032x}"
 
 
 class Played(dspy.Prediction):
@@ -44,89 +106,109 @@ class Played(dspy.Prediction):
         return played
 
 
-class TrainExample(dspy.Example):
-    """An example as DSPy takes it: metadata are labels, which demonstrations may show."""
+class Loop:
+    """The event loop of a search: rollouts run on it, in the main thread, while the optimiser waits in threads.
 
-    _id: str
-
-    @classmethod
-    def of(cls, example: Example) -> TrainExample:
-        """With the inputs and metadata of an example of the task."""
-        inputs = as_json(example.inputs)
-        labels = {key: value for key, value in as_json(example.metadata).items() if key not in inputs}
-        made: TrainExample = cls(**inputs, **labels).with_inputs(*inputs)
-        made._id = example.id
-        return made
-
-    def inputs(self) -> dspy.Example:
-        """What DSPy calls a program with; the id tells two examples with the same inputs apart."""
-        return dspy.Example(base=super().inputs().toDict(), **{ID: self._id}).with_inputs(*self._input_keys, ID)
-
-
-@dataclass(slots=True)
-class Ahead:
-    """What DSPy's bootstrapping needs next: it goes through examples one by one, which are rolled out together here.
-
-    Where DSPy goes through them in another order, more are rolled out than needed, and nothing else is different.
+    The first error ends the search: whatever is asked for later raises it too. DSPy takes an exception for a bad
+    candidate and goes on, so that whoever runs it looks at `failure`.
     """
 
-    student: dspy.Module
-    orders: Iterator[Sequence[TrainExample]]
-    """Of the examples, for each bootstrapping."""
-    labeled: int
-    """Demonstrations of its teacher that are plain examples."""
-    first: int
-    """Examples that are rolled out together at first."""
-    _size: int = 0
-    _teacher: dspy.Module | None = None
-    _order: Sequence[TrainExample] = ()
-    _demos: Sequence[list[dspy.Example]] = ()
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self._lock = threading.Lock()
+        self._waiting: set[Future[Any]] = set()
 
-    def batch(self, sampler: Sampler, teacher: dspy.Module, need: Need) -> list[Need]:
-        """A rollout that is needed now, and if it is not there yet those that may come after it."""
-        if teacher is not self._teacher:
-            self._teacher, self._size, self._order = teacher, self.first, next(self.orders, ())
-            # As DSPy makes the teacher, which at this moment lacks the example itself among its demonstrations.
-            full = LabeledFewShot(self.labeled).compile(self.student, trainset=self._order) if self.labeled else None
-            self._demos = [predictor.demos for predictor in (full or self.student).predictors()]
-        # A second round is for the examples that failed in the first, of which the next is not known.
-        if need.key in sampler.results or need.draw != AS_EVALUATED:
-            return [need]
-        batch, other = [need], teacher.deepcopy()
-        place = [example._id for example in self._order].index(need.example) if self._order else 0
-        for example in self._order[place + 1 : place + self._size]:
-            for predictor, demos in zip(other.predictors(), self._demos, strict=True):
-                predictor.demos = [demo for demo in demos if demo != example]
-            batch.append(Need(sampler.digest(other), example._id))
-        # Where few go well, one goes through many: at most as many again as are needed are rolled out for nothing.
-        self._size = min(2 * self._size, CHUNK)
-        return batch
+    def run(self, function: Callable[[], T]) -> T:
+        """The result of `function`, which runs in a thread and calls `wait`."""
+        try:
+            return asyncio.run(self._served(function))
+        finally:
+            # What was asked for as the loop was stopped: nothing else would wake its threads.
+            for future in list(self._waiting):
+                future.cancel()
+
+    async def _served(self, function: Callable[[], T]) -> T:
+        # Rollouts have DSPy's settings of now and not the optimiser's: a metric may call the LM that is configured.
+        self._loop, self._context = asyncio.get_running_loop(), copy_context()
+        try:
+            return await asyncio.to_thread(function)
+        finally:
+            with self._lock:
+                self.failure = self.failure or RuntimeError("the search has ended")
+
+    def wait(self, work: Coroutine[object, object, T]) -> T:
+        """The result of `work` on the loop; called from any other thread, which it blocks."""
+        with self._lock:
+            if self.failure is not None:
+                work.close()
+                raise self.failure
+            future = self._context.copy().run(asyncio.run_coroutine_threadsafe, work, self._loop)
+            self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        with self.noting():
+            return future.result()
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note an error that leaves the block."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Rollouts:
-    """What a student's `forward` is answered from."""
+    """Samples and stores the rollouts of one stage; a student's `forward` is answered from them."""
 
-    sampler: Sampler
-    ahead: Ahead | None = None
-    """Of optimisers that bootstrap."""
+    stage: Stage[PromptCommandConfig]
+    """Rollouts are sampled as in its evaluations."""
+    examples: Mapping[str, Example]
+    """The train split, by id."""
+    store: Store
+    loop: Loop
     shows_failures: bool = False
-    """Whether traces have the replies that could not be parsed, as GEPA takes them."""
+    """True where traces have the replies that could not be parsed, as GEPA takes them."""
+    bootstraps: bool = False
+    """True where rollouts with a trace come one by one."""
+    student: Student = field(init=False)
+    paid: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(("rollouts", *PAID), 0)))
+    """For what this process has needed, whether it was sampled now or before a kill."""
+    sampling: Stopwatch = field(default_factory=Stopwatch)
+    """Time of rollouts."""
+    states: dict[str, State] = field(default_factory=dict)
+    """Digest -> state of each candidate so far."""
+    results: dict[str, JsonObject] = field(default_factory=dict)
+    """Key -> result of each rollout that this process has needed."""
+    _stored: dict[str, JsonObject] = field(default_factory=dict)
+    _failed: dict[str, Rollout] = field(default_factory=dict)
+    """Key -> rollout that failed by no doing of the model, until `check` of its batch."""
+    _bootstrapped: list[Need] = field(default_factory=list)
+    """Rollouts of bootstrapping whose failures were not judged yet."""
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _candidate: Callable[[str], Candidate] = field(init=False)
+    _places: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, CHUNK))
+
+    def __post_init__(self) -> None:
+        for line in self.store.lines:
+            self._stored |= {result["key"]: result for result in line["rollouts"]}
+        # Each is a copy of the program, and whatever it holds: the oldest go.
+        self._candidate = lru_cache(MOST_CANDIDATES)(lambda digest: self.student.candidate(self.states[digest]))
 
     def forward(self, module: dspy.Module, inputs: Mapping[str, object]) -> Played:
-        """What a student's `forward` returns: the prediction of a rollout with its prompts; the trace is DSPy's."""
-        with self.sampler.loop.noting():
-            need = Need(self.sampler.digest(module), str(inputs[ID]), _draw(module))
-            # Evaluations have no trace; those that have one are GEPA's, which does not bootstrap.
-            if self.ahead is None or dspy.settings.trace is None:
-                self.sampler.obtain([need])
-            else:
-                batch = self.ahead.batch(self.sampler, module, need)
-                self.sampler.obtain(batch)
-                self.sampler.check(batch)
-            result = self.sampler.results[need.key]
-            if dspy.settings.trace is not None:
-                dspy.settings.trace.extend(self._trace(dict(module.named_predictors()), result["steps"]))
+        """Play a student's `forward`: the prediction of a rollout with its prompts; the trace is DSPy's."""
+        with self.loop.noting():
+            need = Need(self.digest(module), str(inputs[ID]), *_draw(module))
+            self.obtain([need])
+            result, trace = self.results[need.key], dspy.settings.trace
+            if trace is not None:
+                trace.extend(self._trace(dict(module.named_predictors()), result["steps"]))
+            # Evaluations have no trace.
+            if trace is not None and self.bootstraps:
+                self._bootstrapped.append(need)
+                if len(self._bootstrapped) == JUDGED:
+                    self.check(())
             return Played.of(need, result)
 
     def _trace(self, predictors: Mapping[str, Any], steps: Sequence[JsonObject]) -> Iterable[tuple[Any, ...]]:
@@ -139,13 +221,104 @@ class Rollouts:
             if outputs is not None and step["module"] in predictors:
                 yield predictors[step["module"]], dict(step["inputs"]), outputs
 
+    def digest(self, module: dspy.Module) -> str:
+        """The digest of a program's prompts, whose state is noted under it."""
+        state = state_of(module)
+        digest = f"{rng.digest(json.dumps(state, sort_keys=True)):032x}"
+        self.states.setdefault(digest, state)
+        return digest
+
+    def obtain(self, needs: Iterable[Need]) -> None:
+        """Have the results of all of these, from the store or sampled now, all at once; blocks a thread of DSPy's."""
+        if missing := [need for need in needs if need.key not in self.results]:
+            self.loop.wait(self._obtained(missing))
+
+    async def _obtained(self, needs: Sequence[Need]) -> None:
+        for need in needs:
+            # DSPy asks again where a thread takes long.
+            if need.key not in self._tasks:
+                self._tasks[need.key] = asyncio.create_task(self._obtain(need))
+        await asyncio.gather(*(self._tasks[need.key] for need in needs))
+
+    async def _obtain(self, need: Need) -> None:
+        if need.key not in self._stored:
+            async with self._places:
+                candidate, forest = await self._sampled(need)
+            (rollout,) = forest.rollouts
+            result = {
+                "key": need.key,
+                "candidate": need.candidate[:12],
+                "temperature": need.temperature,
+                "number": need.number,
+                **self._result(candidate, forest, rollout),
+            }
+            if rollout.reward is None:
+                self._failed[need.key] = rollout
+                self._stored[need.key] = plain(result)
+            else:
+                self._store(result)
+        self.results[need.key] = result = self._stored[need.key]
+        self.paid.update({"rollouts": 1, **{name: result[name] for name in PAID}})
+
+    def _store(self, result: JsonObject) -> None:
+        # Before it is used: what an optimiser has seen is never sampled again.
+        (self._stored[result["key"]],) = self.store.append({"rollouts": [result]})["rollouts"]
+
+    async def _sampled(self, need: Need) -> tuple[Candidate, Forest]:
+        candidate = self._candidate(need.candidate)
+        stage = self.stage
+        settings = sampling_settings(stage.config.eval, stage.config.task)
+        if need.temperature is not None:
+            settings = replace(settings, temperature=need.temperature)
+        # Without the candidate: candidates are compared on the same draws.
+        key: rng.Key = (stage.config.seed, "prompts", *need.draw)
+        env = make_environment(candidate.task, stage.engine, stage.tokenizer, settings, key)
+        started = self.sampling.start()
+        try:
+            return candidate, await sample(env, [(self.examples[need.example], (Tree(),))], stage.reward_set)
+        finally:
+            self.sampling.end(started)
+
+    def _result(self, candidate: Candidate, forest: Forest, rollout: Rollout) -> JsonObject:
+        calls = forest.path(rollout)
+        return {
+            "example": rollout.example,
+            "score": self.stage.task.failure_score if rollout.reward is None else rollout.reward,
+            "error": rollout.error,
+            "message": rollout.error_message,
+            "prediction": as_json(rollout.prediction) if rollout.error is None else {},
+            "metrics": dict(rollout.metrics),
+            "parts": dict(rollout.parts),
+            "steps": candidate.steps(forest, rollout),
+            "calls": sum(call.attempts for call in calls),
+            "prompt_tokens": sum(call.prompt_tokens or 0 for call in calls),
+            "completion_tokens": sum(call.completion_tokens for call in calls),
+        }
+
+    def check(self, needs: Sequence[Need]) -> None:
+        """Store what failed by no doing of the model, of a batch and of bootstrapping before it.
+
+        Only now is it known not to be too much.
+
+        Raises:
+            TooManyFailures: more than `eval.max_failed_share` of them; a resume samples them again.
+        """
+        needs, self._bootstrapped = [*self._bootstrapped, *needs], []
+        failed = {need.key: self._failed.pop(need.key) for need in needs if need.key in self._failed}
+        if failed:
+            errors = [self.results[need.key]["error"] for need in needs]
+            limit = self.stage.config.eval.max_failed_share
+            refuse_failures(errors, list(failed.values()), limit, "a batch of the search", key="eval")
+        for key in failed:
+            self._store(self._stored[key])
+
 
 def _draw(module: dspy.Module) -> tuple[float | None, int | None]:
     lms = [predictor.lm for predictor in module.predictors() if predictor.lm is not None]
     options = (lms[0] if lms else dspy.settings.lm).kwargs
     temperature = options.get("temperature")
     # A number alone says that DSPy's cache may answer, which is what the store does.
-    return AS_EVALUATED if temperature is None else (temperature, options.get("rollout_id"))
+    return (None, None) if temperature is None else (temperature, options.get("rollout_id"))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Which examples an optimiser of prompts learns from and which it compares candidates on, and whether they are enough.
+"""The split of the train examples for an optimiser of prompts: to learn from, and to compare candidates on.
 
 Imports neither DSPy nor torch: whoever checks a config asks here before a model loads.
 """
@@ -62,7 +62,7 @@ def labeled_demos(config: BootstrapConfig, task: Task) -> int:
 
 
 def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
-    """Why the optimiser cannot run on this task: one sentence each, with the key that the user would type."""
+    """Reasons why the optimiser cannot run on this task: one sentence each, with the key that the user would type."""
     algo, examples = config.algo, task.examples("train")
     prompted = isinstance(task, PromptedTask)
     if not prompted and not hasattr(task.program, "module"):  # DSPy's program is not imported for this

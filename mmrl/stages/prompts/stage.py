@@ -20,42 +20,40 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TextIO
 
 import dspy
 
-from mmrl import rng
-from mmrl.config import EvalConfig, PromptCommandConfig
-from mmrl.engines.base import Engine
+from mmrl.config import PromptCommandConfig
+from mmrl.config.other_stages import BootstrapConfig
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import MODEL_CAUSED
 from mmrl.models.policy import POLICY, write_policy
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir
 from mmrl.report.trials import COMPLETIONS, FOLDER, PROPOSALS, ROLLOUTS, STORED, TRIALS, nothing_went_well
-from mmrl.rollout.environment import Environment, make_environment, sampling_settings
+from mmrl.stages import Stage
 from mmrl.stages.evaluate import Evaluations
-from mmrl.stages.prompts.model import Writer, WriterUsage
+from mmrl.stages.prompts.model import Writer, no_writing
 from mmrl.stages.prompts.optimisers import Bench, optimise
-from mmrl.stages.prompts.rollouts import Rollouts, TrainExample
+from mmrl.stages.prompts.rollouts import Loop, Need, Rollouts, TrainExample
 from mmrl.stages.prompts.split import compared, split
-from mmrl.stages.prompts.stored_rollouts import Loop, Need, Sampler, Usage
 from mmrl.stages.prompts.students import State, state_of, student_of
-from mmrl.stages.step_log import StepLog
 from mmrl.system.files import JsonObject, atomic_write, dumps
 from mmrl.system.json_lines import Store, Table
 from mmrl.tasks.base import Task
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PromptResult:
-    """What a prompt stage has made."""
+    """Result of a search for prompts."""
 
     prompts: Path
     """The prompts to go on with, in the run directory; those of the start where nothing was better."""
@@ -63,60 +61,31 @@ class PromptResult:
     start: float
     """Reward of the start on the optimiser's validation examples."""
     best: float
-    """That of `prompts`."""
-    trials: int
-    unusable: int
-    """Trials whose rollouts have all failed."""
-    validation: int
-    """Validation examples."""
-    student: Usage
-    """The task's own calls."""
-    writer: WriterUsage
-    """The prompt model's."""
-
-    def describe(self) -> dict[str, str]:
-        """Facts for the run's summary."""
-        change = (
-            f"{self.start:.4f} to {self.best:.4f}"
-            if self.improved
-            else f"nothing better than the start ({self.start:.4f})"
-        )
-        paid = (
-            f"{self.student.rollouts} rollouts, {self.student.calls} calls, "
-            f"{self.student.prompt_tokens + self.student.completion_tokens} tokens"
-        )
-        facts = {"prompts": f"{change} on {self.validation} validation examples, {self.trials} trials", "paid": paid}
-        if self.unusable:
-            facts["failed trials"] = f"{self.unusable} of {self.trials}, in which every rollout failed"
-        if self.writer.requests:
-            tokens = self.writer.prompt_tokens + self.writer.completion_tokens
-            cost = f", {self.writer.cost:.4f} USD" if self.writer.cost else ""
-            facts["prompt model"] = f"{self.writer.requests} requests, {tokens} tokens{cost}"
-        return facts
+    """Reward of `prompts`."""
 
 
 @dataclass(kw_only=True)
-class PromptStage:
-    """One optimisation of prompts. Implements `mmrl.stages.Stage`.
+class PromptStage(Stage[PromptCommandConfig]):
+    """One optimisation of prompts.
 
     `improve` again on the same run directory, in any process, goes on where it was: DSPy's optimiser runs from its
     seed, and all that is stored is answered from the store.
     """
 
-    config: PromptCommandConfig
-    task: Task
-    """With the prompts of now."""
-    engine: Engine
-    tokenizer: PreTrainedTokenizerBase
-    reward_set: str
-    log: StepLog
     task_with: Callable[[str], Task]
     """The task with a file of prompts."""
     resources: ExitStack = field(default_factory=ExitStack)
-    """What ends with the stage: the engine."""
+    """Closed with the stage: the engine."""
     result: PromptResult = field(init=False)
+    validation: frozenset[str] = field(init=False)
+    """Examples that candidates are compared on."""
+    paid: Counter[str] = field(init=False)
+    """For the task's own calls."""
+    paid_writing: Counter[str] = field(init=False)
+    """For the prompt model's."""
     trials: int = field(init=False, default=0)
     unusable: int = field(init=False, default=0)
+    """Trials whose rollouts have all failed."""
     _best: float | None = field(init=False, default=None)
     _spent: dict[str, float] = field(init=False, default_factory=dict)
 
@@ -125,11 +94,6 @@ class PromptStage:
         """The run's."""
         return self.log.rundir
 
-    def environment(self, phase: EvalConfig, key: rng.Key) -> Environment:
-        """What the rollouts of an evaluation share, with the prompts of now."""
-        settings = sampling_settings(phase, self.config.task)
-        return make_environment(self.task, self.engine, self.tokenizer, settings, key)
-
     def sync(self, version: int) -> None:
         """The weights stay."""
 
@@ -137,7 +101,7 @@ class PromptStage:
         """Optimise, and go on with the best prompts; raises as `search`."""
         self.result = result = self.search()
         # Known only now: the optimiser decides how many trials it makes.
-        evaluations.last_step = max(1, result.trials)
+        evaluations.last_step = max(1, self.trials)
         if result.improved:
             self.task = self.task_with(str(result.prompts))
         kept = str(result.prompts) if result.improved else self.config.task.prompts
@@ -148,7 +112,22 @@ class PromptStage:
 
     def describe(self) -> dict[str, str]:
         """Facts for the summary, after `improve`."""
-        return {**self.result.describe(), **self.engine.describe()}
+        result, paid, writing = self.result, self.paid, self.paid_writing
+        change = f"nothing better than the start ({result.start:.4f})"
+        if result.improved:
+            change = f"{result.start:.4f} to {result.best:.4f}"
+        tokens = paid["prompt_tokens"] + paid["completion_tokens"]
+        facts = {
+            "prompts": f"{change} on {len(self.validation)} validation examples, {self.trials} trials",
+            "paid": f"{paid['rollouts']} rollouts, {paid['calls']} calls, {tokens} tokens",
+        }
+        if self.unusable:
+            facts["failed trials"] = f"{self.unusable} of {self.trials}, in which every rollout failed"
+        if writing["requests"]:
+            tokens = writing["prompt_tokens"] + writing["completion_tokens"]
+            cost = f", {writing['cost']:.4f} USD" if writing["cost"] else ""
+            facts["prompt model"] = f"{writing['requests']} requests, {tokens} tokens{cost}"
+        return {**facts, **self.engine.describe()}
 
     def close(self) -> None:
         """Free the engine."""
@@ -162,73 +141,61 @@ class PromptStage:
             EngineFailure: the prompt model's endpoint gave no completion.
             CheckpointError: the stored trials are not those of this run.
         """
-        folder, algo = self.rundir.path / FOLDER, self.config.algo
-        train, held = split(algo, self.task.examples("train"), self.config.seed)
-        validation = compared(algo, held, random.Random(self.config.seed))
+        folder, algo, seed = self.rundir.path / FOLDER, self.config.algo, self.config.seed
+        examples = self.task.examples("train")
+        train, held = split(algo, examples, seed)
+        validation = compared(algo, held, random.Random(seed))
+        self.validation = frozenset(example.id for example in validation)
         self.log.begin()
         # A resumed stage makes its trials again, from the store: those that have a record get no second one.
         self._logged = {int(record["step"]) for record in self.rundir.history()}
         self._table, self._proposals = (Table(folder / name, STORED[name]) for name in (TRIALS, PROPOSALS))
         loop = Loop()
-        self._sampler = sampler = Sampler(
-            examples={example.id: example for example in self.task.examples("train")},
-            task=self.config.task,
-            settings=self.config.eval,
-            seed=self.config.seed,
-            engine=self.engine,
-            tokenizer=self.tokenizer,
-            reward_set=self.reward_set,
-            failure_score=self.task.failure_score,
+        self._rollouts = rollouts = Rollouts(
+            stage=self,
+            examples={example.id: example for example in examples},
             store=Store(folder / ROLLOUTS, STORED[ROLLOUTS]),
             loop=loop,
+            shows_failures=getattr(algo, "add_format_failure_as_feedback", False),
+            bootstraps=isinstance(algo, BootstrapConfig),
         )
         self._before = self._seconds()
-        rollouts = Rollouts(sampler)
-        self._validation = frozenset(example.id for example in validation)
-        sampler.student = student = student_of(self.task, rollouts.forward)
+        rollouts.student = student = student_of(self.task, rollouts.forward)
         # An optimiser may change the module that it is given.
         start = student.module.deepcopy()
         self._note_prompts("start", start)
         endpoint = self._endpoint()
-        self._writer = self._make_writer(folder, endpoint, loop)
+        writer = self._make_writer(folder, endpoint, loop)
+        self.paid, self.paid_writing = rollouts.paid, writer.paid if writer is not None else no_writing()
         bench = Bench(
             task=self.task,
             rollouts=rollouts,
             student=student,
             train=[TrainExample.of(example) for example in train],
             validation=[TrainExample.of(example) for example in held],
-            seed=self.config.seed,
-            writer=self._writer,
+            seed=seed,
+            writer=writer,
             note=self._note,
             on_batch=self._trial,
         )
 
-        def searched() -> tuple[dspy.Module, dict[str, float]]:
+        def searched() -> tuple[dspy.Module, float, float]:
             program = optimise(algo, bench)
-            return program, self._scores(validation, start=start, best=program)
+            # On the same examples and draws, whatever the optimiser has compared on its way; mostly from the store.
+            return program, self._compared(start, validation), self._compared(program, validation)
 
         try:
             # Appended: what a start that was killed has printed stays.
             with open(folder / "optimiser.log", "a", encoding="utf-8") as log, printing_to(log):
-                program, scores = loop.run(searched)
+                program, before, best = loop.run(searched)
         finally:
             if endpoint is not None:
                 endpoint.close()
         # At a tie the start stays: a person has written it.
-        improved = scores["best"] > scores["start"]
+        improved = best > before
         made = program if improved else start
-        self._note_prompts("result", made, improved=improved, validation=len(validation), **scores)
-        return PromptResult(
-            prompts=self._saved(made),
-            improved=improved,
-            start=scores["start"],
-            best=scores["best"] if improved else scores["start"],
-            trials=self.trials,
-            unusable=self.unusable,
-            validation=len(validation),
-            student=sampler.usage,
-            writer=self._writer.usage if self._writer is not None else WriterUsage(),
-        )
+        self._note_prompts("result", made, improved=improved, validation=len(validation), start=before, best=best)
+        return PromptResult(self._saved(made), improved, before, max(before, best))
 
     def _endpoint(self) -> OpenAIChat | None:
         model = getattr(self.config.algo, "prompt_model", None)
@@ -237,16 +204,8 @@ class PromptStage:
     def _make_writer(self, folder: Path, endpoint: OpenAIChat | None, loop: Loop) -> Writer | None:
         if (most := getattr(self.config.algo, "prompt_max_tokens", None)) is None:
             return None  # it proposes nothing
-        return Writer(
-            engine=self.engine,
-            tokenizer=self.tokenizer,
-            module=self.task.program.modules[0],
-            endpoint=endpoint,
-            max_tokens=most,
-            seed=self.config.seed,
-            store=Store(folder / COMPLETIONS, STORED[COMPLETIONS]),
-            loop=loop,
-        )
+        store = Store(folder / COMPLETIONS, STORED[COMPLETIONS])
+        return Writer(stage=self, endpoint=endpoint, max_tokens=most, store=store, loop=loop)
 
     def _note_prompts(self, name: str, module: dspy.Module, **facts: object) -> None:
         """Prompts for people, with what is known of them."""
@@ -255,50 +214,45 @@ class PromptStage:
 
     def _saved(self, module: dspy.Module) -> Path:
         """The prompts of a candidate, in a file of the run directory."""
-        path = (self.rundir.path / "prompts").with_suffix(self._sampler.student.suffix)
-        candidate = self._sampler.student.candidate(state_of(module))
+        path = (self.rundir.path / "prompts").with_suffix(self._rollouts.student.suffix)
         # A candidate writes by the ending of the name, so it cannot go through `atomic_write`; renamed as there.
-        temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-        try:
-            candidate.save(temporary)
+        with TemporaryDirectory(dir=self.rundir.path) as folder:
+            temporary = Path(folder) / path.name
+            self._rollouts.student.candidate(state_of(module)).save(temporary)
             os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
         return path
 
-    def _scores(self, validation: Sequence[Example], **modules: dspy.Module) -> dict[str, float]:
-        """Name -> reward on the validation examples."""
-        scores = {}
-        # On the same examples and draws, whatever the optimiser has compared on its way; mostly from the store.
-        for name, module in modules.items():
-            needs = self._sampler.needs(module, validation)
-            self._sampler.obtain(needs)
-            self._sampler.check(needs)
-            scores[name] = self._score(needs)
-        return scores
+    def _compared(self, module: dspy.Module, validation: Sequence[Example]) -> float:
+        """The reward of a candidate on the validation examples."""
+        digest = self._rollouts.digest(module)
+        needs = [Need(digest, example.id) for example in validation]
+        self._rollouts.obtain(needs)
+        self._rollouts.check(needs)
+        return self._score(needs)
 
     # --- trials
 
     def _note(self, module: str, proposal: str, problem: str) -> None:
         # What failed by an error that ends the search is no proposal.
-        if self._sampler.loop.failure is None:
-            with self._sampler.loop.noting():
+        if self._rollouts.loop.failure is None:
+            with self._rollouts.loop.noting():
+                self._rollouts.check(())  # proposals may have read of failures that a resume will not meet again
                 line = {"module": module, "instructions": proposal, "usable": not problem, "problem": problem}
                 self._proposals.add(line)
 
     def _score(self, needs: Sequence[Need]) -> float:
-        return fmean(float(self._sampler.results[need.key]["score"]) for need in needs)
+        return fmean(float(self._rollouts.results[need.key]["score"]) for need in needs)
 
     def _trial(self, needs: Sequence[Need]) -> None:
         """An evaluation of DSPy's is a trial."""
-        self._sampler.check(needs)
+        self._rollouts.check(needs)
         for part, seconds in self._seconds().items():
             self.log.add(part, seconds - self._before[part])
         self._before = self._seconds()
         self.trials += 1
-        score, results = self._score(needs), [self._sampler.results[need.key] for need in needs]
+        score, results = self._score(needs), [self._rollouts.results[need.key] for need in needs]
         # Scores on minibatches are noisier: no best is taken from them.
-        full = {need.example for need in needs} == self._validation
+        full = {need.example for need in needs} == self.validation
         if full and (self._best is None or score > self._best):
             self._best = score
         failed = dict(Counter(result["error"] for result in results if result["error"] is not None))
@@ -310,7 +264,7 @@ class PromptStage:
             "full": full,
             "best": self._best,
             "failed": failed,
-            "modules": shown(self._sampler.states[needs[0].candidate]),
+            "modules": shown(self._rollouts.states[needs[0].candidate]),
         }
         failures = [(result["error"], result["message"] or "") for result in results if result["error"] is not None]
         self.log.note_own_code(f"trial {self.trials}", failures, len(needs))
@@ -337,14 +291,13 @@ class PromptStage:
 
     def _seconds(self) -> dict[str, float]:
         """Parts of the time of trials, so far."""
-        return {"generate": self.engine.busy_s, "rollout": self._sampler.sampling.seconds}
+        return {"generate": self.engine.busy_s, "rollout": self._rollouts.sampling.seconds}
 
     def _paid(self) -> dict[str, float]:
-        """What was paid for since the trial before."""
+        """Costs since the trial before."""
         # Both count from the beginning of the stage, also what came from the store: so a resume has the same records.
-        usage, writer = self._sampler.usage, self._writer.usage if self._writer is not None else WriterUsage()
-        now = {f"prompts/{name}": float(count) for name, count in asdict(usage).items()}
-        now |= {f"prompts/writer/{name}": float(count) for name, count in asdict(writer).items()}
+        now = {f"prompts/{name}": float(count) for name, count in self.paid.items()}
+        now |= {f"prompts/writer/{name}": float(count) for name, count in self.paid_writing.items()}
         spent = {name: count - self._spent.get(name, 0.0) for name, count in now.items()}
         self._spent = now
         return spent
@@ -352,7 +305,7 @@ class PromptStage:
 
 @contextmanager
 def printing_to(log: TextIO) -> Iterator[None]:
-    """Inside, a file gets what is printed: DSPy prints much of its progress, and its bars and its logger too."""
+    """Print to a file inside: DSPy prints much of its progress, and its bars and its logger too."""
     import optuna
 
     # Optuna's own handler has the standard error of the moment in which it was first imported.
@@ -368,7 +321,7 @@ def printing_to(log: TextIO) -> Iterator[None]:
 
 
 def _example(results: Sequence[JsonObject]) -> JsonObject:
-    """Of rollouts that have all failed one, if there is any with a reply that could not be parsed."""
+    """One of rollouts that have all failed, if possible with a reply that could not be parsed."""
     for result in results:
         for step in result["steps"]:
             if step["outputs"] is None:

@@ -1,4 +1,4 @@
-"""What DSPy optimises in the place of a task's program: a module with its predictors whose `forward` is a rollout.
+"""Students, which DSPy optimises in the place of programs: modules with their predictors, whose `forward` is a rollout.
 
 DSPy changes the instructions and demonstrations of its predictors; a candidate is the task's program with these. The
 prompts of a program without DSPy are predictors of one input and one output: what a module is sent and what it replies.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import dspy
 from dspy.utils.callback import BaseCallback
@@ -27,53 +27,7 @@ MARK = "mmrl_module"
 State = Mapping[str, JsonObject]
 """Module -> what DSPy saves of its predictor: instructions, fields, demonstrations. All that a candidate is."""
 Forward = Callable[[dspy.Module, Mapping[str, object]], dspy.Prediction]
-"""What a student's `forward` does: its prompts and the inputs of an example, to the prediction of a rollout."""
-
-
-class Candidate(Protocol):
-    """Some prompts as a program."""
-
-    task: Task
-
-    def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """What each module was given and gave (`module`, `inputs`, `outputs`), in order.
-
-        A reply that could not be parsed is the last, with `outputs` None and its `text`.
-        """
-        ...
-
-    def save(self, path: Path) -> None:
-        """Write its prompts as `task.prompts=` reads them."""
-        ...
-
-
-class Student(Protocol):
-    """The program that DSPy optimises in the place of the task's."""
-
-    module: dspy.Module
-    suffix: str
-    """Of files with its prompts."""
-
-    def candidate(self, state: State) -> Candidate:
-        """The task's program with other prompts."""
-        ...
-
-    def problem(self, module: str, instructions: str) -> str:
-        """Why a module cannot have these instructions; empty where it can."""
-        ...
-
-
-def student_of(task: Task, forward: Forward) -> Student:
-    """The student of a task.
-
-    Raises:
-        ConfigError: its program has no prompts that can be changed.
-    """
-    if isinstance(task.program, DspyProgram):
-        return DspyStudent(task, task.program, forward)
-    if isinstance(task, PromptedTask):
-        return PromptedStudent(task, forward)
-    raise ConfigError(f"task: the program of '{task.name}' has no prompts that could be optimised")
+"""A student's `forward`: its prompts and the inputs of an example, to the prediction of a rollout."""
 
 
 class DspyStudent:
@@ -92,8 +46,8 @@ class DspyStudent:
         self.module._compiled = False
         _distinguish(self.module)
 
-    def candidate(self, state: State) -> Candidate:
-        """See `Student.candidate`."""
+    def candidate(self, state: State) -> DspyCandidate:
+        """The task's program with other prompts."""
         module = self._program.module.deepcopy()
         for name, predictor in module.named_predictors():
             # As loading a file of them would.
@@ -101,36 +55,16 @@ class DspyStudent:
         return DspyCandidate(self._task, module, self._program.layout)
 
     def problem(self, module: str, instructions: str) -> str:
-        """Any text will do."""
+        """The reason why a module cannot have these instructions: none, any text will do."""
         return ""
 
 
-class DspyCandidate:
-    """A DSPy program with other prompts; it notes the traces of its rollouts, from which demonstrations are made."""
+class DspyCandidate(DspyProgram):
+    """A DSPy program with other prompts; it notes what each predictor was sent and gave, as DSPy's own trace has it."""
 
     def __init__(self, task: Task, module: dspy.Module, layout: str):
-        self.program = _Traced(module, layout)
-        self.task = _with_program(task, self.program)
-
-    def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """See `Candidate.steps`."""
-        steps, failed = self.program.traces.pop(rollout.example, ([], None))
-        unread = [call.text for call in forest.path(rollout) if not call.ok]
-        if rollout.error == ParseFailure.kind and failed is not None and unread:
-            # The reply that could not be read is not in the trace.
-            steps = [*steps, {**failed, "outputs": None, "text": unread[-1]}]
-        return steps
-
-    def save(self, path: Path) -> None:
-        """See `Candidate.save`."""
-        self.program.save(path)
-
-
-class _Traced(DspyProgram):
-    """Notes what each predictor was given and gave, as DSPy's own trace has it."""
-
-    def __init__(self, module: dspy.Module, layout: str):
         super().__init__(module, layout)
+        self.task = _with_program(task, self)
         self.traces: dict[str, tuple[list[JsonObject], JsonObject | None]] = {}
         """Example -> steps, and the one that did not end."""
 
@@ -143,17 +77,25 @@ class _Traced(DspyProgram):
             with dspy.context(callbacks=[*(dspy.settings.callbacks or ()), begun]):
                 return await self.run_traced(example, ctx, trace)
         finally:
-            # `BestOfN` and `Refine` run copies of predictors, which have the names of what they were copied from.
-            steps = [
-                {"module": self._name(predictor), "inputs": as_json(inputs), "outputs": as_json(dict(outputs.items()))}
-                for predictor, inputs, outputs in trace
-            ]
+            steps = [{**self._given(*sent), "outputs": as_json(dict(outputs.items()))} for *sent, outputs in trace]
             last = next(reversed(begun.calls.values()), None)
-            failed = last and {"module": self._name(last[0]), "inputs": as_json(last[1])}
-            self.traces[example.id] = (steps, failed)
+            self.traces[example.id] = (steps, last and self._given(*last))
 
-    def _name(self, predictor: Any) -> str | None:
-        return self.structure.name_of([predictor])
+    def _given(self, predictor: Any, inputs: Mapping[str, object]) -> JsonObject:
+        # `BestOfN` and `Refine` run copies of predictors, which have the names of what they were copied from.
+        return {"module": self.structure.name_of([predictor]), "inputs": as_json(inputs)}
+
+    def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
+        """Inputs and outputs of each module's calls (`module`, `inputs`, `outputs`), in order.
+
+        A reply that could not be parsed is the last, with `outputs` None and its `text`.
+        """
+        steps, failed = self.traces.pop(rollout.example, ([], None))
+        unread = [call.text for call in forest.path(rollout) if not call.ok]
+        if rollout.error == ParseFailure.kind and failed is not None and unread:
+            # The reply that could not be read is not in the trace.
+            steps = [*steps, {**failed, "outputs": None, "text": unread[-1]}]
+        return steps
 
 
 class _Begun(BaseCallback):
@@ -192,8 +134,8 @@ class PromptedStudent:
             setattr(self.module, name, predictor)
         _distinguish(self.module)
 
-    def candidate(self, state: State) -> Candidate:
-        """See `Student.candidate`."""
+    def candidate(self, state: State) -> PromptedCandidate:
+        """The task's program with other prompts."""
         prompts = {name: self._prompt(name, state[name]) for name in self._start}
         return PromptedCandidate(self._task, self._prompted, prompts)
 
@@ -206,7 +148,7 @@ class PromptedStudent:
         return ModulePrompt(instructions, tuple(shots))
 
     def problem(self, module: str, instructions: str) -> str:
-        """See `Student.problem`: placeholders that the module needs may be missing."""
+        """The reason why a module cannot have these instructions: placeholders that it needs may be missing."""
         try:
             self._prompted.with_prompt_set({module: ModulePrompt(instructions)})
         except ConfigError as error:
@@ -222,7 +164,7 @@ class PromptedCandidate:
         self.task = _with_program(task, prompted.with_prompt_set(prompts))
 
     def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """See `Candidate.steps`."""
+        """See `DspyCandidate.steps`."""
         path = forest.path(rollout)
         steps: list[JsonObject] = []
         for module in self._prompts:
@@ -236,8 +178,21 @@ class PromptedCandidate:
         return steps
 
     def save(self, path: Path) -> None:
-        """See `Candidate.save`."""
+        """Write its prompts as `task.prompts=` reads them."""
         self._prompted.write_prompts(path, self._prompts)
+
+
+Candidate: TypeAlias = DspyCandidate | PromptedCandidate
+"""Some prompts as a program."""
+Student: TypeAlias = DspyStudent | PromptedStudent
+"""The program that DSPy optimises in the place of the task's: `module`; files with its prompts end in `suffix`."""
+
+
+def student_of(task: Task, forward: Forward) -> Student:
+    """The student of a task, whose program has prompts that can be changed (`split.prompt_problems`)."""
+    if isinstance(task.program, DspyProgram):
+        return DspyStudent(task, task.program, forward)
+    return PromptedStudent(task, forward)
 
 
 def state_of(module: dspy.Module) -> State:
@@ -300,7 +255,7 @@ def as_json(value: object) -> JsonObject:
 
 
 def _sorted(value: object) -> object:
-    """With sets in an order that no process chooses."""
+    """Sort sets, whose order differs between processes."""
     if isinstance(value, Mapping):
         return {str(key): _sorted(item) for key, item in value.items()}
     if isinstance(value, set | frozenset):

@@ -335,7 +335,7 @@ def looked(name: str, options: Options, folder: Path) -> object:
         run: Any = SimpleNamespace(path=folder)
         progress: Any = SimpleNamespace(note=notes.append)
         log = StepLog(rundir=run, progress=progress, trackers=SimpleNamespace())  # type: ignore[arg-type]
-        built: Any = SimpleNamespace(config=config_of(options), collector=SimpleNamespace(task=FakeTask(Chain())))
+        built: Any = SimpleNamespace(config=config_of(options), task=FakeTask(Chain()))
         look_before(built, log)
     return bool(notes), [path.name for path in folder.iterdir()]
 

@@ -8,14 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import dspy
+
 from mmrl.config.other_stages import PROMPT_SCHEMAS, PromptConfig
 from mmrl.engines.base import Completion, Request
 from mmrl.errors import ParseFailure, ToolFailure, TooManyFailures
 from mmrl.records import Example
 from mmrl.stages.prompts import optimisers
 from mmrl.stages.prompts.optimisers import Bench, optimise
+from mmrl.stages.prompts.rollouts import Loop
 from mmrl.stages.prompts.split import split
-from mmrl.stages.prompts.stored_rollouts import Loop
 from tests.config.effects import Options, acts, nested, refused
 from tests.config.effects.endpoints import VALUES, Server, _given, _traced, answering
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, seeded_letter
@@ -37,7 +39,7 @@ def section(name: str, options: Options) -> PromptConfig:
 
 
 def received(name: str, options: Options, folder: Path) -> object:
-    """What DSPy's own class is given, and how far its bootstrapping looks ahead."""
+    """What DSPy's own class is given."""
     got: list[object] = []
 
     class Recorder:
@@ -48,10 +50,7 @@ def received(name: str, options: Options, folder: Path) -> object:
         def compile(self, student: Any, **given: Any) -> Any:
             got.extend([given, vars(self).copy()])
 
-    loop = SimpleNamespace(failure=None)
-    rollouts: Any = SimpleNamespace(
-        ahead=None, shows_failures=False, sampler=SimpleNamespace(failure_score=0.0, loop=loop)
-    )
+    rollouts: Any = SimpleNamespace(loop=SimpleNamespace(failure=None))
     bench = Bench(
         task=FakeTask(None),
         rollouts=rollouts,
@@ -59,7 +58,7 @@ def received(name: str, options: Options, folder: Path) -> object:
         train=[],
         validation=[None] * 60,  # type: ignore[list-item]
         seed=0,
-        writer=SimpleNamespace(max_tokens=5),  # type: ignore[arg-type]
+        writer=SimpleNamespace(lm=lambda temperature: dspy.LM("writer", temperature=temperature)),  # type: ignore[arg-type]
         note=lambda *_: None,
         on_batch=lambda *_: None,
     )
@@ -73,7 +72,7 @@ def received(name: str, options: Options, folder: Path) -> object:
         for given in got
         if isinstance(given, dict)
     ]
-    return plain, lms, rollouts.ahead and rollouts.ahead.first, rollouts.shows_failures
+    return plain, lms
 
 
 def metric(name: str, options: Options, folder: Path) -> object:
@@ -105,7 +104,7 @@ def requests(name: str, options: Options, folder: Path) -> object:
     with stage.rundir:
         writer = stage._make_writer(folder, None, loop := Loop())
         assert writer is not None
-        loop.run(lambda: writer.write([{"role": "user", "content": "Write."}], 1.0, None))
+        loop.run(lambda: writer.lm(1.0)("Write."))
     return [request.sampling for request in engine.requests]
 
 
@@ -125,7 +124,6 @@ acts(BOOTSTRAPPING + ";prompts.gepa", "validation", parts, 0.5, 0.75)
 acts(BOOTSTRAPPING + ";prompts.gepa", "validation_items", parts, None, 7)
 acts(BOOTSTRAPPING, "max_bootstrapped_demos max_labeled_demos", received, 3, 5)
 acts(BOOTSTRAPPING, "metric_threshold", metric, None, 0.5)
-acts(BOOTSTRAPPING, "bootstrap_ahead", received, 8, 30)
 acts(WRITING, "prompt_max_tokens", requests, 64, 65, shared=True)
 for key, (one, other) in VALUES.items():
     acts(WRITING, f"prompt_model.{key}", endpoint, one, other, shared=True)
@@ -223,7 +221,6 @@ def trained(name: str, options: Options, folder: Path) -> object:
 acts(ALGO, "source", sequences, "task", "rollouts")
 acts(ALGO, "file", sequences, "1.jsonl", "2.jsonl", source="file")
 acts(ALGO, "modules", sequences, None, {"b": 1.0})
-acts(ALGO, "prompt_weight", trained, 0.0, 0.5)
 acts(ALGO, "rollouts", sequences, 1, 2, source="rollouts", per_example=None)
 acts(ALGO, "min_reward", sequences, 1.0, 3.0, source="rollouts", per_example=None)
 acts(ALGO, "per_example", sequences, 1, 2, source="rollouts", rollouts=2)

@@ -17,8 +17,8 @@ from mmrl.credit.entries import Credit
 from mmrl.engines.base import Completion, Request
 from mmrl.errors import ToolFailure, TooManyFailures
 from mmrl.rollout.environment import sampling_settings
-from mmrl.stages.collect import Collector
 from mmrl.stages.step_log import StepLog
+from mmrl.stages.weights import WeightStage
 from tests.config.effects import Options, acts, nested
 from tests.config.effects.algo import GROUPS
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, letters, seeded_letter
@@ -69,14 +69,17 @@ class _Failing(FakeEngine):
         return await super().generate(request)
 
 
-def collector_of(config: Any, engine: FakeEngine) -> Collector:
-    """The collector of a run whose task and engine are fakes."""
+def collector_of(config: Any, engine: FakeEngine) -> WeightStage:
+    """The weight stage of a run whose task and engine are fakes."""
 
-    class OfFakes(Collector):
+    class OfFakes(WeightStage):
         def environment(self, phase: Any, key: Any) -> Any:
             env = environment(self.task, self.engine, key=key)
             env.settings = sampling_settings(phase, self.config.task)
             return env
+
+        def sync(self, version: int) -> None:
+            engine.policy_version = version
 
     quiet: Any = SimpleNamespace(status=lambda text: None)
     log = StepLog(rundir=SimpleNamespace(), progress=quiet, trackers=SimpleNamespace())  # type: ignore[arg-type]
@@ -89,7 +92,7 @@ def collector_of(config: Any, engine: FakeEngine) -> Collector:
         trainer=SimpleNamespace(forwards=None),  # type: ignore[arg-type]
         examples=task.examples("train"),
         reward_set="outcome",
-        sync=lambda version: setattr(engine, "policy_version", version),
+        engines=[engine],
         log=log,
     )
 
