@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from mmrl.errors import CheckpointError, DataError
 from mmrl.records import Call, Forest, Rollout
-from mmrl.report.forest import check_forest, parse_forest, read_record
+from mmrl.report.forest import check_forest, parse_forest
 from mmrl.report.rundir import RunDir
 from mmrl.system.files import JsonObject, atomic_write, dumps, gunzip
 
@@ -161,11 +161,16 @@ def decode_step(lines: Sequence[JsonObject], source: str = "journal") -> tuple[F
         if kind == "forest":
             head = record
         elif kind == "prompt":
-            prompts.append({"prompt_ids": record["ids"], "prompt_text": record["text"]})
+            prompts.append({"prompt_ids": tuple(record["ids"]), "prompt_text": record["text"]})
         elif kind == "call":
-            calls.append(read_record(Call, record | prompts[record.pop("prompt")], source))
+            prompt = prompts[record.pop("prompt")]
+            # Lists of a call are its ids and numbers per token; what facts hold stays as it is.
+            fields: JsonObject = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in record.items()
+            }
+            calls.append(Call(**fields, **prompt))
         elif kind == "rollout":
-            rollouts.append(read_record(Rollout, record, source))
+            rollouts.append(Rollout(**record))
         elif kind == "entry":
             entries.append({key: tuple(value) if isinstance(value, list) else value for key, value in record.items()})
         else:
