@@ -280,13 +280,12 @@ class Overview:
         """Metric -> last evaluation against the first, on the items that both have; empty before a second one."""
         # The first and the last evaluation: before and after training.
         steps = sorted(self.items.get(self.split, {}))
-        if len(steps) < 2:
-            return {}
-        evaluated = self.items[self.split]
-        resamples = int(self.get("eval.bootstrap", 1000))
-        return compare_items(
-            evaluated[steps[0]], evaluated[steps[-1]], int(self.get("seed", 0)), resamples, self.main_metric
-        )
+        return self.compared(steps[0], steps[-1]) if len(steps) > 1 else {}
+
+    def compared(self, before: int, after: int) -> dict[str, Difference]:
+        """Metric -> the evaluation after step `after` against that after step `before`, as `eval.*` says."""
+        evaluated, resamples = self.items[self.split], int(self.get("eval.bootstrap", 1000))
+        return compare_items(evaluated[before], evaluated[after], int(self.get("seed", 0)), resamples, self.main_metric)
 
     @cached_property
     def kind(self) -> list[str]:

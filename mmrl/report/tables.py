@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from mmrl.report.stats import Difference, fixed, short, signed
+from mmrl.report.stats import Difference, fixed, number, short, signed
 from mmrl.report.text import align
 from mmrl.system.files import JsonObject
 
@@ -18,6 +18,12 @@ Rows: TypeAlias = list[list[str]]
 def interval(difference: Difference) -> str:
     """`[-0.010, +0.020]`."""
     return f"[{signed(difference.low)}, {signed(difference.high)}]"
+
+
+def with_interval(metrics: Mapping[str, object], name: str) -> str:
+    """A metric with its 95 % interval, where it has one: `0.412 [0.380, 0.445]`."""
+    low, high = number(metrics.get(f"{name}_low")), number(metrics.get(f"{name}_high"))
+    return short(metrics.get(name)) + ("" if low is None or high is None else f" [{short(low)}, {short(high)}]")
 
 
 def before_after_table(differences: Mapping[str, Difference], split: str, width: int | None = None) -> str:
