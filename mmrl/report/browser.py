@@ -22,10 +22,8 @@ from mmrl.report.trees import (
     TokenTexts,
     abridged,
     asked_lines,
-    call_name,
     clean,
     coloured,
-    credit_line,
     largest_advantage,
     rollout_line,
     trees,
@@ -87,7 +85,10 @@ def blocks(seen: Overview, texts: TokenTexts, damaged: list[str]) -> list[Block]
             except MmrlError as error:
                 damaged.append(str(error))
                 continue
-            one, count_of = block(forest, entries, texts, asked, key, where), len(forest.rollouts)
+            one, count_of = (
+                block(forest, entries if of is None else None, texts, asked, key, where),
+                len(forest.rollouts),
+            )
         if count > 1 and (rollouts + count_of > ROLLOUTS or size + len(one.data) > SIZE):
             continue
         made[place] = one
@@ -137,14 +138,19 @@ def item_block(items: Sequence[Item], asked: Mapping[str, JsonObject], key: str,
 
 def block(
     forest: Forest,
-    entries: Sequence[EntryFields],
+    entries: Sequence[EntryFields] | None,
     texts: TokenTexts,
     asked: Mapping[str, JsonObject],
     key: str,
     where: str,
 ) -> Block:
-    """One step as the script reads it; `where` says what it is."""
+    """One step as the script reads it; `where` says what it is.
+
+    Args:
+        entries: None: of an evaluation, which gives no credit.
+    """
     prompts: dict[str, int] = {}
+    credited, entries = entries is not None, entries or ()
     largest = largest_advantage(entries)
     # A call may stand in several groups, and a group may have calls of several examples.
     groups: dict[str, list[str]] = {}
@@ -161,7 +167,7 @@ def block(
             "scored": "reward",
             "rewards": [number(rollout.reward) for rollout in forest.rollouts if rollout.example == example],
             "failed": sum(rollout.error is not None for rollout in forest.rollouts if rollout.example == example),
-            "calls": list(_calls(trees(forest, entries, example), prompts, texts, largest, groups)),
+            "calls": list(_calls(trees(forest, entries, example), prompts, texts, largest, groups, credited)),
             "lost": [rollout_line(r) for r in forest.rollouts if r.example == example and r.leaf is None],
         }
         for name, example in zip(names, forest.examples, strict=True)
@@ -187,26 +193,24 @@ def _calls(
     texts: TokenTexts,
     largest: float,
     groups: Mapping[str, Sequence[str]],
+    credited: bool,
     depth: int = 0,
 ) -> Iterator[dict[str, object]]:
     for node in nodes:
         call = node.call
         entry = node.entries[0] if node.entries else {}
-        facts = [f"{call.completion_tokens} tokens", call.finish]
-        facts += [f"penalty {short(call.penalty)}"] if call.penalty else []
-        facts += [f"{name} {short(value)}" for name, value in call.facts.items() if number(value) is not None]
         prompt = abridged(visible(call.prompt_text), *PROMPT)
         yield {
             "depth": depth,
             "module": call.module,
-            "name": call_name(call),
-            "facts": " · ".join(facts),
+            "name": node.name,
+            "facts": " · ".join(filter(None, [node.ended, node.facts])),
             "state": node.state,
             "prompt": prompts.setdefault(prompt, len(prompts)),
             "pieces": coloured(call, node.entries, texts, largest),
-            "credit": [credit_line(one) for one in node.entries],
+            "credit": node.credit if credited else [],
             "groups": groups.get(call.id, ()),
             "reward": number(entry.get("reward")),
-            "outcomes": [rollout_line(rollout) for rollout in node.rollouts],
+            "outcomes": node.outcomes,
         }
-        yield from _calls(node.children, prompts, texts, largest, groups, depth + 1)
+        yield from _calls(node.children, prompts, texts, largest, groups, credited, depth + 1)

@@ -24,18 +24,16 @@ from mmrl.report.stats import (
     ASCII_BLOCKS,
     BLOCKS,
     Difference,
-    History,
     binned,
     compare_items,
     duration,
     learning,
     module_facts,
-    modules_in,
     short,
     sparkline,
     trailing_mean,
 )
-from mmrl.report.tables import before_after_table, facts_table
+from mmrl.report.tables import before_after_table, facts_table, module_rows
 from mmrl.report.text import align
 from mmrl.report.trials import prompts_text
 
@@ -78,10 +76,19 @@ def overview_text(seen: Overview, width: int = 100) -> str:
         title = f"{name} per step" if len(values) < 20 else f"{name} per step (mean of 5)"
         smooth = values if len(values) < 20 else trailing_mean(values, 5)
         parts.append(f"{title}\n{text_plot(smooth.tolist(), int(steps[0]), int(steps[-1]), width)}")
-    parts += [_evaluation_table(seen, split, width) for split in _splits(seen)]
+    evaluations = {split: seen.evaluation_rows(split) for split in seen.splits}
+    parts += [
+        f"evaluations on {split} (with 95 % intervals)\n{align(rows, width=width)}"
+        for split, rows in evaluations.items()
+        if rows
+    ]
     if seen.differences:
         parts.append("first against last evaluation, " + before_after_table(seen.differences, seen.split, width))
-    parts += [_module_table(seen.training, width)] if seen.modules else []
+    if seen.modules:
+        first, last = seen.training[0], seen.training[-1]
+        facts = [fact for fact in MODULE_FACTS if fact in module_facts(seen.training)]
+        table = align(module_rows(first, last, facts), width=width)
+        parts.append(f"modules, step {first['step']} → step {last['step']}\n{table}")
     parts += [alarm_text(seen.alarms, width), fill(seen.unscored, max(width, 40))]
     parts.append(prompts_text(seen.run.path, width))
     parts.append(_further(seen))
@@ -133,47 +140,6 @@ def alarm_text(alarms: Sequence[Alarm], width: int = 100) -> str:
         line = f"{alarm.name} from step {alarm.step}{until} ({alarm.key}): {alarm.message}"
         lines.append(fill(line, max(width, 40), initial_indent="  ", subsequent_indent="    "))
     return "\n".join(lines)
-
-
-def _splits(seen: Overview) -> list[str]:
-    splits = {key.split("/")[1] for record in seen.history for key in record if key.startswith("eval/")}
-    return sorted(splits, key=lambda split: (split != seen.split, split))
-
-
-def _evaluation_table(seen: Overview, split: str, width: int) -> str:
-    names = seen.metric_names(split)
-    # A stable sort: the main metric first, the others in their order.
-    names.sort(key=lambda name: name != seen.main_metric)
-    names = names[:4]
-    if not names:
-        return ""
-    rows = [["step", *names, "items"]]
-    cells = {
-        name: {step: (value, low, high) for step, value, low, high in seen.evaluations(split, name)} for name in names
-    }
-    for record in seen.history:
-        step = record["step"]
-        if not any(step in cells[name] for name in names):
-            continue
-        row = [str(step)]
-        for name in names:
-            value, low, high = cells[name].get(step, (None, None, None))
-            row.append(short(value) + ("" if low is None else f" [{short(low)}, {short(high)}]"))
-        rows.append([*row, short(record.get(f"eval/{split}/n"))])
-    return f"evaluations on {split} (with 95 % intervals)\n{align(rows, width=width)}"
-
-
-def _module_table(records: History, width: int) -> str:
-    first, last = records[0], records[-1]
-    facts = [fact for fact in MODULE_FACTS if fact in module_facts(records)]
-    rows = [["", *facts, ""]]
-    for name in modules_in(records):
-        cells = []
-        for fact in facts:
-            old, new = short(first.get(f"module/{name}/{fact}")), short(last.get(f"module/{name}/{fact}"))
-            cells.append(new if old == new else f"{old}→{new}")
-        rows.append([name, *cells, ""])
-    return f"modules, step {first['step']} → step {last['step']}\n{align(rows, width=width)}"
 
 
 def _further(seen: Overview) -> str:

@@ -28,8 +28,8 @@ from mmrl.report.charts import (
 from mmrl.report.items import item_rows, score_rows
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import Difference, History, duration, fixed, learning, modules_in, number, series, short, signed
-from mmrl.report.tables import interval
+from mmrl.report.stats import Difference, duration, fixed, learning, module_facts, number, series, signed
+from mmrl.report.tables import before_after_rows, interval, module_rows
 from mmrl.report.trees import (
     TokenTexts,
     clean,
@@ -80,14 +80,15 @@ def write_report(seen: Overview) -> Path:
         details=list((seen.summary.get("facts") or {}).items()),
         split=seen.split,
         tiles=[_tile(name, difference) for name, difference in list(seen.differences.items())[:3]],
-        differences=[_difference_row(name, difference) for name, difference in seen.differences.items()],
+        differences=before_after_rows(seen.differences),
+        evaluations={split: rows for split in seen.splits if (rows := seen.evaluation_rows(split))},
         scores=list(_scores(seen)) if seen.evaluates else [],
         alarms=seen.alarms,
         no_alarm=seen.no_alarm,
         trained=bool(seen.training),
         curves=_drawn(_curves(seen)),
         module_curves=_drawn(_module_curves(seen)),
-        modules=_module_rows(seen.training) if seen.modules else [],
+        modules=module_rows(seen.training[0], seen.training[-1], module_facts(seen.training)) if seen.modules else [],
         steps=[record["step"] for record in seen.training],
         health=_drawn(_health_curves(seen)),
         damaged=damaged,
@@ -158,11 +159,6 @@ def _tile(name: str, difference: Difference) -> dict[str, str]:
     }
 
 
-def _difference_row(name: str, difference: Difference) -> list[str]:
-    numbers = (fixed(difference.before), fixed(difference.after), signed(difference.difference))
-    return [name, str(difference.n), *numbers, f"{signed(difference.low)} to {signed(difference.high)}"]
-
-
 def _scores(seen: Overview) -> Iterator[dict[str, object]]:
     """Of `mmrl eval`: scores with their intervals, and the items with the lowest ones."""
     for split, steps in seen.items.items():
@@ -217,17 +213,6 @@ def _health_curves(seen: Overview) -> dict[str, str]:
         for key, label in HEALTH.items()
         if _changes(seen, key)
     }
-
-
-def _module_rows(records: History) -> list[list[str]]:
-    first, last = records[0], records[-1]
-    keys = [key for record in (first, last) for key in record if key.startswith("module/")]
-    facts = list(dict.fromkeys(key.rsplit("/", 1)[1] for key in keys))
-    rows = [["module", *facts]]
-    for name in modules_in(records):
-        pairs = [[short(record.get(f"module/{name}/{fact}")) for record in (first, last)] for fact in facts]
-        rows.append([name, *(new if old == new else f"{old} → {new}" for old, new in pairs)])
-    return rows
 
 
 def _times(seen: Overview) -> list[list[str]]:

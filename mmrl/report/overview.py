@@ -28,7 +28,10 @@ from mmrl.report.stats import (
     learning,
     modules_in,
     number,
+    short,
+    splits_in,
 )
+from mmrl.report.tables import Rows, with_interval
 from mmrl.report.trials import trial_alarms
 from mmrl.system.files import JsonObject, read_jsonl
 from mmrl.system.objects import readable
@@ -274,6 +277,24 @@ class Overview:
                 low, high = (number(record.get(f"eval/{split}/{metric}_{end}")) for end in ("low", "high"))
                 points.append((int(record["step"]), value, low, high))
         return points
+
+    def evaluation_rows(self, split: str, most: int = 4) -> Rows:
+        """A row per evaluation with its first metrics and their intervals; [] without any."""
+        names = sorted(self.metric_names(split), key=lambda name: name != self.main_metric)[:most]
+        if not names:
+            return []
+        rows = [["step", *names, "items"]]
+        for record in self.history:
+            keys = [f"eval/{split}/{name}" for name in names]
+            if any(number(record.get(key)) is not None for key in keys):
+                values = [with_interval(record, key) for key in keys]
+                rows.append([str(record["step"]), *values, short(record.get(f"eval/{split}/n"))])
+        return rows
+
+    @property
+    def splits(self) -> list[str]:
+        """Splits that were evaluated, the run's own first."""
+        return sorted(splits_in(self.history), key=lambda split: (split != self.split, split))
 
     @cached_property
     def differences(self) -> dict[str, Difference]:

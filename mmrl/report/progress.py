@@ -37,6 +37,8 @@ from mmrl.report.stats import (
     short,
     sparkline,
 )
+from mmrl.report.tables import module_rows, with_interval
+from mmrl.report.text import align
 from mmrl.secrets import hide
 from mmrl.system.files import JsonObject
 
@@ -170,7 +172,7 @@ class Progress:
         self._status = ""
         self._draw()
         if self._live is None:
-            shown = "  ".join(f"{key} {_with_interval(metrics, key)}" for key in self._metric_names(metrics))
+            shown = "  ".join(f"{key} {with_interval(metrics, key)}" for key in self._metric_names(metrics))
             count = number(metrics.get("n"))
             items = "" if count is None else f"  n {count:.0f}"
             shares = {key.removeprefix("failed/"): number(metrics[key]) for key in metrics if key.startswith("failed/")}
@@ -262,7 +264,7 @@ class Progress:
             step, newest = evaluations[-1]
             for key in self._metric_names(newest):
                 values = [value for _, metrics in evaluations if (value := number(metrics.get(key))) is not None]
-                parts = [_with_interval(newest, key).partition(" ")[2]]
+                parts = [with_interval(newest, key).partition(" ")[2]]
                 if len(values) > 1:
                     parts = [self._spark(values, min(room, 16)), *parts, f"from {short(values[0])}"]
                 note = "  ".join(part for part in [*parts, f"at step {step}"] if part)
@@ -290,22 +292,15 @@ class Progress:
     def _dim(self, text: str) -> Text:
         return Text(self._plain(text), style="dim", no_wrap=True, overflow="ellipsis")
 
-    def _modules(self, width: int) -> Table:
+    def _modules(self, width: int) -> Text:
         """One line per module with as many facts as fit, the most telling first."""
         last = self._history[-1]
-        names = modules_in([last])
         present = module_facts(self._history)
         behaviour = [fact for fact in present if fact not in SHARED_FACTS]
         # Columns in order of importance, as many as fit at 11 characters each; the others are left out.
         order = dict.fromkeys((*FIRST_FACTS, *behaviour, "kl", "clip_share"))
         shown = [fact for fact in order if fact in present][: max((width - 16) // 11, 1)]
-        table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
-        table.add_column("module", no_wrap=True, max_width=max(width // 3, 8))
-        for fact in shown:
-            table.add_column(fact.replace("_share", "").replace("_rate", ""), justify="right", no_wrap=True)
-        for name in names:
-            table.add_row(self._plain(name), *(short(last.get(f"module/{name}/{fact}")) for fact in shown))
-        return table
+        return Text(self._plain(align(module_rows(last, last, shown), width=width)), no_wrap=True, overflow="ellipsis")
 
     # --- words
 
@@ -363,9 +358,3 @@ class Progress:
 def _percent(value: object) -> str:
     share = number(value)
     return "-" if share is None else f"{share:.0%}"
-
-
-def _with_interval(metrics: Metrics, key: str) -> str:
-    low, high = number(metrics.get(f"{key}_low")), number(metrics.get(f"{key}_high"))
-    interval = "" if low is None or high is None else f" [{short(low)}, {short(high)}]"
-    return short(metrics.get(key)) + interval

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from mmrl.report.stats import Difference, fixed, number, short, signed
+from mmrl.report.stats import Difference, Metrics, fixed, modules_in, number, short, signed
 from mmrl.report.text import align
 from mmrl.system.files import JsonObject
 
@@ -26,17 +26,31 @@ def with_interval(metrics: Mapping[str, object], name: str) -> str:
     return short(metrics.get(name)) + ("" if low is None or high is None else f" [{short(low)}, {short(high)}]")
 
 
-def before_after_table(differences: Mapping[str, Difference], split: str, width: int | None = None) -> str:
-    """The table at the end of a run, as plain text of at most `width` columns."""
-    if not differences:
-        return f"no items of the {split} split were evaluated both before and after"
+def before_after_rows(differences: Mapping[str, Difference]) -> Rows:
+    """A row per metric: before, after, and their difference with its interval."""
     rows = [["", "before", "after", "difference", "95 % interval", ""]]
     for name, change in differences.items():
         numbers = (fixed(change.before), fixed(change.after), signed(change.difference))
         rows.append([name, *numbers, interval(change), change.verdict])
+    return rows
+
+
+def before_after_table(differences: Mapping[str, Difference], split: str, width: int | None = None) -> str:
+    """The table at the end of a run, as plain text of at most `width` columns."""
+    if not differences:
+        return f"no items of the {split} split were evaluated both before and after"
     items = sorted({change.n for change in differences.values()})
     counted = f"{items[0]}" if len(items) == 1 else f"{items[0]}–{items[-1]}"
-    return f"{split} ({counted} items)\n{align(rows, width=width)}"
+    return f"{split} ({counted} items)\n{align(before_after_rows(differences), width=width)}"
+
+
+def module_rows(first: Metrics, last: Metrics, facts: Sequence[str]) -> Rows:
+    """A row per module with its facts at two steps, `0.441→0.776`; one number where they agree."""
+    rows = [["module", *facts, ""]]
+    for name in modules_in([first, last]):
+        ends = [[short(record.get(f"module/{name}/{fact}")) for record in (first, last)] for fact in facts]
+        rows.append([name, *(new if old == new else f"{old}→{new}" for old, new in ends), ""])
+    return rows
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:

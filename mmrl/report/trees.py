@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeAlias
 
-from mmrl.errors import ConfigError, ParseFailure, nearest
+from mmrl.errors import ParseFailure
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.journal import Prompt
 from mmrl.report.stats import number, short, signed
@@ -133,6 +133,42 @@ class Node:
         ended = any(rollout.error == ParseFailure.kind for rollout in self.rollouts)
         return "could not be parsed" if ended else "could not be parsed, which the program caught"
 
+    @property
+    def name(self) -> str:
+        """Module, and where it has more than one, invocation and turn."""
+        call = self.call
+        return (
+            call.module
+            + (f" #{call.invocation}" if call.invocation else "")
+            + (f" turn {call.turn}" if call.turn else "")
+        )
+
+    @property
+    def ended(self) -> str:
+        """Length and end of the reply, and the attempt that it is."""
+        attempt = f" · attempt {self.call.attempts}" if self.call.attempts > 1 else ""
+        return f"{self.call.completion_tokens} tokens, {self.call.finish}{attempt}"
+
+    @property
+    def facts(self) -> str:
+        """What the program noted of the call, and its rewards; empty without any."""
+        found = {"penalty": self.call.penalty or None, "turn reward": self.call.turn_reward, **self.call.facts}
+        return " · ".join(
+            f"{name} {short(value) if number(value) is not None else abridged(clean(value), 200, 60)}"
+            for name, value in found.items()
+            if isinstance(value, int | float | str)
+        )
+
+    @property
+    def credit(self) -> list[str]:
+        """A line for each entry."""
+        return [credit_line(entry) for entry in self.entries] or ["no credit"]
+
+    @property
+    def outcomes(self) -> list[str]:
+        """A line for each rollout that ends here."""
+        return [rollout_line(rollout) for rollout in self.rollouts]
+
 
 def trees(forest: Forest, entries: Sequence[EntryFields], example: str) -> list[Node]:
     """The trees of one example, in forest order."""
@@ -165,25 +201,6 @@ def telling_examples(forest: Forest, count: int) -> list[str]:
     by_range = sorted(order, key=lambda example: (-ranges[example], order[example]))
     by_failure = sorted((e for e in order if failed[e]), key=lambda example: (-failed[example], order[example]))
     return list(dict.fromkeys([*by_range[: max(count - 1, 1)], *by_failure[:1], *by_range]))[:count]
-
-
-def check_example(forest: Forest, example: str) -> None:
-    """Refuse an example that the step does not have.
-
-    Raises:
-        ConfigError: names the nearest.
-    """
-    if example not in forest.examples:
-        raise ConfigError(
-            f"example: got '{example}', expected one of the {len(forest.examples)} examples of step {forest.step}"
-            f"{nearest(example, forest.examples)} (first: {', '.join(forest.examples[:3])})"
-        )
-
-
-def call_name(call: Call) -> str:
-    """Module, and where it has more than one, invocation and turn."""
-    invocation = f" #{call.invocation}" if call.invocation else ""
-    return call.module + invocation + (f" turn {call.turn}" if call.turn else "")
 
 
 def clean(text: object) -> str:
@@ -284,11 +301,7 @@ def render_example(
     Args:
         entries: None: of an evaluation, which gives no credit.
         texts: of `RunDir.examples`.
-
-    Raises:
-        ConfigError: the step has no such example.
     """
-    check_example(forest, example)
     rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
     where = f"example {example} · step {forest.step} · " if entries is not None else ""
     lines = [f"{where}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"]
@@ -313,11 +326,8 @@ def _render(
         shared: prompt of the sibling before, so that a shared prompt is printed once.
     """
     call = node.call
-    head = f"{call_name(call)} · {call.completion_tokens} tokens, {call.finish}"
-    head += f" · {node.state}" if node.state else ""
-    if call.attempts > 1:
-        head += f" · attempt {call.attempts}"
-    lines.append(f"{first}{head}  [{call.id}]")
+    state = f" · {node.state}" if node.state else ""
+    lines.append(f"{first}{node.name} · {node.ended}{state}  [{call.id}]")
     inner = rest + ("│ " if node.children else "  ")
     # Siblings of a fork have one prompt; repeated it would bury what differs.
     if (call.prompt_ids, call.prompt_text) == shared:
@@ -325,21 +335,10 @@ def _render(
     elif call.prompt_text:
         _wrap(f"asked: {abridged(clean(call.prompt_text))}", inner, width, lines)
     _wrap(f"said:  {abridged(clean(call.text), 300, 100) or '(nothing)'}", inner, width, lines)
-    facts = {name: value for name, value in call.facts.items() if isinstance(value, int | float | str)}
-    if call.penalty or facts:
-        shown = [f"penalty {short(call.penalty)}"] if call.penalty else []
-        shown += [
-            f"{name} {short(value) if number(value) is not None else clean(value)}" for name, value in facts.items()
-        ]
-        _wrap("facts: " + " · ".join(shown), inner, width, lines)
-    if call.turn_reward is not None:
-        lines.append(f"{inner}turn reward {short(call.turn_reward)}")
-    for entry in node.entries:
-        _wrap(credit_line(entry), inner, width, lines)
-    if not node.entries and credited:
-        lines.append(f"{inner}no credit")
-    for rollout in node.rollouts:
-        _wrap(f"⇒ {rollout_line(rollout)}", inner, width, lines)
+    if node.facts:
+        _wrap(f"facts: {node.facts}", inner, width, lines)
+    for line in [*(node.credit if credited else []), *(f"⇒ {outcome}" for outcome in node.outcomes)]:
+        _wrap(line, inner, width, lines)
     before: Prompt | None = None
     for index, child in enumerate(node.children):
         last = index == len(node.children) - 1

@@ -65,7 +65,6 @@
     }
     item.append(completion);
     for (const line of call.credit) item.append(make("div", "small soft", line));
-    if (!call.credit.length) item.append(make("div", "small soft", "no credit"));
     for (const line of call.outcomes) item.append(make("div", "outcome small", line));
     // What it was compared with: as text, and on hover as an outline.
     const lines = call.groups.flatMap((group) => [`group ${group}:`, ...groups.get(group).slice(0, MEMBERS)]);
