@@ -54,16 +54,12 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
         ConfigError: no such example.
     """
     with damage_named(path):
-        return _shown(RunDir.read(path), example, step, shutil.get_terminal_size((100, 24)).columns)
-
-
-def _shown(run: RunDir, example: str | None, step: int | None, width: int) -> str:
-    if example is not None:
-        return example_text(run, example, step, width)
-    if step is not None:
-        return step_text(run, step, width)
-    seen = Overview.of(run)
-    return evaluation_text(seen, width) if seen.evaluates else overview_text(seen, width)
+        seen, width = Overview.of(RunDir.read(path)), shutil.get_terminal_size((100, 24)).columns
+        if example is not None:
+            return example_text(seen, example, step, width)
+        if step is not None:
+            return step_text(seen, step, width)
+        return evaluation_text(seen, width) if seen.evaluates else overview_text(seen, width)
 
 
 def overview_text(seen: Overview, width: int = 100) -> str:

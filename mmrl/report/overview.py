@@ -38,7 +38,6 @@ from mmrl.system.objects import readable
 
 FEW = 5
 """Problems of a damaged run that are listed."""
-NAMED = ("task", "algo", "model", "hardware", "engine")
 _ITEM = "expected an item with id (text) and metrics (numbers by name)"
 Item: TypeAlias = JsonObject
 """A line of `eval/*.jsonl`: `id`, `metrics` and more."""
@@ -67,65 +66,26 @@ def damage_named(path: Path | str) -> Iterator[None]:
         ) from error
 
 
-def _config_problems(config: JsonObject) -> Iterator[str]:
-    for section in (*NAMED, "train", "eval", "run"):
-        value = config.get(section, {})
-        if not isinstance(value, dict):
-            yield f"{section}: got {str(value)[:60]!r}, expected a section"
-        elif section in NAMED and not isinstance(value.get("name", ""), str):
-            yield f"{section}.name: got {str(value['name'])[:60]!r}, expected a name"
-    expected = {
-        "seed": int,
-        "train.steps": int,
-        "eval.bootstrap": int,
-        "eval.split": str,
-        "run.name": str,
-        "run.dir": str,
-    }
-    for path, kind in expected.items():
-        section, _, key = path.rpartition(".")
-        holder = config.get(section) if section else config
-        value = holder.get(key) if isinstance(holder, dict) else None
-        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            yield f"{path}: got {str(value)[:60]!r}, expected {'a whole number' if kind is int else 'text'}"
-
-
-def _summary_problems(summary: JsonObject) -> Iterator[str]:
-    for key in ("facts", "metrics"):
-        if not isinstance(summary.get(key) or {}, dict):
-            yield f"{key}: got {str(summary[key])[:60]!r}, expected names and values"
-
-
-def _metrics_problems(record: JsonObject) -> Iterator[str]:
-    for key, value in record.items():
-        if isinstance(value, dict | list):
-            yield f"step {record['step']}: {key}: got {str(value)[:60]!r}, expected a number"
-
-
-def read_evaluations(run: RunDir) -> tuple[dict[tuple[str, int], Sequence[Item]], list[str]]:
-    """(split, step) -> results of its items, by step; and which lines are no results.
+def _items_of(run: RunDir) -> dict[str, dict[int, Sequence[Item]]]:
+    """Split -> step -> results of its items.
 
     Raises:
-        DataError: a line that is no JSON object.
+        DataError: a line that is no result.
     """
-    evaluated: dict[tuple[str, int], Sequence[Item]] = {}
-    problems: list[str] = []
+    items: dict[str, dict[int, Sequence[Item]]] = {}
     # Names are `step-000012-<split>.jsonl`, and a split may hold hyphens.
     for path in sorted((run.path / "eval").glob("step-*-*.jsonl")):
-        step = step_of(path)
-        if step is not None:
-            read = evaluated[path.stem.split("-", 2)[2], step] = read_jsonl(path)
-            problems += [f"{path}:{line}: {_ITEM}" for line, item in enumerate(read, 1) if not _is_item(item)]
-    return evaluated, problems
+        if (step := step_of(path)) is not None:
+            read = items.setdefault(path.stem.split("-", 2)[2], {})[step] = read_jsonl(path)
+            if problems := [f"{path}:{line}: {_ITEM}" for line, item in enumerate(read, 1) if not _is_item(item)]:
+                raise DataError(problems[:FEW])
+    return items
 
 
 def _is_item(item: Item) -> bool:
-    return (
-        isinstance(item.get("id"), str)
-        and isinstance(item.get("metrics"), dict)
-        and all(isinstance(value, int | float) for value in item["metrics"].values())
-        and isinstance(item.get("modules", {}), dict)
-    )
+    metrics = item.get("metrics")
+    numbers = isinstance(metrics, dict) and all(isinstance(value, int | float) for value in metrics.values())
+    return isinstance(item.get("id"), str) and numbers
 
 
 @dataclass(frozen=True)
@@ -147,17 +107,7 @@ class Overview:
         Raises:
             DataError: a metrics or evaluation file is damaged.
         """
-        config, summary, history = run.config, run.summary, run.history()
-        problems = [f"{run.path / 'config.yaml'}: {problem}" for problem in _config_problems(config)]
-        problems += [f"{run.path / 'summary.json'}: {problem}" for problem in _summary_problems(summary)]
-        problems += [f"{run.metrics_path}: {problem}" for record in history for problem in _metrics_problems(record)]
-        evaluated, damaged = read_evaluations(run)
-        if problems := problems + damaged:
-            raise DataError(problems[:FEW])
-        items: dict[str, dict[int, Sequence[Item]]] = {}
-        for (split, step), results in evaluated.items():
-            items.setdefault(split, {})[step] = results
-        return cls(run, config, run.environment, summary, history, items)
+        return cls(run, run.config, run.environment, run.summary, run.history(), _items_of(run))
 
     def get(self, path: str, default: object = None) -> Any:
         """A config value by the path that the user would type; `default` where there is none."""
