@@ -21,11 +21,13 @@ from mmrl.errors import CheckpointError, DataError
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.forest import check_forest, parse_forest
 from mmrl.report.rundir import RunDir
-from mmrl.system.files import JsonObject, atomic_write, dumps, gunzip
+from mmrl.system.files import JsonObject, atomic_write, dumps, gunzip, parse_jsonl
 
 GZIP = b"\x1f\x8b"
 LARGEST_FILE = 2**30
 """Bytes that a zipped file may unpack to."""
+DAMAGE = (EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError, RecursionError)
+"""Errors that a damaged journal makes its readers raise."""
 _PROMPT = ("prompt_ids", "prompt_text")
 
 Prompt: TypeAlias = tuple[tuple[int, ...], str]
@@ -96,33 +98,11 @@ def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple
     if not path.is_file():
         raise CheckpointError(f"{run.path}: no journal of step {step}; {_available(run, evaluation)}")
     try:
-        return decode_step(parse_lines(gzip.decompress(path.read_bytes()), str(path)), str(path))
+        return decode_step(parse_jsonl(_unzipped(path), str(path)))
     except DataError as error:
         raise CheckpointError(f"{error.problems[0]} (damaged journal)") from None
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, *DAMAGE) as error:
         raise CheckpointError(f"{path}: damaged journal ({type(error).__name__}: {error})") from None
-
-
-def parse_lines(text: bytes, source: str) -> list[JsonObject]:
-    """The records of a journal, one JSON object a line.
-
-    Raises:
-        DataError: a line that is none; names it by `source` and number.
-    """
-    records = []
-    # Line feeds alone separate lines: JSON text may hold the other separators of Unicode.
-    for number, line in enumerate(text.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError("not an object")
-        except (ValueError, RecursionError) as error:
-            reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
-            raise DataError(f"{source}:{number}: got no JSON object ({reason})") from None
-        records.append(record)
-    return records
 
 
 def encode_step(forest: Forest, entries: Sequence[object]) -> list[JsonObject]:
@@ -143,11 +123,10 @@ def encode_step(forest: Forest, entries: Sequence[object]) -> list[JsonObject]:
     return lines
 
 
-def decode_step(lines: Sequence[JsonObject], source: str = "journal") -> tuple[Forest, list[JsonObject]]:
+def decode_step(lines: Sequence[JsonObject]) -> tuple[Forest, list[JsonObject]]:
     """The inverse of `encode_step`.
 
     Raises:
-        DataError: fields that no record has, or of another type; names `source`, record and field.
         KeyError, ValueError, TypeError, IndexError: lines that are none of a journal.
     """
     head: JsonObject | None = None
@@ -213,13 +192,12 @@ def load_rollouts(path: Path) -> Forest:
         DataError: the file is missing or malformed.
     """
     try:
-        data = path.read_bytes()
-        text = (gunzip(data, LARGEST_FILE) if data.startswith(GZIP) else data).decode("utf-8-sig")
-        if _is_journal(text):
-            forest = decode_step(parse_lines(text.encode(), str(path)), str(path))[0]
-            check_forest(forest, str(path))
-            return forest
-        return parse_forest(text, str(path))
+        data = _unzipped(path)
+        if not _is_journal(data):
+            return parse_forest(data.decode("utf-8-sig"), str(path))
+        forest = decode_step(parse_jsonl(data, str(path)))[0]
+        check_forest(forest, str(path))
+        return forest
     except OSError as error:
         hint = "; a journal is a file in RUN_DIR/journal" if path.is_dir() else ""
         raise DataError(f"rollouts: {path} cannot be read ({error.strerror or error}){hint}") from None
@@ -227,14 +205,19 @@ def load_rollouts(path: Path) -> Forest:
         raise DataError(f"rollouts: {path} is not UTF-8 text") from None
     except DataError:
         raise
-    except (EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+    except DAMAGE as error:
         raise DataError(f"rollouts: {path} is a damaged journal ({type(error).__name__}: {error})") from None
 
 
-def _is_journal(text: str) -> bool:
+def _unzipped(path: Path) -> bytes:
+    data = path.read_bytes()
+    return gunzip(data, LARGEST_FILE) if data.startswith(GZIP) else data
+
+
+def _is_journal(data: bytes) -> bool:
     """Whether the first line is a record of its own, as in a journal."""
     try:
-        first = json.loads(text.partition("\n")[0])
+        first = json.loads(data.partition(b"\n")[0])
     except (ValueError, RecursionError):
         return False
     return isinstance(first, dict) and "line" in first

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -48,23 +47,7 @@ LOCK, SEGMENTS, EXAMPLES = "run.lock", "segments.jsonl", "examples.jsonl"
 LONGEST = 600
 """Characters that are kept of a text of an example."""
 FOLDERS = ("journal", "eval", "checkpoints")
-NOT_COMPARED = ("time/", "rate/", "memory/", "endpoint/")
-"""Metric families that a clock or the machine decides; all others are bit-equal on the same inputs."""
-
-Value = TypeVar("Value")
 _STEP = re.compile(r"step-(\d+)")
-
-
-def comparable(metrics: Mapping[str, Value]) -> dict[str, Value | str]:
-    """`metrics` without times, rates and memory: what an interrupted and an uninterrupted run share bit for bit.
-
-    NaN becomes the string "nan", so that two records compare with `==`.
-    """
-    return {
-        key: "nan" if isinstance(value, float) and math.isnan(value) else value
-        for key, value in metrics.items()
-        if not key.startswith(NOT_COMPARED)
-    }
 
 
 def step_of(path: Path) -> int | None:

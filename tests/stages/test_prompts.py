@@ -15,7 +15,7 @@ from mmrl.config.tasks import task_schema
 from mmrl.errors import CheckpointError
 from mmrl.models.chat import encode_text
 from mmrl.report.console import show_run
-from mmrl.report.rundir import RunDir, comparable
+from mmrl.report.rundir import RunDir
 from mmrl.report.trials import prompts_text
 from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.plans import Tree
@@ -26,6 +26,7 @@ from mmrl.stages.prompts.stored_rollouts import Loop
 from mmrl.system import json_lines as store
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.built_in import Banking77
+from scripts.chaos.compare import comparable
 from tests.helpers.stages import (
     MIPRO,
     OPTIMISERS,
