@@ -23,7 +23,6 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.stats import (
     ASCII_BLOCKS,
     BLOCKS,
-    Difference,
     binned,
     compare_items,
     duration,
@@ -65,7 +64,7 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
 def overview_text(seen: Overview, width: int = 100) -> str:
     """Curve, evaluations, modules and alarms of a run."""
     total = f" of {seen.total}" if seen.total is not None else ""
-    parts = [f"{seen.name}: {seen.what}, {seen.done}{total} steps, {seen.state}\n{seen.run.path}"]
+    parts = [f"{seen.name}: {seen.what}, {seen.done}{total} steps, {seen.state}"]
     name, steps, values = learning(seen.training)
     if len(values):
         # Short runs are drawn as they are: a mean of five would leave nothing to see.
@@ -138,18 +137,6 @@ def alarm_text(alarms: Sequence[Alarm], width: int = 100) -> str:
     return "\n".join(lines)
 
 
-def _further(seen: Overview) -> str:
-    steps = seen.run.journal_steps()
-    path = seen.run.path
-    lines = []
-    if steps:
-        lines.append(f"examples of a step:  mmrl show {path} step={steps[-1]}")
-        lines.append(f"one example's calls: mmrl show {path} step={steps[-1]} example=<id>")
-    if seen.run.report_path.is_file():
-        lines.append(f"report for people:   {seen.run.report_path}")
-    return "\n".join(lines)
-
-
 # --- the end of a run
 
 
@@ -173,17 +160,34 @@ def finish(
         seconds: wall-clock time of this process's part of the run.
     """
     differences = compare_items(before, after, seed, bootstrap, main_metric)
-    facts = {**facts, **_segments_fact(run)}
+    if ends := [segment["done"] for segment in run.segments]:
+        facts = {**facts, "extended": f"after step {', '.join(map(str, ends))} (segments.jsonl)"}
     seen = Overview.of(run)
     name, _, values = learning(seen.training)
     # The same window as in the charts, so that numbers and curves agree.
     smooth = trailing_mean(values, 5)
     best = max if name == "reward" else min
     curve = {"first": smooth[0], "last": smooth[-1], "best": best(smooth)} if len(smooth) else {}
-    results: dict[str, object] = {"seed": seed, "split": split, "seconds": seconds, "main_metric": main_metric}
-    results |= {"reward": curve if name == "reward" else {}, "facts": facts}
     # First the numbers, then the page: a page that fails to draw loses nothing.
-    run.write_summary(_summary(seen, differences, results))
+    run.write_summary(
+        {
+            "name": seen.name,
+            "algo": seen.get("algo.name"),
+            "task": seen.get("task.name"),
+            "model": seen.get("model.name"),
+            "seed": seed,
+            "steps": seen.done,
+            "seconds": seconds,
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "split": split,
+            "main_metric": main_metric,
+            "comparison": {key: asdict(change) | {"certain": change.certain} for key, change in differences.items()},
+            "reward": curve if name == "reward" else {},
+            "alarms": [asdict(alarm) for alarm in seen.alarms],
+            "facts": facts,
+            "what": seen.kind,
+        }
+    )
     seen = Overview.of(run)
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)  # wider paragraphs are hard to read
     trouble = _write_report(seen)
@@ -198,57 +202,22 @@ def finish(
             f"training {name}  {first} → {last} (best {top}, means of 5 steps)\n"
             f"  {sparkline(values.tolist(), 60, ascii_only=_ascii_only())}"
         )
-    parts += [failures_text({"before": before, "after": after}), alarm_text(seen.alarms, width)]
+    parts += [_failures_text({"before": before, "after": after}), alarm_text(seen.alarms, width)]
     parts.append(fill(seen.unscored, max(width, 40)))
-    parts.append(further(run, seen, trouble))
+    parts.append(_further(seen, trouble))
     return "\n\n".join(part for part in parts if part)
 
 
-def _segments_fact(run: RunDir) -> dict[str, str]:
-    """That and where a run was extended."""
-    ends = [segment["done"] for segment in run.segments]
-    return {"extended": f"after step {', '.join(map(str, ends))} (segments.jsonl)"} if ends else {}
-
-
-def _summary(seen: Overview, differences: Mapping[str, Difference], results: Mapping[str, object]) -> dict[str, object]:
-    """`summary.json`; `results`: what only the run's end knows."""
-    return {
-        "name": seen.name,
-        "algo": seen.get("algo.name"),
-        "task": seen.get("task.name"),
-        "model": seen.get("model.name"),
-        "seed": results["seed"],
-        "steps": seen.done,
-        "seconds": results["seconds"],
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "split": results["split"],
-        "main_metric": results["main_metric"],
-        "comparison": {
-            name: asdict(difference) | {"certain": difference.certain} for name, difference in differences.items()
-        },
-        "reward": results["reward"],
-        "alarms": [asdict(alarm) for alarm in seen.alarms],
-        "facts": results["facts"],
-        "what": seen.kind,
-    }
-
-
-def failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
+def _failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
     """Which evaluations have rollouts that failed by no doing of the model, each counted as 0; empty where none has."""
-    shares = {
-        when: sum(i.get("failed_share", 0.0) for i in items) / len(items)
-        for when, items in evaluations.items()
-        if items
-    }
-    return "\n".join(
-        f"evaluation {when} training: {share:.1%} of the rollouts failed {_how(evaluations[when])} and count as 0"
-        for when, share in shares.items()
-        if share
-    )
-
-
-def _how(items: Sequence[Item]) -> str:
-    return failed_how(kind for item in items for kind in item.get("errors", ()) if kind not in MODEL_CAUSED)
+    lines = []
+    for when, items in evaluations.items():
+        share = sum(item.get("failed_share", 0.0) for item in items) / max(len(items), 1)
+        how = failed_how(kind for item in items for kind in item.get("errors", ()) if kind not in MODEL_CAUSED)
+        lines += (
+            [f"evaluation {when} training: {share:.1%} of the rollouts failed {how} and count as 0"] if share else []
+        )
+    return "\n".join(lines)
 
 
 def _write_report(seen: Overview) -> str:
@@ -262,21 +231,17 @@ def _write_report(seen: Overview) -> str:
     return ""
 
 
-def further(run: RunDir, seen: Overview, trouble: str = "") -> str:
+def _further(seen: Overview, trouble: str = "") -> str:
     """Where everything is, and the commands to look further."""
-    rows = {"run directory": str(run.path), "report": trouble or str(run.report_path)}
-    rows |= {"look further": f"mmrl show {run.path}"}
-    steps = run.journal_steps()
+    path, steps, report = seen.run.path, seen.run.journal_steps(), seen.run.report_path
+    rows = {"run directory": str(path), "report": trouble or (str(report) if report.is_file() else "not yet")}
+    rows["look further"] = f"mmrl show {path}"
     if steps:
-        rows[""] = f"mmrl show {run.path} step={steps[-1]}"
+        rows["a step"] = f"mmrl show {path} step={steps[-1]}"
+        rows["an example"] = f"mmrl show {path} step={steps[-1]} example=<id>"
     # Objects of a Python process have names that no command can import.
     if not str(seen.get("task.program") or "").startswith("mmrl.system.objects:"):
-        rows["evaluate"] = evaluation_command(seen)
+        # On test, or, of the user's data, dev or train.
+        mine = [split for split in ("test", "dev", "train") if seen.get(f"task.data.{split}") not in (None, "mini")]
+        rows["evaluate"] = f"mmrl eval policy={shlex.quote(str(path))} split={mine[0] if mine else 'test'}"
     return facts_table(rows, indent="")
-
-
-def evaluation_command(seen: Overview) -> str:
-    """The command that evaluates the run's policy on its task: on test, or, of the user's data, dev or train."""
-    mine = [split for split in ("test", "dev", "train") if seen.get(f"task.data.{split}") not in (None, "mini")]
-    split = mine[0] if mine else "test"
-    return f"mmrl eval policy={shlex.quote(str(seen.run.path))} split={split}"

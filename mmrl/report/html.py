@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,7 @@ from mmrl.report.charts import (
 from mmrl.report.items import item_rows, score_rows
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import Difference, duration, fixed, learning, module_facts, number, series, signed
+from mmrl.report.stats import duration, fixed, learning, module_facts, number, series, signed
 from mmrl.report.tables import before_after_rows, interval, module_rows
 from mmrl.report.trees import (
     TokenTexts,
@@ -74,30 +74,22 @@ def write_report(seen: Overview) -> Path:
         + len(seen.run.journal_steps(seen.split) if seen.evaluates else seen.items.get(seen.split, {})),
         script=script,
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        seen=seen,
         title=seen.name,
         facts=" · ".join(_run_facts(seen)),
-        kind=seen.kind,
-        details=list((seen.summary.get("facts") or {}).items()),
-        split=seen.split,
-        tiles=[_tile(name, difference) for name, difference in list(seen.differences.items())[:3]],
         differences=before_after_rows(seen.differences),
         evaluations={split: rows for split in seen.splits if (rows := seen.evaluation_rows(split))},
         scores=list(_scores(seen)) if seen.evaluates else [],
-        alarms=seen.alarms,
-        no_alarm=seen.no_alarm,
-        trained=bool(seen.training),
-        curves=_drawn(_curves(seen)),
-        module_curves=_drawn(_module_curves(seen)),
+        curves=_curves(seen),
+        module_curves=_module_curves(seen),
         modules=module_rows(seen.training[0], seen.training[-1], module_facts(seen.training)) if seen.modules else [],
-        steps=[record["step"] for record in seen.training],
-        health=_drawn(_health_curves(seen)),
+        health=_health_curves(seen),
         damaged=damaged,
         newest=max(seen.run.journal_steps(), default=0),
         times=_times(seen),
         command=clean(" ".join(map(str, seen.environment.get("command", [])))),
         config=yaml.safe_dump(dict(seen.config), sort_keys=False, allow_unicode=True),
         environment=yaml.safe_dump(dict(seen.environment), sort_keys=False, allow_unicode=True),
-        path=seen.run.path,
     )
     atomic_write(seen.run.report_path, page)
     return seen.run.report_path
@@ -115,7 +107,7 @@ def report_run(path: Path | str) -> Path:
 
 @cache
 def _templates() -> Environment:
-    return Environment(
+    templates = Environment(
         loader=PackageLoader("mmrl.report"),
         autoescape=True,
         # A name that a template misspells must fail in a test, not leave a gap in a page.
@@ -123,6 +115,8 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    templates.filters |= {"fixed": fixed, "signed": signed, "interval": interval}
+    return templates
 
 
 def _script() -> str:
@@ -149,16 +143,6 @@ def _run_facts(seen: Overview) -> list[str]:
     return [*facts, f"seed {seen.get('seed')}", seen.state]
 
 
-def _tile(name: str, difference: Difference) -> dict[str, str]:
-    verdict = f", {difference.verdict}" if difference.verdict else ""
-    return {
-        "metric": name,
-        "tone": "good" if difference.low > 0 else "bad" if difference.high < 0 else "soft",
-        "scores": f"{fixed(difference.before)} → {fixed(difference.after)}",
-        "difference": f"{signed(difference.difference)} {interval(difference)}{verdict}",
-    }
-
-
 def _scores(seen: Overview) -> Iterator[dict[str, object]]:
     """Of `mmrl eval`: scores with their intervals, and the items with the lowest ones."""
     for split, steps in seen.items.items():
@@ -166,10 +150,6 @@ def _scores(seen: Overview) -> Iterator[dict[str, object]]:
             title, rows = item_rows(items, ITEMS)
             metrics = seen.summary.get("metrics") or {}
             yield {"split": split, "means": score_rows(items, metrics), "title": title, "items": rows}
-
-
-def _drawn(figures: Mapping[str, str]) -> dict[str, str]:
-    return {title: svg for title, svg in figures.items() if svg}
 
 
 def _curves(seen: Overview) -> dict[str, str]:
