@@ -80,7 +80,10 @@ class RunDir:
 
     def __init__(self, path: Path):
         self.path = path
-        self.metrics = Appended(path / "metrics.jsonl")
+        self.metrics_path, self.report_path = path / "metrics.jsonl", path / "report.html"
+        self.checkpoints = path / "checkpoints"
+        """Folder of the trainer's checkpoints."""
+        self.metrics = Appended(self.metrics_path)
         self.ledger = Ledger(path)
         self._noted: set[tuple[str, str]] | None = None
         self._lock: int | None = None
@@ -189,21 +192,6 @@ class RunDir:
 
     # --- what is in it
 
-    @property
-    def metrics_path(self) -> Path:
-        """`metrics.jsonl`."""
-        return self.metrics.path
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the trainer's checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def report_path(self) -> Path:
-        """`report.html`."""
-        return self.path / "report.html"
-
     def journal_path(self, step: int, evaluation: str | None = None) -> Path:
         """Journal file of a training step, or of the evaluation on split `evaluation` after that step."""
         return self.path / "journal" / f"step-{step:06d}{f'-eval-{evaluation}' if evaluation else ''}.jsonl.gz"
@@ -240,14 +228,7 @@ class RunDir:
         Raises:
             DataError: a damaged file.
         """
-        path = self.path / SEGMENTS
-        segments = read_jsonl(path)
-        for number, segment in enumerate(segments, start=1):
-            if not all(isinstance(segment.get(key), int) and segment[key] > 0 for key in ("steps", "done")):
-                raise DataError(
-                    f"{path}:{number}: got {dumps(segment)[:60]}, expected numbers of steps and of done ones"
-                )
-        return segments
+        return read_jsonl(self.path / SEGMENTS)
 
     @property
     def planned_steps(self) -> set[object]:

@@ -65,10 +65,7 @@ def facts_table(facts: Mapping[str, object], indent: str = "  ") -> str:
     if not facts:
         return ""
     width = max(len(name) for name in facts)
-    values = {
-        name: short(value) if isinstance(value, float) and not isinstance(value, bool) else str(value)
-        for name, value in facts.items()
-    }
+    values = {name: short(value) if isinstance(value, float) else str(value) for name, value in facts.items()}
     return "\n".join(f"{indent}{name.ljust(width)}  {value}" for name, value in values.items())
 
 
@@ -110,7 +107,7 @@ def columns_text(summaries: Mapping[str, JsonObject]) -> str:
         name for metrics in columns.values() for name in metrics if f"{name}_low" in metrics and name != "n"
     )
     rows = [["", *columns]]
-    rows += [[name, *(_cell(metrics, name) for metrics in columns.values())] for name in names]
+    rows += [[name, *(with_interval(metrics, name) for metrics in columns.values())] for name in names]
     rows.append(["items", *(f"{metrics.get('n', 0):.0f}" for metrics in columns.values())])
     rows.append(
         ["failed from outside", *(f"{metrics.get('failed_share', 0):.1%}" for metrics in columns.values())],
@@ -123,9 +120,3 @@ def columns_text(summaries: Mapping[str, JsonObject]) -> str:
         if label in summary.get("facts", {})
     ]
     return "\n".join([align(rows), *notes])
-
-
-def _cell(metrics: Mapping[str, float], name: str) -> str:
-    if name not in metrics:
-        return "-"
-    return f"{fixed(metrics[name], 4)} [{fixed(metrics[f'{name}_low'])}, {fixed(metrics[f'{name}_high'])}]"
