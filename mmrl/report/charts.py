@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mmrl.report.stats import History, learning, series, trailing_mean
+from mmrl.report.stats import WINDOW, History, learning, series, trailing_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,9 +72,6 @@ SIZE = (5.2, 2.9)
 """Inches; shown at the width of its column."""
 POINTS = 300
 """Points drawn per line; longer runs are thinned by averaging."""
-
-WINDOW = 5
-"""Steps that a training curve is averaged over, backwards."""
 
 
 class Band(NamedTuple):

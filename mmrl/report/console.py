@@ -21,16 +21,13 @@ from mmrl.report.items import evaluation_text, example_text, step_text
 from mmrl.report.overview import Item, Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import (
-    ASCII_BLOCKS,
-    BLOCKS,
-    binned,
+    WINDOW,
     compare_items,
     duration,
     learning,
     module_facts,
     short,
     sparkline,
-    trailing_mean,
 )
 from mmrl.report.tables import before_after_table, facts_table, module_rows
 from mmrl.report.text import align
@@ -64,13 +61,7 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
 def overview_text(seen: Overview, width: int = 100) -> str:
     """Curve, evaluations, modules and alarms of a run."""
     total = f" of {seen.total}" if seen.total is not None else ""
-    parts = [f"{seen.name}: {seen.what}, {seen.done}{total} steps, {seen.state}"]
-    name, steps, values = learning(seen.training)
-    if len(values):
-        # Short runs are drawn as they are: a mean of five would leave nothing to see.
-        title = f"{name} per step" if len(values) < 20 else f"{name} per step (mean of 5)"
-        smooth = values if len(values) < 20 else trailing_mean(values, 5)
-        parts.append(f"{title}\n{text_plot(smooth.tolist(), int(steps[0]), int(steps[-1]), width)}")
+    parts = [f"{seen.name}: {seen.what}, {seen.done}{total} steps, {seen.state}", _curve_text(seen)]
     evaluations = {split: seen.evaluation_rows(split) for split in seen.splits}
     parts += [
         f"evaluations on {split} (with 95 % intervals)\n{align(rows, width=width)}"
@@ -90,39 +81,15 @@ def overview_text(seen: Overview, width: int = 100) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def text_plot(values: Sequence[float], first: int, last: int, width: int = 80, height: int = 8) -> str:
-    """An area chart of block characters with its range on the left and its steps below.
-
-    Args:
-        values: at least one finite number.
-        first, last: steps of the first and last value.
-    """
-    marks = ASCII_BLOCKS if _ascii_only() else BLOCKS
-    # Room for the labels on the left; more columns than 72 do not help the eye.
-    columns = binned(values, max(min(width - 14, 72), 10))
-    repeat = max(1, min(6, 40 // len(columns)))
-    low, high = min(columns), max(columns)
-    labels = [short(high), short((low + high) / 2), short(low)]
-    margin = max(len(label) for label in labels) + 2
-    levels = height * len(marks)
-    # Every value gets at least one eighth of a block, so that a low one differs from a missing one.
-    heights = [levels // 2 if high == low else 1 + round((v - low) / (high - low) * (levels - 1)) for v in columns]
-    lines = []
-    for row in range(height - 1, -1, -1):
-        label = {height - 1: labels[0], height // 2 - 1: labels[1], 0: labels[2]}.get(row, "")
-        cells = (
-            " " if filled <= row * len(marks) else marks[min(filled - row * len(marks), len(marks)) - 1]
-            for filled in heights
-        )
-        lines.append(f"{label.rjust(margin)} │" + "".join(cell * repeat for cell in cells).rstrip())
-    length = len(columns) * repeat
-    lines.append(f"{' ' * margin} └{'─' * length}")
-    lines.append(f"{' ' * margin}  {str(first).ljust(max(length - len(str(last)), len(str(first)) + 1))}{last}")
-    return "\n".join(lines)
-
-
-def _ascii_only() -> bool:
-    return not (sys.stdout.encoding or "").lower().startswith("utf")
+def _curve_text(seen: Overview) -> str:
+    """The reward (of a supervised stage the loss) in training: its means and a curve; empty before the first step."""
+    name, _, values = learning(seen.training)
+    if not len(values):
+        return ""
+    first, last, best = (short(seen.curve[key]) for key in ("first", "last", "best"))
+    ascii_only = not (sys.stdout.encoding or "").lower().startswith("utf")
+    curve = sparkline(values.tolist(), 60, ascii_only=ascii_only)
+    return f"training {name}  {first} → {last} (best {best}, means of {WINDOW} steps)\n  {curve}"
 
 
 def alarm_text(alarms: Sequence[Alarm], width: int = 100) -> str:
@@ -163,11 +130,6 @@ def finish(
     if ends := [segment["done"] for segment in run.segments]:
         facts = {**facts, "extended": f"after step {', '.join(map(str, ends))} (segments.jsonl)"}
     seen = Overview.of(run)
-    name, _, values = learning(seen.training)
-    # The same window as in the charts, so that numbers and curves agree.
-    smooth = trailing_mean(values, 5)
-    best = max if name == "reward" else min
-    curve = {"first": smooth[0], "last": smooth[-1], "best": best(smooth)} if len(smooth) else {}
     # First the numbers, then the page: a page that fails to draw loses nothing.
     run.write_summary(
         {
@@ -182,7 +144,7 @@ def finish(
             "split": split,
             "main_metric": main_metric,
             "comparison": {key: asdict(change) | {"certain": change.certain} for key, change in differences.items()},
-            "reward": curve if name == "reward" else {},
+            "reward": seen.curve if learning(seen.training)[0] == "reward" else {},
             "alarms": [asdict(alarm) for alarm in seen.alarms],
             "facts": facts,
             "what": seen.kind,
@@ -195,13 +157,8 @@ def finish(
         f"{seen.name}: {seen.done} steps of {seen.what} in {duration(seconds)}",
         "\n".join(fill(sentence, width) for sentence in seen.kind) + ("\n" + facts_table(facts) if facts else ""),
         before_after_table(differences, split, width),
+        _curve_text(seen),
     ]
-    if curve:
-        first, last, top = (short(curve[key]) for key in ("first", "last", "best"))
-        parts.append(
-            f"training {name}  {first} → {last} (best {top}, means of 5 steps)\n"
-            f"  {sparkline(values.tolist(), 60, ascii_only=_ascii_only())}"
-        )
     parts += [_failures_text({"before": before, "after": after}), alarm_text(seen.alarms, width)]
     parts.append(fill(seen.unscored, max(width, 40)))
     parts.append(_further(seen, trouble))

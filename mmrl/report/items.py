@@ -15,8 +15,8 @@ from mmrl.records import Forest
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import FIRST, number, short
-from mmrl.report.tables import facts_table
+from mmrl.report.stats import FIRST, short
+from mmrl.report.tables import facts_table, with_interval
 from mmrl.report.text import align
 from mmrl.report.trees import asked_lines, clean, render_example, shown_prediction
 from mmrl.system.files import JsonObject
@@ -52,12 +52,10 @@ def score_rows(items: Sequence[Item], metrics: Mapping[str, object]) -> list[lis
     Args:
         metrics: of the evaluation's summary; empty where there is none yet.
     """
-    rows = [["", "mean", "95 % interval" if metrics else f"so far, of {len(items)} items"]]
-    for name in metric_names(items):
-        low, high = (number(metrics.get(f"{name}_{end}")) for end in ("low", "high"))
-        mean = number(metrics.get(name)) if metrics else _mean(items, name)
-        rows.append([name, short(mean), "" if low is None else f"[{short(low)}, {short(high)}]"])
-    return rows
+    names = metric_names(items)
+    so_far = {name: fmean(item["metrics"].get(name, 0.0) for item in items) for name in names}
+    head = "mean and 95 % interval" if metrics else f"so far, of {len(items)} items"
+    return [["", head], *([name, with_interval(metrics or so_far, name)] for name in names)]
 
 
 def metric_names(items: Sequence[Item]) -> list[str]:
@@ -95,7 +93,7 @@ def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> li
     for name, item in items.items():
         scores = [short(item["metrics"].get(metric)) for metric in names]
         columns = [column[name] for column in further.values()]
-        rows.append([name, *scores, *columns, shown_prediction(_prediction(item))])
+        rows.append([name, *scores, *columns, shown_prediction((item.get("predictions") or [""])[0])])
     return rows
 
 
@@ -211,12 +209,3 @@ def _steps(seen: Overview) -> str:
     have = [f"journals exist for steps {steps[0]} to {steps[-1]}"] if steps else []
     have += [f"evaluations of step {', '.join(map(str, evaluations))}"] if evaluations else []
     return ", ".join(have) or "the run has no journals yet"
-
-
-def _prediction(item: Item) -> object:
-    predictions = item.get("predictions")
-    return predictions[0] if isinstance(predictions, list) and predictions else ""
-
-
-def _mean(items: Sequence[Item], name: str) -> float:
-    return fmean(item["metrics"].get(name, 0.0) for item in items)

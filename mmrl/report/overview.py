@@ -20,6 +20,7 @@ from mmrl.report.alarms import Alarm, Thresholds, alarms
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.report.stats import (
     FIRST,
+    WINDOW,
     Difference,
     History,
     compare_items,
@@ -30,6 +31,7 @@ from mmrl.report.stats import (
     number,
     short,
     splits_in,
+    trailing_mean,
 )
 from mmrl.report.tables import Rows, with_interval
 from mmrl.report.trials import trial_alarms
@@ -167,6 +169,15 @@ class Overview:
     def total(self) -> int | None:
         """Steps of the whole run."""
         return self.get("train.steps")
+
+    @property
+    def curve(self) -> dict[str, float]:
+        """The first, the last and the best of the means that charts show of reward (or loss); {} before a step."""
+        name, _, values = learning(self.training)
+        if not len(values):
+            return {}
+        means = trailing_mean(values, WINDOW)
+        return {"first": means[0], "last": means[-1], "best": (max if name == "reward" else min)(means)}
 
     @cached_property
     def alarms(self) -> list[Alarm]:

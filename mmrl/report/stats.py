@@ -17,6 +17,8 @@ import numpy as np
 from mmrl import rng
 from mmrl.system.files import JsonObject
 
+WINDOW = 5
+"""Steps that curves are averaged over, backwards."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-~=+*#"
 

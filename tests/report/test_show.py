@@ -7,7 +7,7 @@ import pytest
 
 from mmrl.config import EvalConfig
 from mmrl.errors import CheckpointError, ConfigError
-from mmrl.report.console import show_run, text_plot
+from mmrl.report.console import show_run
 from mmrl.report.html import report_run
 from mmrl.report.items import item_rows
 from mmrl.report.journal import read_step, write_step
@@ -30,7 +30,7 @@ def run(tmp_path_factory):
 def test_the_overview_has_curve_evaluations_modules_and_the_way_on(run):
     text = show_run(run.path)
     assert text.startswith("mhgpo_rr-hotpotqa-s0: mhgpo_rr on hotpotqa with tiny, 40 of 40 steps, stopped; continue")
-    assert "reward per step" in text and "█" in text
+    assert "training reward  0." in text and "(best 0." in text and "█" in text
     assert "0     0.417 [0.357, 0.477]" in text
     assert "em       0.417  0.883      +0.467" in text
     assert "rewriter" in text and "0.441→0.776" in text
@@ -127,15 +127,6 @@ def test_an_uncredited_call_says_so(tmp_path):
     with RunDir.create(tmp_path / "run", CONFIG, []) as run:
         write_step(run, forest(1)[0], [])
         assert "no credit" in show_run(run.path, example="q0")
-
-
-def test_the_plot_rises_where_the_values_do():
-    lines = text_plot([0.0, 0.5, 1.0], 1, 3, width=60, height=4).splitlines()
-    assert lines[0].lstrip().startswith("1.000") and lines[3].lstrip().startswith("0.000")
-    top, bottom = (lines[row].split("│")[1] for row in (0, 3))
-    assert top.strip() == "█" * 6 and top.startswith(" " * 12)
-    assert bottom == "▁" * 6 + "█" * 12
-    assert text_plot([2.0] * 100, 1, 100, width=40).count("\n") == 9
 
 
 def test_a_long_text_keeps_its_ends():
