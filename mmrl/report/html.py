@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -83,7 +83,7 @@ def write_report(seen: Overview) -> Path:
         curves=_curves(seen),
         module_curves=_module_curves(seen),
         modules=module_rows(seen.training[0], seen.training[-1], module_facts(seen.training)) if seen.modules else [],
-        health=_health_curves(seen),
+        health=_changing(seen, {label: {key: key} for key, label in HEALTH.items()}),
         damaged=damaged,
         newest=max(seen.run.journal_steps(), default=0),
         times=_times(seen),
@@ -166,33 +166,29 @@ def _curves(seen: Overview) -> dict[str, str]:
 
 
 def _module_curves(seen: Overview) -> dict[str, str]:
-    facts = {key.rsplit("/", 1)[1] for record in seen.training for key in record if key.startswith("module/")}
-    ordered = [fact for fact in MODULE_LABELS if fact in facts]
-    ordered += sorted(facts - set(MODULE_LABELS) - {"calls", "attempts", "clip_share"})
+    facts = [fact for fact in module_facts(seen.training) if fact not in ("calls", "attempts", "clip_share")]
+    known = [fact for fact in MODULE_LABELS if fact in facts]
     figures = {}
-    for fact in ordered:
+    for fact in [*known, *sorted(set(facts) - set(known))]:
         keys = {name: f"module/{name}/{fact}" for name in seen.modules}
         having = [name for name, key in keys.items() if len(series(seen.training, key)[1])]
-        # A flat line tells nothing; its number is in the table.
-        if any(_changes(seen, key) for key in keys.values()):
-            label = MODULE_LABELS.get(fact, fact.replace("_", " "))
-            label += f" ({having[0]})" if len(having) == 1 < len(keys) else ""
-            figures[label[0].upper() + label[1:]] = lines_over_steps(seen.training, keys, label)
-    return figures
+        label = MODULE_LABELS.get(fact, fact.replace("_", " "))
+        label += f" ({having[0]})" if len(having) == 1 < len(keys) else ""
+        figures[label] = keys
+    return _changing(seen, figures)
 
 
-def _changes(seen: Overview, key: str) -> bool:
-    """Whether a metric changed by more than rounding."""
-    _, values = series(seen.training, key)
-    return len(values) > 1 and bool(values.max() - values.min() > 1e-4 * abs(values).max())
+def _changing(seen: Overview, figures: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Those figures (label -> name of a line -> metric) in which a metric changed by more than rounding.
 
-
-def _health_curves(seen: Overview) -> dict[str, str]:
-    return {
-        label[0].upper() + label[1:]: lines_over_steps(seen.training, {key: key}, label)
-        for key, label in HEALTH.items()
-        if _changes(seen, key)
-    }
+    A flat line tells nothing; its number is in the table.
+    """
+    drawn = {}
+    for label, keys in figures.items():
+        curves = [values for key in keys.values() if len(values := series(seen.training, key)[1]) > 1]
+        if any(values.max() - values.min() > 1e-4 * abs(values).max() for values in curves):
+            drawn[label[0].upper() + label[1:]] = lines_over_steps(seen.training, keys, label)
+    return drawn
 
 
 def _times(seen: Overview) -> list[list[str]]:

@@ -61,14 +61,14 @@ class JournalWriter:
     """Writes the steps' journals one after the other, each in the background while its step trains."""
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
+        # Its thread starts with the first journal.
+        self._pool = ThreadPoolExecutor(1, "mmrl-journal")
         self._written: Future[None] | None = None
 
     def write(self, run: RunDir, forest: Forest, entries: Sequence[object]) -> None:
         """Begin `write_step`; see `wait` for what writing the one before raised."""
         # One write at a time, in order; an error of the last one surfaces here at the latest.
         self.wait()
-        self._pool = self._pool or ThreadPoolExecutor(1, "mmrl-journal")
         self._written = self._pool.submit(write_step, run, forest, entries)
 
     def wait(self) -> None:
@@ -83,9 +83,7 @@ class JournalWriter:
 
     def close(self) -> None:
         """Let what has begun end; may be called twice."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-            self._pool = None
+        self._pool.shutdown(wait=True)
 
 
 def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple[Forest, list[JsonObject]]:
