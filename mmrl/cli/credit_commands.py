@@ -24,12 +24,14 @@ def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
       step=N          a step of that run; all of them
       algo=A,B        algorithms, side by side; a run's own keeps the run's settings, and is the one if left out
       algo.*          settings of the algorithms: algo.group_size=4
+      page=FILE       also a page (.html), or its picture alone (.svg): calls against algorithms
       seed=           of the algorithm's own choices; of a run: the run's
       plugins=        packages that add algorithms
 
     \b
     Examples:
       mmrl credit algo=mhgpo_fof rollouts=forest.json
+      mmrl credit algo=grpo,dr_mas,gigpo,ccpo rollouts=forest.json page=credit.html
       mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN step=40
       mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN step=40 algo=mhgpo_rr,grpo --json
       mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN algo=mhgpo_fof,grpo

@@ -186,7 +186,7 @@ def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = 
         sys.argv = saved
 
 
-CREDIT = ("rollouts", "run", "step", "algo")
+CREDIT = ("rollouts", "run", "step", "algo", "page")
 """Keys of `mmrl credit` itself."""
 
 
@@ -223,11 +223,12 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
         run=run,
         step=int(line.own["step"]) if "step" in line.own else None,
         typed=line.keys,
+        page=Path(line.own["page"]) if "page" in line.own else None,
     )
 
 
 def _source_problems(line: CommandLine) -> list[str]:
-    """What is wrong with `rollouts=`, or with `run=` and `step=`."""
+    """What is wrong with `rollouts=`, with `run=` and `step=`, or with `page=`."""
     problems = []
     given = [key for key in ("rollouts", "run") if line.own.get(key)]
     if not given:
@@ -238,6 +239,13 @@ def _source_problems(line: CommandLine) -> list[str]:
         problems.append("rollouts, run: got both, expected one of them: a file, or a run")
     if "step" in line.own and "run" not in line.own:
         problems.append("step: has no effect without run=RUN_DIR; a file has one step")
+    if (page := line.own.get("page")) is not None:
+        if "run" in line.own and "step" not in line.own:
+            problems.append("page: has no effect without step=N; a page has one step of a run")
+        if Path(page).suffix not in (".html", ".svg"):
+            problems.append(f"page: got '{page}', expected a file ending in .html, or in .svg for the picture alone")
+        elif Path(page).exists():
+            problems.append(f"page: {page} exists; name another file, or remove it")
     if not re.fullmatch(r"[0-9]{1,9}", line.own.get("step", "0")):
         problems.append(f"step: got '{line.own['step']}', expected the number of a step")
     return problems

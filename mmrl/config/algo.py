@@ -245,8 +245,10 @@ class CcpoConfig(GroupConfig):
     @model_validator(mode="after")
     def _teacher(self) -> Self:
         for teacher in self.teachers or ():
-            if teacher.name == STUDENT or teacher.prompts is not None or teacher.rollouts is not None:
-                raise ValueError("teachers: expected a name, and a policy or an endpoint: [{name: other, policy: P}]")
+            idle = [key for key in ("prompts", "rollouts") if getattr(teacher, key) is not None]
+            if teacher.name == STUDENT or idle:
+                got = " and ".join(idle) or f"name={STUDENT}"
+                raise ValueError(f"teachers: got {got}, expected [{{name: other, policy: P}}], or an endpoint")
         return self
 
 

@@ -45,6 +45,8 @@ class CreditRequest:
     """None: all steps of the run."""
     typed: Sequence[str] = ()
     """The config keys that were typed."""
+    page: Path | None = None
+    """A file for a page (`.html`) or a picture (`.svg`) of the credit."""
 
     @property
     def as_trained(self) -> bool:
@@ -75,6 +77,13 @@ def credit_command(request: CreditRequest, as_json: bool) -> int:
     else:
         width = shutil.get_terminal_size((0, 0)).columns or None  # not a terminal: as wide as it gets
         print("\n".join([*_origin(request, source, width), table(request.algos, source.forest, credits, width)]))
+    if request.page is not None:
+        # matplotlib and templates: only where a page is asked for
+        from mmrl.run.credit_page import write_page
+
+        pairs = zip(request.algos, credits, strict=True)
+        write_page(request.page, source.forest, credits, [table([a], source.forest, [c]) for a, c in pairs])
+        print(f"page: {request.page}", file=sys.stderr)
     if request.as_trained and (wrong := unlike_journal(credits[0], source.entries)):
         print(f"error: {request.run and request.run.run.dir}: step {request.step}: {wrong}", file=sys.stderr)
         return 1

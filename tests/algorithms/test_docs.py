@@ -36,3 +36,12 @@ def test_commands_print_what_the_page_says(command, printed, folder, monkeypatch
 def test_every_algorithm_has_an_example():
     shown = {word for command, _ in RUNS for word in re.findall(r"algo=(\w+)", command)}
     assert shown == set(ALGORITHMS)
+
+
+def test_the_picture_of_ten_credits_has_the_numbers_of_today(folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(folder)
+    (line,) = re.findall(r"^mmrl (credit .*) page=ten.html$", PAGE, re.M)
+    assert main([*line.split(), f"page={tmp_path / 'ten.svg'}"]) == 0
+    today, shown = (path.read_text("utf-8") for path in (tmp_path / "ten.svg", DOCS / "figures" / "credits.svg"))
+    cells = [re.findall(r">([^<>]+)</text>", svg) for svg in (today, shown)]
+    assert cells[0] == cells[1] and sum(cell[0] in "+-·0" for cell in cells[0]) >= 80

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -152,48 +154,97 @@ def test_with_equal_lengths_and_all_rewards_present_absorb_is_zero(forest, scale
     assert absorb.entries == zero.entries
 
 
-# -- the bias of a policy that decides when to stop --------------------------------------------------------------------
+# -- bias and variance for a policy that decides when to stop (the table of docs/algorithms.md) -----------------------
 
 GOES_ON = 1 / (1 + math.exp(-0.3))
-TRUE_GRADIENT = 0.5 * sum(turn * GOES_ON ** (turn - 1) for turn in range(1, 5)) * GOES_ON * (1 - GOES_ON)
+TURNS, REWARD, ROLLOUTS = 4, 0.5, 8
+TRUE_GRADIENT = REWARD * sum(turn * GOES_ON ** (turn - 1) for turn in range(1, 5)) * GOES_ON * (1 - GOES_ON)
+UNBIASED = {"loss_mean": "constant", "loss_length": 1}
+PLAIN_PPO = {"whiten": "none", "gae_lambda": 1.0, "gamma": 1.0, "beta": 0.0}
+ESTIMATORS = {
+    "grpo, leave_one_out": ("grpo", {"baseline": "leave_one_out", "scale": False}),
+    "grpo, mean": ("grpo", {"scale": False}),
+    "absorb, leave_one_out": ("mt_grpo_variable", {**PLAIN, "baseline": "leave_one_out"}),
+    "absorb, mean": ("mt_grpo_variable", PLAIN),
+    "absorb, leave_one_out, alpha 0.9": ("mt_grpo_variable", {**PLAIN, "alpha": 0.9, "baseline": "leave_one_out"}),
+    "absorb, mean, scale": ("mt_grpo_variable", {"alpha": 1.0}),
+    "zero, leave_one_out": ("mt_grpo_variable", {**PLAIN, "baseline": "leave_one_out", "missing_turn": "zero"}),
+    "zero, mean": ("mt_grpo_variable", {**PLAIN, "missing_turn": "zero"}),
+    "exclude, leave_one_out": ("mt_grpo_variable", {**PLAIN, "baseline": "leave_one_out", "missing_turn": "exclude"}),
+    "exclude, mean": ("mt_grpo_variable", {**PLAIN, "missing_turn": "exclude"}),
+    "mt_ppo, critic knows V": ("mt_ppo", PLAIN_PPO),
+    "mt_ppo, critic knows V, lambda 0": ("mt_ppo", {**PLAIN_PPO, "gae_lambda": 0.0}),
+    "mt_ppo, critic says 0": ("mt_ppo zero", PLAIN_PPO),
+    "mt_ppo, critic says 0, lambda 0": ("mt_ppo zero", {**PLAIN_PPO, "gae_lambda": 0.0}),
+    "ppo, critic knows V": ("ppo", PLAIN_PPO),
+}
 
 
-@pytest.fixture(scope="module")
-def stopping():
-    """3,000 groups of 8: before each of 4 turns a policy goes on with probability p; each turn earns 0.5.
+def stopping(examples, algorithm):
+    """Groups of 8: before each of 4 turns a policy goes on with probability p; each turn earns 0.5.
 
-    With each call the derivative of its decision's log-probability by the logit of p.
+    With each call the derivative of its decision's log-probability by the logit of p. What has no turn rewards gets
+    their sum as outcome. A critic knows the reward to come before each decision, or says 0.
     """
     draws = random.Random(0)
     grow, scores = Grow(("agent",)), {}
-    for example in range(3000):
-        for index in range(8):
+    turns = algorithm.startswith("mt_")
+    to_come = [REWARD * sum(GOES_ON**n for n in range(1, TURNS - turn + 1)) for turn in range(TURNS + 1)]
+    for example in range(examples):
+        for index in range(ROLLOUTS):
             leaf = None
-            for turn in range(5):
-                goes_on = turn < 4 and draws.random() < GOES_ON
+            for turn in range(TURNS + 1):
+                goes_on = turn < TURNS and draws.random() < GOES_ON
                 name = f"q{example}/{index}t{turn}"
-                scores[name] = 0.0 if turn == 4 else (1 - GOES_ON if goes_on else -GOES_ON)
-                leaf = grow.call(name, leaf, "agent", turn_reward=0.5 if goes_on else None)
+                scores[name] = 0.0 if turn == TURNS else (1 - GOES_ON if goes_on else -GOES_ON)
+                reward = REWARD if goes_on and turns else None
+                # At the end everything is paid that was earned before, so a critic of the outcome adds it.
+                earned = 0.0 if turns else REWARD * turn
+                value = 0.0 if algorithm.endswith("zero") else to_come[turn] + earned
+                leaf = grow.call(name, leaf, "agent", turn_reward=reward, values=(value,))
                 if not goes_on:
+                    grow.end(leaf, earned)
                     break
-            grow.end(leaf, 0.0)
     return grow.forest, scores
 
 
-@pytest.mark.parametrize(
-    ("missing", "baseline", "expected"),
-    [
-        ("absorb", "leave_one_out", TRUE_GRADIENT),
-        ("absorb", "mean", 7 / 8 * TRUE_GRADIENT),  # a rollout's own reward is in its baseline
-        ("zero", "leave_one_out", 0.327),
-        ("exclude", "leave_one_out", 0.0),
-    ],
-)
-def test_the_gradient_of_a_policy_that_decides_when_to_stop(stopping, missing, baseline, expected):
-    forest, scores = stopping
-    unbiased = {"scale": False, "alpha": 1.0, "loss_mean": "constant", "loss_length": 1}
-    entries = credit(forest, missing_turn=missing, baseline=baseline, **unbiased).entries
-    gradient = sum(scores[e.call] * e.advantages[0] * e.weights[0] for e in entries)
-    # one group's estimate deviates by about 0.18
-    assert gradient == pytest.approx(expected, abs=4 * 0.18 / math.sqrt(3000))
+def estimate(name, examples):
+    """Mean and standard deviation, over groups of 8 rollouts, of the gradient of the expected return."""
+    algorithm, options = ESTIMATORS[name]
+    forest, scores = stopping(examples, algorithm)
+    algorithm = algorithm.partition(" ")[0]
+    algo = ALGO_SCHEMAS[algorithm].model_validate({"name": algorithm, **UNBIASED, **options})
+    groups = defaultdict(float)
+    for entry in ALGORITHMS[algorithm].credit(forest, algo, 0, None).entries:
+        groups[entry.call.partition("/")[0]] += scores[entry.call] * entry.advantages[0] * entry.weights[0] * examples
+    return statistics.fmean(groups.values()), statistics.stdev(groups.values())
+
+
+def documented():
+    """Rows of the table: name, then mean and standard deviation."""
+    rows = (line.strip("| \n").split(" | ") for line in Path("docs/algorithms.md").read_text("utf-8").splitlines())
+    return {row[0]: (float(row[1]), float(row[2])) for row in rows if row[0] in ESTIMATORS}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_gradient_of_a_policy_that_decides_when_to_stop(name):
+    examples = 1500
+    mean, deviation = estimate(name, examples)
+    expected_mean, expected_deviation = documented()[name]
+    assert mean == pytest.approx(expected_mean, abs=4 * expected_deviation / math.sqrt(examples) + 0.001)
+    assert deviation == pytest.approx(expected_deviation, rel=0.12)
+
+
+def test_which_estimators_have_no_bias():
     assert pytest.approx(0.476, abs=5e-4) == TRUE_GRADIENT
+    unbiased = {"grpo, leave_one_out", "absorb, leave_one_out", "mt_ppo, critic knows V", "mt_ppo, critic says 0"}
+    unbiased |= {"mt_ppo, critic knows V, lambda 0", "ppo, critic knows V"}
+    found = documented()
+    assert {name for name, (mean, _) in found.items() if abs(mean - TRUE_GRADIENT) < 0.004} == unbiased
+    seven_eighths = {name for name, (mean, _) in found.items() if abs(mean - 7 / 8 * TRUE_GRADIENT) < 0.004}
+    assert seven_eighths == {"grpo, mean", "absorb, mean"}  # a rollout's own reward is in its baseline
+
+
+if __name__ == "__main__":  # python -m tests.algorithms.test_turn_baselines: the rows of the table
+    for row in ESTIMATORS:
+        print("| {} | {:.3f} | {:.3f} |".format(row, *estimate(row, 40_000)), flush=True)

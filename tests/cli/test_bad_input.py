@@ -75,7 +75,9 @@ def test_an_example_without_a_scored_rollout_is_an_empty_group_and_takes_no_shar
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_group_of_one_has_no_advantage_and_no_weight(name):
     entries = credit(grown(("q", "ab", 1.0)), name, **({"padding_mode": "ragged"} if name == "mmgrpo" else {}))
-    assert entries and weight(entries) == 0 and not any(a for entry in entries for a in entry.advantages)
+    assert entries and weight(entries) == 0
+    # IGPO compares turns with each other too, so a turn of a lone rollout has an advantage, and weight 0 all the same.
+    assert name == "igpo" or not any(a for entry in entries for a in entry.advantages)
 
 
 @pytest.mark.parametrize("name", EVERY)

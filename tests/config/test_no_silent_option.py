@@ -54,7 +54,7 @@ def problems_of(section: str, part: str) -> list[str]:
     """What is said when all keys below a part of a section that are refused are typed at once."""
     group, _, name = section.partition(".")
     refused = [leaf for leaf in REFUSED if leaf[0] == section and leaf[1].partition(".")[0] == part]
-    typed = [REFUSED[leaf].typed for leaf in refused]
+    typed = list(dict.fromkeys(REFUSED[leaf].typed for leaf in refused))
     command = "eval" if section == "eval command" else "train"
     chosen = "algo=sft" if group == "supervised" else f"{group}={name}"
     start = ["policy=tiny"] if command == "eval" else [chosen] if name else []

@@ -162,7 +162,7 @@ ALWAYS = [
     (["algo=mmgrpo", "algo.overlong=trajectory", "algo.max_context=null"], "algo.overlong", "got traj", "=null"),
     ([AGENT, "algo=ppo", "algo.position=turn_end"], "algo.position", "got turn_end", "needs obs=all"),
     ([AGENT, "algo=ppo", "algo.whiten=all"], "algo.whiten", "got all", "needs obs=all"),
-    (["task.retriever.retries=9"], "task.retriever.retries", "got 9", "process=inline"),
+    (["task.retriever.retries=9"], "task.retriever.retries", "got 9", "option of remote"),
     (["task.retriever.index=x", "task.retriever.k1=2.0"], "task.retriever.k1", "got 2.0", "built with its own"),
     (["train.warmup_steps=3", "train.schedule=constant"], "train.warmup_steps", "got 3", "constant_with_warmup"),
     (["algo.ratio_one=true", "train.old_logprobs=recompute"], "train.old_logprobs", "got recompute", "ratio_one"),

@@ -92,7 +92,7 @@ def test_a_key_of_another_retriever_is_refused_by_name(name: str, key: str) -> N
         (["task.retriever={name: remote, url: x}"], "task.retriever.url: got 'x', expected http://HOST"),
         (
             ["task.retriever.retries=9"],
-            "task.retriever.retries: got 9, which has no effect with process=inline",
+            "task.retriever.retries: got 9, which has no effect with task.retriever.name=bm25",
         ),
         (["engine.name=vlm"], "engine.name: got 'vlm', expected 'auto', "),
         (["engine=vllm_server", "hardware.processes=x"], "hardware.processes: got 'x', expected"),

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from mmrl.algorithms import ALGORITHMS
+from mmrl.cli import main
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import ConfigError, DataError
 from mmrl.report.forest import dump_forest
@@ -346,3 +347,22 @@ def test_a_table_that_fits_stays_one_table(forest):
         "  q/0#0  1       shared=1 penalty=0  0.707106 x2   0.125 x2",
     ]
     assert narrow[-1] == "calls without an entry: q/2#0, q/2#1"
+
+
+def test_a_page_has_every_call_under_every_algorithm(forest, tmp_path, capsys):
+    (tmp_path / "forest.json").write_text(json.dumps(dump_forest(forest)))
+    line = ["credit", "algo=mhgpo_fof,grpo", f"rollouts={tmp_path / 'forest.json'}"]
+    page, picture = tmp_path / "page.html", tmp_path / "page.svg"
+    for file in (page, picture):
+        assert main([*line, "algo.group_size=2", f"page={file}"]) == 0
+    for text in (page.read_text(), picture.read_text()):
+        assert all(
+            text.count(f">{call} {forest.calls[call].module}") + text.count(f"└ {call} ") for call in forest.calls
+        )
+        # Two rollouts with rewards 1 and 0, two calls each; the third failed from outside and has no entry.
+        assert text.count(">+0.71<") == 4 and text.count(">-0.71<") == 4 and text.count(">·<") == 4
+    assert "grpo: 4 entries" in page.read_text() and "q/0#0 → q/0#1" in page.read_text()
+    capsys.readouterr()
+    assert main([*line, f"page={page}"]) == 2 and main([*line, "page=x.txt"]) == 2
+    errors = capsys.readouterr().err
+    assert "page.html exists; name another file" in errors and "page: got 'x.txt', expected a file ending in" in errors

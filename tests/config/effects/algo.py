@@ -70,7 +70,7 @@ def turns(observed: bool) -> Forest:
                     "agent",
                     size,
                     observation_tokens=tools,
-                    turn_reward=None if last else (0.5 if example == "q2" else 0.3 * ((at + index) % 3)),
+                    turn_reward=None if last else (1.0 if example == "q2" else 0.3 * ((at + index) % 3)),
                     facts={"state": f"after {turn} results"},
                     **_estimates(size, at, tools if observed else 0),
                 )
@@ -313,6 +313,14 @@ def teaching(name: str, options: Options, folder: Path) -> object:
     return trees, policy and policy.base, teacher_prompts(teacher, policy)
 
 
+def standing_in(name: str, options: Options, folder: Path) -> object:
+    """The exchange of an example's plan, and the policy of the model that replies in it."""
+    teacher = {"policy": "tiny", **{key.removeprefix("teachers."): value for key, value in options.items()}}
+    algo = section(name, {"teachers": ({"name": "t", **teacher},)})
+    policy = teacher_policy(teachers_apart(algo)[0])
+    return ALGORITHMS[name].plan(algo, AGENTS, (0, 1, "q")), policy and policy.base
+
+
 # the trainer and the sampler know an algorithm by these keys alone
 acts("algo.*", "minibatches", updates, 1, 2, shared=True)
 acts("algo.*", "epochs", updates, 1, 3, shared=True)
@@ -346,7 +354,11 @@ acts("algo.ccpo", "group_size", plan, 2, 3)
 acts("algo.ccpo", "exchanged", plan, None, ("ranker",))
 acts("algo.ccpo", "reply", plan, "", "none")
 acts("algo.ccpo", "program", plan, None, "mine:Alone")
-acts("algo.ccpo", "teachers", plan, None, ({"name": "other", "policy": "tiny"},))
+acts("algo.ccpo", "teachers.name", standing_in, "t", "other")
+acts("algo.ccpo", "teachers.policy", standing_in, "tiny", "tiny_qa")
+for key in ("prompts", "rollouts"):
+    teachers = "[{name: t, policy: tiny, prompts: p.yaml, rollouts: 2}]"
+    refused("algo.ccpo", f"teachers.{key}", teachers, key, typed="algo.teachers", starts="algo.teachers: got")
 acts("algo.ccpo", "credit", credit, "bonus", "difference")
 acts("algo.ccpo", "bonus_coef", credit, 0.2, 0.5)
 acts("algo.ccpo", "success", credit, 0.5, 2.0)

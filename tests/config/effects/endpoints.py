@@ -228,7 +228,7 @@ for key, (one, other) in VALUES.items():
     acts("task.papillon", f"judge.{key}", of_judge, one, other)
     acts("task.papillon", f"external.{key}", of_external, one, other)
     acts(NOT_OPENAI, f"endpoints.{key}", of_module, one, other, shared=True)
-    acts("algo.mmgrpo", f"teachers.endpoint.{key}", of_teacher, one, other)
+    acts("algo.mmgrpo;algo.ccpo", f"teachers.endpoint.{key}", of_teacher, one, other)
     if key != "model":
         acts("engine.openai", f"endpoint.{key}", of_engine, one, other)
 acts(JUDGED, "judge.max_tokens", asked, 2048, 7)
