@@ -61,7 +61,11 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
 def overview_text(seen: Overview, width: int = 100) -> str:
     """Curve, evaluations, modules and alarms of a run."""
     total = f" of {seen.total}" if seen.total is not None else ""
-    parts = [f"{seen.name}: {seen.what}, {seen.done}{total} steps, {seen.state}", _curve_text(seen)]
+    parts = [
+        f"{seen.name}: {seen.what}, {seen.done}{total} steps, {seen.state}",
+        _kind_text(seen, width),
+        _curve_text(seen),
+    ]
     evaluations = {split: seen.evaluation_rows(split) for split in seen.splits}
     parts += [
         f"evaluations on {split} (with 95 % intervals)\n{align(rows, width=width)}"
@@ -79,6 +83,12 @@ def overview_text(seen: Overview, width: int = 100) -> str:
     parts.append(prompts_text(seen.run.path, width))
     parts.append(_further(seen))
     return "\n\n".join(part for part in parts if part)
+
+
+def _kind_text(seen: Overview, width: int) -> str:
+    """What the run was and was not, and the facts of its task."""
+    facts = facts_table(seen.summary.get("facts") or {})
+    return "\n".join([*(fill(sentence, width) for sentence in seen.kind), *filter(None, [facts])])
 
 
 def _curve_text(seen: Overview) -> str:
@@ -155,7 +165,7 @@ def finish(
     trouble = _write_report(seen)
     parts = [
         f"{seen.name}: {seen.done} steps of {seen.what} in {duration(seconds)}",
-        "\n".join(fill(sentence, width) for sentence in seen.kind) + ("\n" + facts_table(facts) if facts else ""),
+        _kind_text(seen, width),
         before_after_table(differences, split, width),
         _curve_text(seen),
     ]

@@ -30,10 +30,8 @@ from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import duration, fixed, learning, module_facts, number, series, signed
 from mmrl.report.tables import before_after_rows, interval, module_rows
-from mmrl.report.trees import (
-    TokenTexts,
-    clean,
-)
+from mmrl.report.trees import TokenTexts, clean
+from mmrl.report.trials import prompts_text
 from mmrl.secrets import hide
 from mmrl.system.files import atomic_write
 from mmrl.system.objects import readable
@@ -84,6 +82,7 @@ def write_report(seen: Overview) -> Path:
         module_curves=_module_curves(seen),
         modules=module_rows(seen.training[0], seen.training[-1], module_facts(seen.training)) if seen.modules else [],
         health=_changing(seen, {label: {key: key} for key, label in HEALTH.items()}),
+        prompts=prompts_text(seen.run.path),
         damaged=damaged,
         newest=max(seen.run.journal_steps(), default=0),
         times=_times(seen),

@@ -240,11 +240,11 @@ def made_of(reward: object, parts: Mapping[str, object]) -> str:
     return f" ({', '.join(shown)})"
 
 
-def shown_prediction(prediction: object) -> str:
-    """A prediction in a cell of a table: an agent's, which has its whole conduct in it, by its answer."""
+def shown_prediction(prediction: object, head: int = 30, tail: int = 10) -> str:
+    """The start and the end of a prediction: of one that has an answer among other things, of its answer."""
     if isinstance(prediction, Mapping) and prediction.get("answer") is not None:
         prediction = prediction["answer"]
-    return abridged(clean(prediction), 30, 10)
+    return abridged(clean(prediction), head, tail)
 
 
 def credit_line(entry: EntryFields) -> str:
@@ -279,7 +279,7 @@ def rollout_line(rollout: Rollout) -> str:
         line += " · metrics: " + ", ".join(f"{name} {short(value)}" for name, value in metrics.items())
     if rollout.fork:
         line += f" · forked at {rollout.fork}"
-    return line + f" · prediction {abridged(clean(rollout.prediction), 100, 60)}"
+    return line + f" · prediction {shown_prediction(rollout.prediction, 100, 60)}"
 
 
 def asked_lines(texts: JsonObject | None) -> list[str]:

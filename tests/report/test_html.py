@@ -166,6 +166,28 @@ def test_curves_without_values_are_empty():
     assert reward_curve([]) == evaluation_curve({}, "dev") == lines_over_steps([{"step": 1}], {"a": "b"}, "x") == ""
 
 
+def test_a_curve_of_few_steps_is_seen():
+    """One step is a point; below one window, where no mean is drawn, the values themselves are not faint."""
+    for steps in (1, 3, 9):
+        svg = reward_curve([{"step": step, "reward/mean": step / 9} for step in range(1, steps + 1)])
+        assert bool(re.search(r'clip-path="url[^"]*">\s*<use ', svg)) == (steps == 1)
+        assert ("stroke-opacity: 0.35" in svg) == (steps == 9)
+        # Steps are whole numbers, also where there is but one.
+        labels = re.findall(r">([^<>\s]+)</text>", svg)
+        assert all(label.isdigit() for label in labels[: labels.index("step")])
+
+
+def test_the_page_shows_the_prompts_of_a_search_as_mmrl_show_does(tmp_path):
+    run = fake_run(tmp_path / "run", steps=3)
+    prompt = {"instructions": "Answer <b>.", "demonstrations": []}
+    trial = {"trial": 1, "candidate": "x" * 9, "items": 4, "score": 0.5, "best": 0.5, "full": True, "failed": {}}
+    (run.path / "prompts").mkdir()
+    append_jsonl(run.path / "prompts" / "trials.jsonl", [trial | {"modules": {"a": prompt}}])
+    page = report_run(run.path).read_text()
+    assert "<h2>Prompts</h2>" in page and "+Answer &lt;b&gt;." in page
+    assert "+Answer <b>." in show_run(run.path)
+
+
 def test_a_long_curve_is_thinned():
     history = [{"step": step, "reward/mean": step % 7} for step in range(5000)]
     assert len(reward_curve(history)) < 60_000

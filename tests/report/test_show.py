@@ -30,6 +30,7 @@ def run(tmp_path_factory):
 def test_the_overview_has_curve_evaluations_modules_and_the_way_on(run):
     text = show_run(run.path)
     assert text.startswith("mhgpo_rr-hotpotqa-s0: mhgpo_rr on hotpotqa with tiny, 40 of 40 steps, stopped; continue")
+    assert "Data: the embedded mini world" in text and "Model: the shipped tiny model" in text
     assert "training reward  0." in text and "(best 0." in text and "█" in text
     assert "0     0.417 [0.357, 0.477]" in text
     assert "em       0.417  0.883      +0.467" in text
@@ -167,7 +168,7 @@ def test_penalties_are_shown_where_there_are_some():
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("where", [{}, {"step": 40}, {"step": 40, "example": "q0"}], ids=["run", "step", "example"])
-def test_all_fits_the_terminal_but_commands_to_copy(where, width, tmp_path, monkeypatch):
+def test_all_fits_the_terminal_but_paths_and_commands_to_copy(where, width, tmp_path, monkeypatch):
     """Long names, four metrics, nine facts of a module: what does not fit beside each other stands below."""
     run = fake_run(tmp_path / "run")
     shown = {f"module/{name}/{fact}": 0.123 for name in MODULES for fact in ("surprise", "kl", "clip_share")}
@@ -179,7 +180,7 @@ def test_all_fits_the_terminal_but_commands_to_copy(where, width, tmp_path, monk
     run.append_metrics(40, found | shown)
     monkeypatch.setenv("COLUMNS", str(width))
     text = show_run(run.path, **where)
-    wide = [line for line in text.splitlines() if len(line) > width and "mmrl " not in line]
+    wide = [line for line in text.splitlines() if len(line) > width and str(run.path) not in line]
     assert not wide, wide
     assert where or all(fact in text for fact in ("calls", "surprise", "clip_share", "answer_presence"))
 
