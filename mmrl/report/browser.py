@@ -152,11 +152,6 @@ def block(
     prompts: dict[str, int] = {}
     credited, entries = entries is not None, entries or ()
     largest = largest_advantage(entries)
-    # A call may stand in several groups, and a group may have calls of several examples.
-    groups: dict[str, list[str]] = {}
-    for entry in entries:
-        if entry.get("group") is not None:
-            groups.setdefault(str(entry["call"]), []).append(str(entry["group"]))
     # Ids that differ in control characters alone would be one.
     ids = [f"{clean(example) or '(empty)'}" for example in forest.examples]
     names = [name if ids.count(name) == 1 else f"{name} #{at}" for at, name in enumerate(ids, 1)]
@@ -167,7 +162,7 @@ def block(
             "scored": "reward",
             "rewards": [number(rollout.reward) for rollout in forest.rollouts if rollout.example == example],
             "failed": sum(rollout.error is not None for rollout in forest.rollouts if rollout.example == example),
-            "calls": list(_calls(trees(forest, entries, example), prompts, texts, largest, groups, credited)),
+            "calls": list(_calls(trees(forest, entries, example), prompts, texts, largest, credited)),
             "lost": [rollout_line(r) for r in forest.rollouts if r.example == example and r.leaf is None],
         }
         for name, example in zip(names, forest.examples, strict=True)
@@ -192,7 +187,6 @@ def _calls(
     prompts: dict[str, int],
     texts: TokenTexts,
     largest: float,
-    groups: Mapping[str, Sequence[str]],
     credited: bool,
     depth: int = 0,
 ) -> Iterator[dict[str, object]]:
@@ -209,8 +203,8 @@ def _calls(
             "prompt": prompts.setdefault(prompt, len(prompts)),
             "pieces": coloured(call, node.entries, texts, largest),
             "credit": node.credit if credited else [],
-            "groups": groups.get(call.id, ()),
+            "groups": [str(one["group"]) for one in node.entries if one.get("group") is not None],
             "reward": number(entry.get("reward")),
             "outcomes": node.outcomes,
         }
-        yield from _calls(node.children, prompts, texts, largest, groups, credited, depth + 1)
+        yield from _calls(node.children, prompts, texts, largest, credited, depth + 1)

@@ -5,13 +5,18 @@ Part of `report`; pure. Credit entries are the mappings that the journal returns
 
 from __future__ import annotations
 
+import io
 import math
-import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeAlias
+
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
 
 from mmrl.errors import ParseFailure
 from mmrl.records import Call, Forest, Rollout
@@ -191,16 +196,13 @@ def trees(forest: Forest, entries: Sequence[EntryFields], example: str) -> list[
 def telling_examples(forest: Forest, count: int) -> list[str]:
     """Examples worth reading first: rewards that differ between rollouts, then a failure, then any."""
     rewards: dict[str, list[float]] = {}
-    failed: dict[str, int] = {}
     for rollout in forest.rollouts:
         rewards.setdefault(rollout.example, []).append(rollout.reward or 0.0)
-        failed[rollout.example] = failed.get(rollout.example, 0) + (rollout.error is not None)
-    ranges = {example: max(values) - min(values) for example, values in rewards.items()}
-    order = {example: index for index, example in enumerate(forest.examples)}
     # Where rollouts of one question differ, there is something to learn from.
-    by_range = sorted(order, key=lambda example: (-ranges[example], order[example]))
-    by_failure = sorted((e for e in order if failed[e]), key=lambda example: (-failed[example], order[example]))
-    return list(dict.fromkeys([*by_range[: max(count - 1, 1)], *by_failure[:1], *by_range]))[:count]
+    by_range = sorted(rewards, key=lambda example: min(rewards[example]) - max(rewards[example]))
+    failed = Counter(rollout.example for rollout in forest.rollouts if rollout.error is not None)
+    by_failure = [example for example, _ in failed.most_common(1)]
+    return list(dict.fromkeys([*by_range[: max(count - 1, 1)], *by_failure, *by_range]))[:count]
 
 
 def clean(text: object) -> str:
@@ -304,55 +306,41 @@ def render_example(
     """
     rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
     where = f"example {example} · step {forest.step} · " if entries is not None else ""
-    lines = [f"{where}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"]
-    for line in asked_lines(texts):
-        _wrap(line, "", width, lines)
+    head = f"{where}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"
+    parts: list[str | Tree] = ["\n".join([head, *asked_lines(texts)])]
     for root in trees(forest, entries or (), example):
-        lines += [""]
-        _render(root, "", "", None, width, lines, credited=entries is not None)
+        parts += ["", _drawn(root, None, credited=entries is not None)]
     # A rollout that failed before its first call is on no path of the tree.
-    lost = [rollout for rollout in rollouts if rollout.leaf is None]
-    if lost:
-        lines += ["", "without any call:"] + [f"  {rollout_line(rollout)}" for rollout in lost]
-    return "\n".join(lines)
+    if lost := [rollout for rollout in rollouts if rollout.leaf is None]:
+        parts += ["", "\n".join(["without any call:", *(f"  {rollout_line(rollout)}" for rollout in lost)])]
+    # Plain text, so that what is copied or piped is the same. A level takes four columns: lines of deep trees overflow.
+    deepest = max((len(forest.path(rollout)) for rollout in rollouts), default=0)
+    screen = Console(file=io.StringIO(), width=max(width, 4 * deepest + 30), color_system=None)
+    with screen.capture() as captured:
+        for part in parts:
+            screen.print(part, markup=False, highlight=False, emoji=False)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def _render(
-    node: Node, first: str, rest: str, shared: Prompt | None, width: int, lines: list[str], credited: bool = True
-) -> None:
-    """Append the text of a node: `first` before its first line, `rest` before all others.
+def _drawn(node: Node, shared: Prompt | None, credited: bool) -> Tree:
+    """A call and those after it.
 
     Args:
-        shared: prompt of the sibling before, so that a shared prompt is printed once.
+        shared: prompt of the sibling before: where this call has it too, it is not shown again.
     """
     call = node.call
-    state = f" · {node.state}" if node.state else ""
-    lines.append(f"{first}{node.name} · {node.ended}{state}  [{call.id}]")
-    inner = rest + ("│ " if node.children else "  ")
-    # Siblings of a fork have one prompt; repeated it would bury what differs.
-    if (call.prompt_ids, call.prompt_text) == shared:
-        lines.append(f"{inner}asked: as above")
-    elif call.prompt_text:
-        _wrap(f"asked: {abridged(clean(call.prompt_text))}", inner, width, lines)
-    _wrap(f"said:  {abridged(clean(call.text), 300, 100) or '(nothing)'}", inner, width, lines)
-    if node.facts:
-        _wrap(f"facts: {node.facts}", inner, width, lines)
-    for line in [*(node.credit if credited else []), *(f"⇒ {outcome}" for outcome in node.outcomes)]:
-        _wrap(line, inner, width, lines)
-    before: Prompt | None = None
-    for index, child in enumerate(node.children):
-        last = index == len(node.children) - 1
-        _render(
-            child, rest + ("└─ " if last else "├─ "), rest + ("   " if last else "│  "), before, width, lines, credited
-        )
+    prompt = (call.prompt_ids, call.prompt_text)
+    lines = [f"{node.name} · {node.ended}{f' · {node.state}' if node.state else ''}  [{call.id}]"]
+    if prompt == shared or call.prompt_text:
+        lines.append(f"asked: {'as above' if prompt == shared else abridged(clean(call.prompt_text))}")
+    lines.append(f"said:  {abridged(clean(call.text), 300, 100) or '(nothing)'}")
+    lines += [f"facts: {node.facts}"] if node.facts else []
+    lines += [*(node.credit if credited else []), *(f"⇒ {outcome}" for outcome in node.outcomes)]
+    drawn, before = Tree(Text("\n".join(lines))), None
+    for child in node.children:
+        drawn.children.append(_drawn(child, before, credited))
         before = (child.call.prompt_ids, child.call.prompt_text)
-
-
-def _wrap(text: str, indent: str, width: int, lines: list[str]) -> None:
-    # Deep trees leave no room; 30 columns stay readable even where lines then overflow.
-    room = max(width - len(indent), 30)
-    wrapped = textwrap.wrap(text, room, subsequent_indent="       ", break_on_hyphens=False) or [""]
-    lines += [indent + line for line in wrapped]
+    return drawn
 
 
 def visible(value: str) -> str:

@@ -71,12 +71,23 @@ def test_the_tree_of_an_example(run):
     rewriter, reranker, first, second = (text.index(f"[q0/{name}]") for name in ("0#0", "0#1", "0#2", "1#2"))
     assert rewriter < reranker < first < second
     assert text.count("[q0/0#1]") == 1  # a shared call is shown once
-    assert "├─ answerer" in text and "└─ answerer" in text
+    assert "├── answerer" in text and "└── answerer" in text
     assert "asked: as above" in text
     assert "reward 0.750 = shared 0.800 + penalty -0.050 · group q0|rewriter (n 2, mean 0.500, std 0.300)" in text
     assert "advantage +0.830" in text
     assert "⇒ q0/1 reward 0.000 = answer 0.000 · metrics: em 0.000" in text
-    assert "characters…]" in text.replace("\n│       ", "")
+    assert "characters…]" in re.sub(r"\n[│ ]+", " ", text)
+
+
+def test_a_deep_tree_is_shown_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    grow = Grow(("a",))
+    grow.chain("q/0", "a" * 40, 1.0)
+    with RunDir.create(tmp_path / "run", CONFIG, []) as run:
+        write_step(run, grow.forest, step=1)
+    lines = show_run(run.path, example="q").splitlines()
+    assert sum("└── a #" in line for line in lines) == 39
+    assert lines[-2].strip().startswith("⇒ q/0 reward 1.000")
 
 
 def test_without_a_step_the_last_one_with_the_example_is_taken(run):
