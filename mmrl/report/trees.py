@@ -5,7 +5,6 @@ Part of `report`; pure. Credit entries are the mappings that the journal returns
 
 from __future__ import annotations
 
-import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeAlias
 
-from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
@@ -22,6 +20,7 @@ from mmrl.errors import ParseFailure
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.journal import Prompt
 from mmrl.report.stats import number, short, signed
+from mmrl.report.text import drawn
 from mmrl.system.files import JsonObject
 
 if TYPE_CHECKING:
@@ -309,20 +308,16 @@ def render_example(
     head = f"{where}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"
     parts: list[str | Tree] = ["\n".join([head, *asked_lines(texts)])]
     for root in trees(forest, entries or (), example):
-        parts += ["", _drawn(root, None, credited=entries is not None)]
+        parts += ["", _tree(root, None, credited=entries is not None)]
     # A rollout that failed before its first call is on no path of the tree.
     if lost := [rollout for rollout in rollouts if rollout.leaf is None]:
         parts += ["", "\n".join(["without any call:", *(f"  {rollout_line(rollout)}" for rollout in lost)])]
-    # Plain text, so that what is copied or piped is the same. A level takes four columns: lines of deep trees overflow.
+    # A level takes four columns: lines of deep trees overflow.
     deepest = max((len(forest.path(rollout)) for rollout in rollouts), default=0)
-    screen = Console(file=io.StringIO(), width=max(width, 4 * deepest + 30), color_system=None)
-    with screen.capture() as captured:
-        for part in parts:
-            screen.print(part, markup=False, highlight=False, emoji=False)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    return drawn(parts, max(width, 4 * deepest + 30))
 
 
-def _drawn(node: Node, shared: Prompt | None, credited: bool) -> Tree:
+def _tree(node: Node, shared: Prompt | None, credited: bool) -> Tree:
     """A call and those after it.
 
     Args:
@@ -336,11 +331,11 @@ def _drawn(node: Node, shared: Prompt | None, credited: bool) -> Tree:
     lines.append(f"said:  {abridged(clean(call.text), 300, 100) or '(nothing)'}")
     lines += [f"facts: {node.facts}"] if node.facts else []
     lines += [*(node.credit if credited else []), *(f"⇒ {outcome}" for outcome in node.outcomes)]
-    drawn, before = Tree(Text("\n".join(lines))), None
+    tree, before = Tree(Text("\n".join(lines))), None
     for child in node.children:
-        drawn.children.append(_drawn(child, before, credited))
+        tree.children.append(_tree(child, before, credited))
         before = (child.call.prompt_ids, child.call.prompt_text)
-    return drawn
+    return tree
 
 
 def visible(value: str) -> str:
