@@ -25,12 +25,8 @@ class Advice:
 
     def text(self, now: float = 0.0, then: float = 0.0, what: str = "") -> str:
         """Both halves as one line, its numbers filled in."""
-        return f"{self.filled(now, then, what)}; {self.change}"
-
-    def filled(self, now: float = 0.0, then: float = 0.0, what: str = "") -> str:
-        """`seen`, its numbers filled in."""
         text = self.seen if what else self.seen.replace(" ({what})", "")
-        return text.format(
+        seen = text.format(
             only_share=f"only {now:.0%}" if now else "none",
             now=short(now),
             then=short(then),
@@ -39,6 +35,7 @@ class Advice:
             ratio=f"{now / then:.0%}" if then else "-",
             what=what,
         )
+        return f"{seen}; {self.change}"
 
 
 _LATER = "if reward has stopped rising, raise algo.temperature"

@@ -10,6 +10,7 @@ import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mmrl.errors import MmrlError
 from mmrl.records import Forest
@@ -19,7 +20,6 @@ from mmrl.report.stats import number, short
 from mmrl.report.trees import (
     EntryFields,
     Node,
-    TokenTexts,
     abridged,
     asked_lines,
     clean,
@@ -31,6 +31,9 @@ from mmrl.report.trees import (
 )
 from mmrl.secrets import hide
 from mmrl.system.files import JsonObject
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 ROLLOUTS = 10_000
 """Rollouts that go into a page, and"""
@@ -53,7 +56,7 @@ class Block:
     """base64 of gzip of JSON: `prompts`, and `examples` with their calls in the order of the trees."""
 
 
-def blocks(seen: Overview, texts: TokenTexts, damaged: list[str]) -> list[Block]:
+def blocks(seen: Overview, tokenizer: Tokenizer | None, damaged: list[str]) -> list[Block]:
     """Blocks of a run within `ROLLOUTS` and `SIZE`, in the order of steps; damaged ones are left out.
 
     A block is the journal of a training step; an evaluation of a training run, with what was predicted for each item;
@@ -86,7 +89,7 @@ def blocks(seen: Overview, texts: TokenTexts, damaged: list[str]) -> list[Block]
                 damaged.append(str(error))
                 continue
             one, count_of = (
-                block(forest, entries if of is None else None, texts, asked, key, where),
+                block(forest, entries if of is None else None, tokenizer, asked, key, where),
                 len(forest.rollouts),
             )
         if count > 1 and (rollouts + count_of > ROLLOUTS or size + len(one.data) > SIZE):
@@ -139,7 +142,7 @@ def item_block(items: Sequence[Item], asked: Mapping[str, JsonObject], key: str,
 def block(
     forest: Forest,
     entries: Sequence[EntryFields] | None,
-    texts: TokenTexts,
+    tokenizer: Tokenizer | None,
     asked: Mapping[str, JsonObject],
     key: str,
     where: str,
@@ -162,7 +165,7 @@ def block(
             "scored": "reward",
             "rewards": [number(rollout.reward) for rollout in forest.rollouts if rollout.example == example],
             "failed": sum(rollout.error is not None for rollout in forest.rollouts if rollout.example == example),
-            "calls": list(_calls(trees(forest, entries, example), prompts, texts, largest, credited)),
+            "calls": list(_calls(trees(forest, entries, example), prompts, tokenizer, largest, credited)),
             "lost": [rollout_line(r) for r in forest.rollouts if r.example == example and r.leaf is None],
         }
         for name, example in zip(names, forest.examples, strict=True)
@@ -185,7 +188,7 @@ def _packed(key: str, label: str, prompts: Sequence[str], examples: Sequence[Map
 def _calls(
     nodes: Iterable[Node],
     prompts: dict[str, int],
-    texts: TokenTexts,
+    tokenizer: Tokenizer | None,
     largest: float,
     credited: bool,
     depth: int = 0,
@@ -201,10 +204,10 @@ def _calls(
             "facts": " · ".join(filter(None, [node.ended, node.facts])),
             "state": node.state,
             "prompt": prompts.setdefault(prompt, len(prompts)),
-            "pieces": coloured(call, node.entries, texts, largest),
+            "pieces": coloured(call, node.entries, tokenizer, largest),
             "credit": node.credit if credited else [],
             "groups": [str(one["group"]) for one in node.entries if one.get("group") is not None],
             "reward": number(entry.get("reward")),
             "outcomes": node.outcomes,
         }
-        yield from _calls(node.children, prompts, texts, largest, credited, depth + 1)
+        yield from _calls(node.children, prompts, tokenizer, largest, credited, depth + 1)

@@ -124,7 +124,7 @@ def parse_forest(text: str, source: str) -> Forest:
         DataError: not JSON, or malformed records; one sentence per problem, each with the source and the record's id.
     """
     try:
-        raw = json.loads(text, object_pairs_hook=_no_duplicates)
+        raw = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{source}:{error.lineno}: not JSON ({error.msg})") from None
     except (ValueError, RecursionError) as error:
@@ -173,15 +173,6 @@ def _written(record: Call | Rollout, form: type[_Form], nullable: Sequence[str])
         for key, value in values.items()
         if key in kept or key in nullable
     }
-
-
-def _no_duplicates(pairs: list[tuple[str, object]]) -> JsonObject:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        names = [key for key, _ in pairs]
-        repeated = next(key for key in names if names.count(key) > 1)
-        raise ValueError(f"the key '{repeated}' occurs twice in the record with id {record.get('id')!r}")
-    return record
 
 
 def _read(raw: object, source: str) -> Forest:

@@ -30,7 +30,7 @@ from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import duration, fixed, learning, module_facts, number, series, signed
 from mmrl.report.tables import before_after_rows, interval, module_rows
-from mmrl.report.trees import TokenTexts, clean
+from mmrl.report.trees import clean, read_tokenizer
 from mmrl.report.trials import prompts_text
 from mmrl.secrets import hide
 from mmrl.system.files import atomic_write
@@ -62,9 +62,9 @@ TIMES = ("generate", "retrieve", "credit", "update", "overhead")
 
 def write_report(seen: Overview) -> Path:
     """Write `report.html` into the run directory; returns its path."""
-    texts = _token_texts(seen)
+    folders = [*sorted(seen.run.checkpoints.glob("checkpoint-*")), Path(located(str(seen.get("model.path", ""))))]
     damaged: list[str] = []
-    blocks, script = browser.blocks(seen, texts, damaged), _script()
+    blocks, script = browser.blocks(seen, read_tokenizer(folders), damaged), _script()
     page = rendered(
         "run.html",
         blocks=blocks,
@@ -200,11 +200,3 @@ def _times(seen: Overview) -> list[list[str]]:
         if len(values):
             rows.append([name, duration(median(values)), f"{sum(values) / max(sum(steps), 1e-12):.0%}"])
     return [*rows, ["step", duration(median(steps)), ""]]
-
-
-# --- examples
-
-
-def _token_texts(seen: Overview) -> TokenTexts:
-    base = str(seen.get("model.path", ""))
-    return TokenTexts.of([*sorted(seen.run.checkpoints.glob("checkpoint-*")), Path(located(base))])

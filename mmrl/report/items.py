@@ -147,15 +147,13 @@ def example_text(seen: Overview, example: str, step: int | None, width: int) -> 
     if results:
         texts = run.examples.get((next(iter(results))[0], example))
         return "\n\n".join([_item_text(example, results, width, texts), *_item_trees(run, example, results, width)])
-    evaluated_ids = [item["id"] for items in evaluated.values() for item in items]
-    near = nearest(example, [*ids, *evaluated_ids])
-    if step is not None:
-        listed = list(ids or dict.fromkeys(evaluated_ids))
-        some = f"{len(listed)} examples of step {step}{near} (first: {', '.join(map(clean, listed[:3]))})"
-        raise ConfigError(f"example: got '{example}', expected one of the {some}")
-    where = f"none of the {len(steps)} journalled steps" if steps else "no evaluation"
-    way = f" (ids of a step: mmrl show {run.path} step={steps[0] if steps else next(iter(evaluated))[1]})"
-    raise ConfigError(f"example: got '{example}', which {where} has{near}{way}")
+    ids |= dict.fromkeys(item["id"] for items in evaluated.values() for item in items)
+    at = step if step is not None else steps[0] if steps else next(iter(evaluated))[1]
+    where = f"step {step}" if step is not None else f"{len(steps)} journals and {len(evaluated)} evaluations"
+    first, near = ", ".join(map(clean, list(ids)[:3])), nearest(example, list(ids))
+    raise ConfigError(
+        f"example: got '{example}', which is not in {where}{near} (first: {first}; all: mmrl show {run.path} step={at})"
+    )
 
 
 def _item_text(example: str, results: Mapping[tuple[str, int], Item], width: int, texts: JsonObject | None) -> str:

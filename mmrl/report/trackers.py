@@ -52,11 +52,6 @@ class Trackers:
         self._warn = warn
         self._calls = calls
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Trackers still on."""
-        return tuple(self._started)
-
     def log(self, step: int, metrics: Mapping[str, object]) -> None:
         """Pass the finite numbers of one step on."""
         finite = {key: value for key, raw in metrics.items() if (value := number(raw)) is not None}

@@ -42,48 +42,34 @@ Piece: TypeAlias = tuple[str, int]
 """A part of a completion and its shade."""
 
 
-class TokenTexts:
-    """What tokens of a completion look like, by a `tokenizer.json`; without one a completion is one piece.
+def read_tokenizer(folders: Iterable[Path]) -> Tokenizer | None:
+    """The tokenizer of the first of `folders` that has one which can be read."""
+    # The library that transformers uses; by itself it loads in a moment.
+    from tokenizers import Tokenizer
 
-    Args:
-        file: None: there is none.
+    for folder in folders:
+        try:
+            return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception:  # the library raises no type of its own
+            continue
+    return None
+
+
+def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, int]]:
+    """Texts whose sequence is the completion, each with how many tokens it has.
+
+    A letter may be spread over several tokens, which are then one piece.
     """
-
-    def __init__(self, file: Path | None):
-        self._tokenizer: Tokenizer | None = None
-        if file is not None:
-            # The library that transformers uses; by itself it loads in a moment.
-            from tokenizers import Tokenizer
-
-            self._tokenizer = Tokenizer.from_file(str(file))
-
-    @classmethod
-    def of(cls, folders: Iterable[Path]) -> TokenTexts:
-        """By the first of `folders` that has a tokenizer which can be read."""
-        for folder in folders:
-            try:
-                return cls(folder / "tokenizer.json")
-            except Exception:  # the library raises no type of its own
-                continue
-        return cls(None)
-
-    def pieces(self, ids: Sequence[int]) -> list[tuple[str, int]]:
-        """Texts whose sequence is the completion, each with how many tokens it has; empty without a tokenizer.
-
-        A letter may be spread over several tokens, which are then one piece.
-        """
-        if self._tokenizer is None:
-            return []
-        parts: list[tuple[str, int]] = []
-        before, first = "", 0
-        for at in range(1, len(ids) + 1):
-            # With the token before: some tokenizers drop the space of a text's first token.
-            text = self._tokenizer.decode(list(ids[max(first - 1, 0) : at]), skip_special_tokens=False)
-            if text.endswith("\ufffd") and at < len(ids):
-                continue
-            parts.append((text[len(before) :], at - first))
-            before, first = self._tokenizer.decode([ids[at - 1]], skip_special_tokens=False), at
-        return parts
+    parts: list[tuple[str, int]] = []
+    before, first = "", 0
+    for at in range(1, len(ids) + 1):
+        # With the token before: some tokenizers drop the space of a text's first token.
+        text = tokenizer.decode(list(ids[max(first - 1, 0) : at]), skip_special_tokens=False)
+        if text.endswith("\ufffd") and at < len(ids):
+            continue
+        parts.append((text[len(before) :], at - first))
+        before, first = tokenizer.decode([ids[at - 1]], skip_special_tokens=False), at
+    return parts
 
 
 def shade(advantage: float, largest: float) -> int:
@@ -98,16 +84,19 @@ def largest_advantage(entries: Sequence[EntryFields]) -> float:
     return max((abs(value) for value in sizes if value is not None), default=0.0)
 
 
-def coloured(call: Call, entries: Sequence[EntryFields], texts: TokenTexts, largest: float) -> list[Piece]:
-    """The completion in pieces of one shade each: one piece where all tokens have the same advantage."""
+def coloured(call: Call, entries: Sequence[EntryFields], tokenizer: Tokenizer | None, largest: float) -> list[Piece]:
+    """The completion in pieces of one shade each.
+
+    One piece where all tokens have the same advantage, or nothing says what each token is.
+    """
     values = [number(value) or 0.0 for value in entries[0].get("advantages", ())] if entries else []
-    tokens = texts.pieces(call.completion_ids) if values and min(values) != max(values) else []
-    if not tokens or len(values) != len(call.completion_ids):
-        # Also of values that belong to other tokens than those that are here.
+    # Values may belong to other tokens than those that are here.
+    apart = len(set(values)) > 1 and len(values) == len(call.completion_ids)
+    if tokenizer is None or not apart:
         return [(abridged(clean(call.text), 1200, 400), shade(fmean(values), largest) if values else 0)]
     pieces: list[Piece] = []
     at, left_out, (head, tail) = 0, False, TOKENS
-    for text, count in tokens:
+    for text, count in token_texts(call.completion_ids, tokenizer):
         level = shade(fmean(values[at : at + count]), largest)
         if at < head or at >= len(values) - tail:
             same = bool(pieces) and pieces[-1][1] == level

@@ -18,10 +18,11 @@ from mmrl.report.html import report_run
 from mmrl.report.journal import write_step
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.trees import TokenTexts, asked_lines
+from mmrl.report.trees import asked_lines
 from tests.helpers.runs import CONFIG, fake_run, forest
 
-PLAIN = TokenTexts(None)
+PLAIN = None
+"""No tokenizer: a completion is one piece."""
 
 
 def content(block):

@@ -22,7 +22,7 @@ from mmrl.report.html import report_run
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import BLOCKS
-from mmrl.report.trees import TokenTexts, coloured, shade, telling_examples
+from mmrl.report.trees import coloured, read_tokenizer, shade, telling_examples, token_texts
 from mmrl.system.files import append_jsonl
 from tests.helpers.runs import CONFIG, fake_run, forest, items, metrics
 
@@ -272,9 +272,9 @@ def test_curves_that_agree_are_both_seen_and_the_legend_is_above_them():
 
 
 def test_the_tokens_of_a_completion_are_coloured_by_their_advantage():
-    texts = TokenTexts.of([Path("nowhere"), ASSETS / "tiny"])
+    texts = read_tokenizer([Path("nowhere"), ASSETS / "tiny"])
     ids = Tokenizer.from_file(str(ASSETS / "tiny" / "tokenizer.json")).encode("It may be Gr\u00fcn or 1902").ids
-    pieces = texts.pieces(ids)
+    pieces = token_texts(ids, texts)
     assert "".join(text for text, _ in pieces) == "It may be Gr\u00fcn or 1902" and len(pieces) > 5
     assert sum(count for _, count in pieces) == len(ids)
     call = Call(
@@ -285,7 +285,7 @@ def test_the_tokens_of_a_completion_are_coloured_by_their_advantage():
     assert [level for _, level in shown] == [-2, 4] and "".join(text for text, _ in shown).startswith("It may")
     # One advantage, or no tokenizer: one piece.
     assert coloured(call, [{"advantages": [0.3] * len(ids)}], texts, 1.0) == [("x", 2)]
-    assert coloured(call, [{"advantages": values}], TokenTexts(None), 1.0) == [("x", shade(fmean(values), 1.0))]
+    assert coloured(call, [{"advantages": values}], None, 1.0) == [("x", shade(fmean(values), 1.0))]
     assert coloured(call, [], texts, 1.0) == [("x", 0)]
     long = Call(
         id="a", example="e", parent=None, module="m", completion_tokens=900, completion_ids=tuple(ids[:1] * 900)

@@ -111,9 +111,13 @@ def test_a_models_text_cannot_drive_the_terminal(run):
         (
             {"example": "q11"},
             ConfigError,
-            r"got 'q11', which none of the 3 journalled steps has; did you mean",
+            r"got 'q11', which is not in 3 journals and 5 evaluations; did you mean",
         ),
-        ({"example": "Q0", "step": 40}, ConfigError, r"example: got 'Q0', expected one of the 3 examples of step 40"),
+        (
+            {"example": "Q0", "step": 40},
+            ConfigError,
+            r"got 'Q0', which is not in step 40 \(first: q0, q1, q2; all: mmrl",
+        ),
         ({"step": 7}, CheckpointError, r"no journal of step 7; journals exist for steps 38 to 40"),
         ({"example": "q0", "step": 7}, CheckpointError, r"no journal of step 7"),
     ],
@@ -249,8 +253,8 @@ def test_the_items_of_an_evaluation_and_the_calls_of_one(evaluated):
     assert "rewriter · 3 tokens" in one and "credit" not in one
     for arguments, words in (
         ({"step": 3}, "no journal of step 3; evaluations of step 0"),
-        ({"example": "d77"}, "which no evaluation has; did you mean"),
-        ({"example": "q7", "step": 0}, "expected one of the 12 examples of step 0"),
+        ({"example": "d77"}, "which is not in 0 journals and 1 evaluations; did you mean"),
+        ({"example": "q7", "step": 0}, "which is not in step 0"),
     ):
         with pytest.raises((CheckpointError, ConfigError), match=words):
             show_run(evaluated.path, **arguments)
