@@ -4,7 +4,8 @@ import shutil
 import pytest
 
 from mmrl.cli import main
-from mmrl.report.rundir import RunDir, comparable
+from mmrl.report.rundir import RunDir
+from scripts.chaos.compare import comparable
 from tests.helpers.runs import command
 
 

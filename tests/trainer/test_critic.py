@@ -13,9 +13,9 @@ from mmrl.config import LoraConfig
 from mmrl.config.algo import PpoConfig
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
 from mmrl.models.policy import newest_checkpoint
-from mmrl.report.rundir import comparable
 from mmrl.trainer.critic import Critic
 from mmrl.trainer.objective import value_loss
+from scripts.chaos.compare import comparable
 from tests.helpers.trainer_cases import (
     LORA,
     gradients,
