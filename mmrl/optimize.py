@@ -153,8 +153,8 @@ class MMRL(Teleprompter):
     def _resume(self, student: dspy.Module, train: list[dspy.Example], dev: list[dspy.Example], folder: Path) -> Path:
         """Continue a run with the objects that it was given."""
         from mmrl.run.build import forget_task
+        from mmrl.run.session import resume
         from mmrl.run.settle import stored_config
-        from mmrl.run.start import resume
 
         in_turn = rows_of(folder)
         run = RunDir.read(in_turn[0] if in_turn else folder)

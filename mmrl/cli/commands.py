@@ -10,13 +10,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmrl.cli import credit_commands as credit_commands  # declares its commands
-from mmrl.cli.app import HYDRA_FLAGS, SETTINGS, JsonFlag, app
-from mmrl.cli.before_commands import index_app
 from mmrl.errors import ConfigError, MmrlError
 
 if TYPE_CHECKING:
@@ -25,6 +22,17 @@ if TYPE_CHECKING:
 
 WORKER = "worker"
 """The hidden command of one process of a run of several."""
+# Typer would report an unknown option at once and alone; passed on, it is named together with all other mistakes.
+SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+HYDRA_FLAGS = """\b
+Flags:
+  -m                   a sweep: a key takes several values, one run for every combination
+  --config-dir FOLDER  configs of your own, before conf/ here and the shipped ones
+  --cfg job            print the composed config and stop"""
+JsonFlag = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+# Errors and help are plain text: rich would read `run.report_to=[wandb]` as markup.
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
@@ -61,20 +69,18 @@ def train(context: typer.Context) -> int:
     line = overrides.read_line(context.args, own=("resume", "from"))
     if "resume" in line.own:
         overrides.refuse_beside_resume(line, "train.steps")
+        from mmrl.run import session
+
         folder = Path(line.own["resume"])
         if line.overrides:
-            from mmrl.run.session import extend
-
-            extend(folder, overrides.typed_value(line.overrides[0]) or "")
+            session.extend(folder, overrides.typed_value(line.overrides[0]) or "")
         from mmrl.models.policy import SET
 
         if (folder / SET).is_file():
             from mmrl.sets.chain import go_on
 
             return go_on(folder, configs.stored_chain(folder))
-        from mmrl.run.start import resume
-
-        return resume(folder)
+        return session.resume(folder)
     if line.prints:
         hydra.print_job("train", line)
         return 0
@@ -114,7 +120,6 @@ def evaluate(context: typer.Context) -> int:
       mmrl eval -m policy=tiny task=hotpotqa,2wiki,musique
     """
     from mmrl.cli import configs, hydra, overrides
-    from mmrl.config import EvalCommandConfig
 
     line = overrides.read_line(context.args, own=("resume",))
     if "resume" in line.own:
@@ -125,7 +130,7 @@ def evaluate(context: typer.Context) -> int:
     if line.prints:
         hydra.print_job("eval", line)
         return 0
-    jobs = configs.configs("eval", EvalCommandConfig, line)
+    jobs = configs.eval_configs(line)
     from mmrl.run.check import check_all
     from mmrl.run.eval import evaluate_columns, evaluate_policy
 
@@ -270,6 +275,41 @@ def _set_request(context: typer.Context, keys: Sequence[str]) -> tuple[SetReques
     return request, lambda command, words: configs.set_config(command, words, line.config_dir)
 
 
+@app.command(
+    context_settings=SETTINGS,
+    options_metavar="rollouts=FILE algo=A[,B] | run=RUN_DIR [step=N] [algo=A,B] [KEY=VALUE ...]",
+)
+def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
+    """Print rewards, groups, advantages and weights of recorded rollouts; no task, no model, no torch.
+
+    Of a run's step: what it was trained on, with all settings of the run, compared with its journal. Without a step:
+    whether each step's credit is what it was trained on, and how like it that of other algorithms is.
+
+    \b
+    Keys:
+      rollouts=FILE   a forest file, or one step of a run's journal
+      run=RUN_DIR     a training run, in place of a file
+      step=N          a step of that run; all of them
+      algo=A,B        algorithms, side by side; a run's own keeps the run's settings, and is the one if left out
+      algo.*          settings of the algorithms: algo.group_size=4
+      page=FILE       also a page (.html), or its picture alone (.svg): calls against algorithms
+      seed=           of the algorithm's own choices; of a run: the run's
+      plugins=        packages that add algorithms
+
+    \b
+    Examples:
+      mmrl credit algo=mhgpo_fof rollouts=forest.json
+      mmrl credit algo=grpo,dr_mas,gigpo,ccpo rollouts=forest.json page=credit.html
+      mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN step=40
+      mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN step=40 algo=mhgpo_rr,grpo --json
+      mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN algo=mhgpo_fof,grpo
+    """
+    from mmrl.cli.hydra import credit_request
+    from mmrl.run.credit import credit_command
+
+    return credit_command(credit_request(context.args), as_json)
+
+
 @app.command(context_settings=SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")
 def export(context: typer.Context) -> int:
     """Write a run's weights for other libraries: tokenizer, chat template, DSPy prompts and a model card beside them.
@@ -292,24 +332,11 @@ def export(context: typer.Context) -> int:
       mmrl export outputs/hotpotqa/mhgpo_rr/RUN out=exported/adapter form=adapter checkpoint=best
       mmrl export outputs/dspy/mmgrpo/RUN out=exported/agent push=ORG/agent private=false
     """
-    from mmrl.cli.arguments import ExportArguments, read_arguments
-    from mmrl.system.files import user_path
-
-    given = read_arguments("mmrl export", ExportArguments, context.args, name="run_dir", called="RUN_DIR")
-    from mmrl.run.export import ExportRequest
+    from mmrl.cli.arguments import read_arguments
+    from mmrl.run.export import ExportArguments
     from mmrl.run.export import export as write
 
-    return write(
-        ExportRequest(
-            run=user_path(given.run_dir),
-            out=user_path(given.out),
-            checkpoint=given.checkpoint,
-            form=given.form,
-            module=given.module,
-            push=given.push,
-            private=given.private,
-        )
-    )
+    return write(read_arguments("mmrl export", ExportArguments, context.args, name="run_dir", called="RUN_DIR"))
 
 
 @app.command(context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]")
@@ -323,7 +350,6 @@ def serve(context: typer.Context) -> int:
       token_env=NAME             environment variable with the token that every request must bring; needed with any
                                  host that other machines reach
       name=                      the model's name in requests: policy; with weights per module policy/MODULE
-      parent=PID                 end when this process is gone
       model= hardware= engine=   how the policy is loaded and samples, as in `mmrl eval`
 
     \b
@@ -333,15 +359,13 @@ def serve(context: typer.Context) -> int:
       mmrl serve policy=RUN host=0.0.0.0 token_env=SERVE_TOKEN engine=vllm_server
     """
     from mmrl.cli import configs, overrides
-    from mmrl.cli.arguments import read_arguments
-    from mmrl.config import EvalCommandConfig
     from mmrl.run.serve import ServeArguments, serve_policy
 
     line = overrides.read_line(context.args, own=tuple(ServeArguments.model_fields))
     if line.switches:
         raise ConfigError(f"{' '.join(line.switches)}: not for mmrl serve, which serves one policy")
-    given = read_arguments("mmrl serve", ServeArguments, [f"{key}={value}" for key, value in line.own.items()])
-    (config,) = configs.configs("eval", EvalCommandConfig, line)
+    given = line.section(ServeArguments)
+    (config,) = configs.eval_configs(line)
     return serve_policy(config, given, line.keys)
 
 
@@ -378,24 +402,3 @@ def worker() -> int:
         if (rank := os.environ.get("RANK", "0")) != "0":
             print(f"process {rank}:", file=sys.stderr)
         raise
-
-
-app.add_typer(index_app, name="index", context_settings={"help_option_names": ["-h", "--help"]})
-# In the order in which errors list them.
-COMMANDS = (
-    "train",
-    "eval",
-    "show",
-    "report",
-    "compare",
-    "table",
-    "credit",
-    "plan",
-    "doctor",
-    "export",
-    "index",
-    "fetch",
-    "serve",
-    "serve-retriever",
-    "new-task",
-)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.cli.arguments import CommandLine
-from mmrl.cli.hydra import composed, import_plugins_of, through_hydra
+from mmrl.cli.hydra import composed, through_hydra
 from mmrl.cli.overrides import expand, hydra_value, parse, read_line
 from mmrl.config import (
     EvalCommandConfig,
@@ -33,30 +33,24 @@ if TYPE_CHECKING:
     from mmrl.sets.sweep import Job
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
-OF_A_STAGE = ("algo", "train", "model", "hardware", "engine", "eval.every", "run.doctor")
+OF_A_STAGE = ("algo.", "train.", "model.", "hardware.", "engine.", "eval.every.", "run.doctor.")
 """What may differ between the stages of a run. They evaluate the same items, so that they can be compared."""
+FIXED = ("algo", "algo.name")
+WEIGHTS = ("model", "model.path", "model.name", "model.revision")
+"""Of a later stage: those of the one before."""
 
 
-def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[ConfigT]:
-    """Every job's config, validated; the problems of all jobs together, each once."""
-
-    def build(raw: Mapping[str, object], job: Sequence[str]) -> ConfigT:
-        if command == "eval" and isinstance(raw.get("policy"), str):
-            from mmrl.run.start import of_its_run
-
-            raw = of_its_run(raw, [_key(word) for word in job])
-        return validate(schema, raw)
-
-    return _configs(command, line, build)
+def train_configs(line: CommandLine) -> list[StageConfig]:
+    """The config of every job of `mmrl train`, validated; the problems of all jobs together, each once."""
+    return _configs("train", _after(line), lambda raw, words: _train_config(line, raw, words))
 
 
-def train_configs(line: CommandLine) -> list[StageConfig | StagedCommandConfig]:
-    """Those of `mmrl train`, whose jobs may be of several stages in turn, or of one that trains no weights."""
-
-    def build(raw: Mapping[str, object], job: Sequence[str]) -> StageConfig | StagedCommandConfig:
-        return _from(line, lambda sections: _train_config(sections, job, line.config_dir), raw)
-
-    return _configs("train", _after(line), build)
+def eval_configs(line: CommandLine) -> list[EvalCommandConfig]:
+    """The same of `mmrl eval`."""
+    stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
+    # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `hydra._sections`).
+    problems = [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
+    return _configs("eval", line.without(stray), _eval_config, problems)
 
 
 def weight_config(command: str, line: CommandLine) -> TrainCommandConfig:
@@ -72,34 +66,27 @@ def weight_config(command: str, line: CommandLine) -> TrainCommandConfig:
 
 
 def _configs(
-    command: str, line: CommandLine, build: Callable[[Mapping[str, object], Sequence[str]], ConfigT]
+    command: str,
+    line: CommandLine,
+    build: Callable[[Mapping[str, object], Sequence[str]], ConfigT],
+    problems: Sequence[str] = (),
 ) -> list[ConfigT]:
-    problems: list[str] = []
-    if command == "eval":
-        # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `hydra._sections`).
-        stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
-        problems += [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
-        line = line.without(stray)
+    problems = [*problems]
     jobs = expand(line, problems)
     # Keys of a group whose choice is unknown cannot be judged: they belong to another schema.
     unjudged = tuple(f"{problem.partition(':')[0]}." for problem in problems)
-    import_plugins_of(line)
-    # A row of the other command fails in ways that do not mention the row; the hint names the command to use instead.
-    row = next((override.value() for override in line.overrides if override.key_or_group == "experiment"), None)
     valid: list[ConfigT] = []
     for job in jobs:
         try:
             valid.append(build(composed(command, job, line.config_dir), job))
         except ConfigError as error:
-            for problem in error.problems:
-                hint = _row_of_other_command(command, row, "policy" in line.keys, problem)
-                problems += [] if problem.startswith(unjudged) and hint is None else [hint or problem]
+            problems += [problem for problem in error.problems if not problem.startswith(unjudged)]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return valid
 
 
-def configured(words: Sequence[str], config_dir: str | None = None) -> StageConfig | StagedCommandConfig:
+def configured(words: Sequence[str], config_dir: str | None = None) -> StageConfig:
     """The config that `mmrl train WORDS` would run with, before its cross-section checks.
 
     Raises:
@@ -112,8 +99,7 @@ def configured(words: Sequence[str], config_dir: str | None = None) -> StageConf
 def set_config(command: str, words: Sequence[str], config_dir: str | None) -> StageConfig | EvalCommandConfig:
     """That of `mmrl train WORDS` or `mmrl eval WORDS`, a run of a set; raises as `configured`."""
     if command == "eval":
-        line = replace(read_line(words, once=False), config_dir=config_dir)
-        return configs("eval", EvalCommandConfig, line)[0]
+        return eval_configs(replace(read_line(words, once=False), config_dir=config_dir))[0]
     config = configured(words, config_dir)
     if config.kind.name == "stages":
         raise ConfigError(f"algo: got {config.algo.name}, and a row of a set is one stage; make it rows with from:")
@@ -122,11 +108,15 @@ def set_config(command: str, words: Sequence[str], config_dir: str | None) -> St
 
 def swept(line: CommandLine, job: Job) -> None:
     """Let Hydra go through the jobs of a sweep of `mmrl train`, by any sweeper and launcher."""
+    through_hydra("train", _after(line), lambda raw, words: job(lambda: _train_config(line, raw(), words)))
 
-    def build(sections: Callable[[], dict[str, object]], words: Sequence[str]) -> StageConfig | StagedCommandConfig:
-        return _from(line, lambda raw: _train_config(raw, words, line.config_dir), sections())
 
-    through_hydra("train", _after(line), lambda sections, words: job(lambda: build(sections, words)))
+def _eval_config(raw: Mapping[str, object], words: Sequence[str]) -> EvalCommandConfig:
+    if isinstance(raw.get("policy"), str):
+        from mmrl.run.start import of_its_run
+
+        raw = of_its_run(raw, [_key(word) for word in words])
+    return validate(EvalCommandConfig, raw)
 
 
 def _after(line: CommandLine) -> CommandLine:
@@ -141,37 +131,23 @@ def _after(line: CommandLine) -> CommandLine:
     return replace(line, overrides=(*parse(words, []), *line.overrides))
 
 
-def _from(line: CommandLine, build: Callable[[Mapping[str, object]], ConfigT], raw: Mapping[str, object]) -> ConfigT:
-    """The config of a job; where it starts from another run, with the sections of that one which were not typed."""
-    if "from" not in line.own:
-        return build(raw)
-    from mmrl.run.start import made_policy, run_of, sections_of, with_typed
+def _from(run: Path, line: CommandLine, raw: Mapping[str, object], typed: Sequence[str]) -> StageConfig:
+    """The config of a job that starts from another run, with the sections of that one which were not typed."""
+    from mmrl.run.start import made_policy, sections_of, with_typed
 
-    run = run_of(Path(line.own["from"]))
+    if "stages" in raw:
+        raise ConfigError("from: has no effect on several runs, each of which starts from the one before")
     stored = sections_of(run)
     sections = {name: with_typed(stored[name], raw, line.keys, name) for name in stored if name not in line.keys}
     if "model" in sections and value_at(raw, "model.path") is not None:
         # The path of a run that has itself started from another is no setting; the policy's weights take its place.
         sections["model"]["path"] = value_at(raw, "model.path")
-    config = build({**raw, **sections})
-    if config.kind.name == "stages":
-        raise ConfigError(f"from: {value_at(config, 'algo.name')} is several runs, each from the one before")
+    config = _stage({**raw, **sections}, typed)
     made_policy(run)
     return config.model_copy(update={"start": StartConfig(run=str(run))})
 
 
-def _row_of_other_command(command: str, row: object, policy_typed: bool, problem: str) -> str | None:
-    """What to say instead of `problem` where it comes from a row (`experiment=`) of the other command."""
-    if row and command == "train" and problem.startswith("policy: unknown key") and not policy_typed:
-        return f"experiment: got '{row}', which evaluates and does not train: mmrl eval experiment={row}"
-    if row and command == "eval" and "Could not override 'algo'" in problem:
-        return f"experiment: got '{row}', which trains: mmrl train experiment={row}"
-    return None
-
-
-def _train_config(
-    raw: Mapping[str, object], words: Sequence[str], config_dir: str | None
-) -> StageConfig | StagedCommandConfig:
+def _train_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[str]) -> StageConfig:
     """The config of a job of `mmrl train`.
 
     Args:
@@ -182,58 +158,65 @@ def _train_config(
         ConfigError: every problem.
     """
     # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
-    typed = [_key(word) for word in words]
-    sections = dict(raw)
-    names, of_stages = sections.pop("stages", None), sections.pop("stage", None) or {}
-    if names is None:
-        if of_stages:
-            raise ConfigError(
-                "stage: has no effect on one stage; set the key without stage.NAME, or of some algorithms of several: "
-                "mmrl compare algo=A,B stage.A.KEY="
-            )
-        return _stage(sections, typed)
-    listed = _listed(names, config_dir)
-    of_stages = _of_stages(of_stages, listed)
-    problems = [f"{key}: say of which stage: stage.{listed[0]}.{key}" for key in typed if key.startswith("algo.")]
+    typed, config_dir = [_key(word) for word in words], line.config_dir
+    if "from" in line.own:
+        from mmrl.run.start import run_of
+
+        return _from(run_of(Path(line.own["from"])), line, raw, typed)
+    if "stages" not in raw:
+        return _stage(raw, typed)
+    listed = _listed(raw["stages"], config_dir)
+    of_stages = raw.get("stage", {})
+    problems = _names_problems(of_stages, listed)
     if "algo" in typed and "stages" in typed:
         problems.append(f"algo: has no effect beside stages=[{','.join(listed)}]; leave one of them out")
+    if problems:
+        raise ConfigError(problems)
     stages: list[StageConfig] = []
     rows: list[list[str]] = []
     for number, name in enumerate(listed, start=1):
-        of_stage = _words_of(of_stages, name, number)
-        problems += _shared_problems(of_stage, name, number)
-        elsewhere = {"stage", "stages", "algo"}
-        if "train" not in stage_schema(name).model_fields:
-            elsewhere.add("train")  # what was typed for all stages holds for those that have it
-        kept = [
-            word
-            for word in words
-            if not _is_of(word, elsewhere) and not (_key(word) in of_stage and _key(word) in GROUPS)
+        of_stage = dict([*_flat(value_at(of_stages, name)), *_flat(value_at(of_stages, str(number)))])
+        problems += [
+            f"stage.{name}.{key}: is the same for all stages, or that of the stage before; leave it out"
+            for key in of_stage
+            if not f"{key}.".startswith(OF_A_STAGE) or key in (FIXED if number == 1 else (*FIXED, *WEIGHTS))
         ]
-        row = [*kept, f"algo={name}", *of_stage.values()]
+        # Of `train` what was typed for all stages holds for those that have it.
+        elsewhere = ("stage.",) if "train" in stage_schema(name).model_fields else ("stage.", "train.")
+        without = ("algo", "stages", *of_stage)
+        shared = [w for w in words if _key(w) not in without and not f"{_key(w)}.".startswith(elsewhere)]
+        row = [*shared, f"algo={name}", *(_word(key, value) for key, value in of_stage.items())]
         mapping = composed("train", row, config_dir)
-        if mapping.pop("stages", None) and "name" not in _section(mapping):
+        mapping.pop("stage", None)
+        if "stages" in mapping and "name" not in _section(mapping):
             problems.append(f"stages: got {name}, which stands for several stages itself; list them")
             continue
-        mapping.pop("stage", None)
+        mapping.pop("stages", None)
         try:
             stages.append(_stage(mapping, [_key(word) for word in row]))
             rows.append(row)
         except ConfigError as error:
-            problems += _as_typed(error, of_stage, typed, f"stage {number} ({name}): ")
+            problems += [f"stage {number} ({name}): {problem}" for problem in error.problems]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return _staged(stages, rows, config_dir)
 
 
-def _as_typed(error: ConfigError, of_stage: Collection[str], typed: Collection[str], where: str) -> list[str]:
-    """Problems by the keys that were typed for a stage; others under the stage's number and name."""
-    problems = []
-    for problem in error.problems:
-        key = problem.partition(":")[0]
-        by_name = next((word for word in typed if word.startswith("stage.") and word.endswith(f".{key}")), "")
-        problems.append(f"{by_name}{problem.removeprefix(key)}" if key in of_stage and by_name else f"{where}{problem}")
-    return problems
+def _names_problems(of_stages: object, listed: Sequence[str]) -> list[str]:
+    """What is wrong with `stage.*`: the name or number of a stage -> its settings."""
+    known = [*listed, *(str(number) for number in range(1, len(listed) + 1))]
+    return [
+        unknown("stage", str(name), known)
+        if str(name) not in known
+        else f"stage.{name}: expected stage.{name}.KEY=VALUE"
+        for name, settings in (of_stages.items() if isinstance(of_stages, Mapping) else ())
+        if str(name) not in known or not isinstance(settings, Mapping)
+    ]
+
+
+def _word(key: str, value: object) -> str:
+    """The word that sets a key of a stage."""
+    return f"{key}={value}" if key in GROUPS and isinstance(value, str) else f"++{key}={hydra_value(key, value)}"
 
 
 def _staged(
@@ -307,57 +290,9 @@ def _listed(names: object, config_dir: str | None) -> list[str]:
     return list(names)
 
 
-def _of_stages(settings: object, listed: Sequence[str]) -> Mapping[str, object]:
-    """`stage.*`: the name or number of a stage -> its settings.
-
-    Raises:
-        ConfigError: a value that is none, or a stage that is not there.
-    """
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"stage: got {settings!r}, expected stage.NAME.KEY=VALUE")
-    numbers = [str(number) for number in range(1, len(listed) + 1)]
-    problems = [
-        f"stage.{key}: expected a key of that stage: stage.{key}.KEY=VALUE"
-        if str(key) in (*listed, *numbers)
-        else f"stage.{key}: no such stage (stages: {', '.join(listed)}; also by number: {', '.join(numbers)})"
-        for key, value in settings.items()
-        if str(key) not in (*listed, *numbers) or not isinstance(value, Mapping)
-    ]
-    if problems:
-        raise ConfigError(problems)
-    return {str(key): value for key, value in settings.items()}
-
-
-def _words_of(of_stages: Mapping[str, object], name: str, number: int) -> dict[str, str]:
-    """What `stage.*` says of one stage: key -> the word that sets it; by number wins over by name."""
-    settings = dict([*_flat(of_stages.get(name) or {}), *_flat(of_stages.get(str(number)) or {})])
-    return {
-        key: f"{key}={value}" if key in GROUPS and isinstance(value, str) else f"++{key}={hydra_value(key, value)}"
-        for key, value in settings.items()
-    }
-
-
-def _shared_problems(keys: Collection[str], name: str, number: int) -> list[str]:
-    """Keys of `stage.*` that all stages share, and weights that a later stage has from the one before."""
-    problems = []
-    for key in keys:
-        if not any(f"{key}.".startswith(f"{part}.") for part in OF_A_STAGE):
-            problems.append(f"stage.{name}.{key}: is the same for all stages; set {key} without stage.{name}")
-        elif key in ("algo", "algo.name"):
-            problems.append(f"stage.{name}.{key}: has no effect, the stage is {name}")
-        elif key in ("model", "model.path", "model.name", "model.revision") and number > 1:
-            problems.append(f"stage.{name}.{key}: has no effect, the weights are those of the stage before")
-    return problems
-
-
 def _key(word: str) -> str:
     """The key that an override sets."""
     return word.lstrip("+~").partition("=")[0].partition("@")[0]
-
-
-def _is_of(word: str, sections: Collection[str]) -> bool:
-    """Whether an override sets one of the sections, or something in it."""
-    return _key(word).partition(".")[0] in sections
 
 
 def _flat(section: object, above: str = "") -> Iterator[tuple[str, object]]:

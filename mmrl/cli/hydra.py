@@ -6,10 +6,9 @@ Hydra composes, pydantic judges: value overrides are forced in (`++key=value`), 
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Callable, Collection, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,13 +24,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from mmrl.cli.arguments import CommandLine, comma_separated, typed_text
+from mmrl.cli.arguments import CommandLine, CreditArguments
 from mmrl.cli.overrides import expand, forced, of_policy, parse, read_line, typed_value
 from mmrl.config import AlgoConfig, TrainCommandConfig
-from mmrl.config.schema import LARGEST_SEED
 from mmrl.config.validate import algo_section, as_tuples
 from mmrl.errors import ConfigError
-from mmrl.run.credit import CreditRequest, run_config
+from mmrl.run.credit import CreditRequest
 from mmrl.secrets import environment_value
 from mmrl.system.conf import conf_dir, user_dirs
 
@@ -48,20 +46,6 @@ def _env(*names: str) -> object:
 
 
 OmegaConf.register_new_resolver("oc.env", _env, replace=True)
-
-
-def import_plugins_of(line: CommandLine) -> None:
-    """Import `plugins=[pkg]` before validation, so that their names are known to it."""
-    for override in line.overrides:
-        if override.key_or_group == "plugins" and not override.is_delete():
-            _import_plugins(comma_separated(typed_value(override) or ""))
-
-
-def _import_plugins(packages: Collection[str]) -> None:
-    # only with plugins: it loads every task and engine
-    from mmrl.run.settle import import_plugins
-
-    import_plugins(packages)
 
 
 def composed(config_name: str, overrides: Sequence[str], config_dir: str | None = None) -> dict[str, object]:
@@ -126,7 +110,10 @@ def _sections(config_name: str, config: DictConfig) -> dict[str, object]:
     plugins = sections.get("plugins")
     # anything but a list is for validation to refuse
     if isinstance(plugins, tuple) and plugins:
-        _import_plugins([package for package in plugins if isinstance(package, str)])
+        # only with plugins: it loads every task and engine
+        from mmrl.run.settle import import_plugins
+
+        import_plugins([package for package in plugins if isinstance(package, str)])
     return sections
 
 
@@ -147,7 +134,7 @@ def _put_user_folders_first(config_dir: str | None) -> None:
 
 
 def print_job(config_name: str, line: CommandLine) -> None:
-    """`--cfg job`: print the composed sections, interpolations as they are; nothing runs.
+    """`--cfg job`: print the composed sections; nothing runs.
 
     Raises:
         ConfigError: a sweep, or a choice that a group does not have.
@@ -156,12 +143,7 @@ def print_job(config_name: str, line: CommandLine) -> None:
     words = expand(line, problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    config = _composition(config_name, words[0], line.config_dir)
-    if config_name == "eval":
-        with suppress(OmegaConfBaseException):  # what cannot be resolved is printed as it stands
-            more = of_policy(_sections(config_name, config), words[0], line.config_dir)
-            config = _composition(config_name, [*words[0], *more], line.config_dir)
-    print(OmegaConf.to_yaml(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])), end="")
+    print(OmegaConf.to_yaml(OmegaConf.create(composed(config_name, words[0], line.config_dir))), end="")
 
 
 def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = "mmrl") -> None:
@@ -186,10 +168,6 @@ def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = 
         sys.argv = saved
 
 
-CREDIT = ("rollouts", "run", "step", "algo", "page")
-"""Keys of `mmrl credit` itself."""
-
-
 def credit_request(words: Sequence[str]) -> CreditRequest:
     """What `mmrl credit` is to credit, each algorithm composed by itself.
 
@@ -197,87 +175,46 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
         ConfigError: every problem.
         CheckpointError: `run=` is no training run.
     """
-    line = read_line(words, own=CREDIT, once=True)
-    problems = _source_problems(line)
-    chosen = _chosen(line, problems)
-    if line.switches:
-        problems.append(f"{' '.join(line.switches)}: has no effect on mmrl credit; several algorithms are algo=A,B")
-    stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "seed", "plugins")}
+    line = read_line(words, own=tuple(CreditArguments.model_fields))
+    problems = [f"{switch}: has no effect on mmrl credit; several algorithms are algo=A,B" for switch in line.switches]
+    stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "plugins")}
     problems += [f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(stray)]
-    if not (line.own.get("rollouts") or line.own.get("run")) or chosen is None:
-        raise ConfigError(problems)
+    try:
+        source = line.section(CreditArguments)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
     line = line.without(stray)
     # What a package prints when it is imported is no part of the result, which may be JSON.
     with redirect_stdout(sys.stderr):
-        import_plugins_of(line)
-        run = run_config(Path(line.own["run"])) if line.own.get("run") else None
-    # Each algorithm is a section of its own: an option of one may be unknown to another, which is then named.
-    sections = [_section(name, line, run, problems) for name in chosen or ([run.algo.name] if run else [])]
-    seed = _seed(line, run, problems)
+        run = None if source.run is None else _run(Path(source.run))
+        # Each algorithm is a section of its own: an option of one may be unknown to another, which is then named.
+        sections = [_section(name, line, run, problems) for name in source.algo or ([run.algo.name] if run else [])]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return CreditRequest(
         algos=[section for section in sections if section is not None],
-        seed=seed,
-        rollouts=Path(line.own["rollouts"]) if run is None else None,
+        seed=source.seed if source.seed is not None else run.seed if run else 0,
+        rollouts=None if source.rollouts is None else Path(source.rollouts),
         run=run,
-        step=int(line.own["step"]) if "step" in line.own else None,
-        typed=line.keys,
-        page=Path(line.own["page"]) if "page" in line.own else None,
+        step=source.step,
+        typed=[*line.keys, *(["seed"] if "seed" in line.own else [])],
+        page=None if source.page is None else Path(source.page),
     )
 
 
-def _source_problems(line: CommandLine) -> list[str]:
-    """What is wrong with `rollouts=`, with `run=` and `step=`, or with `page=`."""
-    problems = []
-    given = [key for key in ("rollouts", "run") if line.own.get(key)]
-    if not given:
-        problems.append(
-            "rollouts: missing, expected a forest file or a journal step (rollouts=FILE), or a run (run=RUN_DIR)"
-        )
-    elif len(given) == 2:
-        problems.append("rollouts, run: got both, expected one of them: a file, or a run")
-    if "step" in line.own and "run" not in line.own:
-        problems.append("step: has no effect without run=RUN_DIR; a file has one step")
-    if (page := line.own.get("page")) is not None:
-        if "run" in line.own and "step" not in line.own:
-            problems.append("page: has no effect without step=N; a page has one step of a run")
-        if Path(page).suffix not in (".html", ".svg"):
-            problems.append(f"page: got '{page}', expected a file ending in .html, or in .svg for the picture alone")
-        elif Path(page).exists():
-            problems.append(f"page: {page} exists; name another file, or remove it")
-    if not re.fullmatch(r"[0-9]{1,9}", line.own.get("step", "0")):
-        problems.append(f"step: got '{line.own['step']}', expected the number of a step")
-    return problems
+def _run(folder: Path) -> TrainCommandConfig:
+    # It loads every task, which the credit of a file need not wait for.
+    from mmrl.run.settle import stored_config
 
-
-def _chosen(line: CommandLine, problems: list[str]) -> tuple[str, ...] | None:
-    """The names that `algo=` has; empty where a run has the only one, None where they are none."""
-    if "algo" not in line.own and "run" in line.own:
-        return ()
-    typed = line.own.get("algo", "")
-    names = [name.strip() for name in typed.split(",")]
-    if not typed:
-        problems.append("algo: missing, expected one or more algorithms (algo=A or algo=A,B)")
-        return None
-    problems += [f"algo: got '{name}' more than once" for name in dict.fromkeys(names) if names.count(name) > 1]
-    # The names become overrides below, where a quote or a bracket would be Hydra's grammar.
-    if any(not re.fullmatch(r"[\w./-]*", name) for name in names):
-        problems.append(f"algo: got '{typed}', expected names joined by commas: algo=A,B")
-        return None
-    return tuple(dict.fromkeys(names))
+    return stored_config(folder, TrainCommandConfig, reading=True)
 
 
 def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, problems: list[str]) -> AlgoConfig | None:
     """One algorithm's settings: those of the run, if it is the run's own, else of `conf/algo`; and what was typed."""
     trained = run.algo if run is not None and name == run.algo.name else None
-    typed = [override for override in line.overrides if override.key_or_group.startswith("algo.")]
-    if trained is not None and not typed:
+    if trained is not None and not any(key.startswith("algo.") for key in line.keys):
         return trained
     before = len(problems)
-    if trained is not None:
-        removed = [typed_text(override) for override in typed if override.is_delete()]
-        problems += [f"{text}: a setting of a run can be changed, not removed" for text in removed]
     choice = parse([f"algo={name}"], problems)
     (job,) = expand(replace(line, multirun=False, overrides=(*choice, *line.overrides)), problems)
     if len(problems) > before:
@@ -288,15 +225,3 @@ def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, probl
     from mmrl.run.start import with_typed  # numpy and tasks, which credit of a file need not wait for
 
     return algo_section(with_typed(trained.model_dump(), sections, line.keys, "algo"), problems)
-
-
-def _seed(line: CommandLine, run: TrainCommandConfig | None, problems: list[str]) -> int:
-    """The seed that was typed, else the run's, else 0."""
-    if "seed" not in line.keys:
-        return 0 if run is None else run.seed
-    (override,) = [override for override in line.overrides if override.key_or_group == "seed"]
-    seed = override.value()
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= LARGEST_SEED:
-        problems.append(f"seed: got {seed!r}, expected a whole number from 0 to {LARGEST_SEED}")
-        return 0
-    return seed

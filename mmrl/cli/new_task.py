@@ -23,15 +23,21 @@ from mmrl.system.conf import conf_dir
 from mmrl.system.files import user_path
 
 TEXTS = Path(__file__).resolve().parent.parent / "assets" / "new_task"
-REPLIES = {"async": ('"0"', '"1"'), "dspy": ('{"department": "billing"}', '{"department": "repair"}')}
-"""Kind -> what the written test lets the model reply: right, wrong."""
+# The function's reply is one digit; DSPy writes its field markers around each value.
+KINDS = {
+    "async": {"program": "function.txt", "right": '"0"', "wrong": '"1"', "max_tokens": "8"},
+    "dspy": {
+        "program": "dspy.txt",
+        "right": '{"department": "billing"}',
+        "wrong": '{"department": "repair"}',
+        "max_tokens": "64",
+    },
+}
+"""Kind -> the text of its program, and what the texts leave open: replies of the written test, and their length."""
 DSPY_NOTE = (
     "The shipped tiny model writes no DSPy field markers for a program of yours: its replies do not parse, and the\n"
     "reward stays 0. Train a real model: model=NAME (of conf/model), or model=hf model.path=FOLDER_OR_HUB_ID"
 )
-# The function's reply is one digit; DSPy writes its field markers around each value.
-MAX_TOKENS = {"async": "8", "dspy": "64"}
-PROGRAM = {"async": "function.txt", "dspy": "dspy.txt"}
 
 
 class NewTaskArguments(Section):
@@ -78,10 +84,9 @@ def name_problems(name: str, top: Path) -> list[str]:
 
 def write(name: str, top: Path, kind: str) -> list[Path]:
     """Write the package and its config; the files in the order in which one would read them."""
-    right, wrong = REPLIES[kind]
-    values = {"name": name, "right": right, "wrong": wrong, "max_tokens": MAX_TOKENS[kind]}
+    values = {"name": name, **KINDS[kind]}
     files = {
-        top / name / "__init__.py": PROGRAM[kind],
+        top / name / "__init__.py": values["program"],
         top / name / "train.jsonl": "train.jsonl",
         top / name / "dev.jsonl": "dev.jsonl",
         top / name / f"test_{name}.py": "test.txt",

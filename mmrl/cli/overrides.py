@@ -5,27 +5,37 @@ Hydra stops at the first word that it cannot read, some of them with a traceback
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import itertools
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, Sweep
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
-from mmrl.cli.arguments import CommandLine, Words, typed_text
+from mmrl.cli.arguments import CommandLine, sort_words, typed_text
 from mmrl.config.base import value_at
 from mmrl.config.validate import meant_keys
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.policy import model_of, prompts_of
 from mmrl.system.conf import GROUPS, options
 
-# Listed, since Hydra's own argument parser ends the process at the first flag that it does not know.
-MULTIRUN, CONFIG_DIR = ("-m", "--multirun"), ("--config-dir", "-cd")
-CFG = ("-c", "--cfg")
-"""Hydra's flag that prints the composed config of a job and runs nothing."""
+
+class _Flags(argparse.ArgumentParser):
+    """Of Hydra's flags, whose own parser ends the process at the first one that it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+FLAGS = _Flags(add_help=False, allow_abbrev=False)
+FLAGS.add_argument("-m", "--multirun", action="store_true")
+FLAGS.add_argument("--config-dir", "-cd")
+FLAGS.add_argument("--cfg", "-c", choices=["job"])
 PLUGINS = (
     ("hydra/launcher", "submitit", "submitit", "hydra-submitit-launcher", "slurm"),
     ("hydra/sweeper", "optuna", "hydra_plugins.hydra_optuna_sweeper", "hydra-optuna-sweeper", "optuna"),
@@ -47,30 +57,18 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
     Raises:
         ConfigError: every word that cannot be read.
     """
-    sorted_words = Words.sort(words, with_value=(*CONFIG_DIR, *CFG))
-    problems = [] if names else [f"{name}: expected key=value" for name in sorted_words.names]
-    multirun, config_dir = False, None
-    prints = False
-    for flag, value in sorted_words.flags:
-        if flag in MULTIRUN and value is None:
-            multirun = True
-        elif flag in CONFIG_DIR:
-            # an empty value is a mistake to report, not the flag left out
-            config_dir = value or ""
-            problems += [] if config_dir and Path(config_dir).is_dir() else [f"{flag}: no folder '{config_dir}'"]
-        elif flag in CFG:
-            problems += [] if value == "job" else [f"--cfg: got {value or 'nothing'}, expected job"]
-            prints = True
-        else:
-            known = "-m, --config-dir, --cfg job"
-            meant = meant_keys(flag.lstrip("-").replace("-", "_"))
-            after = next((second for first, second in itertools.pairwise(words) if first == flag), "")
-            if meant and f"{after}: expected key=value" in problems:  # its value, not a mistake of its own
-                problems.remove(f"{after}: expected key=value")
-            problems.append(f"{flag}: unknown flag{meant and f'{meant} Keys are typed as KEY=VALUE'} (known: {known})")
+    flags, rest = FLAGS.parse_known_args(words)
+    others, settings, unknown_flags = sort_words(rest)
+    problems = [] if names else [f"{name}: expected key=value" for name in others]
+    for flag in unknown_flags:
+        meant = meant_keys(flag.partition("=")[0].lstrip("-").replace("-", "_"))
+        hint = f"{meant} Keys are typed as KEY=VALUE" if meant else ""
+        problems.append(f"{flag.partition('=')[0]}: unknown flag{hint} (known: -m, --config-dir, --cfg job)")
+    if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
+        problems.append(f"--config-dir: no folder '{flags.config_dir}'")
     # Own keys are taken out before Hydra parses: a path or a list of names need not be valid Hydra grammar.
     texts, given = [], {}
-    for text in sorted_words.settings:
+    for text in settings:
         key, _, after = text.partition("=")
         if key not in own:
             texts.append(text)
@@ -83,7 +81,8 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
         keys = [(o.key_or_group, o.package) for o in overrides if not o.is_delete()]
         keys += [("experiment", None) for text in texts if text in NO_ROW]
         problems += [f"{key}: given more than once" for key, _ in dict.fromkeys(k for k in keys if keys.count(k) > 1)]
-    line = CommandLine(tuple(overrides), given, sorted_words.names, multirun, config_dir, prints)
+    prints = flags.cfg is not None
+    line = CommandLine(tuple(overrides), given, tuple(others), flags.multirun, flags.config_dir, prints)
     problems += _without_effect(line)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
@@ -92,17 +91,12 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
 
 def _without_effect(line: CommandLine) -> list[str]:
     """Hydra's own keys where Hydra drives nothing: it runs sweeps, and prints."""
-    own = [key for key in line.keys if key.partition(".")[0].partition("/")[0] == "hydra"]
-    fixed = ("hydra.run", "hydra.mode") if line.multirun else ("hydra",)
-    return (
-        []
-        if line.prints
-        else [
-            f"{key}: has no effect here; a run's folder is run.dir=, and Hydra drives sweeps alone (mmrl train -m)"
-            for key in own
-            if key.startswith(fixed)
-        ]
-    )
+    idle = ("hydra.run.", "hydra.mode.") if line.multirun else ("hydra.", "hydra/")
+    return [
+        f"{key}: has no effect here; a run's folder is run.dir=, and Hydra drives sweeps alone (mmrl train -m)"
+        for key in line.keys
+        if f"{key}.".startswith(idle) and not line.prints
+    ]
 
 
 def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
@@ -145,47 +139,39 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
         )
     # A key that is given twice keeps its place and takes the later value, as in Hydra's own sweeper.
     axes: dict[str, list[tuple[Override, str | None]]] = {}
+    search = searched(line)
     for override in line.overrides:
         try:
-            values = _ends(override) if searched(line) else _values(override)
+            values = _values(override, search)
         except HydraException as error:
             raise ConfigError(f"{typed_text(override)}: {error}") from None
         axes[override.get_key_element()] = [(override, value) for value in values]
-        again = [value for value in dict.fromkeys(values) if values.count(value) > 1 and not searched(line)]
+        again = [value for value in dict.fromkeys(values) if values.count(value) > 1 and not search]
         problems += [
             f"{override.key_or_group}: got {value} more than once, which would be the same run" for value in again
         ]
-    if searched(line):
-        # Where a search begins and where it ends, in all of its keys at once: what is wrong with a value is reported
-        # before anything runs, and the sweeper cannot make more jobs than that known beforehand.
-        axes = {key: [axis[0], axis[-1]] for key, axis in axes.items()}
-        jobs = list(zip(*axes.values(), strict=True))
-        jobs = jobs if any(first != last for first, last in axes.values()) else jobs[:1]
-    else:
-        # The last key varies fastest, as in Hydra's own sweeper, so that jobs have the same numbers there.
-        jobs = list(itertools.product(*axes.values()))
+    # Of a search its begin and its end, in all of its keys at once: what is wrong is reported before anything runs. Of
+    # a grid the last key varies fastest, as in Hydra's own sweeper, so that jobs have the same numbers there.
+    jobs = zip(*axes.values(), strict=True) if search else itertools.product(*axes.values())
     return [
         [forced(override, value) for override, value in job if not _left_out(override, value, line, problems)]
         for job in jobs
     ]
 
 
-def _ends(override: Override) -> list[str | None]:
-    """The first and the last value of a search."""
+def _values(override: Override, search: bool) -> list[str | None]:
+    """What follows the `=`, one for each value of a sweep, the first and the last of a search; None: `~key` alone."""
     value = override.value()
     if isinstance(value, IntervalSweep):
+        if not search:
+            raise HydraException("an interval is for a sweeper that searches; add hydra/sweeper=optuna, or list values")
         return [str(value.start), str(value.end)]
-    values = _values(override)
-    return [values[0], values[-1]]
-
-
-def _values(override: Override) -> list[str | None]:
-    """What follows the `=`, one for each value of a sweep; None where `~key` stands alone."""
-    if isinstance(override.value(), IntervalSweep):
-        raise HydraException("an interval is for a sweeper that searches; add hydra/sweeper=optuna, or list the values")
+    values: list[str | None]
     if override.is_sweep_override():
-        return list(override.sweep_string_iterator())
-    return [override.get_value_element_as_str() if typed_value(override) is not None else None]
+        values = list(override.sweep_string_iterator())
+    else:
+        values = [override.get_value_element_as_str() if typed_value(override) is not None else None]
+    return [values[0], values[-1]] if search else values
 
 
 def _left_out(override: Override, value: str | None, line: CommandLine, problems: list[str]) -> bool:
@@ -199,9 +185,6 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
                 f"install 'mmrl[{extra}]'), or leave {group} out"
             )
             return True
-    if ("/" in key or override.package is not None) and not isinstance(override.value(), str | list | Sweep | None):
-        problems.append(f"{override.get_key_element()}: got {choice}, expected a name, or a list of names")
-        return True
     # `group@package=` puts a choice at another place of the config, which Hydra alone resolves.
     if key not in GROUPS or override.package is not None or override.is_delete():
         return False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, ClassVar, NamedTuple, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mmrl.errors import nearest, unknown
 from mmrl.secrets import holder, secret_name, user_in_address
@@ -160,7 +160,6 @@ class ServerArguments(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0: a free one")
     token_env: str | None = Field(None, description="environment variable with the token that every request must bring")
-    parent: int | None = Field(None, description="end when this process is gone")
 
     @model_validator(mode="after")
     def _let_in(self) -> Self:
@@ -197,6 +196,15 @@ def address_problem(url: str, more: str = "") -> str | None:
             f"take an environment variable: {named[0]}=${{oc.env:NAME}}"
         )
     return None
+
+
+def reasons(error: ValidationError, most: int = 5) -> str:
+    """The fields that a schema refuses, and why, in one line."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)[:most]
+    places = (".".join(str(part) for part in problem["loc"]) for problem in problems)
+    return "; ".join(
+        f"{place}: {problem['msg']}".removeprefix(": ") for place, problem in zip(places, problems, strict=True)
+    )
 
 
 def value_at(sections: object, path: str) -> object:

@@ -18,8 +18,8 @@ class RetrieverConfig(Section):
 
     encodes: ClassVar[bool] = False
     """Whether texts become vectors."""
-    name: Literal["bm25", "dense", "colbert", "remote"] = Field(
-        "bm25", description="which one (docs/retrieval.md); dense and colbert need the extra `dense`"
+    name: Literal["bm25", "dense", "remote"] = Field(
+        "bm25", description="which one (docs/retrieval.md); dense needs the extra `dense`"
     )
     top_k: int = Field(10, ge=1, description="budget of candidate documents of a question, split over its queries")
     dedup: bool = Field(False, description="drop a document that an earlier query already brought")
@@ -82,24 +82,17 @@ class Bm25Config(LocalRetrieverConfig):
     stopwords: Stopwords = Field("english", description="words that are left out of index and queries")
 
 
-class EncoderRetrieverConfig(LocalRetrieverConfig):
-    """What retrievers with an encoder share."""
+class DenseConfig(LocalRetrieverConfig):
+    """One vector per passage."""
 
     encodes: ClassVar[bool] = True
+    name: Literal["dense"]
     model: str | None = Field(
-        None,
-        description="encoder: folder, hub id, or `minilm` (mmrl fetch); null: facebook/contriever (dense), "
-        "colbert-ir/colbertv2.0",
+        None, description="encoder: folder, hub id, or `minilm` (mmrl fetch); null: facebook/contriever"
     )
     faiss: Literal["flat", "hnsw"] = Field("flat", description="exact, or a graph (faster, inexact)")
     batch_size: int = Field(32, ge=1, description="texts encoded at once")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the encoder runs")
-
-
-class DenseConfig(EncoderRetrieverConfig):
-    """One vector per passage."""
-
-    name: Literal["dense"]
     encoder: Literal["own", "contriever", "e5"] | None = Field(
         None,
         description="how texts become vectors: as sentence-transformers reads it from the model's own files (mean "
@@ -108,13 +101,6 @@ class DenseConfig(EncoderRetrieverConfig):
     normalise: bool | None = Field(None, description="vectors of length 1 (cosine); null: as the encoder does")
     query_prompt: str | None = Field(None, description="text in front of queries; null: the encoder's")
     passage_prompt: str | None = Field(None, description="text in front of passages; null: the encoder's")
-
-
-class ColbertConfig(EncoderRetrieverConfig):
-    """One vector per token, late interaction."""
-
-    name: Literal["colbert"]
-    candidates: int = Field(256, ge=1, description="nearest tokens of each query token; their passages compete")
 
 
 class RemoteRetrieverConfig(RetrieverConfig):
@@ -144,7 +130,6 @@ class RemoteRetrieverConfig(RetrieverConfig):
 RETRIEVER_SCHEMAS: dict[str, type[RetrieverConfig]] = {
     "bm25": Bm25Config,
     "dense": DenseConfig,
-    "colbert": ColbertConfig,
     "remote": RemoteRetrieverConfig,
 }
 """`task.retriever.name` -> schema."""
@@ -155,8 +140,7 @@ class IndexArguments(Section):
 
     index: str = Field(description="folder of the index")
     device: Literal["cpu", "cuda"] = "cpu"
-    batch_size: int = Field(32, ge=1, description="dense, colbert: texts encoded at once")
-    candidates: int = Field(256, ge=1, description="colbert: nearest tokens of each query token")
+    batch_size: int = Field(32, ge=1, description="dense: texts encoded at once")
 
 
 class BuildIndexArguments(Section):
@@ -164,7 +148,7 @@ class BuildIndexArguments(Section):
 
     corpus: tuple[str, ...]
     index: str
-    retriever: Literal["bm25", "dense", "colbert"] = "bm25"
+    retriever: Literal["bm25", "dense"] = "bm25"
     plan: bool = Field(False, description="print sizes and stop")
 
     def section(self) -> RetrieverConfig:
@@ -177,7 +161,7 @@ def build_schema(words: Collection[str]) -> type[BuildIndexArguments]:
     """The keys of `mmrl index build` with the retriever that its words name."""
     name = next((word.partition("=")[2] for word in words if word.startswith("retriever=")), "bm25")
     fields = RETRIEVER_SCHEMAS.get(name, Bm25Config).model_fields
-    searching = {*LocalRetrieverConfig.model_fields, "candidates"}
+    searching = LocalRetrieverConfig.model_fields
     more: dict[str, Any] = {key: (field.annotation, field) for key, field in fields.items() if key not in searching}
     return create_model("BuildIndexArguments", __base__=BuildIndexArguments, **more)
 

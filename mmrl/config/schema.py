@@ -178,7 +178,7 @@ WITH_PROJECTS = ("wandb", "mlflow", "comet_ml", "trackio", "clearml", "swanlab")
 class RunConfig(Section):
     """Where a run is stored and which trackers get its metrics."""
 
-    dir: str | None = Field(None, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
+    dir: str | None = Field(None, min_length=1, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
     name: str | None = Field(None, description="shown in reports; null: <algo>-<task>-s<seed>")
     report_to: tuple[TrackerName, ...] = Field((), description="trackers that get the metrics too")
     report_calls: int = Field(

@@ -44,30 +44,13 @@ def build_engine(
     Args:
         model: the trainer's model; None for engines that need none in this process (`needs_model`).
     """
-    from mmrl.engines.endpoint_engine import with_endpoints
+    from mmrl.engines.endpoint_engine import EndpointEngine, named, with_endpoints
 
-    return with_endpoints(_engine(config, model, tokenizer, setup), config, tokenizer)
-
-
-def _engine(
-    config: EngineConfig, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, setup: EngineSetup
-) -> Engine:
-    build = engine_class(config.name)
-    if config.name == "transformers":
-        return build(
-            model,
-            tokenizer,
-            config,
-            max_context=setup.max_context,
-            threads=setup.threads,
-            adapters=setup.adapters,
-            initial=setup.initial,
-        )
     if config.name == "openai":
-        from mmrl.engines.endpoint_engine import named
-
-        return build(named(config, setup.served), tokenizer, "engine.endpoint")
-    return build(model, tokenizer, config, setup)
+        engine: Engine = EndpointEngine(named(config, setup.served), tokenizer, "engine.endpoint")
+    else:
+        engine = engine_class(config.name)(model, tokenizer, config, setup)
+    return with_endpoints(engine, config, tokenizer)
 
 
 def problems(
@@ -90,16 +73,14 @@ def problems(
     """
     if name not in ENGINES:
         return [unknown("hardware.engine" if config.name == "auto" else "engine.name", name, ENGINES)]
+    if name == "openai" and training:
+        return [
+            "engine: openai, an endpoint, has no weights that could be trained; use it with mmrl eval, or for modules "
+            "that are not trained (engine.endpoints.<module>.url=… .model=…) beside another engine"
+        ]
     sentences: list[str] = []
-    if name == "openai":
-        if training:
-            sentences.append(
-                "engine: openai, an endpoint, has no weights that could be trained; use it with mmrl eval, or for "
-                "modules that are not trained (engine.endpoints.<module>.url=… .model=…) beside another engine"
-            )
-        return sentences
     # vLLM holds one set of base weights; adapters beside it are no second set of full weights.
-    if copied and name != "transformers":
+    if copied and name not in ("transformers", "openai"):
         sentences.append(
             f"engine: {name} serves one set of full weights, and some modules keep the initial ones; use "
             "engine=transformers, or train adapters (model.lora)"
@@ -119,15 +100,14 @@ def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, f
         sampling: (temperature, top_p, top_k) of the calls that are trained on.
     """
     # Sampling ahead needs weights that stand still while the trainer's move: a copy, on a device of its own.
-    if name == "transformers":
+    moving = {
+        "transformers": "samples from the very weights that are being trained",
+        "vllm_colocated": "takes turns with the trainer on one device",
+    }
+    if name in moving:
         return [
-            "train.staleness: got 1 with engine=transformers, which samples from the very weights that are being "
-            "trained; use engine=vllm_server, or train.staleness=0"
-        ]
-    if name == "vllm_colocated":
-        return [
-            "train.staleness: got 1 with engine=vllm_colocated, which takes turns with the trainer on one device; use "
-            "engine=vllm_server, or train.staleness=0"
+            f"train.staleness: got 1 with engine={name}, which {moving[name]}; use engine=vllm_server, or "
+            "train.staleness=0"
         ]
     if (vllm := config.as_vllm) is not None:
         from mmrl.engines.vllm.command import exact, logprobs_mode

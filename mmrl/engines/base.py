@@ -5,8 +5,10 @@ Engines know nothing of programs or rewards. Programs run concurrently and reach
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -153,7 +155,7 @@ class Engine(ABC):
 
     def metrics(self) -> Mapping[str, float]:
         """For a step's record, by metric name."""
-        return {}
+        return self.endpoint_usage()
 
     def endpoint_usage(self) -> Mapping[str, float]:
         """The part of `metrics` that counts requests to endpoints (`endpoint/*`); counts of several engines add up."""
@@ -165,6 +167,30 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Free what it holds (processes, memory, connections); may be called twice."""
+
+
+class BusyClock:
+    """Seconds during which a request is in flight, less those that another engine is busy meanwhile."""
+
+    def __init__(self, other: Callable[[], float] = lambda: 0.0):
+        self.seconds = 0.0
+        self.count = 0
+        """Requests in flight."""
+        self._other = other
+        self._since = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, one more request is in flight."""
+        if not self.count:
+            self._since = time.perf_counter() - self._other()
+        self.count += 1
+        try:
+            yield
+        finally:
+            self.count -= 1
+            if not self.count:
+                self.seconds += max(0.0, time.perf_counter() - self._other() - self._since)
 
 
 class NullEngine(Engine):

@@ -179,14 +179,6 @@ def with_reasoning(answer: str, thoughts: str, reasoning: str) -> str:
     return "" if answer.lstrip().startswith(_THINK) else answer
 
 
-def listed_models(content: bytes) -> set[str]:
-    """Names in the reply to GET /models; empty where it is no such list."""
-    try:
-        return {str(model["id"]) for model in json.loads(content)["data"]}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return set()
-
-
 def _parts(message: Mapping[str, object]) -> tuple[str, str]:
     """The answer of a message, and its reasoning, which servers call by two names or put among the content's parts."""
     thoughts = message.get("reasoning_content") or message.get("reasoning")

@@ -7,14 +7,13 @@ run's tokenizer.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from mmrl.config import EngineConfig
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.engines import OpenAIConfig
-from mmrl.engines.base import Completion, Engine, Request, total_usage
+from mmrl.engines.base import BusyClock, Completion, Engine, Request, total_usage
 from mmrl.engines.openai import OpenAIChat, described
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.chat import encode_text
@@ -25,26 +24,6 @@ if TYPE_CHECKING:
 
 SEEDS = 2**31
 """Endpoints take seeds below it."""
-
-
-class _Clock:
-    """Seconds during which a request is in flight, less those that another engine is busy meanwhile."""
-
-    def __init__(self, other: Callable[[], float] = lambda: 0.0):
-        self.seconds = 0.0
-        self._other = other
-        self._count = 0
-        self._since = 0.0
-
-    def start(self) -> None:
-        if not self._count:
-            self._since = time.perf_counter() - self._other()
-        self._count += 1
-
-    def end(self) -> None:
-        self._count -= 1
-        if not self._count:
-            self.seconds += max(0.0, time.perf_counter() - self._other() - self._since)
 
 
 class EndpointEngine(Engine):
@@ -62,7 +41,7 @@ class EndpointEngine(Engine):
     def __init__(self, settings: EndpointConfig, tokenizer: PreTrainedTokenizerBase, path: str):
         self.chat = OpenAIChat(settings, path)
         self.tokenizer = tokenizer
-        self._clock = _Clock()
+        self._clock = BusyClock()
 
     @property
     def busy_s(self) -> float:
@@ -77,8 +56,7 @@ class EndpointEngine(Engine):
                 "endpoint that takes messages cannot"
             )
         sampling = request.sampling
-        self._clock.start()
-        try:
+        with self._clock.running():
             text, reason = await self.chat.complete_with_finish(
                 request.messages,
                 max_tokens=sampling.max_tokens,
@@ -87,8 +65,6 @@ class EndpointEngine(Engine):
                 # Equal calls stay equal where the endpoint honours seeds; most promise it only as best effort.
                 seed=sampling.seed % SEEDS,
             )
-        finally:
-            self._clock.end()
         return self._completion(text, "length" if reason == "length" else "eos", sampling.stop)
 
     def _completion(self, text: str, finish: str, stop: Sequence[str]) -> Completion:
@@ -101,10 +77,6 @@ class EndpointEngine(Engine):
         if finish == "eos" or not ids:
             ids += (self.tokenizer.eos_token_id,)
         return Completion(ids=ids, logprobs=None, finish=finish, policy_version=self.policy_version)
-
-    def metrics(self) -> dict[str, float]:
-        """Its counters."""
-        return self.endpoint_usage()
 
     def endpoint_usage(self) -> dict[str, float]:
         """Requests and tokens so far, and what they cost."""
@@ -126,7 +98,7 @@ class Router(Engine):
         self.engine = engine
         self.endpoints = endpoints
         self.policy_version = engine.policy_version
-        self._clock = _Clock(lambda: engine.busy_s)
+        self._clock = BusyClock(lambda: engine.busy_s)
 
     @property
     def busy_s(self) -> float:
@@ -143,11 +115,8 @@ class Router(Engine):
         endpoint = self.endpoints.get(request.module)
         if endpoint is None:
             return await self.engine.generate(request)
-        self._clock.start()
-        try:
+        with self._clock.running():
             return await endpoint.generate(request)
-        finally:
-            self._clock.end()
 
     def enter(self) -> None:
         """See `Engine.enter`."""
@@ -210,7 +179,7 @@ def named(config: EngineConfig, model: str) -> EndpointConfig:
 
 
 def unreachable(endpoints: Mapping[str, EndpointConfig]) -> list[str]:
-    """Why no request to some endpoints can succeed, one sentence each; asks each at most one token.
+    """Why no request to some endpoints can succeed, one sentence each; asks each one token.
 
     Args:
         endpoints: where an endpoint stands in the config -> the endpoint.

@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.engines.completions import (
@@ -24,7 +25,6 @@ from mmrl.engines.completions import (
     asks_for_the_other_limit,
     check_length,
     cut_at_the_limit,
-    listed_models,
     read_completion,
     remedy,
     request_body,
@@ -72,38 +72,22 @@ class OpenAIChat:
             headers={name: value for name, value in headers.items() if value is not None},
             proxies=True,
         )
+        self._url = f"{settings.url.rstrip('/')}/chat/completions"
         self._next_start = 0.0
         named = settings.max_tokens_field
         self._limit = LIMITS[0] if named == "auto" else named
 
-    async def complete(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        stop: Sequence[str] = (),
-        seed: int | None = None,
-        extra: Mapping[str, object] | None = None,
-    ) -> str:
-        """The assistant's text for `messages` (role and content). Settings that are None are the endpoint's own.
+    async def complete(self, messages: Sequence[Mapping[str, str]], **options: object) -> str:
+        """The assistant's text for `messages` (role and content).
 
         Args:
-            extra: further fields of the request's body, for servers that know more than OpenAI's.
+            options: fields of the request's body (`temperature`, `max_tokens`, …); those that are None are the
+                endpoint's own.
 
         Raises:
             EngineFailure: no usable reply within `attempts` tries, or a refusal that no retry can mend.
         """
-        text, _ = await self.complete_with_finish(
-            messages,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            stop=stop or None,
-            seed=seed,
-            **(extra or {}),
-        )
+        text, _ = await self.complete_with_finish(messages, **options)
         return text
 
     async def complete_with_finish(self, messages: Sequence[Mapping[str, str]], **options: object) -> tuple[str, str]:
@@ -112,7 +96,7 @@ class OpenAIChat:
         return reply.text, reply.finish
 
     def unreachable(self) -> list[str]:
-        """Why no request can succeed: nobody there, a refused key, an unknown model. Blocks; asks at most one token.
+        """Why no request can succeed: nobody there, a refused key, an unknown model. Blocks; asks one token.
 
         One sentence per problem, with the config key. What may pass (429, 500, a slow reply) is no problem.
         """
@@ -127,21 +111,13 @@ class OpenAIChat:
         self._http.close()
 
     async def _probe(self) -> list[str]:
-        """Is the model among those that the server lists? If not, or if it lists none: does it answer one token?"""
-        # Listing models is free but not offered, or not allowed, everywhere; a request for one token is the proof.
-        settings, limit = self.settings, min(self.settings.timeout_s, PROBE_S)
+        """Does it answer a request for one token?"""
+        # Not the list of models: that is not offered, or not allowed, everywhere.
+        settings = self.settings
         body = request_body(settings, [{"role": "user", "content": "ping"}], {"max_tokens": 1}, self._limit)
         try:
-            async with asyncio.timeout(limit):
-                try:
-                    listed = await self._http.attempt("GET", self._url("models"), limit=LARGEST_REPLY)
-                    if settings.model in listed_models(listed):
-                        return []
-                except HttpFailure as failure:
-                    if not failure.reached:
-                        raise
-            async with asyncio.timeout(limit):
-                await self._http.attempt("POST", self._url("chat/completions"), body=body, limit=LARGEST_REPLY)
+            async with asyncio.timeout(min(settings.timeout_s, PROBE_S)):
+                await self._http.attempt("POST", self._url, body=body, limit=LARGEST_REPLY)
         except TimeoutError:
             return []  # there, but slow for now: a request is tried more than once
         except HttpFailure as failure:
@@ -181,7 +157,7 @@ class OpenAIChat:
             try:
                 reply = await self._http.request(
                     "POST",
-                    self._url("chat/completions"),
+                    self._url,
                     lambda content: read_completion(content, self.settings.reasoning),
                     body=body,
                     limit=LARGEST_REPLY,
@@ -204,9 +180,6 @@ class OpenAIChat:
         start = max(now, self._next_start)
         self._next_start = start + 60.0 / self.settings.requests_per_minute
         await asyncio.sleep(start - now)
-
-    def _url(self, path: str) -> str:
-        return f"{self.settings.url.rstrip('/')}/{path}"
 
     def _renamed(self, body: Mapping[str, object], failure: HttpFailure) -> bool:
         """Whether the server asks for another name of the limit of new tokens, which later requests have."""
@@ -237,14 +210,11 @@ class OpenAIChat:
 
 def described(settings: EndpointConfig, chat: object, *further: str, **counts: int) -> str:
     """An endpoint for a result's facts: model, address, what was counted so far, and `further` words."""
-    usage = chat.usage if isinstance(chat, OpenAIChat) else None
-    if usage is not None:
-        counts = {"requests": usage.requests, "retries": usage.retries, "failures": usage.failures} | counts
-        counts |= {"unanswered": usage.unanswered, "prompt tokens": usage.prompt_tokens}
-        counts |= {"of them cached": usage.cached_tokens, "completion tokens": usage.completion_tokens}
-        counts |= {"of them reasoning": usage.reasoning_tokens}
-    facts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count] + list(further)
-    facts += [f"{usage.cost:.2f} USD"] if usage is not None and usage.cost else []
+    counted = asdict(chat.usage) if isinstance(chat, OpenAIChat) else {}
+    cost = counted.pop("cost", 0.0)
+    counts = {name: counted.pop(name) for name in ("requests", "retries", "failures") if counted} | counts | counted
+    facts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+    facts += [*further, *([f"{cost:.2f} USD"] if cost else [])]
     return f"{settings.model} at {settings.url}" + (f" ({', '.join(facts)})" if facts else "")
 
 

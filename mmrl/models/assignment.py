@@ -109,16 +109,18 @@ class ModuleAssignment:
     def problems(self) -> list[str]:
         """What cannot work or has no effect, one sentence each."""
         given = self.model.modules
-        answered = self._answered_problems()
+        shared = self._answered_problems() + self._left_out_problems()
         if given is None:
-            return answered + self._serving_problems()
+            if self.algo.serves_initial and not self.initial:
+                shared.append("algo.frozen_serving: has no effect without a frozen module; set algo.freeze_modules")
+            return shared
         problems = [unknown("model.modules", name, self.modules) for name in given if name not in self.modules]
         if self.model.lora is None:
             problems.append(
                 "model.modules: weights per module are LoRA adapters, and model.lora is null; set model.lora "
                 "(for example model.lora.r=16), or leave model.modules out"
             )
-        return answered + problems + self._name_problems() + self._sharing_problems() + self._frozen_problems()
+        return shared + problems + self._name_problems() + self._sharing_problems() + self._frozen_problems()
 
     def _answered_problems(self) -> list[str]:
         problems = [
@@ -141,19 +143,23 @@ class ModuleAssignment:
             for m in self.answered
             if m in modules
         ]
-        if self.answered and self.algo.values_rollouts:
-            problems.append(
-                f"engine.endpoints: the critic of {self.algo.name} values whole rollouts and would not learn an "
-                "endpoint's part of them; use algo=mappo, which values each call on its own"
-            )
-        if self.answered and self.model.modules is None and not set(self.modules) - self.untrained:
-            problems.append("engine.endpoints: no module is left to train; expected at least one without an endpoint")
         return problems
 
-    def _serving_problems(self) -> list[str]:
-        if self.algo.serves_initial and not self.initial:
-            return ["algo.frozen_serving: has no effect without a frozen module; set algo.freeze_modules"]
-        return []
+    def _left_out_problems(self) -> list[str]:
+        """Modules out of the loss that an algorithm cannot do without."""
+        problems = []
+        if self.frozen and self.algo.values_rollouts:
+            problems.append(
+                f"{self._key_of(self.frozen[0])}: the critic of {self.algo.name} values whole rollouts and would not "
+                f"learn the part of {', '.join(self.frozen)}; use algo=mappo, which values each call on its own"
+            )
+        if self.frozen and not set(self.modules) - self.untrained:
+            problems.append(f"{self._key_of(self.frozen[0])}: no module is left to train; expected at least one")
+        return problems
+
+    def _key_of(self, module: str) -> str:
+        """The key that takes a module out of the loss."""
+        return f"engine.endpoints.{module}" if module in self.answered else f"model.modules.{module}.frozen"
 
     def _name_problems(self) -> list[str]:
         problems = []
@@ -202,13 +208,6 @@ class ModuleAssignment:
                     f"{path}.frozen: its adapter '{adapter}' is trained by {', '.join(others)}; "
                     "freeze all of them, or give it another adapter"
                 )
-            if self.algo.values_rollouts:
-                problems.append(
-                    f"{path}.frozen: the critic of {self.algo.name} values whole rollouts and would not learn the "
-                    "frozen module's part of them; use algo=mappo, which values each call on its own"
-                )
-        if self.frozen and not set(self.modules) - self.untrained:
-            problems.append("model.modules: no module is left to train; expected at least one that is not frozen")
         return problems
 
 

@@ -33,10 +33,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tup
     the text of a system message opens the next user turn where the template has no system role; and that replies shown
     in the prompt are whole, also where the template would cut thoughts (`<think>`) out of them.
     """
-    renderer = _RENDERERS.get(tokenizer)
-    if renderer is None:
-        renderer = _RENDERERS[tokenizer] = _Renderer(tokenizer)
-    return renderer(messages)
+    return _renderer(tokenizer)(messages)
 
 
 def render_observation(
@@ -56,10 +53,7 @@ def render_observation(
     ended = bool(ids) and ids[-1] == tokenizer.eos_token_id
     if isinstance(observation, str):
         return (ids[:-1] if ended else ids) + tuple(encode_text(tokenizer, observation))
-    renderer = _RENDERERS.get(tokenizer)
-    if renderer is None:
-        renderer = _RENDERERS[tokenizer] = _Renderer(tokenizer)
-    after = renderer.after_turn(tokenizer, observation)
+    after = _renderer(tokenizer).after_turn(tokenizer, observation)
     return ids + (after[1:] if ended and after[:1] == ids[-1:] else after)
 
 
@@ -67,21 +61,15 @@ def takes_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template writes a system message; some refuse it, some leave it out without a word.
 
     Raises:
-        Exception: the template's own, where it cannot write a prompt with or without a system message.
+        Exception: the template's own, where it cannot write a prompt without a system message either.
     """
     user = {"role": "user", "content": "-"}
+    system = {"role": "system", "content": _PROBE}
     try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "system", "content": _PROBE}, user], tokenize=False, add_generation_prompt=True
-        )
+        text = tokenizer.apply_chat_template([system, user], tokenize=False, add_generation_prompt=True)
     except Exception:  # of Jinja, of a filter, of whatever a template calls
-        try:
-            tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-        except Exception:
-            pass
-        else:
-            return False
-        raise
+        tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+        return False
     return _PROBE in str(text).lower()
 
 
@@ -199,6 +187,13 @@ class _Renderer:
                 ids.append(token[0])
                 position, strip_left = match.end(), token[1].rstrip
         return tuple(ids)
+
+
+def _renderer(tokenizer: PreTrainedTokenizerBase) -> _Renderer:
+    renderer = _RENDERERS.get(tokenizer)
+    if renderer is None:
+        renderer = _RENDERERS[tokenizer] = _Renderer(tokenizer)
+    return renderer
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -6,40 +6,30 @@ Used by `models` and by retrievers; needs neither torch nor transformers.
 from __future__ import annotations
 
 import re
-import threading
 from functools import lru_cache
-from http.client import HTTPException
 from pathlib import Path
 
 from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.models.fetched import PACKAGES, encoder_source, of_hub_id
 from mmrl.system.files import user_path
+from mmrl.system.http_client import HttpClient, HttpFailure
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HUB_S = 6.0
-"""The hub has to send a model's config within that."""
-_CONFIG_BYTES = 1 << 16
+"""The hub has to send a page, such as a model's config, within that."""
+PAGE_BYTES = 1 << 20
 _OWN_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @lru_cache(maxsize=1)
 def hub_answers() -> bool:
     """Whether the hub (or the mirror in HF_ENDPOINT) answers at all; queried once per process."""
-    # Without this query the hub's client tries for a minute per file before it gives up.
-    import urllib.error
-    import urllib.request
-
     from huggingface_hub import constants
 
-    try:
-        urllib.request.urlopen(constants.ENDPOINT, timeout=5).close()
-    except urllib.error.HTTPError:
-        # An error page is an answer: a mirror may refuse its own front page.
-        return True
-    except (OSError, ValueError):
-        return False
-    return True
+    # Without this query the hub's client tries for a minute per file before it gives up. An error page is an answer: a
+    # mirror may refuse its own front page.
+    return _failure(constants.ENDPOINT) in (None, "status", "garbage")
 
 
 @lru_cache(maxsize=8)
@@ -51,22 +41,19 @@ def hub_serves(model: str) -> bool:
         return True
     if constants.HF_HUB_OFFLINE:
         return False
-    answers: list[bool] = []
-    # In a thread: a server that sends a byte a second keeps every single read within its limit.
-    query = threading.Thread(target=lambda: answers.append(_has_config(constants.ENDPOINT, model)), daemon=True)
-    query.start()
-    query.join(HUB_S)
-    return any(answers)
+    return _failure(f"{constants.ENDPOINT}/{model}/resolve/main/config.json") in (None, "garbage")
 
 
-def _has_config(endpoint: str, model: str) -> bool:
-    import urllib.request
-
+def _failure(url: str) -> str | None:
+    """Why the hub does not send a page in time; `garbage` where it sends more than is read."""
+    client = HttpClient("hub", timeout_s=HUB_S, concurrency=1, redirects=True, proxies=True)
     try:
-        with urllib.request.urlopen(f"{endpoint}/{model}/resolve/main/config.json", timeout=HUB_S) as reply:
-            return bool(reply.read(_CONFIG_BYTES))
-    except (OSError, ValueError, HTTPException):
-        return False
+        client.wait(client.attempt("GET", url, limit=PAGE_BYTES))
+    except HttpFailure as failure:
+        return failure.cause
+    finally:
+        client.close()
+    return None
 
 
 def at_hand(path: str, revision: str | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from mmrl.config import ModelConfig
 from mmrl.config.base import FETCHED, SHIPPED
@@ -72,13 +72,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    source = _source(model)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=model.revision, local_files_only=_offline(source), **NO_CODE
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(_unloadable(model, "tokenizer", error)) from error
+    tokenizer: PreTrainedTokenizerBase = _loaded(model, "tokenizer", AutoTokenizer)
     if model.chat_template is not None:
         tokenizer.chat_template = PLAIN if model.chat_template == "plain" else _read_template(model.chat_template)
     elif isinstance(tokenizer.chat_template, dict):  # one for each use
@@ -107,22 +101,14 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    source = _source(model)
-    known = {"revision": model.revision, "local_files_only": _offline(source), **NO_CODE}
     # Its bar of loaded tensors would tear the run's own display.
     disable_progress_bar()
-    try:
-        # The config first: the model's loader queries the hub for an adapter even with local_files_only.
-        config = AutoConfig.from_pretrained(source, **known)
-        loaded = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            **known,
-            dtype=_dtype(model, torch.device(device)),
-            attn_implementation="sdpa",
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(_unloadable(model, "model", error)) from error
+    # The config first: the model's loader queries the hub for an adapter even with local_files_only.
+    config = _loaded(model, "model", AutoConfig)
+    dtype = _dtype(model, torch.device(device))
+    loaded: PreTrainedModel = _loaded(
+        model, "model", AutoModelForCausalLM, config=config, dtype=dtype, attn_implementation="sdpa"
+    )
     _switch_dropout_off(loaded)
     loaded.to(torch.device(device))  # type: ignore[arg-type]  # transformers wraps `to` without its signature
     if model.matmul == "onednn":
@@ -166,14 +152,10 @@ def load_configs(model: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig
     """
     from transformers import AutoConfig, GenerationConfig
 
-    source = _source(model)
-    revision, offline = model.revision or "main", _offline(source)
+    config = _loaded(model, "config", AutoConfig)
+    source, revision = model_path(model), model.revision or "main"
     try:
-        config = AutoConfig.from_pretrained(source, revision=model.revision, local_files_only=offline, **NO_CODE)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(_unloadable(model, "config", error)) from error
-    try:
-        return config, GenerationConfig.from_pretrained(source, revision=revision, local_files_only=offline)
+        return config, GenerationConfig.from_pretrained(source, revision=revision, local_files_only=_offline(source))
     except OSError:
         # Not every model has one: sampling then follows the config of the run alone.
         return config, None
@@ -204,6 +186,21 @@ def refuse_targets(model: ModelConfig) -> None:
             f"model.lora.targets: {model.path} has no linear layer called {', '.join(missing)}; expected some of "
             f"{there}"
         )
+
+
+def _loaded(model: ModelConfig, what: str, kind: Any, **options: object) -> Any:
+    """What a class of transformers loads for `model`.
+
+    Raises:
+        ConfigError: `model.path` cannot be loaded.
+    """
+    source = _source(model)
+    try:
+        return kind.from_pretrained(
+            source, revision=model.revision, local_files_only=_offline(source), **NO_CODE, **options
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(_unloadable(model, what, error)) from error
 
 
 def _source(model: ModelConfig) -> str:

@@ -11,12 +11,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, TypeVar
 
-from mmrl.config.base import FETCHED, SHIPPED, value_at
+from pydantic import AfterValidator, BaseModel, ValidationError
+
+from mmrl.config.base import FETCHED, SHIPPED, reasons, value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS
 from mmrl.errors import ConfigError
-from mmrl.system.files import atomic_write, read_yaml
-from mmrl.system.files import digests as file_digests
+from mmrl.system.files import atomic_write, differences, read_yaml
 
 POLICY = "policy.json"
 """Of a run without checkpoints: what its policy is, once it has one (`write_policy`)."""
@@ -52,6 +54,36 @@ class Policy:
     """Full weights that the name `INITIAL` stands for."""
 
 
+def _name(name: str) -> str:
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"got '{name}', expected the name of a folder in the checkpoint")
+    return name
+
+
+class _Record(BaseModel):
+    """The part of `extra.json` that says which module speaks with what."""
+
+    modules: dict[str, Annotated[str, AfterValidator(_name)]] | None = None
+    base: str | None = None
+
+
+class _Stated(BaseModel):
+    """`policy.json`."""
+
+    weights: str
+    prompts: str | None
+    task: str | None
+
+
+class _Adapter(BaseModel):
+    """`adapter_config.json`, peft's."""
+
+    base_model_name_or_path: str
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
 def checkpoint_step(path: Path) -> int | None:
     """Steps done at `checkpoint-<steps>`; None for any other name."""
     match = _CHECKPOINT.fullmatch(path.name)
@@ -85,15 +117,8 @@ def damage(path: Path, only: Callable[[str], bool] = lambda name: True) -> str:
         return f"{marker} is missing or cannot be read"
     if step != checkpoint_step(path):
         return f"{marker} is that of step {step}"
-    for name, size in sizes.items():
-        if not (path / name).is_file():
-            return f"{path / name} is missing"
-        if (there := (path / name).stat().st_size) != size:
-            return f"{path / name} has {there:,} bytes, not the {size:,} that were saved"
-    for name, actual in zip(sizes, file_digests([path / name for name in sizes]), strict=True):
-        if actual != digests.get(name):
-            return f"{path / name} has not the content that was saved"
-    return ""
+    changed = differences({path / name: (size, digests.get(name)) for name, size in sizes.items()})
+    return next((f"{file} {text}" for file, text in changed.items()), "")
 
 
 def require_undamaged(policy: Policy) -> None:
@@ -136,7 +161,7 @@ def run_config(text: str) -> Mapping[str, object]:
     if text in SHIPPED or not folder.is_dir():
         return {}
     if (folder / SET).is_file() and (folder / POLICY).is_file():
-        folder = Path(_written(folder)["weights"]).resolve()  # the last of the runs
+        folder = Path(_stated(folder).weights).resolve()  # the last of the runs
     for run in (folder, *list(folder.parents)[:3]):  # a run, a checkpoint in it, one adapter of that
         if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
             stored = read_yaml(run / "config.yaml")
@@ -172,8 +197,7 @@ def model_of(text: str) -> tuple[str, dict[str, object]]:
     section = _run_section(text, "model")
     name = section.get("name")
     typed = {key: value for key in ("revision", "chat_template", "thinking") if (value := section.get(key))}
-    # runs of former versions trained models of any path under the name "tiny"
-    return "hf" if name in (None, "tiny") else str(name), typed
+    return "hf" if name is None else str(name), typed
 
 
 def write_policy(folder: Path, *, weights: str, prompts: str | None, task: str) -> None:
@@ -193,22 +217,27 @@ def write_policy(folder: Path, *, weights: str, prompts: str | None, task: str) 
     atomic_write(folder / POLICY, json.dumps(content, indent=1) + "\n")
 
 
-def _written(folder: Path) -> dict[str, str]:
-    """`policy.json`, with whole paths.
+def _read(path: Path, schema: type[M]) -> M:
+    """A JSON file of a run or of peft.
 
     Raises:
         ConfigError: it cannot be read.
     """
     try:
-        content = json.loads((folder / POLICY).read_text(encoding="utf-8"))
-        stated = {key: content[key] for key in ("weights", "prompts", "task") if content[key] is not None}
-        if "weights" not in stated or not all(isinstance(value, str) for value in stated.values()):
-            raise ValueError(f"got {list(stated)}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"policy: {folder / POLICY} cannot be read ({error}); restore it") from None
-    for key in ("weights", "prompts"):
-        if key in stated and (folder / stated[key]).exists():
-            stated[key] = str(folder / stated[key])
+        return schema.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ConfigError(f"policy: {path} cannot be read ({reasons(error, 1)}); restore it") from None
+    except OSError as error:
+        raise ConfigError(f"policy: {path} cannot be read ({error}); restore it") from None
+
+
+def _stated(folder: Path) -> _Stated:
+    """`policy.json`, with whole paths."""
+    stated = _read(folder / POLICY, _Stated)
+    # Joined with a whole path, or with a name that is none of a file in it, a folder changes nothing.
+    for key, path in (("weights", stated.weights), ("prompts", stated.prompts)):
+        if path is not None and (folder / path).exists():
+            setattr(stated, key, str(folder / path))
     return stated
 
 
@@ -220,7 +249,7 @@ def _weights_of(folder: Path) -> str:
         if Path(weights).resolve() in visited:
             raise ConfigError(f"policy: {folder / POLICY} cannot be read (its weights lead back to itself); restore it")
         visited.add(Path(weights).resolve())
-        weights = _written(Path(weights))["weights"]
+        weights = _stated(Path(weights)).weights
     return weights
 
 
@@ -230,8 +259,8 @@ def prompts_of(text: str) -> tuple[str | None, str | None]:
     if text in SHIPPED or not folder.is_dir():
         return None, None
     if (folder / POLICY).is_file():
-        stated = _written(folder)
-        return (stated["task"], stated["prompts"]) if "prompts" in stated else (None, None)
+        stated = _stated(folder)
+        return (stated.task, stated.prompts) if stated.prompts is not None else (None, None)
     section = _run_section(text, "task")
     name, prompts = section.get("name"), section.get("prompts")
     return (str(name), str(prompts)) if prompts else (None, None)
@@ -270,7 +299,9 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
 def _saved_policy(folder: Path, prompts: str | None) -> Policy:
     """The policy in a checkpoint, an adapter's folder or a folder with weights."""
     adapter = folder / "adapter_config.json"
-    modules, base = _recorded(folder)
+    # Which module speaks with what, and the initial weights, as `ModuleAssignment.record` put them in a checkpoint.
+    record = _read(folder / EXTRA, _Record) if (folder / EXTRA).is_file() else _Record()
+    modules, base = record.modules, record.base
     if adapter.is_file():
         return Policy(base=_base_of(adapter), adapter=str(folder), prompts=prompts, step=_step(folder))
     if (folder / "config.json").is_file():
@@ -290,30 +321,6 @@ def _saved_policy(folder: Path, prompts: str | None) -> Policy:
     raise ConfigError(f"policy: {folder} holds neither adapter_config.json nor config.json, so no weights")
 
 
-def _recorded(folder: Path) -> tuple[dict[str, str] | None, str | None]:
-    """Which module speaks with what, and the initial weights, as `ModuleAssignment.record` put them in a checkpoint.
-
-    Raises:
-        ConfigError: it cannot be read, or a name would lead out of the checkpoint.
-    """
-    extra = folder / EXTRA
-    try:
-        record = json.loads(extra.read_text(encoding="utf-8")) if extra.is_file() else {}
-        if not isinstance(record, dict) or not isinstance(record.get("modules"), dict | None):
-            raise ValueError("expected a mapping, with names of weights by module under 'modules'")
-        modules, base = record.get("modules"), record.get("base")
-        if modules is not None and not all(isinstance(name, str) for name in modules.values()):
-            raise ValueError("modules: expected names of weights")
-        for name in {} if modules is None else modules.values():
-            if name in ("", ".", "..") or Path(name).name != name:
-                raise ValueError(f"modules: got '{name}', expected the name of a folder in it")
-        if not isinstance(base, str | None):
-            raise ValueError("base: expected a text")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"policy: {extra} cannot be read ({error}); restore it") from None
-    return modules, base
-
-
 def _step(folder: Path) -> int | None:
     """The training step of a checkpoint, or of one adapter in it."""
     steps = [checkpoint_step(place) for place in (folder.resolve().parent, folder)]
@@ -328,10 +335,4 @@ def _base_of(adapter: Path) -> str:
         stored = read_yaml(config) if folder.name == "checkpoints" and config.is_file() else None
         if isinstance(base := value_at(stored, "model.path"), str):
             return base
-    try:
-        content: object = json.loads(adapter.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"policy: {adapter} cannot be read ({error}); restore it") from None
-    if not isinstance(base := value_at(content, "base_model_name_or_path"), str):
-        raise ConfigError(f"policy: {adapter} names no base model (base_model_name_or_path); restore it")
-    return base
+    return _read(adapter, _Adapter).base_model_name_or_path

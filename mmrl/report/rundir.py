@@ -41,7 +41,7 @@ from mmrl.system.files import (
     repair_jsonl,
     take_lock,
 )
-from mmrl.system.json_lines import LINES_DIFFER, Appended, Ledger
+from mmrl.system.json_lines import LINES_DIFFER, Ledger, begins_with, cut, file_mark
 
 LOCK, SEGMENTS, EXAMPLES = "run.lock", "segments.jsonl", "examples.jsonl"
 LONGEST = 600
@@ -83,7 +83,6 @@ class RunDir:
         self.metrics_path, self.report_path = path / "metrics.jsonl", path / "report.html"
         self.checkpoints = path / "checkpoints"
         """Folder of the trainer's checkpoints."""
-        self.metrics = Appended(self.metrics_path)
         self.ledger = Ledger(path)
         self._noted: set[tuple[str, str]] | None = None
         self._lock: int | None = None
@@ -138,7 +137,7 @@ class RunDir:
             remove_leftovers(folder)
         # Append-only files may end in half a line, which would join with the next.
         repair_jsonl(run.metrics_path)
-        repair_jsonl(run.ledger.file.path)
+        repair_jsonl(run.ledger.path)
         repair_jsonl(run.path / SEGMENTS)
         repair_jsonl(run.path / EXAMPLES)
         if command:
@@ -279,7 +278,7 @@ class RunDir:
 
     def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
         """Write the metrics of one step (0: before training)."""
-        self.metrics.append([{"step": step, **metrics}])
+        append_jsonl(self.metrics_path, [{"step": step, **metrics}])
 
     def add_segment(self, steps: int, done: int, command: Sequence[str]) -> None:
         """Note that the run goes on to `steps`, of which `done` are done."""
@@ -293,7 +292,7 @@ class RunDir:
 
     def recorded(self) -> JsonObject:
         """What a checkpoint stores of the run's other files, for `changed_since`."""
-        return {"metrics": self.metrics.mark(), "digests": self.ledger.file.mark()}
+        return {"metrics": file_mark(self.metrics_path), "digests": file_mark(self.ledger.path)}
 
     def changed_since(self, record: Mapping[str, Any]) -> dict[Path, str]:
         """Files that are not what they were at a checkpoint, and what is wrong with each.
@@ -301,7 +300,7 @@ class RunDir:
         Args:
             record: `recorded()` at that step.
         """
-        changed = {} if self.metrics.begins_with(record["metrics"]) else {self.metrics_path: LINES_DIFFER}
+        changed = {} if begins_with(self.metrics_path, record["metrics"]) else {self.metrics_path: LINES_DIFFER}
         return changed | self.ledger.changed(record["digests"])
 
     def truncate_after(self, step: int, record: Mapping[str, Any] | None = None) -> None:
@@ -314,9 +313,8 @@ class RunDir:
             records = [record for at, record in self._metrics_lines() if at <= step]
             # Written anew and renamed: a kill in between leaves the old file whole.
             atomic_write(self.metrics_path, "".join(dumps(line) + "\n" for line in records))
-            self.metrics.read()
         else:
-            self.metrics.cut(record["metrics"])
+            cut(self.metrics_path, record["metrics"])
         self.ledger.cut(record["digests"] if record is not None else None)
         for folder in ("journal", "eval"):
             for file in (self.path / folder).iterdir():

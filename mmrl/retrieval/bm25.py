@@ -1,41 +1,49 @@
 """BM25 over a corpus held in memory, its index built once by bm25s and cached on disk. Used by tasks' search tools.
 
 Lucene's variant of BM25 (idf = ln(1 + (N - df + 0.5) / (df + 0.5))), over title and text, lower-cased words; without
-Lucene's English stop words and without stemming, unless `Analysis` says otherwise. A document that shares no indexed
+Lucene's English stop words and without stemming, unless `Bm25Settings` say otherwise. A document that shares no indexed
 word with a query is never returned.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.retrieval.base import Document, Retriever
-from mmrl.system.artifacts import load_or_build
+from mmrl.system.artifacts import file_checks, verify
 from mmrl.system.bar import progress
+from mmrl.system.files import atomic_dir
 
 if TYPE_CHECKING:
     from bm25s import BM25
 
 WORD = re.compile(r"\w+")
-COUNTED = 1000
-"""Documents after which progress is reported."""
-FORMAT = 1
+MANIFEST = "manifest.json"
+"""Of a cached index: sizes and digests of its files."""
+FORMAT = 2
 """Part of the cache key: raise it when tokenisation or files change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Analysis:
-    """Which words of a text are indexed, in which form; part of an index, whose queries are read alike."""
+class Bm25Settings:
+    """How words count, and which are indexed, in which form; part of an index, whose queries are read alike."""
 
+    k1: float = 0.9
+    """Saturation of term frequency."""
+    b: float = 0.4
+    """Weight of length normalisation."""
     stemmer: str = "none"
     """Snowball's algorithm that takes endings off, by PyStemmer's name for it."""
     stopwords: str = "english"
@@ -59,7 +67,9 @@ class Analysis:
         return stemmed
 
 
-PLAIN = Analysis()
+DEFAULT = Bm25Settings()
+
+log = logging.getLogger("mmrl.retrieval")
 
 
 class Bm25Retriever(Retriever):
@@ -67,9 +77,6 @@ class Bm25Retriever(Retriever):
 
     Args:
         documents: the corpus, in the order that breaks ties.
-        k1: saturation of term frequency.
-        b: weight of length normalisation.
-        analysis: which words are indexed.
         cache: folder for indexes; None builds in memory.
         built: an index of the same documents and settings, from `write_index`.
     """
@@ -77,27 +84,21 @@ class Bm25Retriever(Retriever):
     def __init__(
         self,
         documents: Sequence[Document],
+        settings: Bm25Settings = DEFAULT,
         *,
-        k1: float = 0.9,
-        b: float = 0.4,
-        analysis: Analysis = PLAIN,
         cache: Path | None = None,
         built: Path | None = None,
     ):
         self.documents = documents
-        self._words = analysis.tokenizer()
-
-        def build() -> BM25:
-            return _build(documents, k1, b, self._words)
-
+        self._words = settings.tokenizer()
+        build = partial(_build, documents, settings)
         # An index folder is checked by whoever opens it; the cache is checked in here.
         if built is not None:
             self._index = _load(built)
         elif cache is None:
             self._index = build()
         else:
-            folder = cache / "bm25" / _key(documents, k1, b, analysis)
-            self._index = load_or_build(folder, build, _save, _load)
+            self._index = _cached(cache / "bm25" / _key(documents, settings), build)
 
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
         """See `mmrl.retrieval.base.Retriever.search`."""
@@ -114,10 +115,10 @@ class Bm25Retriever(Retriever):
         return [replace(self.documents[i], score=float(scores[i])) for i in top_indices(scores, k)]
 
 
-def write_index(folder: Path, documents: Sequence[Document], k1: float, b: float, analysis: Analysis = PLAIN) -> None:
+def write_index(folder: Path, documents: Sequence[Document], settings: Bm25Settings) -> None:
     """Build an index and write it into a folder, for `Bm25Retriever(built=...)`."""
     folder.mkdir(exist_ok=True)
-    _save(_build(documents, k1, b, analysis.tokenizer()), folder)
+    _save(_build(documents, settings), folder)
 
 
 def tokenize(text: str, stop: frozenset[str]) -> list[str]:
@@ -138,17 +139,17 @@ def top_indices(scores: np.ndarray, k: int) -> list[int]:
     return [int(index) for index in candidates[order]]
 
 
-def _build(documents: Sequence[Document], k1: float, b: float, words_of: Callable[[str], list[str]]) -> BM25:
+def _build(documents: Sequence[Document], settings: Bm25Settings) -> BM25:
     from bm25s import BM25
 
     # bm25s sets its logger to DEBUG when it is imported.
     logging.getLogger("bm25s").setLevel(logging.WARNING)
+    words_of = settings.tokenizer()
     vocabulary: dict[str, int] = {}
     corpus_ids: list[list[int]] = []
     with progress("reading words for BM25", len(documents)) as advance:
-        for number, document in enumerate(documents, 1):
-            if not number % COUNTED:
-                advance(COUNTED)
+        for document in documents:
+            advance(1)
             words = words_of(f"{document.title} {document.text}")
             corpus_ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in words])
     # A corpus of stop words only: bm25s needs one column, which no query can name.
@@ -156,8 +157,37 @@ def _build(documents: Sequence[Document], k1: float, b: float, words_of: Callabl
         vocabulary[""] = 0
         corpus_ids[0] = [0]
     # numpy, not numba, which would compile for seconds in every process.
-    index = BM25(k1=k1, b=b, method="lucene", backend="numpy", csc_backend="numpy")
+    index = BM25(k1=settings.k1, b=settings.b, method="lucene", backend="numpy", csc_backend="numpy")
     index.index((corpus_ids, vocabulary), create_empty_token=False, show_progress=False)
+    return index
+
+
+def _cached(folder: Path, build: Callable[[], BM25]) -> BM25:
+    """The index in `folder`; built, and saved there, where it is missing or damaged.
+
+    Where the cache cannot be written, it is built for this process alone, with a notice.
+
+    Args:
+        folder: named by a hash of everything that the index depends on.
+    """
+    if folder.is_dir():
+        try:
+            verify(folder, json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+            return _load(folder)
+        # bm25s raises anything on a damaged file; whatever it is, building again is the cure.
+        except Exception as error:
+            log.warning("cached index %s is damaged (%s); it is rebuilt", folder, error)
+            shutil.rmtree(folder, ignore_errors=True)
+    index = build()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_dir(folder) as work:
+            _save(index, work)
+            (work / MANIFEST).write_text(json.dumps(file_checks(work), indent=1), encoding="utf-8")
+    except OSError as error:
+        # Of several builders the first to finish wins: the content is the same.
+        if not (folder / MANIFEST).is_file():
+            log.warning("cannot write the cache %s (%s); the index stays in memory", folder.parent, error)
     return index
 
 
@@ -171,12 +201,11 @@ def _load(folder: Path) -> BM25:
     return BM25.load(folder, mmap=True, load_corpus=False, show_progress=False)
 
 
-def _key(documents: Sequence[Document], k1: float, b: float, analysis: Analysis) -> str:
+def _key(documents: Sequence[Document], settings: Bm25Settings) -> str:
     """Hash of all that the index depends on: corpus in order, settings, bm25s' version."""
     from bm25s import __version__
 
-    read = "" if analysis == PLAIN else f" {analysis}"
-    state = hashlib.blake2b(f"{FORMAT} {k1!r} {b!r} {__version__}{read}".encode(), digest_size=16)
+    state = hashlib.blake2b(f"{FORMAT} {__version__} {settings}".encode(), digest_size=16)
     for document in documents:
         state.update(f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass"))
     return state.hexdigest()

@@ -2,17 +2,19 @@
 
 How texts become vectors (pooling, length, prompts) is named, or read from the model's own files by
 sentence-transformers. It (hence torch) and FAISS are imported when a passage or query is encoded, never at import time.
+Vectors are encoded in shards that survive a kill, and searched through a memory map.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,14 +22,26 @@ from mmrl.config.retriever import DenseConfig
 from mmrl.errors import DataError
 from mmrl.models.fetched import encoder_source
 from mmrl.retrieval.base import Document, Retriever
-from mmrl.retrieval.vectors import FAISS_FILE, build_faiss, encode_shards, in_pieces, nearest, open_faiss
+from mmrl.system.bar import progress
 
 if TYPE_CHECKING:
+    import faiss
     from sentence_transformers import SentenceTransformer
 
 DEFAULT_MODEL = "facebook/contriever"
 QUERY_TOKENS, PASSAGE_TOKENS = 256, 512
 """Limits of tokens, as in Search-R1, where the model's own files name none; a model that takes fewer lowers them."""
+SHARD = 4096
+"""Passages of a shard: what a killed build loses at most."""
+HNSW_LINKS = 32
+HNSW_BUILD, HNSW_SEARCH = 128, 128
+"""Breadth of the graph search while building and searching: recall against time."""
+FAISS_FILE = "vectors.faiss"
+PIECE = 4
+"""Batches after which progress is reported."""
+
+Advance = Callable[[int], object]
+"""Called with how many further passages are encoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,18 +131,9 @@ class Encoder:
         # The lock: the network is loaded once, and its tokenizer is not safe in two threads.
         with self._lock:
             network = self._limited(QUERY_TOKENS)
-            return np.asarray(
-                network.encode_query(
-                    list(texts),
-                    prompt=self.treatment.query_prompt,
-                    batch_size=self.batch_size,
-                    show_progress_bar=False,
-                    normalize_embeddings=self._normalise,
-                ),
-                dtype=np.float32,
-            )
+            return self._encoded(network.encode_query, texts, self.treatment.query_prompt)
 
-    def passages(self, documents: Sequence[Document], advance: Callable[[int], None] = lambda done: None) -> np.ndarray:
+    def passages(self, documents: Sequence[Document], advance: Advance = lambda done: None) -> np.ndarray:
         """Vectors of passages (title and text): float32, shape (documents, dimension).
 
         Args:
@@ -136,20 +141,22 @@ class Encoder:
             advance: called with how many further ones are encoded.
         """
 
-        def encode(texts: list[str]) -> Iterable[np.ndarray]:
-            return np.asarray(
-                self._limited(PASSAGE_TOKENS).encode_document(
-                    texts,
-                    prompt=self.treatment.passage_prompt,
-                    batch_size=self.batch_size,
-                    show_progress_bar=False,
-                    normalize_embeddings=self._normalise,
-                ),
-                dtype=np.float32,
-            )
+        def encode(texts: list[str]) -> np.ndarray:
+            network = self._limited(PASSAGE_TOKENS)
+            return self._encoded(network.encode_document, texts, self.treatment.passage_prompt)
 
         with self._lock:
-            return np.stack(in_pieces([f"{d.title} {d.text}" for d in documents], encode, self.batch_size, advance))
+            return np.stack(_in_pieces([f"{d.title} {d.text}" for d in documents], encode, self.batch_size, advance))
+
+    def _encoded(self, encode: Callable[..., Any], texts: Sequence[str], prompt: str | None) -> np.ndarray:
+        vectors = encode(
+            list(texts),
+            prompt=prompt,
+            batch_size=self.batch_size,
+            show_progress_bar=False,
+            normalize_embeddings=self._normalise,
+        )
+        return np.asarray(vectors, dtype=np.float32)
 
     def _limited(self, tokens: int) -> SentenceTransformer:
         """The network, cutting texts at `tokens`; a model's own files name a limit of their own."""
@@ -176,7 +183,7 @@ class DenseRetriever(Retriever):
     def __init__(self, folder: Path, documents: Sequence[Document], encoder: Encoder):
         self.documents = documents
         self._encoder = encoder
-        self._index = open_faiss(folder / FAISS_FILE)
+        self._index = _open_faiss(folder / FAISS_FILE)
         if self._index.ntotal != len(documents):
             raise ValueError(f"{FAISS_FILE} has {self._index.ntotal} vectors, expected {len(documents)}")
 
@@ -195,7 +202,7 @@ class DenseRetriever(Retriever):
             return results
         vectors = self._encoder.queries([queries[n] for n in active])
         # both of shape (active queries, k)
-        scores, numbers = nearest(self._index, vectors, max(top_k))
+        scores, numbers = _nearest(self._index, vectors, max(top_k))
         for row, query in enumerate(active):
             matches = [(float(s), int(n)) for s, n in zip(scores[row], numbers[row], strict=True) if n >= 0]
             # FAISS leaves the order of equal scores open; ours is the corpus's.
@@ -205,10 +212,88 @@ class DenseRetriever(Retriever):
 
 
 def build(folder: Path, documents: Sequence[Document], encoder: Encoder, form: str) -> None:
-    """Encode a corpus in shards and write its FAISS index; a build that was killed goes on where it was."""
-    shards = encode_shards(
-        folder / "shards", documents, lambda part, advance: {"vectors": encoder.passages(part, advance)}, "encoding"
-    )
-    first = np.load(shards[0])["vectors"]
-    blocks = (np.load(shard)["vectors"] for shard in shards)
-    build_faiss(blocks, first.shape[1], form, folder / FAISS_FILE)
+    """Encode a corpus in shards and write its FAISS index; a build that was killed goes on where it was.
+
+    Args:
+        form: `flat` (exact) or `hnsw`.
+    """
+    import faiss
+
+    shards = _encode_shards(folder / "shards", documents, encoder)
+    dimension = np.load(shards[0])["vectors"].shape[1]
+    index: faiss.Index
+    if form == "flat":
+        index = faiss.IndexFlatIP(dimension)
+    else:
+        index = faiss.IndexHNSWFlat(dimension, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efConstruction = HNSW_BUILD
+    for shard in shards:
+        index.add(np.load(shard)["vectors"])
+    faiss.write_index(index, str(folder / FAISS_FILE))
+
+
+def _encode_shards(folder: Path, documents: Sequence[Document], encoder: Encoder) -> list[Path]:
+    """The files of all shards, in corpus order; those of an earlier attempt are reused."""
+    folder.mkdir(exist_ok=True)
+    files = []
+    with progress("encoding", len(documents)) as advance:
+        for start in range(0, len(documents), SHARD):
+            file = folder / f"shard-{start // SHARD:05d}.npz"
+            part = [documents[number] for number in range(start, min(start + SHARD, len(documents)))]
+            # A killed build leaves no half of a shard: it is written beside its place and renamed.
+            if not file.is_file():
+                work = file.with_suffix(".tmp")
+                with work.open("wb") as out:
+                    np.savez(out, vectors=encoder.passages(part, advance))
+                    out.flush()
+                    os.fsync(out.fileno())
+                os.replace(work, file)
+            else:
+                advance(len(part))
+            files.append(file)
+    return files
+
+
+def _in_pieces(
+    texts: Sequence[str], encode: Callable[[list[str]], Iterable[np.ndarray]], batch_size: int, advance: Advance
+) -> list[np.ndarray]:
+    """What `encode` makes of each text, in the order of the texts; `advance` is called after every few batches."""
+    # Texts of like length side by side: little padding in a batch.
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+    encoded: dict[int, np.ndarray] = {}
+    for start in range(0, len(order), PIECE * batch_size):
+        numbers = order[start : start + PIECE * batch_size]
+        encoded.update(zip(numbers, encode([texts[number] for number in numbers]), strict=True))
+        advance(len(numbers))
+    return [encoded[number] for number in range(len(texts))]
+
+
+def _open_faiss(file: Path) -> faiss.Index:
+    """A FAISS index, memory-mapped: opens at once, and processes that search the same file share its pages."""
+    import faiss
+
+    index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP_IFC)
+    if hasattr(index, "hnsw"):
+        index.hnsw.efSearch = HNSW_SEARCH
+    return index
+
+
+def _nearest(index: faiss.Index, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and numbers of the k vectors with the highest inner product.
+
+    Args:
+        index: from `_open_faiss`.
+        queries: float32, shape (q, dimension).
+        k: at least 1; fewer come back where the index holds fewer.
+
+    Returns:
+        Two arrays of shape (q, min(k, vectors)); number -1 where a graph search reached fewer.
+    """
+    k = min(k, index.ntotal)
+    if hasattr(index, "hnsw"):
+        import faiss
+
+        # At least k: a graph search returns no more vectors than its breadth. FAISS's type stubs miss the class.
+        breadth = faiss.SearchParametersHNSW(efSearch=max(HNSW_SEARCH, k))  # type: ignore[attr-defined]
+        return index.search(np.ascontiguousarray(queries, dtype=np.float32), k, params=breadth)
+    return index.search(np.ascontiguousarray(queries, dtype=np.float32), k)

@@ -20,24 +20,21 @@ from typing import Any, TypeAlias
 from filelock import FileLock
 
 from mmrl.config import RetrieverConfig
-from mmrl.config.retriever import Bm25Config, ColbertConfig, DenseConfig
+from mmrl.config.retriever import DenseConfig
 from mmrl.errors import DataError
 from mmrl.models.fetched import encoder_source
-from mmrl.retrieval import bm25, colbert, dense
+from mmrl.retrieval import bm25, dense
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.store import CorpusFacts, PassageStore, write_passages
-from mmrl.retrieval.vectors import HNSW_LINKS
 from mmrl.system.artifacts import FileChecks, file_checks, verify
-from mmrl.system.files import atomic_write, plain, remove_leftovers, take_lock, user_path
+from mmrl.system.files import atomic_write, remove_leftovers, take_lock, user_path
 
-FORMAT = 2
+FORMAT = 3
 INFO, PLAN, DONE, LOCK = "index.json", "plan.json", "passages.json", "lock"
 """Of a finished index; of an unfinished one: its settings, the corpus once it is written, and who builds."""
 
-DIMENSION, TOKEN_DIMENSION = 768, 128
-"""Of the vectors of contriever and E5-base; of ColBERTv2's. For estimates."""
-TOKEN_BYTES = 4.5
-"""Text per token vector."""
+DIMENSION = 768
+"""Of the vectors of contriever and E5-base, for estimates."""
 BM25_DISK, BM25_BUILD, BM25_SEARCH = 0.9, 8.0, 0.05
 """Bytes per byte of text: index files; memory while building; memory while searching, beside the mapped files."""
 
@@ -51,18 +48,16 @@ class IndexSpec:
     """What an index is made of, apart from its passages."""
 
     kind: str
-    """`bm25`, `dense` or `colbert`."""
+    """`bm25` or `dense`."""
     settings: Settings
-    """`k1`, `b` and `Analysis`; or `model`, `faiss`, and `Treatment` where it is dense."""
+    """`Bm25Settings`; or `model`, `faiss` and `Treatment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexInfo:
+class IndexInfo(IndexSpec):
     """What `index.json` holds."""
 
     format: int
-    kind: str
-    settings: Settings
     documents: int
     duplicates: int
     text_bytes: int
@@ -73,40 +68,15 @@ class IndexInfo:
     """`model_identity` of the encoder, as it was when the index was made."""
     files: FileChecks = field(default_factory=dict)
 
-    @property
-    def spec(self) -> IndexSpec:
-        """Kind and settings."""
-        return IndexSpec(kind=self.kind, settings=self.settings)
-
 
 def spec_of(config: RetrieverConfig) -> IndexSpec:
     """The index that a `task.retriever` section without `index` describes."""
-    return IndexSpec(kind=config.name, settings=SETTINGS[config.name](config))
-
-
-def _bm25_settings(config: Bm25Config) -> Settings:
-    return config.model_dump(include={"k1", "b", "stemmer", "stopwords"})
-
-
-def _dense_settings(config: DenseConfig) -> Settings:
-    model = config.model or dense.DEFAULT_MODEL
-    return {"model": model, **asdict(dense.treatment_of(config, model)), "faiss": config.faiss}
-
-
-def _colbert_settings(config: ColbertConfig) -> Settings:
-    return {"model": config.model or colbert.DEFAULT_MODEL, "faiss": config.faiss}
-
-
-SETTINGS: Mapping[str, Callable[[Any], Settings]] = {
-    "bm25": _bm25_settings,
-    "dense": _dense_settings,
-    "colbert": _colbert_settings,
-}
-"""Retriever with an index -> what its index is made with."""
-
-
-def _analysis(settings: Settings) -> bm25.Analysis:
-    return bm25.Analysis(stemmer=settings["stemmer"], stopwords=settings["stopwords"])
+    if isinstance(config, DenseConfig):
+        model = config.model or dense.DEFAULT_MODEL
+        settings = {"model": model, **asdict(dense.treatment_of(config, model)), "faiss": config.faiss}
+    else:
+        settings = config.model_dump(include={"k1", "b", "stemmer", "stopwords"})
+    return IndexSpec(kind=config.name, settings=settings)
 
 
 def _encoder(settings: Settings, device: str, batch_size: int) -> dense.Encoder:
@@ -187,18 +157,12 @@ def build_index(
             # Only now: without this file a later attempt writes the passages anew.
             # Of the passages alone: what is built from them (shards of vectors, say) may be there already, and grows.
             files = {name: check for name, check in file_checks(work, without=(LOCK, PLAN)).items() if "/" not in name}
-            done = {"corpus": asdict(corpus), "files": files}
-            atomic_write(work / DONE, json.dumps({**done, "sha256": _digest(done)}))
+            atomic_write(work / DONE, json.dumps({"corpus": asdict(corpus), "files": files}))
         on_corpus(corpus)
         _build(work, PassageStore(work), spec, device, batch_size)
         return _finish(work, folder, spec, corpus, sources, time.perf_counter() - started)
     finally:
         os.close(lock)
-
-
-def _digest(record: Mapping[str, object]) -> str:
-    """SHA-256 of a record, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(plain(record), sort_keys=True).encode()).hexdigest()
 
 
 def _written_before(work: Path) -> CorpusFacts | None:
@@ -207,8 +171,6 @@ def _written_before(work: Path) -> CorpusFacts | None:
         return None
     try:
         done = json.loads((work / DONE).read_text(encoding="utf-8"))
-        if done.pop("sha256") != _digest(done):
-            raise ValueError(f"{DONE} is not as it was written")
         verify(work, done["files"])
         return CorpusFacts(**done["corpus"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -258,12 +220,9 @@ def _check_plan(work: Path, spec: IndexSpec, stamp: str) -> None:
 def _build(work: Path, passages: PassageStore, spec: IndexSpec, device: str, batch_size: int) -> None:
     settings = spec.settings
     if spec.kind == "bm25":
-        bm25.write_index(work / "bm25", passages, float(settings["k1"]), float(settings["b"]), _analysis(settings))
-    elif spec.kind == "dense":
-        dense.build(work, passages, _encoder(settings, device, batch_size), settings["faiss"])
+        bm25.write_index(work / "bm25", passages, bm25.Bm25Settings(**settings))
     else:
-        many = colbert.TokenEncoder(str(settings["model"]), device=device, batch_size=batch_size)
-        colbert.build(work, passages, many, str(settings["faiss"]))
+        dense.build(work, passages, _encoder(settings, device, batch_size), settings["faiss"])
 
 
 def open_index(
@@ -273,7 +232,6 @@ def open_index(
     *,
     device: str = "cpu",
     batch_size: int = 32,
-    candidates: int = 256,
 ) -> Retriever:
     """The retriever of an index folder; everything large is memory-mapped, encoders load at the first query.
 
@@ -282,12 +240,8 @@ def open_index(
     """
     settings = info.settings
     if info.kind == "bm25":
-        k1, b = float(settings["k1"]), float(settings["b"])
-        return bm25.Bm25Retriever(passages, k1=k1, b=b, analysis=_analysis(settings), built=folder / "bm25")
-    if info.kind == "dense":
-        return dense.DenseRetriever(folder, passages, _encoder(settings, device, batch_size))
-    many = colbert.TokenEncoder(str(settings["model"]), device=device, batch_size=batch_size)
-    return colbert.ColbertRetriever(folder, passages, many, candidates)
+        return bm25.Bm25Retriever(passages, bm25.Bm25Settings(**settings), built=folder / "bm25")
+    return dense.DenseRetriever(folder, passages, _encoder(settings, device, batch_size))
 
 
 def estimated_bytes(spec: IndexSpec, passages: int, text_bytes: int) -> dict[str, float]:
@@ -298,7 +252,7 @@ def estimated_bytes(spec: IndexSpec, passages: int, text_bytes: int) -> dict[str
         passages: how many.
         text_bytes: of all titles and texts.
     """
-    # Dense and ColBERT follow from the arrays that they write. BM25 on disk was within 20 % on corpora of 6 to 307 MB;
+    # Dense follows from the arrays that it writes. BM25 on disk was within 20 % on corpora of 6 to 307 MB;
     # its memory to build is what a million passages took (docs/performance.md).
     store = 1.1 * text_bytes + 16 * passages
     # `write_passages` holds hashes of all passages.
@@ -311,14 +265,9 @@ def estimated_bytes(spec: IndexSpec, passages: int, text_bytes: int) -> dict[str
             "build": hashes + BM25_BUILD * text_bytes,
             "search": BM25_DISK * text_bytes + 8 * passages,
         }
-    if spec.kind == "dense":
-        vectors = 4.0 * DIMENSION * passages
-        index = vectors + graph * passages * (8 * HNSW_LINKS + 16)
-        return {"disk": store + index, "work": vectors, "build": hashes + index, "search": index}
-    tokens = text_bytes / TOKEN_BYTES
-    vectors = 2.0 * TOKEN_DIMENSION * tokens
-    index = vectors + graph * tokens * (8 * HNSW_LINKS + 16)
-    return {"disk": store + vectors + index, "work": vectors, "build": hashes + index, "search": index + vectors}
+    vectors = 4.0 * DIMENSION * passages
+    index = vectors + graph * passages * (8 * dense.HNSW_LINKS + 16)
+    return {"disk": store + index, "work": vectors, "build": hashes + index, "search": index}
 
 
 def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: Path) -> Path:

@@ -14,6 +14,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictStr, ValidationError
 
+from mmrl.config.base import reasons
 from mmrl.retrieval.base import Document, whole_text
 from mmrl.system.replies import quoted
 
@@ -38,18 +39,6 @@ class BadRequest(ValueError):
     """A request that is not the protocol's; answered with its status and the reason."""
 
     status = 422
-
-
-class TooLarge(BadRequest):
-    """A request whose body is too large."""
-
-    status = 413
-
-
-class TooSlow(BadRequest):
-    """A request whose body does not come to its end."""
-
-    status = 408
 
 
 def _shortened(value: object) -> object:
@@ -91,10 +80,7 @@ def read_request(model: type[M], fields: object) -> M:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
-        where = [".".join(str(part) for part in problem["loc"]) or "request" for problem in problems[:5]]
-        reasons = [f"{place}: {problem['msg']}" for place, problem in zip(where, problems, strict=False)]
-        raise BadRequest("; ".join(reasons)) from None
+        raise BadRequest(reasons(error)) from None
 
 
 def search_r1_item(document: Document, scored: bool) -> dict[str, object]:

@@ -103,12 +103,12 @@ class RemoteRetriever(Retriever):
         results: dict[int, list[Document]] = {}
         missing = []
         for number, (query, k) in enumerate(zip(queries, top_k, strict=True)):
-            cached = self._recall(query, k)
             if k < 1:
                 results[number] = []
-            elif cached is not None:
+            elif (query, k) in self._cache:
                 self._counts["cached"] += 1
-                results[number] = cached
+                # A dict keeps the order of insertion: taken out and put back, it is the most recently used.
+                results[number] = self._cache[query, k] = self._cache.pop((query, k))
             else:
                 missing.append(number)
         if missing:
@@ -116,9 +116,13 @@ class RemoteRetriever(Retriever):
             for number, answer in zip(missing, answers, strict=True):
                 # One Search-R1 request has one `topk`, the largest of its queries.
                 documents = answer[: top_k[number]]
-                self._count_short(len(documents), top_k[number])
-                self._remember(queries[number], top_k[number], documents)
                 results[number] = documents
+                if len(documents) < top_k[number]:
+                    self._count_short(len(documents), top_k[number])
+                    continue  # not stored: it may be a fault that passes
+                self._cache[queries[number], top_k[number]] = documents
+                if len(self._cache) > self._cache_size:
+                    del self._cache[next(iter(self._cache))]
         return [results[number] for number in range(len(queries))]
 
     async def _request(self, queries: list[str], top_k: list[int]) -> list[list[Document]]:
@@ -167,8 +171,6 @@ class RemoteRetriever(Retriever):
         self._counts["retries"] += number > 0
 
     def _count_short(self, got: int, k: int) -> None:
-        if got >= k:
-            return
         self._counts["short"] += 1
         self._counts["empty"] += got == 0
         if self._counts["short"] == 1:
@@ -178,21 +180,6 @@ class RemoteRetriever(Retriever):
                 got,
                 k,
             )
-
-    def _recall(self, query: str, k: int) -> list[Document] | None:
-        # A dict keeps the order of insertion: taking a result out and back in makes it the most recently used.
-        documents = self._cache.pop((query, k), None)
-        if documents is not None:
-            self._cache[query, k] = documents
-        return documents
-
-    def _remember(self, query: str, k: int, documents: list[Document]) -> None:
-        # A short result may be a fault that passes.
-        if len(documents) < k or not self._cache_size:
-            return
-        self._cache[query, k] = documents
-        if len(self._cache) > self._cache_size:
-            del self._cache[next(iter(self._cache))]
 
 
 def largest_reply(passages: int) -> int:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 from mmrl.config import RetrieverConfig
-from mmrl.config.retriever import (
-    Bm25Config,
-    LocalRetrieverConfig,
-    RemoteRetrieverConfig,
-)
+from mmrl.config.retriever import Bm25Config, RemoteRetrieverConfig
 from mmrl.errors import ConfigError, DataError, RetrievalFailure
 from mmrl.models.hub import encoder_problems
 from mmrl.retrieval.base import Document, Retriever
-from mmrl.retrieval.bm25 import Analysis, Bm25Retriever
+from mmrl.retrieval.bm25 import Bm25Retriever, Bm25Settings
 from mmrl.retrieval.index_folder import IndexInfo, cached_index, model_identity, open_index, read_info, spec_of
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.store import PassageStore
@@ -24,15 +19,10 @@ from mmrl.secrets import token_of
 from mmrl.system.artifacts import cache_root
 from mmrl.system.files import user_path
 
-NEEDS: Mapping[str, tuple[str, ...]] = {
-    "dense": ("faiss", "sentence_transformers"),
-    "colbert": ("faiss", "sentence_transformers"),
-}
-"""Retriever -> modules of the extra `dense` that it imports."""
+NEEDED = ("faiss", "sentence_transformers")
+"""Modules of the extra `dense`."""
 PROBE_RETRIES = 2
 """Most further attempts of the search that probes a server."""
-RUNTIME = ("device", "batch_size", "candidates")
-"""Options of an index's use, not of its content; a retriever has those that its schema has."""
 
 
 def open_index_corpus(config: RetrieverConfig) -> PassageStore:
@@ -75,7 +65,7 @@ def retriever_problems(config: RetrieverConfig) -> list[str]:
 
 def index_problems(key: str, info: IndexInfo) -> list[str]:
     """Why an index's own encoder cannot be loaded, or no longer fits the index."""
-    if info.kind not in NEEDS:
+    if "model" not in info.settings:
         return []
     model = str(info.settings["model"])
     if problems := encoder_problems(f"{key}: its encoder", model):
@@ -89,7 +79,7 @@ def packages_missing(config: RetrieverConfig) -> list[str]:
     """Which packages of the extra `dense` are missing."""
     return [
         f"task.retriever.name: {config.name} needs the package of '{module}'; pip install 'mmrl[dense]'"
-        for module in NEEDS.get(config.name, ())
+        for module in (NEEDED if config.encodes else ())
         if importlib.util.find_spec(module) is None
     ]
 
@@ -107,10 +97,7 @@ def probe(config: RemoteRetrieverConfig) -> None:
         RetrievalFailure: no usable answer.
     """
     # A busy server (status 429) must not refuse a run, or its resume; a wrong address should not take long to notice.
-    retries = min(config.retries, PROBE_RETRIES)
-    client = RemoteRetriever(
-        config.url, protocol=config.protocol, timeout_s=config.timeout_s, retries=retries, token=_token(config)
-    )
+    client = _remote(config.model_copy(update={"retries": min(config.retries, PROBE_RETRIES)}))
     try:
         client.ping()
     finally:
@@ -127,21 +114,14 @@ def open_retriever(config: RetrieverConfig, documents: Sequence[Document]) -> Re
     Raises:
         DataError: an index that cannot be opened or built.
     """
-    return RETRIEVERS[config.name](config, documents)
-
-
-def _bm25(config: Bm25Config, documents: Sequence[Document]) -> Retriever:
-    if config.index is not None:
-        return _indexed(config, documents)
-    analysis = Analysis(stemmer=config.stemmer, stopwords=config.stopwords)
-    cache = cache_root(config.cache_dir)
-    return Bm25Retriever(documents, k1=config.k1, b=config.b, analysis=analysis, cache=cache)
-
-
-def _indexed(config: LocalRetrieverConfig, documents: Sequence[Document]) -> Retriever:
-    folder = _folder(config, documents)
-    # Only the options that this retriever's schema has: the others keep their defaults.
-    runtime = config.model_dump(include=set(RUNTIME))
+    if isinstance(config, RemoteRetrieverConfig):
+        return _remote(config)
+    cache, index = cache_root(config.get("cache_dir")), config.get("index")
+    if isinstance(config, Bm25Config) and index is None:
+        return Bm25Retriever(documents, Bm25Settings(**spec_of(config).settings), cache=cache)
+    folder = user_path(index) if index is not None else cached_index(documents, config, cache)
+    # Options of an index's use, not of its content; a retriever without an encoder has none.
+    runtime = config.model_dump(include={"device", "batch_size"})
     try:
         return open_index(folder, read_info(folder), PassageStore(folder), **runtime)
     # Whatever a library says of damaged files, the user has to know which folder it was.
@@ -149,25 +129,7 @@ def _indexed(config: LocalRetrieverConfig, documents: Sequence[Document]) -> Ret
         raise DataError(f"task.retriever.index: cannot open {folder}: {error}") from None
 
 
-def _folder(config: LocalRetrieverConfig, documents: Sequence[Document]) -> Path:
-    if config.index is not None:
-        return user_path(config.index)
-    return cached_index(documents, config, cache_root(config.cache_dir))
-
-
-def _remote(config: RemoteRetrieverConfig, documents: Sequence[Document]) -> Retriever:
-    options = config.model_dump(include={"timeout_s", "retries", "concurrency", "cache_size"})
-    return RemoteRetriever(config.url, protocol=config.protocol, token=_token(config), **options)
-
-
-def _token(config: RemoteRetrieverConfig) -> str | None:
-    return None if config.token_env is None else token_of(config.token_env, "task.retriever.token_env")
-
-
-RETRIEVERS: Mapping[str, Callable[[Any, Sequence[Document]], Retriever]] = {
-    "bm25": _bm25,
-    "dense": _indexed,
-    "colbert": _indexed,
-    "remote": _remote,
-}
-"""`task.retriever.name` -> factory."""
+def _remote(config: RemoteRetrieverConfig) -> RemoteRetriever:
+    token = None if config.token_env is None else token_of(config.token_env, "task.retriever.token_env")
+    options = config.model_dump(include={"protocol", "timeout_s", "retries", "concurrency", "cache_size"})
+    return RemoteRetriever(config.url, token=token, **options)

@@ -22,13 +22,11 @@ from mmrl.retrieval.protocols import (
     BadRequest,
     DspyRequest,
     SearchR1Request,
-    TooLarge,
-    TooSlow,
     dspy_item,
     read_request,
     search_r1_item,
 )
-from mmrl.system.http_server import BodyTooLarge, BodyTooSlow, read_body, require_token
+from mmrl.system.http_server import BodyRefused, read_body, require_token
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -134,32 +132,24 @@ def make_app(
 
 async def _respond(work: Awaitable[object]) -> Response:
     """The reply of `work`, or its error."""
-    from fastapi.responses import JSONResponse, Response
+    from fastapi.responses import Response
 
     status = 200
     reply: object
     try:
         reply = await work
-    except BadRequest as error:
+    except (BadRequest, BodyRefused) as error:
         status, reply = error.status, {"error": True, "message": str(error)}
     # Whatever a retriever raises must reach the client as a status, and the server must go on.
     except Exception as error:
         log.exception("search failed")
         status, reply = 500, {"error": True, "message": f"{type(error).__name__}: {error}"}
-    try:
-        response: Response = JSONResponse(reply, status_code=status)
-    except UnicodeEncodeError:
-        # Half of a UTF-16 pair in a passage: JSON can hold it as an escape alone, which FastAPI does not write.
-        response = Response(json.dumps(reply), status_code=status, media_type="application/json")
-    return response
+    # Not FastAPI's own JSON: half of a UTF-16 pair in a passage can be held as an escape alone.
+    return Response(json.dumps(reply), status_code=status, media_type="application/json")
 
 
 async def _json(request: Request) -> object:
     try:
         return json.loads(await read_body(request, LARGEST_REQUEST))
-    except BodyTooLarge:
-        raise TooLarge(f"a request above {LARGEST_REQUEST} bytes") from None
-    except BodyTooSlow:
-        raise TooSlow("the body of the request did not come to its end") from None
     except (ValueError, RecursionError):
         raise BadRequest("the body is not JSON") from None

@@ -12,18 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 
 from mmrl.retrieval.base import Document
 from mmrl.system.bar import progress
 
-COUNTED = 1000
-"""Passages after which progress is reported."""
 PASSAGES, OFFSETS, TITLES = "passages.jsonl", "offsets.npy", "titles.npy"
 
 
@@ -63,9 +60,8 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
     digest = hashlib.blake2b(digest_size=16)
     duplicates = text_bytes = 0
     with (folder / PASSAGES).open("wb") as file, progress("writing") as advance:
-        for number, document in enumerate(documents, 1):
-            if not number % COUNTED:
-                advance(COUNTED)
+        for document in documents:
+            advance(1)
             # Control characters as separators, so that titles and texts do not run into each other.
             content = f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass")
             key = hashlib.blake2b(content, digest_size=16).digest()
@@ -121,22 +117,12 @@ class PassageStore(Sequence[Document]):
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    @overload
-    def __getitem__(self, number: int) -> Document: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Document]: ...
-    def __getitem__(self, number: int | slice) -> Document | list[Document]:
-        if isinstance(number, slice):
-            return [self[n] for n in range(*number.indices(len(self)))]
-        if not -len(self) <= number < len(self):
+    def __getitem__(self, number: int) -> Document:  # type: ignore[override]  # nobody asks for slices
+        if not 0 <= number < len(self):
             raise IndexError(f"passage {number} of {len(self)}")
-        number %= len(self)
         line = self._map[int(self._offsets[number]) : int(self._offsets[number + 1])]
         name, title, text = json.loads(line)
         return Document(id=name, title=title, text=text)
-
-    def __iter__(self) -> Iterator[Document]:
-        return (self[number] for number in range(len(self)))
 
     def identity(self) -> bytes:
         """Changes when the passages do (their lengths and titles, which is enough to tell corpora apart)."""

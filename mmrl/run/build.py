@@ -49,10 +49,7 @@ if TYPE_CHECKING:
 
     from mmrl.config.other_stages import PromptConfig
     from mmrl.models.load import ServedWeights
-    from mmrl.stages.prompts.stage import PromptStage
-    from mmrl.stages.sft import SftStage
     from mmrl.stages.step_log import StepLog
-    from mmrl.stages.weights import WeightStage
 
 _TASKS: dict[tuple[str, int], Task] = {}
 
@@ -142,7 +139,7 @@ def build_stage(config: StageConfig, task: Task, log: StepLog, checkpoint: Path 
     return STAGES[config.kind.name](config, task, log, checkpoint)
 
 
-def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> WeightStage:
+def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> Stage:
     from mmrl.models.load import load_policy
     from mmrl.stages.collect import Collector
     from mmrl.stages.weights import WeightStage
@@ -151,7 +148,7 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
     from mmrl.trainer.trl_trainer import MmrlTrainer
 
     log.prefetched = bool(config.train.staleness)
-    assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
+    assignment = module_assignment(config, task.program.modules)
     # Where one process samples for all, the others serve nothing, so they need no copy of the initial weights.
     serves = log.processes.main or not log.processes.one_samples
     initial = config.model.path if assignment.copied and serves else None
@@ -189,7 +186,7 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
     return stage
 
 
-def _build_sft(config: SftCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> SftStage:
+def _build_sft(config: SftCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> Stage:
     from mmrl.models.load import load_policy
     from mmrl.stages.sft import SftStage
     from mmrl.trainer.adapters import make_adapters
@@ -197,7 +194,7 @@ def _build_sft(config: SftCommandConfig, task: Task, log: StepLog, checkpoint: P
     from mmrl.trainer.trl_trainer import MmrlTrainer
 
     hardware, model = config.hardware, config.model
-    assignment = module_assignment(model, config.algo, task.program.modules, config.engine.endpoints)
+    assignment = module_assignment(config, task.program.modules)
     loaded, tokenizer, serving = load_policy(Policy(base=model.path, modules=assignment.served), model, hardware.device)
     recorded = _recorded(config, assignment, log)
     trainer = MmrlTrainer(
@@ -225,7 +222,7 @@ def _build_sft(config: SftCommandConfig, task: Task, log: StepLog, checkpoint: P
     return stage
 
 
-def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> PromptStage:
+def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> Stage:
     from mmrl.stages.prompts.stage import PromptStage
 
     resources, start = ExitStack(), Policy(base=config.model.path)
@@ -269,23 +266,9 @@ def _build_engines(
     # adapter), so no weights are copied between updates.
     engine = build_engine(config.engine, model, tokenizer, setup)
 
-    def load(policy: Policy) -> tuple[Engine, PreTrainedTokenizerBase]:
-        from mmrl.models.load import load_policy
-
-        # In this process, whatever engine serves the student, whose keys may say nothing of this decode loop.
-        fixed, its_tokenizer, serving = load_policy(policy, config.model, hardware.device)
-        fixed.eval().requires_grad_(False)
-        build, limit = engine_class("transformers"), config.task.max_context
-        served = build(
-            fixed, its_tokenizer, config.engine.in_process, max_context=limit, threads=hardware.threads, **serving
-        )
-        return served, its_tokenizer
-
     student = LoadedTeacher(task=task, engine=engine, tokenizer=tokenizer, shares_vocabulary=True)
     try:
-        teachers = _load_teachers(
-            teachers_apart(algo), student, load, lambda prompts: build_task(config.task, config.seed, prompts)
-        )
+        teachers = _load_teachers(config, student)
     except BaseException:
         engine.close()
         raise
@@ -327,42 +310,42 @@ def teacher_prompts(teacher: TeacherConfig, policy: Policy | None) -> str | None
     return teacher.prompts or (policy.prompts if policy is not None else None)
 
 
-def _load_teachers(
-    teachers: Sequence[TeacherConfig],
-    student: LoadedTeacher,
-    load: Callable[[Policy], tuple[Engine, PreTrainedTokenizerBase]],
-    task_with: Callable[[str | None], Task],
-) -> dict[str, LoadedTeacher]:
-    """The teachers by name; those of the same weights share an engine, those without use the student's.
-
-    Args:
-        load: the engine and tokenizer of a teacher's weights.
-        task_with: the task with a file of prompts.
-    """
+def _load_teachers(config: TrainCommandConfig, student: LoadedTeacher) -> dict[str, LoadedTeacher]:
+    """The teachers by name; those of the same weights share an engine, those without use the student's."""
     from mmrl.engines.endpoint_engine import EndpointEngine
 
     loaded: dict[str, tuple[Engine, PreTrainedTokenizerBase]] = {}
     result: dict[str, LoadedTeacher] = {}
     # Weights are loaded once for all teachers that name them: a second copy would cost as much memory again.
-    for teacher in teachers:
+    for teacher in teachers_apart(config.algo):
         policy = teacher_policy(teacher)
         engine, tokenizer = student.engine, student.tokenizer
         # A teacher with prompts alone speaks with the weights in training, so it learns along with them.
         if policy is not None:
             key = f"{policy.base} {policy.adapter} {policy.adapters}"
             if key not in loaded:
-                loaded[key] = load(policy)
+                loaded[key] = _load_fixed(config, policy)
             engine, tokenizer = loaded[key]
         if teacher.endpoint is not None:
             # An endpoint answers in text, which the student's tokenizer encodes.
             engine = EndpointEngine(teacher.endpoint, student.tokenizer, f"algo.teachers.{teacher.name}.endpoint")
         result[teacher.name] = LoadedTeacher(
-            task=task_with(teacher_prompts(teacher, policy)),
+            task=build_task(config.task, config.seed, teacher_prompts(teacher, policy)),
             engine=engine,
             tokenizer=tokenizer,
             shares_vocabulary=tokenizer is student.tokenizer or tokenizer.get_vocab() == student.tokenizer.get_vocab(),
         )
     return result
+
+
+def _load_fixed(config: TrainCommandConfig, policy: Policy) -> tuple[Engine, PreTrainedTokenizerBase]:
+    """An engine for weights that do not train, in this process, whatever engine serves the student."""
+    from mmrl.models.load import load_policy
+
+    model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
+    model.eval().requires_grad_(False)
+    setup = EngineSetup(max_context=config.task.max_context, threads=config.hardware.threads, **serving)
+    return engine_class("transformers")(model, tokenizer, config.engine.in_process, setup), tokenizer
 
 
 @contextmanager

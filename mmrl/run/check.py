@@ -6,7 +6,8 @@ makes the part of it that is the same on every machine (`plan_problems`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,9 +26,7 @@ from mmrl.config import (
     TrainCommandConfig,
 )
 from mmrl.config.base import value_at
-from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.rules import Facts, across_sections, engine_name, without_effect
-from mmrl.config.teacher import TeacherConfig
 from mmrl.engines.endpoint_engine import named, unreachable
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.hub import weights_problems
@@ -57,18 +56,28 @@ def check_all(configs: Sequence[RootConfig], typed: Collection[str] = ()) -> Non
     if len(configs) > 1 and configs[0].run.dir is not None:
         problems.append("run.dir: the runs of a sweep need a directory each; leave run.dir out")
     for config in configs:
-        try:
+        with collecting(problems):
             problems += check(config, typed)
-        except ConfigError as error:
-            problems += error.problems
     if problems:
         # The runs of a sweep mostly have the same problems; each is listed once, in the order of its first run.
         raise ConfigError(dict.fromkeys(problems))
 
 
+@contextmanager
+def collecting(problems: list[str], where: str = "") -> Iterator[None]:
+    """Add the problems of a `ConfigError` to others, so that all are reported at once."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += [where + problem for problem in error.problems]
+
+
 def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     """Problems of one config across its sections, data files included."""
-    problems = _directory_problems(config.run.dir)
+    problems: list[str] = []
+    if config.run.dir is not None:
+        with collecting(problems):
+            refuse_full(Path(config.run.dir))
     if isinstance(config, StagedCommandConfig):
         return problems + _stages_problems(config, typed)
     algo, policy = value_at(config, "algo.name"), value_at(config, "policy")
@@ -96,30 +105,21 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
 
 def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> list[str]:
     """Problems of each stage, and of their order. Prompts and weights of earlier stages are not there yet."""
-    problems = []
+    problems: list[str] = []
     if config.hardware.nodes > 1:
         profile = config.hardware.name
         problems.append(f"stages: profile '{profile}' has several machines; start them one by one, each with from=RUN")
     for number, stage in enumerate(config.stages, start=1):
         name = stage.algo.name
-        keys = _typed_of(typed, name, number)
-        last = number == len(config.stages)
-        if stage.model.modules is not None and not last and stage.kind.weights:
+        if stage.model.modules is not None and number < len(config.stages) and stage.kind.weights:
             apart = f"stage {number} ({name}) trains weights for each module apart"
             problems.append(f"stages: {apart} (model.modules), from which no stage can start; make it the last one")
-        try:
-            found = check(stage.in_folder(None), keys)
-        except ConfigError as error:
-            found = error.problems
-        problems += [f"stage {number} ({name}): {problem}" for problem in found]
+        own = [f"stage.{name}.", f"stage.{number}."]
+        keys = [*typed, *(key.removeprefix(prefix) for key in typed for prefix in own if key.startswith(prefix))]
+        where = f"stage {number} ({name}): "
+        with collecting(problems, where):
+            problems += [where + problem for problem in check(stage.in_folder(None), keys)]
     return problems
-
-
-def _typed_of(typed: Collection[str], name: str, number: int) -> list[str]:
-    """The keys that were typed for a stage, without `stage.NAME`."""
-    own = [f"stage.{name}.", f"stage.{number}."]
-    keys = [key for key in typed if not key.startswith("stage.")]
-    return keys + [key.removeprefix(prefix) for key in typed for prefix in own if key.startswith(prefix)]
 
 
 def _stage_problems(config: StageConfig, task: Task) -> list[str]:
@@ -133,13 +133,18 @@ def _prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
     from mmrl.stages.prompts.split import prompt_problems
 
     problems = _stage_problems(config, task) + split_problems(config.task, task, "train", "task.data.train")
-    name, model = engine_name(config), getattr(config.algo, "prompt_model", None)
+    model = getattr(config.algo, "prompt_model", None)
     problems += unreachable({} if model is None else {"algo.prompt_model": model})
-    if name == "openai":
+    if engine_name(config) == "openai":
         # `policy=` names it in an evaluation; a run of this kind has no such key
         problems.append("engine: openai, whose model nothing names here; set engine.endpoints.MODULE.model=NAME")
-    problems += engines.problems(config.engine, name, training=False, copied=False, device=config.hardware.device)
-    return problems + prompt_problems(config, task) + endpoints_away(config)
+    return problems + engine_problems(config) + prompt_problems(config, task) + endpoints_away(config)
+
+
+def engine_problems(config: RootConfig, *, training: bool = False, copied: bool = False, rank: int = 0) -> list[str]:
+    """What stands against the engine that samples, and its settings."""
+    name, device = engine_name(config), config.hardware.device
+    return engines.problems(config.engine, name, training=training, copied=copied, device=device, rank=rank)
 
 
 def _supervised_problems(config: SftCommandConfig, task: Task) -> list[str]:
@@ -148,32 +153,16 @@ def _supervised_problems(config: SftCommandConfig, task: Task) -> list[str]:
     problems = _stage_problems(config, task)
     if config.algo.source != "file":
         problems += split_problems(config.task, task, "train", "task.data.train")
-    assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
+    assignment = module_assignment(config, task.program.modules)
     return problems + assignment.problems() + sft_problems(config, task, tuple(assignment.untrained))
-
-
-def _directory_problems(folder: str | None) -> list[str]:
-    if folder is None:
-        return []
-    if not folder.strip():
-        return ["run.dir: got an empty path, expected a new or empty folder, or leave it out"]
-    try:
-        refuse_full(Path(folder))
-    except ConfigError as error:
-        return list(error.problems)
-    return []
 
 
 def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
     problems = across_sections(config) + process_problems(config)
     problems += split_problems(config.task, task, config.split, "split")
     # A policy from a run with algo.frozen_serving has two sets of full weights.
-    copied = served(config).initial is not None
-    problems += engines.problems(
-        config.engine, engine_name(config), training=False, copied=copied, device=config.hardware.device
-    )
-    problems += endpoint_problems(config, task) + endpoints_away(config)
-    return problems + policy_problems(config, task)
+    problems += engine_problems(config, copied=served(config).initial is not None)
+    return problems + endpoint_problems(config, task) + endpoints_away(config) + policy_problems(config, task)
 
 
 def process_problems(config: EvalCommandConfig) -> list[str]:
@@ -193,8 +182,7 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     problems = across_sections(config) + device_problems(config)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets) + negative_rewards(config, task)
-    modules = task.program.modules
-    problems += module_assignment(config.model, config.algo, modules, config.engine.endpoints).problems()
+    problems += module_assignment(config, task.program.modules).problems()
     if engine_name(config) == "openai":
         problems += engines.problems(config.engine, "openai", training=True)
     problems += endpoint_problems(config, task) + staleness_problems(config)
@@ -204,15 +192,9 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """Those of a plan; packages, servers and teachers that are not there, splits that are too small."""
     problems = plan_problems(config, task) + missing_packages(config.hardware) + missing_trackers(config.run.report_to)
-    assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
-    problems += engines.problems(
-        config.engine,
-        engine_name(config),
-        training=True,
-        copied=assignment.copied,
-        device=config.hardware.device,
-        rank=config.model.lora.r if config.model.lora is not None else 0,
-    )
+    rank = config.model.lora.r if config.model.lora is not None else 0
+    copied = module_assignment(config, task.program.modules).copied
+    problems += engine_problems(config, training=True, copied=copied, rank=rank)
     problems += endpoints_away(config) + teacher_problems(config, task)
     available, size = len(task.examples("train")), config.train.batch_size
     if config.task.data.train is None:
@@ -242,15 +224,13 @@ def split_problems(config: TaskConfig, task: Task, split: str, key: str) -> list
 
 def policy_problems(config: EvalCommandConfig, task: Task) -> list[str]:
     """What is wrong with `policy=` for a task."""
-    problems = []
-    policy = served(config)
-    without = [name for name in task.program.modules if policy.modules is not None and name not in policy.modules]
-    if policy.modules is not None and without:
-        problems.append(
-            f"policy: {config.policy} has weights for the modules {', '.join(policy.modules)} and none for "
-            f"{', '.join(without)} of task={task.name}; give one adapter of its checkpoint (a folder in it) for all"
-        )
-    return problems
+    weights = served(config).modules
+    if weights is None or not (without := [name for name in task.program.modules if name not in weights]):
+        return []
+    return [
+        f"policy: {config.policy} has weights for the modules {', '.join(weights)} and none for {', '.join(without)} "
+        f"of task={task.name}; give one adapter of its checkpoint (a folder in it) for all"
+    ]
 
 
 def served(config: EvalCommandConfig) -> Policy:
@@ -347,53 +327,34 @@ def turns_missing(chosen: str | None, algo: str, task: Task) -> list[str]:
 
 def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """Policies that do not exist, prompts that cannot be read, modules that the student's program does not have."""
-    problems = []
+    problems: list[str] = []
     if (program := getattr(config.algo, "program", None)) is not None:
-        try:
+        with collecting(problems):
             if not callable(getattr(imported("algo.program", program), "run", None)):
                 problems.append(f"algo.program: '{program}' has no `run(example, ctx)`; expected a program")
-        except ConfigError as error:
-            problems += error.problems
+    exchanged = config.algo.exchanged_modules(task.program.modules)
     for teacher in teachers_apart(config.algo):
-        where = f"algo.teachers: {teacher.name}"
-        try:
-            policy = teacher_policy(teacher)
-            modules = build_task(config.task, config.seed, teacher_prompts(teacher, policy)).program.modules
-        except ConfigError as error:
-            problems += [f"{where}: {problem}" for problem in error.problems]
-            continue
-        if teacher.endpoint is not None:
-            problems += _teacher_endpoint_problems(teacher, teacher.endpoint, config, task)
-        exchanged = config.algo.exchanged_modules(task.program.modules)
+        where, endpoint = f"algo.teachers: {teacher.name}", teacher.endpoint
+        if endpoint is not None:
+            problems += unreachable({f"{where}.endpoint": endpoint})
+            if config.algo.top_k > 0:
+                problems.append(f"algo.top_k: got {config.algo.top_k}, and an endpoint ({where}) takes no top_k; use 0")
         problems += [
             f"{where}: module '{module}' of task={task.name} goes on in the context of an earlier reply, which another "
             "model has not read; use algo.reply, or exchange other modules"
             for module in continuing_modules(task.program)
-            if module in exchanged
+            if module in exchanged or endpoint is not None
         ]
-        # A module that the student lacks has no call whose place the teacher's output could take.
-        strange = [name for name in modules if name not in task.program.modules]
-        if strange:
-            problems.append(
-                f"{where}: its program has the modules {', '.join(strange)}, which the student's has not; modules are "
-                f"matched by name (the student's: {', '.join(task.program.modules)})"
-            )
+        with collecting(problems, f"{where}: "):
+            prompts = teacher_prompts(teacher, teacher_policy(teacher))
+            modules = build_task(config.task, config.seed, prompts).program.modules
+            # A module that the student lacks has no call whose place the teacher's output could take.
+            if strange := [name for name in modules if name not in task.program.modules]:
+                problems.append(
+                    f"{where}: its program has the modules {', '.join(strange)}, which the student's has not; modules "
+                    f"are matched by name (the student's: {', '.join(task.program.modules)})"
+                )
     return problems
-
-
-def _teacher_endpoint_problems(
-    teacher: TeacherConfig, endpoint: EndpointConfig, config: TrainCommandConfig, task: Task
-) -> list[str]:
-    where = f"algo.teachers: {teacher.name}"
-    problems = []
-    if config.algo.top_k > 0:
-        problems.append(f"algo.top_k: got {config.algo.top_k}, and an endpoint ({where}) takes no top_k; use 0")
-    if continuing := continuing_modules(task.program):
-        problems.append(
-            f"{where}: module '{continuing[0]}' of task={task.name} goes on in the context of an earlier reply, which "
-            "an endpoint that takes messages cannot; give the teacher a policy instead"
-        )
-    return problems + unreachable({f"{where}.endpoint": endpoint})
 
 
 OF_KIND: Mapping[str, Callable[[Any, Task], list[str]]] = {

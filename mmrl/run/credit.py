@@ -11,7 +11,8 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain, zip_longest
 from math import sqrt
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from mmrl.algorithms import assign_credit, minibatches
 from mmrl.algorithms import problems as check
 from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.credit.entries import Credit, Entry
-from mmrl.errors import CheckpointError, ConfigError, DataError
-from mmrl.records import Call, Forest
+from mmrl.errors import ConfigError, DataError
+from mmrl.records import Forest
 from mmrl.report.forest import VERSION, check_forest
 from mmrl.report.journal import encode_step, load_rollouts, read_step
 from mmrl.report.rundir import RunDir
@@ -47,6 +48,12 @@ class CreditRequest:
     """The config keys that were typed."""
     page: Path | None = None
     """A file for a page (`.html`) or a picture (`.svg`) of the credit."""
+
+    @property
+    def folder(self) -> str:
+        """The run's."""
+        assert self.run is not None and self.run.run.dir is not None  # a stored config is in its folder
+        return self.run.run.dir
 
     @property
     def as_trained(self) -> bool:
@@ -85,7 +92,7 @@ def credit_command(request: CreditRequest, as_json: bool) -> int:
         write_page(request.page, source.forest, credits, [table([a], source.forest, [c]) for a, c in pairs])
         print(f"page: {request.page}", file=sys.stderr)
     if request.as_trained and (wrong := unlike_journal(credits[0], source.entries)):
-        print(f"error: {request.run and request.run.run.dir}: step {request.step}: {wrong}", file=sys.stderr)
+        print(f"error: {request.folder}: step {request.step}: {wrong}", file=sys.stderr)
         return 1
     return 0
 
@@ -94,7 +101,7 @@ def _origin(request: CreditRequest, source: Source, width: int | None) -> list[s
     """What was credited and how, for a step of a run."""
     if request.run is None:
         return []
-    facts = [f"{request.run.run.dir} step {request.step}", f"seed {request.seed}"]
+    facts = [f"{request.folder} step {request.step}", f"seed {request.seed}"]
     facts += [f"{algo.name}: {algo.minibatches} mini-batches" for algo in request.algos if algo.minibatches > 1]
     facts += [f"frozen: {', '.join(source.frozen)}"] if source.frozen else []
     left_out = len(_left_out(source.forest))
@@ -103,60 +110,33 @@ def _origin(request: CreditRequest, source: Source, width: int | None) -> list[s
     return [joined(facts, width)]
 
 
-def run_config(folder: Path) -> TrainCommandConfig:
-    """The config of a training run.
-
-    Raises:
-        CheckpointError: the folder is no run, or one of `mmrl eval`.
-        ConfigError: this version does not understand its config.
-    """
-    if "policy" in RunDir.read(folder).config:
-        raise CheckpointError(f"run: {folder} is an evaluation, which trains nothing; expected a run of mmrl train")
-    # only for a run: a file is to be credited in less than a second
-    from mmrl.run.settle import stored_config
-
-    return stored_config(folder, TrainCommandConfig, reading=True)
-
-
 def recorded_step(request: CreditRequest) -> Source:
     """What a step of a run trained on.
 
     Raises:
-        ConfigError: the run has no such step; names those that it has.
+        ConfigError: the run has no such step.
         CheckpointError: its journal is damaged.
     """
+    # only for a run: a file is to be credited in less than a second
     from mmrl.run.settle import module_assignment
 
-    assert request.run is not None and request.run.run.dir is not None  # a stored config is in its folder
-    run, config = RunDir.read(request.run.run.dir), request.run
+    run, config = RunDir.read(request.folder), request.run
+    assert config is not None
     steps = run.journal_steps()
     if request.step not in steps:
-        raise ConfigError(
-            f"step: got {request.step}, expected one of the steps that {run.path} has a journal of: {_spans(steps)}"
-        )
+        there = f"{steps[0]} to {steps[-1]}" if steps else "none yet"
+        raise ConfigError(f"step: got {request.step}, expected a step that {run.path} has a journal of: {there}")
     forest, entries = read_step(run, request.step)
     check_forest(forest, str(run.journal_path(request.step)))
-    frozen = module_assignment(config.model, config.algo, forest.modules, config.engine.endpoints).frozen
+    frozen = module_assignment(config, forest.modules).frozen
     left_out = _left_out(forest)
     return Source(forest.part(e for e in forest.examples if e not in left_out), frozen, entries)
 
 
 def _left_out(forest: Forest) -> Sequence[str]:
     """Examples that a step did not train on: dynamic sampling journals everything that it sampled."""
-    refill = forest.meta.get("refill") if isinstance(forest.meta, Mapping) else None
-    left_out = refill.get("left_out") if isinstance(refill, Mapping) else None
-    return left_out if isinstance(left_out, list) else ()
-
-
-def _spans(steps: Sequence[int]) -> str:
-    """`1 to 8, 12`; what to say where there are none."""
-    spans: list[list[int]] = []
-    for step in steps:
-        if spans and step == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], step]
-        else:
-            spans.append([step])
-    return ", ".join(" to ".join(map(str, span)) for span in spans) or "none yet"
+    left_out: Sequence[str] = forest.meta.get("refill", {}).get("left_out", ())
+    return left_out
 
 
 def credit_all(
@@ -218,37 +198,71 @@ def json_report(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[C
 
 def _credit_json(algo: AlgoConfig, forest: Forest, credit: Credit) -> dict[str, object]:
     split, credited = minibatches(forest.examples, algo.minibatches), {entry.call for entry in credit.entries}
+    calls = []
+    for entry in credit.entries:
+        call = forest.calls[entry.call]
+        numbers = {field.name: getattr(entry, field.name) for field in fields(Entry) if field.name != "call"}
+        calls.append({"id": call.id, "module": call.module, "minibatch": split[call.example], **numbers})
     return {
         "version": VERSION,
         "algo": credit.algo,
         "step": forest.step,
-        "calls": [_entry_json(entry, forest.calls[entry.call], split) for entry in credit.entries],
+        "calls": calls,
         "calls_without_entry": [call for call in forest.calls if call not in credited],
     }
 
 
-def _entry_json(entry: Entry, call: Call, split: Mapping[str, int]) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What one algorithm has in the table."""
+
+    name: str
+    columns: Sequence[str]
+    cells: Mapping[str, Sequence[Sequence[str]]]
+    """Call -> a row of cells for each of its entries."""
+    shared: Sequence[str]
+    """Columns that stand above the rows where the table is too wide."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}: {sum(map(len, self.cells.values()))} entries"
+
+    @classmethod
+    def of(cls, forest: Forest, credit: Credit, split: Mapping[str, int]) -> _Block:
+        """Args: split: example -> mini-batch."""
+        critic, several = any(entry.returns is not None for entry in credit.entries), any(split.values())
+        columns = ["reward"]  # of no entries, for the algorithm's name to stand above
+        cells: dict[str, list[list[str]]] = {}
+        for entry in credit.entries:
+            named = {"minibatch": str(split[forest.calls[entry.call].example])} if several else {}
+            named |= {"reward": _number(entry.reward), "parts": _parts(entry.parts)}
+            named |= _estimated(entry) if critic else _compared(entry)
+            columns = list(named)
+            cells.setdefault(entry.call, []).append(list(named.values()))
+        shared = ("call", "module", "minibatch", "reward", "parts")
+        return cls(credit.algo, columns, cells, shared if critic else ("minibatch", "group", "size", "mean", "std"))
+
+
+def _compared(entry: Entry) -> dict[str, str]:
     return {
-        "id": entry.call,
-        "module": call.module,
-        "minibatch": split[call.example],
-        "reward": entry.reward,
-        "parts": dict(entry.parts),
-        "group": entry.group,
-        "group_size": entry.group_size,
-        "mean": entry.mean,
-        "std": entry.std,
-        "token_rewards": _list(entry.token_rewards),
-        "raw_advantages": _list(entry.raw_advantages),
-        "advantages": list(entry.advantages),
-        "returns": _list(entry.returns),
-        "weights": list(entry.weights),
-        "filler_of": entry.filler_of,
+        "group": (entry.group or "-") + (" (filler)" if entry.filler_of else ""),
+        "size": str(entry.group_size),
+        "mean": _number(entry.mean),
+        "std": _number(entry.std),
+        "advantage": _per_token(entry.advantages),
+        "weight": _per_token(entry.weights),
     }
 
 
-def _list(values: Sequence[float] | None) -> list[float] | None:
-    return None if values is None else list(values)
+def _estimated(entry: Entry) -> dict[str, str]:
+    """With a critic."""
+    return {
+        "token rewards": _per_token(entry.token_rewards or ()),
+        "raw advantage": _per_token(entry.raw_advantages or ()),
+        "advantage": _per_token(entry.advantages),
+        "returns": _per_token(entry.returns or ()),
+        "weight": _per_token(entry.weights),
+    }
 
 
 def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit], width: int | None = None) -> str:
@@ -258,120 +272,45 @@ def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit]
         width: columns of the terminal; None: any number. A wider table is printed in parts, one algorithm after the
             other: a small table per group, or per call where there is a critic.
     """
-    splits = [minibatches(forest.examples, algo.minibatches) for algo in algos]
-    blocks = [_Block(forest, credit, split) for credit, split in zip(credits, splits, strict=True)]
-    rows = [["call", "module", *(column for block in blocks for column in block.columns)]]
-    missing: list[str] = []
-    for call in forest.calls.values():
-        height = max((len(block.rows.get(call.id, ())) for block in blocks), default=0)
-        if not height:
-            missing.append(call.id)
-        rows += [
-            [call.id, call.module, *(c for block in blocks for c in block.cells(call.id, i))] for i in range(height)
-        ]
-    if len(credits) == 1:
+    blocks = [
+        _Block.of(forest, credit, minibatches(forest.examples, algo.minibatches))
+        for algo, credit in zip(algos, credits, strict=True)
+    ]
+    rows = _rows(forest, blocks)
+    if len(blocks) == 1:
         lines = [blocks[0].title, *wrapped_rows(rows)]
     else:
         titles = [title for block in blocks for title in [block.name, *[""] * (len(block.columns) - 1)]]
         lines = wrapped_rows([["", "", *titles], *rows])
     if width is not None and max(map(len, lines)) > width:
-        lines = [line for block in blocks for line in [*block.in_parts(width), ""]]
-    if missing:
+        lines = [line for block in blocks for line in [block.title, *_in_parts(forest, block, width), ""]]
+    if missing := [call for call in forest.calls if not any(call in block.cells for block in blocks)]:
         lines.append(filled(f"calls without an entry: {', '.join(missing)}", width))
     return "\n".join(lines).rstrip("\n")
 
 
-class _Block:
-    """What one algorithm says: the columns of the wide table, or the parts of the narrow one."""
-
-    def __init__(self, forest: Forest, credit: Credit, split: Mapping[str, int]):
-        self.name, self.forest, self.entries, self.split = credit.algo, forest, credit.entries, split
-        self.title = f"{credit.algo}: {len(credit.entries)} entries"
-        self.critic = any(entry.returns is not None for entry in credit.entries)
-        self.several = any(split.values())
-        """More than one mini-batch."""
-        tokens = ("token rewards", "raw advantage", "advantage", "returns", "weight")
-        compared = ("group", "size", "mean", "std", "advantage", "weight")
-        batch = ("minibatch",) if self.several else ()
-        self.columns = (*batch, "reward", "parts", *(tokens if self.critic else compared))
-        self.rows: dict[str, list[list[str]]] = {}
-        for entry in credit.entries:
-            self.rows.setdefault(entry.call, []).append(self._row(entry))
-
-    def cells(self, call: str, index: int) -> Sequence[str]:
-        """The `index`-th entry of a call; blanks where there is none."""
-        rows = self.rows.get(call, ())
-        return rows[index] if index < len(rows) else [""] * len(self.columns)
-
-    def _row(self, entry: Entry) -> list[str]:
-        batch = [self._batch(entry)] if self.several else []
-        first = [*batch, _number(entry.reward), _parts(entry.parts)]
-        if self.critic:
-            return [*first, *map(_per_token, _per_token_columns(entry).values())]
-        group = (entry.group or "-") + (" (filler)" if entry.filler_of else "")
-        numbers = [str(entry.group_size), _number(entry.mean), _number(entry.std)]
-        return [*first, group, *numbers, _per_token(entry.advantages), _per_token(entry.weights)]
-
-    def _batch(self, entry: Entry) -> str:
-        return str(self.split[self.forest.calls[entry.call].example])
-
-    def in_parts(self, width: int) -> list[str]:
-        """For a terminal of `width` columns: headings with what the rows below them share, and the rows."""
-        lines = [self.title]
-        for heading, rows in self._by_call() if self.critic else self._by_group():
-            lines += ["", joined(heading, width), *("  " + line for line in wrapped_rows(rows, width - 2))]
-        return lines
-
-    def _by_group(self) -> list[tuple[list[str], list[list[str]]]]:
-        groups: dict[str | None, list[Entry]] = {}
-        for entry in self.entries:
-            groups.setdefault(entry.group, []).append(entry)
-        parts = []
-        for name, entries in groups.items():
-            modules = [self.forest.calls[entry.call].module for entry in entries]
-            mixed = len(set(modules)) > 1
-            facts = ["in no group"]
-            if name is not None:
-                facts = [f"group {name}", f"size {entries[0].group_size}", f"mean {_number(entries[0].mean)}"]
-                facts.append(f"std {_number(entries[0].std)}")
-            facts += [] if mixed else [f"module {modules[0]}"]
-            facts += [f"minibatch {', '.join(sorted(set(map(self._batch, entries))))}"] if self.several else []
-            rows = [["call", *(["module"] if mixed else []), "reward", "parts", "advantage", "weight"]]
-            for entry, module in zip(entries, modules, strict=True):
-                call = entry.call + (" (filler)" if entry.filler_of else "")
-                shown = [_number(entry.reward), _parts(entry.parts), _per_token(entry.advantages)]
-                rows.append([call, *([module] if mixed else []), *shown, _per_token(entry.weights)])
-            parts.append((facts, rows))
-        return parts
-
-    def _by_call(self) -> list[tuple[list[str], list[list[str]]]]:
-        parts = []
-        for entry in self.entries:
-            facts = [f"call {entry.call}", f"module {self.forest.calls[entry.call].module}"]
-            facts += [f"minibatch {self._batch(entry)}"] if self.several else []
-            made = f" ({_parts(entry.parts)})" if entry.parts else ""
-            facts.append(f"reward {_number(entry.reward)}{made}")
-            columns = _per_token_columns(entry)
-            tokens = [[_number(value) for value in token] for token in zip(*columns.values(), strict=True)]
-            rows, first = [["tokens", *columns]], 0
-            for place, token in enumerate(tokens):
-                # Tokens that print alike share a row.
-                if tokens[place + 1 : place + 2] != [token]:
-                    rows.append([str(first) if first == place else f"{first}-{place}", *token])
-                    first = place + 1
-            parts.append((facts, rows))
-        return parts
+def _rows(forest: Forest, blocks: Sequence[_Block]) -> list[list[str]]:
+    rows = [["call", "module", *(column for block in blocks for column in block.columns)]]
+    for call in forest.calls.values():
+        for entries in zip_longest(*(block.cells.get(call.id, ()) for block in blocks)):
+            # An algorithm without an entry there has blanks.
+            cells = [e or [""] * len(block.columns) for e, block in zip(entries, blocks, strict=True)]
+            rows.append([call.id, call.module, *chain.from_iterable(cells)])
+    return rows
 
 
-def _per_token_columns(entry: Entry) -> dict[str, Sequence[float]]:
-    """What there is of each token where there is a critic."""
-    return {
-        "token rewards": entry.token_rewards or (),
-        "raw advantage": entry.raw_advantages or (),
-        "advantage": entry.advantages,
-        "returns": entry.returns or (),
-        "weight": entry.weights,
-    }
+def _in_parts(forest: Forest, block: _Block, width: int) -> list[str]:
+    """Headings with what the rows below them share, and the rows, for a terminal of `width` columns."""
+    head, *rows = _rows(forest, [block])
+    kept = [column for column, name in enumerate(head) if name not in block.shared]
+    parts: dict[tuple[str, ...], list[list[str]]] = {}
+    for row in rows:
+        heading = tuple(f"{name} {row[column]}" for column, name in enumerate(head) if column not in kept)
+        parts.setdefault(heading, [[head[column] for column in kept]]).append([row[column] for column in kept])
+    lines = []
+    for facts, part in parts.items():
+        lines += ["", joined(facts, width), *("  " + line for line in wrapped_rows(part, width - 2))]
+    return lines
 
 
 def _parts(parts: Mapping[str, float]) -> str:
@@ -432,17 +371,17 @@ class CreditedStep:
 
 def _credit_steps(request: CreditRequest, as_json: bool) -> int:
     """Print every step's comparison with its journal, and with other algorithms; 1 where a step is not as trained."""
-    run = request.run
-    assert run is not None and run.run.dir is not None  # a stored config is in its folder
-    numbers = RunDir.read(run.run.dir).journal_steps()
+    assert request.run is not None
+    numbers = RunDir.read(request.folder).journal_steps()
     if not numbers:
-        raise ConfigError(f"step: {run.run.dir} has a journal of no step yet")
-    others = [algo for algo in request.algos if algo != run.algo]
-    steps = [_credited(replace(request, step=number), run.algo, others) for number in numbers]
+        raise ConfigError(f"step: {request.folder} has a journal of no step yet")
+    trained = request.run.algo
+    others = [algo for algo in request.algos if algo != trained]
+    steps = [_credited(replace(request, step=number), trained, others) for number in numbers]
     print(json.dumps([asdict(step) for step in steps], indent=1) if as_json else _steps_text(request, steps))
     wrong = [step for step in steps if step.problem]
     for step in wrong[:3]:
-        print(f"error: {run.run.dir}: step {step.step}: {step.problem}", file=sys.stderr)
+        print(f"error: {request.folder}: step {step.step}: {step.problem}", file=sys.stderr)
     return 1 if wrong else 0
 
 
@@ -493,23 +432,22 @@ def _length(pushes: Push) -> float:
 
 def _steps_text(request: CreditRequest, steps: Sequence[CreditedStep]) -> str:
     assert request.run is not None
-    names = [name for other in steps[0].others for name in (other.algo, "", "", "")]
-    columns = ["calls", "both", "same way", "cosine"] * len(steps[0].others)
-    rows = [["", "", "", "", *names]] if names else []
-    rows.append(["step", "entries", "calls", "as trained", *columns])
+    titles, head = ["", "", "", ""], ["step", "entries", "calls", "as trained"]
+    for other in steps[0].others:
+        titles += [other.algo, "", "", ""]
+        head += ["calls", "both", "same way", "cosine"]
+    rows = [titles, head] if steps[0].others else [head]
     for step in steps:
-        cells = [
-            cell
-            for one in step.others
-            for cell in (str(one.pushed), str(one.both), _share(one.same), _share(one.cosine))
-        ]
-        rows.append([str(step.step), str(step.entries), str(step.pushed), "NO" if step.problem else "yes", *cells])
+        cells = [str(step.step), str(step.entries), str(step.pushed), "NO" if step.problem else "yes"]
+        for other in step.others:
+            cells += [str(other.pushed), str(other.both), _share(other.same), _share(other.cosine)]
+        rows.append(cells)
     equal = sum(not step.problem for step in steps)
     width = shutil.get_terminal_size((0, 0)).columns or None
-    facts = [f"{request.run.run.dir}", request.run.algo.name, f"seed {request.run.seed}"]
+    facts = [request.folder, request.run.algo.name, f"seed {request.run.seed}"]
     lines = [joined(facts, width), "", align(rows), ""]
     lines.append(f"{equal} of {len(steps)} steps: the credit derived again equals what was trained on, to the bit")
-    if columns:
+    if steps[0].others:
         lines.append(
             "calls: with credit other than 0; both: of these, those that training credited too; same way: their "
             "share pushed up or down alike; cosine: of advantage x weight over all tokens"

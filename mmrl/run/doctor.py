@@ -10,21 +10,20 @@ import os
 import platform
 import random
 import shutil
-import subprocess
 import sysconfig
 import tempfile
-import threading
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, cast
 
 import psutil
+from pydantic import Field
 from rich.console import Console
 
 from mmrl.config import TrainCommandConfig
+from mmrl.config.base import Section
 from mmrl.config.engines import VllmServerConfig
-from mmrl.errors import ConfigError
 from mmrl.records import Forest
 from mmrl.report.doctor import Played, as_object, find, report
 from mmrl.report.machine import cpu_name, unmet, versions
@@ -40,22 +39,16 @@ from mmrl.system.files import atomic_write, dumps, plain
 if TYPE_CHECKING:
     from mmrl.stages.weights import WeightStage
 
-EXAMPLES, FEW = 8, 4
-"""Examples that `mmrl doctor` plays, and `mmrl train` before a long run."""
+FEW = 4
+"""Examples that `mmrl train` plays before a long run."""
 FILE = "doctor.json"
 """In a run directory: the findings before training."""
 
 
-def examples_of(values: Mapping[str, str]) -> int:
-    """From the key `examples` as typed.
+class DoctorArguments(Section):
+    """What `mmrl doctor` takes besides a config."""
 
-    Raises:
-        ConfigError: no whole number of at least 1.
-    """
-    text = values.get("examples", str(EXAMPLES))
-    if not (text.isascii() and text.isdigit() and int(text[:9]) > 0 and len(text) < 10):
-        raise ConfigError(f"examples: got '{text}', expected a number of training examples to play, at least 1")
-    return int(text)
+    examples: int = Field(8, ge=1, description="training examples that are played")
 
 
 def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
@@ -159,12 +152,6 @@ def _needed(config: TrainCommandConfig, made: Path) -> bool:
 
 KEYS = ("OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "ANTHROPIC_API_KEY", "COMET_API_KEY")
 """Environment variables that hold keys; only whether they are set is printed."""
-HUB_S = 8.0
-"""Longest wait for the hub; a name that cannot be resolved has no limit of its own."""
-SMI_S = 10.0
-"""Longest wait for nvidia-smi."""
-LEAST_DISK = 2**30
-"""Free bytes below which a run can hardly write its checkpoints."""
 GIB = 2**30
 
 
@@ -172,48 +159,50 @@ GIB = 2**30
 class Machine:
     """What this machine has, and what of it stands against a run."""
 
-    facts: dict[str, object] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
     """Nothing can be trained here."""
     notes: list[str] = field(default_factory=list)
     """What some runs would miss."""
 
-    def text(self) -> str:
-        """For people."""
-        rows = [[name, str(value)] for name, value in self.facts.items()]
-        lines = [*(f"broken: {problem}" for problem in self.broken), *(f"note: {text}" for text in self.notes)]
-        verdict = "nothing can be trained here" if self.broken else "mmrl can train here"
-        return "\n\n".join([align(rows), "\n".join([*lines, verdict])])
-
 
 def look_at_machine(*, as_json: bool) -> int:
     """Print what this machine has of what runs need; 1 where something that every run needs is broken."""
-    machine = Machine()
-    machine.broken += unmet()
-    machine.facts |= {"python": platform.python_version(), "platform": platform.platform(), "cpu": cpu_name()}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = psutil.virtual_memory()
-    machine.facts["cores"] = f"{cores} usable of {os.cpu_count()}"
-    machine.facts["memory"] = f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"
+    from mmrl.engines.vllm.command import vllm_problems
+
+    machine, memory = Machine(broken=unmet()), psutil.virtual_memory()
+    machine.facts |= {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": f"{len(psutil.Process().cpu_affinity())} usable of {os.cpu_count()}",
+        "memory": f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB",
+    }
     _devices(machine)
     # The two places that runs write to; each may be on a disk of its own.
-    _disk(machine, "outputs", Path("outputs"))
-    _disk(machine, "cache", cache_root(None))
-    machine.facts |= {f"{name} version": version for name, version in versions().items()}
-    _vllm(machine)
-    machine.facts["hub"] = _hub()
-    machine.facts["fetched"] = fetch.here()
-    machine.facts |= {name: "set" if os.environ.get(name) else "not set" for name in KEYS}
+    _disk(machine, "outputs", Path("outputs"), "set run.dir")
+    _disk(machine, "cache", cache_root(None), "set MMRL_CACHE")
+    without_vllm = vllm_problems(VllmServerConfig(name="vllm_server"))
+    machine.facts |= {
+        **{f"{name} version": version for name, version in versions().items()},
+        "vLLM": f"no: {without_vllm[0].partition(': ')[2]}" if without_vllm else "can be used",
+        "hub": _hub(),
+        "fetched": fetch.here(),
+        **{name: "set" if os.environ.get(name) else "not set" for name in KEYS},
+    }
     if as_json:
         print(dumps({"version": 1, "can_train": not machine.broken, **asdict(machine)}, indent=1))
     else:
-        print(machine.text())
+        lines = [*(f"broken: {problem}" for problem in machine.broken), *(f"note: {text}" for text in machine.notes)]
+        verdict = "nothing can be trained here" if machine.broken else "mmrl can train here"
+        print(align([*machine.facts.items()]) + "\n\n" + "\n".join([*lines, verdict]))
     return int(bool(machine.broken))
 
 
 def _devices(machine: Machine) -> None:
     try:
         import torch
+        from torch.utils.collect_env import get_nvidia_driver_version, run
 
         from mmrl.plan.cost import gpus
 
@@ -222,80 +211,49 @@ def _devices(machine: Machine) -> None:
     except Exception as error:
         machine.broken.append(f"torch: cannot be used ({type(error).__name__}: {error}); install it again")
         return
-    # Read apart from torch: a driver that is there beside a torch that sees none is the commonest mistake.
-    listed = _driver()
     for number, gpu in enumerate(here):
         free = f"{gpu.free / GIB:.1f} GiB free of {gpu.memory / GIB:.1f} GiB"
         machine.facts[f"GPU {number}"] = f"{gpu.name}, {free}, compute capability {gpu.capability}"
-    if not here:
-        machine.facts["GPUs"] = "none that torch can use"
-    machine.facts["driver"] = ", ".join(sorted(set(listed))) or "none"
-    machine.facts["CUDA of torch"] = torch.version.cuda or "none: a build for CPUs"
-    if listed and not here:
+    # Read apart from torch: a driver that is there beside a torch that sees no GPU is the commonest mistake.
+    driver = get_nvidia_driver_version(run)
+    compiler = next((path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if (path := which(name or ""))), "")
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    machine.facts |= {
+        **({} if here else {"GPUs": "none that torch can use"}),
+        "driver": driver or "none",
+        "CUDA of torch": torch.version.cuda or "none: a build for CPUs",
+        "C compiler": compiler or "none",
+    }
+    if driver and not here:
         machine.broken.append(
-            f"torch {torch.__version__}: this machine has {len(listed)} GPUs and torch can use none; install a build "
-            f"for CUDA that driver {listed[0]} runs, or see CUDA_VISIBLE_DEVICES (hardware=cpu trains without)"
+            f"torch {torch.__version__}: this machine has GPUs and torch can use none; install a build for CUDA that "
+            f"driver {driver} runs, or see CUDA_VISIBLE_DEVICES (hardware=cpu trains without)"
         )
-    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    machine.facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if nccl and here else "not there"
-    if len(here) > 1 and not nccl:
-        machine.notes.append("NCCL: torch was built without it, so a run has one GPU; take hardware=cuda")
-    compiler = next((name for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and shutil.which(name)), "")
-    machine.facts["C compiler"] = shutil.which(compiler) if compiler else "none"
-    headers = (Path(sysconfig.get_path("include")) / "Python.h").is_file()
-    if here and not (compiler and headers):
-        missing = "C compiler" if not compiler else f"Python.h in {sysconfig.get_path('include')}"
+    if here and not (compiler and headers.is_file()):
+        missing = f"{headers} is not there" if compiler else "there is no C compiler"
         machine.notes.append(
-            f"torch.compile: there is no {missing}, which packed updates on a GPU need; install it, or take "
-            "train.packing=padded"
+            f"torch.compile: {missing}, which packed updates on a GPU need; install it, or take train.packing=padded"
         )
 
 
-def _driver() -> list[str]:
-    """The driver's version for each GPU that it knows, whatever torch can do with them."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=SMI_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.split() if done.returncode == 0 else []
-
-
-def _disk(machine: Machine, name: str, folder: Path) -> None:
-    """Free room in a folder, or where it would be made, and whether it can be written."""
+def _disk(machine: Machine, name: str, folder: Path, change: str) -> None:
+    """Free room in a folder, and whether it can be written."""
     # The folder itself may not be made yet: the disk is that of the nearest one above.
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(above).free
-    machine.facts[name] = f"{folder}: {free / GIB:.1f} GiB free"
+    free = shutil.disk_usage(above).free / GIB
+    machine.facts[name] = f"{folder}: {free:.1f} GiB free"
     if not os.access(above, os.W_OK):
-        change = "set run.dir" if name == "outputs" else "set MMRL_CACHE"
         machine.broken.append(f"{folder}: cannot be written; {change} to a folder that can")
-    elif free < LEAST_DISK:
-        machine.notes.append(f"{folder}: {free / GIB:.2f} GiB are left on its disk; make room before a run")
-
-
-def _vllm(machine: Machine) -> None:
-    from mmrl.engines.vllm.command import vllm_problems
-
-    problems = vllm_problems(VllmServerConfig(name="vllm_server"))
-    machine.facts["vLLM"] = f"no: {problems[0].partition(': ')[2]}" if problems else "can be used"
+    elif free < 1:  # a run can hardly write its checkpoints
+        machine.notes.append(f"{folder}: {free:.2f} GiB are left on its disk; make room before a run")
 
 
 def _hub() -> str:
-    """Whether the Hugging Face hub answers, within `HUB_S`."""
+    """Whether the Hugging Face hub answers."""
     from huggingface_hub import constants
 
     from mmrl.models.hub import hub_answers
 
     if constants.HF_HUB_OFFLINE:
         return "switched off by HF_HUB_OFFLINE"
-    answers: list[bool] = []
-    # A daemon: what still waits for a name server must not keep the command.
-    query = threading.Thread(target=lambda: answers.append(hub_answers()), daemon=True)
-    query.start()
-    query.join(HUB_S)
-    return f"{constants.ENDPOINT} answers" if any(answers) else f"{constants.ENDPOINT} does not answer: offline"
+    return f"{constants.ENDPOINT} {'answers' if hub_answers() else 'does not answer: offline'}"

@@ -13,15 +13,23 @@ from mmrl.engines.base import total_usage
 from mmrl.errors import MmrlError, StorageError, TooManyFailures, failed_how, storage
 from mmrl.models.policy import Policy, describe_weights, is_shipped, other_task, require_undamaged
 from mmrl.records import Example, Forest
+from mmrl.report.console import show_run
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import fixed
-from mmrl.report.tables import facts_table
-from mmrl.report.text import align
+from mmrl.report.tables import columns_text
 from mmrl.run.build import build_task, evaluated, evaluation_devices, fixed_engine, reward_set
 from mmrl.run.check import check_all, served
 from mmrl.run.launch import released
 from mmrl.run.settle import run_folder, settle, stored_config
+from mmrl.stages.evaluate import (
+    drop_failed,
+    evaluate,
+    evaluation_metrics,
+    failed_kinds,
+    infrastructure_failures,
+    too_many_failed,
+    without_scores,
+)
 from mmrl.system.files import JsonObject
 from mmrl.system.stop import print_resume, stoppable
 from mmrl.tasks.base import Task
@@ -41,8 +49,6 @@ def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence
     Args:
         configs: column name -> config. An evaluation that stops leaves its column out and does not stop the others.
     """
-    from mmrl.report.tables import columns_text
-
     # Exit codes are collected, so that one bad column neither stops the others nor is forgotten.
     codes: list[int] = []
     columns: dict[str, JsonObject] = {}
@@ -72,14 +78,6 @@ def resume_evaluation(folder: Path) -> int:
 def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     import torch
 
-    from mmrl.stages.evaluate import (
-        evaluation_metrics,
-        failed_kinds,
-        infrastructure_failures,
-        too_many_failed,
-        without_scores,
-    )
-
     torch.set_num_threads(config.hardware.threads or 1)
     task = build_task(config.task, config.seed)
     policy = served(config)
@@ -90,13 +88,13 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     others = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
     facts = {name: fact for name, fact in task.describe().items() if name not in others}
     facts |= {**drawn, **usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
+    facts |= unsuited(config.policy, facts)
     metrics, failure = evaluation_metrics(items, config.eval, config.seed), too_many_failed(items, config.eval)
     recorded = (without_scores(metrics) if failure else metrics) | requests
     rundir.write_summary(
         {"policy": config.policy, "task": task.name, "split": config.split, "metrics": recorded, "facts": facts}
     )
-    failures, how = infrastructure_failures(items), failed_how(failed_kinds(items))
-    print(evaluation_text(config, facts, metrics, rundir.path, failures, how, scored=not failure))
+    print(f"{show_run(rundir.path)}\n\n{_failures_text(items, metrics, rundir.path)}")
     if failure:
         left = len(examples[: config.eval.items]) - len(items)
         skipped = f"; {left} items were not begun" if left else ""
@@ -104,12 +102,18 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     return 0
 
 
+def unsuited(policy: str, facts: Mapping[str, object]) -> dict[str, str]:
+    """The note beside numbers of the tiny model on real data, which look like results and are none."""
+    if not is_shipped(policy) or "mini world" in str(facts.get("data", "mini world")):
+        return {}
+    return {"note": "the tiny model is made for the mini world and cannot read real text"}
+
+
 def _items(
     config: EvalCommandConfig, rundir: RunDir, task: Task, policy: Policy, examples: Sequence[Example]
 ) -> tuple[list[JsonObject], dict[str, str], dict[str, float]]:
     """Results of each item, read back or made now; and facts and metrics of the engine that made them."""
     from mmrl.rollout.environment import make_environment, sampling_settings
-    from mmrl.stages.evaluate import drop_failed, evaluate
 
     settings = sampling_settings(config.eval, config.task)
     results = rundir.eval_path(policy.step or 0, config.split)
@@ -168,43 +172,14 @@ def _drop_damaged(rundir: RunDir, split: str) -> None:
             rundir.ledger.note(path)
 
 
-def evaluation_text(
-    config: EvalCommandConfig,
-    facts: Mapping[str, object],
-    metrics: Mapping[str, float],
-    path: Path,
-    failures: str = "",
-    how: str = "from outside causes",
-    scored: bool = True,
-) -> str:
-    """What `mmrl eval` prints: each metric with its 95 % interval, and what was evaluated on what.
-
-    Args:
-        failures: how many rollouts failed from outside and why.
-        scored: False where too many did: the means over what is left are no scores.
-    """
-    lost = f", {metrics['failed_share']:.1%} failed and count 0" if scored and metrics["failed_share"] else ""
-    rows = [["", f"mean{lost}", "95 % interval"]]
-    for name in metrics:
-        if f"{name}_low" in metrics:
-            interval = f"[{fixed(metrics[f'{name}_low'], 4)}, {fixed(metrics[f'{name}_high'], 4)}]"
-            rows.append([name, fixed(metrics[name], 4), interval] if scored else [name, "n/a", ""])
-    behaviour = {name: value for name, value in metrics.items() if name.startswith("module/")}
-    failed = f"{metrics['failed_share']:.1%} of the rollouts failed {how}"
-    by = how.replace(" causes", "")
-    again = f"\nrun again what failed {by}: mmrl eval resume={path}" if metrics["failed_share"] else ""
-    again = (f"\n{by}: {failures}" if failures else "") + again
-    caught = metrics.get("caught_parse")
-    again = (f"; {caught:.0f} replies that do not parse were caught by the program" if caught else "") + again
-    # Numbers of the tiny model on real data look like results and are none.
-    if is_shipped(config.policy) and "mini world" not in str(facts.get("data", "mini world")):
-        facts = {**facts, "note": "the tiny model is made for the mini world and cannot read real text"}
-    return "\n\n".join(
-        [
-            f"{config.policy} on {config.task.name}, {config.split} ({metrics['n']:.0f} items, seed {config.seed})",
-            align(rows),
-            facts_table(behaviour),
-            facts_table(facts),
-            f"{failed}, {metrics['model_failed']:.0f} by the model's own doing{again}\nper item: {path}",
-        ]
-    )
+def _failures_text(items: Sequence[JsonObject], metrics: Mapping[str, float], path: Path) -> str:
+    """How many rollouts failed and why."""
+    how = failed_how(failed_kinds(items))
+    text = f"{metrics['failed_share']:.1%} of the rollouts failed {how}, {metrics['model_failed']:.0f} by the model's"
+    text += " own doing"
+    if caught := metrics.get("caught_parse"):
+        text += f"; {caught:.0f} replies that do not parse were caught by the program"
+    if metrics["failed_share"]:
+        text += f"\n{how.replace(' causes', '')}: {infrastructure_failures(items)}"
+        text += f"\nrun again what failed: mmrl eval resume={path}"
+    return text

@@ -7,12 +7,15 @@ or absent.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from mmrl.config import SftCommandConfig, TrainCommandConfig
+from pydantic import BeforeValidator, Field
+
+from mmrl.config.base import Section
 from mmrl.errors import CheckpointError, ConfigError, storage, unknown
 from mmrl.models.hub import licence_of, push_folder, push_problems
 from mmrl.models.policy import (
@@ -30,33 +33,32 @@ from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task
-from mmrl.run.settle import announce_code, module_assignment, weight_run
-from mmrl.system.files import atomic_dir, dumps
+from mmrl.run.settle import WeightRunConfig, announce_code, module_assignment, weight_run
+from mmrl.system.files import atomic_dir, dumps, user_path
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.prompts import prompts_file
 
-Config = TrainCommandConfig | SftCommandConfig
+UserPath = Annotated[Path, BeforeValidator(user_path)]
 PROGRAM = "program.json"
 PROMPTS = "prompts.yaml"
 COMPARED_PROMPTS = 8
 """Recorded prompts that the exported tokenizer is tried on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportRequest:
-    """What was typed after `mmrl export`."""
+class ExportArguments(Section):
+    """`mmrl export`."""
 
-    run: Path
-    out: Path
-    checkpoint: str = "last"
-    """`last`, `best`, or a number of steps."""
-    form: Literal["merged", "adapter"] | None = None
-    """None: merged, and adapters where modules have weights of their own."""
-    module: str | None = None
-    push: str | None = None
-    private: bool = True
+    run_dir: UserPath
+    out: UserPath = Field(description="folder that is made")
+    checkpoint: str = Field("last", description="last, best (by the run's main metric) or a number of steps")
+    form: Literal["merged", "adapter"] | None = Field(
+        None, description="of LoRA runs; null: merged, and adapters where modules have their own"
+    )
+    module: str | None = Field(None, description="the weights of this module alone")
+    push: str | None = Field(None, description="repository on the hub, ORG/NAME")
+    private: bool = Field(True, description="whether that repository is")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +73,20 @@ class Choice:
     recorded: Mapping[str, object]
     """What `policy=` must know of the folder (`models.policy.EXTRA`); empty: nothing."""
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Below the export, with weights; empty where the export holds them itself."""
+        return tuple(name for name in self.adapters if name)
 
-def export(request: ExportRequest) -> int:
+
+def export(request: ExportArguments) -> int:
     """Write the folder, push it where `push` says so, and print how it is used. Returns the exit code.
 
     Raises:
         ConfigError: a choice that the run does not have, a folder that is there, a hub that is not.
         CheckpointError: no run, no such checkpoint, or a damaged one.
     """
-    run, config = _run_of(request.run)
+    run, config = weight_run(request.run_dir)
     problems = push_problems(request.push) if request.push is not None else []
     if request.push is None and not request.private:
         problems.append("private: has no effect without push=ORG/NAME")
@@ -117,16 +124,6 @@ def export(request: ExportRequest) -> int:
     if request.push is not None:
         print(f"\npushed: {push_folder(request.out, request.push, request.private)}")
     return 0
-
-
-def _run_of(path: Path) -> tuple[RunDir, Config]:
-    """The run, and its config."""
-    if checkpoint_step(path) is not None and path.parent.name == "checkpoints":
-        raise ConfigError(
-            f"mmrl export: {path} is a checkpoint; give its run: mmrl export {path.parent.parent} "
-            f"checkpoint={checkpoint_step(path)}"
-        )
-    return weight_run(path)
 
 
 def chosen_checkpoint(seen: Overview, text: str) -> Path:
@@ -174,7 +171,7 @@ def _refuse_damage(run: RunDir, checkpoint: Path) -> None:
             raise CheckpointError(f"{path} {problem}; its numbers would stand in the model card, so restore it")
 
 
-def choose(policy: Policy, config: Config, request: ExportRequest, modules: Sequence[str]) -> Choice:
+def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, modules: Sequence[str]) -> Choice:
     """What is exported, as chosen or as the policy has it.
 
     Args:
@@ -184,72 +181,44 @@ def choose(policy: Policy, config: Config, request: ExportRequest, modules: Sequ
         ConfigError: a module without weights of its own, or a form that the run does not have.
     """
     endpoints = {name: f"the endpoint's {given.model}" for name, given in (config.engine.endpoints or {}).items()}
-    names = list(dict.fromkeys([*(policy.modules or {}), *modules, *endpoints]))
-    if request.module is not None:
-        _refuse_module(request.module, names, endpoints)
-    if policy.adapters:
-        return _choose_adapters(policy, config, request, endpoints)
-    whole: Literal["full", "merged", "adapter"] = "full"
-    if policy.adapter is not None:
-        whole = request.form or "merged"
-    elif request.form == "adapter":
+    speaks = dict(policy.modules or {})  # module -> its weights; empty: all share one policy
+    # What was never trained is the base.
+    assignment = module_assignment(config, tuple(speaks))
+    frozen = {*assignment.frozen_adapters, INITIAL}
+    if (module := request.module) is not None:
+        if module in endpoints:
+            raise ConfigError(f"module: {module} has no weights here: {endpoints[module]} answers for it")
+        if module not in (*speaks, *modules):
+            raise ConfigError(unknown("module", module, [*dict.fromkeys([*speaks, *modules, *endpoints])]))
+        if not speaks:
+            raise ConfigError(f"module: got {module}, and all modules of the run share one policy; leave module out")
+        if speaks[module] in frozen:
+            raise ConfigError(f"module: {module} was frozen in the run; export a module that was trained")
+    lora, apart = policy.adapter is not None or bool(policy.adapters), bool(policy.adapters) and module is None
+    if request.form == "adapter" and not lora:
         raise ConfigError("form: got adapter, and the run trained all parameters (model.lora is null); leave form out")
-    adapters = {"": Path(policy.adapter)} if policy.adapter is not None else {}
-    if policy.modules is None:
-        if request.module is not None:
-            raise ConfigError(
-                f"module: got {request.module}, and all modules of the run share one policy; leave module out"
-            )
-        trained = dict.fromkeys((name for name in names if name not in endpoints), "these weights")
-        return Choice(form=whole, adapters=adapters, modules={**trained, **endpoints} if endpoints else {}, recorded={})
-    # All parameters trained, and frozen modules that act with the initial ones.
-    base = f"the initial weights, {shown_path(config.model.path)}"
-    speakers = {m: base if name == INITIAL else "these weights" for m, name in policy.modules.items()}
-    if request.module is not None:
-        if policy.modules[request.module] == INITIAL:
-            raise ConfigError(_frozen(request.module, config))
-        return Choice(form=whole, adapters={}, modules={}, recorded={})
-    recorded = {"modules": dict(policy.modules), "base": policy.initial}
-    return Choice(form=whole, adapters={}, modules={**speakers, **endpoints}, recorded=recorded)
-
-
-def _choose_adapters(policy: Policy, config: Config, request: ExportRequest, endpoints: Mapping[str, str]) -> Choice:
-    """Weights per module: an adapter each, on one base."""
-    spoken = dict(policy.modules or {})
-    still = module_assignment(config.model, config.algo, tuple(spoken), config.engine.endpoints).frozen_adapters
-    folders = {name: Path(folder) for name, folder in policy.adapters.items()}
-    if request.module is not None:
-        name = spoken[request.module]
-        if name in still:
-            raise ConfigError(_frozen(request.module, config))
-        return Choice(form=request.form or "merged", adapters={"": folders[name]}, modules={}, recorded={})
-    form = request.form or "adapter"
-    # What was never trained is the base: its adapter stays where adapters are served, and merged it would be a copy.
-    written = {name: folder for name, folder in folders.items() if form == "adapter" or name not in still}
+    form = (request.form or ("adapter" if apart else "merged")) if lora else "full"
+    folders = policy.adapters if policy.adapter is None else {"": policy.adapter}
+    if module is not None and policy.adapters:
+        folders = {"": policy.adapters[speaks[module]]}
+    # An adapter that was never trained stays where adapters are served; merged it would be a copy of the base.
+    adapters = {name: Path(folder) for name, folder in folders.items() if form == "adapter" or name not in frozen}
+    if module is not None or not (speaks or endpoints):
+        return Choice(form=form, adapters=adapters, modules={}, recorded={})
     base = f"the base model, {shown_path(config.model.path)} (frozen)"
-    speakers = {m: base if name in still else f"`{name}/`" for m, name in spoken.items()}
-    recorded = {"modules": spoken} if form == "adapter" else {}
-    return Choice(form=form, adapters=written, modules={**speakers, **endpoints}, recorded=recorded)
-
-
-def _frozen(module: str, config: Config) -> str:
-    return (
-        f"module: {module} was frozen in the run and speaks with {config.model.path} as it is; export a module that "
-        "was trained"
-    )
-
-
-def _refuse_module(module: str, names: Sequence[str], endpoints: Mapping[str, str]) -> None:
-    if module in endpoints:
-        raise ConfigError(
-            f"module: {module} has no weights here: {endpoints[module]} answers for it (engine.endpoints.{module})"
-        )
-    if module not in names:
-        raise ConfigError(unknown("module", module, names))
+    words = {
+        name: base if weights in frozen else f"`{weights}/`" if apart else "these weights"
+        for name, weights in speaks.items()
+    }
+    words = words or dict.fromkeys(modules, "these weights")
+    recorded: dict[str, object] = {}
+    if speaks and form != "merged":
+        recorded = {"modules": speaks, **({} if apart else {"base": policy.initial})}
+    return Choice(form=form, adapters=adapters, modules={**words, **endpoints}, recorded=recorded)
 
 
 def _write(
-    folder: Path, request: ExportRequest, run: RunDir, config: Config, checkpoint: Path, choice: Choice
+    folder: Path, request: ExportArguments, run: RunDir, config: WeightRunConfig, checkpoint: Path, choice: Choice
 ) -> list[str]:
     """All but the card. Returns what the user should know."""
     notes = []
@@ -269,7 +238,9 @@ def _write(
     if choice.recorded:
         (folder / EXTRA).write_text(dumps(choice.recorded, indent=1) + "\n", encoding="utf-8")
     if config.task.prompts is not None:
-        notes += _copy_prompts(prompts_file(str(config.task.prompts), config.task.name), folder)
+        prompts = prompts_file(str(config.task.prompts), config.task.name)
+        if prompts.suffix != ".json":  # the state of a DSPy program, which `program.json` holds
+            shutil.copyfile(prompts, folder / PROMPTS)
     return notes + _write_program(folder, run.path, config)
 
 
@@ -282,17 +253,7 @@ def _recorded_prompts(run: RunDir) -> Iterator[tuple[int, ...]]:
             yield call.prompt_ids
 
 
-def _copy_prompts(given: Path, folder: Path) -> list[str]:
-    if given.suffix == ".json":
-        return []  # the state of a DSPy program, which `program.json` holds
-    try:
-        (folder / PROMPTS).write_text(given.read_text(encoding="utf-8"), encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"task.prompts: cannot read '{given}' of the run: {error}") from None
-    return []
-
-
-def _write_program(folder: Path, run: Path, config: Config) -> list[str]:
+def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str]:
     """`program.json`, which plain DSPy loads, where the task is a DSPy program."""
     factory = TASKS.get(config.task.name)
     # Other tasks are not built for this: their corpora may be large.
@@ -316,32 +277,27 @@ def _has_program(folder: Path) -> bool:
     return (folder / PROGRAM).is_file()
 
 
-def _snippets(named: Path, folder: Path, choice: Choice, config: Config, base: str) -> Iterator[tuple[str, str]]:
+def _snippets(
+    named: Path, folder: Path, choice: Choice, config: WeightRunConfig, base: str
+) -> Iterator[tuple[str, str]]:
     """How `folder` is used under the name `named`, and the base model under `base`."""
     rank = config.model.lora.r if choice.form == "adapter" and config.model.lora is not None else None
     spoken = choice.recorded.get("modules")
     modules = tuple(spoken) if isinstance(spoken, dict) else ()
     layout = getattr(config.task, "prompt_layout", "dspy") if _has_program(folder) else None
-    return snippets(named, _names(choice), base, rank, modules=modules, program=layout)
+    return snippets(named, choice.folders, base, rank, modules=modules, program=layout)
 
 
-def _kind(choice: Choice) -> str:
-    return "adapter" if choice.form == "adapter" else "merged"
-
-
-def _names(choice: Choice) -> tuple[str, ...]:
-    """Folders below the export that hold weights; empty where the export does."""
-    return tuple(name for name in choice.adapters if name)
-
-
-def _card(seen: Overview, request: ExportRequest, config: Config, choice: Choice, folder: Path, step: int) -> str:
+def _card(
+    seen: Overview, request: ExportArguments, config: WeightRunConfig, choice: Choice, folder: Path, step: int
+) -> str:
     title = request.push.rpartition("/")[2] if request.push else request.out.name
     where = Path(request.push) if request.push else Path(request.out.name)
     facts = CardFacts(
         title=title,
         step=step,
-        holds=_holds(choice, config),
-        kind=_kind(choice),
+        holds=_holds(choice),
+        kind="adapter" if choice.form == "adapter" else "merged",
         licence=licence_of(config.model.path, config.model.revision),
         modules=choice.modules,
         prompts=_prompt_paragraphs(folder),
@@ -358,15 +314,15 @@ def is_hub_data(source: str) -> bool:
     return source.partition(":")[0].count("/") == 1 and is_hub_id(source)
 
 
-def _holds(choice: Choice, config: Config) -> str:
-    names = _names(choice)
-    many = f"in {len(names)} folders ({', '.join(names)}), one for each module or group of modules"
-    if choice.form == "full":
-        return "This folder holds full weights, of which all parameters were trained."
-    what = "the LoRA adapter alone" if choice.form == "adapter" else "full weights, the LoRA adapter merged into them"
-    if not names:
-        return f"This folder holds {what}."
-    return f"This repository holds {what.replace('adapter', 'adapters')}, {many}."
+def _holds(choice: Choice) -> str:
+    what = {
+        "full": "full weights, of which all parameters were trained",
+        "merged": "full weights, the LoRA adapter merged into them",
+        "adapter": "the LoRA adapter alone",
+    }[choice.form]
+    if names := choice.folders:
+        what += f", in {len(names)} folders ({', '.join(names)}), one for each module or group of modules"
+    return f"This folder holds {what}."
 
 
 def _prompt_paragraphs(folder: Path) -> list[str]:

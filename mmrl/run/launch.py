@@ -11,11 +11,12 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+import psutil
 
 from mmrl.config import HardwareConfig, TrainCommandConfig
 from mmrl.config.rules import engine_name
@@ -44,7 +45,7 @@ def start(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int:
     # Taken anew for each run: two runs on one machine must not meet each other's processes.
     port = free_port()
     workers = [
-        subprocess.Popen(
+        psutil.Popen(
             [sys.executable, "-m", "mmrl", "worker"],
             env={**os.environ, **environment(hardware, rank, port), JOB: json.dumps(job)},
             preexec_fn=end_with_parent,  # nobody would watch them any more
@@ -116,14 +117,6 @@ def wrapping(hardware: HardwareConfig) -> dict[str, str]:
     return {}
 
 
-def launch_line(processes: int, nodes: int) -> str:
-    """What to run on each node of a run over several."""
-    return (
-        f"torchrun --nnodes {nodes} --nproc-per-node {processes} --rdzv-backend c10d "
-        "--rdzv-endpoint HOST:PORT -m mmrl train …"
-    )
-
-
 def adopt(hardware: HardwareConfig) -> None:
     """Under a launcher of the user's (torchrun, SLURM): what it does not say of how accelerate is to wrap the model."""
     os.environ.update(wrapping(hardware))
@@ -140,13 +133,14 @@ def must_start(processes: int, nodes: int) -> bool:
         return False
     if nodes > 1:
         raise ConfigError(
-            f"hardware.nodes: got {nodes}; mmrl starts processes on one machine only. Run this on each node: "
-            f"{launch_line(processes, nodes)} (or through SLURM, docs/hardware.md)"
+            f"hardware.nodes: got {nodes}; mmrl starts processes on one machine only. Run this on each node: torchrun "
+            f"--nnodes {nodes} --nproc-per-node {processes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m mmrl train"
+            " … (or through SLURM, docs/hardware.md)"
         )
     return processes > 1
 
 
-def _wait(workers: Sequence[subprocess.Popen[bytes]]) -> int | None:
+def _wait(workers: Sequence[psutil.Popen]) -> int | None:
     """The rank of the first process that failed; None when all are done."""
     while True:
         codes = [worker.poll() for worker in workers]
@@ -159,23 +153,20 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]]) -> int | None:
         time.sleep(0.1)
 
 
-def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(workers: Sequence[psutil.Popen]) -> None:
     """End what still runs: terminated first, then killed."""
-    # One deadline for all: they save at the same time, so waiting for each in turn is not longer.
-    deadline = time.monotonic() + GRACE_S
     for worker in workers:
         if worker.poll() is None:
             worker.terminate()
-    for worker in workers:
-        try:
-            worker.wait(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.wait()
+    # One deadline for all: they save at the same time, so waiting for each in turn is not longer.
+    _, left = psutil.wait_procs(workers, timeout=GRACE_S)
+    for worker in left:
+        worker.kill()
+        worker.wait()
 
 
 @contextmanager
-def passing_on(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+def passing_on(workers: Sequence[psutil.Popen]) -> Iterator[list[int]]:
     """Ctrl-C and SIGTERM reach the workers, which end by themselves; nothing is left behind whatever happens here.
 
     After SIGTERM they save, which takes as long as their step; a second signal ends them within seconds.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
+
+from pydantic import Field
 
 from mmrl.config import (
     EvalCommandConfig,
@@ -17,6 +18,7 @@ from mmrl.config import (
     TaskConfig,
     TrainCommandConfig,
 )
+from mmrl.config.base import Idle, Section
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.tasks import BUILT_IN
 from mmrl.errors import ConfigError, unknown
@@ -39,7 +41,7 @@ from mmrl.plan.workload import (
     without_endpoints,
 )
 from mmrl.run.build import build_task, evaluation_devices, reward_set
-from mmrl.run.check import plan_problems, process_problems
+from mmrl.run.check import collecting, plan_problems, process_problems
 from mmrl.run.settle import settle
 from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.stages.sft_data import sft_problems
@@ -49,31 +51,18 @@ ONE_GPU = ("auto", "gpu1")
 """Profiles of one GPU, whichever there is."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
+class PlanArguments(Section):
     """What `mmrl plan` takes besides a config."""
 
-    lengths: Mapping[str, Lengths]
-    dry: int | None
-    """Examples whose rollouts are counted; 0: none, lengths as declared; None: some where the weights are here."""
-    device: str | None
-
-    @classmethod
-    def read(cls, values: Mapping[str, str]) -> PlanRequest:
-        """From the keys `lengths`, `dry` and `device` as typed.
-
-        Raises:
-            ConfigError: a value that cannot be read, or two that exclude each other.
-        """
-        dry, lengths = values.get("dry"), values.get("lengths", "")
-        if dry is not None and not (dry.isascii() and dry.isdigit() and len(dry) < 10):
-            raise ConfigError(f"dry: got '{dry}', expected a number of examples (0: count from declared lengths)")
-        if lengths and dry not in (None, "0"):
-            raise ConfigError("lengths: has no effect with dry rollouts, which are counted; leave one of the two out")
-        return cls(parse_lengths(lengths), None if dry is None else int(dry), values.get("device"))
+    idle: ClassVar = [Idle("lengths", "dry!=0|null", ", which counts them; leave one of the two out")]
+    lengths: str = Field("", description="MODULE:P/C[,...]: tokens of prompt and completion of each module")
+    dry: int | None = Field(
+        None, ge=0, description="examples whose rollouts are counted; null: some where the weights are here"
+    )
+    device: str | None = None
 
 
-def planned(config: StageConfig, request: PlanRequest, *, as_json: bool) -> str:
+def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> str:
     """What a run of any kind of stages will do and cost, as text or as JSON.
 
     Raises:
@@ -82,15 +71,14 @@ def planned(config: StageConfig, request: PlanRequest, *, as_json: bool) -> str:
     if config.kind.credit:
         plan = make_plan(cast("TrainCommandConfig", config), request)
         return plan.as_json() if as_json else plan.text()
-    texts, objects, problems = [], [], []
+    texts: list[str] = []
+    objects: list[object] = []
+    problems: list[str] = []
     for number, stage in enumerate(config.in_turn, start=1):
-        try:
+        with collecting(problems, f"stage {number}: "):
             text, content = OF_KIND[stage.kind.name](stage, request)
-        except ConfigError as error:
-            problems += [f"stage {number}: {problem}" for problem in error.problems]
-            continue
-        texts.append(f"stage {number}: {text}")
-        objects.append({"stage": number, **content})
+            texts.append(f"stage {number}: {text}")
+            objects.append({"stage": number, **content})
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return json.dumps({"version": 1, "stages": objects}, indent=1) if as_json else "\n\n".join(texts)
@@ -100,19 +88,19 @@ Counted = tuple[str, dict[str, object]]
 """What a stage does, as text and as an object."""
 
 
-def _plan_rl(config: TrainCommandConfig, request: PlanRequest) -> Counted:
+def _plan_rl(config: TrainCommandConfig, request: PlanArguments) -> Counted:
     plan = make_plan(config, request)
     return plan.text(), json.loads(plan.as_json())
 
 
-def _plan_sft(config: SftCommandConfig, request: PlanRequest) -> Counted:
+def _plan_sft(config: SftCommandConfig, request: PlanArguments) -> Counted:
     if problems := sft_problems(config, build_task(config.task, config.seed)):
         raise ConfigError(problems)
     steps, size = config.train.steps, config.train.batch_size
     return f"{_where(config)}: {steps} steps of {size} sequences", {"steps": steps, "sequences": steps * size}
 
 
-def _plan_prompts(config: PromptCommandConfig, request: PlanRequest) -> Counted:
+def _plan_prompts(config: PromptCommandConfig, request: PlanArguments) -> Counted:
     task = build_task(config.task, config.seed)
     if problems := prompt_problems(config, task):
         raise ConfigError(problems)
@@ -133,7 +121,7 @@ def _where(config: StageConfig) -> str:
     return f"{config.algo.name} on {config.task.name} with {config.model.path}"
 
 
-OF_KIND: Mapping[str, Callable[[Any, PlanRequest], Counted]] = {
+OF_KIND: Mapping[str, Callable[[Any, PlanArguments], Counted]] = {
     "rl": _plan_rl,
     "sft": _plan_sft,
     "prompts": _plan_prompts,
@@ -141,19 +129,20 @@ OF_KIND: Mapping[str, Callable[[Any, PlanRequest], Counted]] = {
 """Kind of a stage (`config.schema.Kind`) -> what it does."""
 
 
-def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
+def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     """The plan of a validated config.
 
     Raises:
         ConfigError: what `mmrl train` would refuse, as far as it does not depend on this machine.
     """
+    lengths = parse_lengths(request.lengths)
     # Every GPU that `device=` may name is a CUDA device to a run.
     kind = request.device and ("cpu" if request.device == "cpu" else "cuda")
     if request.device not in (None, *DEVICES):
         raise ConfigError(unknown("device", request.device, DEVICES))
     weights_here = Path(model_path(config.model)).is_dir()
     # A few dry rollouts show the lengths of every module and take little time.
-    examples = (0 if request.lengths or not weights_here else 4) if request.dry is None else request.dry
+    examples = (0 if lengths or not weights_here else 4) if request.dry is None else request.dry
     if examples and not weights_here:
         raise ConfigError(f"dry: the weights of {config.model.path} are not on this machine; leave dry out, or dry=0")
     shape = shape_of(config.model)
@@ -170,7 +159,7 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
         problems.append(f"dry: got {examples}, the train split has {available} examples")
     if problems:
         raise ConfigError(problems)
-    loads, rollout, source = _loads(settled, task, examples, request.lengths)
+    loads, rollout, source = _loads(settled, task, examples, lengths)
     if settled.engine.endpoints:
         loads = without_endpoints(loads, settled.engine.endpoints)
         source += f"; an endpoint answers for {', '.join(settled.engine.endpoints)}"

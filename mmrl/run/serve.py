@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from mmrl import engines
 from mmrl.config import EvalCommandConfig
 from mmrl.config.base import ServerArguments
 from mmrl.config.rules import engine_name
 from mmrl.errors import ConfigError
 from mmrl.models.policy import Policy, require_undamaged, resolve
+from mmrl.retrieval.select import server_problems
 from mmrl.run.build import fixed_engine
+from mmrl.run.check import engine_problems
 from mmrl.run.settle import settle
 from mmrl.secrets import token_of
 from mmrl.system.stop import stoppable
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 SETTINGS = ("policy", "model", "hardware", "engine")
 """Parts of an evaluation's config that say how a policy is loaded and sampled."""
@@ -38,7 +42,7 @@ def serve_policy(config: EvalCommandConfig, given: ServeArguments, typed: Collec
         typed: keys of the config that the user set.
     """
     policy = _checked(config, typed)
-    token = None if given.token_env is None else token_of(given.token_env, "mmrl serve: token_env")
+    token = token_in(given)
     # The model's own limit and not a task's; requests join a batch whenever they come.
     task = config.task.model_copy(update={"max_context": None})
     config = settle(config.model_copy(update={"task": task}))
@@ -50,7 +54,6 @@ def serve_policy(config: EvalCommandConfig, given: ServeArguments, typed: Collec
     import torch
 
     from mmrl.serve.openai_app import Served, make_app
-    from mmrl.system.http_server import serve
 
     torch.set_num_threads(config.hardware.threads or 1)
     names = models(given.name, policy)
@@ -60,14 +63,36 @@ def serve_policy(config: EvalCommandConfig, given: ServeArguments, typed: Collec
         fixed_engine(config, policy, Path(folder), config.policy) as (engine, tokenizer),
     ):
         app = make_app(Served(engine=engine, tokenizer=tokenizer, models=names), token)
-        try:
-            serve(app, given.host, given.port, parent=given.parent, announce=snippets(names, given), grace_s=5)
-        except OSError as error:
-            raise ConfigError(
-                f"mmrl serve: cannot listen on host={given.host} port={given.port}: {error.strerror or error}"
-            ) from None
-        except KeyboardInterrupt:  # SIGTERM too: the server has answered what it could
-            pass
+        return listen(app, given, snippets(names, given), grace_s=5)
+
+
+def token_in(given: ServerArguments) -> str | None:
+    """What every request to a server must bring.
+
+    Raises:
+        ConfigError: the environment variable that is to hold it does not.
+    """
+    return None if given.token_env is None else token_of(given.token_env, "token_env")
+
+
+def listen(app: FastAPI, given: ServerArguments, announce: str, *, grace_s: int | None = None) -> int:
+    """Serve until Ctrl-C. Returns the exit code.
+
+    Args:
+        announce: printed once it listens.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+    from mmrl.system.http_server import serve
+
+    try:
+        serve(app, given.host, given.port, announce=announce, grace_s=grace_s)
+    except OSError as error:
+        text = error.strerror or error
+        raise ConfigError(f"host, port: cannot listen on host={given.host} port={given.port}: {text}") from None
+    except KeyboardInterrupt:  # SIGTERM too: the server has answered what it could
+        pass
     print("stopped", file=sys.stderr)
     return 0
 
@@ -98,17 +123,14 @@ def _checked(config: EvalCommandConfig, typed: Collection[str]) -> Policy:
         problems.append("engine: an endpoint is served already; take engine=transformers or engine=vllm_server")
     if config.hardware.processes * config.hardware.nodes != 1:
         problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl serve runs in one")
-    missing = [package for package in ("fastapi", "uvicorn") if importlib.util.find_spec(package) is None]
-    if missing:
-        problems.append(f"mmrl serve: needs {' and '.join(missing)}: pip install 'mmrl[server]'")
+    problems += server_problems("mmrl serve")
     try:
         policy = resolve(config.policy)
     except ConfigError as error:
         # All mistakes at once, so that nobody mends them one start at a time.
         raise ConfigError([*problems, *error.problems]) from None
     if name != "openai":
-        copied = policy.initial is not None
-        problems += engines.problems(config.engine, name, training=False, copied=copied, device=config.hardware.device)
+        problems += engine_problems(config, copied=policy.initial is not None)
     if problems:
         raise ConfigError(problems)
     return policy

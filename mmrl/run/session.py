@@ -21,6 +21,7 @@ from mmrl.config import (
     HardwareConfig,
     RunConfig,
     StageConfig,
+    StartConfig,
     TrainCommandConfig,
     WeightsConfig,
     schema_of,
@@ -35,6 +36,7 @@ from mmrl.run.check import check_all
 from mmrl.run.doctor import look_before
 from mmrl.run.launch import adopt, must_start, released, start
 from mmrl.run.settle import import_plugins, refuse_changes, run_folder, settle, stored_config
+from mmrl.run.start import restarted, started
 from mmrl.stages import Stage
 from mmrl.system.files import JsonObject, plain
 from mmrl.system.json_lines import stored_lines
@@ -48,13 +50,22 @@ STEADY = ("constant", "constant_with_warmup")
 """Schedules that do not depend on the number of steps."""
 
 
+def resume(folder: Path) -> int:
+    """Continue a stopped or killed run, to the numbers that it would have had. Returns the exit code."""
+    config = restarted(stored_config(folder, StageConfig), folder)
+    return begin(config, ["mmrl", "train", f"resume={folder}"], resumed=True)
+
+
 def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) -> int:
     """Start a checked run, or continue the one in `run.dir`. Returns the exit code.
 
     Args:
         command: what was typed, for the run directory.
-        resumed: continue from where it was, to the numbers that the run would have had.
+        resumed: continue from where it was.
     """
+    # With digests it has been looked up: it is continued, or the main process of several has done so.
+    if config.start is not None and config.start == StartConfig(run=config.start.run):
+        config = started(config, Path(config.start.run))
     config = settle(config)
     # Before a folder is made: a model that cannot be had must leave none behind. A run that is continued has had it.
     if not resumed:

@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from mmrl.config import (
-    AlgoConfig,
-    EndpointConfig,
     EvalCommandConfig,
-    ModelConfig,
     RootConfig,
     SftCommandConfig,
     StageConfig,
@@ -25,7 +22,6 @@ from mmrl.config import (
     validate_stored,
 )
 from mmrl.config.base import flattened, value_at
-from mmrl.config.other_stages import SftConfig
 from mmrl.config.validate import CHOICES
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.assignment import ModuleAssignment
@@ -36,6 +32,7 @@ from mmrl.system.files import plain
 from mmrl.system.objects import OBJECT, import_module, is_given
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
+WeightRunConfig = TrainCommandConfig | SftCommandConfig
 
 
 def import_plugins(packages: Collection[str]) -> None:
@@ -90,15 +87,10 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
     return config.model_copy(update=update)
 
 
-def module_assignment(
-    model: ModelConfig,
-    algo: AlgoConfig | SftConfig,
-    modules: Sequence[str],
-    endpoints: Mapping[str, EndpointConfig] | None,
-) -> ModuleAssignment:
-    """Which module of a program speaks with which weights in a training run."""
-    answered = {module: endpoint.model for module, endpoint in (endpoints or {}).items()}
-    return ModuleAssignment(model=model, algo=algo, modules=tuple(modules), answered=answered)
+def module_assignment(config: WeightRunConfig, modules: Sequence[str]) -> ModuleAssignment:
+    """Which of a program's modules speaks with which weights in a training run."""
+    answered = {module: endpoint.model for module, endpoint in (config.engine.endpoints or {}).items()}
+    return ModuleAssignment(model=config.model, algo=config.algo, modules=tuple(modules), answered=answered)
 
 
 def _require_gpus(profile: str, training: int, serving: int) -> None:
@@ -192,7 +184,7 @@ def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, 
     return [shown[path] for path in allowed]
 
 
-def weight_run(path: Path) -> tuple[RunDir, TrainCommandConfig | SftCommandConfig]:
+def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
     """The run that has trained the weights of the policy at `path`, and its config with the policy's prompts.
 
     Of runs that start from one another (`mmrl train stages=[A,B]`), the last that has trained weights.
@@ -214,7 +206,7 @@ def weight_run(path: Path) -> tuple[RunDir, TrainCommandConfig | SftCommandConfi
     if not config.kind.weights:
         now = prompts or "the ones that it started with"
         raise CheckpointError(f"{path}: {config.kind.refusal}; its prompts are {now}")
-    return run, cast("TrainCommandConfig | SftCommandConfig", config)
+    return run, cast("WeightRunConfig", config)
 
 
 def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False) -> ConfigT:

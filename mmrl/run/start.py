@@ -1,9 +1,9 @@
-"""`mmrl train`: a new run, a run that is continued, and one that starts from the policy of another (`from=RUN`)."""
+"""The run that another run starts from (`from=RUN`) or that an evaluation is of: its policy, and its sections."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,24 +22,10 @@ from mmrl.models.policy import (
     run_config,
 )
 from mmrl.report.rundir import RunDir, rows_of
-from mmrl.run import session
-from mmrl.run.settle import announce_code, import_plugins, stored_config
+from mmrl.run.settle import announce_code, import_plugins
 from mmrl.system.files import JsonObject, atomic_dir
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
-
-
-def begin(config: StageConfig, command: Sequence[str]) -> int:
-    """Start a checked run. Returns the exit code."""
-    if config.start is not None:
-        config = started(config, Path(config.start.run))
-    return session.begin(config, command)
-
-
-def resume(folder: Path) -> int:
-    """Continue a stopped or killed run, to the numbers that it would have had. Returns the exit code."""
-    config = restarted(stored_config(folder, StageConfig), folder)
-    return session.begin(config, ["mmrl", "train", f"resume={folder}"], resumed=True)
 
 
 def sections_of(run: Path) -> JsonObject:

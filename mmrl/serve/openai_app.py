@@ -31,7 +31,7 @@ from mmrl.serve.protocol import (
     read_chat,
     read_prompt,
 )
-from mmrl.system.http_server import BODY_S, BodyTooLarge, BodyTooSlow, read_body, require_token
+from mmrl.system.http_server import BodyRefused, read_body, require_token
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Response
@@ -154,12 +154,8 @@ class _Server:
             return _busy()
         try:
             body = await read_body(request, LARGEST_REQUEST)
-        except BodyTooLarge:
-            text = f"the body has more than {LARGEST_REQUEST} bytes"
-            return JSONResponse(error_object(413, text), status_code=413)
-        except BodyTooSlow:
-            text = f"the body did not come to its end in {BODY_S:g} seconds"
-            return JSONResponse(error_object(408, text), status_code=408)
+        except BodyRefused as refused:
+            return JSONResponse(error_object(refused.status, str(refused)), status_code=refused.status)
         if self.in_flight >= MOST_REQUESTS:
             return _busy()
         self.in_flight += 1
@@ -181,9 +177,7 @@ class _Server:
                 return _stream_response(self._stream(running, shape), release)
             await _until_done(running.task, request)
             return JSONResponse(_whole(running, shape))
-        except Refused as refused:
-            return JSONResponse(refused.body(), status_code=refused.status)
-        # Whatever else goes wrong must reach the client as a status, and the server must go on.
+        # Whatever goes wrong must reach the client as a status, and the server must go on.
         except Exception as error:
             status, refusal = _failed(error)
             return JSONResponse(refusal, status_code=status)
@@ -408,7 +402,9 @@ def _event(head: Mapping[str, object], **fields: object) -> str:
 
 
 def _failed(error: Exception) -> tuple[int, dict[str, object]]:
-    """Status and OpenAI error object of what an engine raised."""
+    """Status and OpenAI error object of a refusal, or of what an engine raised."""
+    if isinstance(error, Refused):
+        return error.status, error.body()
     if isinstance(error, LengthFailure):
         return 400, error_object(400, str(error), "messages", "context_length_exceeded")
     if isinstance(error, RequestFailure):

@@ -18,9 +18,8 @@ from mmrl.errors import CheckpointError, storage
 from mmrl.models.policy import SET, prompts_of, write_policy
 from mmrl.report.overview import damage_named
 from mmrl.report.rundir import refuse_full, rows_of
+from mmrl.run import session
 from mmrl.run.settle import run_folder
-from mmrl.run.start import begin as begin_run
-from mmrl.run.start import resume as resume_run
 from mmrl.sets.cells import found_set
 from mmrl.sets.page import SetPage, redrawn
 from mmrl.sets.plan import Planner, SetPlan, main_metrics
@@ -42,7 +41,7 @@ def begin(config: StageConfig, command: Sequence[str], *, here: bool = False) ->
         here: in this process, whose objects no other has.
     """
     if not isinstance(config, StagedCommandConfig):
-        return begin_run(config, command)
+        return session.begin(config, command)
     folder = Path(run_folder(config.run.dir, config.task.name, config.algo.name, suffix=f"_s{config.seed}"))
     refuse_full(folder)
     with storage(folder):
@@ -53,7 +52,7 @@ def begin(config: StageConfig, command: Sequence[str], *, here: bool = False) ->
 
 def resume(folder: Path, config: StageConfig) -> int:
     """Continue a run or chain of runs that was stopped. Returns the exit code."""
-    return go_on(folder, config) if isinstance(config, StagedCommandConfig) else resume_run(folder)
+    return go_on(folder, config) if isinstance(config, StagedCommandConfig) else session.resume(folder)
 
 
 def differs(folder: Path, config: StagedCommandConfig) -> bool:
@@ -144,10 +143,10 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
 
 def _in_this_process(run: SetRun, command: Sequence[str]) -> int:
     if run.state() == "unfinished":
-        return resume_run(run.path)
+        return session.resume(run.path)
     assert isinstance(run.config, StageConfig)
     start = StartConfig(run=str(run.after.path)) if run.after is not None else None
-    return begin_run(run.config.model_copy(update={"start": start}).in_folder(str(run.path)), command)
+    return session.begin(run.config.model_copy(update={"start": start}).in_folder(str(run.path)), command)
 
 
 def state_of_chain(folder: Path) -> State:

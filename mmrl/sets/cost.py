@@ -53,7 +53,7 @@ def device_hours(run: SetRun, items: int | None) -> tuple[float, int]:
     Raises:
         ConfigError: what `mmrl plan` refuses.
     """
-    from mmrl.run.plan import PlanRequest, evaluation_hours, make_plan
+    from mmrl.run.plan import PlanArguments, evaluation_hours, make_plan
 
     config = run.config
     if isinstance(config, EvalCommandConfig):
@@ -64,7 +64,7 @@ def device_hours(run: SetRun, items: int | None) -> tuple[float, int]:
     if not isinstance(config, TrainCommandConfig):
         return 0.0, 1
     hardware = config.hardware
-    plan = make_plan(config, PlanRequest({}, 0, "cpu" if hardware.device == "cpu" else "h100"))
+    plan = make_plan(config, PlanArguments(dry=0, device="cpu" if hardware.device == "cpu" else "h100"))
     # It evaluates on what the set does, where its config does not say how much of that.
     hours = replace(plan, items=plan.items if plan.items is not None else items).hours()
     return hours, hardware.processes * hardware.nodes + hardware.rollout_devices

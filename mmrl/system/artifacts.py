@@ -1,34 +1,19 @@
-"""Folders that are built once and stay on disk (indexes): checked by size and checksum, whole or absent.
-
-Used twice. `load_or_build` keeps what is made in memory, named by a content hash: a folder that does not agree with its
-manifest is rebuilt with a notice. Index folders, whose build takes hours and is continued, have their own life and
-share the checks.
-"""
+"""Folders that are built once and stay on disk (indexes): where they lie, and whether they are what was written."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
-from mmrl.system.files import atomic_dir, user_path
+from mmrl.system.files import differences, digest, user_path
 
-T = TypeVar("T")
-
-MANIFEST = "manifest.json"
 CHECKED_BYTES = 64 * 2**20
 """Files up to this size are checked by content, larger ones by size alone: start-up must not read gigabytes."""
 
 FileChecks: TypeAlias = Mapping[str, tuple[int, str | None]]
-"""File name below a folder -> size in bytes, checksum of the content (None for large files)."""
-
-log = logging.getLogger("mmrl.cache")
+"""File name below a folder -> size in bytes, SHA-256 of the content (None for large files)."""
 
 
 def cache_root(configured: str | None) -> Path:
@@ -37,86 +22,21 @@ def cache_root(configured: str | None) -> Path:
     return user_path(chosen)
 
 
-def load_or_build(
-    folder: Path, build: Callable[[], T], save: Callable[[T, Path], None], load: Callable[[Path], T]
-) -> T:
-    """What is stored in `folder`, built and saved there first when it is missing or damaged.
-
-    Args:
-        folder: place named by a hash of everything that the content depends on.
-        build: makes it.
-        save: writes it into a folder that exists and is empty.
-        load: reads it back; may raise anything on damage.
-
-    Returns:
-        What `load` returns, or what `build` returned where the cache cannot be written (with a notice).
-    """
-    if folder.is_dir():
-        try:
-            verify(folder, json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
-            return load(folder)
-        # Libraries raise anything on a damaged file; whatever it is, building again is the cure.
-        except Exception as error:
-            log.warning("cached index %s is damaged (%s); it is rebuilt", folder, error)
-            _discard(folder)
-    built = build()
-    try:
-        _publish(built, folder, save)
-    except OSError as error:
-        log.warning("cannot write the cache %s (%s); the index stays in memory", folder.parent, error)
-        return built
-    # Loaded rather than returned as built: what was saved is memory-mapped, and shared by all processes.
-    try:
-        return load(folder)
-    except Exception as error:
-        log.warning("cannot read back the cached index %s (%s); it stays in memory", folder, error)
-        return built
-
-
 def file_checks(folder: Path, without: tuple[str, ...] = ()) -> dict[str, tuple[int, str | None]]:
     """Sizes and checksums of all files below a folder, except those with certain names."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name not in without]
-    return {str(file.relative_to(folder)): (file.stat().st_size, _checksum(file)) for file in files}
+    checks = {}
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and file.name not in without:
+            size = file.stat().st_size
+            checks[str(file.relative_to(folder))] = (size, digest(file) if size <= CHECKED_BYTES else None)
+    return checks
 
 
 def verify(folder: Path, files: FileChecks) -> None:
     """Compare a folder with what `file_checks` gave when it was written; other files in it do not matter.
 
     Raises:
-        OSError, ValueError: a file is missing, or is not what was written.
+        ValueError: a file is missing, or is not what was written.
     """
-    for name, (size, content) in files.items():
-        file = folder / name
-        if file.stat().st_size != size:
-            raise ValueError(f"{name} has {file.stat().st_size} bytes, expected {size}")
-        # A torn write often has the right size: file systems extend a file before its blocks are there.
-        if content is not None and _checksum(file) != content:
-            raise ValueError(f"{name} has another content than was written")
-
-
-def _checksum(file: Path) -> str | None:
-    if file.stat().st_size > CHECKED_BYTES:
-        return None
-    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-
-
-def _publish(built: T, folder: Path, save: Callable[[T, Path], None]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with atomic_dir(folder) as work:
-            save(built, work)
-            (work / MANIFEST).write_text(json.dumps(file_checks(work), indent=1), encoding="utf-8")
-    except OSError:
-        # Of several builders the first to finish wins: the content is the same, so the others use it.
-        if not (folder / MANIFEST).is_file():
-            raise
-
-
-def _discard(folder: Path) -> None:
-    """Move a damaged folder aside, then delete it: no reader sees it half deleted."""
-    try:
-        aside = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
-        os.replace(folder, aside)
-        shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
-        log.warning("cannot remove %s (%s)", folder, error)
+    for file, text in differences({folder / name: check for name, check in files.items()}).items():
+        raise ValueError(f"{file.name} {text}")

@@ -1,7 +1,7 @@
 """A server that mmrl starts as a child process: port, log, readiness, last log lines, end. Knows no particular server.
 
     server = ChildProcess(lambda port: ["serve", f"--port={port}"], log=folder / "serve.log", timeout_s=60.0)
-    server.start()              # or launch(), and wait_until_ready() before the first request
+    server.start()
     ... server.url ...
     server.stop()
 
@@ -18,11 +18,10 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
+import sys
 import time
-import urllib.request
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import psutil
@@ -43,35 +42,26 @@ class ChildProcess:
     Args:
         command: given a port, the command line.
         env: variables added to this process's own.
-        log: where its output goes, appended; None: a temporary file, for `log_tail` alone.
+        log: where its output goes, appended.
         timeout_s: until it must answer.
-        ready: path that answers HTTP 200 once the server is up.
         limit: name of `timeout_s` in an error ("engine.start_timeout_s").
-        failure: makes the error that is raised from a text.
     """
 
     def __init__(
         self,
         command: Callable[[int], Sequence[str]],
         *,
-        env: Mapping[str, str] | None = None,
-        log: Path | None = None,
+        log: Path,
         timeout_s: float,
-        ready: str = "/health",
+        env: Mapping[str, str] | None = None,
         limit: str = "a limit of",
-        failure: Callable[[str], Exception] = EngineFailure,
     ):
-        self.command = command
+        self.command, self.log, self.timeout_s = command, log, timeout_s
         self.env = dict(env or {})
-        self.log = log if log is not None else _temporary_file()
-        self.timeout_s = timeout_s
         self.port = 0
-        self._ready, self._limit, self._failure = ready, limit, failure
-        self._temporary = log is None
+        self._limit = limit
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
-        if self._temporary:
-            weakref.finalize(self, self.log.unlink, missing_ok=True)
 
     @property
     def url(self) -> str:
@@ -88,25 +78,13 @@ class ChildProcess:
         """Of the process that was started last."""
         return self._process.pid if self._process else None
 
-    @property
-    def exit_code(self) -> int | None:
-        """Of a process that ended by itself; None while it runs, and after `stop`."""
-        return self._process.poll() if self._process else None
-
     def start(self) -> None:
-        """Start it and wait until it answers.
+        """Start it on a free port and wait until it answers; one that runs already is stopped first.
+
+        On failure, and when interrupted, it is stopped.
 
         Raises:
-            EngineFailure: (or `failure`) it ended, or did not answer in time; with its last log lines.
-        """
-        self.launch()
-        self.wait_until_ready()
-
-    def launch(self) -> None:
-        """Start it on a free port, and do not wait; one that runs already is stopped first.
-
-        Raises:
-            EngineFailure: (or `failure`) there is no such program.
+            EngineFailure: there is no such program, it ended, or did not answer in time; with its last log lines.
         """
         self.stop()
         # A new one at every start: the old one may still be held by connections that are closing.
@@ -116,29 +94,20 @@ class ChildProcess:
         try:
             # Linux ties the signal of `end_with_parent` to the thread that forks, not to the process: a server started
             # by a worker thread would end with that thread. The I/O loop's thread lasts as long as the process.
-            self._process = asyncio.run_coroutine_threadsafe(self._fork(command), io_loop()).result()
+            process = asyncio.run_coroutine_threadsafe(self._fork(command), io_loop()).result()
         except OSError as error:
-            raise self._failure(f"cannot start {command[0]}: {error.strerror or error}") from error
+            raise EngineFailure(f"cannot start {command[0]}: {error.strerror or error}") from error
+        self._process = process
         _RUNNING.add(self)
-
-    def wait_until_ready(self) -> None:
-        """Return once it answers; on failure, and when interrupted, it is stopped.
-
-        Raises:
-            EngineFailure: (or `failure`) it ended, or did not answer in time; with its last log lines.
-        """
-        process = self._process
-        if process is None:
-            raise self._failure("the server has not been started")
         # The health page and not the port alone: servers listen long before their model is loaded.
         deadline = time.monotonic() + self.timeout_s
         try:
             while not self._answers():
                 code = process.poll()
                 if code is not None:
-                    raise self._failure(f"the server ended with code {code} before it was healthy; {self.log_tail()}")
+                    raise EngineFailure(f"the server ended with code {code} before it was healthy; {self.log_tail()}")
                 if time.monotonic() > deadline:
-                    raise self._failure(
+                    raise EngineFailure(
                         f"the server was not healthy after {self._limit}={self.timeout_s:g} s; {self.log_tail()}"
                     )
                 time.sleep(0.05)
@@ -163,8 +132,7 @@ class ChildProcess:
                 lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         except OSError:
             lines = []
-        where = "" if self._temporary else f" ({self.log})"
-        return "\n".join([f"its log{where} ends with:", *[f"  {line[:300]}" for line in lines[-LOG_LINES:]]])
+        return "\n".join([f"its log ({self.log}) ends with:", *[f"  {line[:300]}" for line in lines[-LOG_LINES:]]])
 
     async def _fork(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Runs in the I/O loop's thread."""
@@ -183,14 +151,12 @@ class ChildProcess:
 
     def _answers(self) -> bool:
         try:
-            with _OPENER.open(self.url + self._ready, timeout=5) as reply:
-                return bool(reply.status == 200)
-        except OSError:
+            # Not urllib: it would ask a proxy of the environment, which knows nothing of this machine's own ports.
+            connection = HTTPConnection("127.0.0.1", self.port, timeout=5)
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, HTTPException):
             return False
-
-
-# A proxy of the environment knows nothing of this machine's own ports.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -217,12 +183,6 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
         os.killpg(process.pid, number)
 
 
-def _temporary_file() -> Path:
-    handle, name = tempfile.mkstemp(prefix="mmrl-", suffix=".log")
-    os.close(handle)
-    return Path(name)
-
-
 _RUNNING: set[ChildProcess] = set()
 
 
@@ -240,15 +200,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _libc() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(None, use_errno=True)
-        return library if hasattr(library, "prctl") else None
-    except OSError:
-        return None
-
-
-_LIBC = _libc()
+# Loaded before any fork: between a fork and what the child becomes, nothing may be loaded.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 
 

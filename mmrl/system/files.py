@@ -7,29 +7,29 @@ as if it had never been written.
 from __future__ import annotations
 
 import fcntl
+import gzip
 import hashlib
+import io
 import json
 import math
 import os
 import shutil
 import sys
 import tempfile
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from mmrl.errors import ConfigError, DataError
 from mmrl.secrets import hide
 
+T = TypeVar("T")
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, as `json.loads` returns it: whoever reads a value must know its type."""
 LONGEST_NAME, LONGEST_PATH = 255, 4095
 """Bytes of a file's name and of a path (Linux)."""
-
-
 MOST_VALUES = 1_000_000
 """Values in a YAML file; a few lines of aliases may stand for more than a machine has."""
 
@@ -232,12 +232,11 @@ def read_yaml(path: Path) -> object:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise DataError(f"{path}: cannot be read: not UTF-8 text") from None
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise DataError(f"{path}{line}: cannot be read: not YAML ({error.problem or error.context})") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2000-99-99
-        reason = " ".join(str(error).split()).partition(' in "<unicode string>"')[0]
-        raise DataError(f"{path}: cannot be read: not YAML ({reason or type(error).__name__})") from None
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or " ".join(str(error).split()).partition(' in "<unicode string>"')[0]
+        line = f":{mark.line + 1}" if mark else ""
+        raise DataError(f"{path}{line}: cannot be read: not YAML ({reason or type(error).__name__})") from None
     if values > MOST_VALUES:
         raise DataError(f"{path}: cannot be read: more than {MOST_VALUES:,} values once its aliases are written out")
     return content
@@ -264,19 +263,13 @@ def gunzip(data: bytes, largest: int) -> bytes:
     Raises:
         ValueError: it unpacks to more.
         EOFError: it ends early.
-        zlib.error: it is damaged, or not gzip.
+        zlib.error, OSError: it is damaged, or not gzip.
     """
-    parts, left = [], largest
-    while data:
-        stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)  # 16: with gzip's header and check sum
-        parts.append(stream.decompress(data, left + 1))
-        left -= len(parts[-1])
-        if left < 0:
-            raise ValueError(f"it unpacks to more than {largest} bytes")
-        if not stream.eof:
-            raise EOFError("it ends early")
-        data = stream.unused_data  # a file may hold several streams
-    return b"".join(parts)
+    with gzip.open(io.BytesIO(data)) as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise ValueError(f"it unpacks to more than {largest} bytes")
+    return content
 
 
 def repair_jsonl(path: Path) -> None:
@@ -288,16 +281,46 @@ def repair_jsonl(path: Path) -> None:
         atomic_write(path, data[: data.rfind(b"\n") + 1])
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file's content, as hexadecimal digits."""
+def digest(path: Path, size: int | None = None) -> str:
+    """SHA-256 of a file's content, or of its first `size` bytes, as hexadecimal digits."""
     with named(path), open(path, "rb") as file:
+        if size is not None:
+            return hashlib.sha256(file.read(size)).hexdigest()
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digests(paths: Sequence[Path]) -> list[str]:
-    """`digest` of each, several at a time: reading and hashing both let other threads work."""
+def several(work: Callable[[T], str], items: Iterable[T]) -> list[str]:
+    """`work` of each, several at a time: reading and hashing both let other threads work."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(digest, paths))
+        return list(pool.map(work, items))
+
+
+def digests(paths: Sequence[Path]) -> list[str]:
+    """`digest` of each."""
+    return several(digest, paths)
+
+
+def differences(files: Mapping[Path, tuple[int, str | None]], grown: bool = False) -> dict[Path, str]:
+    """Files that are not what they were when they were written, and what is wrong with each.
+
+    Args:
+        files: file -> its bytes and SHA-256 then; None: its size alone is compared.
+        grown: whether a file may have more than that, behind it.
+    """
+
+    def difference(path: Path) -> str:
+        size, sha256 = files[path]
+        if not path.is_file():
+            return "is missing"
+        now = path.stat().st_size
+        if now < size or (now > size and not grown):
+            return f"has {now:,} bytes, not the {size:,} that were written"
+        # A torn write often has the right size: file systems extend a file before its blocks are there.
+        same = sha256 is None or digest(path, size if now > size else None) == sha256
+        return "" if same else "has not the content that was written"
+
+    texts = several(difference, files)
+    return {path: text for path, text in zip(files, texts, strict=True) if text}
 
 
 def take_lock(path: Path) -> int:

@@ -17,11 +17,12 @@ import json
 import logging
 import random
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from mmrl.system.breaker import Breaker
 from mmrl.system.portal import io_loop
 from mmrl.system.replies import (
     ACCEPTED,
@@ -47,39 +48,93 @@ IDLE_S = 4.0
 CLOSE_S = 5.0
 """Longest wait for connections to close: a stuck one must not keep a run from ending."""
 
+BREAKER_FAILURES = 8
+"""Failed requests in a row after which requests fail at once."""
+BREAKER_S = 15.0
+"""Seconds until one request is let through again."""
+
 log = logging.getLogger("mmrl.http")
 
 
+@dataclass(eq=False)
 class HttpFailure(Exception):
-    """A request without a usable reply.
+    """A request without a usable reply."""
+
+    cause: Cause
+    """`refused` by the breaker, `timeout`, `connection`, `status` (300 or more), or `garbage`: a reply beyond its
+    limit, or that cannot be read."""
+    reason: str
+    """One sentence, without secrets."""
+    transient: bool = False
+    """The same request may succeed."""
+    status: int = 0
+    """Of the reply."""
+    text: str = ""
+    """The beginning of an error's page."""
+    pause: float | None = None
+    """Seconds that the server asks to wait."""
+    reached: bool = True
+    """Whether there was a connection."""
+    tries: int = 1
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class Breaker:
+    """Counts failures in a row; open, it refuses until `wait_s` have passed, then lets one request through as a probe.
+
+    Without it a server that no longer answers costs every rollout of a step the whole time of all its attempts.
 
     Args:
-        cause: `refused` by the breaker, `timeout`, `connection`, `status` (300 or more), or `garbage`: a reply beyond
-            its limit, or that cannot be read.
-        reason: one sentence, without secrets.
-        transient: the same request may succeed.
-        status: of the reply.
-        text: the beginning of an error's page.
-        reached: whether there was a connection.
+        failures: in a row, after which it opens.
+        wait_s: seconds for which it stays open.
+        clock: seconds, monotonic.
     """
 
     def __init__(
         self,
-        cause: Cause,
-        reason: str,
-        *,
-        transient: bool = False,
-        status: int = 0,
-        text: str = "",
-        pause: float | None = None,
-        reached: bool = True,
+        failures: int = BREAKER_FAILURES,
+        wait_s: float = BREAKER_S,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        super().__init__(reason)
-        self.cause, self.reason, self.transient = cause, reason, transient
-        self.status, self.text, self.reached = status, text, reached
-        self.pause = pause
-        """Seconds that the server asks to wait."""
-        self.tries = 1
+        self._limit, self._wait_s, self._clock = failures, wait_s, clock
+        self._failures = 0
+        self._opened: float | None = None
+        self._probing = False
+
+    @property
+    def open(self) -> bool:
+        """Whether too many have failed, and none has succeeded since."""
+        return self._opened is not None
+
+    def refuses(self) -> bool:
+        """Whether a request must not be sent now. A request let through has to report `success` or `failure`."""
+        if self._opened is None:
+            return False
+        if self._probing or self._clock() - self._opened < self._wait_s:
+            return True
+        self._probing = True
+        return False
+
+    def success(self) -> bool:
+        """A request was answered. Returns whether it was open until now."""
+        was_open = self.open
+        self._failures, self._opened, self._probing = 0, None, False
+        return was_open
+
+    def failure(self) -> bool:
+        """A request failed for good. Returns whether it opens by this one."""
+        was_open = self.open
+        self._failures += 1
+        self._probing = False
+        if self._failures >= self._limit:
+            self._opened = self._clock()
+        return self.open and not was_open
+
+    def abandoned(self) -> None:
+        """A request was cancelled before its outcome was known."""
+        self._probing = False
 
 
 class HttpClient:

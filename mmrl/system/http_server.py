@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import os
-import threading
-import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import uvicorn
     from fastapi import FastAPI, Request, Response
 
 
@@ -22,12 +18,17 @@ BODY_S = 10.0
 """Seconds for the whole body of a request."""
 
 
-class BodyTooLarge(Exception):
-    """A request with a body beyond the limit; what was read of it is dropped."""
+class BodyRefused(Exception):
+    """A request whose body is not read; what was read of it is dropped.
 
+    Args:
+        status: HTTP status.
+        message: the reason.
+    """
 
-class BodyTooSlow(Exception):
-    """A request whose body has not come in `BODY_S`, or whose client has left before its end."""
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
 
 
 def require_token(app: FastAPI, token: str, refusal: object) -> None:
@@ -54,36 +55,34 @@ async def read_body(request: Request, limit: int) -> bytes:
     """The body of a request, of at most `limit` bytes.
 
     Raises:
-        BodyTooLarge: it has more; by its header (then nothing is read), or as soon as they have come.
-        BodyTooSlow: its end does not come.
+        BodyRefused: it has more, by its header (then nothing is read) or as soon as they have come; or its end does
+            not come in `BODY_S`.
     """
     from starlette.requests import ClientDisconnect
 
+    too_large = BodyRefused(413, f"the body has more than {limit} bytes")
     body = bytearray()
     # What the client says first: nothing of a body that is too large is read then.
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced[:20]) > limit:
-        raise BodyTooLarge
+        raise too_large
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 body += part
                 if len(body) > limit:
-                    raise BodyTooLarge
+                    raise too_large
     except (TimeoutError, ClientDisconnect):
-        raise BodyTooSlow from None
+        raise BodyRefused(408, f"the body did not come to its end in {BODY_S:g} seconds") from None
     return bytes(body)
 
 
-def serve(
-    app: FastAPI, host: str, port: int, *, parent: int | None = None, announce: str = "", grace_s: int | None = None
-) -> None:
+def serve(app: FastAPI, host: str, port: int, *, announce: str = "", grace_s: int | None = None) -> None:
     """Serve until SIGINT or SIGTERM; blocks.
 
     Args:
         host: address to listen on.
         port: 0 takes a free one.
-        parent: process id; the server ends when its parent is no longer this one.
         announce: printed when it listens; `{url}` becomes the address.
         grace_s: seconds for requests under way when it is to end; None: as long as they take.
 
@@ -104,17 +103,6 @@ def serve(
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=grace_s
     )
-    server = uvicorn.Server(config)
-    if parent is not None:
-        threading.Thread(target=_watch, args=(parent, server), daemon=True).start()
     if announce:
         print(announce.replace("{url}", f"http://{shown}:{listening.getsockname()[1]}"), flush=True)
-    server.run(sockets=[listening])
-
-
-def _watch(parent: int, server: uvicorn.Server) -> None:
-    """Stop the server when the process that started it has gone, however it went."""
-    # `end_with_parent` does this by a signal on Linux; polling works on every system.
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    server.should_exit = True
+    uvicorn.Server(config).run(sockets=[listening])

@@ -1,9 +1,9 @@
 """Files of JSON lines that only grow: digests of what a run has written, and what a stage has paid for.
 
 `digests.jsonl` (`Ledger`) has one line per journal and evaluation of a training run: its name in the run directory, its
-size and its SHA-256, so that a resume notices files that have changed since. A checkpoint stores how long that file
-and `metrics.jsonl` were at its step, and their digests. So saving costs the same at step 10 and at step 10,000, and
-all that a run has written hangs on the checkpoint.
+size and its SHA-256, so that a resume notices files that have changed since. A checkpoint stores the marks of that file
+and of `metrics.jsonl` (how long they were at its step, and their digests), so all that a run has written hangs on the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -11,53 +11,37 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import CheckpointError, DataError
-from mmrl.system.files import JsonObject, append_jsonl, digest, named, plain, read_jsonl, repair_jsonl
+from mmrl.system.files import JsonObject, append_jsonl, differences, named, plain, read_jsonl, repair_jsonl
 
 LINES_DIFFER = "has lost or changed lines from before the checkpoint"
 
 
-class Appended:
-    """A file of JSON lines that only grows, and the digest of all that is in it.
+def mark_of(data: bytes) -> JsonObject:
+    """Size and digest of a file's content."""
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
-    Args:
-        path: the file, which need not exist.
-    """
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._size, self._digest = 0, hashlib.sha256()
+def file_mark(path: Path) -> JsonObject:
+    """`mark_of` a file, which need not exist."""
+    return mark_of(path.read_bytes() if path.exists() else b"")
 
-    def read(self) -> None:
-        """Begin with what the file holds."""
-        data = self.path.read_bytes() if self.path.exists() else b""
-        self._size, self._digest = len(data), hashlib.sha256(data)
 
-    def append(self, records: Iterable[Mapping[str, object]]) -> None:
-        """Append records, one line each; see `append_jsonl`."""
-        data = append_jsonl(self.path, records)
-        self._size += len(data)
-        self._digest.update(data)
+def begins_with(path: Path, mark: Mapping[str, Any]) -> bool:
+    """Whether a file still begins with what it held when `mark` was made."""
+    data = path.read_bytes()[: mark["bytes"]] if path.is_file() else b""
+    return mark_of(data) == {"bytes": mark["bytes"], "sha256": mark["sha256"]}
 
-    def mark(self) -> JsonObject:
-        """Its size and digest now, as a checkpoint stores them."""
-        return {"bytes": self._size, "sha256": self._digest.hexdigest()}
 
-    def begins_with(self, mark: Mapping[str, Any]) -> bool:
-        """Whether the file still begins with what it held when `mark` was made."""
-        data = self.path.read_bytes()[: mark["bytes"]] if self.path.is_file() else b""
-        return len(data) == mark["bytes"] and hashlib.sha256(data).hexdigest() == mark["sha256"]
-
-    def cut(self, mark: Mapping[str, Any]) -> None:
-        """Forget what was appended after `mark`."""
-        if self.path.exists():
-            with named(self.path):
-                os.truncate(self.path, mark["bytes"])
-        self.read()
+def cut(path: Path, mark: Mapping[str, Any]) -> None:
+    """Forget what was appended to a file after `mark`."""
+    if path.exists():
+        with named(path):
+            os.truncate(path, mark["bytes"])
 
 
 class Ledger:
@@ -65,7 +49,7 @@ class Ledger:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.file = Appended(folder / "digests.jsonl")
+        self.path = folder / "digests.jsonl"
         self._noted: dict[str, JsonObject] = {}
 
     def note(self, path: Path, data: bytes | None = None) -> None:
@@ -75,12 +59,10 @@ class Ledger:
             data: its content, where that is at hand.
         """
         name = str(path.relative_to(self.folder))
-        size = path.stat().st_size if data is None else len(data)
-        line = {"file": name, "bytes": size}
-        line["sha256"] = digest(path) if data is None else hashlib.sha256(data).hexdigest()
+        line = {"file": name, **(file_mark(path) if data is None else mark_of(data))}
         # An evaluation that is read back is what it was; one that was made again may differ in its last bits.
         if self._noted.get(name) != line:
-            self.file.append([line])
+            append_jsonl(self.path, [line])
             self._noted[name] = line
 
     def has(self, path: Path) -> bool:
@@ -94,28 +76,26 @@ class Ledger:
             mark: None: all lines are taken for what they are.
             grown: whether a file may have more than was noted, behind it.
         """
-        if mark is not None and not self.file.begins_with(mark):
-            return {self.file.path: LINES_DIFFER}
-        differences = {
-            self.folder / name: _difference(self.folder / name, line, grown) for name, line in self._lines(mark).items()
-        }
-        return {path: text for path, text in differences.items() if text}
+        if mark is not None and not begins_with(self.path, mark):
+            return {self.path: LINES_DIFFER}
+        noted = {self.folder / name: (line["bytes"], line["sha256"]) for name, line in self._lines(mark).items()}
+        return differences(noted, grown)
 
     def read(self) -> None:
         """Begin with what the file holds."""
-        self.file.read()
         self._noted = self._lines(None)
 
     def cut(self, mark: Mapping[str, Any] | None) -> None:
         """Forget what was noted after `mark`; None: everything, which is then noted again."""
         if mark is None:
-            self.file.path.unlink(missing_ok=True)
-        self.file.cut(mark or {"bytes": 0})
-        self._noted = self._lines(mark) if mark else {}
+            self.path.unlink(missing_ok=True)
+        else:
+            cut(self.path, mark)
+        self.read()
 
     def _lines(self, mark: Mapping[str, Any] | None) -> dict[str, JsonObject]:
         """File -> its last line."""
-        data = self.file.path.read_bytes() if self.file.path.exists() else b""
+        data = self.path.read_bytes() if self.path.exists() else b""
         noted: dict[str, JsonObject] = {}
         for text in data[: None if mark is None else mark["bytes"]].splitlines():
             try:
@@ -125,20 +105,6 @@ class Ledger:
             except (ValueError, KeyError, TypeError):
                 continue
         return noted
-
-
-def _difference(path: Path, noted: JsonObject, grown: bool) -> str:
-    """What of a file is not as it was noted; empty where nothing."""
-    if not path.is_file():
-        return "is missing"
-    size = path.stat().st_size
-    if size < noted["bytes"] or (size > noted["bytes"] and not grown):
-        return f"has {size:,} bytes, not the {noted['bytes']:,} that were written"
-    if size > noted["bytes"]:
-        same = hashlib.sha256(path.read_bytes()[: noted["bytes"]]).hexdigest() == noted["sha256"]
-    else:
-        same = digest(path) == noted["sha256"]
-    return "" if same else "has not the content that was written"
 
 
 class Store:
@@ -166,29 +132,26 @@ class Store:
         return made
 
 
-class Table:
+class Table(Store):
     """A file of JSON lines that an optimiser which is run again writes again, to the same lines.
 
     Raises:
         CheckpointError: a line differs from the one that is there.
     """
 
-    def __init__(self, path: Path, key: str):
-        self._store = Store(path, key)
-        self.path = path
-        self.count = 0
-        """Lines that this process has come to."""
+    count = 0
+    """Lines that this process has come to."""
 
     @property
     def again(self) -> bool:
         """Whether the next line is there already."""
-        return self.count < len(self._store.lines)
+        return self.count < len(self.lines)
 
     def add(self, record: Mapping[str, object]) -> None:
         """Write the next line, or find it there."""
         if not self.again:
-            self._store.append(record)
-        elif self._store.lines[self.count] != plain(record):
+            self.append(record)
+        elif self.lines[self.count] != plain(record):
             raise CheckpointError(
                 f"{self.path}:{self.count + 1}: differs from what this run computes again from its stored rollouts; "
                 f"{_way_out(self.path)}"

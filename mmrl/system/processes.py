@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from mmrl.errors import ConfigError
-from mmrl.records import Call, Example, Forest, Rollout
+from mmrl.records import Example, Forest
 
 Value = TypeVar("Value")
 WAIT = timedelta(hours=2)
@@ -118,15 +118,12 @@ def lost_a_process(error: RuntimeError) -> bool:
 
 def merged(forests: Sequence[Forest], examples: Sequence[Example]) -> Forest:
     """One forest of several that share no example, in the order of `examples`."""
-    calls: dict[str, list[Call]] = {example.id: [] for example in examples}
-    rollouts: dict[str, list[Rollout]] = {example.id: [] for example in examples}
-    for forest in forests:
-        for call in forest.calls.values():
-            calls[call.example].append(call)
-        for rollout in forest.rollouts:
-            rollouts[rollout.example].append(rollout)
+    place = {example.id: number for number, example in enumerate(examples)}
+    calls = [call for forest in forests for call in forest.calls.values()]
+    rollouts = [rollout for forest in forests for rollout in forest.rollouts]
+    # Sorting is stable: within an example the order is that of its process.
     return replace(
         forests[0],
-        calls={call.id: call for example in examples for call in calls[example.id]},
-        rollouts=tuple(rollout for example in examples for rollout in rollouts[example.id]),
+        calls={call.id: call for call in sorted(calls, key=lambda call: place[call.example])},
+        rollouts=tuple(sorted(rollouts, key=lambda rollout: place[rollout.example])),
     )

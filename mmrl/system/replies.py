@@ -5,7 +5,6 @@ A server may be wrong or hostile. Ask it with `ACCEPTED`: what `read` can decomp
 
 from __future__ import annotations
 
-import contextlib
 import email.utils
 import time
 import zlib
@@ -89,9 +88,7 @@ def quoted(text: str) -> str:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds to wait by `retry-after-ms` or `Retry-After` (seconds or an HTTP date), or None."""
-    with contextlib.suppress(KeyError, ValueError):
-        return max(0.0, float(headers["retry-after-ms"]) / 1000.0)
+    """Seconds to wait by `Retry-After` (seconds or an HTTP date), or None."""
     value = headers.get("retry-after")
     if value is None:
         return None

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from mmrl.errors import Stopped
 
@@ -71,11 +71,11 @@ def print_resume(error: BaseException, command: str, show: Callable[[str], None]
 
 
 @contextmanager
-def quiet_loops() -> Iterator[None]:
-    """Inside, no word of event loops that Ctrl-C ended within their constructor: they cannot even be printed."""
+def _dropped(handled: Callable[[sys.UnraisableHookArgs], bool]) -> Iterator[None]:
+    """Inside, what Python drops (an exception of a destructor) is printed unless it is handled."""
 
     def unraisable(args: sys.UnraisableHookArgs) -> None:
-        if getattr(args.object, "__qualname__", "") != "BaseEventLoop.__del__":
+        if not handled(args):
             hook(args)
 
     hook, sys.unraisablehook = sys.unraisablehook, unraisable
@@ -83,6 +83,11 @@ def quiet_loops() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = hook
+
+
+def quiet_loops() -> AbstractContextManager[None]:
+    """Inside, no word of event loops that Ctrl-C ended within their constructor: they cannot even be printed."""
+    return _dropped(lambda args: getattr(args.object, "__qualname__", "") == "BaseEventLoop.__del__")
 
 
 @contextmanager
@@ -110,19 +115,18 @@ def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
     if in_a_group:
         before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
 
-    def unraisable(args: sys.UnraisableHookArgs) -> None:
-        if issubclass(args.exc_type, KeyboardInterrupt):
-            stop.swallowed(signal.SIGTERM if args.exc_type is Stopped else signal.SIGINT)
-        else:
-            hook(args)
+    def interrupted(args: sys.UnraisableHookArgs) -> bool:
+        if not issubclass(args.exc_type, KeyboardInterrupt):
+            return False
+        stop.swallowed(signal.SIGTERM if args.exc_type is Stopped else signal.SIGINT)
+        return True
 
-    hook, sys.unraisablehook = sys.unraisablehook, unraisable
     try:
-        yield stop
+        with _dropped(interrupted):
+            yield stop
     except Stopped as stopped:
         raise SystemExit(Stopped.exit_code) from stopped
     finally:
         stop.over()
-        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)

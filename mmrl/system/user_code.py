@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import inspect
 import math
@@ -11,10 +10,11 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from mmrl.errors import ProgramFailure, RewardFailure, RolloutError
 from mmrl.records import LARGEST
@@ -40,37 +40,25 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     A thread for each call and no shared pool: a function that waits for another one would fill the pool and wait for
     ever.
     """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
-
-    def settle(result: Callable[[], T]) -> None:
-        # Whoever waits may have been cancelled while the thread worked.
-        if outcome.done():
-            return
-        try:
-            outcome.set_result(result())
-        except Exception as error:
-            outcome.set_exception(error)
+    outcome: Future[T] = Future()
+    # Under way from now on: whoever waits may be cancelled while the thread works, its outcome may not.
+    outcome.set_running_or_notify_cancel()
 
     def work() -> None:
-        result: Callable[[], T]
         try:
-            value = context.run(function, *args, **kwargs)
-            result = lambda: value  # noqa: E731
-        except StopIteration as error:  # which no future can hold
-            failure = RuntimeError(f"StopIteration: {error}")
+            outcome.set_result(context.run(function, *args, **kwargs))
+        except (StopIteration, CancelledError) as error:  # which mean something else to whoever awaits them
+            failure = RuntimeError(f"{type(error).__name__}: {error}")
             failure.__traceback__ = error.__traceback__
-            result = _raising(failure)
+            outcome.set_exception(failure)
         except Exception as error:
-            result = _raising(error)
+            outcome.set_exception(error)
         except BaseException as error:  # SystemExit in a user's code ends its rollout, not the run
-            result = _raising(ProgramFailure(f"{type(error).__name__}: {error}"))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result)
+            outcome.set_exception(ProgramFailure(f"{type(error).__name__}: {error}"))
 
     threading.Thread(target=work, name="mmrl-user-code", daemon=True).start()
-    return await outcome
+    return await asyncio.wrap_future(outcome)
 
 
 async def scored(metric: Callable[..., Any], *args: object) -> Any:
@@ -177,10 +165,3 @@ def _place(file: str, line: int | None, function: str) -> str:
     path = Path(file).absolute()
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     return f"{shown}, line {line}, in {function}"
-
-
-def _raising(error: Exception) -> Callable[[], NoReturn]:
-    def result() -> NoReturn:
-        raise error
-
-    return result

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmrl.config.engines import TransformersConfig
-from mmrl.engines.base import Request, Sampling
+from mmrl.engines.base import EngineSetup, Request, Sampling
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.plan.workload import unique_tokens
 from scripts.bench.common import MODELS, Bar, clock, finish, make_model, once, options
@@ -117,7 +117,7 @@ def prefills(rows: list[Row], size: str, threads: int, counts: int, repeats: int
 
     def engine() -> TransformersEngine:
         # Another one each time: it has not seen the demonstrations before.
-        return TransformersEngine(model, NoTokenizer(), TransformersConfig(loop="own"), threads=threads)  # type: ignore[arg-type]
+        return TransformersEngine(model, NoTokenizer(), TransformersConfig(loop="own"), EngineSetup(threads=threads))  # type: ignore[arg-type]
 
     worst = difference(model, engine(), asked)
     if worst > 1e-4:

@@ -36,10 +36,9 @@ FOREST = {
 }
 TASK = """
 from mmrl.run import check as prepare
-from mmrl.cli.configs import configs
+from mmrl.cli.configs import train_configs
 from mmrl.cli.overrides import read_line
-from mmrl.config import TrainCommandConfig
-(config,) = configs("train", TrainCommandConfig, read_line([]))
+(config,) = train_configs(read_line([]))
 prepare.build_task(config.task, config.seed)
 """
 """Everything that a default run does before it loads a model."""

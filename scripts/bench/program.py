@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mmrl.config.engines import TransformersConfig
-from mmrl.engines.base import Completion, Request, Sampling
+from mmrl.engines.base import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from scripts.bench.common import MODELS, Bar, finish, make_model, options, timed
 from scripts.bench.rollout import NoTokenizer
@@ -109,7 +109,9 @@ def measure(model: Any, rollouts: list[list[Turn]], threads: int, repeats: int) 
     ways = {"concurrent": (concurrent, "greedy"), "lock step": (lock_step, "deterministic")}
     runs, gaps = {}, {}
     for name, (way, schedule) in ways.items():
-        engine = TransformersEngine(model, NoTokenizer(), TransformersConfig(schedule=schedule), threads=threads)  # type: ignore[arg-type]
+        engine = TransformersEngine(
+            model, NoTokenizer(), TransformersConfig(schedule=schedule), EngineSetup(threads=threads)
+        )  # type: ignore[arg-type]
         gaps[name] = worst_gap(model, rollouts, asyncio.run(way(engine, rollouts)))
         if gaps[name] > 1e-4:
             raise SystemExit(f"{name}: log-probabilities differ by {gaps[name]:.2g}, expected at most 1e-4")

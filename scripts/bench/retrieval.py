@@ -150,9 +150,10 @@ def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, A
     queries = queries_of(count)
     latencies(retriever, queries[:20])
     times = latencies(retriever, queries)
-    command = [sys.executable, "-m", "mmrl", "serve-retriever", f"index={folder}", f"parent={os.getpid()}"]
+    command = [sys.executable, "-m", "mmrl", "serve-retriever", f"index={folder}"]
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    server = ChildProcess(lambda port: [*command, f"port={port}"], env=paths, timeout_s=300.0)
+    log = folder.with_name("server.log")
+    server = ChildProcess(lambda port: [*command, f"port={port}"], log=log, env=paths, timeout_s=300.0)
     server.start()
     child = RemoteRetriever(server.url, cache_size=0)
     child.search(queries[:1], [TOP_K])

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mmrl.config.engines import TransformersConfig
-from mmrl.engines.base import Completion, Request, Sampling
+from mmrl.engines.base import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.plan.workload import unique_tokens
 from scripts.bench.common import MODELS, Bar, clock, finish, make_model, options, timed
@@ -141,7 +141,7 @@ def measure(
     """One line of the table; `brief`: without a first round that does not count, and without the loop of `generate`."""
     asked = requests(shape, vocabulary)
     engines = {
-        loop: TransformersEngine(model, NoTokenizer(), TransformersConfig(loop=loop), threads=threads)  # type: ignore[arg-type]
+        loop: TransformersEngine(model, NoTokenizer(), TransformersConfig(loop=loop), EngineSetup(threads=threads))  # type: ignore[arg-type]
         for loop in ("own", "hf")
     }
     worst = check(model, engines["own"], asked)

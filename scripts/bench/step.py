@@ -27,7 +27,7 @@ from mmrl.config.algo import GrpoConfig
 from mmrl.config.engines import TransformersConfig
 from mmrl.credit.entries import Group, Member, Reward
 from mmrl.credit.groups import compare
-from mmrl.engines.base import Completion, Request, Sampling
+from mmrl.engines.base import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.records import Call
 from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
@@ -143,7 +143,7 @@ class Sampler:
     def __init__(self, model: Any, prompts: Prompts, threads: int):
         self.prompts, self.vocabulary = prompts, model.config.vocab_size
         self.texts, self.tokenizer = texts(prompts, self.vocabulary), words(self.vocabulary)
-        self.engine = TransformersEngine(model, NoTokenizer(), TransformersConfig(), threads=threads)  # type: ignore[arg-type]
+        self.engine = TransformersEngine(model, NoTokenizer(), TransformersConfig(), EngineSetup(threads=threads))  # type: ignore[arg-type]
 
     def sample(self, step: int) -> tuple[list[Request], list[Completion]]:
         """Text to completions."""

@@ -16,6 +16,7 @@ import sys
 import tempfile
 
 from mmrl.config.engines import TransformersConfig
+from mmrl.engines.base import EngineSetup
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from scripts.bench.common import MODELS, Bar, clock, finish, make_model, once, options
 from scripts.bench.rollout import SHAPES, NoTokenizer, Shape, requests, run_engine
@@ -87,7 +88,7 @@ def by_vllm(folder: str, size: str, quick: bool) -> list[tuple[float, float]]:
 def by_own(size: str, quick: bool, threads: int, matmul: str) -> list[tuple[float, float]]:
     """The same by the embedded engine; no shape has a prompt of another."""
     config, model = TransformersConfig(loop="own"), make_model(size, matmul)
-    engine = TransformersEngine(model, NoTokenizer(), config, threads=threads)  # type: ignore[arg-type]
+    engine = TransformersEngine(model, NoTokenizer(), config, EngineSetup(threads=threads))  # type: ignore[arg-type]
 
     def run(shape: Shape) -> tuple[float, float]:
         asked = requests(shape, MODELS[size][-1])

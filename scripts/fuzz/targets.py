@@ -59,9 +59,8 @@ def outcome(target: Target, given: Any) -> str | None:
 @cache
 def configs() -> tuple[Mapping[str, Any], ...]:
     """Plain mappings of right configs: every algorithm on a task that it fits, and evaluations."""
-    from mmrl.cli.configs import configs, configured
+    from mmrl.cli.configs import configured, eval_configs
     from mmrl.cli.overrides import read_line
-    from mmrl.config import EvalCommandConfig
 
     lines = (
         *(f"algo={algo}" for algo in ("grpo", "mhgpo_rr", "mhgpo_is", "mhgpo_fof", "mhgpo_fof_os", "mappo", "mmgrpo")),
@@ -70,7 +69,7 @@ def configs() -> tuple[Mapping[str, Any], ...]:
         *("algo=grpo_mr task=tool_agent model.lora={r:8}", "algo=grpo task=search_o1 engine=vllm_server"),
     )
     trained = [configured(line.split(), None) for line in lines]
-    evaluated = configs("eval", EvalCommandConfig, read_line(["policy=tiny"]))
+    evaluated = eval_configs(read_line(["policy=tiny"]))
     return tuple(config.model_dump(mode="json") for config in (*trained, *evaluated))
 
 

@@ -12,12 +12,13 @@ import time
 import pytest
 
 from mmrl.cli import COMMANDS, main
-from mmrl.cli.arguments import ExportArguments, FetchArguments, ShowArguments
+from mmrl.cli.arguments import FetchArguments, ShowArguments
 from mmrl.cli.configs import configured
 from mmrl.cli.new_task import NewTaskArguments
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.config.retriever import IndexInfoArguments, SearchIndexArguments, ServeIndexArguments, build_schema
 from mmrl.report.rundir import RunDir
+from mmrl.run.export import ExportArguments
 from mmrl.sets.command import COMPARE_KEYS as KEYS
 
 
@@ -141,7 +142,7 @@ def test_credit_prints_several_algorithms_side_by_side_without_torch(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["algo=mhgpo_fof"], "rollouts: missing"),
+        (["algo=mhgpo_fof"], "rollouts: expected a file"),
         (["rollouts=x.json"], "algo: missing"),
         (["algo=mhgpo_fo", "rollouts=x.json"], "did you mean 'mhgpo_fof'?"),
         (["algo=mhgpo_fof", "rollouts=x.json"], "x.json"),
@@ -270,7 +271,7 @@ def test_help_names_every_key_of_a_command_that_reads_its_own(capsys):
         (["show", "run", "step=x"], "mmrl show: step: got 'x', expected integer"),
         (["show", "run", "exmple=x"], "did you mean 'example'?"),
         (["train", "resume=a", "resume=b"], "resume: given more than once"),
-        (["train", "--config-dir"], "--config-dir: no folder ''"),
+        (["train", "--config-dir"], "--config-dir/-cd: expected one argument"),
         (["train", "seed=interval(0,3)", "-m"], "seed=interval(0,3): "),
     ],
 )

@@ -1,14 +1,13 @@
 import pytest
 
-from mmrl.cli import main
-from mmrl.cli.commands import COMMANDS, WORKER
+from mmrl.cli import COMMANDS, main
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
         ("mmrl tr", ["train"]),
-        ("mmrl ", [command for command in COMMANDS if command != WORKER]),
+        ("mmrl ", COMMANDS),
         ("mmrl index ", ["build", "info", "search"]),
         ("mmrl x", []),
     ],

@@ -7,7 +7,7 @@ import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import main
-from mmrl.cli.configs import configs, train_configs
+from mmrl.cli.configs import train_configs
 from mmrl.cli.hydra import composed
 from mmrl.cli.overrides import read_line
 from mmrl.config import ALGO_SCHEMAS, EvalCommandConfig, StagedCommandConfig, TrainCommandConfig, validate
@@ -18,7 +18,7 @@ from mmrl.system.conf import GROUPS, conf_dir, options
 
 def problems(*arguments):
     with pytest.raises(ConfigError) as caught:
-        configs("train", TrainCommandConfig, read_line(arguments))
+        train_configs(read_line(arguments))
     return caught.value.problems
 
 
@@ -124,7 +124,7 @@ def test_arguments_that_cannot_be_read(arguments, says):
 
 
 def test_a_sweep_isvalidated_whole_before_anything_runs():
-    found = configs("train", TrainCommandConfig, read_line(["-m", "algo=mhgpo_fof,mhgpo_rr", "seed=1,2"]))
+    found = train_configs(read_line(["-m", "algo=mhgpo_fof,mhgpo_rr", "seed=1,2"]))
     assert [(c.algo.name, c.seed) for c in found] == [
         ("mhgpo_fof", 1),
         ("mhgpo_fof", 2),

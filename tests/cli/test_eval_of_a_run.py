@@ -2,9 +2,8 @@
 
 import pytest
 
-from mmrl.cli.configs import configs, train_configs
+from mmrl.cli.configs import eval_configs, train_configs
 from mmrl.cli.overrides import read_line
-from mmrl.config import EvalCommandConfig
 from mmrl.models.policy import write_policy
 from mmrl.report.rundir import RunDir
 from mmrl.system.files import plain
@@ -17,7 +16,7 @@ def run_of(folder, *words):
 
 
 def evaluation(*words):
-    (config,) = configs("eval", EvalCommandConfig, read_line(words))
+    (config,) = eval_configs(read_line(words))
     return config
 
 

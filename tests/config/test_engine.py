@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmrl import engines
-from mmrl.cli.configs import configs
+from mmrl.cli.configs import train_configs
 from mmrl.cli.overrides import read_line
 from mmrl.config import EngineConfig, TrainCommandConfig
 from mmrl.config.engines import TransformersConfig, VllmServerConfig
@@ -18,7 +18,7 @@ FACTS = Facts(reward_set="outcome")
 
 
 def config_of(*arguments: str) -> TrainCommandConfig:
-    (config,) = configs("train", TrainCommandConfig, read_line(arguments))
+    (config,) = train_configs(read_line(arguments))
     return config
 
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from mmrl.cli.configs import configs
+from mmrl.cli.configs import eval_configs
 from mmrl.cli.hydra import composed
 from mmrl.cli.overrides import read_line
-from mmrl.config import DataConfig, EvalCommandConfig, TrainCommandConfig, validate, validate_stored
+from mmrl.config import DataConfig, TrainCommandConfig, validate, validate_stored
 from mmrl.errors import ConfigError
 
 PAPERS = {
@@ -46,7 +46,7 @@ def train(*words):
 
 
 def evaluation(*words):
-    (config,) = configs("eval", EvalCommandConfig, read_line(words))
+    (config,) = eval_configs(read_line(words))
     return config
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.cli.configs import configs, train_configs
+from mmrl.cli.configs import eval_configs, train_configs
 from mmrl.cli.overrides import read_line
-from mmrl.config import EvalCommandConfig
 from mmrl.errors import ConfigError
 from mmrl.run.check import check_all
 from tests.config.effects import EFFECTS, Acts, Refused, all_leaves, same_code
@@ -60,7 +59,7 @@ def problems_of(section: str, part: str) -> list[str]:
     start = ["policy=tiny"] if command == "eval" else [chosen] if name else []
     line = read_line([*start, *typed])
     try:
-        check_all(configs(command, EvalCommandConfig, line) if command == "eval" else train_configs(line), line.keys)
+        check_all(eval_configs(line) if command == "eval" else train_configs(line), line.keys)
     except ConfigError as error:
         return list(error.problems)
     return []

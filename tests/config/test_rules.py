@@ -2,9 +2,8 @@
 
 import pytest
 
-from mmrl.cli.configs import configs
+from mmrl.cli.configs import eval_configs, train_configs
 from mmrl.cli.overrides import read_line
-from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.config.engines import VllmServerConfig
 from mmrl.config.rules import RUNS, TYPED
 from mmrl.errors import ConfigError
@@ -14,9 +13,7 @@ from mmrl.run import check as prepare
 def refused(*arguments, command="train"):
     line = read_line(arguments)
     try:
-        prepare.check_all(
-            configs(command, TrainCommandConfig if command == "train" else EvalCommandConfig, line), line.keys
-        )
+        prepare.check_all(train_configs(line) if command == "train" else eval_configs(line), line.keys)
     except ConfigError as error:
         return error.problems
     return []
@@ -348,5 +345,5 @@ def test_a_penalty_that_is_passed_on_has_an_effect_where_its_module_is_frozen():
 
 def test_the_word_true_may_be_typed_as_it_is():
     arguments = ["algo=mmgrpo", "task=hover", "algo.padding_mode=ragged", "algo.failing_index=true"]
-    (config,) = configs("train", TrainCommandConfig, read_line(arguments))
+    (config,) = train_configs(read_line(arguments))
     assert config.algo.failing_index == "true" and refused(*arguments) == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mmrl.cli.configs import configs
+from mmrl.cli.configs import train_configs
 from mmrl.cli.hydra import composed
 from mmrl.cli.overrides import read_line
 from mmrl.config import (
@@ -100,7 +100,7 @@ def test_a_key_of_another_retriever_is_refused_by_name(name: str, key: str) -> N
 )
 def test_a_mistake_below_a_chosen_schema_has_one_sentence(arguments: list[str], starts: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        configs("train", TrainCommandConfig, read_line(arguments))
+        train_configs(read_line(arguments))
     (problem,) = caught.value.problems
     assert problem.startswith(starts)
 

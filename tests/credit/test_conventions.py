@@ -1,6 +1,6 @@
 """What no paper says: groups of one, completions without tokens, examples without a scored rollout.
 
-docs/algorithms.md has these conventions in words ("What all share"); weights are worked out by hand here.
+docs/algorithms.md has these conventions in words ("Common rules"); weights are worked out by hand here.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(VllmColocatedEngine, "_start", lambda self: made)
     monkeypatch.setattr(VllmColocatedEngine, "_check_served", lambda self: None)
-    monkeypatch.setattr("mmrl.engines.vllm.colocated.vllm_problems", lambda config: [])
+    monkeypatch.setattr("mmrl.engines.vllm.base.vllm_problems", lambda config: [])
     return made
 
 
@@ -134,7 +134,7 @@ def test_it_sleeps_while_the_trainer_works_and_wakes_for_a_push_or_a_call(fake: 
     engine.set_version(1)
     pushed = [event for event in fake.events if event[0] == "reload_weights"]
     assert fake.events == [*pushed[:1], "reset", ("sleep", 1), "wake", ("sleep", 1), "wake", *pushed[1:], "reset"]
-    assert pushed[0][1] == len(engine.policy.model.state_dict())
+    assert pushed[0][1] == len(engine.model.state_dict())
     engine.close()
 
 
@@ -260,7 +260,7 @@ def test_what_it_cannot_do_is_refused_before_anything_loads(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (problem,) = engines.problems(VllmColocatedConfig(name="vllm_colocated"), "vllm_colocated", training=True)
-    assert "loads vLLM into the training process" in problem and "make vllm-cpu" in problem
+    assert "needs vLLM, which" in problem and "engine=vllm_server" in problem and "make vllm-cpu" in problem
     found = engines.problems(VllmColocatedConfig(sleep=True), "vllm_colocated", training=True, device="cpu")
     assert found[-1] == "engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out"
     (problem,) = hardware_problems(HardwareConfig(name="two", processes=2), "vllm_colocated", modules=False)

@@ -25,11 +25,12 @@ from transformers import (
 )
 
 from mmrl.config.engines import TransformersConfig
+from mmrl.engines.base import EngineSetup, Request, Sampling
 from mmrl.engines.embedded import shared_prefix
 from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.hf_loop import HFLoop
-from mmrl.engines.embedded.transformers_engine import CheckedLoop, TransformersEngine, decode_loop
+from mmrl.engines.embedded.transformers_engine import ModelLoop, TransformersEngine
 from mmrl.errors import ConfigError
 from tests.helpers.engines import VOCABULARY, generate, model, request, tokenizer
 
@@ -92,20 +93,17 @@ def build(name: str) -> Any:
 
 
 def row(prompt: Sequence[int]) -> BatchRow:
-    return BatchRow(
-        prompt_ids=tuple(prompt),
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        stop=(),
-        limit=99,
-        uniforms=np.zeros(99),
-    )
+    asked = Request(prompt_ids=tuple(prompt), sampling=Sampling(max_tokens=99))
+    return BatchRow(request=asked, limit=99, uniforms=np.zeros(99))
 
 
 def plain(policy: torch.nn.Module, ids: Sequence[int]) -> torch.Tensor:
     with torch.no_grad():
         return policy(torch.tensor([list(ids)])).logits[0, -1].float()
+
+
+def own_loop(policy: torch.nn.Module) -> Any:
+    return ModelLoop({"": (policy, None)}, TransformersConfig(loop="own")).loops[""]
 
 
 NAMES = ["llama", "llama3-bias", "mistral", "qwen2", "qwen3", "one-layer", "lora"]
@@ -114,9 +112,7 @@ NAMES = ["llama", "llama3-bias", "mistral", "qwen2", "qwen3", "one-layer", "lora
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_the_models_forward(name: str) -> None:
     policy = build(name)
-    loop = decode_loop(policy, "own")
-    assert isinstance(loop, CheckedLoop)
-    own = loop.loop
+    own = own_loop(policy)
     assert isinstance(own, NativeLoop)
     dice = random.Random(0)
     rows = [[dice.randrange(VOCABULARY) for _ in range(n)] for n in (1, 40, 7, 90, 7, 33)]
@@ -328,7 +324,7 @@ def test_a_later_turn_goes_on_from_the_earlier_one(monkeypatch: pytest.MonkeyPat
 
 def test_switching_an_adapter_off_is_seen() -> None:
     policy = build("lora")
-    served = TransformersEngine(policy, tokenizer(), TransformersConfig(loop="own"), threads=1)
+    served = TransformersEngine(policy, tokenizer(), TransformersConfig(loop="own"), EngineSetup(threads=1))
     asked = [request([5, 6, 7], 0, temperature=0.0)]
     with_adapter = generate(served, asked)[0]
     with policy.disable_adapter():
@@ -341,13 +337,13 @@ def test_switching_an_adapter_off_is_seen() -> None:
 def test_unknown_architecture_falls_back_aloud(caplog: pytest.LogCaptureFixture) -> None:
     policy = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=64)).eval()
     with caplog.at_level(logging.WARNING, "mmrl.engines"):
-        served = TransformersEngine(policy, tokenizer(), TransformersConfig(), threads=1)
+        served = TransformersEngine(policy, tokenizer(), TransformersConfig(), EngineSetup(threads=1))
     assert len([record for record in caplog.records if record.name == "mmrl.engines"]) == 1
     assert "GPT2LMHeadModel is not one of LlamaForCausalLM" in caplog.text
     made = generate(served, [request([5] * 60, 0, max_tokens=50)])[0]
     assert len(made.ids) <= 4  # the model's own limit of 64 positions
     with pytest.raises(ConfigError, match=r"engine.loop: got 'own', which cannot serve this model: GPT2LMHeadModel"):
-        decode_loop(policy, "own")
+        own_loop(policy)
 
 
 @pytest.mark.parametrize(
@@ -360,13 +356,13 @@ def test_unknown_architecture_falls_back_aloud(caplog: pytest.LogCaptureFixture)
 )
 def test_variants_it_does_not_know_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        decode_loop(model(**changes), "own")
+        own_loop(model(**changes))
 
 
 def test_dora_is_refused() -> None:
     policy = get_peft_model(model(), LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match="DoRA"):
-        decode_loop(policy, "own")
+        own_loop(policy)
 
 
 def test_a_model_that_the_own_loop_gets_wrong_is_served_by_its_own_forward(caplog: pytest.LogCaptureFixture) -> None:
@@ -380,24 +376,26 @@ def test_a_model_that_the_own_loop_gets_wrong_is_served_by_its_own_forward(caplo
 
     policy = model()
     policy.model.norm = Twisted(policy.model.norm)
-    served = TransformersEngine(policy, tokenizer(), TransformersConfig(), threads=1)
+    served = TransformersEngine(policy, tokenizer(), TransformersConfig(), EngineSetup(threads=1))
     asked = [request([5, 6, 7], 0), request([8, 9], 1)]
     with caplog.at_level(logging.WARNING, "mmrl.engines"):
         made = generate(served, asked)
     assert "differs from the model's forward" in caplog.text
-    expected = generate(TransformersEngine(policy, tokenizer(), TransformersConfig(loop="hf"), threads=1), asked)
+    expected = generate(
+        TransformersEngine(policy, tokenizer(), TransformersConfig(loop="hf"), EngineSetup(threads=1)), asked
+    )
     assert made == expected
 
 
 def test_the_self_check_accepts_a_good_model_quietly(caplog: pytest.LogCaptureFixture) -> None:
     policy = model()
     policy.train()
-    served = TransformersEngine(policy, tokenizer(), TransformersConfig(), threads=1)
+    served = TransformersEngine(policy, tokenizer(), TransformersConfig(), EngineSetup(threads=1))
     with caplog.at_level(logging.WARNING, "mmrl.engines"):
         generate(served, [request([5, 6, 7], 0)])
     assert not caplog.records
-    assert isinstance(served._decoder.loop, CheckedLoop)
-    assert isinstance(served._decoder.loop.loop, NativeLoop)
+    assert isinstance(served._decoder.loop, ModelLoop)
+    assert isinstance(served._decoder.loop.loops[""], NativeLoop)
     assert policy.training
 
 
@@ -418,14 +416,14 @@ def test_hf_loop_keeps_the_rows_it_is_told() -> None:
 @pytest.mark.parametrize(("parameters", "expected"), [(1_000, {1}), (10**9, {2})])
 def test_threads_follow_from_shapes_and_are_put_back(parameters: int, expected: set[int]) -> None:
     torch.set_num_threads(1)
-    served = TransformersEngine(model(), tokenizer(), TransformersConfig(), threads=2)
+    served = TransformersEngine(model(), tokenizer(), TransformersConfig(), EngineSetup(threads=2))
     served._decoder.parameters = parameters
     used: set[int] = set()
-    loop = served._decoder.loop
-    assert isinstance(loop, CheckedLoop)
-    step, prefill = loop.native.step, loop.native.prefill
-    loop.native.step = lambda tokens: (used.add(torch.get_num_threads()), step(tokens))[1]  # type: ignore[method-assign]
-    loop.native.prefill = lambda rows: (used.add(torch.get_num_threads()), prefill(rows))[1]  # type: ignore[method-assign]
+    assert isinstance(served._decoder.loop, ModelLoop)
+    loop = served._decoder.loop.loops[""]
+    step, prefill = loop.step, loop.prefill
+    loop.step = lambda tokens: (used.add(torch.get_num_threads()), step(tokens))[1]  # type: ignore[method-assign]
+    loop.prefill = lambda rows: (used.add(torch.get_num_threads()), prefill(rows))[1]  # type: ignore[method-assign]
     generate(served, [request([5, 6], 0)])
     assert used == expected
     assert torch.get_num_threads() == 1

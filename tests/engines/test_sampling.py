@@ -11,21 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmrl.engines.base import Request, Sampling
 from mmrl.engines.embedded import sampling
 from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.embedded.sampling import sample, surviving
 
 
 def row(uniforms: object = (0.5,), temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> BatchRow:
-    return BatchRow(
-        prompt_ids=(1,),
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        stop=(),
-        limit=1,
-        uniforms=np.asarray(uniforms, dtype=np.float64),
-    )
+    settings = Sampling(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
+    asked = Request(prompt_ids=(1,), sampling=settings)
+    return BatchRow(request=asked, limit=1, uniforms=np.asarray(uniforms, dtype=np.float64))
 
 
 def slow_kept(logprobs: list[float], top_k: int, top_p: float) -> set[int]:

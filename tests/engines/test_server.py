@@ -16,9 +16,9 @@ import pytest
 from mmrl.config import ModelConfig
 from mmrl.config.engines import VllmServerConfig
 from mmrl.engines import Completion, EngineSetup, Request, Sampling
-from mmrl.engines.vllm.command import exact, logprobs_mode, lora_rank, server_arguments, server_environment
+from mmrl.engines.vllm.command import exact, logprobs_mode, server_arguments, server_environment
 from mmrl.engines.vllm.server import VllmServerEngine
-from mmrl.errors import ConfigError, EngineFailure, SyncFailure
+from mmrl.errors import EngineFailure, SyncFailure
 from mmrl.models.load import load_tokenizer
 from mmrl.system.child_process import ChildProcess
 from tests.helpers.servers import Scripted, ScriptedServer, Seen, serving
@@ -124,8 +124,6 @@ def test_how_the_server_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server_environment(VllmServerConfig(), setup)["OMP_NUM_THREADS"] == "2"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert "OMP_NUM_THREADS" not in server_environment(VllmServerConfig(), setup)  # the user's own stays
-    with pytest.raises(ConfigError, match=r"model\.lora\.r: got 600"):
-        lora_rank(600)
 
 
 def reply(ids: list[int], logprobs: list[float] | None = None, finish: str = "stop") -> Scripted:
@@ -327,7 +325,7 @@ def test_a_server_started_anew_on_a_gpu_has_the_full_weights_that_were_pushed(
         engine = VllmServerEngine(
             None, load_tokenizer(TINY), config, EngineSetup(weights=TINY, folder=tmp_path, device="cuda")
         )
-        monkeypatch.setattr(engine.policy, "save", lambda version, state: {"": tmp_path / f"v{version}"})
+        monkeypatch.setattr(engine, "_save", lambda version, state: {"": tmp_path / f"v{version}"})
         engine.set_version(1)
         engine.set_version(2)
         engine._api.io.wait(engine._restart())
@@ -343,7 +341,7 @@ def test_weights_that_cannot_be_written_are_a_failed_push(tmp_path: Path, monkey
 
     with serving(answering(reply([2]))) as (url, _):
         engine = engine_at(url, tmp_path)
-        monkeypatch.setattr(engine.policy, "save", full)
+        monkeypatch.setattr(engine, "_save", full)
         with pytest.raises(SyncFailure, match=r"policy version 1 .*No space left on device"):
             engine.set_version(1)
         engine.close()

@@ -13,10 +13,10 @@ from peft import LoraConfig, get_peft_model
 
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines import engine_class
-from mmrl.engines.base import Completion, Request
+from mmrl.engines.base import Completion, EngineSetup, Request
 from mmrl.engines.embedded import architecture
 from mmrl.engines.embedded.hf_loop import HFLoop
-from mmrl.engines.embedded.transformers_engine import TransformersEngine, decode_loop
+from mmrl.engines.embedded.transformers_engine import ModelLoop, TransformersEngine
 from mmrl.errors import ConfigError, EngineFailure, LengthFailure
 from tests.engines.test_decode import row
 from tests.helpers.engines import EOS, VOCABULARY, generate, model, request, tokenizer
@@ -31,7 +31,9 @@ def _one_thread() -> None:
 
 def engine(policy: torch.nn.Module, loop: str = "hf", **options: object) -> TransformersEngine:
     settings = {key: options.pop(key) for key in ("schedule", "batch_tokens") if key in options}
-    return TransformersEngine(policy, tokenizer(), TransformersConfig(loop=loop, **settings), threads=1, **options)
+    return TransformersEngine(
+        policy, tokenizer(), TransformersConfig(loop=loop, **settings), EngineSetup(threads=1, **options)
+    )
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -254,9 +256,9 @@ def test_adapters_of_a_large_model_share_its_fused_weights(
     settings = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
     policy = get_peft_model(model(), settings, adapter_name="one")
     policy.add_adapter("two", settings)
-    loop = decode_loop(policy.eval(), "own", adapters=["one", "two"])
+    loop = ModelLoop({name: (policy.eval(), name) for name in ("one", "two")}, TransformersConfig(loop="own"))
     loop.start()
-    first, second = (loop.loops[name].native.weights.layers[0] for name in ("one", "two"))
+    first, second = (loop.loops[name].weights.layers[0] for name in ("one", "two"))
     for part in ("qkv", "down"):
         one, two = getattr(first, part), getattr(second, part)
         assert (one.weight.data_ptr() == two.weight.data_ptr()) == shared

@@ -96,7 +96,7 @@ def test_truncated_sampling_has_no_log_probabilities_to_record(served: Any, toke
 
 def test_a_push_changes_the_policy_and_no_stale_prefix_is_served(served: Any, tokenizer: Any) -> None:
     engine, model = served
-    pushes_arrive(engine, model, tokenizer, lambda: engine._api.io.wait(engine._api.probe("base", engine._probe_ids)))
+    pushes_arrive(engine, model, tokenizer, lambda: engine._api.io.wait(engine._api.probe("base", engine.probe_ids)))
     assert len(engine._api.io.wait(engine._api.models())) == 1 + 2  # the base and two versions
 
 

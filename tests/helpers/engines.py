@@ -204,7 +204,7 @@ def pushes_arrive(engine: Any, model: Any, tokenizer: Any, probe: Callable[[], l
     assert before.logprobs is not None and after.logprobs is not None
     assert abs(after.logprobs[0] - before.logprobs[0]) > 1e-3
     assert probe() == pytest.approx(base, abs=1e-5)
-    assert len(list((engine.policy.folder / "weights").iterdir())) == 2
+    assert len(list((engine.folder / "weights").iterdir())) == 2
 
 
 QUERIES = ["who wrote the book", "city on a river", "a"]

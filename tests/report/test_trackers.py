@@ -13,9 +13,9 @@ import pytest
 from accelerate.tracking import GeneralTracker
 
 from mmrl import secrets as hidden
-from mmrl.cli.configs import configs
+from mmrl.cli.configs import train_configs
 from mmrl.cli.overrides import read_line
-from mmrl.config import RunConfig, TrainCommandConfig
+from mmrl.config import RunConfig
 from mmrl.config.schema import WITH_PROJECTS, TrackerName
 from mmrl.credit.entries import Entry
 from mmrl.errors import ConfigError
@@ -283,12 +283,12 @@ def test_a_missing_package_is_a_config_error_before_anything_starts(tmp_path, wa
     assert wandb.inits == []
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=re.escape(expected)):
-        check_all(configs("train", TrainCommandConfig, read_line(["run.report_to=[mlflow]"])))
+        check_all(train_configs(read_line(["run.report_to=[mlflow]"])))
 
 
 def test_an_unknown_tracker_is_refused_by_the_schema():
     with pytest.raises(ConfigError, match=r"run.report_to.0: got 'wandbb'.*'wandb'"):
-        configs("train", TrainCommandConfig, read_line(["run.report_to=[wandbb]"]))
+        train_configs(read_line(["run.report_to=[wandbb]"]))
 
 
 def test_a_tracker_that_does_not_start_is_a_config_error(tmp_path, wandb):

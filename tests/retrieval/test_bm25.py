@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mmrl.config import retriever as retriever_config
 from mmrl.config.retriever import Bm25Config
 from mmrl.retrieval.base import Document
-from mmrl.retrieval.bm25 import Analysis, Bm25Retriever, tokenize, top_indices
+from mmrl.retrieval.bm25 import Bm25Retriever, Bm25Settings, tokenize, top_indices
 from mmrl.retrieval.index_folder import build_index, open_index, read_info, spec_of
 from mmrl.retrieval.store import PassageStore
 from mmrl.system.artifacts import cache_root
@@ -55,7 +55,7 @@ def test_scores_and_order_are_those_of_the_formula(query):
 
 def test_settings_matter():
     expected = reference(corpus(), "kettle", k1=2.0, b=0.9)
-    found = Bm25Retriever(corpus(), k1=2.0, b=0.9).search(["kettle"], [5])[0]
+    found = Bm25Retriever(corpus(), Bm25Settings(k1=2.0, b=0.9)).search(["kettle"], [5])[0]
     assert {int(d.id): d.score for d in found} == pytest.approx(
         {i: s for i, s in enumerate(expected) if s > 0}, rel=1e-5
     )
@@ -109,9 +109,9 @@ def test_index_is_built_once_and_gives_the_same_after_loading(tmp_path, monkeypa
 )
 def test_another_corpus_order_or_setting_has_another_index(tmp_path, texts, k1):
     Bm25Retriever(corpus(), cache=tmp_path)
-    other = Bm25Retriever(corpus(texts), k1=k1, cache=tmp_path)
+    other = Bm25Retriever(corpus(texts), Bm25Settings(k1=k1), cache=tmp_path)
     assert len(list((tmp_path / "bm25").iterdir())) == 2
-    assert other.search(["kettle"], [5]) == Bm25Retriever(corpus(texts), k1=k1).search(["kettle"], [5])
+    assert other.search(["kettle"], [5]) == Bm25Retriever(corpus(texts), Bm25Settings(k1=k1)).search(["kettle"], [5])
 
 
 def _truncate(folder):
@@ -213,7 +213,7 @@ def test_stemming_is_bm25s_own_with_pystemmer(stemmer):
     read = {"stemmer": snowball, "stopwords": "english", "token_pattern": r"\w+", "show_progress": False}
     reference = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
     reference.index(bm25s.tokenize(texts, **read), show_progress=False)
-    retriever = Bm25Retriever(documents, analysis=Analysis(stemmer=stemmer))
+    retriever = Bm25Retriever(documents, Bm25Settings(stemmer=stemmer))
     for query in ("city", "the kettle is running", "rivers"):
         words = bm25s.tokenize([query], return_ids=False, **read)[0]
         expected = {str(n): s for n, s in enumerate(reference.get_scores(words)) if s > 0}
@@ -224,9 +224,9 @@ def test_stemming_is_bm25s_own_with_pystemmer(stemmer):
 
 def test_stop_words_of_a_language_and_none():
     documents = corpus(["der Fluss und die Stadt", "the river and the city"])
-    german = Bm25Retriever(documents, analysis=Analysis(stopwords="german"))
+    german = Bm25Retriever(documents, Bm25Settings(stopwords="german"))
     assert [d.id for d in german.search(["und the"], [2])[0]] == ["1"]
-    none = Bm25Retriever(documents, analysis=Analysis(stopwords="none"))
+    none = Bm25Retriever(documents, Bm25Settings(stopwords="none"))
     assert [d.id for d in none.search(["und"], [2])[0]] == ["0"]
     assert [d.id for d in none.search(["the"], [2])[0]] == ["1"]
 
@@ -243,9 +243,9 @@ def test_every_stemmer_and_every_list_of_stop_words_is_there(tmp_path):
     of_each |= {"turkish": "ve"}
     assert set(of_each) == set(languages) - {"none"}
     for language, word in of_each.items():
-        assert Analysis(stopwords=language).tokenizer()(f"{word} Tejo") == ["tejo"]
-        assert Analysis(stopwords="none").tokenizer()(f"{word} Tejo") == [word, "tejo"]
-    assert Bm25Retriever(corpus(), cache=tmp_path, analysis=Analysis(stemmer="porter"))
+        assert Bm25Settings(stopwords=language).tokenizer()(f"{word} Tejo") == ["tejo"]
+        assert Bm25Settings(stopwords="none").tokenizer()(f"{word} Tejo") == [word, "tejo"]
+    assert Bm25Retriever(corpus(), Bm25Settings(stemmer="porter"), cache=tmp_path)
     Bm25Retriever(corpus(), cache=tmp_path)
     assert len(list((tmp_path / "bm25").iterdir())) == 2
 
@@ -255,7 +255,7 @@ def test_an_index_folder_keeps_how_words_are_read(tmp_path):
     info = build_index(tmp_path / "index", spec_of(config), lambda: corpus(STEMMED))
     assert info.settings == {"k1": 0.9, "b": 0.4, "stemmer": "english", "stopwords": "none"}
     opened = open_index(tmp_path / "index", read_info(tmp_path / "index"), PassageStore(tmp_path / "index"))
-    expected = Bm25Retriever(corpus(STEMMED), analysis=Analysis(stemmer="english", stopwords="none"))
+    expected = Bm25Retriever(corpus(STEMMED), Bm25Settings(stemmer="english", stopwords="none"))
     assert opened.search(["the cities"], [4]) == expected.search(["the cities"], [4])
 
 
@@ -272,7 +272,6 @@ def test_long_work_says_how_far_it_is(monkeypatch, capfd):
 def test_building_tells_progress(monkeypatch, capfd):
     Bm25Retriever(corpus())
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr("mmrl.retrieval.bm25.COUNTED", 2)
     monkeypatch.setattr("mmrl.system.bar.EVERY_S", 0.0)
     Bm25Retriever(corpus())
-    assert "reading words for BM25:  40%" in capfd.readouterr().err
+    assert "reading words for BM25:  20%" in capfd.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmrl.config.retriever import ColbertConfig, DenseConfig
+from mmrl.config.retriever import DenseConfig
 from mmrl.errors import DataError
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.dense import PRESETS, Encoder, Treatment, treatment_of
@@ -137,7 +137,6 @@ def test_an_index_keeps_its_treatment_and_is_refused_when_its_encoder_has_change
 
 def test_defaults():
     assert spec_of(DenseConfig(name="dense")).settings["model"] == "facebook/contriever"
-    assert spec_of(ColbertConfig(name="colbert")).settings["model"] == "colbert-ir/colbertv2.0"
 
 
 def test_minilm_equals_its_reference(tmp_path):

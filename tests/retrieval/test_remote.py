@@ -15,7 +15,7 @@ from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.serving import make_app
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from mmrl.system.breaker import Breaker
+from mmrl.system.http_client import Breaker
 from tests.helpers.programs import Searcher, environment, search_agent
 from tests.helpers.servers import DOCUMENTS, Faulty, good_app, listening
 

@@ -180,7 +180,7 @@ def test_supervised_runs_are_extended_and_have_no_credit(random_model, tmp_path,
     ("words", "says"),
     [
         (["steps=10"], ["steps: unknown key; did you mean train.steps?"]),
-        (["--steps", "10"], ["--steps: unknown flag; did you mean train.steps? Keys are typed as KEY=VALUE"]),
+        (["--steps=10"], ["--steps: unknown flag; did you mean train.steps? Keys are typed as KEY=VALUE"]),
         (["--group-size=4"], ["--group-size: unknown flag; did you mean algo.group_size?"]),
         (["--nothing", "10"], ["10: expected key=value", "--nothing: unknown flag (known: -m"]),
     ],

@@ -342,9 +342,9 @@ def test_a_table_that_fits_stays_one_table(forest):
     assert narrow[:5] == [
         "mhgpo_fof: 4 entries",
         "",
-        "group q:a:0 · size 2 · mean 0.5 · std 0.707107 · module a",
-        "  call   reward  parts               advantage     weight",
-        "  q/0#0  1       shared=1 penalty=0  0.707106 x2   0.125 x2",
+        "group q:a:0 · size 2 · mean 0.5 · std 0.707107",
+        "  call   module  reward  parts               advantage     weight",
+        "  q/0#0  a       1       shared=1 penalty=0  0.707106 x2   0.125 x2",
     ]
     assert narrow[-1] == "calls without an entry: q/2#0, q/2#1"
 

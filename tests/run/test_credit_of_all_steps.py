@@ -85,7 +85,7 @@ def test_a_step_that_was_trained_otherwise_is_named(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "rollouts: missing, expected"),
+        ([], "rollouts: expected a file"),
         (["run={run}", "algo=nothing"], "algo: got 'nothing'"),
         (["run={run}", "task=hover", "-m"], "-m: has no effect on mmrl credit"),
         (["run={run}", "algo=ppo"], "algo=ppo: call "),

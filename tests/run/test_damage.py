@@ -111,7 +111,7 @@ def test_without_another_checkpoint_a_damaged_one_is_refused(run, capsys):
     assert main(["train", f"resume={run}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert (
-        "checkpoint-3/optimizer.pt has not the content that was saved" in line and "checkpoint-2/optimizer.pt" in line
+        "checkpoint-3/optimizer.pt has not the content that was written" in line and "checkpoint-2/optimizer.pt" in line
     )
     assert "restore what is named from a copy, or delete" in line
     assert sorted(run.rglob("*")) == before
@@ -265,7 +265,7 @@ def test_folders_in_the_place_of_files(run, capsys):
 def test_a_damaged_checkpoint_is_not_evaluated(run, tmp_path, capsys):
     flip(run / "checkpoints" / "checkpoint-3" / "model.safetensors")
     assert main(["eval", f"policy={run}", f"run.dir={tmp_path / 'eval'}", "eval.items=2", "hardware=cpu"]) == 2
-    assert "checkpoint-3/model.safetensors has not the content that was saved" in capsys.readouterr().err
+    assert "checkpoint-3/model.safetensors has not the content that was written" in capsys.readouterr().err
 
 
 def test_a_damaged_older_checkpoint_is_named_and_the_newest_taken(run, capsys):

@@ -6,14 +6,13 @@ import logging
 import pytest
 
 from mmrl.cli import main
-from mmrl.cli.configs import configs
+from mmrl.cli.configs import eval_configs, train_configs
 from mmrl.cli.overrides import read_line
-from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.models.chat import render_prompt
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, evaluated
 from mmrl.run.check import check
-from mmrl.run.eval import evaluation_text
+from mmrl.run.eval import unsuited
 from tests.models.test_templates import RAISING
 from tests.tasks.test_data import record, saved
 
@@ -77,9 +76,8 @@ def test_what_an_engine_renders_is_what_the_trainer_renders(random_llama):
 
 
 def problems(command, *words):
-    schema = TrainCommandConfig if command == "train" else EvalCommandConfig
     line = read_line(words)
-    (config,) = configs(command, schema, line)
+    (config,) = train_configs(line) if command == "train" else eval_configs(line)
     return check(config, line.keys)
 
 
@@ -121,7 +119,7 @@ def test_some_items_of_a_file_are_drawn_the_same_ones_in_every_run(tmp_path):
     words = ("policy=tiny", "task=banking77", f"task.data.dev={path}", "task.sample=all")
 
     def drawn(*more):
-        (config,) = configs("eval", EvalCommandConfig, read_line([*words, *more]))
+        (config,) = eval_configs(read_line([*words, *more]))
         task = build_task(config.task, config.seed)
         examples, facts = evaluated(task, config, "dev")
         return examples[: config.eval.items], facts
@@ -136,16 +134,13 @@ def test_some_items_of_a_file_are_drawn_the_same_ones_in_every_run(tmp_path):
 
 
 def test_the_first_items_of_the_mini_world_stay_the_first():
-    (config,) = configs("eval", EvalCommandConfig, read_line(["policy=tiny", "eval.items=7"]))
+    (config,) = eval_configs(read_line(["policy=tiny", "eval.items=7"]))
     task = build_task(config.task, config.seed)
     examples, facts = evaluated(task, config, "dev")
     assert (list(examples[:7]), facts) == (list(task.examples("dev")[:7]), {})
 
 
 @pytest.mark.parametrize(("policy", "said"), [("tiny", True), ("some/model", False)])
-def test_only_of_the_tiny_model_an_evaluation_says_that_it_cannot_read_real_text(policy, said, tmp_path):
-    path = saved(tmp_path, [record()])
-    (config,) = configs("eval", EvalCommandConfig, read_line([f"policy={policy}", f"task.data.dev={path}"]))
-    metrics = {"n": 1.0, "failed_share": 0.0, "model_failed": 0.0}
-    text = evaluation_text(config, {"data": f"dev {path}"}, metrics, tmp_path)
-    assert ("cannot read real text" in text) == said
+def test_only_of_the_tiny_model_an_evaluation_says_that_it_cannot_read_real_text(policy, said):
+    assert bool(unsuited(policy, {"data": "dev FILE"})) == said
+    assert not unsuited(policy, {"data": "mini world"})

@@ -34,6 +34,18 @@ def test_links_between_docs_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_anchors_in_links_are_headings():
+    def anchors(page: Path) -> set[str]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+        kept = (re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.*)$", text, re.M))
+        return {title.replace(" ", "-") for title in kept}
+
+    for page in [TOP / "README.md", *(TOP / "docs").glob("*.md")]:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                assert anchor in anchors(page.parent / target if target else page), f"{page.name}: {target}#{anchor}"
+
+
 def test_no_path_of_one_machine_is_in_the_project():
     listed = subprocess.run(["git", "ls-files"], cwd=TOP, capture_output=True, text=True).stdout.splitlines()
     home = re.compile(r"(?<![\w.])/(work|root|farm|home)/")

@@ -10,10 +10,9 @@ import pytest
 import yaml
 
 from mmrl.cli import main
-from mmrl.cli.configs import configs, train_configs
+from mmrl.cli.configs import eval_configs, train_configs
 from mmrl.cli.overrides import read_line
 from mmrl.config import (
-    EvalCommandConfig,
     PromptCommandConfig,
     SftCommandConfig,
     StagedCommandConfig,
@@ -85,20 +84,23 @@ def test_settings_of_a_stage_by_number_win_over_those_by_name():
         (["stages=[]"], "stages: got ()"),
         (["stages=[sft,mmgrpo]", "stage.sft.eval.split=test"], "stage.sft.eval.split: is the same for all stages"),
         (["stages=[sft,mmgrpo]", "stage.sft.task=hover"], "stage.sft.task: is the same for all stages"),
-        (["stages=[sft,mmgrpo]", "stage.2.model=hf"], "stage.mmgrpo.model: has no effect, the weights are those of"),
-        (["stages=[sft,mmgrpo]", "stage.ppo.train.steps=1"], "stage.ppo: no such stage (stages: sft, mmgrpo"),
-        (["stages=[sft,mmgrpo]", "stage.3.train.steps=1"], "stage.3: no such stage"),
-        (["stages=[sft,mmgrpo]", "stage.sft=1"], "stage.sft: expected a key of that stage"),
-        (["stages=[sft,mmgrpo]", "algo.rollouts=2"], "algo.rollouts: say of which stage: stage.sft.algo.rollouts"),
+        (
+            ["stages=[sft,mmgrpo]", "stage.2.model=hf"],
+            "stage.mmgrpo.model: is the same for all stages, or that of the stage before",
+        ),
+        (["stages=[sft,mmgrpo]", "stage.ppo.train.steps=1"], "stage: got 'ppo', expected one of 1, 2, mmgrpo, sft"),
+        (["stages=[sft,mmgrpo]", "stage.3.train.steps=1"], "stage: got '3', expected one of 1, 2, mmgrpo, sft"),
+        (["stages=[sft,mmgrpo]", "stage.sft=1"], "stage.sft: expected stage.sft.KEY=VALUE"),
+        (["stages=[sft,mmgrpo]", "algo.group_size=2"], "stage 1 (sft): algo.group_size: has no effect with sft"),
         (["stages=[sft,mmgrpo]", "algo=grpo"], "algo: has no effect beside stages=[sft,mmgrpo]"),
-        (["stages=[sft,mmgrpo]", "stage.mmgrpo.algo=grpo"], "stage.mmgrpo.algo: has no effect, the stage is mmgrpo"),
+        (["stages=[sft,mmgrpo]", "stage.mmgrpo.algo=grpo"], "stage.mmgrpo.algo: is the same for all stages"),
         (
             ["algo=mmgrpo", "stage.mmgrpo.train.steps=4"],
-            "stage: has no effect on one stage; set the key without stage.",
+            "stage: unknown key",
         ),
-        (["-m", "algo=miprov2,mmgrpo", "stage.mmgrpo.train.steps=4"], "mmrl compare algo=A,B stage.A.KEY="),
+        (["-m", "algo=miprov2,mmgrpo", "stage.mmgrpo.train.steps=4"], "stage: unknown key"),
         (["stages=[sft,better_together]"], "stages: got better_together, which stands for several stages itself"),
-        (["stages=[sft,mmgrpo]", "stage.mmgrpo.train.lrr=1"], "stage.mmgrpo.train.lrr: unknown key"),
+        (["stages=[sft,mmgrpo]", "stage.mmgrpo.train.lrr=1"], "stage 2 (mmgrpo): train.lrr: unknown key"),
         (["stages=[miprov2,mmgrpo]", "stage.miprov2.train.steps=1"], "train.steps: has no effect with algo=miprov2"),
         (["algo=miprov2", "train.steps=1"], "train.steps: has no effect with algo=miprov2, which trains no weights"),
         (["algo=miprov2", "algo.group_size=1"], "algo.group_size"),
@@ -341,7 +343,7 @@ def test_a_policy_is_evaluated_with_the_prompts_that_it_was_made_with(whole, tmp
     assert prompts_of(str(folder)) == ("banking77", str(prompts))
 
     def of(*words: str) -> str | None:
-        (config,) = configs("eval", EvalCommandConfig, read_line([f"policy={folder}", *words]))
+        (config,) = eval_configs(read_line([f"policy={folder}", *words]))
         return config.task.prompts
 
     assert of("task=banking77") == str(prompts)

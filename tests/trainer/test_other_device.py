@@ -30,7 +30,6 @@ def test_decoding_stays_on_the_models_device(name: str, least: int, monkeypatch:
     monkeypatch.setattr(shared_prefix, "LEAST_BYTES", {"cpu": least, "gpu": least})
     policy = build(name).to(META)
     own = NativeLoop(policy)
-    monkeypatch.setattr(own.weights, "fingerprint", list)  # which reads values
     with torch.no_grad():
         own.start()
         made = [own.prefill([row([3] * 20)] * 3 + [row([4] * 30), row([3] * 19 + [7])])]

@@ -345,21 +345,6 @@ class Weights:
         if self.angles is not None and self.angles[0].device != self.embedding.device:
             self.angles = None
 
-    def fingerprint(self) -> list[object]:
-        """Something that differs when any weight differs: place and version of each tensor, and its sum.
-
-        A change through `.data` moves no version, an exchange of two weights no sum; training does neither alone.
-        """
-        tensors = [*self.causal.model.parameters(), *self.causal.lm_head.parameters()]
-        sums = torch.stack([tensor.detach().sum(dtype=torch.float64) for tensor in tensors]).tolist()
-        prints: list[object] = [(t.data_ptr(), t._version, value) for t, value in zip(tensors, sums, strict=True)]
-        for source in _linears(self.causal):
-            lora = _lora(source)
-            if lora is not None:
-                scaling = tuple(lora.scaling.items())
-                prints.append((lora.disable_adapters, *lora.active_adapters, *lora.merged_adapters, scaling))
-        return prints
-
     def rope(self, length: int) -> tuple[Tensor, Tensor]:
         """(T, head_dim) cos and signed sin for at least `length` positions: rotated x = x·cos + roll(x, half)·sin."""
         if self.angles is None or self.angles[0].shape[0] < length:

@@ -5,7 +5,7 @@ Between the decode loops, which make one token per row and step, and the `Comple
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ from mmrl.errors import EngineFailure, LengthFailure, RequestFailure
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+TOLERANCE, HALF_TOLERANCE = 1e-3, 0.3
+"""Largest difference of two log-probabilities that rounding explains: float32, and half precision."""
 EDGE_TOKENS = 8
 """Tokens decoded before the earliest one that can hold a stop string: a decode's left edge may be off by one."""
 
@@ -27,21 +29,20 @@ EDGE_TOKENS = 8
 class BatchRow:
     """The completion of one request so far."""
 
-    prompt_ids: tuple[int, ...]
-    temperature: float
-    top_p: float
-    top_k: int
-    stop: tuple[str, ...]
+    request: Request
     limit: int
     """Most tokens this row may have, `max_context` counted in."""
     uniforms: np.ndarray
     """(limit,) float64: token t is drawn with the t-th."""
     adapter: str | None = None
     """LoRA adapter of the row, where modules have separate weights."""
-    on_token: Callable[[int], None] | None = None
-    """See `Request.on_token`."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The request's."""
+        return self.request.prompt_ids
 
 
 class Rules:
@@ -101,22 +102,16 @@ class Rules:
 
     def row(self, request: Request) -> BatchRow:
         """The empty row of a request that passed `check`."""
-        sampling = request.sampling
-        limit = sampling.max_tokens
+        limit = request.sampling.max_tokens
         # The prompt and all sampled tokens have positions; beyond the context the model was not trained on any.
         if self.max_context is not None:
             limit = min(limit, self.max_context - len(request.prompt_ids))
         return BatchRow(
-            prompt_ids=request.prompt_ids,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop=tuple(text for text in sampling.stop if text),
+            request=request,
             limit=limit,
             # All of them now: the draw of token t depends on the seed and t, not on how the row was batched.
-            uniforms=rng.uniforms(sampling.seed, limit),
+            uniforms=rng.uniforms(request.sampling.seed, limit),
             adapter=self.adapters[request.module] if self.adapters is not None else None,
-            on_token=request.on_token,
         )
 
     def append(self, row: BatchRow, token: int, logprob: float) -> str | None:
@@ -129,11 +124,11 @@ class Rules:
             raise EngineFailure(f"the model gave a log-probability of {logprob}; its weights may have diverged")
         row.ids.append(token)
         row.logprobs.append(logprob)
-        if row.on_token is not None:
-            row.on_token(token)
+        if row.request.on_token is not None:
+            row.request.on_token(token)
         if token in self.eos_ids:
             return "eos"
-        if row.stop and self._stopped(row):
+        if row.request.sampling.stop and self._stopped(row):
             return "stop"
         return "length" if len(row.ids) >= row.limit else None
 
@@ -148,7 +143,7 @@ class Rules:
         # Decoding the text after every token would make a completion of T tokens cost T² / 2. So first a test of the
         # newest token alone, cached by id, and then the decode of a tail that is long enough for the longest string.
         piece = self._piece(row.ids[-1])
-        candidates = [stop for stop in row.stop if _may_end(stop, piece)]
+        candidates = [stop for stop in row.request.sampling.stop if stop and _may_end(stop, piece)]
         if not candidates:
             return False
         # A token that adds text adds at least one byte, so a stop string of n bytes lies in the last n such tokens.

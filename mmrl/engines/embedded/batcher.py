@@ -1,6 +1,6 @@
 """One batcher under all concurrent programs: async requests in, batches for a decoder out. Knows no torch.
 
-Sits between `rollout.context`, whose programs await `Batcher.generate`, and a `Decoder` that owns the model.
+Sits between `rollout.context`, whose programs await `Batcher.generate`, and the decoder that owns the model.
 
 Schedules:
 
@@ -18,11 +18,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mmrl.engines.base import Completion, Request
-from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.errors import EngineFailure, RolloutError
+
+if TYPE_CHECKING:
+    from mmrl.engines.embedded.sampling import RowDecoder
 
 SETTLE_ROUNDS = 8
 """Turns of the event loop without a new request after which all programs are taken to be waiting."""
@@ -39,49 +41,6 @@ class PendingRequest:
     sort_key: tuple[tuple[int, int | str], ...]
     outcome: Completion | RolloutError | None = None
     """Set by the decoder when the job is done."""
-    row: BatchRow | None = None
-    """Its place in the batch, made by the decoder when it is admitted."""
-
-
-class Decoder(Protocol):
-    """What makes tokens: synchronous, one decode boundary at a time."""
-
-    @property
-    def refills(self) -> bool:
-        """Whether rows can join while others are in flight."""
-        ...
-
-    def start(self) -> None:
-        """The first row of a burst is about to come: look at the weights afresh."""
-        ...
-
-    def forget(self) -> None:
-        """No program is live: nothing cached of earlier rows may be used again.
-
-        Bursts begin and end as timing has it, so what is shared between two of them must not depend on where the
-        border lies. That no program is live is a fact of the programs, not of timing.
-        """
-        ...
-
-    def room(self, jobs: Sequence[PendingRequest], active: int) -> int:
-        """How many of the first `jobs` may be admitted next to `active` rows; at least one when `active` is 0."""
-        ...
-
-    def admit(self, jobs: Sequence[PendingRequest]) -> None:
-        """Prefill `jobs` and sample the first token of each."""
-        ...
-
-    def step(self) -> None:
-        """Sample one more token of each row in flight."""
-        ...
-
-    def drop(self, jobs: Sequence[PendingRequest]) -> None:
-        """Forget rows that are done or no longer needed."""
-        ...
-
-    def stop(self) -> None:
-        """The burst is over, well or badly: forget all rows and put the model back as it was."""
-        ...
 
 
 class Batcher:
@@ -91,7 +50,7 @@ class Batcher:
     clean.
     """
 
-    def __init__(self, decoder: Decoder, schedule: str = "deterministic"):
+    def __init__(self, decoder: RowDecoder, schedule: str = "deterministic"):
         if schedule not in ("deterministic", "greedy"):
             raise ValueError(f"engine.schedule: got '{schedule}', expected deterministic or greedy")
         self.decoder = decoder

@@ -24,7 +24,7 @@ CACHE_STEP = 64
 
 
 class NativeLoop:
-    """Implements `mmrl.engines.embedded.sampling.DecodeLoop`.
+    """Generates by the fused weights of `architecture`, for a `ModelLoop`.
 
     The cache is one tensor per layer, (2, rows, kv heads, length, head_dim), keys and values. Row b has `_lengths[b]`
     tokens; those of its `_prefixes[b]` lie in the prefix, which its rows read together, and the cache has what comes
@@ -49,17 +49,11 @@ class NativeLoop:
         self.weights: Weights = Weights(model, adapter, base.weights if base is not None else None)
         self.stored_tokens = stored_tokens
         self._store = PrefixStore(stored_tokens)
-        self._weights_of_store: object = None
         self.stop()
 
     def start(self) -> None:
-        """Read the weights anew; prefixes cached under other weights are forgotten, however they were changed."""
+        """Read the weights anew; whoever changes them while prefixes are stored calls `forget` (`set_version` does)."""
         self.weights.refresh()
-        # Keys and values of stored prefixes are products of the weights: with others they would be silently wrong.
-        fingerprint = self.weights.fingerprint()
-        if fingerprint != self._weights_of_store:
-            self.forget()
-            self._weights_of_store = fingerprint
 
     def stop(self) -> None:
         """Forget all rows and free the cache."""
@@ -77,7 +71,7 @@ class NativeLoop:
         self._store = PrefixStore(self.stored_tokens)
 
     def prefill(self, rows: Sequence[BatchRow]) -> Tensor:
-        """See `DecodeLoop.prefill`; what prompts share is forwarded once."""
+        """See `ModelLoop.prefill`; what prompts share is forwarded once."""
         # Equal prompts (the samples of a group) are one leaf: forwarded once, copied into each of their rows or shared.
         places: dict[tuple[int, ...], list[int]] = {}
         for index, row in enumerate(rows):
@@ -116,7 +110,7 @@ class NativeLoop:
         return logits
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """See `DecodeLoop.step`."""
+        """See `ModelLoop.step`."""
         self._reserve(len(tokens), max(self._own_lengths()) + 1)
         if self._positions is None:
             self._place()
@@ -128,7 +122,7 @@ class NativeLoop:
         return self.weights.head(self.weights.norm(hidden))
 
     def keep(self, indices: Sequence[int]) -> list[int]:
-        """See `DecodeLoop.keep`; the last rows move into the gaps."""
+        """See `ModelLoop.keep`; the last rows move into the gaps."""
         count = len(indices)
         order = list(range(count))
         survivors = set(indices)

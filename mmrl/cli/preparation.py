@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from mmrl.cli.app import SETTINGS, JsonFlag, app
+from mmrl.cli.commands import SETTINGS, JsonFlag, app
 from mmrl.errors import ConfigError
 
 
@@ -31,9 +31,9 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
     if line.switches:
         raise ConfigError("mmrl plan: takes one run and no flags but --json")
     (config,) = configs.train_configs(line)
-    from mmrl.run.plan import PlanRequest, planned
+    from mmrl.run.plan import PlanArguments, planned
 
-    print(planned(config, PlanRequest.read(line.own), as_json=as_json))
+    print(planned(config, line.section(PlanArguments), as_json=as_json))
     return 0
 
 
@@ -70,10 +70,10 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
 
     check_all([config.in_folder(None)], line.keys)
     # only now: it loads what draws and counts, and a typing mistake need not wait
+    from mmrl.run.doctor import DoctorArguments
     from mmrl.run.doctor import doctor as examine
-    from mmrl.run.doctor import examples_of
 
-    return examine(config, examples_of(line.own), as_json=as_json)
+    return examine(config, line.section(DoctorArguments).examples, as_json=as_json)
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[NAME] [wheel=FILE]")
@@ -105,6 +105,13 @@ def fetch(context: typer.Context) -> int:
 
 
 index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: sizes first, then built; looked into.")
+app.add_typer(
+    index_app,
+    name="index",
+    options_metavar="build|info|search",
+    subcommand_metavar="[KEY=VALUE ...]",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 @index_app.command("build", context_settings=SETTINGS, options_metavar="corpus=A[,B] index=DIR [KEY=VALUE ...]")
@@ -115,12 +122,12 @@ def index_build(context: typer.Context) -> int:
     Keys:
       corpus=A,B                      files, folders or names of a corpus
       index=DIR                       folder that is made
-      retriever=bm25|dense|colbert    bm25
+      retriever=bm25|dense            bm25
       k1= b=                          bm25
       stemmer=porter|english|…        bm25: takes the endings of words off (31 languages); none
       stopwords=english|none|…        bm25: words that are left out (12 languages)
-      model= device= batch_size=      dense, colbert: the encoder, where it runs, texts at once
-      faiss=flat|hnsw                 dense, colbert
+      model= device= batch_size=      dense: the encoder, where it runs, texts at once
+      faiss=flat|hnsw                 dense: exact, or a graph
       encoder=own|contriever|e5       dense: how texts become vectors; own: as the model's files say
       normalise=                      dense: vectors of length 1
       query_prompt= passage_prompt=   dense: text in front of queries and passages
@@ -165,8 +172,7 @@ def index_search(context: typer.Context) -> int:
     Keys:
       index=DIR query=TEXT   what is searched for
       top_k=                 passages; 5
-      device= batch_size=    dense, colbert
-      candidates=            colbert: nearest tokens of each query token
+      device= batch_size=    dense: where the encoder runs, texts at once
 
     \b
     Examples:
@@ -192,9 +198,7 @@ def serve_retriever(context: typer.Context) -> int:
       token_env=NAME        environment variable with the token that every request must bring; needed with any host
                             that other machines reach
       max_batch=            queries of one search
-      parent=PID            end when this process is gone
-      device= batch_size=   dense, colbert
-      candidates=           colbert: nearest tokens of each query token
+      device= batch_size=   dense: where the encoder runs, texts at once
 
     \b
     Examples:
