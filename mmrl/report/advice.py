@@ -25,25 +25,17 @@ class Advice:
 
     def text(self, now: float = 0.0, then: float = 0.0, what: str = "") -> str:
         """Both halves as one line, its numbers filled in."""
-        return f"{self.filled(now, then, what)}; {self.change}"
-
-    def filled(self, now: float = 0.0, then: float = 0.0, what: str = "") -> str:
-        """`seen`, its numbers filled in."""
-        # Replaced one by one: a message of a user's own code may hold braces.
-        shown = {
-            **({} if what else {" ({what})": ""}),
-            "{only_share}": f"only {now:.0%}" if now else "none",
-            "{now}": short(now),
-            "{then}": short(then),
-            "{now_share}": f"{now:.0%}",
-            "{then_share}": f"{then:.0%}",
-            "{ratio}": f"{now / then:.0%}" if then else "-",
-            "{what}": what,
-        }
-        text = self.seen
-        for name, value in shown.items():
-            text = text.replace(name, value)
-        return text
+        text = self.seen if what else self.seen.replace(" ({what})", "")
+        seen = text.format(
+            only_share=f"only {now:.0%}" if now else "none",
+            now=short(now),
+            then=short(then),
+            now_share=f"{now:.0%}",
+            then_share=f"{then:.0%}",
+            ratio=f"{now / then:.0%}" if then else "-",
+            what=what,
+        )
+        return f"{seen}; {self.change}"
 
 
 _LATER = "if reward has stopped rising, raise algo.temperature"

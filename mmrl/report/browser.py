@@ -10,6 +10,7 @@ import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mmrl.errors import MmrlError
 from mmrl.records import Forest
@@ -19,13 +20,10 @@ from mmrl.report.stats import number, short
 from mmrl.report.trees import (
     EntryFields,
     Node,
-    TokenTexts,
     abridged,
     asked_lines,
-    call_name,
     clean,
     coloured,
-    credit_line,
     largest_advantage,
     rollout_line,
     trees,
@@ -33,6 +31,9 @@ from mmrl.report.trees import (
 )
 from mmrl.secrets import hide
 from mmrl.system.files import JsonObject
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 ROLLOUTS = 10_000
 """Rollouts that go into a page, and"""
@@ -55,7 +56,7 @@ class Block:
     """base64 of gzip of JSON: `prompts`, and `examples` with their calls in the order of the trees."""
 
 
-def blocks(seen: Overview, texts: TokenTexts, damaged: list[str]) -> list[Block]:
+def blocks(seen: Overview, tokenizer: Tokenizer | None, damaged: list[str]) -> list[Block]:
     """Blocks of a run within `ROLLOUTS` and `SIZE`, in the order of steps; damaged ones are left out.
 
     A block is the journal of a training step; an evaluation of a training run, with what was predicted for each item;
@@ -87,7 +88,10 @@ def blocks(seen: Overview, texts: TokenTexts, damaged: list[str]) -> list[Block]
             except MmrlError as error:
                 damaged.append(str(error))
                 continue
-            one, count_of = block(forest, entries, texts, asked, key, where), len(forest.rollouts)
+            one, count_of = (
+                block(forest, entries if of is None else None, tokenizer, asked, key, where),
+                len(forest.rollouts),
+            )
         if count > 1 and (rollouts + count_of > ROLLOUTS or size + len(one.data) > SIZE):
             continue
         made[place] = one
@@ -137,20 +141,20 @@ def item_block(items: Sequence[Item], asked: Mapping[str, JsonObject], key: str,
 
 def block(
     forest: Forest,
-    entries: Sequence[EntryFields],
-    texts: TokenTexts,
+    entries: Sequence[EntryFields] | None,
+    tokenizer: Tokenizer | None,
     asked: Mapping[str, JsonObject],
     key: str,
     where: str,
 ) -> Block:
-    """One step as the script reads it; `where` says what it is."""
+    """One step as the script reads it; `where` says what it is.
+
+    Args:
+        entries: None: of an evaluation, which gives no credit.
+    """
     prompts: dict[str, int] = {}
+    credited, entries = entries is not None, entries or ()
     largest = largest_advantage(entries)
-    # A call may stand in several groups, and a group may have calls of several examples.
-    groups: dict[str, list[str]] = {}
-    for entry in entries:
-        if entry.get("group") is not None:
-            groups.setdefault(str(entry["call"]), []).append(str(entry["group"]))
     # Ids that differ in control characters alone would be one.
     ids = [f"{clean(example) or '(empty)'}" for example in forest.examples]
     names = [name if ids.count(name) == 1 else f"{name} #{at}" for at, name in enumerate(ids, 1)]
@@ -161,7 +165,7 @@ def block(
             "scored": "reward",
             "rewards": [number(rollout.reward) for rollout in forest.rollouts if rollout.example == example],
             "failed": sum(rollout.error is not None for rollout in forest.rollouts if rollout.example == example),
-            "calls": list(_calls(trees(forest, entries, example), prompts, texts, largest, groups)),
+            "calls": list(_calls(trees(forest, entries, example), prompts, tokenizer, largest, credited)),
             "lost": [rollout_line(r) for r in forest.rollouts if r.example == example and r.leaf is None],
         }
         for name, example in zip(names, forest.examples, strict=True)
@@ -184,29 +188,26 @@ def _packed(key: str, label: str, prompts: Sequence[str], examples: Sequence[Map
 def _calls(
     nodes: Iterable[Node],
     prompts: dict[str, int],
-    texts: TokenTexts,
+    tokenizer: Tokenizer | None,
     largest: float,
-    groups: Mapping[str, Sequence[str]],
+    credited: bool,
     depth: int = 0,
 ) -> Iterator[dict[str, object]]:
     for node in nodes:
         call = node.call
         entry = node.entries[0] if node.entries else {}
-        facts = [f"{call.completion_tokens} tokens", call.finish]
-        facts += [f"penalty {short(call.penalty)}"] if call.penalty else []
-        facts += [f"{name} {short(value)}" for name, value in call.facts.items() if number(value) is not None]
         prompt = abridged(visible(call.prompt_text), *PROMPT)
         yield {
             "depth": depth,
             "module": call.module,
-            "name": call_name(call),
-            "facts": " · ".join(facts),
+            "name": node.name,
+            "facts": " · ".join(filter(None, [node.ended, node.facts])),
             "state": node.state,
             "prompt": prompts.setdefault(prompt, len(prompts)),
-            "pieces": coloured(call, node.entries, texts, largest),
-            "credit": [credit_line(one) for one in node.entries],
-            "groups": groups.get(call.id, ()),
+            "pieces": coloured(call, node.entries, tokenizer, largest),
+            "credit": node.credit if credited else [],
+            "groups": [str(one["group"]) for one in node.entries if one.get("group") is not None],
             "reward": number(entry.get("reward")),
-            "outcomes": [rollout_line(rollout) for rollout in node.rollouts],
+            "outcomes": node.outcomes,
         }
-        yield from _calls(node.children, prompts, texts, largest, groups, depth + 1)
+        yield from _calls(node.children, prompts, tokenizer, largest, credited, depth + 1)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -19,10 +20,13 @@ from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.config.other_stages import SFT
 from mmrl.models.load import located
 from mmrl.report.overview import Item, Overview
-from mmrl.report.stats import Difference, compare_items, number, short, signed
-from mmrl.report.tables import Rows, interval, markdown
+from mmrl.report.stats import Difference, number, signed
+from mmrl.report.tables import Rows, interval, markdown, with_interval
 from mmrl.system.files import JsonObject
 from mmrl.system.objects import readable
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
 
 PAPERS: Mapping[str, str] = {
     "grpo": "2402.03300",
@@ -64,34 +68,24 @@ class CardFacts:
 
 def model_card(seen: Overview, facts: CardFacts) -> str:
     """The text of `README.md`."""
-    base, revision, split = str(seen.get("model.path", "?")), seen.get("model.revision"), seen.split
-    named = f"`{shown_path(base)}`" + (f" at `{revision}`" if revision else "")
-    compared = _compared(seen, facts.step)
-    temperature = seen.get("eval.temperature", 0.0)
+    evaluated: Mapping[int, Sequence[Item]] = seen.items.get(seen.split, {})
+    # Both evaluations of the split, or no numbers.
+    compared = seen.compared(0, facts.step) if {0, facts.step} <= evaluated.keys() else {}
     sections = {name: seen.config[name] for name in ("algo", "train", "task", "model", "eval") if name in seen.config}
     text = (
         _templates()
         .get_template("card.md")
         .render(
+            seen=seen,
             facts=facts,
-            front=front_matter(seen, facts),
-            base=named,
-            base_name=shown_path(base),
+            front=_front_matter(seen, facts).to_yaml(),
+            base=str(seen.get("model.path", "?")),
             how=_how(str(seen.get("algo.name", "?"))),
-            task=str(seen.get("task.name", "?")),
-            version=_version(seen),
-            split=split,
-            compared=_result_rows(seen, facts.step, compared) if compared is not None else None,
-            count=next((difference.n for difference in (compared or {}).values()), 0),
-            samples=int(seen.get("eval.samples", 1)),
-            sampled=f"temperature {temperature}" if temperature else "greedy",
-            evaluated=sorted(seen.items.get(split, {})),
-            note=[sentence for sentence in seen.kind if sentence.startswith("Data: the embedded mini world")],
-            speaks=[["module", "speaks with"], *([f"`{module}`", what] for module, what in facts.modules.items())],
-            modules=seen.modules,
-            training=_training(seen, facts, named),
+            compared=_result_rows(seen, facts.step, compared),
+            count=next((difference.n for difference in compared.values()), 0),
+            evaluated=sorted(evaluated),
             settings=yaml.safe_dump(_published(sections), sort_keys=False, allow_unicode=True).rstrip("\n"),
-            made=_made(seen),
+            command=shlex.join(map(_word, seen.environment.get("command") or ())),
         )
     )
     return readable(text)
@@ -103,7 +97,7 @@ def _templates() -> Environment:
     templates = Environment(
         loader=PackageLoader("mmrl.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    templates.filters["table"] = markdown
+    templates.filters |= {"table": markdown, "cell": lambda text: str(text).replace("|", "\\|"), "shown": shown_path}
     return templates
 
 
@@ -115,33 +109,28 @@ def checkpoint_card(config: JsonObject, step: int) -> str:
         step: steps done.
     """
     model, task, algo = (config.get(section) or {} for section in ("model", "task", "algo"))
-    base, algorithm = _on_hub(str(model.get("path", ""))), str(algo.get("name", ""))
-    head = {
-        **({"base_model": base} if base and is_hub_id(base) else {}),
-        "library_name": "peft" if model.get("lora") else "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": [tag for tag in _tags(algorithm) if tag],
-    }
-    how = f" {_how(algorithm, paper=False)} on the task `{task.get('name')}`" if algorithm else ""
-    named = f"`{shown_path(base)}`" if base else "a model"
+    base, algorithm = str(model.get("path", "")), str(algo.get("name", ""))
+    how = f" {_how(algorithm)} on the task `{task.get('name')}`" if algorithm else ""
+    named = f"`{shown_path(_on_hub(base))}`" if base else "a model"
     return (
-        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# Step {step}\n\n{named}, trained for {step} steps{how}, "
-        "with mmrl. A checkpoint holds the state of the optimizer too. The weights for other libraries, with a card "
-        f"that has data, settings and numbers: `mmrl export RUN_DIR out=FOLDER checkpoint={step}`.\n"
+        f"---\n{_head(base, algorithm, adapter=bool(model.get('lora'))).to_yaml()}\n---\n\n# Step {step}\n\n{named}, "
+        f"trained for {step} steps{how}, with mmrl. A checkpoint holds the state of the optimizer too. The weights for "
+        "other libraries, with a card that has data, settings and numbers: "
+        f"`mmrl export RUN_DIR out=FOLDER checkpoint={step}`.\n"
     )
 
 
-def front_matter(seen: Overview, facts: CardFacts) -> str:
+def _front_matter(seen: Overview, facts: CardFacts) -> ModelCardData:
     """The block between `---` that the hub reads."""
-    from huggingface_hub import EvalResult, ModelCardData
+    from huggingface_hub import EvalResult
 
-    base, task, split = _on_hub(str(seen.get("model.path", ""))), str(seen.get("task.name", "?")), seen.split
+    task, split, sources = str(seen.get("task.name", "?")), seen.split, seen.get("task.data") or {}
     last = next((record for record in seen.history if record["step"] == facts.step), {})
     results = [
         EvalResult(
             task_type="text-generation",
             dataset_type=facts.data.get(split, f"mmrl-{task}"),
-            dataset_name=f"{task}, {split}" + (" (the mini world of mmrl)" if _mini(seen, split) else ""),
+            dataset_name=f"{task}, {split}" + (" (the mini world of mmrl)" if sources.get(split) == "mini" else ""),
             dataset_split=split,
             metric_type=name,
             metric_value=round(value, 4),
@@ -149,21 +138,32 @@ def front_matter(seen: Overview, facts: CardFacts) -> str:
         for name in seen.metric_names(split)
         if (value := number(last.get(f"eval/{split}/{name}"))) is not None
     ]
-    algorithm = str(seen.get("algo.name", "?"))
-    data = ModelCardData(
-        # The hub takes names of its own alone here, so a folder's is left out.
-        base_model=base if is_hub_id(base) else None,
+    return _head(
+        str(seen.get("model.path", "")),
+        str(seen.get("algo.name", "?")),
+        adapter=facts.kind == "adapter",
         datasets=list(dict.fromkeys(facts.data.values())) or None,
-        library_name="peft" if facts.kind == "adapter" else "transformers",
         license=facts.licence,
-        pipeline_tag="text-generation",
-        tags=[*_tags(algorithm), *([f"arxiv:{PAPERS[algorithm]}"] if algorithm in PAPERS else [])],
         eval_results=results or None,
         model_name=facts.title if results else None,
     )
-    if is_hub_id(base):
-        data["base_model_relation"] = "adapter" if facts.kind == "adapter" else "finetune"
-    return data.to_yaml()
+
+
+def _head(base: str, algorithm: str, *, adapter: bool, **more: Any) -> ModelCardData:
+    from huggingface_hub import ModelCardData
+
+    kind = ["supervised"] if algorithm == SFT else ["reinforcement-learning"]
+    paper = [f"arxiv:{PAPERS[algorithm]}"] if algorithm in PAPERS else []
+    on_hub = _on_hub(base)
+    # The hub takes names of its own alone here, so a folder's is left out.
+    if on_hub and is_hub_id(on_hub):
+        more |= {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
+    return ModelCardData(
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=[tag for tag in ("mmrl", *kind, algorithm, *paper) if tag],
+        **more,
+    )
 
 
 def _on_hub(base: str) -> str:
@@ -183,81 +183,22 @@ def shown_path(text: str) -> str:
     return Path(text).name if text.startswith(("/", "~", "./", "../")) or Path(text).exists() else text
 
 
-def _mini(seen: Overview, split: str) -> bool:
-    return (seen.get("task.data") or {}).get(split) == "mini"
-
-
-def _how(algorithm: str, paper: bool = True) -> str:
+def _how(algorithm: str) -> str:
     """How weights were trained, in words."""
     if algorithm == SFT:
         return f"by supervised training (`{SFT}`)"
-    number = PAPERS.get(algorithm) if paper else None
+    number = PAPERS.get(algorithm)
     link = f" ([arXiv {number}](https://arxiv.org/abs/{number}))" if number else ""
     return f"by reinforcement learning with `{algorithm}`{link}"
-
-
-def _tags(algorithm: str) -> list[str]:
-    """What the hub lists a model under."""
-    return ["mmrl", "supervised", SFT] if algorithm == SFT else ["mmrl", "reinforcement-learning", algorithm]
-
-
-def _version(seen: Overview) -> str:
-    return str(seen.environment.get("versions", {}).get("mmrl", "?"))
-
-
-def _compared(seen: Overview, step: int) -> dict[str, Difference] | None:
-    """Metric -> the evaluation at `step` against the one before training; None where one was not made."""
-    evaluated: Mapping[int, Sequence[Item]] = seen.items.get(seen.split, {})
-    if 0 not in evaluated or step not in evaluated:
-        return None
-    resamples = int(seen.get("eval.bootstrap", 1000))
-    return compare_items(evaluated[0], evaluated[step], int(seen.get("seed", 0)), resamples, seen.main_metric)
 
 
 def _result_rows(seen: Overview, step: int, compared: Mapping[str, Difference]) -> Rows:
     records = {record["step"]: record for record in seen.history}
     rows = [["metric", "before", "after", "difference", ""]]
     for name, change in compared.items():
-        key = f"eval/{seen.split}/{name}"
-        ends = [_interval(records.get(at, {}), key) for at in (0, step)]
+        ends = [with_interval(records.get(at, {}), f"eval/{seen.split}/{name}") for at in (0, step)]
         rows.append([f"`{name}`", *ends, f"{signed(change.difference)} {interval(change)}", change.verdict])
     return rows
-
-
-def _interval(record: JsonObject, key: str) -> str:
-    low, high = (number(record.get(f"{key}_{end}")) for end in ("low", "high"))
-    value = short(number(record.get(key)))
-    return value if low is None or high is None else f"{value} [{short(low)}, {short(high)}]"
-
-
-def _training(seen: Overview, facts: CardFacts, base: str) -> Rows:
-    sources = seen.get("task.data") or {}
-    data = {split: shown_path(str(source)) for split, source in sources.items() if split in ("train", seen.split)}
-    counts = seen.summary.get("facts") or {}
-    of = "sequences" if seen.get("algo.name") == SFT else "examples"
-    return [
-        ["", ""],
-        ["base model", base],
-        ["parameters trained", _trained(seen)],
-        ["task", f"`{seen.get('task.name')}`"],
-        *([["reward", f"`{seen.get('task.reward')}`"]] if seen.get("task.reward") else []),
-        *([f"{split} data", _counted(source, counts.get(f"{split} items"))] for split, source in data.items()),
-        ["algorithm", f"`{seen.get('algo.name')}`"],
-        ["steps", f"{facts.step} of {seen.get('train.steps')}, {seen.get('train.batch_size')} {of} each"],
-        ["seed", str(seen.get("seed"))],
-    ]
-
-
-def _counted(source: str, count: object) -> str:
-    named = "the embedded mini world of mmrl" if source == "mini" else f"`{source}`"
-    return f"{named} ({count} examples)" if count else named
-
-
-def _trained(seen: Overview) -> str:
-    lora = seen.get("model.lora")
-    if not isinstance(lora, dict):
-        return "all"
-    return f"LoRA, r {lora.get('r')}, alpha {lora.get('alpha')}, on {', '.join(lora.get('targets') or ())}"
 
 
 def _published(value: object) -> object:
@@ -272,33 +213,10 @@ def _published(value: object) -> object:
     return shown_path(value) if isinstance(value, str) and "/" in value else value
 
 
-def _made(seen: Overview) -> Rows:
-    environment = seen.environment
-    versions = environment.get("versions") or {}
-    source, folder = environment.get("mmrl_git"), environment.get("git")
-    words = [_word(str(word)) for word in environment.get("command") or ()]
-    rows = [["", ""], ["command", f"`{shlex.join(words)}`"], ["mmrl", f"{_version(seen)}{_commit(source)}"]]
-    if folder and folder != source:
-        rows.append(["started in a repository at", _commit(folder).removeprefix(", commit ")])
-    return [
-        *rows,
-        ["versions", ", ".join(f"{name} {version}" for name, version in versions.items() if name != "mmrl")],
-        ["Python", str(environment.get("python", "?"))],
-        ["started", str(environment.get("started", "?"))],
-        ["hardware", f"{seen.get('hardware.name', '?')}, {seen.get('hardware.device', '?')}"],
-    ]
-
-
-def _word(word: str) -> str:
+def _word(word: object) -> str:
     """A word of a command line without folders of this machine."""
-    key, equals, value = word.partition("=")
-    return f"{key}={shown_path(value)}" if equals else shown_path(word)
-
-
-def _commit(state: object) -> str:
-    if not isinstance(state, dict) or not state.get("commit"):
-        return ""
-    return f", commit `{state['commit'][:12]}`" + (" with changes" if state.get("dirty") else "")
+    key, equals, value = str(word).partition("=")
+    return f"{key}={shown_path(value)}" if equals else shown_path(str(word))
 
 
 ADDRESS = "http://127.0.0.1:8000/v1"

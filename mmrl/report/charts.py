@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mmrl.report.stats import History, learning, series, trailing_mean
+from mmrl.report.stats import WINDOW, History, learning, series, trailing_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,9 +73,6 @@ SIZE = (5.2, 2.9)
 POINTS = 300
 """Points drawn per line; longer runs are thinned by averaging."""
 
-WINDOW = 5
-"""Steps that a training curve is averaged over, backwards."""
-
 
 class Band(NamedTuple):
     """A curve over seeds."""
@@ -101,11 +98,11 @@ def reward_curve(history: History) -> str:
     if not len(values):
         return ""
     with _axes(f"training {name}") as (axes, result):
-        faint = 0.35 if len(values) > 1 else 1
+        # Below one window the mean would only repeat the points, which then are all that is seen.
+        faint = 0.35 if len(values) > WINDOW else 1
         axes.plot(
             *_thin(steps, values), color=LINES[0], alpha=faint, linewidth=1, marker=_point(values), label="per step"
         )
-        # Below one window the mean would only repeat the points.
         if len(values) > WINDOW:
             mean = trailing_mean(values, WINDOW)
             axes.plot(*_thin(steps, mean), color=LINES[0], linewidth=2, label=f"mean of {WINDOW} steps")
@@ -214,16 +211,19 @@ def whole_steps(axes: Axes) -> None:
     """Mark whole numbers on the axis of steps."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
 
 
 def widen(axes: Axes) -> None:
-    """Widen a vertical range so small that rounding would look like a change."""
+    """Widen a vertical range so small that rounding would look like a change, and a horizontal one below a step."""
     low, high = axes.get_ylim()
     least = 0.02 * max(abs(low), abs(high))
     if high - low < least:
         middle = (low + high) / 2
         axes.set_ylim(middle - least / 2, middle + least / 2)
+    first, last = axes.get_xlim()
+    if last - first < 1:
+        axes.set_xlim(first - 0.5, last + 0.5)
 
 
 def _label(name: str) -> str:

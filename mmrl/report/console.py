@@ -21,21 +21,15 @@ from mmrl.report.items import evaluation_text, example_text, step_text
 from mmrl.report.overview import Item, Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import (
-    ASCII_BLOCKS,
-    BLOCKS,
-    Difference,
-    History,
-    binned,
+    WINDOW,
     compare_items,
     duration,
     learning,
     module_facts,
-    modules_in,
     short,
     sparkline,
-    trailing_mean,
 )
-from mmrl.report.tables import before_after_table, facts_table
+from mmrl.report.tables import before_after_table, facts_table, module_rows
 from mmrl.report.text import align
 from mmrl.report.trials import prompts_text
 
@@ -56,71 +50,56 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
         ConfigError: no such example.
     """
     with damage_named(path):
-        return _shown(RunDir.read(path), example, step, shutil.get_terminal_size((100, 24)).columns)
-
-
-def _shown(run: RunDir, example: str | None, step: int | None, width: int) -> str:
-    if example is not None:
-        return example_text(run, example, step, width)
-    if step is not None:
-        return step_text(run, step, width)
-    seen = Overview.of(run)
-    return evaluation_text(seen, width) if seen.evaluates else overview_text(seen, width)
+        seen, width = Overview.of(RunDir.read(path)), shutil.get_terminal_size((100, 24)).columns
+        if example is not None:
+            return example_text(seen, example, step, width)
+        if step is not None:
+            return step_text(seen, step, width)
+        return evaluation_text(seen, width) if seen.evaluates else overview_text(seen, width)
 
 
 def overview_text(seen: Overview, width: int = 100) -> str:
     """Curve, evaluations, modules and alarms of a run."""
     total = f" of {seen.total}" if seen.total is not None else ""
-    parts = [f"{seen.name}: {seen.what}, {seen.done}{total} steps, {seen.state}\n{seen.run.path}"]
-    name, steps, values = learning(seen.training)
-    if len(values):
-        # Short runs are drawn as they are: a mean of five would leave nothing to see.
-        title = f"{name} per step" if len(values) < 20 else f"{name} per step (mean of 5)"
-        smooth = values if len(values) < 20 else trailing_mean(values, 5)
-        parts.append(f"{title}\n{text_plot(smooth.tolist(), int(steps[0]), int(steps[-1]), width)}")
-    parts += [_evaluation_table(seen, split, width) for split in _splits(seen)]
+    parts = [
+        f"{seen.name}: {seen.what}, {seen.done}{total} steps, {seen.state}",
+        _kind_text(seen, width),
+        _curve_text(seen),
+    ]
+    evaluations = {split: seen.evaluation_rows(split) for split in seen.splits}
+    parts += [
+        f"evaluations on {split} (with 95 % intervals)\n{align(rows, width=width)}"
+        for split, rows in evaluations.items()
+        if rows
+    ]
     if seen.differences:
         parts.append("first against last evaluation, " + before_after_table(seen.differences, seen.split, width))
-    parts += [_module_table(seen.training, width)] if seen.modules else []
+    if seen.modules:
+        first, last = seen.training[0], seen.training[-1]
+        facts = [fact for fact in MODULE_FACTS if fact in module_facts(seen.training)]
+        table = align(module_rows(first, last, facts), width=width)
+        parts.append(f"modules, step {first['step']} → step {last['step']}\n{table}")
     parts += [alarm_text(seen.alarms, width), fill(seen.unscored, max(width, 40))]
     parts.append(prompts_text(seen.run.path, width))
     parts.append(_further(seen))
     return "\n\n".join(part for part in parts if part)
 
 
-def text_plot(values: Sequence[float], first: int, last: int, width: int = 80, height: int = 8) -> str:
-    """An area chart of block characters with its range on the left and its steps below.
-
-    Args:
-        values: at least one finite number.
-        first, last: steps of the first and last value.
-    """
-    marks = ASCII_BLOCKS if _ascii_only() else BLOCKS
-    # Room for the labels on the left; more columns than 72 do not help the eye.
-    columns = binned(values, max(min(width - 14, 72), 10))
-    repeat = max(1, min(6, 40 // len(columns)))
-    low, high = min(columns), max(columns)
-    labels = [short(high), short((low + high) / 2), short(low)]
-    margin = max(len(label) for label in labels) + 2
-    levels = height * len(marks)
-    # Every value gets at least one eighth of a block, so that a low one differs from a missing one.
-    heights = [levels // 2 if high == low else 1 + round((v - low) / (high - low) * (levels - 1)) for v in columns]
-    lines = []
-    for row in range(height - 1, -1, -1):
-        label = {height - 1: labels[0], height // 2 - 1: labels[1], 0: labels[2]}.get(row, "")
-        cells = (
-            " " if filled <= row * len(marks) else marks[min(filled - row * len(marks), len(marks)) - 1]
-            for filled in heights
-        )
-        lines.append(f"{label.rjust(margin)} │" + "".join(cell * repeat for cell in cells).rstrip())
-    length = len(columns) * repeat
-    lines.append(f"{' ' * margin} └{'─' * length}")
-    lines.append(f"{' ' * margin}  {str(first).ljust(max(length - len(str(last)), len(str(first)) + 1))}{last}")
-    return "\n".join(lines)
+def _kind_text(seen: Overview, width: int) -> str:
+    """What the run was and was not, and the facts of its task."""
+    facts = facts_table(seen.summary.get("facts") or {})
+    return "\n".join([*(fill(sentence, width) for sentence in seen.kind), *filter(None, [facts])])
 
 
-def _ascii_only() -> bool:
-    return not (sys.stdout.encoding or "").lower().startswith("utf")
+def _curve_text(seen: Overview) -> str:
+    """The reward (of a supervised stage the loss) in training: its means and a curve; empty before the first step."""
+    name, _, values = learning(seen.training)
+    if not len(values):
+        return ""
+    first, last, best = (short(seen.curve[key]) for key in ("first", "last", "best"))
+    ascii_only = not (sys.stdout.encoding or "").lower().startswith("utf")
+    curve = sparkline(values.tolist(), 60, ascii_only=ascii_only)
+    return f"training {name}  {first} → {last} (best {best}, means of {WINDOW} steps)\n  {curve}"
 
 
 def alarm_text(alarms: Sequence[Alarm], width: int = 100) -> str:
@@ -132,59 +111,6 @@ def alarm_text(alarms: Sequence[Alarm], width: int = 100) -> str:
         until = f" to {alarm.until}" if alarm.until is not None else " on"
         line = f"{alarm.name} from step {alarm.step}{until} ({alarm.key}): {alarm.message}"
         lines.append(fill(line, max(width, 40), initial_indent="  ", subsequent_indent="    "))
-    return "\n".join(lines)
-
-
-def _splits(seen: Overview) -> list[str]:
-    splits = {key.split("/")[1] for record in seen.history for key in record if key.startswith("eval/")}
-    return sorted(splits, key=lambda split: (split != seen.split, split))
-
-
-def _evaluation_table(seen: Overview, split: str, width: int) -> str:
-    names = seen.metric_names(split)
-    # A stable sort: the main metric first, the others in their order.
-    names.sort(key=lambda name: name != seen.main_metric)
-    names = names[:4]
-    if not names:
-        return ""
-    rows = [["step", *names, "items"]]
-    cells = {
-        name: {step: (value, low, high) for step, value, low, high in seen.evaluations(split, name)} for name in names
-    }
-    for record in seen.history:
-        step = record["step"]
-        if not any(step in cells[name] for name in names):
-            continue
-        row = [str(step)]
-        for name in names:
-            value, low, high = cells[name].get(step, (None, None, None))
-            row.append(short(value) + ("" if low is None else f" [{short(low)}, {short(high)}]"))
-        rows.append([*row, short(record.get(f"eval/{split}/n"))])
-    return f"evaluations on {split} (with 95 % intervals)\n{align(rows, width=width)}"
-
-
-def _module_table(records: History, width: int) -> str:
-    first, last = records[0], records[-1]
-    facts = [fact for fact in MODULE_FACTS if fact in module_facts(records)]
-    rows = [["", *facts, ""]]
-    for name in modules_in(records):
-        cells = []
-        for fact in facts:
-            old, new = short(first.get(f"module/{name}/{fact}")), short(last.get(f"module/{name}/{fact}"))
-            cells.append(new if old == new else f"{old}→{new}")
-        rows.append([name, *cells, ""])
-    return f"modules, step {first['step']} → step {last['step']}\n{align(rows, width=width)}"
-
-
-def _further(seen: Overview) -> str:
-    steps = seen.run.journal_steps()
-    path = seen.run.path
-    lines = []
-    if steps:
-        lines.append(f"examples of a step:  mmrl show {path} step={steps[-1]}")
-        lines.append(f"one example's calls: mmrl show {path} step={steps[-1]} example=<id>")
-    if seen.run.report_path.is_file():
-        lines.append(f"report for people:   {seen.run.report_path}")
     return "\n".join(lines)
 
 
@@ -211,82 +137,54 @@ def finish(
         seconds: wall-clock time of this process's part of the run.
     """
     differences = compare_items(before, after, seed, bootstrap, main_metric)
-    facts = {**facts, **_segments_fact(run)}
+    if ends := [segment["done"] for segment in run.segments]:
+        facts = {**facts, "extended": f"after step {', '.join(map(str, ends))} (segments.jsonl)"}
     seen = Overview.of(run)
-    name, _, values = learning(seen.training)
-    # The same window as in the charts, so that numbers and curves agree.
-    smooth = trailing_mean(values, 5)
-    best = max if name == "reward" else min
-    curve = {"first": smooth[0], "last": smooth[-1], "best": best(smooth)} if len(smooth) else {}
-    results: dict[str, object] = {"seed": seed, "split": split, "seconds": seconds, "main_metric": main_metric}
-    results |= {"reward": curve if name == "reward" else {}, "facts": facts}
     # First the numbers, then the page: a page that fails to draw loses nothing.
-    run.write_summary(_summary(seen, differences, results))
+    run.write_summary(
+        {
+            "name": seen.name,
+            "algo": seen.get("algo.name"),
+            "task": seen.get("task.name"),
+            "model": seen.get("model.name"),
+            "seed": seed,
+            "steps": seen.done,
+            "seconds": seconds,
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "split": split,
+            "main_metric": main_metric,
+            "comparison": {key: asdict(change) | {"certain": change.certain} for key, change in differences.items()},
+            "reward": seen.curve if learning(seen.training)[0] == "reward" else {},
+            "alarms": [asdict(alarm) for alarm in seen.alarms],
+            "facts": facts,
+            "what": seen.kind,
+        }
+    )
     seen = Overview.of(run)
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)  # wider paragraphs are hard to read
     trouble = _write_report(seen)
     parts = [
         f"{seen.name}: {seen.done} steps of {seen.what} in {duration(seconds)}",
-        "\n".join(fill(sentence, width) for sentence in seen.kind) + ("\n" + facts_table(facts) if facts else ""),
+        _kind_text(seen, width),
         before_after_table(differences, split, width),
+        _curve_text(seen),
     ]
-    if curve:
-        first, last, top = (short(curve[key]) for key in ("first", "last", "best"))
-        parts.append(
-            f"training {name}  {first} → {last} (best {top}, means of 5 steps)\n"
-            f"  {sparkline(values.tolist(), 60, ascii_only=_ascii_only())}"
-        )
-    parts += [failures_text({"before": before, "after": after}), alarm_text(seen.alarms, width)]
+    parts += [_failures_text({"before": before, "after": after}), alarm_text(seen.alarms, width)]
     parts.append(fill(seen.unscored, max(width, 40)))
-    parts.append(further(run, seen, trouble))
+    parts.append(_further(seen, trouble))
     return "\n\n".join(part for part in parts if part)
 
 
-def _segments_fact(run: RunDir) -> dict[str, str]:
-    """That and where a run was extended."""
-    ends = [segment["done"] for segment in run.segments]
-    return {"extended": f"after step {', '.join(map(str, ends))} (segments.jsonl)"} if ends else {}
-
-
-def _summary(seen: Overview, differences: Mapping[str, Difference], results: Mapping[str, object]) -> dict[str, object]:
-    """`summary.json`; `results`: what only the run's end knows."""
-    return {
-        "name": seen.name,
-        "algo": seen.get("algo.name"),
-        "task": seen.get("task.name"),
-        "model": seen.get("model.name"),
-        "seed": results["seed"],
-        "steps": seen.done,
-        "seconds": results["seconds"],
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "split": results["split"],
-        "main_metric": results["main_metric"],
-        "comparison": {
-            name: asdict(difference) | {"certain": difference.certain} for name, difference in differences.items()
-        },
-        "reward": results["reward"],
-        "alarms": [asdict(alarm) for alarm in seen.alarms],
-        "facts": results["facts"],
-        "what": seen.kind,
-    }
-
-
-def failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
+def _failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
     """Which evaluations have rollouts that failed by no doing of the model, each counted as 0; empty where none has."""
-    shares = {
-        when: sum(i.get("failed_share", 0.0) for i in items) / len(items)
-        for when, items in evaluations.items()
-        if items
-    }
-    return "\n".join(
-        f"evaluation {when} training: {share:.1%} of the rollouts failed {_how(evaluations[when])} and count as 0"
-        for when, share in shares.items()
-        if share
-    )
-
-
-def _how(items: Sequence[Item]) -> str:
-    return failed_how(kind for item in items for kind in item.get("errors", ()) if kind not in MODEL_CAUSED)
+    lines = []
+    for when, items in evaluations.items():
+        share = sum(item.get("failed_share", 0.0) for item in items) / max(len(items), 1)
+        how = failed_how(kind for item in items for kind in item.get("errors", ()) if kind not in MODEL_CAUSED)
+        lines += (
+            [f"evaluation {when} training: {share:.1%} of the rollouts failed {how} and count as 0"] if share else []
+        )
+    return "\n".join(lines)
 
 
 def _write_report(seen: Overview) -> str:
@@ -300,21 +198,17 @@ def _write_report(seen: Overview) -> str:
     return ""
 
 
-def further(run: RunDir, seen: Overview, trouble: str = "") -> str:
+def _further(seen: Overview, trouble: str = "") -> str:
     """Where everything is, and the commands to look further."""
-    rows = {"run directory": str(run.path), "report": trouble or str(run.report_path)}
-    rows |= {"look further": f"mmrl show {run.path}"}
-    steps = run.journal_steps()
+    path, steps, report = seen.run.path, seen.run.journal_steps(), seen.run.report_path
+    rows = {"run directory": str(path), "report": trouble or (str(report) if report.is_file() else "not yet")}
+    rows["look further"] = f"mmrl show {path}"
     if steps:
-        rows[""] = f"mmrl show {run.path} step={steps[-1]}"
+        rows["a step"] = f"mmrl show {path} step={steps[-1]}"
+        rows["an example"] = f"mmrl show {path} step={steps[-1]} example=<id>"
     # Objects of a Python process have names that no command can import.
     if not str(seen.get("task.program") or "").startswith("mmrl.system.objects:"):
-        rows["evaluate"] = evaluation_command(seen)
+        # On test, or, of the user's data, dev or train.
+        mine = [split for split in ("test", "dev", "train") if seen.get(f"task.data.{split}") not in (None, "mini")]
+        rows["evaluate"] = f"mmrl eval policy={shlex.quote(str(path))} split={mine[0] if mine else 'test'}"
     return facts_table(rows, indent="")
-
-
-def evaluation_command(seen: Overview) -> str:
-    """The command that evaluates the run's policy on its task: on test, or, of the user's data, dev or train."""
-    mine = [split for split in ("test", "dev", "train") if seen.get(f"task.data.{split}") not in (None, "mini")]
-    split = mine[0] if mine else "test"
-    return f"mmrl eval policy={shlex.quote(str(seen.run.path))} split={split}"

@@ -44,29 +44,22 @@ TABLE = {
 """Metric of a module -> its column."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """When a finding is one, beyond the limits of alarms (`ALARMS`)."""
-
-    seldom: float = 0.5
-    """`seldom_parses`: share of replies that can be parsed."""
-    cut: float = 0.5
-    """`cut`: share of replies that are cut at the limit."""
-    many: int = 8
-    """`zero_variance`: groups; fewer that all have equal rewards may be chance, unless every reward is the same."""
-    broken_gap: float = 1.0
-    """`logprob_gap`: nats from which on the engine does not serve the weights that are trained."""
-    slow_share: float = 0.25
-    """`slow_tool`, `slow_metric`: share of the rollouts' time in which nothing was generated and it ran..."""
-    slow_s: float = 0.1
-    """... and seconds of one call."""
-    coverage: float = 0.8
-    """`no_gold`: share of the training questions that the corpus can answer."""
-    retries: float = 0.2
-    """`endpoint_retries`: share of requests that had to be repeated."""
-
-
-LIMITS = Limits()
+# When a finding is one, beyond the limits of alarms.
+SELDOM = 0.5
+"""`seldom_parses`: share of replies that can be parsed."""
+CUT = 0.5
+"""`cut`: share of replies that are cut at the limit."""
+MANY_GROUPS = 8
+"""`zero_variance`: groups; fewer that all have equal rewards may be chance, unless every reward is the same."""
+BROKEN_GAP = 1.0
+"""`logprob_gap`: nats from which on the engine does not serve the weights that are trained."""
+SLOW_SHARE, SLOW_S = 0.25, 0.1
+"""`slow_tool`, `slow_metric`: share of the rollouts' time in which nothing was generated and it ran, and seconds of one
+call."""
+COVERAGE = 0.8
+"""`no_gold`: share of the training questions that the corpus can answer."""
+RETRIES = 0.2
+"""`endpoint_retries`: share of requests that had to be repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +103,13 @@ class Finding:
 
     def text(self) -> str:
         """As one line."""
-        place = f"{self.key.split('/', 1)[1].rpartition('/')[0]}: " if self.key.startswith("module/") else ""
+        place = f"{_middle(self.key)}: " if self.key.startswith("module/") else ""
         return f"{'useless' if self.useless else 'warning'}: {self.name}: {place}{self.message}"
+
+
+def _middle(key: str) -> str:
+    """The name of the module or tool in the key of a metric."""
+    return key.split("/", 1)[1].rpartition("/")[0]
 
 
 def find(played: Played) -> list[Finding]:
@@ -158,10 +156,10 @@ def _useless(alarm: Alarm, played: Played, constant: bool) -> bool:
     if alarm.name == "zero_variance":
         metrics = played.metrics
         alike = metrics.get("reward/min") == metrics.get("reward/max")
-        return alike or (value == 1.0 and metrics.get("credit/groups", 0) >= LIMITS.many)
+        return alike or (value == 1.0 and metrics.get("credit/groups", 0) >= MANY_GROUPS)
     return {
         "never_parses": constant,
-        "logprob_gap": not value <= LIMITS.broken_gap,
+        "logprob_gap": not value <= BROKEN_GAP,
         "judge_unreadable": value >= ALARMS.all_failed,
         "no_gold": value == 0,
         "packing": True,
@@ -169,8 +167,8 @@ def _useless(alarm: Alarm, played: Played, constant: bool) -> bool:
 
 
 def _sample(alarm: Alarm, played: Played) -> str:
-    module = alarm.key.split("/", 1)[1].rpartition("/")[0] if alarm.key.startswith("module/") else ""
-    quoted = played.unread.get(module, "") if alarm.name in ("never_parses", "seldom_parses") else ""
+    tells = alarm.name in ("never_parses", "seldom_parses") and alarm.key.startswith("module/")
+    quoted = played.unread.get(_middle(alarm.key), "") if tells else ""
     return f"; for example {_quoted(quoted)!r}" if quoted else ""
 
 
@@ -182,23 +180,22 @@ def _rules(played: Played) -> Iterator[AlarmRule]:
         yield AlarmRule(name, [f"{FAILED}{kind}"], above(0.0), what=_quoted(played.failed.get(kind, "")))
     never = ALARMS.never_valid
     parsed = module_keys(records, ("format_rate",))
-    yield AlarmRule("seldom_parses", parsed, lambda means: ((means > never) & (means < LIMITS.seldom), means))
+    yield AlarmRule("seldom_parses", parsed, lambda means: ((means > never) & (means < SELDOM), means))
     cut = module_keys(records, ("finish_length_share",))
-    yield AlarmRule("cut", cut, at_least(LIMITS.cut), what=f"task.max_tokens={played.max_tokens}")
+    yield AlarmRule("cut", cut, at_least(CUT), what=f"task.max_tokens={played.max_tokens}")
     if (context := played.max_context) is not None:
         longest = module_keys(records, ("prompt_max",))
         room = context - played.max_tokens
         yield AlarmRule("prompt_near_limit", longest, lambda means: (means > room, np.full_like(means, context)))
     for key, share in metrics.items():
-        if key.startswith("tool/") and key.endswith("/share") and share >= LIMITS.slow_share:
-            tool = key.split("/", 1)[1].rpartition("/")[0]
+        if key.startswith("tool/") and key.endswith("/share") and share >= SLOW_SHARE:
+            tool = _middle(key)
             name = "slow_metric" if tool == "reward" else "slow_tool"
             yield AlarmRule(name, [f"tool/{tool}/seconds"], _slow(share), what=tool)
         if key.startswith("tool/") and key.endswith("/empty"):
-            tool = key.split("/", 1)[1].rpartition("/")[0]
-            yield AlarmRule("empty_searches", [key], above(ALARMS.empty_searches), what=tool)
-    yield AlarmRule("endpoint_retries", ["endpoint/retried"], above(LIMITS.retries))
-    yield AlarmRule("no_gold", ["corpus/coverage"], lambda means: (means < LIMITS.coverage, means))
+            yield AlarmRule("empty_searches", [key], above(ALARMS.empty_searches), what=_middle(key))
+    yield AlarmRule("endpoint_retries", ["endpoint/retried"], above(RETRIES))
+    yield AlarmRule("no_gold", ["corpus/coverage"], lambda means: (means < COVERAGE, means))
     yield AlarmRule("gold_not_found", ["task/gold_retrieved"], lambda means: (means == 0, means))
     if played.unpacked:
         what = played.unpacked.rpartition("; ")[0] or played.unpacked
@@ -206,7 +203,7 @@ def _rules(played: Played) -> Iterator[AlarmRule]:
 
 
 def _slow(share: float) -> Criterion:
-    return lambda means: (means >= LIMITS.slow_s, np.full_like(means, share))
+    return lambda means: (means >= SLOW_S, np.full_like(means, share))
 
 
 def _quoted(text: str) -> str:
@@ -251,7 +248,7 @@ def _table(metrics: Mapping[str, float]) -> list[list[str]]:
 
 
 def _others(metrics: Mapping[str, float]) -> list[str]:
-    tools = [key.split("/", 1)[1].rpartition("/")[0] for key in metrics if key.endswith("/seconds")]
+    tools = [_middle(key) for key in metrics if key.endswith("/seconds")]
     lines = [
         f"{'' if tool == 'reward' else 'tool '}{tool}: {metrics[f'tool/{tool}/calls']:.0f} calls of "
         f"{metrics[f'tool/{tool}/seconds']:.3f} s, {metrics[f'tool/{tool}/share']:.0%} of the rollouts' time"

@@ -28,12 +28,10 @@ from mmrl.report.charts import (
 from mmrl.report.items import item_rows, score_rows
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import Difference, History, duration, fixed, learning, modules_in, number, series, short, signed
-from mmrl.report.tables import interval
-from mmrl.report.trees import (
-    TokenTexts,
-    clean,
-)
+from mmrl.report.stats import duration, fixed, learning, module_facts, number, series, signed
+from mmrl.report.tables import before_after_rows, interval, module_rows
+from mmrl.report.trees import clean, read_tokenizer
+from mmrl.report.trials import prompts_text
 from mmrl.secrets import hide
 from mmrl.system.files import atomic_write
 from mmrl.system.objects import readable
@@ -64,9 +62,9 @@ TIMES = ("generate", "retrieve", "credit", "update", "overhead")
 
 def write_report(seen: Overview) -> Path:
     """Write `report.html` into the run directory; returns its path."""
-    texts = _token_texts(seen)
+    folders = [*sorted(seen.run.checkpoints.glob("checkpoint-*")), Path(located(str(seen.get("model.path", ""))))]
     damaged: list[str] = []
-    blocks, script = browser.blocks(seen, texts, damaged), _script()
+    blocks, script = browser.blocks(seen, read_tokenizer(folders), damaged), _script()
     page = rendered(
         "run.html",
         blocks=blocks,
@@ -74,29 +72,23 @@ def write_report(seen: Overview) -> Path:
         + len(seen.run.journal_steps(seen.split) if seen.evaluates else seen.items.get(seen.split, {})),
         script=script,
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        seen=seen,
         title=seen.name,
         facts=" · ".join(_run_facts(seen)),
-        kind=seen.kind,
-        details=list((seen.summary.get("facts") or {}).items()),
-        split=seen.split,
-        tiles=[_tile(name, difference) for name, difference in list(seen.differences.items())[:3]],
-        differences=[_difference_row(name, difference) for name, difference in seen.differences.items()],
+        differences=before_after_rows(seen.differences),
+        evaluations={split: rows for split in seen.splits if (rows := seen.evaluation_rows(split))},
         scores=list(_scores(seen)) if seen.evaluates else [],
-        alarms=seen.alarms,
-        no_alarm=seen.no_alarm,
-        trained=bool(seen.training),
-        curves=_drawn(_curves(seen)),
-        module_curves=_drawn(_module_curves(seen)),
-        modules=_module_rows(seen.training) if seen.modules else [],
-        steps=[record["step"] for record in seen.training],
-        health=_drawn(_health_curves(seen)),
+        curves=_curves(seen),
+        module_curves=_module_curves(seen),
+        modules=module_rows(seen.training[0], seen.training[-1], module_facts(seen.training)) if seen.modules else [],
+        health=_changing(seen, {label: {key: key} for key, label in HEALTH.items()}),
+        prompts=prompts_text(seen.run.path),
         damaged=damaged,
         newest=max(seen.run.journal_steps(), default=0),
         times=_times(seen),
         command=clean(" ".join(map(str, seen.environment.get("command", [])))),
         config=yaml.safe_dump(dict(seen.config), sort_keys=False, allow_unicode=True),
         environment=yaml.safe_dump(dict(seen.environment), sort_keys=False, allow_unicode=True),
-        path=seen.run.path,
     )
     atomic_write(seen.run.report_path, page)
     return seen.run.report_path
@@ -114,7 +106,7 @@ def report_run(path: Path | str) -> Path:
 
 @cache
 def _templates() -> Environment:
-    return Environment(
+    templates = Environment(
         loader=PackageLoader("mmrl.report"),
         autoescape=True,
         # A name that a template misspells must fail in a test, not leave a gap in a page.
@@ -122,6 +114,8 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    templates.filters |= {"fixed": fixed, "signed": signed, "interval": interval}
+    return templates
 
 
 def _script() -> str:
@@ -148,21 +142,6 @@ def _run_facts(seen: Overview) -> list[str]:
     return [*facts, f"seed {seen.get('seed')}", seen.state]
 
 
-def _tile(name: str, difference: Difference) -> dict[str, str]:
-    verdict = f", {difference.verdict}" if difference.verdict else ""
-    return {
-        "metric": name,
-        "tone": "good" if difference.low > 0 else "bad" if difference.high < 0 else "soft",
-        "scores": f"{fixed(difference.before)} → {fixed(difference.after)}",
-        "difference": f"{signed(difference.difference)} {interval(difference)}{verdict}",
-    }
-
-
-def _difference_row(name: str, difference: Difference) -> list[str]:
-    numbers = (fixed(difference.before), fixed(difference.after), signed(difference.difference))
-    return [name, str(difference.n), *numbers, f"{signed(difference.low)} to {signed(difference.high)}"]
-
-
 def _scores(seen: Overview) -> Iterator[dict[str, object]]:
     """Of `mmrl eval`: scores with their intervals, and the items with the lowest ones."""
     for split, steps in seen.items.items():
@@ -170,10 +149,6 @@ def _scores(seen: Overview) -> Iterator[dict[str, object]]:
             title, rows = item_rows(items, ITEMS)
             metrics = seen.summary.get("metrics") or {}
             yield {"split": split, "means": score_rows(items, metrics), "title": title, "items": rows}
-
-
-def _drawn(figures: Mapping[str, str]) -> dict[str, str]:
-    return {title: svg for title, svg in figures.items() if svg}
 
 
 def _curves(seen: Overview) -> dict[str, str]:
@@ -190,44 +165,29 @@ def _curves(seen: Overview) -> dict[str, str]:
 
 
 def _module_curves(seen: Overview) -> dict[str, str]:
-    facts = {key.rsplit("/", 1)[1] for record in seen.training for key in record if key.startswith("module/")}
-    ordered = [fact for fact in MODULE_LABELS if fact in facts]
-    ordered += sorted(facts - set(MODULE_LABELS) - {"calls", "attempts", "clip_share"})
+    facts = [fact for fact in module_facts(seen.training) if fact not in ("calls", "attempts", "clip_share")]
+    known = [fact for fact in MODULE_LABELS if fact in facts]
     figures = {}
-    for fact in ordered:
+    for fact in [*known, *sorted(set(facts) - set(known))]:
         keys = {name: f"module/{name}/{fact}" for name in seen.modules}
         having = [name for name, key in keys.items() if len(series(seen.training, key)[1])]
-        # A flat line tells nothing; its number is in the table.
-        if any(_changes(seen, key) for key in keys.values()):
-            label = MODULE_LABELS.get(fact, fact.replace("_", " "))
-            label += f" ({having[0]})" if len(having) == 1 < len(keys) else ""
-            figures[label[0].upper() + label[1:]] = lines_over_steps(seen.training, keys, label)
-    return figures
+        label = MODULE_LABELS.get(fact, fact.replace("_", " "))
+        label += f" ({having[0]})" if len(having) == 1 < len(keys) else ""
+        figures[label] = keys
+    return _changing(seen, figures)
 
 
-def _changes(seen: Overview, key: str) -> bool:
-    """Whether a metric changed by more than rounding."""
-    _, values = series(seen.training, key)
-    return len(values) > 1 and bool(values.max() - values.min() > 1e-4 * abs(values).max())
+def _changing(seen: Overview, figures: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Those figures (label -> name of a line -> metric) in which a metric changed by more than rounding.
 
-
-def _health_curves(seen: Overview) -> dict[str, str]:
-    return {
-        label[0].upper() + label[1:]: lines_over_steps(seen.training, {key: key}, label)
-        for key, label in HEALTH.items()
-        if _changes(seen, key)
-    }
-
-
-def _module_rows(records: History) -> list[list[str]]:
-    first, last = records[0], records[-1]
-    keys = [key for record in (first, last) for key in record if key.startswith("module/")]
-    facts = list(dict.fromkeys(key.rsplit("/", 1)[1] for key in keys))
-    rows = [["module", *facts]]
-    for name in modules_in(records):
-        pairs = [[short(record.get(f"module/{name}/{fact}")) for record in (first, last)] for fact in facts]
-        rows.append([name, *(new if old == new else f"{old} → {new}" for old, new in pairs)])
-    return rows
+    A flat line tells nothing; its number is in the table.
+    """
+    drawn = {}
+    for label, keys in figures.items():
+        curves = [values for key in keys.values() if len(values := series(seen.training, key)[1]) > 1]
+        if any(values.max() - values.min() > 1e-4 * abs(values).max() for values in curves):
+            drawn[label[0].upper() + label[1:]] = lines_over_steps(seen.training, keys, label)
+    return drawn
 
 
 def _times(seen: Overview) -> list[list[str]]:
@@ -240,11 +200,3 @@ def _times(seen: Overview) -> list[list[str]]:
         if len(values):
             rows.append([name, duration(median(values)), f"{sum(values) / max(sum(steps), 1e-12):.0%}"])
     return [*rows, ["step", duration(median(steps)), ""]]
-
-
-# --- examples
-
-
-def _token_texts(seen: Overview) -> TokenTexts:
-    base = str(seen.get("model.path", ""))
-    return TokenTexts.of([*sorted(seen.run.checkpoints.glob("checkpoint-*")), Path(located(base))])

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from mmrl.errors import CheckpointError, ConfigError, DataError, nearest
+from mmrl.errors import CheckpointError, ConfigError, nearest
 from mmrl.records import Forest
 from mmrl.report.journal import read_step
-from mmrl.report.overview import FEW, Item, Overview, read_evaluations
+from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import FIRST, number, short
-from mmrl.report.tables import facts_table
+from mmrl.report.stats import FIRST, short
+from mmrl.report.tables import facts_table, with_interval
 from mmrl.report.text import align
 from mmrl.report.trees import asked_lines, clean, render_example, shown_prediction
 from mmrl.system.files import JsonObject
@@ -27,9 +27,6 @@ CAUGHT = "parse failures caught"
 """Calls that could not be parsed and whose program went on: no failures of rollouts."""
 COLUMNS = 3
 """Metrics of a table of items."""
-
-Evaluated = Mapping[tuple[str, int], Sequence[Item]]
-"""(split, step) -> results of its items."""
 
 
 def evaluation_text(seen: Overview, width: int) -> str:
@@ -55,12 +52,10 @@ def score_rows(items: Sequence[Item], metrics: Mapping[str, object]) -> list[lis
     Args:
         metrics: of the evaluation's summary; empty where there is none yet.
     """
-    rows = [["", "mean", "95 % interval" if metrics else f"so far, of {len(items)} items"]]
-    for name in metric_names(items):
-        low, high = (number(metrics.get(f"{name}_{end}")) for end in ("low", "high"))
-        mean = number(metrics.get(name)) if metrics else _mean(items, name)
-        rows.append([name, short(mean), "" if low is None else f"[{short(low)}, {short(high)}]"])
-    return rows
+    names = metric_names(items)
+    so_far = {name: fmean(item["metrics"].get(name, 0.0) for item in items) for name in names}
+    head = "mean and 95 % interval" if metrics else f"so far, of {len(items)} items"
+    return [["", head], *([name, with_interval(metrics or so_far, name)] for name in names)]
 
 
 def metric_names(items: Sequence[Item]) -> list[str]:
@@ -98,17 +93,17 @@ def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> li
     for name, item in items.items():
         scores = [short(item["metrics"].get(metric)) for metric in names]
         columns = [column[name] for column in further.values()]
-        rows.append([name, *scores, *columns, shown_prediction(_prediction(item))])
+        rows.append([name, *scores, *columns, shown_prediction((item.get("predictions") or [""])[0])])
     return rows
 
 
-def step_text(run: RunDir, step: int, width: int) -> str:
+def step_text(seen: Overview, step: int, width: int) -> str:
     """The examples that a step trained on, and the items that were evaluated after it.
 
     Raises:
         CheckpointError: it has neither; names the steps that have one.
     """
-    evaluated, parts = _evaluated(run), []
+    run, evaluated, parts = seen.run, _evaluated(seen), []
     if run.journal_path(step).is_file():
         forest, _ = read_step(run, step)
         parts.append(_examples_table(run, forest, step, width))
@@ -116,16 +111,16 @@ def step_text(run: RunDir, step: int, width: int) -> str:
     for (split, at), items in evaluated.items():
         if at == step:
             when = "after it" if training else f"after step {step}" if step else "before training"
-            title = f"evaluation on {split} {'' if _is_evaluation(run) else when}".strip()
+            title = f"evaluation on {split} {'' if seen.evaluates else when}".strip()
             parts.append(f"{title}\n{items_table(items, width, worst=WORST if training else None)}")
     if parts:
         example = "" if training else next(iter(evaluated[key][0]["id"] for key in evaluated if key[1] == step))
         more = f"one item: mmrl show {run.path} step={step} example='{clean(example)}'"
         return "\n\n".join([*parts, *([] if training else [more])])
-    raise CheckpointError(f"{run.path}: no journal of step {step}; {_steps(run, evaluated)}")
+    raise CheckpointError(f"{run.path}: no journal of step {step}; {_steps(seen)}")
 
 
-def example_text(run: RunDir, example: str, step: int | None, width: int) -> str:
+def example_text(seen: Overview, example: str, step: int | None, width: int) -> str:
     """The calls of a training example at a step, or what evaluations say of an item.
 
     Args:
@@ -135,12 +130,12 @@ def example_text(run: RunDir, example: str, step: int | None, width: int) -> str
         ConfigError: nothing has such an example.
         CheckpointError: the step has neither a journal nor an evaluation, or there are none at all.
     """
-    evaluated = {key: items for key, items in _evaluated(run).items() if step in (None, key[1])}
+    run = seen.run
+    evaluated = {key: items for key, items in _evaluated(seen).items() if step in (None, key[1])}
     steps = [at for at in reversed(run.journal_steps()) if step in (None, at)]
     if not steps and not evaluated:
-        there = _evaluated(run)
-        which = "the run has no journals yet" if step is None else f"no journal of step {step}"
-        raise CheckpointError(f"{run.path}: {which}{'; ' + _steps(run, there) if step is not None else ''}")
+        which = "the run has no journals yet" if step is None else f"no journal of step {step}; {_steps(seen)}"
+        raise CheckpointError(f"{run.path}: {which}")
     ids: dict[str, None] = {}
     # From the newest step back: a journal is read whole, so the first match ends the search.
     for at in steps:
@@ -152,16 +147,13 @@ def example_text(run: RunDir, example: str, step: int | None, width: int) -> str
     if results:
         texts = run.examples.get((next(iter(results))[0], example))
         return "\n\n".join([_item_text(example, results, width, texts), *_item_trees(run, example, results, width)])
-    listed = list(ids)
     ids |= dict.fromkeys(item["id"] for items in evaluated.values() for item in items)
-    if step is not None:
-        listed = listed or list(ids)
-        first = f"(first: {', '.join(map(clean, listed[:3]))})"
-        got = f"expected one of the {len(listed)} examples of step {step}{nearest(example, list(ids))} {first}"
-        raise ConfigError(f"example: got '{example}', {got}")
-    where = f"none of the {len(steps)} journalled steps" if steps else "no evaluation"
-    way = f" (ids of a step: mmrl show {run.path} step={steps[0] if steps else next(iter(evaluated))[1]})"
-    raise ConfigError(f"example: got '{example}', which {where} has{nearest(example, list(ids))}{way}")
+    at = step if step is not None else steps[0] if steps else next(iter(evaluated))[1]
+    where = f"step {step}" if step is not None else f"{len(steps)} journals and {len(evaluated)} evaluations"
+    first, near = ", ".join(map(clean, list(ids)[:3])), nearest(example, list(ids))
+    raise ConfigError(
+        f"example: got '{example}', which is not in {where}{near} (first: {first}; all: mmrl show {run.path} step={at})"
+    )
 
 
 def _item_text(example: str, results: Mapping[tuple[str, int], Item], width: int, texts: JsonObject | None) -> str:
@@ -204,34 +196,14 @@ def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
     )
 
 
-def _evaluated(run: RunDir) -> Evaluated:
-    """Results of the evaluations that have some, by split and step.
-
-    Raises:
-        DataError: a damaged file.
-    """
-    evaluated, problems = read_evaluations(run)
-    if problems:
-        raise DataError(problems[:FEW])
-    return {place: items for place, items in evaluated.items() if items}
+def _evaluated(seen: Overview) -> dict[tuple[str, int], Sequence[Item]]:
+    """(split, step) -> results of its items, of evaluations that have some."""
+    return {(split, step): items for split, steps in seen.items.items() for step, items in steps.items() if items}
 
 
-def _is_evaluation(run: RunDir) -> bool:
-    return "policy" in run.config
-
-
-def _steps(run: RunDir, evaluated: Evaluated) -> str:
+def _steps(seen: Overview) -> str:
     """Which steps have something to show."""
-    steps, evaluations = run.journal_steps(), sorted({step for _, step in evaluated})
+    steps, evaluations = seen.run.journal_steps(), sorted({step for _, step in _evaluated(seen)})
     have = [f"journals exist for steps {steps[0]} to {steps[-1]}"] if steps else []
     have += [f"evaluations of step {', '.join(map(str, evaluations))}"] if evaluations else []
     return ", ".join(have) or "the run has no journals yet"
-
-
-def _prediction(item: Item) -> object:
-    predictions = item.get("predictions")
-    return predictions[0] if isinstance(predictions, list) and predictions else ""
-
-
-def _mean(items: Sequence[Item], name: str) -> float:
-    return fmean(item["metrics"].get(name, 0.0) for item in items)

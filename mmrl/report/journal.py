@@ -19,13 +19,15 @@ from typing import TypeAlias
 
 from mmrl.errors import CheckpointError, DataError
 from mmrl.records import Call, Forest, Rollout
-from mmrl.report.forest import check_forest, parse_forest, read_record
+from mmrl.report.forest import check_forest, parse_forest
 from mmrl.report.rundir import RunDir
-from mmrl.system.files import JsonObject, atomic_write, dumps, gunzip
+from mmrl.system.files import JsonObject, atomic_write, dumps, gunzip, parse_jsonl
 
 GZIP = b"\x1f\x8b"
 LARGEST_FILE = 2**30
 """Bytes that a zipped file may unpack to."""
+DAMAGE = (EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError, RecursionError)
+"""Errors that a damaged journal makes its readers raise."""
 _PROMPT = ("prompt_ids", "prompt_text")
 
 Prompt: TypeAlias = tuple[tuple[int, ...], str]
@@ -59,14 +61,14 @@ class JournalWriter:
     """Writes the steps' journals one after the other, each in the background while its step trains."""
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
+        # Its thread starts with the first journal.
+        self._pool = ThreadPoolExecutor(1, "mmrl-journal")
         self._written: Future[None] | None = None
 
     def write(self, run: RunDir, forest: Forest, entries: Sequence[object]) -> None:
         """Begin `write_step`; see `wait` for what writing the one before raised."""
         # One write at a time, in order; an error of the last one surfaces here at the latest.
         self.wait()
-        self._pool = self._pool or ThreadPoolExecutor(1, "mmrl-journal")
         self._written = self._pool.submit(write_step, run, forest, entries)
 
     def wait(self) -> None:
@@ -81,9 +83,7 @@ class JournalWriter:
 
     def close(self) -> None:
         """Let what has begun end; may be called twice."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-            self._pool = None
+        self._pool.shutdown(wait=True)
 
 
 def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple[Forest, list[JsonObject]]:
@@ -96,33 +96,11 @@ def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple
     if not path.is_file():
         raise CheckpointError(f"{run.path}: no journal of step {step}; {_available(run, evaluation)}")
     try:
-        return decode_step(parse_lines(gzip.decompress(path.read_bytes()), str(path)), str(path))
+        return decode_step(parse_jsonl(_unzipped(path), str(path)))
     except DataError as error:
         raise CheckpointError(f"{error.problems[0]} (damaged journal)") from None
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, *DAMAGE) as error:
         raise CheckpointError(f"{path}: damaged journal ({type(error).__name__}: {error})") from None
-
-
-def parse_lines(text: bytes, source: str) -> list[JsonObject]:
-    """The records of a journal, one JSON object a line.
-
-    Raises:
-        DataError: a line that is none; names it by `source` and number.
-    """
-    records = []
-    # Line feeds alone separate lines: JSON text may hold the other separators of Unicode.
-    for number, line in enumerate(text.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError("not an object")
-        except (ValueError, RecursionError) as error:
-            reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
-            raise DataError(f"{source}:{number}: got no JSON object ({reason})") from None
-        records.append(record)
-    return records
 
 
 def encode_step(forest: Forest, entries: Sequence[object]) -> list[JsonObject]:
@@ -143,11 +121,10 @@ def encode_step(forest: Forest, entries: Sequence[object]) -> list[JsonObject]:
     return lines
 
 
-def decode_step(lines: Sequence[JsonObject], source: str = "journal") -> tuple[Forest, list[JsonObject]]:
+def decode_step(lines: Sequence[JsonObject]) -> tuple[Forest, list[JsonObject]]:
     """The inverse of `encode_step`.
 
     Raises:
-        DataError: fields that no record has, or of another type; names `source`, record and field.
         KeyError, ValueError, TypeError, IndexError: lines that are none of a journal.
     """
     head: JsonObject | None = None
@@ -161,11 +138,16 @@ def decode_step(lines: Sequence[JsonObject], source: str = "journal") -> tuple[F
         if kind == "forest":
             head = record
         elif kind == "prompt":
-            prompts.append({"prompt_ids": record["ids"], "prompt_text": record["text"]})
+            prompts.append({"prompt_ids": tuple(record["ids"]), "prompt_text": record["text"]})
         elif kind == "call":
-            calls.append(read_record(Call, record | prompts[record.pop("prompt")], source))
+            prompt = prompts[record.pop("prompt")]
+            # Lists of a call are its ids and numbers per token; what facts hold stays as it is.
+            fields: JsonObject = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in record.items()
+            }
+            calls.append(Call(**fields, **prompt))
         elif kind == "rollout":
-            rollouts.append(read_record(Rollout, record, source))
+            rollouts.append(Rollout(**record))
         elif kind == "entry":
             entries.append({key: tuple(value) if isinstance(value, list) else value for key, value in record.items()})
         else:
@@ -208,13 +190,12 @@ def load_rollouts(path: Path) -> Forest:
         DataError: the file is missing or malformed.
     """
     try:
-        data = path.read_bytes()
-        text = (gunzip(data, LARGEST_FILE) if data.startswith(GZIP) else data).decode("utf-8-sig")
-        if _is_journal(text):
-            forest = decode_step(parse_lines(text.encode(), str(path)), str(path))[0]
-            check_forest(forest, str(path))
-            return forest
-        return parse_forest(text, str(path))
+        data = _unzipped(path)
+        if not _is_journal(data):
+            return parse_forest(data.decode("utf-8-sig"), str(path))
+        forest = decode_step(parse_jsonl(data, str(path)))[0]
+        check_forest(forest, str(path))
+        return forest
     except OSError as error:
         hint = "; a journal is a file in RUN_DIR/journal" if path.is_dir() else ""
         raise DataError(f"rollouts: {path} cannot be read ({error.strerror or error}){hint}") from None
@@ -222,14 +203,19 @@ def load_rollouts(path: Path) -> Forest:
         raise DataError(f"rollouts: {path} is not UTF-8 text") from None
     except DataError:
         raise
-    except (EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+    except DAMAGE as error:
         raise DataError(f"rollouts: {path} is a damaged journal ({type(error).__name__}: {error})") from None
 
 
-def _is_journal(text: str) -> bool:
+def _unzipped(path: Path) -> bytes:
+    data = path.read_bytes()
+    return gunzip(data, LARGEST_FILE) if data.startswith(GZIP) else data
+
+
+def _is_journal(data: bytes) -> bool:
     """Whether the first line is a record of its own, as in a journal."""
     try:
-        first = json.loads(text.partition("\n")[0])
+        first = json.loads(data.partition(b"\n")[0])
     except (ValueError, RecursionError):
         return False
     return isinstance(first, dict) and "line" in first

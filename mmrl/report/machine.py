@@ -38,13 +38,8 @@ PACKAGES = (
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 
 
-def describe_environment(command: Sequence[str], cwd: Path | None = None) -> JsonObject:
-    """Everything that a reader needs to know to run it again, besides the config.
-
-    Args:
-        command: the command line as typed.
-        cwd: the user's folder, whose git state is recorded; None: the current one.
-    """
+def describe_environment(command: Sequence[str]) -> JsonObject:
+    """Everything that a reader needs to know to run `command` again, besides the config."""
     # Only if it is loaded anyway: importing it would cost seconds.
     torch = sys.modules.get("torch")
     return {
@@ -59,8 +54,8 @@ def describe_environment(command: Sequence[str], cwd: Path | None = None) -> Jso
         "threads": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
         | ({"torch": torch.get_num_threads()} if torch is not None and hasattr(torch, "get_num_threads") else {}),
         "versions": versions(),
-        "cwd": str(cwd or Path.cwd()),
-        "git": git_state(cwd or Path.cwd()),
+        "cwd": str(Path.cwd()),
+        "git": git_state(Path.cwd()),
         "mmrl_git": git_state(Path(__file__).parent),
     }
 

@@ -20,6 +20,7 @@ from mmrl.report.alarms import Alarm, Thresholds, alarms
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.report.stats import (
     FIRST,
+    WINDOW,
     Difference,
     History,
     compare_items,
@@ -28,14 +29,17 @@ from mmrl.report.stats import (
     learning,
     modules_in,
     number,
+    short,
+    splits_in,
+    trailing_mean,
 )
+from mmrl.report.tables import Rows, with_interval
 from mmrl.report.trials import trial_alarms
 from mmrl.system.files import JsonObject, read_jsonl
 from mmrl.system.objects import readable
 
 FEW = 5
 """Problems of a damaged run that are listed."""
-NAMED = ("task", "algo", "model", "hardware", "engine")
 _ITEM = "expected an item with id (text) and metrics (numbers by name)"
 Item: TypeAlias = JsonObject
 """A line of `eval/*.jsonl`: `id`, `metrics` and more."""
@@ -64,65 +68,26 @@ def damage_named(path: Path | str) -> Iterator[None]:
         ) from error
 
 
-def _config_problems(config: JsonObject) -> Iterator[str]:
-    for section in (*NAMED, "train", "eval", "run"):
-        value = config.get(section, {})
-        if not isinstance(value, dict):
-            yield f"{section}: got {str(value)[:60]!r}, expected a section"
-        elif section in NAMED and not isinstance(value.get("name", ""), str):
-            yield f"{section}.name: got {str(value['name'])[:60]!r}, expected a name"
-    expected = {
-        "seed": int,
-        "train.steps": int,
-        "eval.bootstrap": int,
-        "eval.split": str,
-        "run.name": str,
-        "run.dir": str,
-    }
-    for path, kind in expected.items():
-        section, _, key = path.rpartition(".")
-        holder = config.get(section) if section else config
-        value = holder.get(key) if isinstance(holder, dict) else None
-        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            yield f"{path}: got {str(value)[:60]!r}, expected {'a whole number' if kind is int else 'text'}"
-
-
-def _summary_problems(summary: JsonObject) -> Iterator[str]:
-    for key in ("facts", "metrics"):
-        if not isinstance(summary.get(key) or {}, dict):
-            yield f"{key}: got {str(summary[key])[:60]!r}, expected names and values"
-
-
-def _metrics_problems(record: JsonObject) -> Iterator[str]:
-    for key, value in record.items():
-        if isinstance(value, dict | list):
-            yield f"step {record['step']}: {key}: got {str(value)[:60]!r}, expected a number"
-
-
-def read_evaluations(run: RunDir) -> tuple[dict[tuple[str, int], Sequence[Item]], list[str]]:
-    """(split, step) -> results of its items, by step; and which lines are no results.
+def _items_of(run: RunDir) -> dict[str, dict[int, Sequence[Item]]]:
+    """Split -> step -> results of its items.
 
     Raises:
-        DataError: a line that is no JSON object.
+        DataError: a line that is no result.
     """
-    evaluated: dict[tuple[str, int], Sequence[Item]] = {}
-    problems: list[str] = []
+    items: dict[str, dict[int, Sequence[Item]]] = {}
     # Names are `step-000012-<split>.jsonl`, and a split may hold hyphens.
     for path in sorted((run.path / "eval").glob("step-*-*.jsonl")):
-        step = step_of(path)
-        if step is not None:
-            read = evaluated[path.stem.split("-", 2)[2], step] = read_jsonl(path)
-            problems += [f"{path}:{line}: {_ITEM}" for line, item in enumerate(read, 1) if not _is_item(item)]
-    return evaluated, problems
+        if (step := step_of(path)) is not None:
+            read = items.setdefault(path.stem.split("-", 2)[2], {})[step] = read_jsonl(path)
+            if problems := [f"{path}:{line}: {_ITEM}" for line, item in enumerate(read, 1) if not _is_item(item)]:
+                raise DataError(problems[:FEW])
+    return items
 
 
 def _is_item(item: Item) -> bool:
-    return (
-        isinstance(item.get("id"), str)
-        and isinstance(item.get("metrics"), dict)
-        and all(isinstance(value, int | float) for value in item["metrics"].values())
-        and isinstance(item.get("modules", {}), dict)
-    )
+    metrics = item.get("metrics")
+    numbers = isinstance(metrics, dict) and all(isinstance(value, int | float) for value in metrics.values())
+    return isinstance(item.get("id"), str) and numbers
 
 
 @dataclass(frozen=True)
@@ -144,17 +109,7 @@ class Overview:
         Raises:
             DataError: a metrics or evaluation file is damaged.
         """
-        config, summary, history = run.config, run.summary, run.history()
-        problems = [f"{run.path / 'config.yaml'}: {problem}" for problem in _config_problems(config)]
-        problems += [f"{run.path / 'summary.json'}: {problem}" for problem in _summary_problems(summary)]
-        problems += [f"{run.metrics_path}: {problem}" for record in history for problem in _metrics_problems(record)]
-        evaluated, damaged = read_evaluations(run)
-        if problems := problems + damaged:
-            raise DataError(problems[:FEW])
-        items: dict[str, dict[int, Sequence[Item]]] = {}
-        for (split, step), results in evaluated.items():
-            items.setdefault(split, {})[step] = results
-        return cls(run, config, run.environment, summary, history, items)
+        return cls(run, run.config, run.environment, run.summary, run.history(), _items_of(run))
 
     def get(self, path: str, default: object = None) -> Any:
         """A config value by the path that the user would type; `default` where there is none."""
@@ -214,6 +169,15 @@ class Overview:
     def total(self) -> int | None:
         """Steps of the whole run."""
         return self.get("train.steps")
+
+    @property
+    def curve(self) -> dict[str, float]:
+        """The first, the last and the best of the means that charts show of reward (or loss); {} before a step."""
+        name, _, values = learning(self.training)
+        if not len(values):
+            return {}
+        means = trailing_mean(values, WINDOW)
+        return {"first": means[0], "last": means[-1], "best": (max if name == "reward" else min)(means)}
 
     @cached_property
     def alarms(self) -> list[Alarm]:
@@ -275,18 +239,35 @@ class Overview:
                 points.append((int(record["step"]), value, low, high))
         return points
 
+    def evaluation_rows(self, split: str, most: int = 4) -> Rows:
+        """A row per evaluation with its first metrics and their intervals; [] without any."""
+        names = sorted(self.metric_names(split), key=lambda name: name != self.main_metric)[:most]
+        if not names:
+            return []
+        rows = [["step", *names, "items"]]
+        for record in self.history:
+            keys = [f"eval/{split}/{name}" for name in names]
+            if any(number(record.get(key)) is not None for key in keys):
+                values = [with_interval(record, key) for key in keys]
+                rows.append([str(record["step"]), *values, short(record.get(f"eval/{split}/n"))])
+        return rows
+
+    @property
+    def splits(self) -> list[str]:
+        """Splits that were evaluated, the run's own first."""
+        return sorted(splits_in(self.history), key=lambda split: (split != self.split, split))
+
     @cached_property
     def differences(self) -> dict[str, Difference]:
         """Metric -> last evaluation against the first, on the items that both have; empty before a second one."""
         # The first and the last evaluation: before and after training.
         steps = sorted(self.items.get(self.split, {}))
-        if len(steps) < 2:
-            return {}
-        evaluated = self.items[self.split]
-        resamples = int(self.get("eval.bootstrap", 1000))
-        return compare_items(
-            evaluated[steps[0]], evaluated[steps[-1]], int(self.get("seed", 0)), resamples, self.main_metric
-        )
+        return self.compared(steps[0], steps[-1]) if len(steps) > 1 else {}
+
+    def compared(self, before: int, after: int) -> dict[str, Difference]:
+        """Metric -> the evaluation after step `after` against that after step `before`, as `eval.*` says."""
+        evaluated, resamples = self.items[self.split], int(self.get("eval.bootstrap", 1000))
+        return compare_items(evaluated[before], evaluated[after], int(self.get("seed", 0)), resamples, self.main_metric)
 
     @cached_property
     def kind(self) -> list[str]:

@@ -20,7 +20,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bars
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 from mmrl.errors import MODEL_CAUSED
@@ -31,12 +31,12 @@ from mmrl.report.stats import (
     failed_text,
     failure_shares,
     learning,
-    module_facts,
-    modules_in,
     number,
     short,
     sparkline,
 )
+from mmrl.report.tables import Rows, with_interval
+from mmrl.report.text import align
 from mmrl.secrets import hide
 from mmrl.system.files import JsonObject
 
@@ -48,16 +48,10 @@ HISTORY = 400
 """Steps that sparklines show."""
 ALARM_FIRST, ALARM_LAST = 20, 100
 """Steps that the display's alarms look at, from the start and the end of the run; reports look at all."""
-FIRST_FACTS = ("reward", "penalty", "format_rate", "entropy", "length")
 PLAIN_LINES = 30
 """About this many plain lines for a whole run..."""
 PLAIN_SECONDS = 60.0
 """... and one at least this often."""
-SHARED_FACTS = frozenset(
-    {"calls", "reward", "penalty", "format_rate", "length", "entropy", "surprise", "kl", "clip_share", "attempts"}
-    | {"finish_length_share"}
-)
-"""Facts of a module that every program has; others are the task's behaviour metrics."""
 
 
 def _harmless(
@@ -170,7 +164,7 @@ class Progress:
         self._status = ""
         self._draw()
         if self._live is None:
-            shown = "  ".join(f"{key} {_with_interval(metrics, key)}" for key in self._metric_names(metrics))
+            shown = "  ".join(f"{key} {with_interval(metrics, key)}" for key in self._metric_names(metrics))
             count = number(metrics.get("n"))
             items = "" if count is None else f"  n {count:.0f}"
             shares = {key.removeprefix("failed/"): number(metrics[key]) for key in metrics if key.startswith("failed/")}
@@ -237,75 +231,43 @@ class Progress:
             60: TextColumn("{task.fields[pace]}"),
         }
         self._bars.columns = tuple(column for least, column in columns.items() if width >= least)
-        rows: list[RenderableType] = [self._bars, self._curves(min(max(width - 52, 6), 40))]
+        rows: list[RenderableType] = [self._bars]
+        if curves := self._curves(min(max(width - 52, 6), 40)):
+            rows.append(self._dim(align(curves, indent="")))
         if self._history:
-            rows.append(self._dim(self._speed()))
-            if modules_in([self._history[-1]]):
-                rows.append(self._modules(width))
-            for alarm in self._alarms:
-                rows.append(Text(self._plain(f"! {alarm.name}  {alarm.key}: {alarm.message}"), style="yellow"))
+            rows.append(self._dim(" · ".join([*self._numbers(), *self._costs()])))
+        rows += [Text(self._plain(f"! {alarm.name}  {alarm.key}: {alarm.message}"), "yellow") for alarm in self._alarms]
         return Group(*rows, *([self._dim(self._status)] if self._status else []))
 
-    def _curves(self, room: int) -> Table:
+    def _curves(self, room: int) -> Rows:
         """Reward and evaluations, a row each: name, newest value, curve of at most `room` characters with notes."""
-        table = Table.grid(Column(style="bold"), Column(justify="right"), Column(ratio=1), padding=(0, 1))
-        rows: list[tuple[str, str, str]] = []
+        rows = [["", "", ""]]
         name, _, curve = learning(list(self._history))
         if len(curve):
-            equal = self._history[-1].get("credit/zero_variance_share")
-            note = f"best {short(curve.max())}" + ("" if equal is None else f"  equal groups {_percent(equal)}")
-            if name == "loss":
-                note = f"token accuracy {_percent(self._history[-1].get('train/token_accuracy'))}"
-            rows.append((name, short(curve[-1]), f"{self._spark(list(curve), room)}  {note}"))
+            note = f"best {short(curve.max())}" if name == "reward" else ""
+            rows.append([name, short(curve[-1]), f"{self._spark(list(curve), room)}  {note}"])
         # The newest evaluation as a number, the earlier ones as a curve before it.
         for split, evaluations in self._evaluations.items():
             step, newest = evaluations[-1]
             for key in self._metric_names(newest):
                 values = [value for _, metrics in evaluations if (value := number(metrics.get(key))) is not None]
-                parts = [_with_interval(newest, key).partition(" ")[2]]
+                parts = [with_interval(newest, key).partition(" ")[2], f"at step {step}"]
                 if len(values) > 1:
-                    parts = [self._spark(values, min(room, 16)), *parts, f"from {short(values[0])}"]
-                note = "  ".join(part for part in [*parts, f"at step {step}"] if part)
-                rows.append((f"{split} {key}", short(values[-1]), note))
-        for row in rows:
-            table.add_row(*(Text(self._plain(cell), no_wrap=True, overflow="ellipsis") for cell in row))
-        return table
+                    parts = [self._spark(values, min(room, 16)), parts[0], f"from {short(values[0])}", parts[1]]
+                rows.append([f"{split} {key}", short(values[-1]), "  ".join(filter(None, parts))])
+        return rows[1:] or rows
 
-    def _speed(self) -> str:
+    def _costs(self) -> list[str]:
+        """Where the newest step's time went, and the memory of the process."""
         last = self._history[-1]
-        parts = [
-            f"{short(last[key])} {unit}"
-            for key, unit in (("rate/tokens_per_s", "tokens/s"), ("rate/calls_per_s", "calls/s"))
-            if number(last.get(key)) is not None
-        ]
-        if total := number(last.get("time/step")):
-            shares = [(name, number(last.get(f"time/{name}"))) for name in ("generate", "retrieve", "update")]
-            parts += [f"{name} {value / total:.0%}" for name, value in shares if value is not None]
-        if (memory := number(last.get("memory/rss_mb"))) is not None:
-            parts.append(f"{memory / 1024:.1f} GB")
-        if failed := failed_text(failure_shares(last)):
-            parts.append(failed)
-        return " · ".join(parts)
+        total = number(last.get("time/step"))
+        shares = {name: number(last.get(f"time/{name}")) for name in ("generate", "retrieve", "update")}
+        parts = [f"{name} {value / total:.0%}" for name, value in shares.items() if value is not None and total]
+        memory = number(last.get("memory/rss_mb"))
+        return parts if memory is None else [*parts, f"{memory / 1024:.1f} GB"]
 
     def _dim(self, text: str) -> Text:
         return Text(self._plain(text), style="dim", no_wrap=True, overflow="ellipsis")
-
-    def _modules(self, width: int) -> Table:
-        """One line per module with as many facts as fit, the most telling first."""
-        last = self._history[-1]
-        names = modules_in([last])
-        present = module_facts(self._history)
-        behaviour = [fact for fact in present if fact not in SHARED_FACTS]
-        # Columns in order of importance, as many as fit at 11 characters each; the others are left out.
-        order = dict.fromkeys((*FIRST_FACTS, *behaviour, "kl", "clip_share"))
-        shown = [fact for fact in order if fact in present][: max((width - 16) // 11, 1)]
-        table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
-        table.add_column("module", no_wrap=True, max_width=max(width // 3, 8))
-        for fact in shown:
-            table.add_column(fact.replace("_share", "").replace("_rate", ""), justify="right", no_wrap=True)
-        for name in names:
-            table.add_row(self._plain(name), *(short(last.get(f"module/{name}/{fact}")) for fact in shown))
-        return table
 
     # --- words
 
@@ -326,23 +288,24 @@ class Progress:
         return False
 
     def _line(self, step: int) -> str:
+        # An optimiser of prompts may not know how many trials it will make.
+        parts = [f"step {step}/{total:.0f}" if (total := self._task.total) else f"step {step}"]
+        return "  ".join([*parts, *self._numbers(), self._pace()])
+
+    def _numbers(self) -> list[str]:
+        """The newest step in a few numbers."""
         last = self._history[-1]
         reward = last.get("reward/mean", last.get("prompts/score"))
         accuracy = number(last.get("train/token_accuracy"))
-        # An optimiser of prompts may not know how many trials it will make.
-        parts = [f"step {step}/{total:.0f}" if (total := self._task.total) else f"step {step}"]
         if reward is not None or accuracy is None:
-            parts.append(f"reward {short(reward)}")
+            parts = [f"reward {short(reward)}"]
         else:
-            parts.append(f"loss {short(last.get('train/loss'))}  token accuracy {_percent(accuracy)}")
-        for key in dict.fromkeys((self._main, "f1")):
-            if number(last.get(f"task/{key}")) is not None:
-                parts.append(f"{key} {short(last[f'task/{key}'])}")
+            parts = [f"loss {short(last.get('train/loss'))}", f"token accuracy {accuracy:.0%}"]
+        metrics = [key for key in dict.fromkeys((self._main, "f1")) if number(last.get(f"task/{key}")) is not None]
+        parts += [f"{key} {short(last[f'task/{key}'])}" for key in metrics]
         if number(last.get("rate/tokens_per_s")) is not None:
             parts.append(f"{short(last['rate/tokens_per_s'])} tokens/s")
-        if failed := failed_text(failure_shares(last)):
-            parts.append(failed)
-        return "  ".join([*parts, self._pace()])
+        return [*parts, *filter(None, [failed_text(failure_shares(last))])]
 
     def _pace(self) -> str:
         """Seconds per step, evaluations included, and the time left at that pace; empty before the first step."""
@@ -358,14 +321,3 @@ class Progress:
         """`text` as the terminal's encoding can show it, without secrets, which a line break would hide from `hide`."""
         text = hide(text)
         return text.encode("ascii", "replace").decode() if self._ascii else text
-
-
-def _percent(value: object) -> str:
-    share = number(value)
-    return "-" if share is None else f"{share:.0%}"
-
-
-def _with_interval(metrics: Metrics, key: str) -> str:
-    low, high = number(metrics.get(f"{key}_low")), number(metrics.get(f"{key}_high"))
-    interval = "" if low is None or high is None else f" [{short(low)}, {short(high)}]"
-    return short(metrics.get(key)) + interval

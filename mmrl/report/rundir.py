@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -48,23 +47,7 @@ LOCK, SEGMENTS, EXAMPLES = "run.lock", "segments.jsonl", "examples.jsonl"
 LONGEST = 600
 """Characters that are kept of a text of an example."""
 FOLDERS = ("journal", "eval", "checkpoints")
-NOT_COMPARED = ("time/", "rate/", "memory/", "endpoint/")
-"""Metric families that a clock or the machine decides; all others are bit-equal on the same inputs."""
-
-Value = TypeVar("Value")
 _STEP = re.compile(r"step-(\d+)")
-
-
-def comparable(metrics: Mapping[str, Value]) -> dict[str, Value | str]:
-    """`metrics` without times, rates and memory: what an interrupted and an uninterrupted run share bit for bit.
-
-    NaN becomes the string "nan", so that two records compare with `==`.
-    """
-    return {
-        key: "nan" if isinstance(value, float) and math.isnan(value) else value
-        for key, value in metrics.items()
-        if not key.startswith(NOT_COMPARED)
-    }
 
 
 def step_of(path: Path) -> int | None:
@@ -97,6 +80,9 @@ class RunDir:
 
     def __init__(self, path: Path):
         self.path = path
+        self.metrics_path, self.report_path = path / "metrics.jsonl", path / "report.html"
+        self.checkpoints = path / "checkpoints"
+        """Folder of the trainer's checkpoints."""
         self.ledger = Ledger(path)
         self._noted: set[tuple[str, str]] | None = None
         self._lock: int | None = None
@@ -205,21 +191,6 @@ class RunDir:
 
     # --- what is in it
 
-    @property
-    def metrics_path(self) -> Path:
-        """`metrics.jsonl`."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the trainer's checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def report_path(self) -> Path:
-        """`report.html`."""
-        return self.path / "report.html"
-
     def journal_path(self, step: int, evaluation: str | None = None) -> Path:
         """Journal file of a training step, or of the evaluation on split `evaluation` after that step."""
         return self.path / "journal" / f"step-{step:06d}{f'-eval-{evaluation}' if evaluation else ''}.jsonl.gz"
@@ -256,14 +227,7 @@ class RunDir:
         Raises:
             DataError: a damaged file.
         """
-        path = self.path / SEGMENTS
-        segments = read_jsonl(path)
-        for number, segment in enumerate(segments, start=1):
-            if not all(isinstance(segment.get(key), int) and segment[key] > 0 for key in ("steps", "done")):
-                raise DataError(
-                    f"{path}:{number}: got {dumps(segment)[:60]}, expected numbers of steps and of done ones"
-                )
-        return segments
+        return read_jsonl(self.path / SEGMENTS)
 
     @property
     def planned_steps(self) -> set[object]:

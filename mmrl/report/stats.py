@@ -17,6 +17,8 @@ import numpy as np
 from mmrl import rng
 from mmrl.system.files import JsonObject
 
+WINDOW = 5
+"""Steps that curves are averaged over, backwards."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-~=+*#"
 
@@ -142,14 +144,9 @@ def short(value: object, digits: int = 3) -> str:
         return f"{0.0:.{digits}f}"
     if size >= 1e15:
         return f"{finite:.1e}"
-    if size >= 1e12:
-        return f"{finite / 1e12:.1f}T"
-    if size >= 1e9:
-        return f"{finite / 1e9:.1f}G"
-    if size >= 1e6:
-        return f"{finite / 1e6:.1f}M"
-    if size >= 1e4:
-        return f"{finite / 1e3:.1f}k"
+    for least, scale, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if size >= least:
+            return f"{finite / scale:.1f}{unit}"
     if finite == int(finite) and size >= 2:
         return str(int(finite))
     if size >= 100:

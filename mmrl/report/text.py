@@ -1,12 +1,17 @@
 """Rows and paragraphs as plain text, no wider than a terminal.
 
-Not rich's, so that what is copied or piped is the same; and without numpy, which `mmrl credit` must not wait for.
+What is copied or piped is the same. Without numpy, which `mmrl credit` must not wait for.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from textwrap import fill, wrap
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 LEAST = 8
 """Columns that a cell keeps, however narrow the terminal."""
@@ -94,3 +99,14 @@ def _narrowed(widths: list[int], least: Sequence[int], width: int) -> None:
 
 def _wrapped(cell: str, width: int) -> list[str]:
     return [cell] if len(cell) <= width else wrap(cell, width, break_on_hyphens=False)
+
+
+def drawn(parts: Sequence[RenderableType], width: int) -> str:
+    """What rich draws, as plain text: what is copied or piped is the same."""
+    from rich.console import Console
+
+    screen = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False, emoji=False)
+    with screen.capture() as captured:
+        for part in parts:
+            screen.print(part)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())

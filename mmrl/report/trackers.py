@@ -52,11 +52,6 @@ class Trackers:
         self._warn = warn
         self._calls = calls
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Trackers still on."""
-        return tuple(self._started)
-
     def log(self, step: int, metrics: Mapping[str, object]) -> None:
         """Pass the finite numbers of one step on."""
         finite = {key: value for key, raw in metrics.items() if (value := number(raw)) is not None}
@@ -117,26 +112,7 @@ def trackers(
 ) -> Iterator[Trackers]:
     """The trackers of `run.report_to`, closed at the end with the run's summary (if it came that far).
 
-    Raises:
-        ConfigError: as `open_trackers`.
-    """
-    opened = open_trackers(settings, run, name=name, group=group, device=device, warn=warn)
-    try:
-        yield opened
-    finally:
-        opened.finish(run.summary)
-
-
-def open_trackers(
-    settings: RunConfig,
-    run: RunDir,
-    *,
-    name: str,
-    group: str,
-    device: str,
-    warn: Callable[[str], None] = print,
-) -> Trackers:
-    """Start the trackers named in `run.report_to`; a resumed run goes on in the same files.
+    A resumed run goes on in the same files.
 
     Args:
         name, group: of the run, where `run.name` and `run.group` say nothing.
@@ -168,7 +144,11 @@ def open_trackers(
         except Exception as error:
             Trackers(started, warn).finish()
             raise ConfigError(f"run.report_to: '{service}' does not start: {type(error).__name__}: {error}") from None
-    return Trackers(started, warn, settings.report_calls)
+    opened = Trackers(started, warn, settings.report_calls)
+    try:
+        yield opened
+    finally:
+        opened.finish(run.summary)
 
 
 def missing_trackers(report_to: Sequence[str]) -> list[str]:

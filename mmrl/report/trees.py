@@ -6,17 +6,21 @@ Part of `report`; pure. Credit entries are the mappings that the journal returns
 from __future__ import annotations
 
 import math
-import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeAlias
 
-from mmrl.errors import ConfigError, ParseFailure, nearest
+from rich.text import Text
+from rich.tree import Tree
+
+from mmrl.errors import ParseFailure
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.journal import Prompt
 from mmrl.report.stats import number, short, signed
+from mmrl.report.text import drawn
 from mmrl.system.files import JsonObject
 
 if TYPE_CHECKING:
@@ -38,48 +42,34 @@ Piece: TypeAlias = tuple[str, int]
 """A part of a completion and its shade."""
 
 
-class TokenTexts:
-    """What tokens of a completion look like, by a `tokenizer.json`; without one a completion is one piece.
+def read_tokenizer(folders: Iterable[Path]) -> Tokenizer | None:
+    """The tokenizer of the first of `folders` that has one which can be read."""
+    # The library that transformers uses; by itself it loads in a moment.
+    from tokenizers import Tokenizer
 
-    Args:
-        file: None: there is none.
+    for folder in folders:
+        try:
+            return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception:  # the library raises no type of its own
+            continue
+    return None
+
+
+def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, int]]:
+    """Texts whose sequence is the completion, each with how many tokens it has.
+
+    A letter may be spread over several tokens, which are then one piece.
     """
-
-    def __init__(self, file: Path | None):
-        self._tokenizer: Tokenizer | None = None
-        if file is not None:
-            # The library that transformers uses; by itself it loads in a moment.
-            from tokenizers import Tokenizer
-
-            self._tokenizer = Tokenizer.from_file(str(file))
-
-    @classmethod
-    def of(cls, folders: Iterable[Path]) -> TokenTexts:
-        """By the first of `folders` that has a tokenizer which can be read."""
-        for folder in folders:
-            try:
-                return cls(folder / "tokenizer.json")
-            except Exception:  # the library raises no type of its own
-                continue
-        return cls(None)
-
-    def pieces(self, ids: Sequence[int]) -> list[tuple[str, int]]:
-        """Texts whose sequence is the completion, each with how many tokens it has; empty without a tokenizer.
-
-        A letter may be spread over several tokens, which are then one piece.
-        """
-        if self._tokenizer is None:
-            return []
-        parts: list[tuple[str, int]] = []
-        before, first = "", 0
-        for at in range(1, len(ids) + 1):
-            # With the token before: some tokenizers drop the space of a text's first token.
-            text = self._tokenizer.decode(list(ids[max(first - 1, 0) : at]), skip_special_tokens=False)
-            if text.endswith("\ufffd") and at < len(ids):
-                continue
-            parts.append((text[len(before) :], at - first))
-            before, first = self._tokenizer.decode([ids[at - 1]], skip_special_tokens=False), at
-        return parts
+    parts: list[tuple[str, int]] = []
+    before, first = "", 0
+    for at in range(1, len(ids) + 1):
+        # With the token before: some tokenizers drop the space of a text's first token.
+        text = tokenizer.decode(list(ids[max(first - 1, 0) : at]), skip_special_tokens=False)
+        if text.endswith("\ufffd") and at < len(ids):
+            continue
+        parts.append((text[len(before) :], at - first))
+        before, first = tokenizer.decode([ids[at - 1]], skip_special_tokens=False), at
+    return parts
 
 
 def shade(advantage: float, largest: float) -> int:
@@ -94,16 +84,19 @@ def largest_advantage(entries: Sequence[EntryFields]) -> float:
     return max((abs(value) for value in sizes if value is not None), default=0.0)
 
 
-def coloured(call: Call, entries: Sequence[EntryFields], texts: TokenTexts, largest: float) -> list[Piece]:
-    """The completion in pieces of one shade each: one piece where all tokens have the same advantage."""
+def coloured(call: Call, entries: Sequence[EntryFields], tokenizer: Tokenizer | None, largest: float) -> list[Piece]:
+    """The completion in pieces of one shade each.
+
+    One piece where all tokens have the same advantage, or nothing says what each token is.
+    """
     values = [number(value) or 0.0 for value in entries[0].get("advantages", ())] if entries else []
-    tokens = texts.pieces(call.completion_ids) if values and min(values) != max(values) else []
-    if not tokens or len(values) != len(call.completion_ids):
-        # Also of values that belong to other tokens than those that are here.
+    # Values may belong to other tokens than those that are here.
+    apart = len(set(values)) > 1 and len(values) == len(call.completion_ids)
+    if tokenizer is None or not apart:
         return [(abridged(clean(call.text), 1200, 400), shade(fmean(values), largest) if values else 0)]
     pieces: list[Piece] = []
     at, left_out, (head, tail) = 0, False, TOKENS
-    for text, count in tokens:
+    for text, count in token_texts(call.completion_ids, tokenizer):
         level = shade(fmean(values[at : at + count]), largest)
         if at < head or at >= len(values) - tail:
             same = bool(pieces) and pieces[-1][1] == level
@@ -133,6 +126,42 @@ class Node:
         ended = any(rollout.error == ParseFailure.kind for rollout in self.rollouts)
         return "could not be parsed" if ended else "could not be parsed, which the program caught"
 
+    @property
+    def name(self) -> str:
+        """Module, and where it has more than one, invocation and turn."""
+        call = self.call
+        return (
+            call.module
+            + (f" #{call.invocation}" if call.invocation else "")
+            + (f" turn {call.turn}" if call.turn else "")
+        )
+
+    @property
+    def ended(self) -> str:
+        """Length and end of the reply, and the attempt that it is."""
+        attempt = f" · attempt {self.call.attempts}" if self.call.attempts > 1 else ""
+        return f"{self.call.completion_tokens} tokens, {self.call.finish}{attempt}"
+
+    @property
+    def facts(self) -> str:
+        """What the program noted of the call, and its rewards; empty without any."""
+        found = {"penalty": self.call.penalty or None, "turn reward": self.call.turn_reward, **self.call.facts}
+        return " · ".join(
+            f"{name} {short(value) if number(value) is not None else abridged(clean(value), 200, 60)}"
+            for name, value in found.items()
+            if isinstance(value, int | float | str)
+        )
+
+    @property
+    def credit(self) -> list[str]:
+        """A line for each entry."""
+        return [credit_line(entry) for entry in self.entries] or ["no credit"]
+
+    @property
+    def outcomes(self) -> list[str]:
+        """A line for each rollout that ends here."""
+        return [rollout_line(rollout) for rollout in self.rollouts]
+
 
 def trees(forest: Forest, entries: Sequence[EntryFields], example: str) -> list[Node]:
     """The trees of one example, in forest order."""
@@ -155,35 +184,13 @@ def trees(forest: Forest, entries: Sequence[EntryFields], example: str) -> list[
 def telling_examples(forest: Forest, count: int) -> list[str]:
     """Examples worth reading first: rewards that differ between rollouts, then a failure, then any."""
     rewards: dict[str, list[float]] = {}
-    failed: dict[str, int] = {}
     for rollout in forest.rollouts:
         rewards.setdefault(rollout.example, []).append(rollout.reward or 0.0)
-        failed[rollout.example] = failed.get(rollout.example, 0) + (rollout.error is not None)
-    ranges = {example: max(values) - min(values) for example, values in rewards.items()}
-    order = {example: index for index, example in enumerate(forest.examples)}
     # Where rollouts of one question differ, there is something to learn from.
-    by_range = sorted(order, key=lambda example: (-ranges[example], order[example]))
-    by_failure = sorted((e for e in order if failed[e]), key=lambda example: (-failed[example], order[example]))
-    return list(dict.fromkeys([*by_range[: max(count - 1, 1)], *by_failure[:1], *by_range]))[:count]
-
-
-def check_example(forest: Forest, example: str) -> None:
-    """Refuse an example that the step does not have.
-
-    Raises:
-        ConfigError: names the nearest.
-    """
-    if example not in forest.examples:
-        raise ConfigError(
-            f"example: got '{example}', expected one of the {len(forest.examples)} examples of step {forest.step}"
-            f"{nearest(example, forest.examples)} (first: {', '.join(forest.examples[:3])})"
-        )
-
-
-def call_name(call: Call) -> str:
-    """Module, and where it has more than one, invocation and turn."""
-    invocation = f" #{call.invocation}" if call.invocation else ""
-    return call.module + invocation + (f" turn {call.turn}" if call.turn else "")
+    by_range = sorted(rewards, key=lambda example: min(rewards[example]) - max(rewards[example]))
+    failed = Counter(rollout.example for rollout in forest.rollouts if rollout.error is not None)
+    by_failure = [example for example, _ in failed.most_common(1)]
+    return list(dict.fromkeys([*by_range[: max(count - 1, 1)], *by_failure, *by_range]))[:count]
 
 
 def clean(text: object) -> str:
@@ -223,11 +230,11 @@ def made_of(reward: object, parts: Mapping[str, object]) -> str:
     return f" ({', '.join(shown)})"
 
 
-def shown_prediction(prediction: object) -> str:
-    """A prediction in a cell of a table: an agent's, which has its whole conduct in it, by its answer."""
+def shown_prediction(prediction: object, head: int = 30, tail: int = 10) -> str:
+    """The start and the end of a prediction: of one that has an answer among other things, of its answer."""
     if isinstance(prediction, Mapping) and prediction.get("answer") is not None:
         prediction = prediction["answer"]
-    return abridged(clean(prediction), 30, 10)
+    return abridged(clean(prediction), head, tail)
 
 
 def credit_line(entry: EntryFields) -> str:
@@ -262,7 +269,7 @@ def rollout_line(rollout: Rollout) -> str:
         line += " · metrics: " + ", ".join(f"{name} {short(value)}" for name, value in metrics.items())
     if rollout.fork:
         line += f" · forked at {rollout.fork}"
-    return line + f" · prediction {abridged(clean(rollout.prediction), 100, 60)}"
+    return line + f" · prediction {shown_prediction(rollout.prediction, 100, 60)}"
 
 
 def asked_lines(texts: JsonObject | None) -> list[str]:
@@ -284,76 +291,40 @@ def render_example(
     Args:
         entries: None: of an evaluation, which gives no credit.
         texts: of `RunDir.examples`.
-
-    Raises:
-        ConfigError: the step has no such example.
     """
-    check_example(forest, example)
     rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
     where = f"example {example} · step {forest.step} · " if entries is not None else ""
-    lines = [f"{where}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"]
-    for line in asked_lines(texts):
-        _wrap(line, "", width, lines)
+    head = f"{where}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"
+    parts: list[str | Tree] = ["\n".join([head, *asked_lines(texts)])]
     for root in trees(forest, entries or (), example):
-        lines += [""]
-        _render(root, "", "", None, width, lines, credited=entries is not None)
+        parts += ["", _tree(root, None, credited=entries is not None)]
     # A rollout that failed before its first call is on no path of the tree.
-    lost = [rollout for rollout in rollouts if rollout.leaf is None]
-    if lost:
-        lines += ["", "without any call:"] + [f"  {rollout_line(rollout)}" for rollout in lost]
-    return "\n".join(lines)
+    if lost := [rollout for rollout in rollouts if rollout.leaf is None]:
+        parts += ["", "\n".join(["without any call:", *(f"  {rollout_line(rollout)}" for rollout in lost)])]
+    # A level takes four columns: lines of deep trees overflow.
+    deepest = max((len(forest.path(rollout)) for rollout in rollouts), default=0)
+    return drawn(parts, max(width, 4 * deepest + 30))
 
 
-def _render(
-    node: Node, first: str, rest: str, shared: Prompt | None, width: int, lines: list[str], credited: bool = True
-) -> None:
-    """Append the text of a node: `first` before its first line, `rest` before all others.
+def _tree(node: Node, shared: Prompt | None, credited: bool) -> Tree:
+    """A call and those after it.
 
     Args:
-        shared: prompt of the sibling before, so that a shared prompt is printed once.
+        shared: prompt of the sibling before: where this call has it too, it is not shown again.
     """
     call = node.call
-    head = f"{call_name(call)} · {call.completion_tokens} tokens, {call.finish}"
-    head += f" · {node.state}" if node.state else ""
-    if call.attempts > 1:
-        head += f" · attempt {call.attempts}"
-    lines.append(f"{first}{head}  [{call.id}]")
-    inner = rest + ("│ " if node.children else "  ")
-    # Siblings of a fork have one prompt; repeated it would bury what differs.
-    if (call.prompt_ids, call.prompt_text) == shared:
-        lines.append(f"{inner}asked: as above")
-    elif call.prompt_text:
-        _wrap(f"asked: {abridged(clean(call.prompt_text))}", inner, width, lines)
-    _wrap(f"said:  {abridged(clean(call.text), 300, 100) or '(nothing)'}", inner, width, lines)
-    facts = {name: value for name, value in call.facts.items() if isinstance(value, int | float | str)}
-    if call.penalty or facts:
-        shown = [f"penalty {short(call.penalty)}"] if call.penalty else []
-        shown += [
-            f"{name} {short(value) if number(value) is not None else clean(value)}" for name, value in facts.items()
-        ]
-        _wrap("facts: " + " · ".join(shown), inner, width, lines)
-    if call.turn_reward is not None:
-        lines.append(f"{inner}turn reward {short(call.turn_reward)}")
-    for entry in node.entries:
-        _wrap(credit_line(entry), inner, width, lines)
-    if not node.entries and credited:
-        lines.append(f"{inner}no credit")
-    for rollout in node.rollouts:
-        _wrap(f"⇒ {rollout_line(rollout)}", inner, width, lines)
-    before: Prompt | None = None
-    for index, child in enumerate(node.children):
-        last = index == len(node.children) - 1
-        _render(
-            child, rest + ("└─ " if last else "├─ "), rest + ("   " if last else "│  "), before, width, lines, credited
-        )
+    prompt = (call.prompt_ids, call.prompt_text)
+    lines = [f"{node.name} · {node.ended}{f' · {node.state}' if node.state else ''}  [{call.id}]"]
+    if prompt == shared or call.prompt_text:
+        lines.append(f"asked: {'as above' if prompt == shared else abridged(clean(call.prompt_text))}")
+    lines.append(f"said:  {abridged(clean(call.text), 300, 100) or '(nothing)'}")
+    lines += [f"facts: {node.facts}"] if node.facts else []
+    lines += [*(node.credit if credited else []), *(f"⇒ {outcome}" for outcome in node.outcomes)]
+    tree, before = Tree(Text("\n".join(lines))), None
+    for child in node.children:
+        tree.children.append(_tree(child, before, credited))
         before = (child.call.prompt_ids, child.call.prompt_text)
-
-
-def _wrap(text: str, indent: str, width: int, lines: list[str]) -> None:
-    # Deep trees leave no room; 30 columns stay readable even where lines then overflow.
-    room = max(width - len(indent), 30)
-    wrapped = textwrap.wrap(text, room, subsequent_indent="       ", break_on_hyphens=False) or [""]
-    lines += [indent + line for line in wrapped]
+    return tree
 
 
 def visible(value: str) -> str:

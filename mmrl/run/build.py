@@ -139,7 +139,7 @@ def build_stage(config: StageConfig, task: Task, log: StepLog) -> Stage:
     return STAGES[config.kind.name](config, task, log)
 
 
-def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> WeightStage:
+def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> Stage:
     from mmrl.models.load import load_policy
     from mmrl.stages.weights import WeightStage
     from mmrl.trainer.adapters import make_adapters
@@ -185,7 +185,7 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> WeightSta
     return stage
 
 
-def _build_sft(config: SftCommandConfig, task: Task, log: StepLog) -> SftStage:
+def _build_sft(config: SftCommandConfig, task: Task, log: StepLog) -> Stage:
     from mmrl.models.load import load_policy
     from mmrl.stages.sft import SftStage
     from mmrl.trainer.adapters import make_adapters
@@ -221,7 +221,7 @@ def _build_sft(config: SftCommandConfig, task: Task, log: StepLog) -> SftStage:
     return stage
 
 
-def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> PromptStage:
+def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> Stage:
     from mmrl.stages.prompts.stage import PromptStage
 
     resources, start = ExitStack(), Policy(base=config.model.path)

@@ -191,16 +191,28 @@ def read_jsonl(path: Path) -> list[JsonObject]:
     """
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
+    data = path.read_bytes()
+    # What follows the last newline is empty, or a line half-written.
+    return parse_jsonl(data[: data.rfind(b"\n") + 1], str(path))
+
+
+def parse_jsonl(data: bytes, source: str) -> list[JsonObject]:
+    """The JSON objects in `data`, one a line; empty lines are passed over.
+
+    Raises:
+        DataError: any other line that is not a JSON object, with its number in `source`.
+    """
     records = []
-    # `split` leaves what follows the last newline as last piece: empty, or a line half-written.
-    for number, line in enumerate(lines[:-1], start=1):
+    # Line feeds alone separate lines: JSON text may hold the other separators of Unicode.
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line.strip():
+            continue
         try:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError("not an object")
-        except ValueError:
-            raise DataError(f"{path}:{number}: got {line[:60]!r}, expected one JSON object per line") from None
+        except (ValueError, RecursionError):
+            raise DataError(f"{source}:{number}: got {line[:60]!r}, expected one JSON object per line") from None
         records.append(record)
     return records
 

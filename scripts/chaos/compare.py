@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-
-from mmrl.report.rundir import comparable
 
 PAGES = ("set.html", "set.md", "set.json", "figure.svg")
 """Of a set, with the time at which they were made."""
@@ -21,7 +20,21 @@ SERVED = "run/engine"
 """Of a run with a server: its log, and the weights that it was given last, whose names count the pushes of a start."""
 
 
+NOT_COMPARED = ("time/", "rate/", "memory/", "endpoint/")
+"""Metric families that a clock or the machine decides; all others are bit-equal on the same inputs."""
 WANDB = re.compile(r"tmp/[^/]*wandb-(media|artifacts)(/|$)")
+
+
+def comparable(metrics: Mapping[str, object]) -> dict[str, object]:
+    """`metrics` without times, rates and memory: what an interrupted and an uninterrupted run share bit for bit.
+
+    NaN becomes the string "nan", so that two records compare with `==`.
+    """
+    return {
+        key: "nan" if isinstance(value, float) and math.isnan(value) else value
+        for key, value in metrics.items()
+        if not key.startswith(NOT_COMPARED)
+    }
 
 
 def differences(expected: Path, actual: Path) -> list[str]:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.journal import write_step
-from mmrl.report.rundir import RunDir, comparable
+from mmrl.report.rundir import RunDir
 from mmrl.system.conf import later_wins
 from mmrl.system.files import append_jsonl
+from scripts.chaos.compare import comparable
 
 MODULES = {"rewriter": 21, "reranker": 9, "answerer": 6}
 CONFIG = {

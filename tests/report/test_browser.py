@@ -18,10 +18,11 @@ from mmrl.report.html import report_run
 from mmrl.report.journal import write_step
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.trees import TokenTexts, asked_lines
+from mmrl.report.trees import asked_lines
 from tests.helpers.runs import CONFIG, fake_run, forest
 
-PLAIN = TokenTexts(None)
+PLAIN = None
+"""No tokenizer: a completion is one piece."""
 
 
 def content(block):
@@ -158,8 +159,11 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")
 def test_chromium_shows_an_example_of_two_steps_side_by_side(tmp_path):
     run = fake_run(tmp_path / "run")
-    page = report_run(run.path)
     steps = run.journal_steps()
+    asked = Example(id="q0", inputs={"question": "Who <b>?"}, metadata={"answers": ["Ada"]})
+    run.note_examples("train", [asked])
+    write_step(run, replace(forest(1)[0], calls={}, rollouts=()))
+    page = report_run(run.path)
     example = next(iter(forest(steps[0])[0].examples))
 
     def shown(place):
@@ -176,6 +180,9 @@ def test_chromium_shows_an_example_of_two_steps_side_by_side(tmp_path):
     assert f"<h3>step {steps[0]}</h3>" in left and f"<h3>step {steps[-1]}</h3>" in right, "the earlier one first"
     assert left.count('class="call"') == right.count('class="call"') > 0
     assert re.search(r'<span class="(up|down)[1-4]">', left)
+    # What was asked and what is right stands once, above both.
+    assert both.count("question: Who &lt;b&gt;?") == both.count("gold: answers Ada") == 1
+    assert "No example of this step passes the filters." in shown("step=train-1")
     # What a model wrote is text here too.
     assert "<script>alert" not in both
     # An address that names nothing shows the last step, and an example whose rollouts differ.

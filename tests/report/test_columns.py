@@ -40,8 +40,8 @@ def test_the_table_has_a_row_per_metric_and_says_what_is_missing():
     )
     lines = {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:]}
     assert text.splitlines()[0].split() == ["a", "b"]
-    assert lines["em"] == ["0.2500", "[0.100,", "0.400]", "0.2500", "[0.100,", "0.400]"]
-    assert lines["f1"] == ["-", "0.5000", "[0.400,", "0.600]"]
+    assert lines["em"] == ["0.250", "[0.100,", "0.400]", "0.250", "[0.100,", "0.400]"]
+    assert lines["f1"] == ["-", "0.500", "[0.400,", "0.600]"]
     assert lines["items"] == ["20", "5"]
     assert lines["failed"][2:] == ["5.0%", "5.0%"]
     assert "module/x/length" not in text

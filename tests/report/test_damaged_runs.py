@@ -24,19 +24,12 @@ def test_a_damaged_run_is_shown_or_refused(whole, seed):
 
 DAMAGE = {
     "config.yaml": [
-        ("seed: 0", "seed: []", "config.yaml: seed: got '[]', expected a whole number"),
-        ("name: mhgpo_rr", "name: {a: b}", "config.yaml: algo.name: got"),
         ("seed: 0", "seed: [0\nx", "config.yaml:3: cannot be read: not YAML (expected ',' or ']', but got ':')"),
-        ("bootstrap: 200", "bootstrap: x", "config.yaml: eval.bootstrap: got 'x', expected a whole number"),
-    ],
-    "metrics.jsonl": [
-        ('"train/kl":', '"train/kl":[1],"x":', "metrics.jsonl: step 1: train/kl: got '[1]', expected a number")
     ],
     "eval/step-000000-dev.jsonl": [
         ('"id":"d3","metrics":', '"id":"d3","metrix":', "step-000000-dev.jsonl:4: expected an item with id"),
         ('"em":1.0', '"em":"x"', "dev.jsonl:"),
     ],
-    "summary.json": [('"name": "x"', '"facts": 3', "summary.json: facts: got '3', expected names and values")],
 }
 
 

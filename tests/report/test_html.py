@@ -22,7 +22,7 @@ from mmrl.report.html import report_run
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import BLOCKS
-from mmrl.report.trees import TokenTexts, coloured, shade, telling_examples
+from mmrl.report.trees import coloured, read_tokenizer, shade, telling_examples, token_texts
 from mmrl.system.files import append_jsonl
 from tests.helpers.runs import CONFIG, fake_run, forest, items, metrics
 
@@ -166,6 +166,28 @@ def test_curves_without_values_are_empty():
     assert reward_curve([]) == evaluation_curve({}, "dev") == lines_over_steps([{"step": 1}], {"a": "b"}, "x") == ""
 
 
+def test_a_curve_of_few_steps_is_seen():
+    """One step is a point; below one window, where no mean is drawn, the values themselves are not faint."""
+    for steps in (1, 3, 9):
+        svg = reward_curve([{"step": step, "reward/mean": step / 9} for step in range(1, steps + 1)])
+        assert bool(re.search(r'clip-path="url[^"]*">\s*<use ', svg)) == (steps == 1)
+        assert ("stroke-opacity: 0.35" in svg) == (steps == 9)
+        # Steps are whole numbers, also where there is but one.
+        labels = re.findall(r">([^<>\s]+)</text>", svg)
+        assert all(label.isdigit() for label in labels[: labels.index("step")])
+
+
+def test_the_page_shows_the_prompts_of_a_search_as_mmrl_show_does(tmp_path):
+    run = fake_run(tmp_path / "run", steps=3)
+    prompt = {"instructions": "Answer <b>.", "demonstrations": []}
+    trial = {"trial": 1, "candidate": "x" * 9, "items": 4, "score": 0.5, "best": 0.5, "full": True, "failed": {}}
+    (run.path / "prompts").mkdir()
+    append_jsonl(run.path / "prompts" / "trials.jsonl", [trial | {"modules": {"a": prompt}}])
+    page = report_run(run.path).read_text()
+    assert "<h2>Prompts</h2>" in page and "+Answer &lt;b&gt;." in page
+    assert "+Answer <b>." in show_run(run.path)
+
+
 def test_a_long_curve_is_thinned():
     history = [{"step": step, "reward/mean": step % 7} for step in range(5000)]
     assert len(reward_curve(history)) < 60_000
@@ -250,9 +272,9 @@ def test_curves_that_agree_are_both_seen_and_the_legend_is_above_them():
 
 
 def test_the_tokens_of_a_completion_are_coloured_by_their_advantage():
-    texts = TokenTexts.of([Path("nowhere"), ASSETS / "tiny"])
+    texts = read_tokenizer([Path("nowhere"), ASSETS / "tiny"])
     ids = Tokenizer.from_file(str(ASSETS / "tiny" / "tokenizer.json")).encode("It may be Gr\u00fcn or 1902").ids
-    pieces = texts.pieces(ids)
+    pieces = token_texts(ids, texts)
     assert "".join(text for text, _ in pieces) == "It may be Gr\u00fcn or 1902" and len(pieces) > 5
     assert sum(count for _, count in pieces) == len(ids)
     call = Call(
@@ -263,7 +285,7 @@ def test_the_tokens_of_a_completion_are_coloured_by_their_advantage():
     assert [level for _, level in shown] == [-2, 4] and "".join(text for text, _ in shown).startswith("It may")
     # One advantage, or no tokenizer: one piece.
     assert coloured(call, [{"advantages": [0.3] * len(ids)}], texts, 1.0) == [("x", 2)]
-    assert coloured(call, [{"advantages": values}], TokenTexts(None), 1.0) == [("x", shade(fmean(values), 1.0))]
+    assert coloured(call, [{"advantages": values}], None, 1.0) == [("x", shade(fmean(values), 1.0))]
     assert coloured(call, [], texts, 1.0) == [("x", 0)]
     long = Call(
         id="a", example="e", parent=None, module="m", completion_tokens=900, completion_ids=tuple(ids[:1] * 900)

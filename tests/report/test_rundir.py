@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from mmrl.errors import CheckpointError, ConfigError, DataError
-from mmrl.report.rundir import RunDir, comparable
+from mmrl.report.rundir import RunDir
 from mmrl.run.settle import allocate
 from mmrl.system.files import append_jsonl, atomic_dir, atomic_write, read_jsonl
+from scripts.chaos.compare import comparable
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from mmrl.config import EvalConfig
 from mmrl.errors import CheckpointError, ConfigError
-from mmrl.report.console import show_run, text_plot
+from mmrl.report.console import show_run
 from mmrl.report.html import report_run
 from mmrl.report.items import item_rows
 from mmrl.report.journal import read_step, write_step
@@ -30,7 +30,8 @@ def run(tmp_path_factory):
 def test_the_overview_has_curve_evaluations_modules_and_the_way_on(run):
     text = show_run(run.path)
     assert text.startswith("mhgpo_rr-hotpotqa-s0: mhgpo_rr on hotpotqa with tiny, 40 of 40 steps, stopped; continue")
-    assert "reward per step" in text and "█" in text
+    assert "Data: the embedded mini world" in text and "Model: the shipped tiny model" in text
+    assert "training reward  0." in text and "(best 0." in text and "█" in text
     assert "0     0.417 [0.357, 0.477]" in text
     assert "em       0.417  0.883      +0.467" in text
     assert "rewriter" in text and "0.441→0.776" in text
@@ -70,12 +71,23 @@ def test_the_tree_of_an_example(run):
     rewriter, reranker, first, second = (text.index(f"[q0/{name}]") for name in ("0#0", "0#1", "0#2", "1#2"))
     assert rewriter < reranker < first < second
     assert text.count("[q0/0#1]") == 1  # a shared call is shown once
-    assert "├─ answerer" in text and "└─ answerer" in text
+    assert "├── answerer" in text and "└── answerer" in text
     assert "asked: as above" in text
     assert "reward 0.750 = shared 0.800 + penalty -0.050 · group q0|rewriter (n 2, mean 0.500, std 0.300)" in text
     assert "advantage +0.830" in text
     assert "⇒ q0/1 reward 0.000 = answer 0.000 · metrics: em 0.000" in text
-    assert "characters…]" in text.replace("\n│       ", "")
+    assert "characters…]" in re.sub(r"\n[│ ]+", " ", text)
+
+
+def test_a_deep_tree_is_shown_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    grow = Grow(("a",))
+    grow.chain("q/0", "a" * 40, 1.0)
+    with RunDir.create(tmp_path / "run", CONFIG, []) as run:
+        write_step(run, grow.forest, step=1)
+    lines = show_run(run.path, example="q").splitlines()
+    assert sum("└── a #" in line for line in lines) == 39
+    assert lines[-2].strip().startswith("⇒ q/0 reward 1.000")
 
 
 def test_without_a_step_the_last_one_with_the_example_is_taken(run):
@@ -99,9 +111,13 @@ def test_a_models_text_cannot_drive_the_terminal(run):
         (
             {"example": "q11"},
             ConfigError,
-            r"got 'q11', which none of the 3 journalled steps has; did you mean",
+            r"got 'q11', which is not in 3 journals and 5 evaluations; did you mean",
         ),
-        ({"example": "Q0", "step": 40}, ConfigError, r"example: got 'Q0', expected one of the 3 examples of step 40"),
+        (
+            {"example": "Q0", "step": 40},
+            ConfigError,
+            r"got 'Q0', which is not in step 40 \(first: q0, q1, q2; all: mmrl",
+        ),
         ({"step": 7}, CheckpointError, r"no journal of step 7; journals exist for steps 38 to 40"),
         ({"example": "q0", "step": 7}, CheckpointError, r"no journal of step 7"),
     ],
@@ -127,15 +143,6 @@ def test_an_uncredited_call_says_so(tmp_path):
     with RunDir.create(tmp_path / "run", CONFIG, []) as run:
         write_step(run, forest(1)[0], [])
         assert "no credit" in show_run(run.path, example="q0")
-
-
-def test_the_plot_rises_where_the_values_do():
-    lines = text_plot([0.0, 0.5, 1.0], 1, 3, width=60, height=4).splitlines()
-    assert lines[0].lstrip().startswith("1.000") and lines[3].lstrip().startswith("0.000")
-    top, bottom = (lines[row].split("│")[1] for row in (0, 3))
-    assert top.strip() == "█" * 6 and top.startswith(" " * 12)
-    assert bottom == "▁" * 6 + "█" * 12
-    assert text_plot([2.0] * 100, 1, 100, width=40).count("\n") == 9
 
 
 def test_a_long_text_keeps_its_ends():
@@ -176,7 +183,7 @@ def test_penalties_are_shown_where_there_are_some():
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("where", [{}, {"step": 40}, {"step": 40, "example": "q0"}], ids=["run", "step", "example"])
-def test_all_fits_the_terminal_but_commands_to_copy(where, width, tmp_path, monkeypatch):
+def test_all_fits_the_terminal_but_paths_and_commands_to_copy(where, width, tmp_path, monkeypatch):
     """Long names, four metrics, nine facts of a module: what does not fit beside each other stands below."""
     run = fake_run(tmp_path / "run")
     shown = {f"module/{name}/{fact}": 0.123 for name in MODULES for fact in ("surprise", "kl", "clip_share")}
@@ -188,7 +195,7 @@ def test_all_fits_the_terminal_but_commands_to_copy(where, width, tmp_path, monk
     run.append_metrics(40, found | shown)
     monkeypatch.setenv("COLUMNS", str(width))
     text = show_run(run.path, **where)
-    wide = [line for line in text.splitlines() if len(line) > width and "mmrl " not in line]
+    wide = [line for line in text.splitlines() if len(line) > width and str(run.path) not in line]
     assert not wide, wide
     assert where or all(fact in text for fact in ("calls", "surprise", "clip_share", "answer_presence"))
 
@@ -246,8 +253,8 @@ def test_the_items_of_an_evaluation_and_the_calls_of_one(evaluated):
     assert "rewriter · 3 tokens" in one and "credit" not in one
     for arguments, words in (
         ({"step": 3}, "no journal of step 3; evaluations of step 0"),
-        ({"example": "d77"}, "which no evaluation has; did you mean"),
-        ({"example": "q7", "step": 0}, "expected one of the 12 examples of step 0"),
+        ({"example": "d77"}, "which is not in 0 journals and 1 evaluations; did you mean"),
+        ({"example": "q7", "step": 0}, "which is not in step 0"),
     ):
         with pytest.raises((CheckpointError, ConfigError), match=words):
             show_run(evaluated.path, **arguments)

@@ -125,17 +125,6 @@ def test_names_that_no_terminal_shows_are_escaped():
     text.encode()
 
 
-@pytest.mark.parametrize(("field", "value"), [("metrics", {"em": "x"}), ("parts", {"em": [1]}), ("metrics", 3)])
-def test_metrics_of_a_journal_are_numbers(field, value, tmp_path):
-    grow = Grow(("a",))
-    grow.end(grow.call("q/0", None, "a"), 1.0)
-    lines = [line | ({field: value} if line["line"] == "rollout" else {}) for line in encode_step(grow.forest, ())]
-    path = tmp_path / "step-000001.jsonl"
-    path.write_text("".join(dumps(line) + "\n" for line in lines))
-    with pytest.raises(DataError, match=rf"step-000001.jsonl: rollout '.*': {field}: got .*expected"):
-        load_rollouts(path)
-
-
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(DataError) as caught:
         load_rollouts(tmp_path / "none")
@@ -156,14 +145,14 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(DataError, match=r"damaged journal \(EOFError: "):
         load_rollouts(bad)
     bad.write_text('{"line": "forest", "step": 1}\n{"line": "prompt", "ids": [1')
-    with pytest.raises(DataError, match=r"bad:2: got no JSON object \(.* at character 28\)"):
+    with pytest.raises(DataError, match=r"bad:2: got b.*, expected one JSON object per line"):
         load_rollouts(bad)
     deep = "[" * 100_000
     bad.write_text(deep)
     with pytest.raises(DataError, match="bad: "):
         load_rollouts(bad)
     bad.write_text('{"line": "head"}\n' + deep)
-    with pytest.raises(DataError, match=r"bad:2: got no JSON object \(maximum recursion"):
+    with pytest.raises(DataError, match=r"bad:2: got b'\[\[.*, expected one JSON object per line"):
         load_rollouts(bad)
 
 
@@ -173,7 +162,7 @@ def test_files_that_cannot_be_read(tmp_path):
         ("q/0#0", {"parent": "q/0#1"}, "call 'q/0#0': parent: a cycle (q/0#0 -> q/0#1)"),
         ("q/1#1", {"parent": "q/9"}, "call 'q/1#1': parent: got 'q/9', which is no call"),
         ("q/1", {"leaf": "q/9"}, "rollout 'q/1': leaf: got 'q/9', which is no call"),
-        ("q/1", {"reward": [1.0]}, "rollout 'q/1': reward: got [1.0], expected a finite number"),
+        ("q/1", {"reward": [1.0]}, "rollout 'q/1': reward: got [1.0], input should be a valid number"),
         ("q/2", {"reward": 1.0}, "rollout 'q/2': reward: got 1 with error 'tool'"),
         ("q/0#1", {"module": "c"}, "call 'q/0#1': module: got 'c', expected one of a, b"),
     ],

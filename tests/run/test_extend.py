@@ -4,7 +4,8 @@ import shutil
 import pytest
 
 from mmrl.cli import main
-from mmrl.report.rundir import RunDir, comparable
+from mmrl.report.rundir import RunDir
+from scripts.chaos.compare import comparable
 from tests.helpers.runs import command
 
 
@@ -69,9 +70,6 @@ def test_a_killed_extension_goes_on_and_a_changed_segment_is_noticed(short, tmp_
     assert json.loads((run / "segments.jsonl").read_text())["steps"] == 9
     assert main(["train", f"resume={run}"]) == 2
     assert "is not the config that checkpoint-3 was made with: train.steps=9 (was 3)" in capsys.readouterr().err
-    (run / "segments.jsonl").write_text('{"steps": "x"}\n')
-    assert main(["show", str(run)]) == 2
-    assert "segments.jsonl:1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,13 @@ from mmrl.engines.base import EngineSetup
 from mmrl.engines.vllm.command import server_environment
 from mmrl.errors import ConfigError
 from mmrl.records import Example
-from mmrl.report.rundir import RunDir, comparable
+from mmrl.report.rundir import RunDir
 from mmrl.run import launch
 from mmrl.run.build import server_devices
 from mmrl.run.launch import adopt, environment, hardware_problems, missing_packages, wrapping
 from mmrl.system.conf import later_wins
 from mmrl.system.processes import Processes, join, merged
+from scripts.chaos.compare import comparable
 from tests.helpers.forests import Grow
 
 SMALL = (

@@ -20,13 +20,14 @@ from mmrl.config import (
 )
 from mmrl.errors import ConfigError
 from mmrl.models.policy import prompts_of, resolve, write_policy
-from mmrl.report.rundir import RunDir, comparable, rows_of
+from mmrl.report.rundir import RunDir, rows_of
 from mmrl.run.check import check
 from mmrl.run.settle import weight_run
 from mmrl.sets.cells import found_set
 from mmrl.sets.chain import begin, chain_page
 from mmrl.sets.page import parts_of
 from mmrl.system.files import append_jsonl, digests
+from scripts.chaos.compare import comparable
 
 SMALL = [
     "task=banking77",

@@ -10,9 +10,10 @@ from mmrl.cli import main
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.records import Example
 from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir, comparable
+from mmrl.report.rundir import RunDir
 from mmrl.stages.collect import dynamic_sampling
 from mmrl.system.conf import later_wins
+from scripts.chaos.compare import comparable
 from tests.helpers.forests import Grow
 from tests.helpers.runs import command
 

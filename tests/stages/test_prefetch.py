@@ -16,9 +16,10 @@ from mmrl.config.engines import TransformersConfig
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import SyncFailure
 from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir, comparable
+from mmrl.report.rundir import RunDir
 from mmrl.stages.collect import Prefetch
 from mmrl.system.conf import later_wins
+from scripts.chaos.compare import comparable
 from tests.helpers.runs import SMALL
 
 STEPS = 4

@@ -14,7 +14,7 @@ from mmrl.config.tasks import task_schema
 from mmrl.errors import CheckpointError
 from mmrl.models.chat import encode_text
 from mmrl.report.console import show_run
-from mmrl.report.rundir import RunDir, comparable
+from mmrl.report.rundir import RunDir
 from mmrl.report.trials import prompts_text
 from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.plans import Tree
@@ -23,6 +23,7 @@ from mmrl.run.build import build_task
 from mmrl.stages.prompts.rollouts import Loop
 from mmrl.system import json_lines as store
 from mmrl.tasks.dspy.built_in import Banking77
+from scripts.chaos.compare import comparable
 from tests.helpers.stages import (
     MIPRO,
     OPTIMISERS,

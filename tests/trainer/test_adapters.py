@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mmrl.config.algo import PpoConfig
-from mmrl.report.rundir import comparable
 from mmrl.trainer.adapters import Adapters
 from mmrl.trainer.objective import TrainCall
+from scripts.chaos.compare import comparable
 from tests.helpers.trainer_cases import LORA, gradients, make_calls, make_trainer, sampled, with_changes
 
 BOTH = Adapters(of={"a": "alpha", "b": "beta"}, rates={})

@@ -13,8 +13,8 @@ import torch
 from mmrl.config import LoraConfig
 from mmrl.errors import CheckpointError
 from mmrl.models.policy import EXTRA, MARKER, checkpoint_step, is_complete, newest_checkpoint
-from mmrl.report.rundir import comparable
 from mmrl.trainer import checkpoint
+from scripts.chaos.compare import comparable
 from tests.helpers.trainer_cases import LORA, make_calls, make_trainer
 
 

@@ -13,10 +13,10 @@ from mmrl.config import LoraConfig, ModelConfig, TrainConfig
 from mmrl.config.algo import PpoConfig
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
 from mmrl.models.policy import newest_checkpoint
-from mmrl.report.rundir import comparable
 from mmrl.trainer.critic import make_critic
 from mmrl.trainer.objective import value_loss
 from mmrl.trainer.settings import Settings
+from scripts.chaos.compare import comparable
 from tests.helpers.trainer_cases import (
     LORA,
     gradients,

@@ -44,7 +44,8 @@
     const ends = [Math.min(...rewards), Math.max(...rewards)].map(rounded);
     const range = !rewards.length ? `no ${example.scored}` : `${example.scored} ` + (ends[0] === ends[1] ? ends[0] : ends.join(" to "));
     const errors = example.failed ? `, ${example.failed} failed` : "";
-    const count = example.calls.length ? `${example.rewards.length} rollouts, ` : "";
+    const rollouts = example.rewards.length === 1 ? "1 rollout" : `${example.rewards.length} rollouts`;
+    const count = example.calls.length ? `${rollouts}, ` : "";
     return `${example.id} · ${count}${range}${errors}`;
   };
 
@@ -65,7 +66,6 @@
     }
     item.append(completion);
     for (const line of call.credit) item.append(make("div", "small soft", line));
-    if (!call.credit.length) item.append(make("div", "small soft", "no credit"));
     for (const line of call.outcomes) item.append(make("div", "outcome small", line));
     // What it was compared with: as text, and on hover as an outline.
     const lines = call.groups.flatMap((group) => [`group ${group}:`, ...groups.get(group).slice(0, MEMBERS)]);
@@ -99,8 +99,9 @@
     if (!example) return column.replaceChildren(heading, make("p", "soft", "This step does not have the example."));
     const calls = example.calls.map((call) => drawCall(call, prompts, groups));
     const lost = example.lost.map((line) => make("div", "outcome small", line));
-    const asked = example.asked.map((line) => make("div", "asked", line));
-    column.replaceChildren(heading, make("p", "small soft", summary(example)), ...asked, ...calls, ...lost);
+    // What was asked is the same in both columns, so it stands above them.
+    byId("b-asked").replaceChildren(...example.asked.map((line) => make("div", "asked", line)));
+    column.replaceChildren(heading, make("p", "small soft", summary(example)), ...calls, ...lost);
   };
 
   const option = (value, text) => {
@@ -111,8 +112,8 @@
 
   const chooseExample = async () => {
     const id = list.value;
-    columns.forEach((column) => column.replaceChildren());
-    if (!id) return;
+    [...columns, byId("b-asked")].forEach((part) => part.replaceChildren());
+    if (!id) return beside.replaceChildren(option("", "nothing"));
     const before = beside.value;
     const others = [...known].filter(([key, ids]) => key !== step.value && ids.includes(id)).map(([key]) => key);
     const count = others.length ? `nothing (${others.length} other steps have it)` : "nothing: no other step has it";
