@@ -46,11 +46,7 @@ class TransformersEngine(Engine):
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        config: TransformersConfig,
-        setup: EngineSetup,
+        self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, config: TransformersConfig, setup: EngineSetup
     ):
         # A wrapper of peft passes attributes on to the model inside.
         causal = cast("PreTrainedModel", model)
