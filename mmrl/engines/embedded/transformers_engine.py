@@ -54,7 +54,6 @@ class TransformersEngine(Engine):
         ends = eos_ids(tokenizer, causal.generation_config)
         adapters, initial = setup.adapters, setup.initial
         names = sorted(set((adapters or {}).values()))
-        loop: ModelLoop
         if initial is None:
             loop = ModelLoop({name: (model, name) for name in names} or {"": (model, None)}, config)
         else:
