@@ -203,7 +203,8 @@ def reasons(error: ValidationError, most: int = 5) -> str:
     problems = error.errors(include_url=False, include_context=False, include_input=False)[:most]
     places = (".".join(str(part) for part in problem["loc"]) for problem in problems)
     return "; ".join(
-        f"{place}: {problem['msg']}".removeprefix(": ") for place, problem in zip(places, problems, strict=True)
+        f"{place}: {problem['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+        for place, problem in zip(places, problems, strict=True)
     )
 
 

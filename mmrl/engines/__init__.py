@@ -54,13 +54,7 @@ def build_engine(
 
 
 def problems(
-    config: EngineConfig,
-    name: str,
-    *,
-    training: bool,
-    copied: bool = False,
-    device: str = "auto",
-    rank: int = 0,
+    config: EngineConfig, name: str, *, training: bool, copied: bool = False, device: str = "auto", rank: int = 0
 ) -> list[str]:
     """What is wrong with `engine.*` for engine `name`, one sentence each; loads nothing.
 
@@ -134,18 +128,5 @@ def needs_model(name: str) -> bool:
     return name == "transformers"
 
 
-__all__ = [
-    "ENGINES",
-    "Completion",
-    "Engine",
-    "EngineSetup",
-    "NullEngine",
-    "Request",
-    "Sampling",
-    "build_engine",
-    "engine_class",
-    "needs_model",
-    "problems",
-    "serves_all",
-    "staleness_problems",
-]
+# Re-exported from `base`; what is defined here needs no entry.
+__all__ = ["Completion", "Engine", "EngineSetup", "NullEngine", "Request", "Sampling"]

@@ -196,8 +196,6 @@ class DenseRetriever(Retriever):
         # A budget of 0 costs no encoding.
         active = [n for n, k in enumerate(top_k) if k > 0]
         results: list[list[Document]] = [[] for _ in queries]
-        if len(queries) != len(top_k):
-            raise ValueError(f"got {len(queries)} queries and {len(top_k)} numbers")
         if not active:
             return results
         vectors = self._encoder.queries([queries[n] for n in active])

@@ -226,12 +226,7 @@ def _build(work: Path, passages: PassageStore, spec: IndexSpec, device: str, bat
 
 
 def open_index(
-    folder: Path,
-    info: IndexInfo,
-    passages: PassageStore,
-    *,
-    device: str = "cpu",
-    batch_size: int = 32,
+    folder: Path, info: IndexInfo, passages: PassageStore, *, device: str = "cpu", batch_size: int = 32
 ) -> Retriever:
     """The retriever of an index folder; everything large is memory-mapped, encoders load at the first query.
 

@@ -28,8 +28,7 @@ from mmrl.serve.protocol import (
     Refused,
     SamplingRequest,
     error_object,
-    read_chat,
-    read_prompt,
+    parse_request,
 )
 from mmrl.system.http_server import BodyRefused, read_body, require_token
 
@@ -102,10 +101,10 @@ def make_app(served: Served, token: str | None = None) -> FastAPI:
     server, started = _Server(served), int(time.time())
 
     async def chat(request: HttpRequest) -> Response:
-        return await server.answer(request, CHAT, lambda body: server.chat(read_chat(body)))
+        return await server.answer(request, CHAT, lambda body: server.chat(parse_request(ChatRequest, body)))
 
     async def completions(request: HttpRequest) -> Response:
-        return await server.answer(request, PLAIN, lambda body: server.plain(read_prompt(body)))
+        return await server.answer(request, PLAIN, lambda body: server.plain(parse_request(CompletionRequest, body)))
 
     async def models(request: HttpRequest) -> Response:
         data = [{"id": name, "object": "model", "created": started, "owned_by": "mmrl"} for name in served.models]
@@ -164,7 +163,7 @@ class _Server:
         def release() -> None:
             self.in_flight -= 1
             if running is not None:
-                running.cancel()
+                running.task.cancel()
 
         streams = False
         try:
@@ -323,10 +322,6 @@ class _Running:
         await asyncio.sleep(0)
         if self.task.done():
             self.task.result()
-
-    def cancel(self) -> None:
-        """Nobody waits any more."""
-        self.task.cancel()
 
     def head(self, prefix: str, kind: str) -> dict[str, object]:
         """What all objects of this completion begin with."""

@@ -152,21 +152,12 @@ class CompletionRequest(SamplingRequest):
 BodyT = TypeVar("BodyT", bound=SamplingRequest)
 
 
-def read_chat(body: bytes) -> ChatRequest:
-    """A chat request.
+def parse_request(schema: type[BodyT], body: bytes) -> BodyT:
+    """A request.
 
     Raises:
         Refused: it is none, or asks for what cannot be had.
     """
-    return _read(ChatRequest, body)
-
-
-def read_prompt(body: bytes) -> CompletionRequest:
-    """A request for plain completions; raises as `read_chat`."""
-    return _read(CompletionRequest, body)
-
-
-def _read(schema: type[BodyT], body: bytes) -> BodyT:
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):

@@ -56,10 +56,9 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         limit: str = "a limit of",
     ):
-        self.command, self.log, self.timeout_s = command, log, timeout_s
+        self.command, self.log, self.timeout_s, self._limit = command, log, timeout_s, limit
         self.env = dict(env or {})
         self.port = 0
-        self._limit = limit
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
 

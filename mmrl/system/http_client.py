@@ -27,8 +27,7 @@ from mmrl.system.portal import io_loop
 from mmrl.system.replies import (
     ACCEPTED,
     LONGEST_ERROR,
-    ReplyTooLarge,
-    ReplyUnreadable,
+    ReplyRefused,
     quoted,
     read,
     refuse_large_redirect,
@@ -93,10 +92,7 @@ class Breaker:
     """
 
     def __init__(
-        self,
-        failures: int = BREAKER_FAILURES,
-        wait_s: float = BREAKER_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, failures: int = BREAKER_FAILURES, wait_s: float = BREAKER_S, clock: Callable[[], float] = time.monotonic
     ):
         self._limit, self._wait_s, self._clock = failures, wait_s, clock
         self._failures = 0
@@ -308,7 +304,7 @@ class HttpClient:
                 fine = reply.status_code < 300
                 # Of an error's page the beginning is enough to say what is wrong, however long it is.
                 content = await read(reply, limit if fine else LONGEST_ERROR, cut=not fine)
-        except (ReplyTooLarge, ReplyUnreadable) as error:
+        except ReplyRefused as error:
             raise HttpFailure("garbage", str(error)) from None
         except TimeoutError:
             raise HttpFailure("timeout", f"no reply within {self.timeout_s:g} s", transient=True) from None

@@ -26,12 +26,8 @@ LONGEST_REDIRECT = 64 * 2**10
 """Bytes of a redirect's own page, which the HTTP client reads whole."""
 
 
-class ReplyTooLarge(Exception):
-    """A reply beyond its limit; what was read of it is dropped."""
-
-
-class ReplyUnreadable(Exception):
-    """A reply compressed in a way that was not requested, or damaged."""
+class ReplyRefused(Exception):
+    """A reply beyond its limit, compressed in a way that was not requested, or damaged; what was read is dropped."""
 
 
 async def read(reply: httpx.Response, limit: int, *, cut: bool = False) -> bytes:
@@ -41,16 +37,16 @@ async def read(reply: httpx.Response, limit: int, *, cut: bool = False) -> bytes
         cut: return the first `limit` bytes of a longer one (for an error's page).
 
     Raises:
-        ReplyTooLarge: it has more; by its header (then nothing is read), or as soon as they have come.
-        ReplyUnreadable: its compression is another than `ACCEPTED`, or broken.
+        ReplyRefused: it has more, by its header (then nothing is read) or as soon as they have come; or its compression
+            is another than `ACCEPTED`, or broken.
     """
     announced = reply.headers.get("content-length", "")
     # isdecimal: `int` would also take signs and underscores, and refuse thousands of digits with an error of its own
     if not cut and announced.isdecimal() and (len(announced) > 18 or int(announced) > limit):
-        raise ReplyTooLarge(f"a reply of {announced[:18]} bytes, more than {limit}")
+        raise ReplyRefused(f"a reply of {announced[:18]} bytes, more than {limit}")
     encoding = reply.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip"):
-        raise ReplyUnreadable(f"a reply compressed by '{quoted(encoding)}', which was not requested")
+        raise ReplyRefused(f"a reply compressed by '{quoted(encoding)}', which was not requested")
     unzip = zlib.decompressobj(wbits=31) if encoding.endswith("gzip") else None
     content = bytearray()
     async for part in reply.aiter_raw():
@@ -58,11 +54,11 @@ async def read(reply: httpx.Response, limit: int, *, cut: bool = False) -> bytes
         try:
             content += part if unzip is None else unzip.decompress(part, limit + 1 - len(content))
         except zlib.error as error:
-            raise ReplyUnreadable(f"a reply that cannot be decompressed ({error})") from None
+            raise ReplyRefused(f"a reply that cannot be decompressed ({error})") from None
         if len(content) > limit:
             if cut:
                 break
-            raise ReplyTooLarge(f"a reply of more than {limit} bytes")
+            raise ReplyRefused(f"a reply of more than {limit} bytes")
     return bytes(content[:limit])
 
 
@@ -70,14 +66,14 @@ async def refuse_large_redirect(reply: httpx.Response) -> None:
     """A hook for clients that follow redirects, whose pages the HTTP library reads whole.
 
     Raises:
-        ReplyTooLarge: such a page is large, or does not say how large it is.
+        ReplyRefused: such a page is large, or does not say how large it is.
     """
     if not reply.has_redirect_location:
         return
     announced = reply.headers.get("content-length", "")
     small = announced.isdecimal() and len(announced) < 9 and int(announced) <= LONGEST_REDIRECT
     if not small or "content-encoding" in reply.headers:
-        raise ReplyTooLarge("a redirect with a page of its own, large or of unknown size")
+        raise ReplyRefused("a redirect with a page of its own, large or of unknown size")
 
 
 def quoted(text: str) -> str:

@@ -314,8 +314,3 @@ def test_a_keyboard_interrupt_in_mid_decode_leaves_no_trace() -> None:
         asyncio.run(run(batcher, [[ask((0,), 5, 16)], [ask((1,), 5)]]))
     assert not decoder.running
     assert asyncio.run(run(batcher, [[ask((0,), 2)]])) == [[2]]
-
-
-def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected deterministic or greedy"):
-        Batcher(Counter(), "eager")

@@ -191,7 +191,7 @@ def test_an_index_is_never_overwritten_and_damage_is_told(tmp_path):
     content = bytearray(passages.read_bytes())
     content[40] ^= 1
     passages.write_bytes(bytes(content))
-    with pytest.raises(DataError, match=r"damaged: passages\.jsonl has another content"):
+    with pytest.raises(DataError, match=r"damaged: passages\.jsonl has not the content"):
         read_info(folder)
 
 

@@ -119,7 +119,7 @@ def test_names_of_weights_cannot_lead_out_of_the_folder(by_module: Path, tmp_pat
     marker["sha256"][EXTRA] = digest(checkpoint / EXTRA)
     (checkpoint / MARKER).write_text(json.dumps(marker))
     said = refused(capsys, run, f"out={tmp_path}/a/b/out", "form=adapter")
-    assert "modules: got '../../outside', expected the name of a folder in it" in said
+    assert "modules.answerer: got '../../outside', expected the name of a folder in the checkpoint" in said
     assert not (tmp_path / "a").exists()
 
 

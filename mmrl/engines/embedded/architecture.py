@@ -333,10 +333,7 @@ class Weights:
             if layer.qk_norms is not None:
                 q_norm, k_norm = layer.qk_norms
                 layer.qk_weight = torch.cat(
-                    [
-                        q_norm.weight.detach().expand(self.heads, -1),
-                        k_norm.weight.detach().expand(self.kv_heads, -1),
-                    ]
+                    [q_norm.weight.detach().expand(self.heads, -1), k_norm.weight.detach().expand(self.kv_heads, -1)]
                 )
                 layer.qk_eps = float(q_norm.variance_epsilon)
                 layer.qk_eps_like = torch.tensor(layer.qk_eps, device=self.embedding.device)

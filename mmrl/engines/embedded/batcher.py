@@ -51,8 +51,6 @@ class Batcher:
     """
 
     def __init__(self, decoder: RowDecoder, schedule: str = "deterministic"):
-        if schedule not in ("deterministic", "greedy"):
-            raise ValueError(f"engine.schedule: got '{schedule}', expected deterministic or greedy")
         self.decoder = decoder
         self.schedule = schedule
         self.busy_s = 0.0

@@ -46,11 +46,7 @@ class TransformersEngine(Engine):
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        config: TransformersConfig,
-        setup: EngineSetup,
+        self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, config: TransformersConfig, setup: EngineSetup
     ):
         # A wrapper of peft passes attributes on to the model inside.
         causal = cast("PreTrainedModel", model)
@@ -58,7 +54,6 @@ class TransformersEngine(Engine):
         ends = eos_ids(tokenizer, causal.generation_config)
         adapters, initial = setup.adapters, setup.initial
         names = sorted(set((adapters or {}).values()))
-        loop: ModelLoop
         if initial is None:
             loop = ModelLoop({name: (model, name) for name in names} or {"": (model, None)}, config)
         else:

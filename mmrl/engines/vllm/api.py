@@ -20,14 +20,6 @@ LARGEST_REPLY = 256 * 2**20
 SEED_BITS = 63
 
 
-class Unreachable(Exception):
-    """The server did not answer, or answered that it is broken; the same request may succeed later."""
-
-
-class Refused(EngineFailure):
-    """The server answered that the request is wrong."""
-
-
 class VllmApi:
     """All coroutines run in the I/O loop: `api.io.run(api.models())` or `api.io.wait(…)`."""
 
@@ -68,11 +60,11 @@ class VllmApi:
             logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
             finish = str(choice["finish_reason"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise Refused(
+            raise EngineFailure(
                 f"the server's reply lacks token ids or log-probabilities ({error!r:.60}): {quoted(dumps(reply))}"
             ) from None
         if not ids or len(ids) != len(logprobs):
-            raise Refused(f"the server sent {len(ids)} token ids and {len(logprobs)} log-probabilities")
+            raise EngineFailure(f"the server sent {len(ids)} token ids and {len(logprobs)} log-probabilities")
         return ids, logprobs, finish
 
     async def models(self) -> dict[str, Any]:
@@ -108,15 +100,15 @@ class VllmApi:
         """The reply as JSON, or as text where it is none.
 
         Raises:
-            Unreachable: no connection, no reply in time, or HTTP 5xx.
-            Refused: HTTP 4xx, with the server's words.
+            HttpFailure: no connection, no reply in time, or HTTP 5xx; the same request may succeed later.
+            EngineFailure: HTTP 4xx, with the server's words.
         """
         try:
             content = await self.io.attempt(method, self.url + path, body=body, limit=LARGEST_REPLY)
         except HttpFailure as failure:
-            # 429 says nothing against this request, which may succeed later.
-            later = failure.cause in ("timeout", "connection") or failure.status >= 500 or failure.status == 429
-            raise (Unreachable if later else Refused)(f"{method} {path}: {failure.reason}") from None
+            if failure.transient:
+                raise
+            raise EngineFailure(f"{method} {path}: {failure.reason}") from None
         try:
             return json.loads(content)
         except ValueError:

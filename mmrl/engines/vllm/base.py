@@ -183,7 +183,8 @@ class VllmEngine(Engine):
             EngineFailure: they differ.
         """
         assert self.model is not None
-        allowed = tolerance(self.model)
+        half = any(parameter.element_size() == 2 for parameter in self.model.parameters())
+        allowed = HALF_TOLERANCE if half else TOLERANCE
         for name in self.names or [""]:
             ours = probe_logprobs(self.model, self.probe_ids, name or None)
             gap = _largest_gap(ours, self._probe(self._served.get(name)))
@@ -268,9 +269,3 @@ def probe_logprobs(model: PreTrainedModel, ids: Sequence[int], adapter: str | No
         return scores.gather(1, tokens[0, 1:, None]).squeeze(1).tolist()
     finally:
         loop.stop()
-
-
-def tolerance(model: PreTrainedModel) -> float:
-    """How far the server's probe may be from ours."""
-    half = any(parameter.element_size() == 2 for parameter in model.parameters())
-    return HALF_TOLERANCE if half else TOLERANCE

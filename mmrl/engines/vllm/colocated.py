@@ -48,7 +48,6 @@ class _VllmRequest:
     row: BatchRow
     adapter: PushedAdapter | None
     version: int
-    loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
 
     def answer(self, made: Completion | Exception) -> None:
@@ -63,7 +62,7 @@ class _VllmRequest:
                 self.future.set_result(made)
 
         with contextlib.suppress(RuntimeError):  # the loop has ended with its step
-            self.loop.call_soon_threadsafe(hand_over)
+            self.future.get_loop().call_soon_threadsafe(hand_over)
 
 
 class VllmColocatedEngine(VllmEngine):
@@ -112,19 +111,19 @@ class VllmColocatedEngine(VllmEngine):
             EngineFailure: the request is impossible, or vLLM failed.
         """
         self.rules.check(request)
-        loop = asyncio.get_running_loop()
         self._count += 1
         job = _VllmRequest(
             id=str(self._count),
             row=self.rules.row(request),
             adapter=self._adapter_of(request.module),
             version=self.policy_version,
-            loop=loop,
-            future=loop.create_future(),
+            future=asyncio.get_running_loop().create_future(),
         )
         self._in_flight += 1
         try:
-            self._drive()
+            if self._driver is None or not self._driver.is_alive():
+                self._driver = threading.Thread(target=self._driven, name="mmrl-vllm", daemon=True)
+                self._driver.start()
             self._waiting.put(partial(self._begin, job))
             return await job.future
         except asyncio.CancelledError:
@@ -134,11 +133,6 @@ class VllmColocatedEngine(VllmEngine):
             self._in_flight -= 1
 
     # -- the thread that drives vLLM -------------------------------------------------------------------------------
-
-    def _drive(self) -> None:
-        if self._driver is None or not self._driver.is_alive():
-            self._driver = threading.Thread(target=self._driven, name="mmrl-vllm", daemon=True)
-            self._driver.start()
 
     def _driven(self) -> None:
         while (work := self._waiting.get()) is not None:

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.config.engines import VllmServerConfig
 from mmrl.engines.base import BusyClock, Completion, EngineSetup, Request
-from mmrl.engines.vllm.api import Refused, Unreachable, VllmApi
+from mmrl.engines.vllm.api import VllmApi
 from mmrl.engines.vllm.base import PushedAdapter, VllmEngine
 from mmrl.engines.vllm.command import BASE, server_arguments, server_environment
 from mmrl.errors import EngineFailure, SyncFailure
 from mmrl.models.load import model_path
 from mmrl.system.child_process import ChildProcess
+from mmrl.system.http_client import HttpFailure
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +104,7 @@ class VllmServerEngine(VllmEngine):
                     name, request.prompt_ids, request.sampling, row.limit, sorted(self.rules.eos_ids)
                 )
                 break
-            except Unreachable as error:
+            except HttpFailure as error:
                 failures += 1
                 await self._recover(error, failures)
         return self._completion(row, ids, logprobs, reason, version)
@@ -137,7 +138,7 @@ class VllmServerEngine(VllmEngine):
                 f"policy version {version} did not reach the vLLM server within "
                 f"engine.sync_timeout_s={self.config.sync_timeout_s:g} s; {self._log_tail()}"
             ) from None
-        except (Unreachable, EngineFailure, OSError) as error:  # OSError: the weights could not be written
+        except (HttpFailure, EngineFailure, OSError) as error:  # OSError: the weights could not be written
             raise SyncFailure(
                 f"policy version {version} was not taken by the vLLM server: {error}; {self._log_tail()}"
             ) from error
@@ -147,7 +148,7 @@ class VllmServerEngine(VllmEngine):
         """Push; False when the server ended under it and is to be started again.
 
         Raises:
-            Unreachable: it is alive, or not ours.
+            HttpFailure: it is alive, or not ours.
             EngineFailure: it refused, or has been started often enough.
             TimeoutError: it took too long.
         """
@@ -156,7 +157,7 @@ class VllmServerEngine(VllmEngine):
         self._deadline = time.monotonic() + limit
         try:
             self._push(version, state)
-        except Unreachable as error:
+        except HttpFailure as error:
             if self._process is None or not self._api.io.wait(self._ended(self._process)):
                 raise
             self._spend_restart(error)
@@ -232,7 +233,7 @@ class VllmServerEngine(VllmEngine):
             self._api.url = self._process.url
         try:
             cards = await self._api.models()
-        except (Unreachable, Refused) as error:
+        except (HttpFailure, EngineFailure) as error:
             raise EngineFailure(f"engine.url: no vLLM server answers at {self._api.url}: {error}") from error
         self._base = BASE if BASE in cards else next(iter(cards), BASE)
         self._server_context = cards.get(self._base, {}).get("max_model_len")
@@ -253,7 +254,7 @@ class VllmServerEngine(VllmEngine):
         if self._replaced is not None:
             await self._api.reload(str(self._replaced.resolve()))
 
-    async def _recover(self, error: Unreachable, failures: int) -> None:
+    async def _recover(self, error: HttpFailure, failures: int) -> None:
         """After a request that was not answered: return when it is worth another try.
 
         Raises:
@@ -282,7 +283,7 @@ class VllmServerEngine(VllmEngine):
             await asyncio.sleep(0.1)
         return not process.alive
 
-    def _spend_restart(self, error: Unreachable) -> None:
+    def _spend_restart(self, error: HttpFailure) -> None:
         if not self._restarts_left:
             raise EngineFailure(
                 f"the vLLM server ended again after engine.restarts={self.config.restarts} starts; {self._log_tail()}"
