@@ -20,7 +20,6 @@ from mmrl.config import (
     PromptCommandConfig,
     RootConfig,
     SftCommandConfig,
-    StageConfig,
     StagedCommandConfig,
     TaskConfig,
     TrainCommandConfig,
@@ -100,7 +99,12 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
             modules=len(task.program.modules),
         )
         problems += without_effect(config, typed, facts)
-    return problems + task.server_problems() + OF_KIND[config.kind.name](config, task)
+    problems += task.server_problems() + across_sections(config) + endpoint_problems(config, task)
+    problems += endpoints_away(config)
+    if policy is None:
+        problems += missing_packages(config.hardware) + missing_trackers(config.run.report_to)
+        problems += split_problems(config.task, task, config.eval.split, "eval.split")
+    return problems + OF_KIND[config.kind.name](config, task)
 
 
 def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> list[str]:
@@ -122,23 +126,16 @@ def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> lis
     return problems
 
 
-def _stage_problems(config: StageConfig, task: Task) -> list[str]:
-    """What stands against a stage without credit."""
-    problems = across_sections(config) + endpoint_problems(config, task) + missing_packages(config.hardware)
-    problems += missing_trackers(config.run.report_to)
-    return problems + split_problems(config.task, task, config.eval.split, "eval.split")
-
-
 def _prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
     from mmrl.stages.prompts.split import prompt_problems
 
-    problems = _stage_problems(config, task) + split_problems(config.task, task, "train", "task.data.train")
+    problems = split_problems(config.task, task, "train", "task.data.train") + engine_problems(config)
     model = getattr(config.algo, "prompt_model", None)
     problems += unreachable({} if model is None else {"algo.prompt_model": model})
     if engine_name(config) == "openai":
         # `policy=` names it in an evaluation; a run of this kind has no such key
         problems.append("engine: openai, whose model nothing names here; set engine.endpoints.MODULE.model=NAME")
-    return problems + engine_problems(config) + prompt_problems(config, task) + endpoints_away(config)
+    return problems + prompt_problems(config, task)
 
 
 def engine_problems(config: RootConfig, *, training: bool = False, copied: bool = False, rank: int = 0) -> list[str]:
@@ -150,19 +147,17 @@ def engine_problems(config: RootConfig, *, training: bool = False, copied: bool 
 def _supervised_problems(config: SftCommandConfig, task: Task) -> list[str]:
     from mmrl.stages.sft_data import sft_problems
 
-    problems = _stage_problems(config, task)
-    if config.algo.source != "file":
-        problems += split_problems(config.task, task, "train", "task.data.train")
     assignment = module_assignment(config, task.program.modules)
-    return problems + assignment.problems() + sft_problems(config, task, tuple(assignment.untrained))
+    problems = assignment.problems() + sft_problems(config, task, tuple(assignment.untrained))
+    return problems + (
+        split_problems(config.task, task, "train", "task.data.train") if config.algo.source != "file" else []
+    )
 
 
 def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
-    problems = across_sections(config) + process_problems(config)
-    problems += split_problems(config.task, task, config.split, "split")
     # A policy from a run with algo.frozen_serving has two sets of full weights.
-    problems += engine_problems(config, copied=served(config).initial is not None)
-    return problems + endpoint_problems(config, task) + endpoints_away(config) + policy_problems(config, task)
+    problems = process_problems(config) + engine_problems(config, copied=served(config).initial is not None)
+    return problems + split_problems(config.task, task, config.split, "split") + policy_problems(config, task)
 
 
 def process_problems(config: EvalCommandConfig) -> list[str]:
@@ -178,28 +173,29 @@ def process_problems(config: EvalCommandConfig) -> list[str]:
 
 def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """What stands against a training run wherever it runs: it reads no data, calls no server, looks for no package."""
+    return across_sections(config) + endpoint_problems(config, task) + _rl_problems(config, task)
+
+
+def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     # From cheap to dear: nothing here leaves this process.
-    problems = across_sections(config) + device_problems(config)
+    problems = device_problems(config)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets) + negative_rewards(config, task)
     problems += module_assignment(config, task.program.modules).problems()
     if engine_name(config) == "openai":
         problems += engines.problems(config.engine, "openai", training=True)
-    problems += endpoint_problems(config, task) + staleness_problems(config)
-    return problems + turns_missing(config.task.reward, config.algo.name, task) + text_problems(config, task)
+    problems += staleness_problems(config) + text_problems(config, task)
+    return problems + turns_missing(config.task.reward, config.algo.name, task)
 
 
 def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """Those of a plan; packages, servers and teachers that are not there, splits that are too small."""
-    problems = plan_problems(config, task) + missing_packages(config.hardware) + missing_trackers(config.run.report_to)
+    """Those of a plan; servers and teachers that are not there, splits that are too small."""
     rank = config.model.lora.r if config.model.lora is not None else 0
     copied = module_assignment(config, task.program.modules).copied
-    problems += engine_problems(config, training=True, copied=copied, rank=rank)
-    problems += endpoints_away(config) + teacher_problems(config, task)
+    problems = _rl_problems(config, task) + engine_problems(config, training=True, copied=copied, rank=rank)
+    problems += teacher_problems(config, task) + split_problems(config.task, task, "train", "task.data.train")
     available, size = len(task.examples("train")), config.train.batch_size
-    if config.task.data.train is None:
-        problems.append("task.data.train: got null, and mmrl train needs it; expected a file or a hub id")
-    elif size > available:
+    if size > available > 0:
         problems.append(f"train.batch_size: got {size}, the train split has {available} examples")
     if config.algo.refills and size == available:
         whole = f"train.batch_size={available}, all of the train split; use algo.zero_variance=drop"
@@ -208,7 +204,7 @@ def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
         problems += gold_problems(task, task.examples("train"))
     if config.algo.minibatches > size:
         problems.append(f"algo.minibatches: got {config.algo.minibatches}, expected at most train.batch_size={size}")
-    return problems + split_problems(config.task, task, config.eval.split, "eval.split")
+    return problems
 
 
 def split_problems(config: TaskConfig, task: Task, split: str, key: str) -> list[str]:

@@ -11,11 +11,11 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mmrl.config.base import Section
+from mmrl.config.base import Idle, Section
 from mmrl.errors import CheckpointError, ConfigError, storage, unknown
 from mmrl.models.hub import licence_of, push_folder, push_problems
 from mmrl.models.policy import (
@@ -50,6 +50,7 @@ COMPARED_PROMPTS = 8
 class ExportArguments(Section):
     """`mmrl export`."""
 
+    idle: ClassVar = [Idle("private", "push=null", ", which uploads nothing")]
     run_dir: UserPath
     out: UserPath = Field(description="folder that is made")
     checkpoint: str = Field("last", description="last, best (by the run's main metric) or a number of steps")
@@ -88,8 +89,6 @@ def export(request: ExportArguments) -> int:
     """
     run, config = weight_run(request.run_dir)
     problems = push_problems(request.push) if request.push is not None else []
-    if request.push is None and not request.private:
-        problems.append("private: has no effect without push=ORG/NAME")
     # Never merged into what is there: two exports in one folder would load as a mixture.
     if request.out.exists():
         problems.append(f"out: {request.out} exists, and is left as it is; choose another folder")

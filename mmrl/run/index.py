@@ -130,6 +130,7 @@ def serve(given: ServeIndexArguments) -> int:
     """`mmrl serve-retriever`."""
     if problems := server_problems("mmrl serve-retriever"):
         raise ConfigError(problems)
+    token = token_in(given)
     facts, retriever, passages = _opened(given)
     served: dict[str, str | int] = {
         "kind": facts.kind,
@@ -137,7 +138,7 @@ def serve(given: ServeIndexArguments) -> int:
         "index": Path(given.index).name,
         "digest": facts.digest,
     }
-    app = make_app(retriever, served, max_batch=given.max_batch, token=token_in(given))
+    app = make_app(retriever, served, max_batch=given.max_batch, token=token)
     return listen(app, given, "listening on {url}")
 
 

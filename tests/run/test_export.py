@@ -168,7 +168,9 @@ def test_a_choice_that_the_run_does_not_have_is_named(
     assert "rewriter was frozen" in refused(capsys, full, out, "module=rewriter")
     assert "has no complete checkpoint of step 7 (there are: 1, 2)" in refused(capsys, by_module, out, "checkpoint=7")
     assert "got 'newest', expected last, best or a step" in refused(capsys, by_module, out, "checkpoint=newest")
-    assert "private: has no effect without push" in refused(capsys, shared, out, "private=false")
+    assert "private: got false, which has no effect with push=null, which uploads nothing" in refused(
+        capsys, shared, out, "private=false"
+    )
     assert "not a run directory" in refused(capsys, tmp_path, out)
     assert not (tmp_path / "out").exists()
 

@@ -93,7 +93,7 @@ def test_an_absent_split_is_refused_by_name_where_it_is_needed(tmp_path):
     )
     assert problems("train", *HF, *small, f"task.data.train={path}", "eval.split=train") == []
     (problem,) = problems("train", *HF, *small, f"task.data.dev={path}")
-    assert problem.startswith("task.data.train: got null, and mmrl train needs it")
+    assert problem.startswith("task.data.train: got train, and there is no such split (task.data.train=null)")
     (problem,) = problems(
         "train", *HF, *small, f"task.data.train={path}", f"task.data.dev={path}", "task.data.test_items=2"
     )

@@ -460,7 +460,7 @@ def test_text_comes_in_whole_characters_however_tokens_cut_them(random_model: st
         (["policy=tiny", "task=banking77"], "task: has no effect on mmrl serve"),
         (["policy=tiny", "engine.schedule=greedy"], "engine.schedule: has no effect on mmrl serve"),
         (["policy=x", "engine=openai"], "an endpoint is served already"),
-        (["policy=tiny", "port=x"], "mmrl serve: port: got 'x'"),
+        (["policy=tiny", "port=x"], "port: got 'x'"),
         (["policy=tiny", "-m"], "-m: not for mmrl serve"),
         (["policy=tiny", "prot=3"], "prot"),
     ],
