@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
-import numpy as np
 import pandas
 
 from mmrl.config.base import flattened
@@ -358,8 +357,8 @@ class SetResult:
         paper = spec.reported(row).get(place)
         agrees = None
         if self.scale == "paper" and paper is not None and interval is not None:
-            near = abs(means.mean() - paper) <= spec.agree.within
-            agrees = bool(near or (spec.agree.interval and interval[0] <= paper <= interval[1]))
+            near = abs(means.mean() - paper) <= spec.agree
+            agrees = bool(near or interval[0] <= paper <= interval[1])
         return Value(
             row=row,
             place=place,
@@ -517,8 +516,7 @@ class SetResult:
             for name, row in rows.items()
             if row.checkpoint == "before_collapse"
         ]
-        own = [f"{name}: {row.note}" for name, row in rows.items() if row.note]
-        return [*troubles, *self.more_notes, *shared, *starts, *rules, *own, *self.spec.notes]
+        return [*troubles, *self.more_notes, *shared, *starts, *rules, *self.spec.notes]
 
 
 def _costs(chain: Sequence[Overview]) -> dict[str, float]:
@@ -724,12 +722,3 @@ def _one_per_seed(row: str, runs: Sequence[Overview], notes: list[str]) -> list[
         best[seed] = furthest
         notes += [f"{o.run.path}: left out, {furthest.run.path} is {row} with seed {seed} too" for o in others]
     return [best[seed] for seed in sorted(best)]
-
-
-def on_common_steps(curves: Sequence[Mapping[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """The steps that every seed has, and the values there, (seeds, steps).
-
-    A mean over fewer seeds from some step on would jump there.
-    """
-    steps = sorted(set.intersection(*(set(points) for points in curves))) if curves else []
-    return np.array(steps, dtype=np.int64), np.array([[points[step] for step in steps] for points in curves])

@@ -25,7 +25,6 @@ from mmrl.sets.cells import found_set
 from mmrl.sets.page import SetPage, redrawn
 from mmrl.sets.plan import Planner, SetPlan, main_metrics
 from mmrl.sets.queue import RunQueue, SetRun, State
-from mmrl.sets.spec import Base, SetSpec
 from mmrl.sets.words import read_file
 from mmrl.system.conf import later_wins
 from mmrl.system.files import JsonObject, atomic_write, read_yaml
@@ -79,16 +78,16 @@ def read_rows(folder: Path) -> tuple[list[list[str]], str | None]:
     Raises:
         ConfigError: every problem of the file.
     """
-    spec = read_file(folder / SET, SetSpec)
+    spec = read_file(folder / SET)
     words = [[*row.train, f"seed={spec.seeds[0]}"] for row in spec.rows.values()]
     return words, spec.config_dir
 
 
 def chain_plan(folder: Path, config: StagedCommandConfig) -> SetPlan:
     """The runs of a chain."""
-    spec = read_file(folder / SET, SetSpec)
+    spec = read_file(folder / SET)
     configs = iter(config.stages)
-    planner = Planner(spec, Base(), "", lambda command, words: next(configs), (), folder=folder)
+    planner = Planner(spec, "", lambda command, words: next(configs), (), folder=folder)
     return planner.plan(folder.name, [*spec.rows], [*spec.columns], None)
 
 
@@ -102,7 +101,7 @@ def chain_page(folder: Path) -> SetPage:
     if not begun:
         raise CheckpointError(f"{folder}: none of its runs has begun; continue it with: mmrl train resume={folder}")
     with damage_named(folder):
-        shows = read_file(folder / SET, SetSpec).shows
+        shows = read_file(folder / SET).shows
         return SetPage(found_set(folder.resolve().name, begun, main_metrics(), shows))
 
 
@@ -152,5 +151,5 @@ def _in_this_process(run: SetRun, command: Sequence[str]) -> int:
 
 def state_of_chain(folder: Path) -> State:
     """Whether all rows have ended."""
-    rows = [folder / name for name in read_file(folder / SET, SetSpec).rows]
+    rows = [folder / name for name in read_file(folder / SET).rows]
     return "finished" if all((path / "summary.json").is_file() for path in rows) else "unfinished"

@@ -27,7 +27,7 @@ from mmrl.sets.cost import cost_text
 from mmrl.sets.page import SetPage, check_docs, redrawn
 from mmrl.sets.plan import TOP, Compose, Planner, SetPlan, main_metrics
 from mmrl.sets.queue import RunQueue, SetRun
-from mmrl.sets.spec import Base, Column, Row, SetSpec
+from mmrl.sets.spec import Column, Row, SetSpec
 from mmrl.sets.words import read_set, scales_of, set_names
 from mmrl.system.conf import chained, conf_dir, options, user_dirs
 from mmrl.system.files import atomic_write
@@ -73,7 +73,7 @@ def table(request: SetRequest, compose: Compose) -> int:
         raise ConfigError(f"table: got {len(request.names)} names, expected one")
     if request.names:
         (name,) = request.names
-        return _go(request, name, *read_set(name, request.folders, request.config_dir), compose)
+        return _go(request, name, read_set(name, request.folders, request.config_dir), compose)
     if request.keys or request.overrides:
         raise ConfigError("table: which one? `mmrl table` lists them")
     print(_listing(request))
@@ -94,10 +94,10 @@ def compare(request: SetRequest, compose: Compose) -> int:
         ]
         if problems:
             raise ConfigError(problems)
-        return _go(request, name, *read_set(plan, request.folders, request.config_dir), compose)
+        return _go(request, name, read_set(plan, request.folders, request.config_dir), compose)
     spec, overrides = _typed_set(request, problems)
     keys = {key: text for key, text in request.keys.items() if key != "seed"}
-    return _go(SetRequest((), keys, overrides, request.config_dir), name, spec, Base(), compose)
+    return _go(SetRequest((), keys, overrides, request.config_dir), name, spec, compose)
 
 
 def _typed_set(request: SetRequest, problems: list[str]) -> tuple[SetSpec, list[str]]:
@@ -169,14 +169,14 @@ def _name_problems(name: str) -> list[str]:
 # --- what runs
 
 
-def _go(request: SetRequest, name: str, spec: SetSpec, base: Base, compose: Compose) -> int:
+def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
     """Plan, run or show a set."""
     keys = request.keys
     do = keys.get("do", "run")
     problems = [] if do in DO else [unknown("do", do, DO)]
     if "through" in keys and do not in ("run", "plan"):
         problems.append(f"through: has no effect with do={do}")
-    scales = scales_of(spec, base)
+    scales = scales_of(spec)
     scale = keys.get("scale", scales[0])
     if scale not in scales:
         has = f"words for {', '.join(scales)} alone" if scales != [""] else "no scales"
@@ -199,7 +199,7 @@ def _go(request: SetRequest, name: str, spec: SetSpec, base: Base, compose: Comp
         raise ConfigError(dict.fromkeys(problems))
     # Side by side on this machine; a scheduler gives each run what it asks for.
     single = ["hardware.threads=1"] if at_once > 1 and "through" not in keys else []
-    plan = Planner(spec, base, scale, compose, [*single, *request.overrides]).plan(name, rows, columns, seeds)
+    plan = Planner(spec, scale, compose, [*single, *request.overrides]).plan(name, rows, columns, seeds)
     through = shlex.split(keys.get("through", ""))
     if do == "plan":
         print(_plan_text(plan, f"{keys['through']} " if through else ""))
@@ -377,8 +377,8 @@ def output() -> Iterator[tuple[Callable[[str], None], Callable[[Sequence[str]], 
 def _listing(request: SetRequest) -> str:
     rows = [["set", "paper", "rows x cells", "seeds", "done at paper scale", "done at mini scale", "shows"]]
     for name in set_names(request.folders):
-        spec, base = read_set(name, request.folders, request.config_dir)
-        scales = scales_of(spec, base)
+        spec = read_set(name, request.folders, request.config_dir)
+        scales = scales_of(spec)
         cells = len(spec.measured) * sum(spec.rows[row].shown for row, _ in spec.pairs)
         # A set without scales runs on what its words name.
         at = ["" if scale in scales else "-" for scale in ("paper", "mini")] if scales != [""] else ["-", ""]

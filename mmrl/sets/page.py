@@ -27,8 +27,8 @@ from mmrl.sets.cells import (
     SetResult,
     Value,
 )
-from mmrl.sets.figure import SetFigure, default_figure
-from mmrl.sets.spec import Cell
+from mmrl.sets.figure import SetFigure
+from mmrl.sets.spec import Cell, Figure
 from mmrl.system.files import atomic_write
 
 WIDTH = 120
@@ -344,8 +344,9 @@ class SetPage:
     @cached_property
     def figure(self) -> SetFigure | None:
         """What is drawn; None where there is nothing to draw yet."""
-        figure = default_figure(self.result)
-        drawn = SetFigure(self.result, figure) if figure is not None else None
+        spec = self.result.spec
+        declared = spec.figure or (Figure(band="range") if not spec.scores else None)
+        drawn = SetFigure(self.result, declared) if declared else None
         return None if drawn is None or drawn.empty else drawn
 
     @cached_property

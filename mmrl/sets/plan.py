@@ -14,7 +14,7 @@ from mmrl.config.base import value_at
 from mmrl.errors import ConfigError
 from mmrl.sets.cells import CellRun, SetResult
 from mmrl.sets.queue import SetRun
-from mmrl.sets.spec import MAIN, Base, Command, SetSpec
+from mmrl.sets.spec import MAIN, Command, SetSpec
 from mmrl.sets.words import TRAINING_ALONE, is_below, words_of
 from mmrl.system.conf import later_wins, options
 from mmrl.tasks import TASKS
@@ -89,7 +89,6 @@ class Planner:
     """
 
     spec: SetSpec
-    base: Base
     scale: str
     compose: Compose
     typed: Sequence[str]
@@ -178,7 +177,7 @@ class Planner:
 
     def _words(self, row: str, column: str, command: Command) -> list[str]:
         typed = [word for word in self.typed if command == "train" or not is_below(word, TRAINING_ALONE)]
-        return later_wins([*words_of(self.spec, self.base, row, column, self.scale, command), *typed])
+        return later_wins([*words_of(self.spec, row, column, self.scale, command), *typed])
 
     def _config(self, command: Command, words: Sequence[str], seed: int) -> Config:
         key = (command, *words)
