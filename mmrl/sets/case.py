@@ -6,7 +6,6 @@ question's first call comes from the journal of the table's own evaluation, wher
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from mmrl.errors import MmrlError
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.report.tables import Rows
-from mmrl.sets.cells import CellRun
+from mmrl.sets.cells import SetResult
+from mmrl.sets.queue import Run
 from mmrl.sets.spec import Case, SetSpec
 from mmrl.system.files import JsonObject, read_jsonl
 
@@ -34,18 +34,19 @@ class CaseStudy:
     """Head with the two steps; the scores, then what the program returned, part by part."""
 
 
-def case_study(spec: SetSpec, runs: Iterable[CellRun]) -> CaseStudy | None:
-    """Of the first run whose training has two evaluations; None while there is none, or where the table has no case.
+def case_study(result: SetResult) -> CaseStudy | None:
+    """Of the first run whose training has two evaluations; None while there is none, or where the set has no case.
 
     The item is `case.item`, or the first one whose last score rises the most.
     """
+    spec, runs = result.spec, [run for runs in result.runs.values() for run in runs]
     if (case := spec.case) is None:
         return None
     found = (_of_run(spec, case, run, run.trained) for run in runs if run.trained is not None)
     return next((one for one in found if one is not None), None)
 
 
-def _of_run(spec: SetSpec, case: Case, evaluation: CellRun, trained: Path) -> CaseStudy | None:
+def _of_run(spec: SetSpec, case: Case, evaluation: Run, trained: Path) -> CaseStudy | None:
     files = {step: path for path in (trained / "eval").glob("step-*.jsonl") if (step := step_of(path)) is not None}
     steps = [step for step in sorted(files) if step >= case.early]
     if len(steps) < 2:

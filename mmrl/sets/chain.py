@@ -21,9 +21,9 @@ from mmrl.report.rundir import refuse_full, rows_of
 from mmrl.run.settle import run_folder
 from mmrl.run.start import begin as begin_run
 from mmrl.run.start import resume as resume_run
-from mmrl.sets.cells import found_set
+from mmrl.sets.cells import SetResult, found_set
 from mmrl.sets.page import SetPage, redrawn
-from mmrl.sets.plan import Planner, SetPlan, main_metrics
+from mmrl.sets.plan import Planner, main_metrics
 from mmrl.sets.queue import RunQueue, SetRun, State
 from mmrl.sets.words import read_file
 from mmrl.system.conf import later_wins
@@ -83,7 +83,7 @@ def read_rows(folder: Path) -> tuple[list[list[str]], str | None]:
     return words, spec.config_dir
 
 
-def chain_plan(folder: Path, config: StagedCommandConfig) -> SetPlan:
+def chain_plan(folder: Path, config: StagedCommandConfig) -> SetResult:
     """The runs of a chain."""
     spec = read_file(folder / SET)
     configs = iter(config.stages)
@@ -113,28 +113,28 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
         ConfigError: a row's folder holds something else.
     """
     plan = chain_plan(folder, config)
-    if all(run.state() == "finished" for run in plan.runs):
+    if all(run.state() == "finished" for run in plan.queue):
         raise CheckpointError(f"{folder}: this set is finished; look at it with: mmrl show {folder}")
 
     redraw = redrawn(lambda: chain_page(folder).write(folder))
 
     def ended() -> None:
-        done = [run.path for run in plan.runs if run.state() == "finished"]
+        done = [run.path for run in plan.queue if run.state() == "finished"]
         with storage(folder):
             # After every run: what was killed between two can be evaluated and exported.
             write_policy(folder, weights=str(done[-1]), prompts=prompts_of(str(done[-1]))[1], task=config.task.name)
         redraw()
 
     if here:
-        for run in plan.runs:
+        for run in plan.queue:
             run.code = 0 if run.state() == "finished" else _in_this_process(run, command)
             if run.code:
                 break
             ended()
     else:
         with stoppable():
-            RunQueue(plan.runs, 1, config.config_dir, print, on_done=ended, attached=True).run()
-    code = next((run.code for run in plan.runs if run.code), 0)
+            RunQueue(plan.queue, 1, config.config_dir, print, on_done=ended, attached=True).run()
+    code = next((run.code for run in plan.queue if run.code), 0)
     if not code:
         further = f"page           {folder / 'set.html'}\nevaluate       mmrl eval policy={folder}"
         print(f"\n{chain_page(folder).text()}\n\n{further}")

@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -25,15 +25,13 @@ from mmrl.run.settle import allocate
 from mmrl.sets.cells import SetResult, found_set
 from mmrl.sets.cost import cost_text
 from mmrl.sets.page import SetPage, check_docs, redrawn
-from mmrl.sets.plan import TOP, Compose, Planner, SetPlan, main_metrics
+from mmrl.sets.plan import TOP, Compose, Planner, main_metrics
 from mmrl.sets.queue import RunQueue, SetRun
 from mmrl.sets.spec import Column, Row, SetSpec
 from mmrl.sets.words import read_set, scales_of, set_names
 from mmrl.system.conf import chained, conf_dir, options, user_dirs
-from mmrl.system.files import atomic_write
 from mmrl.system.stop import stoppable
 
-DONE = "done.json"
 DO = ("run", "plan", "show")
 TABLE_KEYS = ("rows", "columns", "seed", "scale", "jobs", "through", "do", "out", "docs")
 """Keys of the command itself; all others are overrides of its runs."""
@@ -209,7 +207,7 @@ def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
     folder = TOP / name / scale
     out = Path(keys["out"]) if "out" in keys else folder if whole else folder / "selected"
     if do == "show":
-        _show(plan.result(), out, keys.get("docs"), plan)
+        _show(plan, out, keys.get("docs"))
         return 0
     return _run(plan, at_once, through, request.config_dir, out, keys.get("docs"))
 
@@ -260,15 +258,15 @@ def _slug(name: str) -> str:
 
 
 def _run(
-    plan: SetPlan, at_once: int, through: Sequence[str], config_dir: str | None, out: Path, docs: str | None
+    plan: SetResult, at_once: int, through: Sequence[str], config_dir: str | None, out: Path, docs: str | None
 ) -> int:
-    problems = [problem for run in plan.runs for problem in _problems_of(run.state)]
+    problems = [problem for run in plan.queue for problem in _problems_of(run.state)]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    missing = [run for run in plan.runs if run.state() != "finished"]
+    missing = [run for run in plan.queue if run.state() != "finished"]
     print(_head(plan, missing), flush=True)
     if plan.scale not in ("", "mini") and missing:
-        print(cost_text(plan, missing), flush=True)
+        print(cost_text(plan.spec, missing), flush=True)
     # Of seeds of one row one.
     first = {(run.command, run.row, run.column): run for run in reversed(missing)}
     if through:
@@ -281,20 +279,20 @@ def _run(
         # What starts from another run is checked when it starts.
         check_all([run.config.in_folder(None) for run in first.values() if run.after is None])
 
-    redraw = redrawn(lambda: _written(SetPage(plan.result()), out, plan))
+    redraw = redrawn(lambda: SetPage(replace(plan)).write(out))
     with stoppable(), output() as (say, show):
         try:
-            RunQueue(plan.runs, at_once, config_dir, say, show, redraw, through).run()
+            RunQueue(plan.queue, at_once, config_dir, say, show, redraw, through).run()
         except KeyboardInterrupt as stop:
             say("stopped; the same command continues where this one stopped")
             return stop.exit_code if isinstance(stop, Stopped) else 130
-    _show(plan.result(), out, docs, plan)
-    failed = [run for run in plan.runs if run.code]
+    _show(replace(plan), out, docs)
+    failed = [run for run in plan.queue if run.code]
     for run in failed:
         print(f"error: {run.name}: {run.trouble()}", file=sys.stderr)
     if failed:
         print(
-            f"error: {len(failed)} of {len(plan.runs)} runs failed; the same command tries them again", file=sys.stderr
+            f"error: {len(failed)} of {len(plan.queue)} runs failed; the same command tries them again", file=sys.stderr
         )
     return 1 if failed else 0
 
@@ -307,27 +305,16 @@ def _problems_of(check: Callable[[], object]) -> list[str]:
     return []
 
 
-def _show(result: SetResult, out: Path, docs: str | None, plan: SetPlan | None = None) -> None:
+def _show(result: SetResult, out: Path, docs: str | None) -> None:
     page = SetPage(result)
     print(page.text())
-    files = _written(page, out, plan)
+    files = page.write(out)
     if docs is not None:
         files += page.fill(Path(docs))
     print("\nwritten: " + ", ".join(map(str, files)))
 
 
-def _written(page: SetPage, out: Path, plan: SetPlan | None) -> list[Path]:
-    """The set's pages, and what of it is there for the list of all sets."""
-    files = page.write(out)
-    if plan is not None:
-        record = TOP / plan.name / plan.scale / DONE
-        record.parent.mkdir(parents=True, exist_ok=True)
-        done = {**_done(plan.name, plan.scale), **page.result.seeds_done}
-        atomic_write(record, json.dumps(done, indent=1) + "\n")
-    return files
-
-
-def _head(plan: SetPlan, missing: Sequence[SetRun]) -> str:
+def _head(plan: SetResult, missing: Sequence[SetRun]) -> str:
     def counted(runs: Sequence[SetRun]) -> str:
         kinds = (("train", "training"), ("eval", "evaluation"))
         counts = [(sum(run.command == command for run in runs), word) for command, word in kinds]
@@ -337,16 +324,16 @@ def _head(plan: SetPlan, missing: Sequence[SetRun]) -> str:
     source = plan.spec.source
     where = f" (arXiv {source.arxiv}, {source.at})" if source else ""
     at = f" at scale {plan.scale}" if plan.scale else ""
-    return f"set {plan.name}{where}{at}: {counted(plan.runs)}; missing: {counted(missing)}"
+    return f"set {plan.name}{where}{at}: {counted(plan.queue)}; missing: {counted(missing)}"
 
 
-def _plan_text(plan: SetPlan, through: str) -> str:
-    missing = [run for run in plan.runs if run.state() != "finished"]
+def _plan_text(plan: SetResult, through: str) -> str:
+    missing = [run for run in plan.queue if run.state() != "finished"]
     parts = [_head(plan, missing)]
     if plan.scale not in ("", "mini"):
-        parts.append(cost_text(plan, missing))
+        parts.append(cost_text(plan.spec, missing))
     alike: dict[tuple[str, str, str], list[SetRun]] = {}
-    for run in plan.runs:
+    for run in plan.queue:
         alike.setdefault((run.command, run.row, run.column), []).append(run)
     for (command, row, column), runs in alike.items():
         seeds = " ".join(f"{run.seed}{'' if run.state() == 'new' else f' ({run.state()})'}" for run in runs)
@@ -379,29 +366,19 @@ def _listing(request: SetRequest) -> str:
     for name in set_names(request.folders):
         spec = read_set(name, request.folders, request.config_dir)
         scales = scales_of(spec)
-        cells = len(spec.measured) * sum(spec.rows[row].shown for row, _ in spec.pairs)
         # A set without scales runs on what its words name.
-        at = ["" if scale in scales else "-" for scale in ("paper", "mini")] if scales != [""] else ["-", ""]
-        for place, scale in enumerate(("paper", "mini")):
-            if not at[place]:
-                at[place] = f"{_cells_done(spec, _done(name, scale if scales != [''] else ''))} / {cells}"
+        done = [_done(name, scale) if scale in scales else "-" for scale in ("paper", "mini")]
+        done = done if scales != [""] else ["-", _done(name, "")]
         paper = f"{spec.source.arxiv} {spec.source.at}" if spec.source else ""
-        shown = sum(row.shown for row in spec.rows.values())
-        size = f"{shown} x {len(spec.cells)}"
-        rows.append([name, paper, size, str(len(spec.seeds)), *at, spec.shows])
+        size = f"{sum(row.shown for row in spec.rows.values())} x {len(spec.cells)}"
+        rows.append([name, paper, size, str(len(spec.seeds)), *done, spec.shows])
     return align(rows) + "\n\nmmrl table NAME scale=mini runs one here; do=plan says what it will cost"
 
 
-def _cells_done(spec: SetSpec, done: Mapping[str, Sequence[int]]) -> int:
-    """Cells that have all of the set's seeds."""
-    places = [(row, f"{row} on {column}" if column else row) for row, column in spec.pairs if spec.rows[row].shown]
-    return len(spec.measured) * sum(set(spec.seeds_of(row)) <= set(done.get(name, ())) for row, name in places)
-
-
-def _done(name: str, scale: str) -> dict[str, list[int]]:
-    """`ROW on COLUMN` -> seeds that were there when the set was last looked at; empty where it never was."""
+def _done(name: str, scale: str) -> str:
+    """How many cells of a set had all their seeds when its page was last written."""
     try:
-        content = json.loads((TOP / name / scale / DONE).read_text(encoding="utf-8"))
-        return {str(place): [int(seed) for seed in seeds] for place, seeds in content.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
+        page = json.loads((TOP / name / scale / "set.json").read_text(encoding="utf-8"))
+        return f"{page['cells_done']} / {page['cells']}"
+    except (OSError, ValueError, TypeError, LookupError):
+        return ""

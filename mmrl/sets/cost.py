@@ -8,11 +8,12 @@ from dataclasses import replace
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.errors import MmrlError
 from mmrl.report.text import align
-from mmrl.sets.plan import SetPlan, digest
+from mmrl.sets.plan import digest
 from mmrl.sets.queue import SetRun
+from mmrl.sets.spec import SetSpec
 
 
-def cost_text(plan: SetPlan, missing: Sequence[SetRun]) -> str:
+def cost_text(spec: SetSpec, missing: Sequence[SetRun]) -> str:
     """Hours of GPUs (H100; of the CPU for runs on it) of what is missing: trainings by config, evaluations by row."""
     alike: dict[tuple[str, ...], list[SetRun]] = {}
     for run in missing:
@@ -23,7 +24,7 @@ def cost_text(plan: SetPlan, missing: Sequence[SetRun]) -> str:
     for (command, row, _), runs in alike.items():
         first = runs[0]
         name = f"{row}, {first.column}" if command == "train" and first.column else row
-        column = plan.spec.columns.get(first.column)  # a training may serve all columns
+        column = spec.columns.get(first.column)  # a training may serve all columns
         try:
             hours, devices = device_hours(first, column.items if column else None)
         except MmrlError as error:

@@ -33,7 +33,7 @@ from mmrl.report.charts import (
 )
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import History, series, splits_in, trailing_mean
-from mmrl.sets.cells import BEHAVIOUR, SetResult
+from mmrl.sets.cells import BEHAVIOUR, SetResult, behaviour_in
 from mmrl.sets.spec import Diagram, Figure
 from mmrl.system.files import JsonObject
 
@@ -80,8 +80,9 @@ class SetFigure:
         """Training run -> its steps, of those that have begun; and which cannot be read."""
         found: dict[Path, History] = {}
         damaged = []
-        every = [run for runs in self.result.runs.values() for run in runs if run.trained is not None]
-        for path in dict.fromkeys(path for run in every for path in (*run.chain, run.trained) if path is not None):
+        every = [run for runs in self.result.runs.values() for run in runs]
+        trainings = [one.path for run in every for one in run.chain if one.command == "train"]
+        for path in dict.fromkeys(trainings):
             if (path / "metrics.jsonl").is_file():
                 try:
                     found[path] = RunDir.read(path).history()
@@ -91,12 +92,12 @@ class SetFigure:
 
     def histories(self, row: str, column: str) -> dict[int, History]:
         """Seed -> the steps of its training run; of a set without scores, of all runs that it comes from in turn."""
-        runs, (read, _) = self.result.runs.get((row, column), ()), self.read
+        read, _ = self.read
         known: dict[int, History] = {}
-        for run in runs:
-            if run.trained is not None and run.trained in read:
-                chain = () if self.scored else run.chain
-                known[run.seed] = _in_turn([read[path] for path in chain or (run.trained,) if path in read])
+        for run in self.result.runs.get((row, column), ()):
+            chain = [one.path for one in run.chain if one.path in read]
+            if run.trained in chain:
+                known[run.seed] = _in_turn([read[path] for path in (chain[-1:] if self.scored else chain)])
         return known
 
     @cached_property
@@ -125,7 +126,7 @@ class SetFigure:
             Diagram(metric=f"eval/{metric}", label=f"{metric} on {begun[0].overview.split}"),
             Diagram(metric="reward/mean", label="training reward"),
         ]
-        acts = [of for of in BEHAVIOUR if of.training and any(s.behaviour(of, s.before) is not None for s in begun)]
+        acts = [of for of in BEHAVIOUR if of.training and any(behaviour_in(s.before, of) is not None for s in begun)]
         modules = next((scored.overview.modules for scored in begun if scored.overview.modules), ())
         if acts:
             diagrams.append(Diagram(metric=acts[0].training, label=acts[0].axis))

@@ -11,12 +11,14 @@ from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 
+import pandas
+
 from mmrl.errors import ConfigError
 from mmrl.report.html import rendered
 from mmrl.report.stats import Difference, duration, fixed, short, signed
 from mmrl.report.tables import Rows, interval, markdown
-from mmrl.report.text import align, filled
-from mmrl.sets.case import CaseStudy, case_study
+from mmrl.report.text import align, filled, wrapped_rows
+from mmrl.sets.case import case_study
 from mmrl.sets.cells import (
     BEHAVIOUR,
     LEAST_GAIN,
@@ -26,9 +28,11 @@ from mmrl.sets.cells import (
     Scored,
     SetResult,
     Value,
+    behaviour_in,
+    values_of,
 )
 from mmrl.sets.figure import SetFigure
-from mmrl.sets.spec import Cell, Figure
+from mmrl.sets.spec import Figure
 from mmrl.system.files import atomic_write
 
 WIDTH = 120
@@ -67,15 +71,15 @@ class Part:
 def parts_of(result: SetResult) -> list[Part]:
     """Everything below the head, but for the figure."""
     own = not result.spec.scores
-    parts = [] if own else [Part("Ours", _grid(result, _ours(result)))]
+    parts = [] if own else [Part("Ours", _grid(result, _ours))]
     if any(value.paper is not None for value in result.values):
-        parts.append(Part("The paper", _grid(result, _reported(result))))
+        parts.append(Part("The paper", _grid(result, _reported)))
     if result.verdicts:
         parts.append(Part("Claims", _claim_rows(result), CLAIMS))
     for column in result.columns if own else ():
         if rows := [row for row in result.rows_of(column) if result.begun(row, column)]:
             parts += _training_parts(result, column, rows)
-    if (case := case_of(result)) is not None:
+    if (case := case_study(result)) is not None:
         parts.append(
             Part(f"One question, early and late: {case.item} of {case.run}", case.rows, case.asked, wrapped=True)
         )
@@ -86,19 +90,14 @@ def parts_of(result: SetResult) -> list[Part]:
     return parts
 
 
-def case_of(result: SetResult) -> CaseStudy | None:
-    """One question early and late, where the set shows one."""
-    return case_study(result.spec, (run for runs in result.runs.values() for run in runs))
-
-
 # --- scores
 
 
-def _grid(result: SetResult, cell: Callable[[Value], str]) -> Rows:
+def _grid(result: SetResult, shown: Callable[[SetResult, Value], str]) -> Rows:
     """One line per row, one column per place."""
     by_row = {row: [value for value in result.values if value.row == row] for row in result.rows}
     head = ["", *(value.label for value in next(iter(by_row.values()), []))]
-    return [head, *([row, *map(cell, values)] for row, values in by_row.items())]
+    return [head, *([row, *(shown(result, value) for value in values)] for row, values in by_row.items())]
 
 
 def _number(result: SetResult, value: float | None) -> str:
@@ -107,43 +106,25 @@ def _number(result: SetResult, value: float | None) -> str:
     return "" if value is None else fixed(value, decimals)
 
 
-def _ours(result: SetResult) -> Callable[[Value], str]:
+def _with_std(result: SetResult, mean: float | None, std: float | None) -> str:
+    return f"{_number(result, mean)} ± {_number(result, std)}" if std is not None else _number(result, mean)
+
+
+def _ours(result: SetResult, value: Value) -> str:
     """Mean ± std; blank where not run."""
-
-    def cell(value: Value) -> str:
-        mean, std = (_number(result, number) for number in (value.mean, value.std))
-        seeds = f" ({len(value.seeds)} of {value.wanted})" if value.seeds and len(value.seeds) < value.wanted else ""
-        return f"{mean} ± {std}{seeds}" if std else f"{mean}{seeds}"
-
-    return cell
+    seeds = f" ({len(value.seeds)} of {value.wanted})" if 0 < len(value.seeds) < value.wanted else ""
+    return _with_std(result, value.mean, value.std) + seeds
 
 
-def _reported(result: SetResult) -> Callable[[Value], str]:
+def _reported(result: SetResult, value: Value) -> str:
     """The paper's values; empty where it prints none."""
-
-    def cell(value: Value) -> str:
-        mean, std = (_number(result, number) for number in (value.paper, value.paper_std))
-        return f"{mean} ± {std}" if std else mean
-
-    return cell
+    return _with_std(result, value.paper, value.paper_std)
 
 
 def _cell_rows(result: SetResult) -> Rows:
     """One line per cell."""
-    head = [
-        "row",
-        "place",
-        "ours",
-        "std",
-        "seeds",
-        "95 % interval",
-        "items",
-        "paper",
-        "difference",
-        "agrees",
-        "command",
-    ]
-    rows = [head]
+    numbers = ["ours", "std", "seeds", "95 % interval", "items", "paper", "difference"]
+    rows = [["row", "place", *numbers, "agrees", "command"]]
     for value in result.values:
         mean, std, paper = (_number(result, number) for number in (value.mean, value.std, value.paper))
         compared = result.scale == "paper" and value.difference is not None
@@ -151,8 +132,7 @@ def _cell_rows(result: SetResult) -> Rows:
         agrees = "" if value.agrees is None else "yes" if value.agrees else "no"
         between = f"[{', '.join(_number(result, end) for end in value.interval)}]" if value.interval else ""
         seeds = f"{len(value.seeds)} of {value.wanted}"
-        of_column = isinstance(value.place, Cell) and len(result.spec.columns) > 1
-        column = f" columns='{value.place.column}'" if isinstance(value.place, Cell) and of_column else ""
+        column = f" columns='{value.column}'" if value.column is not None and len(result.spec.columns) > 1 else ""
         command = f"mmrl table {result.name} rows='{value.row}'{column} scale={result.scale}"
         more = [seeds, between, str(value.items or ""), paper, difference, agrees, command]
         rows.append([value.row, value.label, mean, std, *more])
@@ -196,7 +176,7 @@ def _training_parts(result: SetResult, column: str, rows: Sequence[str], pairs: 
     split = result.begun(rows[0], column)[0].overview.split
     title = f"{column}: {metric} on {split}" if column else f"{metric} on {split}"
     parts = [Part(title, _summary_rows(result, column, rows, metric), LEARNS)]
-    done = [row for row in rows if any(scored.after for scored in result.finished(row, column).values())]
+    done = [row for row in rows if any(len(scored.after) for scored in result.finished(row, column).values())]
     # Unfinished runs would be compared at different steps.
     if pairs and len(done) > 1:
         differences = {pair: result.against(*pair, column) for pair in combinations(done, 2)}
@@ -214,14 +194,14 @@ def _summary_rows(result: SetResult, column: str, rows: Sequence[str], metric: s
     """One line per row: means over seeds, the range of the differences, behaviour before and after."""
     begun = {row: result.begun(row, column) for row in rows}
     known = [scored for some in begun.values() for scored in some]
-    behaviours = [of for of in BEHAVIOUR if any(s.behaviour(of, s.after or s.before) is not None for s in known)]
+    behaviours = [of for of in BEHAVIOUR if any(behaviour_in(_latest(s), of) is not None for s in known)]
     # The verdict first: a narrow screen shows the first columns, and the others by scrolling.
     head = ["row", "learns", "seeds", "before", "after", "difference", "lowest to highest seed", "time per run"]
     table = [[*head, *(of.label for of in behaviours)]]
     for row, runs in begun.items():
         shown = [scored for scored in runs if scored.finished] or runs
         gains = [gain for scored in shown if (gain := scored.gain(metric)) is not None]
-        starts = [fmean(values.values()) for scored in runs if (values := scored.values(scored.before, metric))]
+        starts = [fmean(values) for s in runs if len(values := values_of(s.before, metric))]
         wanted, done = len(result.runs[row, column]), len(result.finished(row, column))
         between = [gain.difference for gain in gains]
         line = [
@@ -267,7 +247,7 @@ def _learns(result: SetResult, row: str, column: str, metric: str) -> str:
     items = [gain.n for scored in runs if scored.finished and (gain := scored.gain(metric)) is not None]
     if items and min(items) < LEAST_ITEMS:
         return f"undecided ({min(items)} items, {LEAST_ITEMS} are needed)"
-    if not any(scored.before or scored.after for scored in runs):
+    if all(_latest(scored).empty for scored in runs):
         return "undecided (no evaluation)"
     return f"undecided ({len(decided)} of {max(LEAST_SEEDS, wanted)} seeds)"
 
@@ -277,8 +257,8 @@ def _seed_rows(result: SetResult, column: str, rows: Sequence[str], metric: str)
     table = [["row", "seed", "items", "before", "after", "difference", "95 % interval", "time", "state"]]
     for row in rows:
         for scored in result.begun(row, column):
-            gain, start = scored.gain(metric), scored.values(scored.before, metric)
-            numbers = [str(len(start)), _mean([*start.values()]), "-", "-", "-"] if start else ["-"] * 5
+            gain, start = scored.gain(metric), values_of(scored.before, metric)
+            numbers = [str(len(start)), _mean([*start]), "-", "-", "-"] if len(start) else ["-"] * 5
             if gain is not None:
                 numbers = [str(gain.n), fixed(gain.before), fixed(gain.after), signed(gain.difference)]
                 numbers.append(interval(gain))
@@ -319,10 +299,14 @@ def _mean(values: Sequence[float], shown: Callable[[float], str] = fixed) -> str
     return shown(fmean(values)) if values else "-"
 
 
+def _latest(scored: Scored) -> pandas.DataFrame:
+    return scored.before if scored.after.empty else scored.after
+
+
 def _behaviour(runs: Sequence[Scored], of: Behaviour) -> str:
     before, after = (
-        [value for scored in runs if (value := scored.behaviour(of, items(scored))) is not None]
-        for items in (lambda scored: scored.before, lambda scored: scored.after or scored.before)
+        [value for scored in runs if (value := behaviour_in(scores(scored), of)) is not None]
+        for scores in (lambda scored: scored.before, _latest)
     )
     return f"{fmean(before):.2f} → {fmean(after):.2f}" if before and after else "-"
 
@@ -364,7 +348,7 @@ class SetPage:
             body = [part.title]
             if part.wrapped:
                 body += [filled(line, WIDTH) for line in part.note.splitlines()]
-                body += [filled(f"{name or 'when'}: {'  ->  '.join(cells)}", WIDTH) for name, *cells in part.rows]
+                body += wrapped_rows(part.rows, WIDTH)
             else:
                 # A last column of words is set to the left; these are numbers.
                 body.append(align([[*row, ""] for row in part.rows]))
@@ -399,20 +383,10 @@ class SetPage:
 
     def json(self) -> str:
         """Everything, for machines."""
-        result, case = self.result, case_of(self.result)
-        values = [
-            {
-                **{key: item for key, item in asdict(value).items() if key not in ("place", "label")},
-                "column": value.place.column if isinstance(value.place, Cell) else None,
-                "score": value.place.score if isinstance(value.place, Cell) else None,
-                "mean_of_cells": None if isinstance(value.place, Cell) else value.place,
-                "mean": value.mean,
-                "std": value.std,
-            }
-            for value in result.values
-        ]
+        result, case = self.result, case_study(self.result)
+        values = [{**asdict(value), "mean": value.mean, "std": value.std} for value in result.values]
         runs = [
-            {"row": row, "column": column, "seed": run.seed, "run": str(run.path), "command": run.command}
+            {"row": row, "column": column, "seed": run.seed, "run": str(run.path), "command": run.typed()}
             for (row, column), some in result.runs.items()
             for run in some
         ]
@@ -447,16 +421,14 @@ class SetPage:
             caption=self.figure.caption if self.figure is not None else "",
             parts=self.parts,
             notes=self.result.notes,
-            runs=[f"{run.path}: {run.command}" if run.command else str(run.path) for run in runs],
+            runs=[": ".join(filter(None, [str(run.path), run.typed()])) for run in runs],
         )
 
     def write(self, folder: Path) -> list[Path]:
         """Write `set.html`, `.md`, `.json`, `.csv`, `.tex` and a figure's files; returns their paths."""
-        import pandas
-
         head = "\n".join(f"- {name}: {text}" for name, text in self.result.head.items())
         names, *cells = _cell_rows(self.result)
-        places, *ours = _grid(self.result, _ours(self.result))
+        places, *ours = _grid(self.result, _ours)
         files: dict[str, str | bytes] = {
             "set.html": self.html(),
             "set.md": f"# {self.result.name}\n\n{head}\n\n{self.markdown('figure.png')}\n",

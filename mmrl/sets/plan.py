@@ -12,7 +12,7 @@ from pathlib import Path
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
 from mmrl.config.base import value_at
 from mmrl.errors import ConfigError
-from mmrl.sets.cells import CellRun, SetResult
+from mmrl.sets.cells import SetResult
 from mmrl.sets.queue import SetRun
 from mmrl.sets.spec import MAIN, Command, SetSpec
 from mmrl.sets.words import TRAINING_ALONE, is_below, words_of
@@ -26,57 +26,6 @@ OF_MACHINE = ("run", "hardware", "engine")
 Config = StageConfig | EvalCommandConfig
 Compose = Callable[[Command, Sequence[str]], Config]
 """Overrides of a command to a validated config; raises `ConfigError`. Hydra is not known here."""
-
-
-@dataclass(frozen=True, slots=True)
-class SetPlan:
-    """A set with its runs."""
-
-    name: str
-    spec: SetSpec
-    scale: str
-    rows: Sequence[str]
-    """Those shown."""
-    columns: Sequence[str]
-    runs: Sequence[SetRun]
-    """In the order in which they start, each once."""
-    cells: Mapping[tuple[str, str], Sequence[SetRun]]
-    """(row, column) -> the run with its scores, one per seed."""
-    metrics: Mapping[tuple[str, str], Mapping[str, str]]
-    """(row, column) -> score -> metric."""
-
-    def result(self) -> SetResult:
-        """As far as it has been run."""
-        runs = {
-            place: [
-                CellRun(
-                    seed=run.seed,
-                    path=run.path,
-                    command="" if run.after is not None and run.after.code is None else _typed(run),
-                    trouble=run.trouble() if run.code else "",
-                    trained=next((one.path for one in reversed(run.chain) if one.command == "train"), None),
-                    chain=tuple(one.path for one in run.chain),
-                )
-                for run in listed
-            ]
-            for place, listed in self.cells.items()
-        }
-        return SetResult(
-            name=self.name,
-            spec=self.spec,
-            scale=self.scale,
-            rows=self.rows,
-            columns=self.columns,
-            metrics=self.metrics,
-            runs=runs,
-        )
-
-
-def _typed(run: SetRun) -> str:
-    try:
-        return run.typed()
-    except ConfigError as error:  # no checkpoint is what its rule names
-        return str(error)
 
 
 @dataclass(slots=True)
@@ -97,7 +46,7 @@ class Planner:
     composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
-    def plan(self, name: str, rows: Sequence[str], columns: Sequence[str], seeds: Sequence[int] | None) -> SetPlan:
+    def plan(self, name: str, rows: Sequence[str], columns: Sequence[str], seeds: Sequence[int] | None) -> SetResult:
         """The runs of some rows on some columns.
 
         Args:
@@ -130,7 +79,16 @@ class Planner:
             # Named by its column only where columns are trained apart.
             if run.command == "train" and sum(place[:2] == (run.row, run.seed) for place in apart) == 1:
                 run.column = ""
-        return SetPlan(name, self.spec, self.scale, rows, columns, runs, cells, metrics)
+        return SetResult(
+            name=name,
+            spec=self.spec,
+            scale=self.scale,
+            rows=rows,
+            columns=columns,
+            metrics=metrics,
+            runs=cells,
+            queue=runs,
+        )
 
     @contextmanager
     def _problems_of(self, row: str, column: str) -> Iterator[None]:

@@ -6,6 +6,7 @@ continues a set that was killed. Children end when this process ends.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -14,13 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from mmrl.config import EvalCommandConfig, StageConfig
 from mmrl.config.base import value_at
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, MmrlError
 from mmrl.models.policy import complete_checkpoints
 from mmrl.report.rundir import RunDir, holds_only_leftovers
 from mmrl.report.stats import duration, number, short
@@ -44,33 +46,57 @@ COLLAPSED = 0.5
 State = Literal["new", "unfinished", "finished"]
 
 
-@dataclass(slots=True, kw_only=True)
-class SetRun:
-    """One run of a set: what it is, and how far it has come."""
+@dataclass(kw_only=True)
+class Run:
+    """A run of a set: where it lies, and what it comes from."""
 
-    command: Command
+    seed: int
+    path: Path
+    command: Command = "train"
+    after: Self | None = None
+    """The run whose policy it starts from or evaluates."""
+
+    @property
+    def chain(self) -> list[Self]:
+        """The runs that it comes from, the first one first, and itself."""
+        return [*(self.after.chain if self.after is not None else ()), self]
+
+    @property
+    def trained(self) -> Path | None:
+        """The training run whose policy it is about; None for a policy that its set does not train."""
+        return next((run.path for run in reversed(self.chain) if run.command == "train"), None)
+
+    def typed(self) -> str:
+        """The command that makes it, for a shell; empty for a run that is only looked at."""
+        return ""
+
+    def trouble(self) -> str:
+        """Why it failed; empty where it did not."""
+        return ""
+
+
+@dataclass(kw_only=True)
+class SetRun(Run):
+    """A run that a set starts: what it is, and how far it has come."""
+
     row: str
     column: str
     """Empty where one training serves all columns."""
-    seed: int
     words: Sequence[str]
     """Its overrides, without policy= and from=, whose runs may not be there yet."""
     config: StageConfig | EvalCommandConfig
-    path: Path
     metric: str
     """The task's main one."""
-    after: SetRun | None = None
-    """The run whose policy it starts from or evaluates."""
     checkpoint: str = "last"
     """Which one of `after` is evaluated."""
     code: int | None = None
     """Exit code of its process; 0 for a run that was finished before, None where it did not run."""
-    started: float = 0.0
-    reported: tuple[int, float] = field(default=(-1, 0.0))
-    """Steps done when a line was last printed, and when that was."""
     reason: str = ""
     """Why it was not started, where something else is the cause."""
-    cached: tuple[int, tuple[int, float | None]] = field(default=(-1, (0, None)))
+    started: float = 0.0
+    reported: tuple[int, float] = (-1, 0.0)
+    """Steps done when a line was last printed, and when that was."""
+    cached: tuple[int, int, float | None] = (-1, 0, None)
     """Size of the metrics file when it was last read, and what it held: steps done, last evaluation."""
 
     @property
@@ -82,11 +108,6 @@ class SetRun:
     def log(self) -> Path:
         """What the run's process printed."""
         return self.path.with_name(f"{self.path.name}.log")
-
-    @property
-    def chain(self) -> list[SetRun]:
-        """The runs that it comes from, the first one first, and itself."""
-        return [*(self.after.chain if self.after is not None else ()), self]
 
     def all_words(self) -> list[str]:
         """Its overrides, once the run before it has ended.
@@ -104,31 +125,19 @@ class SetRun:
         return [*self.words, f"policy={chosen}"]
 
     def typed(self) -> str:
-        """The command that makes it, for a shell."""
-        return " ".join([f"mmrl {self.command}", *map(shlex.quote, [*self.all_words(), f"run.dir={self.path}"])])
+        """The command that makes it, for a shell; or why its row's rule names no checkpoint yet."""
+        try:
+            return " ".join([f"mmrl {self.command}", *map(shlex.quote, [*self.all_words(), f"run.dir={self.path}"])])
+        except MmrlError as error:
+            return str(error)
 
     def state(self) -> State:
-        """What is in its run directory, whose name is a digest of its settings, so a run there has these.
-
-        Leftovers of a start that was killed at once are removed.
+        """How far its run directory is, whose name is a digest of its settings, so a run there has these.
 
         Raises:
             ConfigError: it holds something else than a run.
         """
-        if not self.path.exists():
-            return "new"
-        # Both, as `RunDir.read` wants them: config.yaml alone may be a user's own file.
-        if (self.path / "config.yaml").is_file() and (self.path / "journal").is_dir():
-            directory = RunDir.read(self.path)
-            # An evaluation without scores is continued: what failed from outside runs again.
-            done = directory.finished and (self.command == "train" or has_scores(directory))
-            return "finished" if done else "unfinished"
-        if self.path.is_dir() and not self.path.is_symlink() and holds_only_leftovers(self.path):
-            shutil.rmtree(self.path)
-            return "new"
-        raise ConfigError(
-            f"{self.path}: expected a run of {self.row}, got something else, which was not touched; move it away"
-        )
+        return state_of(self.path, f"a run of {self.row}")
 
     def progress(self) -> tuple[int, int, float | None]:
         """Steps done and in all (0: not known), last evaluation of the main metric. Of an evaluation items."""
@@ -139,19 +148,12 @@ class SetRun:
         size = path.stat().st_size if path.is_file() else 0
         # The file is read again only when it has grown: the terminal's lines are redrawn twice a second.
         if size != self.cached[0]:
-            done, value = 0, None
-            key = f"eval/{self.config.eval.split}/{self.metric}"
-            for record in read_jsonl(path):
-                done = max(done, int(record.get("step", 0)))
-                value = number(record.get(key)) if key in record else value
-            self.cached = (size, (done, value))
-        done, value = self.cached[1]
+            key, history = f"eval/{self.config.eval.split}/{self.metric}", read_jsonl(path)
+            last = next((value for r in reversed(history) if (value := number(r.get(key))) is not None), None)
+            self.cached = (size, max((int(record["step"]) for record in history), default=0), last)
         # How many trials an optimiser of prompts makes shows only as it goes.
-        return (
-            done,
-            steps if isinstance(steps := value_at(self.config, "train.steps"), int) else 0,
-            value,
-        )
+        steps = value_at(self.config, "train.steps")
+        return self.cached[1], steps if isinstance(steps, int) else 0, self.cached[2]
 
     def line(self) -> str:
         """How far it is."""
@@ -163,7 +165,7 @@ class SetRun:
 
     def trouble(self) -> str:
         """The last error that a failed run printed."""
-        if self.reason:
+        if self.reason or not self.code:
             return self.reason
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
         # Of a run that was killed there is no error line: then its last words are the best hint.
@@ -313,6 +315,28 @@ class RunQueue:
                 process.wait()
 
 
+def state_of(path: Path, what: str) -> State:
+    """How far the run in a folder is; leftovers of a start that was killed at once are removed.
+
+    Args:
+        what: is expected there, for messages.
+
+    Raises:
+        ConfigError: it holds something else, which is not touched.
+    """
+    if not path.exists():
+        return "new"
+    # Both, as `RunDir.read` wants them: config.yaml alone may be a user's own file.
+    if (path / "config.yaml").is_file() and (path / "journal").is_dir():
+        run = RunDir.read(path)
+        # An evaluation without scores is continued: what failed from outside runs again.
+        return "finished" if run.finished and ("policy" not in run.config or has_scores(run)) else "unfinished"
+    if path.is_dir() and not path.is_symlink() and holds_only_leftovers(path):
+        shutil.rmtree(path)
+        return "new"
+    raise ConfigError(f"{path}: expected {what}, got something else, which was not touched; move it away")
+
+
 def has_scores(evaluation: RunDir) -> bool:
     """Whether an evaluation that has ended has scores: none where too many of its rollouts failed from outside."""
     return any(name.endswith("_low") for name in evaluation.summary.get("metrics", {}))
@@ -329,17 +353,16 @@ def before_collapse(run: Path, metric: str) -> Path:
     directory = RunDir.read(run)
     key = f"eval/{directory.config['eval']['split']}/{metric}"
     points = [(int(r["step"]), value) for r in directory.history() if (value := number(r.get(key))) is not None]
-    best, collapse = float("-inf"), None
-    for place, (step, value) in enumerate(points):
-        best = max(best, value)
-        if all(later < COLLAPSED * best for _, later in points[place:]):
-            collapse = step
-            break
-    before = [step for step, _ in points if collapse is None or step < collapse]
-    there = complete_checkpoints(run / "checkpoints")
-    fitting = [
-        path for path in there if collapse is None or int(path.name.rpartition("-")[2]) <= max(before, default=0)
+    best = list(accumulate((value for _, value in points), max))
+    collapsed = [
+        step
+        for place, (step, _) in enumerate(points)
+        if all(value < COLLAPSED * best[place] for _, value in points[place:])
     ]
+    collapse = min(collapsed, default=math.inf)
+    latest = max((step for step, _ in points if step < collapse), default=0) if collapsed else math.inf
+    there = complete_checkpoints(run / "checkpoints")
+    fitting = [path for path in there if int(path.name.rpartition("-")[2]) <= latest]
     if not fitting:
         raise ConfigError(f"{run}: no checkpoint from before its collapse at step {collapse} is left (train.keep)")
     return fitting[-1]
