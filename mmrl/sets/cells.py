@@ -7,9 +7,10 @@ its seeds differ.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
@@ -28,17 +29,11 @@ from mmrl.report.stats import (
     stratified_interval,
 )
 from mmrl.sets.queue import Run, SetRun, has_scores
-from mmrl.sets.spec import Cell, Claim, SetSpec
+from mmrl.sets.spec import SCALES, Cell, Claim, SetSpec
 from mmrl.system.files import JsonObject
 
 VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "start.", "task.prompts", "model.")
 """Config paths in which runs of one row may differ: where weights and prompts lie, and the machine."""
-SCALE_NOTES = {
-    "": "",
-    "paper": "paper: the papers' models, data and sizes",
-    "mini": "mini: the mini world with the tiny models; values do not compare with the paper's, orders (claims) do",
-    "real": "real: a small real model on real data; values do not compare with the paper's, orders (claims) do",
-}
 LEAST_ITEMS, LEAST_SEEDS, LEAST_GAIN = 200, 3, 0.05
 """"Learns" asks for: evaluated items, seeds (all of them), after - before."""
 Place = Cell | str
@@ -56,8 +51,6 @@ class Behaviour(NamedTuple):
     """True: the share of items above 0, instead of the mean."""
     training: str = ""
     """Metric of training steps that is drawn as a curve; empty: not drawn."""
-    axis: str = ""
-    """Label of that curve's axis."""
 
 
 COUNTS = {
@@ -71,15 +64,9 @@ COUNTS = {
 MONEY = ("endpoint/cost", "endpoint/judge/cost", "endpoint/external/cost")
 """Counted since the process started, so the last value of each start is its cost."""
 BEHAVIOUR = (
-    Behaviour("calls the tool", "tool_calls", True, "task/tool_calls", "tool calls per rollout"),
-    Behaviour("searches", "searches", True, "task/searches", "searches per rollout"),
-    Behaviour(
-        "invalid selections",
-        "module/reranker/invalid_selection",
-        False,
-        "module/reranker/invalid_selection",
-        "invalid selections (share)",
-    ),
+    Behaviour("calls the tool", "tool_calls", share=True, training="task/tool_calls"),
+    Behaviour("searches", "searches", share=True, training="task/searches"),
+    Behaviour("invalid selections", "module/reranker/invalid_selection", training="module/reranker/invalid_selection"),
     Behaviour("queries without form", "module/rewriter/unparsable"),
     Behaviour("all turns well formed", "format"),
     Behaviour("format reward", "xml_format"),
@@ -93,6 +80,8 @@ class Scored:
     """A run of a cell as far as it has come."""
 
     seed: int
+    metric: str
+    """The one by which the run is judged to learn."""
     overview: Overview
     first: Overview
     """Of the run that the chain began with, which is mostly the same."""
@@ -128,23 +117,29 @@ class Scored:
         """Equal for evaluations of the same items."""
         return self.overview.get("task.name"), self.overview.get("task.dataset"), frozenset(self.after.index)
 
-    def gain(self, metric: str) -> Difference | None:
+    @property
+    def latest(self) -> pandas.DataFrame:
+        """The scores after training, or those before it where there are no others yet."""
+        return self.before if self.after.empty else self.after
+
+    @cached_property
+    def gain(self) -> Difference | None:
         """Last evaluation against the one before training; None before there are two."""
-        before, after = values_of(self.before, metric), values_of(self.after, metric)
+        before, after = values_of(self.before, self.metric), values_of(self.after, self.metric)
         before = before[before.index.isin(after.index)]
         if before.empty:
             return None
         # The key of `compare_items`: the same interval as in the run's own report.
-        key, resamples = (self.seed, "compare", metric), int(self.overview.get("eval.bootstrap", 1000))
+        key, resamples = (self.seed, "compare", self.metric), int(self.overview.get("eval.bootstrap", 1000))
         return paired_difference([*before], [*after[before.index]], key, resamples)
 
-    def learned(self, metric: str) -> bool | None:
+    @property
+    def learned(self) -> bool | None:
         """Whether this run meets the threshold; None while that cannot be decided."""
-        gain = self.gain(metric)
-        if not self.finished or gain is None or gain.n < LEAST_ITEMS:
+        if not self.finished or self.gain is None or self.gain.n < LEAST_ITEMS:
             return None
         # The small tolerance: 0.25 - 0.20 is a little below 0.05 in binary.
-        return gain.difference >= LEAST_GAIN - 1e-9 and gain.low > 0
+        return self.gain.difference >= LEAST_GAIN - 1e-9 and self.gain.low > 0
 
 
 def _evaluated(overview: Overview) -> Mapping[int, Sequence[Item]]:
@@ -244,7 +239,6 @@ class SetResult:
     """(row, column) -> the runs with its scores, one per seed: evaluations, or in a set without scores trainings."""
     queue: Sequence[SetRun] = ()
     """All runs in the order in which they start, each once; none where runs are only looked at."""
-    made: datetime = field(default_factory=lambda: datetime.now(UTC))
     more_notes: Sequence[str] = ()
 
     @cached_property
@@ -265,7 +259,7 @@ class SetResult:
                 try:
                     if overview(run.path) is not None:
                         chain = [one for before in run.chain if (one := overview(before.path)) is not None]
-                        here[run.seed] = Scored(run.seed, chain[-1], chain[0], _costs(chain))
+                        here[run.seed] = Scored(run.seed, self.metric(*place), chain[-1], chain[0], _costs(chain))
                 except MmrlError as error:
                     troubles.append(f"{where}: {error}")
                     continue
@@ -372,8 +366,8 @@ class SetResult:
 
     def _block(self, row: str, column: str, metric: str) -> pandas.DataFrame:
         """(seeds, items) of a cell after training; NaN where a module was not called on an item."""
-        values = {seed: values_of(one.after, metric) for seed, one in self.finished(row, column).items()}
-        return pandas.concat(values, axis=1).T if values else pandas.DataFrame()
+        values = {seed: values_of(one.after, metric).to_dict() for seed, one in self.finished(row, column).items()}
+        return pandas.DataFrame.from_dict(values, orient="index", dtype=float)
 
     def _strata(self, row: str, together: Mapping[str, Sequence[Cell]]) -> dict[str, pandas.DataFrame]:
         """Column -> (seeds, items), the mean of its cells' scores; empty where a column has no evaluation."""
@@ -470,8 +464,8 @@ class SetResult:
         every = {
             "paper": f"arXiv {source.arxiv}, {source.at}: {self.spec.shows}" if source else "",
             "shows": "" if source else self.spec.shows,
-            "scale": SCALE_NOTES[self.scale],
-            "date": f"{self.made:%Y-%m-%d %H:%M} UTC",
+            "scale": SCALES.get(self.scale, ""),
+            "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "cells": f"{self.done} of {self.total}",
             "commit": _listed(commits),
             "machine": _listed(str(one.environment.get("cpu", "-")) for one in known),
@@ -517,7 +511,7 @@ def _costs(chain: Sequence[Overview]) -> dict[str, float]:
 
 def _paid(values: Sequence[float]) -> float:
     """The sum over process starts of a count that each start begins anew, so that it is less than before."""
-    return sum(value for value, following in zip(values, [*values[1:], 0.0], strict=True) if following < value)
+    return sum(value for value, following in pairwise([*values, 0.0]) if following < value)
 
 
 def _verdict(items: Interval | None, seeds: Interval | None, count: int) -> str:

@@ -24,7 +24,7 @@ from mmrl.run.check import check_all
 from mmrl.run.settle import allocate
 from mmrl.sets.cells import SetResult, found_set
 from mmrl.sets.cost import cost_text
-from mmrl.sets.page import SetPage, check_docs, redrawn
+from mmrl.sets.page import SetPage, redrawn
 from mmrl.sets.plan import TOP, Compose, Planner, main_metrics
 from mmrl.sets.queue import RunQueue, SetRun
 from mmrl.sets.spec import Column, Row, SetSpec
@@ -33,9 +33,9 @@ from mmrl.system.conf import chained, conf_dir, options, user_dirs
 from mmrl.system.stop import stoppable
 
 DO = ("run", "plan", "show")
-TABLE_KEYS = ("rows", "columns", "seed", "scale", "jobs", "through", "do", "out", "docs")
+TABLE_KEYS = ("rows", "columns", "seed", "scale", "jobs", "through", "do", "out")
 """Keys of the command itself; all others are overrides of its runs."""
-COMPARE_KEYS = (*TABLE_KEYS, "algo", "task", "plan", "name", "runs")
+COMPARE_KEYS = (*TABLE_KEYS, "algo", "task", "plan", "name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def table(request: SetRequest, compose: Compose) -> int:
 
 def compare(request: SetRequest, compose: Compose) -> int:
     """`mmrl compare`: of run directories, of a set, or of algorithms on tasks. Returns the exit code."""
-    if request.names or "runs" in request.keys:
+    if request.names:
         return _look(request)
     name = request.keys.get("name") or request.keys.get("plan") or "default"
     problems = _name_problems(name)
@@ -135,27 +135,23 @@ def _typed_set(request: SetRequest, problems: list[str]) -> tuple[SetSpec, list[
 
 def _look(request: SetRequest) -> int:
     """Runs that are there."""
-    stray = [key for key in request.keys if key not in ("runs", "name", "out", "docs")]
+    stray = [key for key in request.keys if key not in ("name", "out")]
     stray += [word.partition("=")[0] for word in request.overrides]
     problems = [f"{key}: has no effect on runs that are there; leave it or the run directories out" for key in stray]
-    paths = [Path(path) for path in dict.fromkeys([*request.names, *request.listed("runs")])]
-    problems += [] if paths else ["runs: got an empty list, expected run directories"]
     problems += _name_problems(request.keys.get("name", "runs"))
     if problems:
         raise ConfigError(problems)
+    paths = [Path(path) for path in dict.fromkeys(request.names)]
     runs = find_runs(paths)
     # A folder of runs is a set by itself and is named by it; single run directories are not.
     one_folder = len(paths) == 1 and runs[0].resolve() != paths[0].resolve()
     name = request.keys.get("name") or (paths[0].resolve().name if one_folder else "runs")
-    # Before the runs are read, which takes a while: a document without a place for the table is refused at once.
-    if "docs" in request.keys:
-        check_docs(Path(request.keys["docs"]), name)
     if "out" in request.keys:
         out = Path(request.keys["out"])
     else:
         out = paths[0] if one_folder else allocate(TOP, f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
     with damage_named(" ".join(map(str, paths))):
-        _show(found_set(name, runs, main_metrics()), out, request.keys.get("docs"))
+        _show(found_set(name, runs, main_metrics()), out)
     return 0
 
 
@@ -191,8 +187,6 @@ def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
         for word in request.overrides
         if (key := word.lstrip("+").partition("=")[0]) in ("run.dir", "resume")
     ]
-    if "docs" in keys:
-        problems += _problems_of(lambda: check_docs(Path(keys["docs"]), name))
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     # Side by side on this machine; a scheduler gives each run what it asks for.
@@ -207,9 +201,9 @@ def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
     folder = TOP / name / scale
     out = Path(keys["out"]) if "out" in keys else folder if whole else folder / "selected"
     if do == "show":
-        _show(plan, out, keys.get("docs"))
+        _show(plan, out)
         return 0
-    return _run(plan, at_once, through, request.config_dir, out, keys.get("docs"))
+    return _run(plan, at_once, through, request.config_dir, out)
 
 
 def whole_numbers(texts: Sequence[str], key: str, least: int, problems: list[str]) -> tuple[int, ...]:
@@ -257,9 +251,7 @@ def _slug(name: str) -> str:
 # --- running and showing
 
 
-def _run(
-    plan: SetResult, at_once: int, through: Sequence[str], config_dir: str | None, out: Path, docs: str | None
-) -> int:
+def _run(plan: SetResult, at_once: int, through: Sequence[str], config_dir: str | None, out: Path) -> int:
     problems = [problem for run in plan.queue for problem in _problems_of(run.state)]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
@@ -286,7 +278,7 @@ def _run(
         except KeyboardInterrupt as stop:
             say("stopped; the same command continues where this one stopped")
             return stop.exit_code if isinstance(stop, Stopped) else 130
-    _show(replace(plan), out, docs)
+    _show(replace(plan), out)
     failed = [run for run in plan.queue if run.code]
     for run in failed:
         print(f"error: {run.name}: {run.trouble()}", file=sys.stderr)
@@ -305,13 +297,10 @@ def _problems_of(check: Callable[[], object]) -> list[str]:
     return []
 
 
-def _show(result: SetResult, out: Path, docs: str | None) -> None:
+def _show(result: SetResult, out: Path) -> None:
     page = SetPage(result)
     print(page.text())
-    files = page.write(out)
-    if docs is not None:
-        files += page.fill(Path(docs))
-    print("\nwritten: " + ", ".join(map(str, files)))
+    print("\nwritten: " + ", ".join(map(str, page.write(out))))
 
 
 def _head(plan: SetResult, missing: Sequence[SetRun]) -> str:

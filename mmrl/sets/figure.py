@@ -129,7 +129,7 @@ class SetFigure:
         acts = [of for of in BEHAVIOUR if of.training and any(behaviour_in(s.before, of) is not None for s in begun)]
         modules = next((scored.overview.modules for scored in begun if scored.overview.modules), ())
         if acts:
-            diagrams.append(Diagram(metric=acts[0].training, label=acts[0].axis))
+            diagrams.append(Diagram(metric=acts[0].training, label=acts[0].training))
         elif modules:
             label = f"{modules[0]}: parsed (share)"
             diagrams.append(Diagram(metric=f"module/{modules[0]}/format_rate", label=label))

@@ -15,8 +15,12 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from mmrl.config.base import Section
 from mmrl.errors import unknown
 
-SCALES = ("paper", "mini", "real")
-"""The papers' models and data; the mini world with the tiny models; a small real model on real data."""
+SCALES = {
+    "paper": "paper: the papers' models, data and sizes",
+    "mini": "mini: the mini world with the tiny models; values do not compare with the paper's, orders (claims) do",
+    "real": "real: a small real model on real data; values do not compare with the paper's, orders (claims) do",
+}
+"""What the numbers of a page at each scale mean."""
 Command = Literal["train", "eval"]
 MAIN = "main"
 """In place of a metric: the task's main one."""

@@ -101,17 +101,14 @@ def _show(folders: Sequence[Path]) -> None:
 
 
 def _check_sweep(configs: Sequence[StageConfig | StagedCommandConfig], typed: Collection[str]) -> None:
-    folders = [config.run.dir for config in configs if config.run.dir]
-    if len(set(folders)) < len(configs):
-        check_all(configs, typed)
-        return
+    folders = {config.run.dir: config for config in configs if config.run.dir}
+    apart = len(folders) == len(configs)
     # Directories of an earlier start of the same sweep are not empty, which `check_all` would refuse.
-    elsewhere = {"run": configs[0].run.model_copy(update={"dir": None})}
-    check_all([config.model_copy(update=elsewhere) for config in configs], typed)
+    check_all([config.in_folder(None) for config in configs] if apart else configs, typed)
     problems: list[str] = []
-    for path, config in zip(folders, configs, strict=True):
+    for folder, config in folders.items():
         try:
-            job_state(Path(path), config)
+            job_state(Path(folder), config)
         except ConfigError as error:
             problems += error.problems
     if problems:
