@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pandas
 
-from mmrl.config.base import flattened
+from mmrl.config.base import flattened, shown
 from mmrl.errors import MmrlError
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
@@ -29,7 +29,7 @@ from mmrl.report.stats import (
     stratified_interval,
 )
 from mmrl.sets.queue import Run, SetRun, has_scores
-from mmrl.sets.spec import SCALES, Cell, Claim, SetSpec
+from mmrl.sets.spec import SCALES, Cell, Claim, Column, Row, SetSpec
 from mmrl.system.files import JsonObject
 
 VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "start.", "task.prompts", "model.")
@@ -572,13 +572,16 @@ def student_t(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
+def _settings(overview: Overview, left_out: tuple[str, ...]) -> dict[str, object]:
+    """Config path -> value, without the paths that begin with some of `left_out`."""
+    return {path: value for path, value in flattened(overview.config).items() if not path.startswith(left_out)}
+
+
 def _differing(known: Sequence[Overview]) -> list[str]:
     """Config paths in which runs of one cell differ and must not."""
-    flat = [
-        {path: value for path, value in flattened(one.config).items() if not path.startswith(VARYING)} for one in known
-    ]
-    paths = dict.fromkeys(path for values in flat for path in values)
-    return [path for path in paths if len({repr(values.get(path)) for values in flat}) > 1]
+    settings = [_settings(one, VARYING) for one in known]
+    paths = dict.fromkeys(path for values in settings for path in values)
+    return [path for path in paths if len({repr(values.get(path)) for values in settings}) > 1]
 
 
 def _retriever(overview: Overview) -> str:
@@ -606,25 +609,21 @@ def found_set(
     Raises:
         CheckpointError, DataError: a damaged run.
     """
-    from mmrl.sets.spec import Column, Row
-
-    known = [Overview.of(RunDir.read(path)) for path in paths]
     # Scores are comparable only on the same task and split, so each pair is a column.
     tasks: dict[tuple[str, str], list[Overview]] = {}
-    for one in known:
+    for path in paths:
+        one = Overview.of(RunDir.read(path))
         tasks.setdefault((str(one.get("task.name", "?")), one.split), []).append(one)
     notes: list[str] = []
     runs: dict[tuple[str, str], list[Run]] = {}
     metrics: dict[tuple[str, str], dict[str, str]] = {}
-    splits = {split for _, split in tasks}
     for (task, split), members in tasks.items():
-        column = task if len(splits) == 1 else f"{task} ({split})"
+        column = task if len({split for _, split in tasks}) == 1 else f"{task} ({split})"
         recorded = next((str(metric) for one in members if (metric := one.summary.get("main_metric"))), "")
         metric = recorded or main_metrics.get(task) or members[0].main_metric or ""
-        by_row: dict[str, list[Overview]] = {}
-        for one, row in zip(members, _labels(members), strict=True):
-            by_row.setdefault(row, []).append(one)
-        for row, same in by_row.items():
+        labels = [*_labels(members)]
+        for row in dict.fromkeys(labels):
+            same = [one for one, label in zip(members, labels, strict=True) if label == row]
             runs[row, column] = [_found(one.run.path) for one in _one_per_seed(row, same, notes)]
             metrics[row, column] = {"score": metric}
     columns = {name: Column(rows=tuple(row for row, at in runs if at == name)) for _, name in runs}
@@ -637,12 +636,14 @@ def found_set(
         columns=[*columns],
         metrics=metrics,
         runs=runs,
-        more_notes=tuple(notes),
+        more_notes=notes,
     )
 
 
 NOT_VARIANTS = ("seed", "run.", "hardware.", "engine.", "plugins", "train.save_every", "train.keep", "start")
 """Config paths that may differ between runs of one row: they do not change what is learned."""
+STARTED = (*NOT_VARIANTS, "model.path", "model.revision", "task.prompts")
+"""The same of runs that start from others, which have their weights and prompts from there."""
 
 
 def _found(path: Path) -> Run:
@@ -657,38 +658,25 @@ def _found(path: Path) -> Run:
 
 def _labels(members: Sequence[Overview]) -> Iterator[str]:
     """The algorithm's name, with the config values in which its runs differ."""
-    names = [
-        "+".join(str(RunDir.read(run.path).config["algo"]["name"]) for run in _found(one.run.path).chain)
-        for one in members
-    ]
-    started = (*NOT_VARIANTS, "model.path", "model.revision", "task.prompts")
-    flat = [
-        {
-            path: value
-            for path, value in flattened(one.config).items()
-            if not path.startswith(started if one.get("start") else NOT_VARIANTS)
-        }
-        for one in members
-    ]
-    for name, values in zip(names, flat, strict=True):
-        same = [other for other_name, other in zip(names, flat, strict=True) if other_name == name]
-        paths = [path for path in values if len({other[path] for other in same if path in other}) > 1]
-        yield " ".join([name, *(f"{path}={_text(values[path])}" for path in paths)])
+    chains = [[RunDir.read(run.path).config for run in _found(one.run.path).chain] for one in members]
+    names = ["+".join(str(config["algo"]["name"]) for config in chain) for chain in chains]
+    settings = [_settings(one, STARTED if one.get("start") else NOT_VARIANTS) for one in members]
+    for name, values in zip(names, settings, strict=True):
+        same = [others for other, others in zip(names, settings, strict=True) if other == name]
+        paths = [path for path in values if len({others[path] for others in same if path in others}) > 1]
+        yield " ".join([name, *(f"{path}={_typed(values[path])}" for path in paths)])
 
 
-def _text(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+def _typed(value: object) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else shown(value)
 
 
 def _one_per_seed(row: str, runs: Sequence[Overview], notes: list[str]) -> list[Overview]:
     """One run per seed, in the order of seeds: of runs that repeat each other, the one that went furthest."""
     best: dict[int, Overview] = {}
-    for one in runs:
+    # A finished run first, then the one with more steps.
+    for one in sorted(runs, key=lambda one: (int(one.get("seed", 0)), not one.summary, -one.done)):
         seed = int(one.get("seed", 0))
-        # A finished run first, then the one with more steps.
-        furthest, *others = sorted(filter(None, (best.get(seed), one)), key=lambda o: (not o.summary, -o.done))
-        best[seed] = furthest
-        notes += [f"{o.run.path}: left out, {furthest.run.path} is {row} with seed {seed} too" for o in others]
-    return [best[seed] for seed in sorted(best)]
+        if (kept := best.setdefault(seed, one)) is not one:
+            notes.append(f"{one.run.path}: left out, {kept.run.path} is {row} with seed {seed} too")
+    return [*best.values()]

@@ -133,7 +133,7 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
             ended()
     else:
         with stoppable():
-            RunQueue(plan.queue, 1, config.config_dir, print, on_done=ended, attached=True).run()
+            RunQueue(plan.queue, 1, config.config_dir, on_done=ended, attached=True).run()
     code = next((run.code for run in plan.queue if run.code), 0)
     if not code:
         further = f"page           {folder / 'set.html'}\nevaluate       mmrl eval policy={folder}"

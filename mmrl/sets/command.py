@@ -11,8 +11,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -168,8 +167,6 @@ def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
     keys = request.keys
     do = keys.get("do", "run")
     problems = [] if do in DO else [unknown("do", do, DO)]
-    if "through" in keys and do not in ("run", "plan"):
-        problems.append(f"through: has no effect with do={do}")
     scales = scales_of(spec)
     scale = keys.get("scale", scales[0])
     if scale not in scales:
@@ -218,34 +215,29 @@ def whole_numbers(texts: Sequence[str], key: str, least: int, problems: list[str
 
 def _through_problems(command: str | None) -> list[str]:
     """Why runs cannot be started by `through=`."""
-    if command is None:
-        return []
     try:
-        words = shlex.split(command)
+        words = shlex.split(command or "")
     except ValueError as error:
         return [f"through: got {command!r}, which is no command line: {error}"]
-    if not words or shutil.which(words[0]) is None:
-        return [f"through: got {command!r}, expected a command that is here, such as 'srun --gpus-per-node=8'"]
-    return []
+    if command is None or (words and shutil.which(words[0])):
+        return []
+    return [f"through: got {command!r}, expected a command that is here, such as 'srun --gpus-per-node=8'"]
 
 
 def _chosen(key: str, text: str | None, names: Sequence[str], problems: list[str]) -> list[str]:
-    """Names in a list, exact or in lower case without signs; all for None. In the set's order."""
+    """Names in a list, in whichever case; all for None. In the set's order."""
     if text is None:
         return list(names)
-    # A name may hold commas and parentheses of its own: the exact one first.
-    parts = [text] if text in names else [part.strip() for part in text.strip("[]").split(",") if part.strip()]
-    by_slug = {_slug(name): name for name in names}
-    problems += [unknown(key, part, names) for part in parts if part not in names and _slug(part) not in by_slug]
+    known = {name.casefold(): name for name in names}
+    # A name may hold commas and parentheses of its own: the whole one first.
+    parts = (
+        [text] if text.casefold() in known else [part.strip() for part in text.strip("[]").split(",") if part.strip()]
+    )
+    problems += [unknown(key, part, names) for part in parts if part.casefold() not in known]
     if not parts:
         problems.append(f"{key}: got an empty list, expected some of {', '.join(names)}")
-    chosen = {part if part in names else by_slug.get(_slug(part)) for part in parts}
+    chosen = {known.get(part.casefold()) for part in parts}
     return [name for name in names if name in chosen]
-
-
-def _slug(name: str) -> str:
-    # A sign in front tells "*Rewriter" from "-Rewriter".
-    return name[:1].strip().lower() + "-".join(re.findall(r"[a-z0-9.]+", name[1:].lower()))
 
 
 # --- running and showing
@@ -272,11 +264,11 @@ def _run(plan: SetResult, at_once: int, through: Sequence[str], config_dir: str 
         check_all([run.config.in_folder(None) for run in first.values() if run.after is None])
 
     redraw = redrawn(lambda: SetPage(replace(plan)).write(out))
-    with stoppable(), output() as (say, show):
+    with stoppable():
         try:
-            RunQueue(plan.queue, at_once, config_dir, say, show, redraw, through).run()
+            RunQueue(plan.queue, at_once, config_dir, redraw, through).run()
         except KeyboardInterrupt as stop:
-            say("stopped; the same command continues where this one stopped")
+            print("stopped; the same command continues where this one stopped")
             return stop.exit_code if isinstance(stop, Stopped) else 130
     _show(replace(plan), out)
     failed = [run for run in plan.queue if run.code]
@@ -329,22 +321,6 @@ def _plan_text(plan: SetResult, through: str) -> str:
         where = f" on {column}" if column else ""
         parts.append(f"{command} {row}{where}, seeds {seeds}:\n  {through}{runs[0].typed()}")
     return "\n\n".join(parts)
-
-
-@contextmanager
-def output() -> Iterator[tuple[Callable[[str], None], Callable[[Sequence[str]], None] | None]]:
-    """How to print a line that stays, and lines that are replaced (None without a terminal)."""
-    if not sys.stdout.isatty():
-        yield lambda text: print(text, flush=True), None
-        return
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    # Without highlighting: rich would colour numbers and paths within names.
-    console = Console(highlight=False)
-    with Live(console=console, refresh_per_second=2, transient=True) as live:
-        yield lambda text: console.print(Text(text)), lambda lines: live.update(Text("\n".join(lines)))
 
 
 # --- all sets

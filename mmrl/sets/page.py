@@ -37,8 +37,8 @@ from mmrl.system.files import atomic_write
 WIDTH = 120
 """Columns of paragraphs in a terminal."""
 AGAINST = (
-    "After training, row minus column: mean over items and over the seeds that both finished; * where the paired "
-    "bootstrap 95 % interval over items excludes 0 (it does not cover how other seeds would have come out)."
+    "After training, the better row minus the other: mean over items and over the seeds that both finished, with the "
+    "paired bootstrap 95 % interval over items (it does not cover how other seeds would have come out)."
 )
 LEARNS = (
     f'"Learns": on at least {LEAST_ITEMS} items, all of {LEAST_SEEDS} or more seeds gain {LEAST_GAIN:g} or more '
@@ -183,8 +183,7 @@ def _training_parts(result: SetResult, column: str, pairs: bool = True) -> list[
     # Unfinished runs would be compared at different steps.
     if pairs and len(done) > 1:
         differences = {pair: result.against(*pair, column) for pair in combinations(done, 2)}
-        parts.append(Part(f"{title}, row minus column", _against_rows(done, differences), AGAINST))
-        parts.append(Part(f"{title}, every pair", _pair_rows(differences), folded=True))
+        parts.append(Part(f"{title}, every pair", _pair_rows(differences), AGAINST))
     several = any(len(result.runs[row, column]) > 1 for row in begun)
     parts.append(Part(f"{title}, every seed", _seed_rows(begun), folded=several))
     parts.append(Part(f"{where}cost of a run" if column else "Cost of a run", _cost_rows(begun), COSTS))
@@ -264,19 +263,6 @@ def _seed_rows(begun: Mapping[str, Sequence[Scored]]) -> Rows:
         state = "done" if run.finished else f"{one.state}, step {one.done}{of}"
         table.append([row, str(run.seed), *numbers, duration(run.costs["seconds"]), state])
     return table
-
-
-def _against_rows(rows: Sequence[str], pairs: Mapping[tuple[str, str], Difference | None]) -> Rows:
-    """After training, each row minus each other one; a star marks an interval that excludes 0."""
-
-    def cell(first: str, second: str) -> str:
-        known = pairs.get((first, second)) or pairs.get((second, first))
-        if known is None:
-            return ""
-        difference = known.difference if (first, second) in pairs else 0.0 - known.difference
-        return f"{signed(difference)}{'*' if known.certain else ''}"
-
-    return [["minus", *rows], *([first, *(cell(first, second) for second in rows)] for first in rows)]
 
 
 def _pair_rows(pairs: Mapping[tuple[str, str], Difference | None]) -> Rows:

@@ -25,7 +25,7 @@ from mmrl.config.base import value_at
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.models.policy import complete_checkpoints
 from mmrl.report.rundir import RunDir, holds_only_leftovers
-from mmrl.report.stats import duration, number, short
+from mmrl.report.stats import duration, number
 from mmrl.sets.spec import Command
 from mmrl.system.child_process import end_with_parent
 from mmrl.system.files import read_jsonl
@@ -94,10 +94,8 @@ class SetRun(Run):
     reason: str = ""
     """Why it was not started, where something else is the cause."""
     started: float = 0.0
-    reported: tuple[int, float] = (-1, 0.0)
-    """Steps done when a line was last printed, and when that was."""
-    cached: tuple[int, int, float | None] = (-1, 0, None)
-    """Size of the metrics file when it was last read, and what it held: steps done, last evaluation."""
+    reported: float = 0.0
+    """When a line of it was last printed."""
 
     @property
     def name(self) -> str:
@@ -139,29 +137,20 @@ class SetRun(Run):
         """
         return state_of(self.path, f"a run of {self.row}")
 
-    def progress(self) -> tuple[int, int, float | None]:
-        """Steps done and in all (0: not known), last evaluation of the main metric. Of an evaluation items."""
+    @property
+    def done(self) -> int:
+        """Steps done; of an evaluation items."""
         if self.command == "eval":
-            files = list((self.path / "eval").glob("step-*.jsonl"))
-            return sum(len(read_jsonl(path)) for path in files), self.config.eval.items or 0, None
-        path = self.path / "metrics.jsonl"
-        size = path.stat().st_size if path.is_file() else 0
-        # The file is read again only when it has grown: the terminal's lines are redrawn twice a second.
-        if size != self.cached[0]:
-            key, history = f"eval/{self.config.eval.split}/{self.metric}", read_jsonl(path)
-            last = next((value for r in reversed(history) if (value := number(r.get(key))) is not None), None)
-            self.cached = (size, max((int(record["step"]) for record in history), default=0), last)
-        # How many trials an optimiser of prompts makes shows only as it goes.
-        steps = value_at(self.config, "train.steps")
-        return self.cached[1], steps if isinstance(steps, int) else 0, self.cached[2]
+            return sum(len(read_jsonl(path)) for path in (self.path / "eval").glob("step-*.jsonl"))
+        return max((int(record["step"]) for record in read_jsonl(self.path / "metrics.jsonl")), default=0)
 
     def line(self) -> str:
         """How far it is."""
-        done, total, value = self.progress()
-        score = f"  {self.metric} {short(value)}" if value is not None else ""
-        of = f" of {total}" if total else ""
+        # How many trials an optimiser of prompts makes shows only as it goes.
+        total = value_at(self.config, "train.steps" if self.command == "train" else "eval.items")
+        of = f" of {total}" if isinstance(total, int) else ""
         unit = "step" if self.command == "train" else "item"
-        return f"{self.name}: {unit} {done}{of}{score}  {duration(time.monotonic() - self.started)}"
+        return f"{self.name}: {unit} {self.done}{of}  {duration(time.monotonic() - self.started)}"
 
     def trouble(self) -> str:
         """The last error that a failed run printed."""
@@ -181,8 +170,6 @@ class RunQueue:
         runs: in the order in which they start.
         at_once: processes; each has one thread where there are several on this machine.
         config_dir: `--config-dir` of the command.
-        say: prints a line that stays.
-        show: replaces the live lines of what is running now; None where there is no terminal.
         on_done: called after each run that ended well.
         through: a command that starts a child somewhere else and ends with it (`srun --gpus-per-node=8`), before its
             words; its machine is then not this one.
@@ -194,15 +181,12 @@ class RunQueue:
         runs: Sequence[SetRun],
         at_once: int,
         config_dir: str | None,
-        say: Callable[[str], None],
-        show: Callable[[Sequence[str]], None] | None = None,
         on_done: Callable[[], None] = lambda: None,
         through: Sequence[str] = (),
         attached: bool = False,
     ):
         self.runs, self.at_once, self.config_dir = runs, at_once, config_dir
-        self.say, self.show, self.on_done = say, show, on_done
-        self.through, self.attached = through, attached
+        self.on_done, self.through, self.attached = on_done, through, attached
         self.running: list[tuple[SetRun, subprocess.Popen[bytes]]] = []
 
     def run(self) -> int:
@@ -230,7 +214,7 @@ class RunQueue:
     def _start(self, run: SetRun) -> None:
         if run.after is not None and run.after.code != 0:
             run.code, run.reason = 1, f"{run.after.name} failed"
-            self.say(f"{self._count()} {run.name}: left out: {run.reason}")
+            self._say(f"{run.name}: left out: {run.reason}")
             return
         try:
             state = run.state()
@@ -239,11 +223,11 @@ class RunQueue:
             words = run.all_words()
         except ConfigError as error:
             run.code, run.reason = error.exit_code, str(error)
-            self.say(f"{self._count()} {run.name}: failed: {error}")
+            self._say(f"{run.name}: failed: {error}")
             return
         if state == "finished":
             run.code = 0
-            self.say(f"{self._count()} {run.name}: finished before, kept")
+            self._say(f"{run.name}: finished before, kept")
             return
         # A process each: a run that dies of memory or a signal takes neither the queue nor the others along.
         command = [*self.through, *MMRL, run.command]
@@ -268,12 +252,10 @@ class RunQueue:
                 start_new_session=True,  # Ctrl-C reaches this process alone, which then stops each run in turn
                 preexec_fn=end_with_parent,
             )
-        run.started = time.monotonic()
-        # A run that is continued starts with the steps it has, so that no line claims they were just done.
-        run.reported = (run.progress()[0], run.started)
+        run.started = run.reported = time.monotonic()
         self.running.append((run, process))
-        verb = f"continues after {run.reported[0]}" if state == "unfinished" else "starts"
-        self.say(f"{self._count()} {run.name}: {verb}")
+        verb = f"continues after {run.done}" if state == "unfinished" else "starts"
+        self._say(f"{run.name}: {verb}")
 
     def _end(self, run: SetRun, code: int) -> None:
         if code == 0 and self.through and not _is_there(run):
@@ -281,26 +263,20 @@ class RunQueue:
             code = 1
         run.code = code
         if code == 0:
-            self.say(f"{self._count()} {run.line()}  done")
+            self._say(f"{run.line()}  done")
             self.on_done()
         else:
-            self.say(f"{self._count()} {run.name}: failed: {run.trouble()}")
+            self._say(f"{run.name}: failed: {run.trouble()}")
 
     def _report(self) -> None:
-        """Live lines in a terminal; elsewhere a line per run and minute, if it got on."""
-        if self.attached:
-            return
-        if self.show is not None:
-            self.show([run.line() for run, _ in self.running])
-            return
-        now = time.monotonic()
+        """A line per run and minute; what prints to the terminal itself needs none."""
         for run, _ in self.running:
-            if now - run.reported[1] >= LINE_S and (done := run.progress()[0]) != run.reported[0]:
-                run.reported = (done, now)
-                self.say(f"{self._count()} {run.line()}")
+            if not self.attached and time.monotonic() - run.reported >= LINE_S:
+                run.reported = time.monotonic()
+                self._say(run.line())
 
-    def _count(self) -> str:
-        return f"[{sum(run.code is not None for run in self.runs)}/{len(self.runs)}]"
+    def _say(self, text: str) -> None:
+        print(f"[{sum(run.code is not None for run in self.runs)}/{len(self.runs)}] {text}", flush=True)
 
     def _stop(self) -> None:
         """End the children: they save what they have and can be resumed."""
