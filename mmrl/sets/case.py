@@ -1,25 +1,18 @@
 """A paper's case study: one question as a trained program answered it early in training and after it.
 
-From what training keeps of its evaluations (`eval/step-….jsonl` of a run), so nothing runs for it. The prompt of the
-question's first call comes from the journal of the table's own evaluation, where that has the item too.
+From what training keeps of its evaluations (`eval/step-….jsonl` of a run), so nothing runs for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmrl.errors import MmrlError
-from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.report.tables import Rows
-from mmrl.sets.cells import CellRun
+from mmrl.sets.cells import SetResult
 from mmrl.sets.spec import Case, SetSpec
 from mmrl.system.files import JsonObject, read_jsonl
-
-PROMPT_END = 400
-"""Characters shown of the end of a prompt, where the question stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +22,24 @@ class CaseStudy:
     run: Path
     item: str
     asked: str
-    """The end of its first prompt; empty where no journal has it."""
+    """Its texts; empty where the run has not kept them."""
     rows: Rows
     """Head with the two steps; the scores, then what the program returned, part by part."""
 
 
-def case_study(spec: SetSpec, runs: Iterable[CellRun]) -> CaseStudy | None:
-    """Of the first run whose training has two evaluations; None while there is none, or where the table has no case.
+def case_study(result: SetResult) -> CaseStudy | None:
+    """Of the first run whose training has two evaluations; None while there is none, or where the set has no case.
 
     The item is `case.item`, or the first one whose last score rises the most.
     """
+    spec, runs = result.spec, [run for runs in result.runs.values() for run in runs]
     if (case := spec.case) is None:
         return None
-    found = (_of_run(spec, case, run, run.trained) for run in runs if run.trained is not None)
+    found = (_of_run(spec, case, run.trained) for run in runs if run.trained is not None)
     return next((one for one in found if one is not None), None)
 
 
-def _of_run(spec: SetSpec, case: Case, evaluation: CellRun, trained: Path) -> CaseStudy | None:
+def _of_run(spec: SetSpec, case: Case, trained: Path) -> CaseStudy | None:
     files = {step: path for path in (trained / "eval").glob("step-*.jsonl") if (step := step_of(path)) is not None}
     steps = [step for step in sorted(files) if step >= case.early]
     if len(steps) < 2:
@@ -65,7 +59,9 @@ def _of_run(spec: SetSpec, case: Case, evaluation: CellRun, trained: Path) -> Ca
     # The answer last, as programs make it.
     names = sorted(dict.fromkeys([*first, *last]), key=lambda name: name == "answer")
     rows += [[name, _text(first.get(name)), _text(last.get(name))] for name in names]
-    return CaseStudy(trained, chosen, _prompt(evaluation.path, chosen), rows)
+    texts = [line["asked"] for (_, item), line in RunDir(trained).examples.items() if item == chosen]
+    asked = "; ".join(f"{name}: {text}" for name, text in texts[0].items()) if texts else ""
+    return CaseStudy(trained, chosen, asked, rows)
 
 
 def _score(line: JsonObject, metric: str) -> float:
@@ -77,17 +73,3 @@ def _text(value: object) -> str:
         return "; ".join(map(_text, value)) or "nothing"
     # In one line: a cell of a table has no others.
     return "nothing" if value is None else " ".join(str(value).split())
-
-
-def _prompt(run: Path, item: str) -> str:
-    try:
-        directory = RunDir.read(run)
-        split = str(directory.config.get("split", "dev"))
-        for step in directory.journal_steps(split):
-            forest, _ = read_step(directory, step, evaluation=split)
-            for call in forest.calls.values():
-                if call.example == item and call.parent is None:
-                    return call.prompt_text[-PROMPT_END:].strip()
-    except MmrlError:  # the page does not hang on it
-        pass
-    return ""

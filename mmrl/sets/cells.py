@@ -7,17 +7,17 @@ its seeds differ.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
-import numpy as np
 import pandas
 
-from mmrl.config.base import flattened
+from mmrl.config.base import flattened, shown
 from mmrl.errors import MmrlError
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
@@ -25,20 +25,15 @@ from mmrl.report.stats import (
     Difference,
     number,
     paired_difference,
+    series,
     stratified_interval,
 )
-from mmrl.sets.queue import has_scores
-from mmrl.sets.spec import Cell, Claim, SetSpec
+from mmrl.sets.queue import Run, SetRun, has_scores
+from mmrl.sets.spec import SCALES, Cell, Claim, Column, Row, SetSpec
 from mmrl.system.files import JsonObject
 
 VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "start.", "task.prompts", "model.")
 """Config paths in which runs of one row may differ: where weights and prompts lie, and the machine."""
-SCALE_NOTES = {
-    "": "",
-    "paper": "paper: the papers' models, data and sizes",
-    "mini": "mini: the mini world with the tiny models; values do not compare with the paper's, orders (claims) do",
-    "real": "real: a small real model on real data; values do not compare with the paper's, orders (claims) do",
-}
 LEAST_ITEMS, LEAST_SEEDS, LEAST_GAIN = 200, 3, 0.05
 """"Learns" asks for: evaluated items, seeds (all of them), after - before."""
 Place = Cell | str
@@ -50,14 +45,12 @@ class Behaviour(NamedTuple):
     """A number that says how a program acts, apart from whether it is right."""
 
     label: str
-    source: str
-    """Key in an item's `metrics`, or `<module>/<fact>` in its `modules`."""
+    metric: str
+    """Of items; `module/MODULE/FACT` of the calls of a module."""
     share: bool = False
     """True: the share of items above 0, instead of the mean."""
     training: str = ""
     """Metric of training steps that is drawn as a curve; empty: not drawn."""
-    axis: str = ""
-    """Label of that curve's axis."""
 
 
 COUNTS = {
@@ -71,16 +64,10 @@ COUNTS = {
 MONEY = ("endpoint/cost", "endpoint/judge/cost", "endpoint/external/cost")
 """Counted since the process started, so the last value of each start is its cost."""
 BEHAVIOUR = (
-    Behaviour("calls the tool", "tool_calls", True, "task/tool_calls", "tool calls per rollout"),
-    Behaviour("searches", "searches", True, "task/searches", "searches per rollout"),
-    Behaviour(
-        "invalid selections",
-        "reranker/invalid_selection",
-        False,
-        "module/reranker/invalid_selection",
-        "invalid selections (share)",
-    ),
-    Behaviour("queries without form", "rewriter/unparsable"),
+    Behaviour("calls the tool", "tool_calls", share=True, training="task/tool_calls"),
+    Behaviour("searches", "searches", share=True, training="task/searches"),
+    Behaviour("invalid selections", "module/reranker/invalid_selection", training="module/reranker/invalid_selection"),
+    Behaviour("queries without form", "module/rewriter/unparsable"),
     Behaviour("all turns well formed", "format"),
     Behaviour("format reward", "xml_format"),
     Behaviour("answers", "answered"),
@@ -88,27 +75,13 @@ BEHAVIOUR = (
 """Listed where a run has them, in this order; the first with a curve is drawn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellRun:
-    """The run with the scores of a cell: an evaluation, or in a set without scores the training itself."""
-
-    seed: int
-    path: Path
-    command: str = ""
-    """What makes it."""
-    trouble: str = ""
-    """Why it is not there; empty where it is, or was not tried."""
-    trained: Path | None = None
-    """The training run whose policy it is about; None for a policy that this set does not train."""
-    chain: tuple[Path, ...] = ()
-    """The runs that it comes from, the first one first, and itself."""
-
-
 @dataclass(frozen=True)
 class Scored:
-    """What a run has of a cell so far."""
+    """A run of a cell as far as it has come."""
 
     seed: int
+    metric: str
+    """The one by which the run is judged to learn."""
     overview: Overview
     first: Overview
     """Of the run that the chain began with, which is mostly the same."""
@@ -122,63 +95,51 @@ class Scored:
             return self.overview.run.finished and has_scores(self.overview.run)
         return bool(self.overview.summary)
 
-    @property
-    def before(self) -> Sequence[Item]:
-        """Items before training; empty for an evaluation, and where nothing was evaluated."""
-        steps = _evaluated(self.first)
-        return [] if self.overview.evaluates or not steps else steps[min(steps)]
+    @cached_property
+    def before(self) -> pandas.DataFrame:
+        """Scores before training; empty for an evaluation, and where nothing was evaluated."""
+        steps = {} if self.overview.evaluates else _evaluated(self.first)
+        return _scores(steps[min(steps)] if steps else [])
 
-    @property
-    def after(self) -> Sequence[Item]:
-        """Items of the last evaluation; empty before there is a second one."""
+    @cached_property
+    def after(self) -> pandas.DataFrame:
+        """Scores of the last evaluation; empty before there is a second one."""
         if self.overview.evaluates:
             evaluated = self.overview.items.values()
-            return [item for steps in evaluated for listed in steps.values() for item in listed]
+            scores = _scores([item for steps in evaluated for items in steps.values() for item in items])
+            # A metric counts 0 where a rollout failed, as in the evaluation's own means.
+            return scores.fillna({name: 0.0 for name in scores if not name.startswith("module/")})
         steps = _evaluated(self.overview)
-        return steps[max(steps)] if len(steps) > 1 else []
+        return _scores(steps[max(steps)] if len(steps) > 1 else [])
 
     @property
     def questions(self) -> tuple[object, ...]:
         """Equal for evaluations of the same items."""
-        items = frozenset(item["id"] for item in self.after)
-        return self.overview.get("task.name"), self.overview.get("task.dataset"), items
+        return self.overview.get("task.name"), self.overview.get("task.dataset"), frozenset(self.after.index)
 
-    def gain(self, metric: str) -> Difference | None:
+    @property
+    def latest(self) -> pandas.DataFrame:
+        """The scores after training, or those before it where there are no others yet."""
+        return self.before if self.after.empty else self.after
+
+    @cached_property
+    def gain(self) -> Difference | None:
         """Last evaluation against the one before training; None before there are two."""
-        before, after = self.values(self.before, metric), self.values(self.after, metric)
-        shared = [item for item in before if item in after]
-        if not shared:
+        before, after = values_of(self.before, self.metric), values_of(self.after, self.metric)
+        before = before[before.index.isin(after.index)]
+        if before.empty:
             return None
         # The key of `compare_items`: the same interval as in the run's own report.
-        key, resamples = (self.seed, "compare", metric), int(self.overview.get("eval.bootstrap", 1000))
-        return paired_difference([before[i] for i in shared], [after[i] for i in shared], key, resamples)
+        key, resamples = (self.seed, "compare", self.metric), int(self.overview.get("eval.bootstrap", 1000))
+        return paired_difference([*before], [*after[before.index]], key, resamples)
 
-    def learned(self, metric: str) -> bool | None:
+    @property
+    def learned(self) -> bool | None:
         """Whether this run meets the threshold; None while that cannot be decided."""
-        gain = self.gain(metric)
-        if not self.finished or gain is None or gain.n < LEAST_ITEMS:
+        if not self.finished or self.gain is None or self.gain.n < LEAST_ITEMS:
             return None
         # The small tolerance: 0.25 - 0.20 is a little below 0.05 in binary.
-        return gain.difference >= LEAST_GAIN - 1e-9 and gain.low > 0
-
-    def values(self, items: Sequence[Item], metric: str) -> dict[str, float]:
-        """Item -> value, of items that have one.
-
-        In an `mmrl eval` a metric counts 0 where a rollout failed, as in its own means; a module that was not called
-        has none.
-        """
-        group, name = (
-            ("modules", metric.removeprefix("module/")) if metric.startswith("module/") else ("metrics", metric)
-        )
-        absent = 0.0 if self.overview.evaluates and group == "metrics" else None
-        values = {item["id"]: item.get(group, {}).get(name, absent) for item in items}
-        return {item: float(value) for item, value in values.items() if value is not None}
-
-    def behaviour(self, of: Behaviour, items: Sequence[Item]) -> float | None:
-        """A behaviour in an evaluation; None where the task has none such."""
-        values = [number(item["metrics"].get(of.source, item.get("modules", {}).get(of.source))) for item in items]
-        known = [float(value > 0) if of.share else value for value in values if value is not None]
-        return fmean(known) if known else None
+        return self.gain.difference >= LEAST_GAIN - 1e-9 and self.gain.low > 0
 
 
 def _evaluated(overview: Overview) -> Mapping[int, Sequence[Item]]:
@@ -188,13 +149,36 @@ def _evaluated(overview: Overview) -> Mapping[int, Sequence[Item]]:
     return {step: items for step, items in overview.items.get(overview.split, {}).items() if step in complete}
 
 
+def _scores(items: Sequence[Item]) -> pandas.DataFrame:
+    """(items, metrics) of one evaluation; NaN where an item has none, as of a module that was not called."""
+    of_items = {
+        item["id"]: item["metrics"] | {f"module/{name}": value for name, value in item.get("modules", {}).items()}
+        for item in items
+    }
+    return pandas.DataFrame([*of_items.values()], index=[*of_items]).apply(pandas.to_numeric, errors="coerce")
+
+
+def values_of(scores: pandas.DataFrame, metric: str) -> pandas.Series[float]:
+    """Item -> value, of items that have one."""
+    return scores[metric].dropna() if metric in scores else pandas.Series(dtype=float)
+
+
+def behaviour_in(scores: pandas.DataFrame, of: Behaviour) -> float | None:
+    """A behaviour in an evaluation; None where the task has none such."""
+    values = values_of(scores, of.metric)
+    return fmean(values > 0 if of.share else values) if len(values) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """One place of a row."""
 
     row: str
-    place: Place
     label: str
+    """Of the cell, or the name of the mean."""
+    column: str | None
+    score: str | None
+    """None: a mean of cells."""
     seeds: Mapping[int, float]
     """Seed -> value, in the table's unit."""
     wanted: int
@@ -251,9 +235,10 @@ class SetResult:
     columns: Sequence[str]
     metrics: Mapping[tuple[str, str], Mapping[str, str]]
     """(row, column) -> score -> metric."""
-    runs: Mapping[tuple[str, str], Sequence[CellRun]]
-    """(row, column) -> the runs with its scores, one per seed."""
-    made: datetime = field(default_factory=lambda: datetime.now(UTC))
+    runs: Mapping[tuple[str, str], Sequence[Run]]
+    """(row, column) -> the runs with its scores, one per seed: evaluations, or in a set without scores trainings."""
+    queue: Sequence[SetRun] = ()
+    """All runs in the order in which they start, each once; none where runs are only looked at."""
     more_notes: Sequence[str] = ()
 
     @cached_property
@@ -261,37 +246,35 @@ class SetResult:
         """(row, column) -> seed -> what a run that has begun has, and what is wrong or missing, in words."""
         begun: dict[tuple[str, str], dict[int, Scored]] = {}
         troubles: list[str] = []
-        overviews: dict[Path, Overview] = {}
 
+        @cache
         def overview(path: Path) -> Overview | None:
-            if path not in overviews and (path / "config.yaml").is_file():
-                overviews[path] = Overview.of(RunDir.read(path))
-            return overviews.get(path)
+            return Overview.of(RunDir.read(path)) if (path / "config.yaml").is_file() else None
 
         for place, runs in self.runs.items():
-            where = self._named(place)
             here: dict[int, Scored] = {}
             missing = []
             for run in runs:
+                where = f"{self._named(place)}, seed {run.seed}"
                 try:
-                    chain = [one for path in run.chain or (run.path,) if (one := overview(path)) is not None]
-                    scored = Scored(run.seed, chain[-1], chain[0], _costs(chain)) if overview(run.path) else None
+                    if overview(run.path) is not None:
+                        chain = [one for before in run.chain if (one := overview(before.path)) is not None]
+                        here[run.seed] = Scored(run.seed, self.metric(*place), chain[-1], chain[0], _costs(chain))
                 except MmrlError as error:
-                    troubles.append(f"{where}, seed {run.seed}: {error}")
+                    troubles.append(f"{where}: {error}")
                     continue
-                if scored is not None:
-                    here[run.seed] = scored
-                if run.trouble:
-                    troubles.append(f"{where}, seed {run.seed}: {run.trouble}")
+                scored = here.get(run.seed)
+                if trouble := run.trouble():
+                    troubles.append(f"{where}: {trouble}")
                 elif scored is None or not scored.finished:
                     missing.append(run.seed)
                 elif failed := (scored.overview.summary.get("metrics") or {}).get("failed_share", 0):
-                    what = f"{failed:.1%} of the rollouts failed from outside and count 0"
-                    troubles.append(f"{where}, seed {run.seed}: {what}")
-            if missing and any(scored.finished for scored in here.values()):
-                troubles.append(f"{where}: seeds {', '.join(map(str, missing))} are missing")
-            if different := _differing([one.overview for one in here.values() if one.finished]):
-                troubles.append(f"{where}: not averaged, its seeds differ in {', '.join(different)}")
+                    troubles.append(f"{where}: {failed:.1%} of the rollouts failed from outside and count 0")
+            finished = [scored.overview for scored in here.values() if scored.finished]
+            if missing and finished:
+                troubles.append(f"{self._named(place)}: seeds {', '.join(map(str, missing))} are missing")
+            if different := _differing(finished):
+                troubles.append(f"{self._named(place)}: not averaged, its seeds differ in {', '.join(different)}")
                 here = {}
             begun[place] = here
         return begun, troubles
@@ -320,37 +303,32 @@ class SetResult:
 
     @cached_property
     def values(self) -> list[Value]:
-        """Every place of every row."""
+        """Every cell of every row, and its means."""
         columns = set(self.columns)
-        places: list[Place] = [cell for cell in self.spec.cells if cell.column in columns]
-        # An average of fewer columns than the paper's would be another number under its name.
-        places += [
-            name for name, of in self.spec.means.items() if {c.column for c in self.spec.selected(of)} <= columns
-        ]
-        return [self._value(row, place) for row in self.rows for place in places]
-
-    @property
-    def seeds_done(self) -> dict[str, list[int]]:
-        """`ROW on COLUMN` -> seeds that have been evaluated."""
-        return {self._named(place): sorted(self.finished(*place)) for place in self.runs}
+        places: dict[Place, Sequence[Cell]] = {cell: [cell] for cell in self.spec.cells if cell.column in columns}
+        for name, of in self.spec.means.items():
+            cells = self.spec.selected(of)
+            # An average of fewer columns than the paper's would be another number under its name.
+            if {cell.column for cell in cells} <= columns:
+                places[name] = cells
+        return [self._value(row, place, cells) for row in self.rows for place, cells in places.items()]
 
     @property
     def done(self) -> int:
         """Cells with all their seeds; means are not counted."""
-        return sum(isinstance(v.place, Cell) and 0 < v.wanted == len(v.seeds) for v in self.values)
+        return sum(value.score is not None and 0 < value.wanted == len(value.seeds) for value in self.values)
 
     @property
     def total(self) -> int:
         """Cells in all."""
         return len(self.spec.measured) * len(self.runs)
 
-    def _value(self, row: str, place: Place) -> Value:
-        spec = self.spec
-        cells = [place] if isinstance(place, Cell) else spec.selected(spec.means[place])
+    def _value(self, row: str, place: Place, cells: Sequence[Cell]) -> Value:
+        spec, cell = self.spec, place if isinstance(place, Cell) else None
         together = self._together([row], cells)
         strata = self._strata(row, together)
         percent = spec.source is not None and spec.source.percent
-        unit = 100.0 if percent and not (isinstance(place, Cell) and place.score in spec.counts) else 1.0
+        unit = 100.0 if percent and not (cell and cell.score in spec.counts) else 1.0
         weights = {column: len(group) / len(cells) for column, group in together.items()}
         means = unit * _seed_means(strata, weights)
         items = {column: _item_means(block.loc[means.index]) for column, block in strata.items()} if len(means) else {}
@@ -358,14 +336,14 @@ class SetResult:
         paper = spec.reported(row).get(place)
         agrees = None
         if self.scale == "paper" and paper is not None and interval is not None:
-            near = abs(means.mean() - paper) <= spec.agree.within
-            agrees = bool(near or (spec.agree.interval and interval[0] <= paper <= interval[1]))
+            agrees = bool(abs(means.mean() - paper) <= spec.agree or interval[0] <= paper <= interval[1])
         return Value(
             row=row,
-            place=place,
-            label=spec.label(place) if isinstance(place, Cell) else place,
+            label=spec.label(cell) if cell else str(place),
+            column=cell.column if cell else None,
+            score=cell.score if cell else None,
             seeds={int(seed): float(mean) for seed, mean in means.items()},
-            wanted=len(next((self.runs[row, cell.column] for cell in cells if (row, cell.column) in self.runs), ())),
+            wanted=max((len(self.runs.get((row, cell.column), ())) for cell in cells), default=0),
             interval=interval,
             items=sum(map(len, items.values())),
             paper=paper,
@@ -388,10 +366,8 @@ class SetResult:
 
     def _block(self, row: str, column: str, metric: str) -> pandas.DataFrame:
         """(seeds, items) of a cell after training; NaN where a module was not called on an item."""
-        finished = self.finished(row, column)
-        return pandas.DataFrame.from_dict(
-            {seed: one.values(one.after, metric) for seed, one in finished.items()}, orient="index", dtype=float
-        )
+        values = {seed: values_of(one.after, metric).to_dict() for seed, one in self.finished(row, column).items()}
+        return pandas.DataFrame.from_dict(values, orient="index", dtype=float)
 
     def _strata(self, row: str, together: Mapping[str, Sequence[Cell]]) -> dict[str, pandas.DataFrame]:
         """Column -> (seeds, items), the mean of its cells' scores; empty where a column has no evaluation."""
@@ -434,34 +410,35 @@ class SetResult:
 
     def _judged(self, claim: Claim) -> Verdict:
         cells = [cell for cell in self.spec.selected(claim.cells) if cell.column in self.columns]
-        models = [{self.models.get((row, cell.column)) for cell in cells} for row in (claim.more, claim.than)]
         together = self._together([claim.more, claim.than], cells)
         more, than = self._strata(claim.more, together), self._strata(claim.than, together)
         if not more or not than:
             return Verdict(claim, "not run")
-        weights = {column: len(group) / len(cells) for column, group in together.items()}
         pairs = {column: _paired(more[column], than[column]) for column in more}
-        if any(not len(values) for values in pairs.values()):
+        if any(pair.empty for pair in pairs.values()):
             return Verdict(claim, "not run")
+
+        def judged(weights: Mapping[str, float]) -> tuple[str, Interval | None, int, Interval | None]:
+            strata = {column: pairs[column] for column in weights}
+            interval = stratified_interval(strata, weights, (claim.more, claim.than, *claim.cells))
+            seeds, between = _between_seeds(more, than, weights)
+            return _verdict(interval, between, seeds), interval, seeds, between
+
+        weights = {column: len(group) / len(cells) for column, group in together.items()}
+        verdict, interval, seeds, between = judged(weights)
         difference = float(sum(weight * pairs[column].mean() for column, weight in weights.items()))
-        interval = stratified_interval(pairs, weights, (claim.more, claim.than, *claim.cells))
-        assert interval is not None
-        seeds, between = _between_seeds(more, than, weights)
+        rests = []
+        models = [{self.models.get((row, cell.column)) for cell in cells} for row in (claim.more, claim.than)]
         if self.scale == "mini" and models[0] != models[1]:
             verdict = "not comparable at mini"
-        else:
-            verdict = _verdict(interval, between, seeds)
-        rests: list[str] = []
-        for left_out in pairs if verdict == "held" and len(pairs) > 1 else ():
-            rest = {column: values for column, values in pairs.items() if column != left_out}
-            total = sum(weights[column] for column in rest)
-            shares = {column: weights[column] / total for column in rest}
-            some = {column: more[column] for column in rest}, {column: than[column] for column in rest}
-            of_items = stratified_interval(rest, shares, (claim.more, claim.than, *claim.cells))
-            if of_items is None or _verdict(of_items, _between_seeds(*some, shares)[1], seeds) != "held":
-                rests.append(left_out)
-        items = sum(map(len, pairs.values()))
-        return Verdict(claim, verdict, difference, interval, between, items, seeds, tuple(rests))
+        elif verdict == "held" and len(pairs) > 1:
+            for left_out in pairs:
+                others = {column: weight for column, weight in weights.items() if column != left_out}
+                shares = {column: weight / sum(others.values()) for column, weight in others.items()}
+                rests += [left_out] if judged(shares)[0] != "held" else []
+        return Verdict(
+            claim, verdict, difference, interval, between, sum(map(len, pairs.values())), seeds, tuple(rests)
+        )
 
     # --- what the numbers rest on
 
@@ -487,8 +464,8 @@ class SetResult:
         every = {
             "paper": f"arXiv {source.arxiv}, {source.at}: {self.spec.shows}" if source else "",
             "shows": "" if source else self.spec.shows,
-            "scale": SCALE_NOTES[self.scale],
-            "date": f"{self.made:%Y-%m-%d %H:%M} UTC",
+            "scale": SCALES.get(self.scale, ""),
+            "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "cells": f"{self.done} of {self.total}",
             "commit": _listed(commits),
             "machine": _listed(str(one.environment.get("cpu", "-")) for one in known),
@@ -517,8 +494,7 @@ class SetResult:
             for name, row in rows.items()
             if row.checkpoint == "before_collapse"
         ]
-        own = [f"{name}: {row.note}" for name, row in rows.items() if row.note]
-        return [*troubles, *self.more_notes, *shared, *starts, *rules, *own, *self.spec.notes]
+        return [*troubles, *self.more_notes, *shared, *starts, *rules, *self.spec.notes]
 
 
 def _costs(chain: Sequence[Overview]) -> dict[str, float]:
@@ -526,26 +502,21 @@ def _costs(chain: Sequence[Overview]) -> dict[str, float]:
         return sum(value for record in records for key in keys if (value := number(record.get(key))) is not None)
 
     records = [record for one in chain for record in one.history]
-    paid = sum(_paid([number(record.get(key)) for record in one.history]) for one in chain for key in MONEY)
+    paid = sum(_paid(series(one.history, key)[1].tolist()) for one in chain for key in MONEY)
     return {
         **{name: total(records, keys) for name, keys in COUNTS.items()},
         "USD": paid + total(records, ["prompts/writer/cost"]),
     }
 
 
-def _paid(values: Sequence[float | None]) -> float:
-    """The sum over process starts of a count that each start begins anew."""
-    paid, last = 0.0, 0.0
-    for value in values:
-        if value is not None:
-            # It is less than before where a process started again.
-            paid, last = paid + (last if value < last else 0.0), value
-    return paid + last
+def _paid(values: Sequence[float]) -> float:
+    """The sum over process starts of a count that each start begins anew, so that it is less than before."""
+    return sum(value for value, following in pairwise([*values, 0.0]) if following < value)
 
 
-def _verdict(items: Interval, seeds: Interval | None, count: int) -> str:
+def _verdict(items: Interval | None, seeds: Interval | None, count: int) -> str:
     """Held where both intervals lie above 0, with three seeds or more; not held where both lie below."""
-    if seeds is None or count < LEAST_SEEDS:
+    if items is None or seeds is None or count < LEAST_SEEDS:
         return "undecided"
     if items[0] > 0 and seeds[0] > 0:
         return "held"
@@ -554,7 +525,7 @@ def _verdict(items: Interval, seeds: Interval | None, count: int) -> str:
 
 def _seed_means(strata: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]) -> pandas.Series[float]:
     """Seed -> weighted mean over the strata, of seeds that all of them have."""
-    means = [weights[column] * block.mean(axis=1) for column, block in strata.items()]
+    means = [weight * strata[column].mean(axis=1) for column, weight in weights.items() if column in strata]
     return pandas.concat(means, axis=1).sum(axis=1, skipna=False).dropna() if means else pandas.Series(dtype=float)
 
 
@@ -601,13 +572,16 @@ def student_t(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
+def _settings(overview: Overview, left_out: tuple[str, ...]) -> dict[str, object]:
+    """Config path -> value, without the paths that begin with some of `left_out`."""
+    return {path: value for path, value in flattened(overview.config).items() if not path.startswith(left_out)}
+
+
 def _differing(known: Sequence[Overview]) -> list[str]:
     """Config paths in which runs of one cell differ and must not."""
-    flat = [
-        {path: value for path, value in flattened(one.config).items() if not path.startswith(VARYING)} for one in known
-    ]
-    paths = dict.fromkeys(path for values in flat for path in values)
-    return [path for path in paths if len({repr(values.get(path)) for values in flat}) > 1]
+    settings = [_settings(one, VARYING) for one in known]
+    paths = dict.fromkeys(path for values in settings for path in values)
+    return [path for path in paths if len({repr(values.get(path)) for values in settings}) > 1]
 
 
 def _retriever(overview: Overview) -> str:
@@ -635,31 +609,22 @@ def found_set(
     Raises:
         CheckpointError, DataError: a damaged run.
     """
-    from mmrl.sets.spec import Column, Row
-
-    known = [Overview.of(RunDir.read(path)) for path in paths]
     # Scores are comparable only on the same task and split, so each pair is a column.
     tasks: dict[tuple[str, str], list[Overview]] = {}
-    for one in known:
+    for path in paths:
+        one = Overview.of(RunDir.read(path))
         tasks.setdefault((str(one.get("task.name", "?")), one.split), []).append(one)
     notes: list[str] = []
-    runs: dict[tuple[str, str], list[CellRun]] = {}
+    runs: dict[tuple[str, str], list[Run]] = {}
     metrics: dict[tuple[str, str], dict[str, str]] = {}
-    splits = {split for _, split in tasks}
     for (task, split), members in tasks.items():
-        column = task if len(splits) == 1 else f"{task} ({split})"
+        column = task if len({split for _, split in tasks}) == 1 else f"{task} ({split})"
         recorded = next((str(metric) for one in members if (metric := one.summary.get("main_metric"))), "")
         metric = recorded or main_metrics.get(task) or members[0].main_metric or ""
-        by_row: dict[str, list[Overview]] = {}
-        for one, row in zip(members, _labels(members), strict=True):
-            by_row.setdefault(row, []).append(one)
-        for row, same in by_row.items():
-            runs[row, column] = [
-                CellRun(
-                    seed=int(one.get("seed", 0)), path=one.run.path, trained=one.run.path, chain=_chain(one.run.path)
-                )
-                for one in _one_per_seed(row, same, notes)
-            ]
+        labels = [*_labels(members)]
+        for row in dict.fromkeys(labels):
+            same = [one for one, label in zip(members, labels, strict=True) if label == row]
+            runs[row, column] = [_found(one.run.path) for one in _one_per_seed(row, same, notes)]
             metrics[row, column] = {"score": metric}
     columns = {name: Column(rows=tuple(row for row, at in runs if at == name)) for _, name in runs}
     spec = SetSpec(shows=shows, rows={row: Row() for row, _ in runs}, columns=columns)
@@ -671,65 +636,47 @@ def found_set(
         columns=[*columns],
         metrics=metrics,
         runs=runs,
-        more_notes=tuple(notes),
+        more_notes=notes,
     )
 
 
 NOT_VARIANTS = ("seed", "run.", "hardware.", "engine.", "plugins", "train.save_every", "train.keep", "start")
 """Config paths that may differ between runs of one row: they do not change what is learned."""
+STARTED = (*NOT_VARIANTS, "model.path", "model.revision", "task.prompts")
+"""The same of runs that start from others, which have their weights and prompts from there."""
 
 
-def _chain(path: Path) -> tuple[Path, ...]:
-    """The runs that a run comes from, the first one first, and itself; those that are there."""
-    start = RunDir.read(path).config.get("start")
-    if start is None:
-        return (path,)
-    run = Path(start["run"])
+def _found(path: Path) -> Run:
+    """A run that is there, with those of the runs that it comes from."""
+    config = RunDir.read(path).config
+    start = Path(config["start"]["run"]) if config.get("start") else None
     # A folder with both may have been moved as a whole.
-    before = next((place for place in (run, path.parent / run.name) if (place / "config.yaml").is_file()), None)
-    return (*_chain(before), path) if before is not None else (path,)
+    places = [start, path.parent / start.name] if start is not None else []
+    before = next((place for place in places if (place / "config.yaml").is_file()), None)
+    return Run(seed=int(config.get("seed", 0)), path=path, after=_found(before) if before is not None else None)
 
 
 def _labels(members: Sequence[Overview]) -> Iterator[str]:
     """The algorithm's name, with the config values in which its runs differ."""
-    names = ["+".join(str(RunDir.read(run).config["algo"]["name"]) for run in _chain(one.run.path)) for one in members]
-    started = (*NOT_VARIANTS, "model.path", "model.revision", "task.prompts")
-    flat = [
-        {
-            path: value
-            for path, value in flattened(one.config).items()
-            if not path.startswith(started if one.get("start") else NOT_VARIANTS)
-        }
-        for one in members
-    ]
-    for name, values in zip(names, flat, strict=True):
-        same = [other for other_name, other in zip(names, flat, strict=True) if other_name == name]
-        paths = [path for path in values if len({other[path] for other in same if path in other}) > 1]
-        yield " ".join([name, *(f"{path}={_text(values[path])}" for path in paths)])
+    chains = [[RunDir.read(run.path).config for run in _found(one.run.path).chain] for one in members]
+    names = ["+".join(str(config["algo"]["name"]) for config in chain) for chain in chains]
+    settings = [_settings(one, STARTED if one.get("start") else NOT_VARIANTS) for one in members]
+    for name, values in zip(names, settings, strict=True):
+        same = [others for other, others in zip(names, settings, strict=True) if other == name]
+        paths = [path for path in values if len({others[path] for others in same if path in others}) > 1]
+        yield " ".join([name, *(f"{path}={_typed(values[path])}" for path in paths)])
 
 
-def _text(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+def _typed(value: object) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else shown(value)
 
 
 def _one_per_seed(row: str, runs: Sequence[Overview], notes: list[str]) -> list[Overview]:
     """One run per seed, in the order of seeds: of runs that repeat each other, the one that went furthest."""
     best: dict[int, Overview] = {}
-    for one in runs:
+    # A finished run first, then the one with more steps.
+    for one in sorted(runs, key=lambda one: (int(one.get("seed", 0)), not one.summary, -one.done)):
         seed = int(one.get("seed", 0))
-        # A finished run first, then the one with more steps.
-        furthest, *others = sorted(filter(None, (best.get(seed), one)), key=lambda o: (not o.summary, -o.done))
-        best[seed] = furthest
-        notes += [f"{o.run.path}: left out, {furthest.run.path} is {row} with seed {seed} too" for o in others]
-    return [best[seed] for seed in sorted(best)]
-
-
-def on_common_steps(curves: Sequence[Mapping[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """The steps that every seed has, and the values there, (seeds, steps).
-
-    A mean over fewer seeds from some step on would jump there.
-    """
-    steps = sorted(set.intersection(*(set(points) for points in curves))) if curves else []
-    return np.array(steps, dtype=np.int64), np.array([[points[step] for step in steps] for points in curves])
+        if (kept := best.setdefault(seed, one)) is not one:
+            notes.append(f"{one.run.path}: left out, {kept.run.path} is {row} with seed {seed} too")
+    return [*best.values()]

@@ -20,11 +20,10 @@ from mmrl.report.overview import damage_named
 from mmrl.report.rundir import refuse_full, rows_of
 from mmrl.run import session
 from mmrl.run.settle import run_folder
-from mmrl.sets.cells import found_set
+from mmrl.sets.cells import SetResult, found_set
 from mmrl.sets.page import SetPage, redrawn
-from mmrl.sets.plan import Planner, SetPlan, main_metrics
+from mmrl.sets.plan import Planner, main_metrics
 from mmrl.sets.queue import RunQueue, SetRun, State
-from mmrl.sets.spec import Base, SetSpec
 from mmrl.sets.words import read_file
 from mmrl.system.conf import later_wins
 from mmrl.system.files import JsonObject, atomic_write, read_yaml
@@ -78,16 +77,16 @@ def read_rows(folder: Path) -> tuple[list[list[str]], str | None]:
     Raises:
         ConfigError: every problem of the file.
     """
-    spec = read_file(folder / SET, SetSpec)
+    spec = read_file(folder / SET)
     words = [[*row.train, f"seed={spec.seeds[0]}"] for row in spec.rows.values()]
     return words, spec.config_dir
 
 
-def chain_plan(folder: Path, config: StagedCommandConfig) -> SetPlan:
+def chain_plan(folder: Path, config: StagedCommandConfig) -> SetResult:
     """The runs of a chain."""
-    spec = read_file(folder / SET, SetSpec)
+    spec = read_file(folder / SET)
     configs = iter(config.stages)
-    planner = Planner(spec, Base(), "", lambda command, words: next(configs), (), folder=folder)
+    planner = Planner(spec, "", lambda command, words: next(configs), (), folder=folder)
     return planner.plan(folder.name, [*spec.rows], [*spec.columns], None)
 
 
@@ -101,7 +100,7 @@ def chain_page(folder: Path) -> SetPage:
     if not begun:
         raise CheckpointError(f"{folder}: none of its runs has begun; continue it with: mmrl train resume={folder}")
     with damage_named(folder):
-        shows = read_file(folder / SET, SetSpec).shows
+        shows = read_file(folder / SET).shows
         return SetPage(found_set(folder.resolve().name, begun, main_metrics(), shows))
 
 
@@ -113,28 +112,28 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
         ConfigError: a row's folder holds something else.
     """
     plan = chain_plan(folder, config)
-    if all(run.state() == "finished" for run in plan.runs):
+    if all(run.state() == "finished" for run in plan.queue):
         raise CheckpointError(f"{folder}: this set is finished; look at it with: mmrl show {folder}")
 
     redraw = redrawn(lambda: chain_page(folder).write(folder))
 
     def ended() -> None:
-        done = [run.path for run in plan.runs if run.state() == "finished"]
+        done = [run.path for run in plan.queue if run.state() == "finished"]
         with storage(folder):
             # After every run: what was killed between two can be evaluated and exported.
             write_policy(folder, weights=str(done[-1]), prompts=prompts_of(str(done[-1]))[1], task=config.task.name)
         redraw()
 
     if here:
-        for run in plan.runs:
+        for run in plan.queue:
             run.code = 0 if run.state() == "finished" else _in_this_process(run, command)
             if run.code:
                 break
             ended()
     else:
         with stoppable():
-            RunQueue(plan.runs, 1, config.config_dir, print, on_done=ended, attached=True).run()
-    code = next((run.code for run in plan.runs if run.code), 0)
+            RunQueue(plan.queue, 1, config.config_dir, on_done=ended, attached=True).run()
+    code = next((run.code for run in plan.queue if run.code), 0)
     if not code:
         further = f"page           {folder / 'set.html'}\nevaluate       mmrl eval policy={folder}"
         print(f"\n{chain_page(folder).text()}\n\n{further}")
@@ -151,5 +150,5 @@ def _in_this_process(run: SetRun, command: Sequence[str]) -> int:
 
 def state_of_chain(folder: Path) -> State:
     """Whether all rows have ended."""
-    rows = [folder / name for name in read_file(folder / SET, SetSpec).rows]
+    rows = [folder / name for name in read_file(folder / SET).rows]
     return "finished" if all((path / "summary.json").is_file() for path in rows) else "unfinished"

@@ -11,9 +11,8 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -24,20 +23,18 @@ from mmrl.run.check import check_all
 from mmrl.run.settle import allocate
 from mmrl.sets.cells import SetResult, found_set
 from mmrl.sets.cost import cost_text
-from mmrl.sets.page import SetPage, check_docs, redrawn
-from mmrl.sets.plan import TOP, Compose, Planner, SetPlan, main_metrics
+from mmrl.sets.page import SetPage, redrawn
+from mmrl.sets.plan import TOP, Compose, Planner, main_metrics
 from mmrl.sets.queue import RunQueue, SetRun
-from mmrl.sets.spec import Base, Column, Row, SetSpec
+from mmrl.sets.spec import Column, Row, SetSpec
 from mmrl.sets.words import read_set, scales_of, set_names
 from mmrl.system.conf import chained, conf_dir, options, user_dirs
-from mmrl.system.files import atomic_write
 from mmrl.system.stop import stoppable
 
-DONE = "done.json"
 DO = ("run", "plan", "show")
-TABLE_KEYS = ("rows", "columns", "seed", "scale", "jobs", "through", "do", "out", "docs")
+TABLE_KEYS = ("rows", "columns", "seed", "scale", "jobs", "through", "do", "out")
 """Keys of the command itself; all others are overrides of its runs."""
-COMPARE_KEYS = (*TABLE_KEYS, "algo", "task", "plan", "name", "runs")
+COMPARE_KEYS = (*TABLE_KEYS, "algo", "task", "plan", "name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,7 @@ def table(request: SetRequest, compose: Compose) -> int:
         raise ConfigError(f"table: got {len(request.names)} names, expected one")
     if request.names:
         (name,) = request.names
-        return _go(request, name, *read_set(name, request.folders, request.config_dir), compose)
+        return _go(request, name, read_set(name, request.folders, request.config_dir), compose)
     if request.keys or request.overrides:
         raise ConfigError("table: which one? `mmrl table` lists them")
     print(_listing(request))
@@ -82,7 +79,7 @@ def table(request: SetRequest, compose: Compose) -> int:
 
 def compare(request: SetRequest, compose: Compose) -> int:
     """`mmrl compare`: of run directories, of a set, or of algorithms on tasks. Returns the exit code."""
-    if request.names or "runs" in request.keys:
+    if request.names:
         return _look(request)
     name = request.keys.get("name") or request.keys.get("plan") or "default"
     problems = _name_problems(name)
@@ -94,10 +91,10 @@ def compare(request: SetRequest, compose: Compose) -> int:
         ]
         if problems:
             raise ConfigError(problems)
-        return _go(request, name, *read_set(plan, request.folders, request.config_dir), compose)
+        return _go(request, name, read_set(plan, request.folders, request.config_dir), compose)
     spec, overrides = _typed_set(request, problems)
     keys = {key: text for key, text in request.keys.items() if key != "seed"}
-    return _go(SetRequest((), keys, overrides, request.config_dir), name, spec, Base(), compose)
+    return _go(SetRequest((), keys, overrides, request.config_dir), name, spec, compose)
 
 
 def _typed_set(request: SetRequest, problems: list[str]) -> tuple[SetSpec, list[str]]:
@@ -137,27 +134,23 @@ def _typed_set(request: SetRequest, problems: list[str]) -> tuple[SetSpec, list[
 
 def _look(request: SetRequest) -> int:
     """Runs that are there."""
-    stray = [key for key in request.keys if key not in ("runs", "name", "out", "docs")]
+    stray = [key for key in request.keys if key not in ("name", "out")]
     stray += [word.partition("=")[0] for word in request.overrides]
     problems = [f"{key}: has no effect on runs that are there; leave it or the run directories out" for key in stray]
-    paths = [Path(path) for path in dict.fromkeys([*request.names, *request.listed("runs")])]
-    problems += [] if paths else ["runs: got an empty list, expected run directories"]
     problems += _name_problems(request.keys.get("name", "runs"))
     if problems:
         raise ConfigError(problems)
+    paths = [Path(path) for path in dict.fromkeys(request.names)]
     runs = find_runs(paths)
     # A folder of runs is a set by itself and is named by it; single run directories are not.
     one_folder = len(paths) == 1 and runs[0].resolve() != paths[0].resolve()
     name = request.keys.get("name") or (paths[0].resolve().name if one_folder else "runs")
-    # Before the runs are read, which takes a while: a document without a place for the table is refused at once.
-    if "docs" in request.keys:
-        check_docs(Path(request.keys["docs"]), name)
     if "out" in request.keys:
         out = Path(request.keys["out"])
     else:
         out = paths[0] if one_folder else allocate(TOP, f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
     with damage_named(" ".join(map(str, paths))):
-        _show(found_set(name, runs, main_metrics()), out, request.keys.get("docs"))
+        _show(found_set(name, runs, main_metrics()), out)
     return 0
 
 
@@ -169,14 +162,12 @@ def _name_problems(name: str) -> list[str]:
 # --- what runs
 
 
-def _go(request: SetRequest, name: str, spec: SetSpec, base: Base, compose: Compose) -> int:
+def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
     """Plan, run or show a set."""
     keys = request.keys
     do = keys.get("do", "run")
     problems = [] if do in DO else [unknown("do", do, DO)]
-    if "through" in keys and do not in ("run", "plan"):
-        problems.append(f"through: has no effect with do={do}")
-    scales = scales_of(spec, base)
+    scales = scales_of(spec)
     scale = keys.get("scale", scales[0])
     if scale not in scales:
         has = f"words for {', '.join(scales)} alone" if scales != [""] else "no scales"
@@ -193,13 +184,11 @@ def _go(request: SetRequest, name: str, spec: SetSpec, base: Base, compose: Comp
         for word in request.overrides
         if (key := word.lstrip("+").partition("=")[0]) in ("run.dir", "resume")
     ]
-    if "docs" in keys:
-        problems += _problems_of(lambda: check_docs(Path(keys["docs"]), name))
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     # Side by side on this machine; a scheduler gives each run what it asks for.
     single = ["hardware.threads=1"] if at_once > 1 and "through" not in keys else []
-    plan = Planner(spec, base, scale, compose, [*single, *request.overrides]).plan(name, rows, columns, seeds)
+    plan = Planner(spec, scale, compose, [*single, *request.overrides]).plan(name, rows, columns, seeds)
     through = shlex.split(keys.get("through", ""))
     if do == "plan":
         print(_plan_text(plan, f"{keys['through']} " if through else ""))
@@ -209,9 +198,9 @@ def _go(request: SetRequest, name: str, spec: SetSpec, base: Base, compose: Comp
     folder = TOP / name / scale
     out = Path(keys["out"]) if "out" in keys else folder if whole else folder / "selected"
     if do == "show":
-        _show(plan.result(), out, keys.get("docs"), plan)
+        _show(plan, out)
         return 0
-    return _run(plan, at_once, through, request.config_dir, out, keys.get("docs"))
+    return _run(plan, at_once, through, request.config_dir, out)
 
 
 def whole_numbers(texts: Sequence[str], key: str, least: int, problems: list[str]) -> tuple[int, ...]:
@@ -226,49 +215,42 @@ def whole_numbers(texts: Sequence[str], key: str, least: int, problems: list[str
 
 def _through_problems(command: str | None) -> list[str]:
     """Why runs cannot be started by `through=`."""
-    if command is None:
-        return []
     try:
-        words = shlex.split(command)
+        words = shlex.split(command or "")
     except ValueError as error:
         return [f"through: got {command!r}, which is no command line: {error}"]
-    if not words or shutil.which(words[0]) is None:
-        return [f"through: got {command!r}, expected a command that is here, such as 'srun --gpus-per-node=8'"]
-    return []
+    if command is None or (words and shutil.which(words[0])):
+        return []
+    return [f"through: got {command!r}, expected a command that is here, such as 'srun --gpus-per-node=8'"]
 
 
 def _chosen(key: str, text: str | None, names: Sequence[str], problems: list[str]) -> list[str]:
-    """Names in a list, exact or in lower case without signs; all for None. In the set's order."""
+    """Names in a list, in whichever case; all for None. In the set's order."""
     if text is None:
         return list(names)
-    # A name may hold commas and parentheses of its own: the exact one first.
-    parts = [text] if text in names else [part.strip() for part in text.strip("[]").split(",") if part.strip()]
-    by_slug = {_slug(name): name for name in names}
-    problems += [unknown(key, part, names) for part in parts if part not in names and _slug(part) not in by_slug]
+    known = {name.casefold(): name for name in names}
+    # A name may hold commas and parentheses of its own: the whole one first.
+    parts = (
+        [text] if text.casefold() in known else [part.strip() for part in text.strip("[]").split(",") if part.strip()]
+    )
+    problems += [unknown(key, part, names) for part in parts if part.casefold() not in known]
     if not parts:
         problems.append(f"{key}: got an empty list, expected some of {', '.join(names)}")
-    chosen = {part if part in names else by_slug.get(_slug(part)) for part in parts}
+    chosen = {known.get(part.casefold()) for part in parts}
     return [name for name in names if name in chosen]
-
-
-def _slug(name: str) -> str:
-    # A sign in front tells "*Rewriter" from "-Rewriter".
-    return name[:1].strip().lower() + "-".join(re.findall(r"[a-z0-9.]+", name[1:].lower()))
 
 
 # --- running and showing
 
 
-def _run(
-    plan: SetPlan, at_once: int, through: Sequence[str], config_dir: str | None, out: Path, docs: str | None
-) -> int:
-    problems = [problem for run in plan.runs for problem in _problems_of(run.state)]
+def _run(plan: SetResult, at_once: int, through: Sequence[str], config_dir: str | None, out: Path) -> int:
+    problems = [problem for run in plan.queue for problem in _problems_of(run.state)]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    missing = [run for run in plan.runs if run.state() != "finished"]
+    missing = [run for run in plan.queue if run.state() != "finished"]
     print(_head(plan, missing), flush=True)
     if plan.scale not in ("", "mini") and missing:
-        print(cost_text(plan, missing), flush=True)
+        print(cost_text(plan.spec, missing), flush=True)
     # Of seeds of one row one.
     first = {(run.command, run.row, run.column): run for run in reversed(missing)}
     if through:
@@ -281,20 +263,20 @@ def _run(
         # What starts from another run is checked when it starts.
         check_all([run.config.in_folder(None) for run in first.values() if run.after is None])
 
-    redraw = redrawn(lambda: _written(SetPage(plan.result()), out, plan))
-    with stoppable(), output() as (say, show):
+    redraw = redrawn(lambda: SetPage(replace(plan)).write(out))
+    with stoppable():
         try:
-            RunQueue(plan.runs, at_once, config_dir, say, show, redraw, through).run()
+            RunQueue(plan.queue, at_once, config_dir, redraw, through).run()
         except KeyboardInterrupt as stop:
-            say("stopped; the same command continues where this one stopped")
+            print("stopped; the same command continues where this one stopped")
             return stop.exit_code if isinstance(stop, Stopped) else 130
-    _show(plan.result(), out, docs, plan)
-    failed = [run for run in plan.runs if run.code]
+    _show(replace(plan), out)
+    failed = [run for run in plan.queue if run.code]
     for run in failed:
         print(f"error: {run.name}: {run.trouble()}", file=sys.stderr)
     if failed:
         print(
-            f"error: {len(failed)} of {len(plan.runs)} runs failed; the same command tries them again", file=sys.stderr
+            f"error: {len(failed)} of {len(plan.queue)} runs failed; the same command tries them again", file=sys.stderr
         )
     return 1 if failed else 0
 
@@ -307,27 +289,13 @@ def _problems_of(check: Callable[[], object]) -> list[str]:
     return []
 
 
-def _show(result: SetResult, out: Path, docs: str | None, plan: SetPlan | None = None) -> None:
+def _show(result: SetResult, out: Path) -> None:
     page = SetPage(result)
     print(page.text())
-    files = _written(page, out, plan)
-    if docs is not None:
-        files += page.fill(Path(docs))
-    print("\nwritten: " + ", ".join(map(str, files)))
+    print("\nwritten: " + ", ".join(map(str, page.write(out))))
 
 
-def _written(page: SetPage, out: Path, plan: SetPlan | None) -> list[Path]:
-    """The set's pages, and what of it is there for the list of all sets."""
-    files = page.write(out)
-    if plan is not None:
-        record = TOP / plan.name / plan.scale / DONE
-        record.parent.mkdir(parents=True, exist_ok=True)
-        done = {**_done(plan.name, plan.scale), **page.result.seeds_done}
-        atomic_write(record, json.dumps(done, indent=1) + "\n")
-    return files
-
-
-def _head(plan: SetPlan, missing: Sequence[SetRun]) -> str:
+def _head(plan: SetResult, missing: Sequence[SetRun]) -> str:
     def counted(runs: Sequence[SetRun]) -> str:
         kinds = (("train", "training"), ("eval", "evaluation"))
         counts = [(sum(run.command == command for run in runs), word) for command, word in kinds]
@@ -337,16 +305,16 @@ def _head(plan: SetPlan, missing: Sequence[SetRun]) -> str:
     source = plan.spec.source
     where = f" (arXiv {source.arxiv}, {source.at})" if source else ""
     at = f" at scale {plan.scale}" if plan.scale else ""
-    return f"set {plan.name}{where}{at}: {counted(plan.runs)}; missing: {counted(missing)}"
+    return f"set {plan.name}{where}{at}: {counted(plan.queue)}; missing: {counted(missing)}"
 
 
-def _plan_text(plan: SetPlan, through: str) -> str:
-    missing = [run for run in plan.runs if run.state() != "finished"]
+def _plan_text(plan: SetResult, through: str) -> str:
+    missing = [run for run in plan.queue if run.state() != "finished"]
     parts = [_head(plan, missing)]
     if plan.scale not in ("", "mini"):
-        parts.append(cost_text(plan, missing))
+        parts.append(cost_text(plan.spec, missing))
     alike: dict[tuple[str, str, str], list[SetRun]] = {}
-    for run in plan.runs:
+    for run in plan.queue:
         alike.setdefault((run.command, run.row, run.column), []).append(run)
     for (command, row, column), runs in alike.items():
         seeds = " ".join(f"{run.seed}{'' if run.state() == 'new' else f' ({run.state()})'}" for run in runs)
@@ -355,53 +323,27 @@ def _plan_text(plan: SetPlan, through: str) -> str:
     return "\n\n".join(parts)
 
 
-@contextmanager
-def output() -> Iterator[tuple[Callable[[str], None], Callable[[Sequence[str]], None] | None]]:
-    """How to print a line that stays, and lines that are replaced (None without a terminal)."""
-    if not sys.stdout.isatty():
-        yield lambda text: print(text, flush=True), None
-        return
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    # Without highlighting: rich would colour numbers and paths within names.
-    console = Console(highlight=False)
-    with Live(console=console, refresh_per_second=2, transient=True) as live:
-        yield lambda text: console.print(Text(text)), lambda lines: live.update(Text("\n".join(lines)))
-
-
 # --- all sets
 
 
 def _listing(request: SetRequest) -> str:
     rows = [["set", "paper", "rows x cells", "seeds", "done at paper scale", "done at mini scale", "shows"]]
     for name in set_names(request.folders):
-        spec, base = read_set(name, request.folders, request.config_dir)
-        scales = scales_of(spec, base)
-        cells = len(spec.measured) * sum(spec.rows[row].shown for row, _ in spec.pairs)
+        spec = read_set(name, request.folders, request.config_dir)
+        scales = scales_of(spec)
         # A set without scales runs on what its words name.
-        at = ["" if scale in scales else "-" for scale in ("paper", "mini")] if scales != [""] else ["-", ""]
-        for place, scale in enumerate(("paper", "mini")):
-            if not at[place]:
-                at[place] = f"{_cells_done(spec, _done(name, scale if scales != [''] else ''))} / {cells}"
+        done = [_done(name, scale) if scale in scales else "-" for scale in ("paper", "mini")]
+        done = done if scales != [""] else ["-", _done(name, "")]
         paper = f"{spec.source.arxiv} {spec.source.at}" if spec.source else ""
-        shown = sum(row.shown for row in spec.rows.values())
-        size = f"{shown} x {len(spec.cells)}"
-        rows.append([name, paper, size, str(len(spec.seeds)), *at, spec.shows])
+        size = f"{sum(row.shown for row in spec.rows.values())} x {len(spec.cells)}"
+        rows.append([name, paper, size, str(len(spec.seeds)), *done, spec.shows])
     return align(rows) + "\n\nmmrl table NAME scale=mini runs one here; do=plan says what it will cost"
 
 
-def _cells_done(spec: SetSpec, done: Mapping[str, Sequence[int]]) -> int:
-    """Cells that have all of the set's seeds."""
-    places = [(row, f"{row} on {column}" if column else row) for row, column in spec.pairs if spec.rows[row].shown]
-    return len(spec.measured) * sum(set(spec.seeds_of(row)) <= set(done.get(name, ())) for row, name in places)
-
-
-def _done(name: str, scale: str) -> dict[str, list[int]]:
-    """`ROW on COLUMN` -> seeds that were there when the set was last looked at; empty where it never was."""
+def _done(name: str, scale: str) -> str:
+    """How many cells of a set had all their seeds when its page was last written."""
     try:
-        content = json.loads((TOP / name / scale / DONE).read_text(encoding="utf-8"))
-        return {str(place): [int(seed) for seed in seeds] for place, seeds in content.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
+        page = json.loads((TOP / name / scale / "set.json").read_text(encoding="utf-8"))
+        return f"{page['cells_done']} / {page['cells']}"
+    except (OSError, ValueError, TypeError, LookupError):
+        return ""

@@ -8,40 +8,38 @@ from dataclasses import replace
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.errors import MmrlError
 from mmrl.report.text import align
-from mmrl.sets.plan import SetPlan, digest
+from mmrl.sets.plan import digest
 from mmrl.sets.queue import SetRun
+from mmrl.sets.spec import SetSpec
 
 
-def cost_text(plan: SetPlan, missing: Sequence[SetRun]) -> str:
+def cost_text(spec: SetSpec, missing: Sequence[SetRun]) -> str:
     """Hours of GPUs (H100; of the CPU for runs on it) of what is missing: trainings by config, evaluations by row."""
-    alike: dict[tuple[str, ...], list[SetRun]] = {}
-    for run in missing:
-        kind = digest(run.config.model_copy(update={"seed": 0}), {}) if run.command == "train" else run.column
-        alike.setdefault((run.command, run.row, kind if run.after is None else run.column), []).append(run)
-    rows: dict[tuple[str, ...], tuple[int, float]] = {}
-    not_planned = {}
-    for (command, row, _), runs in alike.items():
-        first = runs[0]
-        name = f"{row}, {first.column}" if command == "train" and first.column else row
-        column = plan.spec.columns.get(first.column)  # a training may serve all columns
-        try:
-            hours, devices = device_hours(first, column.items if column else None)
-        except MmrlError as error:
-            not_planned[first.name.rpartition(", seed")[0]] = str(error)
-            continue
-        count, spent = rows.get((command, name), (0, 0.0))
-        rows[command, name] = (count + len(runs), spent + len(runs) * hours * devices)
+    spent: dict[tuple[str, str, str], float | None] = {}
+    rows: dict[tuple[str, str], list[float]] = {}
+    not_planned = []
     # Trainings first: they are what costs.
-    listed = sorted(rows.items(), key=lambda item: item[0][0] == "eval")
-    lines = [["", "row", "runs", "device-hours"]]
-    lines += [
-        [command, name, str(count), f"{spent:,.1f}" if spent else "not counted"]
-        for (command, name), (count, spent) in listed
-    ]
-    count, spent = (sum(numbers) for numbers in zip(*rows.values(), strict=True)) if rows else (0, 0.0)
-    lines.append(["", "all", str(count), f"{spent:,.1f}"])
-    text = "cost by mmrl plan, runs that optimise prompts not counted:\n" + align([[*line, ""] for line in lines])
-    return "\n".join([text, *(f"not planned: {name}: {why}" for name, why in not_planned.items())])
+    for run in sorted(missing, key=lambda run: run.command == "eval"):
+        apart = run.command == "eval" or run.after is not None
+        alike = (run.command, run.row, run.column if apart else digest(run.config.model_copy(update={"seed": 0}), {}))
+        if alike not in spent:
+            column = spec.columns.get(run.column)  # a training may serve all columns
+            try:
+                hours, devices = device_hours(run, column.items if column else None)
+                spent[alike] = hours * devices
+            except MmrlError as error:
+                spent[alike] = None
+                not_planned.append(f"not planned: {run.name.rpartition(', seed')[0]}: {error}")
+        if (cost := spent[alike]) is not None:
+            name = f"{run.row}, {run.column}" if run.command == "train" and run.column else run.row
+            rows.setdefault((run.command, name), []).append(cost)
+    lines = [["", "row", "runs", "device-hours", ""]]
+    for (command, name), costs in rows.items():
+        lines.append([command, name, str(len(costs)), f"{sum(costs):,.1f}" if any(costs) else "not counted", ""])
+    every = [cost for costs in rows.values() for cost in costs]
+    lines.append(["", "all", str(len(every)), f"{sum(every):,.1f}", ""])
+    head = "cost by mmrl plan, runs that optimise prompts not counted:"
+    return "\n".join([head, align(lines), *not_planned])
 
 
 def device_hours(run: SetRun, items: int | None) -> tuple[float, int]:

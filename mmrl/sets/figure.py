@@ -6,7 +6,6 @@ the main metric, the reward and what its programs do.
 
 from __future__ import annotations
 
-import csv
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas
 
 from mmrl.errors import MmrlError
 from mmrl.report.charts import (
@@ -33,8 +33,7 @@ from mmrl.report.charts import (
 )
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import History, series, splits_in, trailing_mean
-from mmrl.report.tables import Rows
-from mmrl.sets.cells import BEHAVIOUR, SetResult, on_common_steps
+from mmrl.sets.cells import BEHAVIOUR, SetResult, behaviour_in
 from mmrl.sets.spec import Diagram, Figure
 from mmrl.system.files import JsonObject
 
@@ -56,45 +55,22 @@ class Drawn:
     row: str
     band: Band
     """Over the steps that all its seeds have."""
-    seeds: tuple[int, ...]
+    seeds: int
     least: float
     most: float
     """Of the mean before `scaled` moved it to 0..1."""
-    plain: np.ndarray | None = None
+    plain: pandas.Series[float] | None = None
     """The mean before `smooth`; None without."""
 
     @property
     def label(self) -> str:
-        """Its name, how many seeds, and what `scaled` took away."""
-        return f"{self.row} ({len(self.seeds)})"
-
-
-def default_figure(result: SetResult) -> Figure | None:
-    """The figure of a set that says none: of one without scores, for each column, its metric, reward and behaviour."""
-    if result.spec.figure is not None or result.spec.scores:
-        return result.spec.figure
-    diagrams = []
-    for column in result.columns:
-        rows = result.rows_of(column)
-        begun = [scored for row in rows for scored in result.begun(row, column)]
-        if not begun:
-            continue
-        metric = result.metric(rows[0], column)
-        shown = [of for of in BEHAVIOUR if of.training and any(s.behaviour(of, s.before) is not None for s in begun)]
-        modules = next((scored.overview.modules for scored in begun if scored.overview.modules), ())
-        diagrams.append(Diagram(metric=f"eval/{metric}", label=f"{metric} on {begun[0].overview.split}", column=column))
-        diagrams.append(Diagram(metric="reward/mean", label="training reward", column=column))
-        if shown:
-            diagrams.append(Diagram(metric=shown[0].training, label=shown[0].axis, column=column))
-        elif modules:
-            label = f"{modules[0]}: parsed (share)"
-            diagrams.append(Diagram(metric=f"module/{modules[0]}/format_rate", label=label, column=column))
-    return Figure(diagrams=tuple(diagrams), band="range", window=WINDOW) if diagrams else None
+        """Its name, and how many seeds."""
+        return f"{self.row} ({self.seeds})"
 
 
 @dataclass(frozen=True)
 class SetFigure:
-    """What is drawn, from the runs that are there."""
+    """Diagrams of the runs that are there."""
 
     result: SetResult
     figure: Figure
@@ -104,8 +80,9 @@ class SetFigure:
         """Training run -> its steps, of those that have begun; and which cannot be read."""
         found: dict[Path, History] = {}
         damaged = []
-        every = [run for runs in self.result.runs.values() for run in runs if run.trained is not None]
-        for path in dict.fromkeys(path for run in every for path in (*run.chain, run.trained) if path is not None):
+        every = [run for runs in self.result.runs.values() for run in runs]
+        trainings = [one.path for run in every for one in run.chain if one.command == "train"]
+        for path in dict.fromkeys(trainings):
             if (path / "metrics.jsonl").is_file():
                 try:
                     found[path] = RunDir.read(path).history()
@@ -115,62 +92,89 @@ class SetFigure:
 
     def histories(self, row: str, column: str) -> dict[int, History]:
         """Seed -> the steps of its training run; of a set without scores, of all runs that it comes from in turn."""
-        runs, (read, _) = self.result.runs.get((row, column), ()), self.read
+        read, _ = self.read
         known: dict[int, History] = {}
-        for run in runs:
-            if run.trained is not None and run.trained in read:
-                chain = () if self.scored else run.chain
-                known[run.seed] = _in_turn([read[path] for path in chain or (run.trained,) if path in read])
+        for run in self.result.runs.get((row, column), ()):
+            chain = [one.path for one in run.chain if one.path in read]
+            if run.trained in chain:
+                known[run.seed] = _in_turn([read[path] for path in (chain[-1:] if self.scored else chain)])
         return known
 
     @cached_property
     def panels(self) -> list[tuple[str, Diagram, list[Drawn]]]:
         """(title, diagram, its lines); columns that share all their training runs are one."""
-        of_column = {
-            column: tuple(run.trained for row in self.result.rows for run in self.result.runs.get((row, column), ()))
-            for column in self.result.columns
-        }
-        trained: dict[str, tuple[Path | None, ...]] = {}
-        for column, runs in of_column.items():
-            if runs not in trained.values():
-                trained[column] = runs
-        made = []
-        for column in trained:
-            for diagram in self.figure.diagrams:
-                if not diagram.column or of_column.get(diagram.column) == trained[column]:
-                    title = column if len(trained) > 1 else ""
-                    lines = [self._line(row, column, diagram) for row in self.result.rows]
-                    made.append((title, diagram, [line for line in lines if line is not None]))
-        return made
+        columns: dict[tuple[Path | None, ...], str] = {}
+        for column in self.result.columns:
+            runs = [run for row in self.result.rows for run in self.result.runs.get((row, column), ())]
+            columns.setdefault(tuple(run.trained for run in runs), column)
+        panels = []
+        for column in columns.values():
+            for diagram in self.figure.diagrams or self._default(column):
+                lines = [self._line(row, column, diagram) for row in self.result.rows]
+                title = column if len(columns) > 1 else ""
+                panels.append((title, diagram, [line for line in lines if line is not None]))
+        return panels
+
+    def _default(self, column: str) -> list[Diagram]:
+        """The main metric, the reward and what programs do."""
+        rows = self.result.rows_of(column)
+        begun = [scored for row in rows for scored in self.result.begun(row, column)]
+        if not begun:
+            return []
+        metric = self.result.metric(rows[0], column)
+        diagrams = [
+            Diagram(metric=f"eval/{metric}", label=f"{metric} on {begun[0].overview.split}"),
+            Diagram(metric="reward/mean", label="training reward"),
+        ]
+        acts = [of for of in BEHAVIOUR if of.training and any(behaviour_in(s.before, of) is not None for s in begun)]
+        modules = next((scored.overview.modules for scored in begun if scored.overview.modules), ())
+        if acts:
+            diagrams.append(Diagram(metric=acts[0].training, label=acts[0].training))
+        elif modules:
+            label = f"{modules[0]}: parsed (share)"
+            diagrams.append(Diagram(metric=f"module/{modules[0]}/format_rate", label=label))
+        return diagrams
+
+    @property
+    def window(self) -> int:
+        """Steps that a training metric is averaged over, backwards; the papers' are drawn as they are."""
+        return 1 if self.figure.diagrams else WINDOW
 
     def _line(self, row: str, column: str, diagram: Diagram) -> Drawn | None:
-        found = {}
-        for seed, history in self.histories(row, column).items():
-            # The papers' figures begin at the first step of training.
-            steps, values = _points([record for record in history if record["step"] or not self.scored], diagram)
-            if not diagram.metrics[0].startswith("eval/"):
-                values = trailing_mean(values, self.figure.window)
-            if len(steps):
-                found[seed] = dict(zip(steps.tolist(), values.tolist(), strict=True))
-        steps, values = on_common_steps([*found.values()])
-        if not len(steps):
+        figure = self.figure
+        of_seeds = {seed: self._curve(history, diagram) for seed, history in self.histories(row, column).items()}
+        # A mean over fewer seeds from some step on would jump there.
+        curves = pandas.DataFrame({seed: curve for seed, curve in of_seeds.items() if curve}).T.dropna(axis=1)
+        if curves.empty:
             return None
-        if self.figure.kind == "bars":
-            values = values[:, : self.figure.first].mean(axis=1, keepdims=True)
-            steps = steps[: self.figure.first][-1:]
-        plain = values.mean(axis=0) if self.figure.smooth else None
-        values = _smoothed(values, self.figure.smooth)
-        mean = values.mean(axis=0)
-        least, most = float(mean.min()), float(mean.max())
-        if self.figure.scaled:
-            values = (values - least) / ((most - least) or 1.0)
-            mean = values.mean(axis=0)
-        if self.figure.band == "range":
-            low, high = values.min(axis=0), values.max(axis=0)
-        else:
-            spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros_like(mean)
+        if figure.kind == "bars":
+            first = curves.iloc[:, : figure.first]
+            curves = first.mean(axis=1).to_frame(first.columns[-1])
+        plain = curves.mean() if figure.smooth else None
+        if figure.smooth:
+            curves = curves.T.ewm(alpha=1 - figure.smooth, adjust=False).mean().T
+        least, most = float(curves.mean().min()), float(curves.mean().max())
+        if figure.scaled:
+            curves = (curves - least) / ((most - least) or 1.0)
+        mean, low, high = curves.mean(), curves.min(), curves.max()
+        if figure.band == "std":
+            spread = curves.std().fillna(0.0)
             low, high = mean - spread, mean + spread
-        return Drawn(row, Band(steps, mean, low, high), tuple(sorted(found)), least, most, plain)
+        return Drawn(row, Band(*map(np.asarray, (curves.columns, mean, low, high))), len(curves), least, most, plain)
+
+    def _curve(self, history: History, diagram: Diagram) -> dict[int, float]:
+        """Step -> value of the first of the diagram's metrics that the run has."""
+        # The papers' figures begin at the first step of training.
+        history = [record for record in history if record["step"] or not self.scored]
+        for metric in diagram.metrics:
+            on_split = metric.removeprefix("eval/")
+            keys = [f"eval/{split}/{on_split}" for split in splits_in(history)] if on_split != metric else [metric]
+            for key in keys:
+                steps, values = series(history, key)
+                if len(steps):
+                    values = values if on_split != metric else trailing_mean(values, self.window)
+                    return dict(zip(steps.tolist(), values.tolist(), strict=True))
+        return {}
 
     @property
     def scored(self) -> bool:
@@ -192,8 +196,8 @@ class SetFigure:
             )
             return " ".join([means, *self.read[1]])
         parts = [f"Mean over seeds, whose number follows each name; bands: {band}."]
-        if self.figure.window > 1:
-            parts.append(f"Training curves are means of {self.figure.window} steps.")
+        if self.window > 1:
+            parts.append(f"Training curves are means of {self.window} steps.")
         if self.figure.smooth:
             parts.append(
                 f"Lines: moving averages that keep {self.figure.smooth:g} of the value before; dotted: the mean itself."
@@ -207,19 +211,23 @@ class SetFigure:
         if self.empty:
             return {}
         svg, png = self._rendered()
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows(self.numbers())
-        return {"figure.svg": svg, "figure.png": png, "figure.csv": out.getvalue()}
+        return {
+            "figure.svg": svg,
+            "figure.png": png,
+            "figure.csv": self.numbers.to_csv(index=False, float_format="%.6g"),
+        }
 
-    def numbers(self) -> Rows:
+    @property
+    def numbers(self) -> pandas.DataFrame:
         """One line per point."""
-        rows = [["column", "diagram", "row", "step", "mean", "low", "high", "seeds"]]
-        for title, diagram, lines in self.panels:
-            for line in lines:
-                for step, *values in zip(*line.band, strict=True):
-                    numbers = [f"{value:.6g}" for value in values]
-                    rows.append([title, diagram.label, line.row, str(int(step)), *numbers, str(len(line.seeds))])
-        return rows
+        points = [
+            (title, diagram.label, line.row, *point, line.seeds)
+            for title, diagram, lines in self.panels
+            for line in lines
+            for point in zip(*line.band, strict=True)
+        ]
+        head = ["column", "diagram", "row", "step", "mean", "low", "high", "seeds"]
+        return pandas.DataFrame(points, columns=head)
 
     def _legend(self, canvas: Canvas) -> None:
         """One above all diagrams, of lines by their rows, where they are called the same in each."""
@@ -246,8 +254,13 @@ class SetFigure:
                 axes.set(ylabel=fill(diagram.label, LABEL))
                 if title:
                     axes.set_title(title, loc="left", fontweight="bold", fontsize=12)
-                draw = _draw_bars if self.figure.kind == "bars" else _draw_curves
-                draw(axes, lines, style, self.figure.scaled)
+                if not lines:
+                    axes.text(0.5, 0.5, "no data yet", ha="center", va="center", transform=axes.transAxes)
+                    axes.set(xticks=[], yticks=[])
+                elif self.figure.kind == "bars":
+                    _draw_bars(axes, lines, style)
+                else:
+                    _draw_curves(axes, lines, style, self.figure.scaled)
             self._legend(canvas)
             svg, png = io.StringIO(), io.BytesIO()
             canvas.savefig(png, format="png", dpi=130)
@@ -266,27 +279,6 @@ def _in_turn(histories: Sequence[History]) -> History:
     return list(lines.values())
 
 
-def _points(history: History, diagram: Diagram) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of the first of its metrics that the run has."""
-    for metric in diagram.metrics:
-        keys = [metric]
-        if metric.startswith("eval/"):
-            keys = [f"eval/{split}/{metric.removeprefix('eval/')}" for split in splits_in(history)]
-        for key in keys:
-            steps, values = series(history, key)
-            if len(steps):
-                return steps, values
-    return series([], "")
-
-
-def _smoothed(values: np.ndarray, keep: float) -> np.ndarray:
-    """Exponential moving average along the steps, (seeds, steps), that starts at the first value."""
-    out = values.copy()
-    for step in range(1, values.shape[1]):
-        out[:, step] = keep * out[:, step - 1] + (1 - keep) * values[:, step]
-    return out
-
-
 def _style(place: int) -> LineStyle:
     return LINES[place % len(LINES)], MARKERS[place % len(MARKERS)], DASHES[place // len(LINES) % len(DASHES)]
 
@@ -294,23 +286,17 @@ def _style(place: int) -> LineStyle:
 def _draw_curves(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineStyle], scaled: bool) -> None:
     axes.set(xlabel="step")
     whole_steps(axes)
-    if not lines:
-        _nothing(axes)
-        return
     for line in lines:
         if line.plain is not None:
-            axes.plot(line.band.steps, line.plain, color=style[line.row][0], linestyle=":", linewidth=1, alpha=0.6)
+            axes.plot(line.plain, color=style[line.row][0], linestyle=":", linewidth=1, alpha=0.6)
         draw_band(axes, line.band, style[line.row])
         axes.lines[-1].set_label(f"{line.label} {line.least:.2g}–{line.most:.2g}" if scaled else line.label)
     if scaled:  # each diagram has numbers of its own; below it, where no curve is hidden
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=8)
 
 
-def _draw_bars(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineStyle], scaled: bool) -> None:
+def _draw_bars(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineStyle]) -> None:
     axes.set_axisbelow(True)
-    if not lines:
-        _nothing(axes)
-        return
     for place, line in enumerate(lines):
         mean, low, high = (float(values[0]) for values in line.band[1:])
         axes.bar(place, mean, color=style[line.row][0], yerr=[[mean - low], [high - mean]], ecolor="#5b6675", capsize=3)
@@ -319,8 +305,3 @@ def _draw_bars(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineStyle
         )
     axes.set_xticks(range(len(lines)), [line.label for line in lines], fontsize=8, rotation=20, ha="right")
     axes.margins(y=0.15)
-
-
-def _nothing(axes: Axes) -> None:
-    axes.text(0.5, 0.5, "no data yet", ha="center", va="center", transform=axes.transAxes)
-    axes.set(xticks=[], yticks=[])

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
 from mmrl.config.base import value_at
 from mmrl.errors import ConfigError
-from mmrl.sets.cells import CellRun, SetResult
+from mmrl.sets.cells import SetResult
 from mmrl.sets.queue import SetRun
-from mmrl.sets.spec import MAIN, Base, Command, SetSpec
+from mmrl.sets.spec import MAIN, Command, SetSpec
 from mmrl.sets.words import TRAINING_ALONE, is_below, words_of
 from mmrl.system.conf import later_wins, options
 from mmrl.tasks import TASKS
@@ -28,57 +28,6 @@ Compose = Callable[[Command, Sequence[str]], Config]
 """Overrides of a command to a validated config; raises `ConfigError`. Hydra is not known here."""
 
 
-@dataclass(frozen=True, slots=True)
-class SetPlan:
-    """A set with its runs."""
-
-    name: str
-    spec: SetSpec
-    scale: str
-    rows: Sequence[str]
-    """Those shown."""
-    columns: Sequence[str]
-    runs: Sequence[SetRun]
-    """In the order in which they start, each once."""
-    cells: Mapping[tuple[str, str], Sequence[SetRun]]
-    """(row, column) -> the run with its scores, one per seed."""
-    metrics: Mapping[tuple[str, str], Mapping[str, str]]
-    """(row, column) -> score -> metric."""
-
-    def result(self) -> SetResult:
-        """As far as it has been run."""
-        runs = {
-            place: [
-                CellRun(
-                    seed=run.seed,
-                    path=run.path,
-                    command="" if run.after is not None and run.after.code is None else _typed(run),
-                    trouble=run.trouble() if run.code else "",
-                    trained=next((one.path for one in reversed(run.chain) if one.command == "train"), None),
-                    chain=tuple(one.path for one in run.chain),
-                )
-                for run in listed
-            ]
-            for place, listed in self.cells.items()
-        }
-        return SetResult(
-            name=self.name,
-            spec=self.spec,
-            scale=self.scale,
-            rows=self.rows,
-            columns=self.columns,
-            metrics=self.metrics,
-            runs=runs,
-        )
-
-
-def _typed(run: SetRun) -> str:
-    try:
-        return run.typed()
-    except ConfigError as error:  # no checkpoint is what its rule names
-        return str(error)
-
-
 @dataclass(slots=True)
 class Planner:
     """Makes the runs of a set; each config is composed once, and each run is there once.
@@ -89,16 +38,14 @@ class Planner:
     """
 
     spec: SetSpec
-    base: Base
     scale: str
     compose: Compose
     typed: Sequence[str]
     folder: Path | None = None
     runs: dict[Path, SetRun] = field(default_factory=dict)
     composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
 
-    def plan(self, name: str, rows: Sequence[str], columns: Sequence[str], seeds: Sequence[int] | None) -> SetPlan:
+    def plan(self, name: str, rows: Sequence[str], columns: Sequence[str], seeds: Sequence[int] | None) -> SetResult:
         """The runs of some rows on some columns.
 
         Args:
@@ -107,100 +54,72 @@ class Planner:
         Raises:
             ConfigError: every problem of every config.
         """
-        rows = [row for row in rows if self.spec.rows[row].shown]
-        pairs = [(row, column) for row, column in self.spec.pairs if row in rows and column in columns]
+        spec = self.spec
+        rows = [row for row in rows if spec.rows[row].shown]
+        pairs = [(row, column) for row, column in spec.pairs if row in rows and column in columns]
         cells: dict[tuple[str, str], list[SetRun]] = {pair: [] for pair in pairs}
         metrics: dict[tuple[str, str], Mapping[str, str]] = {}
+        problems: dict[str, None] = {}
         # A row that needs fewer seeds than others (nothing of it is drawn) has its own, whatever was chosen.
-        of_row = {row: tuple(self.spec.rows[row].seeds or seeds or self.spec.seeds) for row in rows}
+        of_row = {row: tuple(spec.rows[row].seeds or seeds or spec.seeds) for row in rows}
         # Seed by seed, so that one seed of everything is there early.
         for seed in dict.fromkeys(seed for some in of_row.values() for seed in some):
             for row, column in pairs:
                 if seed not in of_row[row]:
                     continue
-                with self._problems_of(row, column):
-                    run = self._evaluated(row, column, seed) if self.spec.scores else self._trained(row, column, seed)
-                    cells[row, column].append(run)
-                    named = self.spec.measured.items()
-                    metrics[row, column] = {score: run.metric if m == MAIN else m for score, m in named}
-        if self.problems:
-            raise ConfigError(dict.fromkeys(self.problems))
-        runs = list(self.runs.values())
-        apart = {(run.row, run.seed, run.column) for run in runs if run.command == "train"}
-        for run in runs:
+                try:
+                    run = self._run("eval" if spec.scores else "train", row, column, seed)
+                except ConfigError as error:
+                    place = f"{row} on {column}" if len(spec.columns) > 1 else row
+                    problems |= dict.fromkeys(f"{place}: {problem}" for problem in error.problems)
+                    continue
+                cells[row, column].append(run)
+                metrics[row, column] = {score: run.metric if m == MAIN else m for score, m in spec.measured.items()}
+        if problems:
+            raise ConfigError(problems)
+        queue = list(self.runs.values())
+        trained = Counter((run.row, run.seed) for run in queue if run.command == "train")
+        for run in queue:
             # Named by its column only where columns are trained apart.
-            if run.command == "train" and sum(place[:2] == (run.row, run.seed) for place in apart) == 1:
+            if run.command == "train" and trained[run.row, run.seed] == 1:
                 run.column = ""
-        return SetPlan(name, self.spec, self.scale, rows, columns, runs, cells, metrics)
+        return SetResult(
+            name=name,
+            spec=spec,
+            scale=self.scale,
+            rows=rows,
+            columns=columns,
+            metrics=metrics,
+            runs=cells,
+            queue=queue,
+        )
 
-    @contextmanager
-    def _problems_of(self, row: str, column: str) -> Iterator[None]:
-        """Collects problems of a cell with its name."""
-        try:
-            yield
-        except ConfigError as error:
-            place = f"{row} on {column}" if len(self.spec.columns) > 1 else row
-            self.problems += [f"{place}: {problem}" for problem in error.problems]
-
-    def _evaluated(self, row: str, column: str, seed: int) -> SetRun:
-        method = self.spec.rows[row]
-        words = self._words(row, column, "eval")
-        if method.policy:
-            return self._run("eval", row, column, seed, words, self._config("eval", words, seed), None, {})
-        trained = self._trained(row, column, seed)
-        # The weights are the run's, whatever that started from.
-        words = [word for word in words if not word.startswith("model.path=")]
-        # The policy is not there yet: what the evaluation is but for it, and the digest of what it is made from.
-        config = self._config("eval", [*words, "policy=tiny"], seed)
-        config = config.model_copy(update={"policy": str(trained.path)})
-        identity = {"of": trained.path.name, "checkpoint": method.checkpoint}
-        run = self._run("eval", row, column, seed, words, config, trained, identity)
-        run.checkpoint = method.checkpoint
-        return run
-
-    def _trained(self, row: str, column: str, seed: int) -> SetRun:
-        words, start = self._words(row, column, "train"), self.spec.rows[row].from_
-        if not start:
-            return self._run("train", row, column, seed, words, self._config("train", words, seed), None, {})
-        before = self._trained(start, column, seed)
-        config = self._config("train", words, seed)
-        models = [(one.model.name, one.model.path) for one in (config, before.config)]
-        if models[0] != models[1]:
-            (name, path), (first_name, first_path) = models
-            raise ConfigError(
-                f"model: got {name} ({path}), and {start}, from which it starts, is {first_name} ({first_path})"
-            )
-        # Its own model and task: `from=` alone would take those of the run before with all of their settings.
-        for group, name in (("model", config.model.name), ("task", config.task.name)):
-            if name in options(group) and not any(word.startswith(f"{group}=") for word in words):
-                words = [f"{group}={name}", *words]
-        return self._run("train", row, column, seed, words, config, before, {"of": before.path.name})
-
-    def _words(self, row: str, column: str, command: Command) -> list[str]:
-        typed = [word for word in self.typed if command == "train" or not is_below(word, TRAINING_ALONE)]
-        return later_wins([*words_of(self.spec, self.base, row, column, self.scale, command), *typed])
-
-    def _config(self, command: Command, words: Sequence[str], seed: int) -> Config:
-        key = (command, *words)
-        if key not in self.composed:
-            self.composed[key] = self.compose(command, words)
-        return self.composed[key].model_copy(update={"seed": seed})
-
-    def _run(
-        self,
-        command: Command,
-        row: str,
-        column: str,
-        seed: int,
-        words: Sequence[str],
-        config: Config,
-        after: SetRun | None,
-        identity: Mapping[str, object],
-    ) -> SetRun:
-        algo = str(value_at(config, "algo.name") or "eval")
-        path = RUNS / config.task.name / algo / f"s{seed}-{digest(config, identity)}"
-        if self.folder is not None:
-            path = self.folder / row
+    def _run(self, command: Command, row: str, column: str, seed: int) -> SetRun:
+        """A run of a row, with those that it comes from."""
+        method, words, after = self.spec.rows[row], self._words(row, column, command), None
+        identity: dict[str, object] = {}
+        if command == "eval" and not method.policy:
+            after = self._run("train", row, column, seed)
+            # The weights are the run's, whatever that started from.
+            words = [word for word in words if not word.startswith("model.path=")]
+            # The policy is not there yet: what the evaluation is but for it, and the digest of what it is made from.
+            config = self._config(command, [*words, "policy=tiny"], seed)
+            config = config.model_copy(update={"policy": str(after.path)})
+            identity = {"of": after.path.name, "checkpoint": method.checkpoint}
+        else:
+            config = self._config(command, words, seed)
+        if command == "train" and method.from_:
+            after = self._run("train", method.from_, column, seed)
+            identity = {"of": after.path.name}
+            here, there = (f"{one.model.name} ({one.model.path})" for one in (config, after.config))
+            if here != there:
+                raise ConfigError(f"model: got {here}, and {method.from_}, from which it starts, is {there}")
+            # Its own model and task: `from=` alone would take those of the run before with all of their settings.
+            for group, name in (("model", config.model.name), ("task", config.task.name)):
+                if name in options(group) and not any(word.startswith(f"{group}=") for word in words):
+                    words = [f"{group}={name}", *words]
+        task, algo = config.task.name, str(value_at(config, "algo.name") or "eval")
+        path = RUNS / task / algo / f"s{seed}-{digest(config, identity)}" if self.folder is None else self.folder / row
         if path not in self.runs:
             self.runs[path] = SetRun(
                 command=command,
@@ -210,10 +129,21 @@ class Planner:
                 words=[*words, f"seed={seed}"],
                 config=config,
                 path=path,
-                metric=main_metrics().get(config.task.name, "reward"),
+                metric=main_metrics().get(task, "reward"),
                 after=after,
+                checkpoint=method.checkpoint,
             )
         return self.runs[path]
+
+    def _words(self, row: str, column: str, command: Command) -> list[str]:
+        typed = [word for word in self.typed if command == "train" or not is_below(word, TRAINING_ALONE)]
+        return later_wins([*words_of(self.spec, row, column, self.scale, command), *typed])
+
+    def _config(self, command: Command, words: Sequence[str], seed: int) -> Config:
+        key = (command, *words)
+        if key not in self.composed:
+            self.composed[key] = self.compose(command, words)
+        return self.composed[key].model_copy(update={"seed": seed})
 
 
 def main_metrics() -> dict[str, str]:

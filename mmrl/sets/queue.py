@@ -6,6 +6,7 @@ continues a set that was killed. Children end when this process ends.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -14,16 +15,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from mmrl.config import EvalCommandConfig, StageConfig
 from mmrl.config.base import value_at
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, MmrlError
 from mmrl.models.policy import complete_checkpoints
 from mmrl.report.rundir import RunDir, holds_only_leftovers
-from mmrl.report.stats import duration, number, short
+from mmrl.report.stats import duration, number
 from mmrl.sets.spec import Command
 from mmrl.system.child_process import end_with_parent
 from mmrl.system.files import read_jsonl
@@ -44,34 +46,56 @@ COLLAPSED = 0.5
 State = Literal["new", "unfinished", "finished"]
 
 
-@dataclass(slots=True, kw_only=True)
-class SetRun:
-    """One run of a set: what it is, and how far it has come."""
+@dataclass(kw_only=True)
+class Run:
+    """A run of a set: where it lies, and what it comes from."""
 
-    command: Command
+    seed: int
+    path: Path
+    command: Command = "train"
+    after: Self | None = None
+    """The run whose policy it starts from or evaluates."""
+
+    @property
+    def chain(self) -> list[Self]:
+        """The runs that it comes from, the first one first, and itself."""
+        return [*(self.after.chain if self.after is not None else ()), self]
+
+    @property
+    def trained(self) -> Path | None:
+        """The training run whose policy it is about; None for a policy that its set does not train."""
+        return next((run.path for run in reversed(self.chain) if run.command == "train"), None)
+
+    def typed(self) -> str:
+        """The command that makes it, for a shell; empty for a run that is only looked at."""
+        return ""
+
+    def trouble(self) -> str:
+        """Why it failed; empty where it did not."""
+        return ""
+
+
+@dataclass(kw_only=True)
+class SetRun(Run):
+    """A run that a set starts: what it is, and how far it has come."""
+
     row: str
     column: str
     """Empty where one training serves all columns."""
-    seed: int
     words: Sequence[str]
     """Its overrides, without policy= and from=, whose runs may not be there yet."""
     config: StageConfig | EvalCommandConfig
-    path: Path
     metric: str
     """The task's main one."""
-    after: SetRun | None = None
-    """The run whose policy it starts from or evaluates."""
     checkpoint: str = "last"
     """Which one of `after` is evaluated."""
     code: int | None = None
     """Exit code of its process; 0 for a run that was finished before, None where it did not run."""
-    started: float = 0.0
-    reported: tuple[int, float] = field(default=(-1, 0.0))
-    """Steps done when a line was last printed, and when that was."""
     reason: str = ""
     """Why it was not started, where something else is the cause."""
-    cached: tuple[int, tuple[int, float | None]] = field(default=(-1, (0, None)))
-    """Size of the metrics file when it was last read, and what it held: steps done, last evaluation."""
+    started: float = 0.0
+    reported: float = 0.0
+    """When a line of it was last printed."""
 
     @property
     def name(self) -> str:
@@ -82,11 +106,6 @@ class SetRun:
     def log(self) -> Path:
         """What the run's process printed."""
         return self.path.with_name(f"{self.path.name}.log")
-
-    @property
-    def chain(self) -> list[SetRun]:
-        """The runs that it comes from, the first one first, and itself."""
-        return [*(self.after.chain if self.after is not None else ()), self]
 
     def all_words(self) -> list[str]:
         """Its overrides, once the run before it has ended.
@@ -104,66 +123,38 @@ class SetRun:
         return [*self.words, f"policy={chosen}"]
 
     def typed(self) -> str:
-        """The command that makes it, for a shell."""
-        return " ".join([f"mmrl {self.command}", *map(shlex.quote, [*self.all_words(), f"run.dir={self.path}"])])
+        """The command that makes it, for a shell; or why its row's rule names no checkpoint yet."""
+        try:
+            return " ".join([f"mmrl {self.command}", *map(shlex.quote, [*self.all_words(), f"run.dir={self.path}"])])
+        except MmrlError as error:
+            return str(error)
 
     def state(self) -> State:
-        """What is in its run directory, whose name is a digest of its settings, so a run there has these.
-
-        Leftovers of a start that was killed at once are removed.
+        """How far its run directory is, whose name is a digest of its settings, so a run there has these.
 
         Raises:
             ConfigError: it holds something else than a run.
         """
-        if not self.path.exists():
-            return "new"
-        # Both, as `RunDir.read` wants them: config.yaml alone may be a user's own file.
-        if (self.path / "config.yaml").is_file() and (self.path / "journal").is_dir():
-            directory = RunDir.read(self.path)
-            # An evaluation without scores is continued: what failed from outside runs again.
-            done = directory.finished and (self.command == "train" or has_scores(directory))
-            return "finished" if done else "unfinished"
-        if self.path.is_dir() and not self.path.is_symlink() and holds_only_leftovers(self.path):
-            shutil.rmtree(self.path)
-            return "new"
-        raise ConfigError(
-            f"{self.path}: expected a run of {self.row}, got something else, which was not touched; move it away"
-        )
+        return state_of(self.path, f"a run of {self.row}")
 
-    def progress(self) -> tuple[int, int, float | None]:
-        """Steps done and in all (0: not known), last evaluation of the main metric. Of an evaluation items."""
+    @property
+    def done(self) -> int:
+        """Steps done; of an evaluation items."""
         if self.command == "eval":
-            files = list((self.path / "eval").glob("step-*.jsonl"))
-            return sum(len(read_jsonl(path)) for path in files), self.config.eval.items or 0, None
-        path = self.path / "metrics.jsonl"
-        size = path.stat().st_size if path.is_file() else 0
-        # The file is read again only when it has grown: the terminal's lines are redrawn twice a second.
-        if size != self.cached[0]:
-            done, value = 0, None
-            key = f"eval/{self.config.eval.split}/{self.metric}"
-            for record in read_jsonl(path):
-                done = max(done, int(record.get("step", 0)))
-                value = number(record.get(key)) if key in record else value
-            self.cached = (size, (done, value))
-        done, value = self.cached[1]
-        # How many trials an optimiser of prompts makes shows only as it goes.
-        return (
-            done,
-            steps if isinstance(steps := value_at(self.config, "train.steps"), int) else 0,
-            value,
-        )
+            return sum(len(read_jsonl(path)) for path in (self.path / "eval").glob("step-*.jsonl"))
+        return max((int(record["step"]) for record in read_jsonl(self.path / "metrics.jsonl")), default=0)
 
     def line(self) -> str:
         """How far it is."""
-        done, total, value = self.progress()
-        score = f"  {self.metric} {short(value)}" if value is not None else ""
-        of = f" of {total}" if total else ""
+        # How many trials an optimiser of prompts makes shows only as it goes.
+        total = value_at(self.config, "train.steps" if self.command == "train" else "eval.items")
+        of = f" of {total}" if isinstance(total, int) else ""
         unit = "step" if self.command == "train" else "item"
-        return f"{self.name}: {unit} {done}{of}{score}  {duration(time.monotonic() - self.started)}"
+        return f"{self.name}: {unit} {self.done}{of}  {duration(time.monotonic() - self.started)}"
 
     def trouble(self) -> str:
         """The last error that a failed run printed."""
-        if self.reason:
+        if self.reason or not self.code:
             return self.reason
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
         # Of a run that was killed there is no error line: then its last words are the best hint.
@@ -179,8 +170,6 @@ class RunQueue:
         runs: in the order in which they start.
         at_once: processes; each has one thread where there are several on this machine.
         config_dir: `--config-dir` of the command.
-        say: prints a line that stays.
-        show: replaces the live lines of what is running now; None where there is no terminal.
         on_done: called after each run that ended well.
         through: a command that starts a child somewhere else and ends with it (`srun --gpus-per-node=8`), before its
             words; its machine is then not this one.
@@ -192,15 +181,12 @@ class RunQueue:
         runs: Sequence[SetRun],
         at_once: int,
         config_dir: str | None,
-        say: Callable[[str], None],
-        show: Callable[[Sequence[str]], None] | None = None,
         on_done: Callable[[], None] = lambda: None,
         through: Sequence[str] = (),
         attached: bool = False,
     ):
         self.runs, self.at_once, self.config_dir = runs, at_once, config_dir
-        self.say, self.show, self.on_done = say, show, on_done
-        self.through, self.attached = through, attached
+        self.on_done, self.through, self.attached = on_done, through, attached
         self.running: list[tuple[SetRun, subprocess.Popen[bytes]]] = []
 
     def run(self) -> int:
@@ -228,7 +214,7 @@ class RunQueue:
     def _start(self, run: SetRun) -> None:
         if run.after is not None and run.after.code != 0:
             run.code, run.reason = 1, f"{run.after.name} failed"
-            self.say(f"{self._count()} {run.name}: left out: {run.reason}")
+            self._say(f"{run.name}: left out: {run.reason}")
             return
         try:
             state = run.state()
@@ -237,11 +223,11 @@ class RunQueue:
             words = run.all_words()
         except ConfigError as error:
             run.code, run.reason = error.exit_code, str(error)
-            self.say(f"{self._count()} {run.name}: failed: {error}")
+            self._say(f"{run.name}: failed: {error}")
             return
         if state == "finished":
             run.code = 0
-            self.say(f"{self._count()} {run.name}: finished before, kept")
+            self._say(f"{run.name}: finished before, kept")
             return
         # A process each: a run that dies of memory or a signal takes neither the queue nor the others along.
         command = [*self.through, *MMRL, run.command]
@@ -266,12 +252,10 @@ class RunQueue:
                 start_new_session=True,  # Ctrl-C reaches this process alone, which then stops each run in turn
                 preexec_fn=end_with_parent,
             )
-        run.started = time.monotonic()
-        # A run that is continued starts with the steps it has, so that no line claims they were just done.
-        run.reported = (run.progress()[0], run.started)
+        run.started = run.reported = time.monotonic()
         self.running.append((run, process))
-        verb = f"continues after {run.reported[0]}" if state == "unfinished" else "starts"
-        self.say(f"{self._count()} {run.name}: {verb}")
+        verb = f"continues after {run.done}" if state == "unfinished" else "starts"
+        self._say(f"{run.name}: {verb}")
 
     def _end(self, run: SetRun, code: int) -> None:
         if code == 0 and self.through and not _is_there(run):
@@ -279,26 +263,20 @@ class RunQueue:
             code = 1
         run.code = code
         if code == 0:
-            self.say(f"{self._count()} {run.line()}  done")
+            self._say(f"{run.line()}  done")
             self.on_done()
         else:
-            self.say(f"{self._count()} {run.name}: failed: {run.trouble()}")
+            self._say(f"{run.name}: failed: {run.trouble()}")
 
     def _report(self) -> None:
-        """Live lines in a terminal; elsewhere a line per run and minute, if it got on."""
-        if self.attached:
-            return
-        if self.show is not None:
-            self.show([run.line() for run, _ in self.running])
-            return
-        now = time.monotonic()
+        """A line per run and minute; what prints to the terminal itself needs none."""
         for run, _ in self.running:
-            if now - run.reported[1] >= LINE_S and (done := run.progress()[0]) != run.reported[0]:
-                run.reported = (done, now)
-                self.say(f"{self._count()} {run.line()}")
+            if not self.attached and time.monotonic() - run.reported >= LINE_S:
+                run.reported = time.monotonic()
+                self._say(run.line())
 
-    def _count(self) -> str:
-        return f"[{sum(run.code is not None for run in self.runs)}/{len(self.runs)}]"
+    def _say(self, text: str) -> None:
+        print(f"[{sum(run.code is not None for run in self.runs)}/{len(self.runs)}] {text}", flush=True)
 
     def _stop(self) -> None:
         """End the children: they save what they have and can be resumed."""
@@ -311,6 +289,28 @@ class RunQueue:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def state_of(path: Path, what: str) -> State:
+    """How far the run in a folder is; leftovers of a start that was killed at once are removed.
+
+    Args:
+        what: is expected there, for messages.
+
+    Raises:
+        ConfigError: it holds something else, which is not touched.
+    """
+    if not path.exists():
+        return "new"
+    # Both, as `RunDir.read` wants them: config.yaml alone may be a user's own file.
+    if (path / "config.yaml").is_file() and (path / "journal").is_dir():
+        run = RunDir.read(path)
+        # An evaluation without scores is continued: what failed from outside runs again.
+        return "finished" if run.finished and ("policy" not in run.config or has_scores(run)) else "unfinished"
+    if path.is_dir() and not path.is_symlink() and holds_only_leftovers(path):
+        shutil.rmtree(path)
+        return "new"
+    raise ConfigError(f"{path}: expected {what}, got something else, which was not touched; move it away")
 
 
 def has_scores(evaluation: RunDir) -> bool:
@@ -329,17 +329,16 @@ def before_collapse(run: Path, metric: str) -> Path:
     directory = RunDir.read(run)
     key = f"eval/{directory.config['eval']['split']}/{metric}"
     points = [(int(r["step"]), value) for r in directory.history() if (value := number(r.get(key))) is not None]
-    best, collapse = float("-inf"), None
-    for place, (step, value) in enumerate(points):
-        best = max(best, value)
-        if all(later < COLLAPSED * best for _, later in points[place:]):
-            collapse = step
-            break
-    before = [step for step, _ in points if collapse is None or step < collapse]
-    there = complete_checkpoints(run / "checkpoints")
-    fitting = [
-        path for path in there if collapse is None or int(path.name.rpartition("-")[2]) <= max(before, default=0)
+    best = list(accumulate((value for _, value in points), max))
+    collapsed = [
+        step
+        for place, (step, _) in enumerate(points)
+        if all(value < COLLAPSED * best[place] for _, value in points[place:])
     ]
+    collapse = min(collapsed, default=math.inf)
+    latest = max((step for step, _ in points if step < collapse), default=0) if collapsed else math.inf
+    there = complete_checkpoints(run / "checkpoints")
+    fitting = [path for path in there if int(path.name.rpartition("-")[2]) <= latest]
     if not fitting:
         raise ConfigError(f"{run}: no checkpoint from before its collapse at step {collapse} is left (train.keep)")
     return fitting[-1]

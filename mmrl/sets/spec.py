@@ -8,7 +8,6 @@ so on. A row may start from the policy that another row has trained.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from statistics import fmean
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -16,8 +15,12 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from mmrl.config.base import Section
 from mmrl.errors import unknown
 
-SCALES = ("paper", "mini", "real")
-"""The papers' models and data; the mini world with the tiny models; a small real model on real data."""
+SCALES = {
+    "paper": "paper: the papers' models, data and sizes",
+    "mini": "mini: the mini world with the tiny models; values do not compare with the paper's, orders (claims) do",
+    "real": "real: a small real model on real data; values do not compare with the paper's, orders (claims) do",
+}
+"""What the numbers of a page at each scale mean."""
 Command = Literal["train", "eval"]
 MAIN = "main"
 """In place of a metric: the task's main one."""
@@ -88,9 +91,6 @@ class Column(Layer):
     items: int | None = Field(None, ge=1, description="evaluated by the paper")
 
 
-Numbers = float | tuple[float, ...]
-
-
 class Row(Layer):
     """A method: one training per seed, and per column where its words differ."""
 
@@ -102,11 +102,10 @@ class Row(Layer):
     without: tuple[str, ...] = Field((), description="keys of set and column that do not hold for this row")
     seeds: tuple[int, ...] = Field((), description="of this row; empty: the set's")
     checkpoint: Literal["last", "before_collapse"] = Field("last", description="which one of training is evaluated")
-    values: dict[str, Numbers] | tuple[float, ...] = Field(
-        (), description="as printed: in the order of columns, scores in each, then means; or by their names"
+    values: tuple[float, ...] = Field(
+        (), description="as printed: of the set's cells in their order, then of its means"
     )
-    std: dict[str, Numbers] | tuple[float, ...] = Field((), description="standard deviations as printed, likewise")
-    note: str = ""
+    std: tuple[float, ...] = Field((), description="standard deviations as printed, likewise")
 
 
 class Source(Section):
@@ -116,13 +115,6 @@ class Source(Section):
     at: str = Field(description="Table 1")
     percent: bool = Field(False, description="values are per cent")
     decimals: int = Field(ge=0, le=6, description="digits after the point as printed")
-
-
-class Agreement(Section):
-    """When our value agrees with the paper's."""
-
-    within: float = Field(ge=0, description="difference at most, in the table's own unit")
-    interval: bool = Field(True, description="or the paper's value lies in our 95 % interval")
 
 
 class Claim(Section):
@@ -140,7 +132,6 @@ class Diagram(Section):
         description="of metrics.jsonl; eval/METRIC: of evaluations during training; of several the first that is there"
     )
     label: str = Field(description="what its axis is called")
-    column: str = Field("", description="whose training runs; empty: of each column that is trained apart")
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -152,12 +143,11 @@ class Figure(Section):
     """What is drawn of the training runs."""
 
     kind: Literal["curves", "bars"] = Field("curves", description="bars: means over the first steps")
-    diagrams: tuple[Diagram, ...] = Field(min_length=1)
+    diagrams: tuple[Diagram, ...] = Field((), description="none: the main metric, the reward and what programs do")
     band: Literal["std", "range"] = Field("std", description="around the mean over seeds: a deviation, or all seeds")
     smooth: float = Field(0.0, ge=0, lt=1, description="weight of the value before in a moving average; 0: none")
     scaled: bool = Field(False, description="each line from its least to its greatest value, which the legend says")
     first: int = Field(50, ge=1, description="steps that bars are means of")
-    window: int = Field(1, ge=1, description="steps that a training metric is averaged over, backwards")
 
 
 class Case(Section):
@@ -171,7 +161,7 @@ class SetSpec(Base):
     """`conf/set/NAME.yaml`; its own words are those of every run."""
 
     shows: str = Field(description="one line")
-    base: str = Field("", description="file of conf/set/base, whose words come first")
+    base: Base = Field(Base(), description="name of a file of conf/set/base, whose words come first")
     seeds: tuple[int, ...] = Field((0, 1, 2), min_length=1, description="of rows that name none")
     rows: dict[str, Row] = Field(min_length=1, description="in the page's order")
     columns: dict[str, Column] = Field({"": Column()}, min_length=1)
@@ -182,7 +172,11 @@ class SetSpec(Base):
     order: Literal["columns", "scores"] = Field("columns", description="what the paper's table groups values by")
     means: dict[str, tuple[str, ...]] = Field({}, description="printed averages -> columns, scores or COLUMN/SCORE")
     source: Source | None = Field(None, description="where the paper prints it; none: a set of our own")
-    agree: Agreement = Agreement(within=0)
+    agree: float = Field(
+        0.0,
+        ge=0,
+        description="difference to the paper at most, in the table's unit; in our 95 % interval it agrees too",
+    )
     claims: tuple[Claim, ...] = ()
     figure: Figure | None = None
     case: Case | None = None
@@ -231,135 +225,70 @@ class SetSpec(Base):
 
     def reported(self, row: str) -> dict[Cell | str, float]:
         """The paper's values of a row, by cell and by the name of a mean."""
-        return self._placed(self.rows[row].values)
+        return dict(zip([*self.cells, *self.means], self.rows[row].values, strict=False))
 
     def deviations(self, row: str) -> dict[Cell | str, float]:
         """The paper's standard deviations of a row."""
-        return self._placed(self.rows[row].std)
+        return dict(zip([*self.cells, *self.means], self.rows[row].std, strict=False))
 
     def seeds_of(self, row: str) -> tuple[int, ...]:
         """The seeds of a row."""
         return self.rows[row].seeds or self.seeds
 
-    def _placed(self, values: Mapping[str, Numbers] | tuple[float, ...]) -> dict[Cell | str, float]:
-        places: list[Cell | str] = [*self.cells, *self.means]
-        if not isinstance(values, Mapping):
-            return dict(zip(places, values, strict=False))
-        placed: dict[Cell | str, float] = {}
-        for name, numbers in values.items():
-            under: list[Cell | str] = [name] if name in self.means else [*self.selected([name])]
-            placed |= zip(under, numbers if isinstance(numbers, tuple) else (numbers,), strict=True)
-        return placed
-
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        # Numbers and claims are judged by names that stand for something.
-        if problems := [*self._name_problems()] or [*self._number_problems(), *self._claim_problems()]:
+        # Starts are judged by names that stand for something.
+        if problems := [*self._name_problems()] or [*self._start_problems(), *self._number_problems()]:
             raise ValueError(*problems)
         return self
 
     def _name_problems(self) -> Iterator[str]:
         """Names that stand for nothing, or for two things."""
+        rows, every = [*self.rows], [*self.columns, *self.scores, *self.means]
         cells = [*self.columns, *self.scores, *(f"{cell.column}/{cell.score}" for cell in self.cells)]
-        every = [*self.columns, *self.scores, *self.means]
-        rows, columns = [*self.rows], [*self.columns]
-        diagrams = self.figure.diagrams if self.figure is not None else ()
         # (where, names that are used there, names that there are)
         uses: list[tuple[str, Collection[str], Sequence[str]]] = [
             ("counts", self.counts, [*self.scores]),
             *((f"means.{mean}", names, cells) for mean, names in self.means.items()),
             *((f"columns.{name}.rows", column.rows, rows) for name, column in self.columns.items()),
             *((f"columns.{name}.cells", column.cells, rows) for name, column in self.columns.items()),
-            *((f"rows.{name}.from", [row.from_] if row.from_ else [], rows) for name, row in self.rows.items()),
+            *((f"rows.{name}.from", [row.from_], rows) for name, row in self.rows.items() if row.from_),
             *((f"claims.{n}.more", [claim.more], rows) for n, claim in enumerate(self.claims, 1)),
             *((f"claims.{n}.than", [claim.than], rows) for n, claim in enumerate(self.claims, 1)),
             *((f"claims.{n}.cells", claim.cells, [*cells, *self.means]) for n, claim in enumerate(self.claims, 1)),
-            *(
-                (f"figure.diagrams.{n}.column", [one.column] if one.column else [], columns)
-                for n, one in enumerate(diagrams, 1)
-            ),
         ]
         for where, names, known in uses:
             yield from (unknown(where, name, known) for name in names if name not in known)
-        if not self.scores:
-            evaluated = [name for name, row in self.rows.items() if row.policy]
-            yield from (
-                f"rows.{name}.policy: nothing is trained, and the set has no scores to evaluate" for name in evaluated
-            )
         twice = [name for name in dict.fromkeys(every) if every.count(name) > 1]
         yield from (f"columns, scores, means: {name} is the name of two of them" for name in twice)
-        if any(row.from_ not in ("", *rows) for row in self.rows.values()):
-            return
-        for name in self.rows:
-            yield from self._start_problems(name)
+
+    def _start_problems(self) -> Iterator[str]:
+        """Rows that cannot start from the row that they name, and policies that nothing evaluates."""
         for name, row in self.rows.items():
-            for key, values in (("values", row.values), ("std", row.std)):
-                if isinstance(values, Mapping):
-                    yield from self._mapping_problems(f"rows.{name}.{key}", values, cells)
-
-    def _start_problems(self, name: str) -> Iterator[str]:
-        """Why a row cannot start from the row that it names."""
-        row, start = self.rows[name], self.rows[name].from_
-        if not start:
-            return
-        if row.policy or self.rows[start].policy:
-            both = f"rows.{name}: has policy= too" if row.policy else f"rows.{name}.from: {start} has policy="
-            yield f"{both}, and only what is trained starts from a row or is started from"
-        chain = [name]
-        while start and start not in chain:
-            chain, start = [*chain, start], self.rows[start].from_
-        if start:
-            yield f"rows.{name}.from: {' starts from '.join([*chain, start])}"
-            return
-        start = row.from_
-        pairs = set(self.pairs)
-        lacking = [column for column in self.columns if (name, column) in pairs and (start, column) not in pairs]
-        yield from (f"rows.{name}.from: {start} has no cell in column {column}, and {name} has" for column in lacking)
-        if seeds := sorted(set(self.seeds_of(name)) - set(self.seeds_of(start))):
-            yield f"rows.{name}.from: {start} has no seed {', '.join(map(str, seeds))}, and {name} has"
-
-    def _mapping_problems(self, where: str, values: Mapping[str, Numbers], known: Collection[str]) -> Iterator[str]:
-        for name, numbers in values.items():
-            if name not in known and name not in self.means:
-                yield unknown(where, name, [*known, *self.means])
+            if row.policy and not self.scores:
+                yield f"rows.{name}.policy: nothing is trained, and the set has no scores to evaluate"
+            if not row.from_:
                 continue
-            expected = 1 if name in self.means else len(self.selected([name]))
-            got = len(numbers) if isinstance(numbers, tuple) else 1
-            if got != expected:
-                yield f"{where}.{name}: got {got} numbers, expected {expected}"
+            start, chain = self.rows[row.from_], [name]
+            if row.policy or start.policy:
+                both = f"rows.{name}: has policy= too" if row.policy else f"rows.{name}.from: {row.from_} has policy="
+                yield f"{both}, and only what is trained starts from a row or is started from"
+            while (before := self.rows[chain[-1]].from_) and before not in chain:
+                chain.append(before)
+            if before:
+                yield f"rows.{name}.from: {' starts from '.join([*chain, before])}"
+            columns = [column for of, column in self.pairs if of == name and (row.from_, column) not in self.pairs]
+            yield from (
+                f"rows.{name}.from: {row.from_} has no cell in column {column}, and {name} has" for column in columns
+            )
+            if seeds := sorted(set(self.seeds_of(name)) - set(self.seeds_of(row.from_))):
+                yield f"rows.{name}.from: {row.from_} has no seed {', '.join(map(str, seeds))}, and {name} has"
 
     def _number_problems(self) -> Iterator[str]:
-        """Rows with some values only, and printed averages that their numbers do not give."""
+        """Rows with some values only, and values without a source."""
         every = len(self.cells) + len(self.means)
         for name, row in self.rows.items():
-            reported = self.reported(name)
-            if not reported:
-                continue
-            if self.source is None:
+            if row.values and self.source is None:
                 yield f"rows.{name}.values: got numbers as printed, and no source says where"
-                continue
-            counts = len(row.values) if isinstance(row.values, tuple) else len(reported)
-            if counts != every:
-                yield f"rows.{name}.values: got {counts} numbers, expected {every} or none"
-                continue
-            # A paper averages before it rounds: half a digit from the numbers, half from the average.
-            room = 1.5 * 10**-self.source.decimals
-            for mean, names in self.means.items():
-                inner = fmean(reported[cell] for cell in self.selected(names))
-                if abs(inner - reported[mean]) > room:
-                    yield (
-                        f"rows.{name}.values: {mean} is {reported[mean]:g}, and the mean of its numbers is "
-                        f"{inner:.4g}; one of them is not as printed"
-                    )
-
-    def _claim_problems(self) -> Iterator[str]:
-        """Claims that the paper's own numbers do not bear out."""
-        for number, claim in enumerate(self.claims, 1):
-            more, than = self.reported(claim.more), self.reported(claim.than)
-            if more and than:
-                cells = self.selected(claim.cells)
-                first, second = (fmean(values[cell] for cell in cells) for values in (more, than))
-                if first <= second:
-                    yield (
-                        f"claims.{number}: the paper has {first:.4g} for {claim.more} and {second:.4g} for {claim.than}"
-                    )
+            elif len(row.values) not in (0, every):
+                yield f"rows.{name}.values: got {len(row.values)} numbers, expected {every} or none"

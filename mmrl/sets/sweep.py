@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +14,7 @@ from mmrl.config import RootConfig, StageConfig, StagedCommandConfig
 from mmrl.config.base import FETCHED
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, print_error
 from mmrl.models.policy import SET
-from mmrl.report.rundir import RunDir, holds_only_leftovers, rows_of
+from mmrl.report.rundir import RunDir, rows_of
 from mmrl.report.stats import number
 from mmrl.run.check import check_all
 from mmrl.run.settle import config_changes, run_folder
@@ -23,7 +22,7 @@ from mmrl.sets.cells import found_set
 from mmrl.sets.chain import begin, differs, resume, state_of_chain
 from mmrl.sets.page import summary_text
 from mmrl.sets.plan import main_metrics
-from mmrl.sets.queue import State
+from mmrl.sets.queue import State, state_of
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
 
@@ -89,13 +88,8 @@ def _results(folder: Path) -> list[JsonObject]:
 
 def _show(folders: Sequence[Path]) -> None:
     """Print the runs side by side, those of them that lie on this machine."""
-    here = []
-    for run in dict.fromkeys(run for folder in folders for run in rows_of(folder) or [folder]):
-        try:
-            RunDir.read(run)
-        except CheckpointError:
-            continue
-        here.append(run)
+    runs = dict.fromkeys(run for folder in folders for run in rows_of(folder) or [folder])
+    here = [run for run in runs if (run / "config.yaml").is_file()]
     if len(here) < 2:
         return
     try:
@@ -107,17 +101,14 @@ def _show(folders: Sequence[Path]) -> None:
 
 
 def _check_sweep(configs: Sequence[StageConfig | StagedCommandConfig], typed: Collection[str]) -> None:
-    folders = [config.run.dir for config in configs if config.run.dir]
-    if len(set(folders)) < len(configs):
-        check_all(configs, typed)
-        return
+    folders = {config.run.dir: config for config in configs if config.run.dir}
+    apart = len(folders) == len(configs)
     # Directories of an earlier start of the same sweep are not empty, which `check_all` would refuse.
-    elsewhere = {"run": configs[0].run.model_copy(update={"dir": None})}
-    check_all([config.model_copy(update=elsewhere) for config in configs], typed)
+    check_all([config.in_folder(None) for config in configs] if apart else configs, typed)
     problems: list[str] = []
-    for path, config in zip(folders, configs, strict=True):
+    for folder, config in folders.items():
         try:
-            state_of(Path(path), config, "run.dir")
+            job_state(Path(folder), config)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -133,7 +124,7 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: B
         print(f"-- job {len(list(results.iterdir())) + 1}{f' of {jobs}' if jobs else ''}: {name}")
         folder, state = config.run.dir or "", "new"
         if folder:
-            state = state_of(Path(folder), config, "run.dir")
+            state = job_state(Path(folder), config)
         elif launched() is None:  # else the main process of several makes it
             folder = run_folder(None, config.task.name, config.algo.name, suffix=f"_s{config.seed}")
             config, made = config.in_folder(folder), True
@@ -152,58 +143,35 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: B
     return _score(Path(folder)) if code == 0 and folder else None
 
 
-def state_of(path: Path, config: RootConfig, key: str) -> State:
-    """What a run directory holds of the run of `config`; leftovers of a start that was killed at once are removed.
-
-    Args:
-        path: the directory, which need not exist.
-        config: of the run that is to be there in the end.
-        key: what the user would set to have another directory, for messages.
+def job_state(path: Path, config: RootConfig) -> State:
+    """How far the run of a job is in a directory, which need not exist; leftovers of a start killed at once go.
 
     Raises:
         ConfigError: it holds something else than this run.
     """
-    if not path.exists():
-        return "new"
     if isinstance(config, StagedCommandConfig) and (path / SET).is_file():
         if differs(path, config):
-            raise ConfigError(f"{key}: {path} holds a set with other words; take another {key}=, or move it away")
+            raise ConfigError(f"run.dir: {path} holds a set with other words; take another run.dir=, or move it away")
         return state_of_chain(path)
-    # Both, as `RunDir.read` wants them: config.yaml alone may be a user's own file.
-    if (path / "config.yaml").is_file() and (path / "journal").is_dir():
-        try:
-            different = differences(RunDir.read(path).config, config)
-        except ConfigError as error:
-            raise ConfigError(f"{key}: {path}: its config.yaml: {problem}" for problem in error.problems) from None
-        if different:
-            raise ConfigError(
-                f"{key}: {path} holds a run with other settings: {', '.join(different)}; "
-                f"take another {key}=, or move that folder away"
-            )
-        return "finished" if RunDir.read(path).finished else "unfinished"
-    if path.is_symlink():
-        raise ConfigError(f"{key}: {path} is a link, nothing was touched; take another {key}=, or remove the link")
-    if path.is_dir() and holds_only_leftovers(path):
-        shutil.rmtree(path)
-        return "new"
-    raise ConfigError(f"{key}: {path} holds no run of a sweep, nothing was touched; take another {key}=")
-
-
-def differences(stored: Mapping[str, object], requested: RootConfig) -> list[str]:
-    """Settings in which a run directory's config is another than the one requested, as `path=there (requested: here)`.
-
-    Where it lies and what depends on the machine do not count.
-
-    Raises:
-        ConfigError: the stored config is none that this version understands.
-    """
-    return [
-        f"{path}={there} (requested: {here})"
-        for path, (there, here) in config_changes(stored, requested.model_dump(mode="json")).items()
-        if not path.startswith("hardware.")
-        and not (path == "engine.name" and here == "auto")
-        and not (path == "model.path" and FETCHED.get(str(there)) == here)
+    try:
+        state = state_of(path, "a run of this sweep")
+        changes = config_changes(RunDir.read(path).config, config.model_dump(mode="json")) if state != "new" else {}
+    except ConfigError as error:
+        raise ConfigError(f"run.dir: {path}: {p.removeprefix(f'{path}: ')}" for p in error.problems) from None
+    # What depends on the machine does not count.
+    different = [
+        f"{key}={there} (requested: {here})"
+        for key, (there, here) in changes.items()
+        if not key.startswith("hardware.")
+        and not (key == "engine.name" and here == "auto")
+        and not (key == "model.path" and FETCHED.get(str(there)) == here)
     ]
+    if different:
+        raise ConfigError(
+            f"run.dir: {path} holds a run with other settings: {', '.join(different)}; "
+            "take another run.dir=, or move that folder away"
+        )
+    return state
 
 
 def _score(folder: Path) -> float | None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import ValidationError
 
-from mmrl.config.base import Section
 from mmrl.config.validate import as_tuples, explain
 from mmrl.errors import ConfigError, DataError, unknown
-from mmrl.sets.spec import SCALES, Base, Command, Layer, SetSpec
+from mmrl.sets.spec import SCALES, Command, Layer, SetSpec
 from mmrl.system.conf import later_wins, options
 from mmrl.system.files import read_yaml
 
@@ -25,11 +23,10 @@ TRAINING_ALONE = (
     *("run.wandb_project", "run.group", "run.tags"),
 )
 """Sections and keys that an evaluation does not take."""
-SectionT = TypeVar("SectionT", bound=Section)
 
 
-def read_set(name: str, folders: Sequence[Path], config_dir: str | None = None) -> tuple[SetSpec, Base]:
-    """A set and its base.
+def read_set(name: str, folders: Sequence[Path], config_dir: str | None = None) -> SetSpec:
+    """A set, with the content of its base.
 
     Args:
         folders: of configs, first wins.
@@ -37,18 +34,24 @@ def read_set(name: str, folders: Sequence[Path], config_dir: str | None = None) 
     Raises:
         ConfigError: there is none of this name, or every problem of the two files.
     """
-    spec = _read(name, FOLDER, folders, SetSpec)
-    base = _read(spec.base, f"{FOLDER}/base", folders, Base) if spec.base else Base()
-    known = options("algo", config_dir)
-    problems = [
-        unknown(f"{where}: algos", algo, known)
-        for where, algos in ((f"set {name}", spec.algos), (f"base {spec.base}", base.algos))
-        for algo in algos
-        if algo not in known
-    ]
-    if problems:
-        raise ConfigError(problems)
-    return spec, base
+    path = _file_of(name, FOLDER, folders)
+    content = _content(path)
+    if isinstance(content, dict) and isinstance(base := content.get("base"), str):
+        content["base"] = _content(_file_of(base, f"{FOLDER}/base", folders))
+    spec, known = _validated(content, path), options("algo", config_dir)
+    of_algos = (("algos", spec.algos), ("base.algos", spec.base.algos))
+    if problems := [unknown(key, algo, known) for key, algos in of_algos for algo in algos if algo not in known]:
+        raise ConfigError(f"{path}: {problem}" for problem in problems)
+    return spec
+
+
+def read_file(path: Path) -> SetSpec:
+    """A set that needs no base.
+
+    Raises:
+        ConfigError: it cannot be read, or every problem of it.
+    """
+    return _validated(_content(path), path)
 
 
 def set_names(folders: Sequence[Path]) -> list[str]:
@@ -59,22 +62,19 @@ def set_names(folders: Sequence[Path]) -> list[str]:
     )
 
 
-def scales_of(spec: SetSpec, base: Base) -> list[str]:
+def scales_of(spec: SetSpec) -> list[str]:
     """Those that a set has words for; [""] for one that has no scales."""
-    layers: list[Layer] = [base, spec, *spec.rows.values(), *spec.columns.values()]
-    return [
-        scale
-        for scale in SCALES
-        if any(
-            getattr(layer, scale).set or getattr(layer, scale).train for layer in (layers if not spec.base else [base])
-        )
-    ] or [""]
+    layers: list[Layer] = [spec.base]
+    if "base" not in spec.model_fields_set:
+        layers = [spec, *spec.rows.values(), *spec.columns.values()]
+    further = {scale: [getattr(layer, scale) for layer in layers] for scale in SCALES}
+    return [scale for scale in SCALES if any(words.set or words.train for words in further[scale])] or [""]
 
 
-def words_of(spec: SetSpec, base: Base, row: str, column: str, scale: str, command: Command) -> list[str]:
+def words_of(spec: SetSpec, row: str, column: str, scale: str, command: Command) -> list[str]:
     """The overrides of one run of a cell, each key once; later layers win: base, set, algorithm, column, cell, row."""
     method, place = spec.rows[row], spec.columns[column]
-    shared = [*base.at(scale, command), *spec.at(scale, command)]
+    shared = [*spec.base.at(scale, command), *spec.at(scale, command)]
     placed = place.at(scale, command)
     if row in place.cells:
         placed += place.cells[row].at(scale, command)
@@ -83,7 +83,7 @@ def words_of(spec: SetSpec, base: Base, row: str, column: str, scale: str, comma
     algos = [word.partition("=")[2] for word in [*shared, *placed, *own] if word.startswith("algo=")]
     of_algo = [
         word
-        for layer in (base, spec)
+        for layer in (spec.base, spec)
         if algos and algos[-1] in layer.algos
         for word in layer.algos[algos[-1]].at(scale, command)
     ]
@@ -101,27 +101,22 @@ def is_below(word: str, keys: Sequence[str]) -> bool:
     return any(f"{word.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.") for key in keys)
 
 
-def _read(name: str, group: str, folders: Sequence[Path], schema: type[SectionT]) -> SectionT:
-    """The file of `name` in a folder of `conf/`.
-
-    Raises:
-        ConfigError: there is none, or every problem of it.
-    """
-    names = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
-    if name not in names:
-        raise ConfigError(unknown(group, name, names))
-    return read_file(next(path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()), schema)
+def _file_of(name: str, group: str, folders: Sequence[Path]) -> Path:
+    files = {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
+    if name not in files:
+        raise ConfigError(unknown(group, name, sorted(files)))
+    return files[name]
 
 
-def read_file(path: Path, schema: type[SectionT]) -> SectionT:
-    """A file of a set.
-
-    Raises:
-        ConfigError: it cannot be read, or every problem of it.
-    """
+def _content(path: Path) -> object:
     try:
-        return schema.model_validate(as_tuples(read_yaml(path)))
+        return read_yaml(path)
     except DataError as error:
         raise ConfigError(f"{FOLDER}: {error}") from None
+
+
+def _validated(content: object, path: Path) -> SetSpec:
+    try:
+        return SetSpec.model_validate(as_tuples(content))
     except ValidationError as error:
-        raise ConfigError(f"{path}: {problem}" for problem in explain(schema, error)) from None
+        raise ConfigError(f"{path}: {problem}" for problem in explain(SetSpec, error)) from None

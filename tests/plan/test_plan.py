@@ -391,8 +391,8 @@ def test_rollouts_beside_the_update_cost_the_longer_of_the_two(capsys):
 
 def row(column):
     """The words of the row mmGRPO of the paper's table."""
-    spec, base = read_set("mmgrpo-table1", [conf_dir()])
-    return words_of(spec, base, "mmGRPO", column, "paper", "train")
+    spec = read_set("mmgrpo-table1", [conf_dir()])
+    return words_of(spec, "mmGRPO", column, "paper", "train")
 
 
 def test_hover_calls_each_module_three_times_and_a_guess_is_called_one(capsys, monkeypatch):

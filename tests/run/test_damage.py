@@ -14,7 +14,7 @@ from mmrl.config import TrainCommandConfig
 from mmrl.report.rundir import RunDir
 from mmrl.run.session import reread
 from mmrl.run.settle import stored_config
-from mmrl.sets.sweep import state_of
+from mmrl.sets.sweep import job_state
 from mmrl.system import files
 from mmrl.trainer import checkpoint
 from tests.helpers.runs import contents
@@ -44,7 +44,7 @@ def test_what_is_missing_of_a_finished_run_is_completed(left, whole, tmp_path, c
     for name in left:
         (run / name).unlink()
     config = stored_config(run, TrainCommandConfig)
-    assert state_of(run, config, "name") == "unfinished"
+    assert job_state(run, config) == "unfinished"
     # What a kill between a checkpoint and the removal of an old one leaves.
     shutil.copytree(run / "checkpoints" / "checkpoint-2", run / "checkpoints" / "checkpoint-1")
     marker = run / "checkpoints" / "checkpoint-1" / "complete.json"
@@ -53,7 +53,7 @@ def test_what_is_missing_of_a_finished_run_is_completed(left, whole, tmp_path, c
     steps = []
     assert main(["train", f"resume={run}"]) == 0, steps
     assert contents(run) == contents(whole)
-    assert state_of(run, config, "name") == "finished"
+    assert job_state(run, config) == "finished"
     capsys.readouterr()
     assert main(["train", f"resume={run}"]) == 2 and "this run is finished" in capsys.readouterr().err
 

@@ -6,12 +6,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from pydantic import ValidationError
 
-from mmrl.config.validate import as_tuples
 from mmrl.sets.cells import CellRun
 from mmrl.sets.figure import SetFigure
-from mmrl.sets.spec import Figure, SetSpec
+from mmrl.sets.spec import Figure
 
 
 def run(folder, records):
@@ -93,10 +91,6 @@ def test_columns_that_share_their_training_are_drawn_once(tmp_path):
     apart = SetFigure(table(runs={("RR", "NQ"): [one], ("RR", "H"): [other]}), figure())
     assert [row["column"] for row in numbers(shared)] == [""]
     assert [row["column"] for row in numbers(apart)] == ["NQ", "H"]
-    only = figure(diagrams=[{"metric": "reward/mean", "label": "reward", "column": "H"}])
-    assert [row["column"] for row in numbers(SetFigure(apart.result, only))] == ["H"]
-    later = figure(diagrams=[{"metric": "reward/mean", "label": "reward", "column": "2Wiki"}])
-    assert len(numbers(SetFigure(shared.result, later))) == 1, "a column that shares the runs of an earlier one"
 
 
 def test_before_a_run_has_begun_there_is_no_figure(tmp_path):
@@ -120,18 +114,3 @@ def test_a_row_without_runs_leaves_the_others(tmp_path, two):
     assert set(files) == {"figure.svg", "figure.png", "figure.csv"}
     assert files["figure.png"][:4] == b"\x89PNG"
     assert SetFigure(two, figure()).files()["figure.svg"] == files["figure.svg"], "the same numbers, the same bytes"
-
-
-def test_a_diagram_of_an_unknown_column_is_refused():
-    spec = {
-        "source": {"arxiv": "0", "at": "Figure 1", "decimals": 1},
-        "shows": "x",
-        "seeds": [0],
-        "columns": {"H": {}},
-        "scores": {"F1": "f1"},
-        "rows": {"RR": {}},
-        "agree": {"within": 1},
-        "figure": {"diagrams": [{"metric": "reward/mean", "label": "reward", "column": "HotpotQ"}]},
-    }
-    with pytest.raises(ValidationError, match=r"figure\.diagrams\.1\.column"):
-        SetSpec.model_validate(as_tuples(spec))

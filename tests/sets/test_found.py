@@ -12,7 +12,6 @@ from mmrl.report.charts import DARK
 from mmrl.report.overview import find_runs
 from mmrl.report.rundir import RunDir
 from mmrl.sets.cells import found_set
-from mmrl.sets.figure import SetFigure, default_figure
 from mmrl.sets.page import SetPage
 from mmrl.system.conf import later_wins
 from mmrl.system.files import append_jsonl
@@ -184,7 +183,7 @@ def test_curves_are_means_with_the_range_of_seeds(tmp_path):
     for seed, after in enumerate((0.6, 0.4)):
         made(tmp_path / f"r{seed}", seed=seed, after=after)
     result = found(tmp_path)
-    figure = SetFigure(result, default_figure(result))
+    figure = SetPage(result).figure
     (_, _, (score,)), (_, _, (reward,)), _ = figure.panels
     assert score.band.steps.tolist() == [0, 2, 4]
     assert (score.band.low[-1], score.band.mean[-1], score.band.high[-1]) == pytest.approx((0.4, 0.5, 0.6))

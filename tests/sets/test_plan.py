@@ -15,8 +15,8 @@ from mmrl.system.conf import conf_dir
 
 
 def planned(table, row, column=None, scale="paper", typed=()):
-    spec, base = read_set(table, [conf_dir()])
-    planner = Planner(spec, base, scale, lambda command, words: set_config(command, words, None), typed)
+    spec = read_set(table, [conf_dir()])
+    planner = Planner(spec, scale, lambda command, words: set_config(command, words, None), typed)
     return planner.plan(table, [row], [column] if column else [*spec.columns], (0,))
 
 

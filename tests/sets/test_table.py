@@ -62,11 +62,11 @@ scores: {EM: em, F1: f1, "# Sub-Q": module/rewriter/sub_queries}
 counts: ["# Sub-Q"]
 means: {AVG: [EM, F1]}
 rows:
-  untrained: {policy: tiny, seeds: [0], values: {EM: 20.0, F1: 20.0, "# Sub-Q": 2.0, AVG: 20.0}}
-  FoF: {train: [algo=mhgpo_fof], values: {EM: 30.0, F1: 30.0, "# Sub-Q": 2.0, AVG: 30.0}, std: {EM: 0.5}}
-  RR: {train: [algo=mhgpo_rr], values: {EM: 40.0, F1: 40.0, "# Sub-Q": 2.0, AVG: 40.0}}
+  untrained: {policy: tiny, seeds: [0], values: [20.0, 20.0, 2.0, 20.0]}
+  FoF: {train: [algo=mhgpo_fof], values: [30.0, 30.0, 2.0, 30.0], std: [0.5]}
+  RR: {train: [algo=mhgpo_rr], values: [40.0, 40.0, 2.0, 40.0]}
   RR again: {train: [algo=mhgpo_rr]}
-agree: {within: 1.0}
+agree: 1.0
 claims:
   - {more: RR, than: untrained, cells: [AVG]}
   - {more: RR, than: FoF, cells: [EM]}
@@ -152,7 +152,7 @@ def test_items_that_stand_in_two_columns_count_once(calls):
     same = "{HotpotQA: {set: [task=hotpotqa]}, NQ: {set: [task=hotpotqa]}}"
     twice = SPEC.replace("{HotpotQA: {set: [task=hotpotqa]}}", same)
     # The values, of one column, would not fit.
-    Path("conf/set/own.yaml").write_text(re.sub(r"(?m), (values|std): \{[^}]*\}", "", twice))
+    Path("conf/set/own.yaml").write_text(re.sub(r"(?m), (values|std): \[[^]]*\]", "", twice))
     assert main(TABLE) == 0 and calls() == []
     two = cells()[0]
     assert [claim["items"] for claim in two["claims"]] == [claim["items"] for claim in one["claims"]] == [100, 100, 100]
@@ -301,13 +301,13 @@ def test_all_mistakes_of_a_command_line_are_said_at_once(calls, capsys):
 
 
 def test_a_table_with_a_mistake_is_refused(calls, capsys):
-    Path("conf/set/own.yaml").write_text(SPEC.replace("AVG: 30.0", "AVG: 31.0"))
+    Path("conf/set/own.yaml").write_text(SPEC.replace("2.0, 30.0]", "2.0]"))
     assert main(TABLE) == 2
-    assert "rows.FoF.values: AVG is 31, and the mean of its numbers is 30" in capsys.readouterr().err
+    assert "rows.FoF.values: got 3 numbers, expected 4 or none" in capsys.readouterr().err
     Path("conf/set/base/own.yaml").write_text(BASE + "algos: {mhgpo: {mini: [seed=1]}}\n")
     Path("conf/set/own.yaml").write_text(SPEC)
     assert main(TABLE) == 2
-    assert "base own: algos: got 'mhgpo'" in capsys.readouterr().err
+    assert "base.algos: got 'mhgpo'" in capsys.readouterr().err
 
 
 def test_the_command_of_every_run_is_printed(calls, capsys):

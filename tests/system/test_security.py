@@ -210,7 +210,7 @@ def test_no_name_leads_out_of_its_folder(name, tmp_path, monkeypatch, capsys):
 
 def test_links_in_a_run_directory_are_removed_and_never_followed(tmp_path):
     from mmrl.report.rundir import RunDir
-    from mmrl.sets.sweep import state_of
+    from mmrl.sets.queue import state_of
 
     precious = tmp_path / "precious"
     precious.mkdir()
@@ -227,18 +227,18 @@ def test_links_in_a_run_directory_are_removed_and_never_followed(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     (left / "journal").symlink_to(empty)
-    assert state_of(left, None, "name") == "new"
+    assert state_of(left, "a run") == "new"
     assert empty.is_dir() and not left.exists()
 
 
 def test_a_run_directory_that_is_a_link_is_left_alone(tmp_path):
     from mmrl.errors import ConfigError
-    from mmrl.sets.sweep import state_of
+    from mmrl.sets.queue import state_of
 
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(ConfigError, match="link"):
-        state_of(tmp_path / "link", None, "name")
+    with pytest.raises(ConfigError, match="something else, which was not touched"):
+        state_of(tmp_path / "link", "a run")
     assert stat.S_ISDIR((tmp_path / "real").stat().st_mode)
 
 
