@@ -9,10 +9,13 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
 from mmrl.errors import ConfigError
 from mmrl.records import EMPTY, Call, Example
+
+if TYPE_CHECKING:
+    from mmrl.engines.openai import OpenAIChat
 
 Message = Mapping[str, str]
 """`{"role": "system" | "user" | "assistant", "content": text}`."""
@@ -337,6 +340,8 @@ class BaseTask:
     """Defaults for the members of `Task` that most tasks do not need to write."""
 
     main_metric: str = "reward"
+    endpoints: Mapping[str, OpenAIChat] = EMPTY
+    """Clients of judges and external models, by their names in metrics."""
 
     # cached, not a plain property: an instance may also set them
     @cached_property
@@ -354,15 +359,18 @@ class BaseTask:
         return ModuleScore()
 
     def server_problems(self) -> list[str]:
-        """None: no server is used."""
-        return []
+        """Those of `endpoints`."""
+        return [problem for chat in self.endpoints.values() for problem in chat.unreachable()]
 
     def reset_counts(self) -> None:
-        """Nothing is counted."""
+        """Those of `endpoints`."""
+        for chat in self.endpoints.values():
+            chat.forget_counts()
 
     def endpoint_usage(self) -> Mapping[str, float]:
-        """No endpoint is called."""
-        return {}
+        """Of `endpoints`."""
+        counts = [chat.usage.metrics(f"endpoint/{name}") for name, chat in self.endpoints.items()]
+        return {name: count for usage in counts for name, count in usage.items()}
 
     def close(self) -> None:
         """Nothing was started."""

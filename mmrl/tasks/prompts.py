@@ -18,7 +18,7 @@ from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import EMPTY, Call
 from mmrl.system.conf import conf_dir
 from mmrl.system.files import atomic_write, read_yaml, user_path
-from mmrl.tasks.base import Program
+from mmrl.tasks.base import Passage, Program
 
 PAPER = "paper"
 """`task.prompts=paper`: shipped texts, other than the defaults where the paper of a task asks for other behaviour."""
@@ -114,6 +114,16 @@ class Prompts:
         """The messages of a call, by the roles `system` and `user` of its module, with `values` filled in."""
         texts = self.texts[module]
         return messages(texts[system].format(**values), texts[user].format(**values), self.shots.get(module, ()))
+
+    def documents(
+        self, module: str, passages: Sequence[Passage], words: int | None = None, first: int = 1
+    ) -> list[str]:
+        """Retrieved documents by the role `document` of a module, numbered from `first`, each cut to `words` words."""
+        template = self.texts[module]["document"]
+        return [
+            template.format(index=index, title=passage["title"], text=snippet(passage["text"], words))
+            for index, passage in enumerate(passages, first)
+        ]
 
     def of(self, roles: Mapping[str, str]) -> dict[str, ModulePrompt]:
         """Module -> instructions and demonstrations.
@@ -302,11 +312,11 @@ def last_user(prompt_text: str) -> str | None:
     return prompt_text[starts[-1].end() :] if conversation else None
 
 
-def snippet(text: str, words: int) -> str:
+def snippet(text: str, words: int | None) -> str:
     """The first `words` whitespace words of a text; an already short one as it is."""
     # A short text keeps its own white space; a cut one has single spaces.
     parts = text.split()
-    return text if len(parts) <= words else " ".join(parts[:words])
+    return text if words is None or len(parts) <= words else " ".join(parts[:words])
 
 
 def _read(path: str) -> Mapping[str, object]:

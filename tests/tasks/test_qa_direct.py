@@ -62,7 +62,7 @@ def test_demonstrations_have_the_prompts_of_a_run_and_earn_everything():
         task = make(chain_of_thought=thinking)
         for example in task.examples("dev")[:10]:
             shown = demonstrations(task, example)[thinking]
-            prompt = task.program.prompts.question(example.inputs["question"], thinking)
+            prompt = task.program.question(example.inputs["question"], thinking)
             assert shown.messages == prompt
             rollout, _, _ = played(
                 make(chain_of_thought=thinking, max_tokens=900), [shown.completion], "outcome", example

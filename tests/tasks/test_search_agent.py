@@ -101,7 +101,7 @@ def test_worked_numbers_in_a_rollout(task):
     assert rollout.reward == pytest.approx(0.2)
     assert rollout.parts == {"final": pytest.approx(0.2), "intermediate": pytest.approx(-0.2)}
     assert [call.facts["action_none"] for call in calls] == [0, 0, 1, 0]
-    assert calls[3].prompt_text == task.program.prompts.correction()
+    assert calls[3].prompt_text == task.program.correction()
 
 
 def test_one_turn_has_a_final_reward_only(task):
@@ -203,7 +203,7 @@ def test_limits(task, tmp_path):
 
 
 def test_a_full_context_ends_the_rollout_without_an_exception(task):
-    question = len(task.program.prompts.question(EXAMPLE.inputs["question"])[0]["content"])
+    question = len(task.program.question(EXAMPLE.inputs["question"])[0]["content"])
     frame = len("\n\n<information></information>\n\n")
     for room in range(3 * frame):
         task.program.limits = replace(task.program.limits, max_context=question + len(ASK) + room)
@@ -325,8 +325,6 @@ def test_bad_options_are_named():
         TASKS["search_agent"](default_config("search_agent", data={"train": "x.json"}), 0)
     with pytest.raises(ConfigError, match=r"task\.dataset: got 'nqq', .*did you mean 'nq'"):
         TASKS["search_agent"](default_config("search_agent", dataset="nqq"), 0)
-    with pytest.raises(ConfigError, match=r"task\.reward"):
-        TASKS["search_agent"](default_config("search_agent"), 0).check_reward_set("judge")
 
 
 def test_questions_of_files_end_in_a_question_mark(tmp_path):

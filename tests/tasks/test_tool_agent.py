@@ -165,7 +165,7 @@ def test_a_search_without_a_hit_is_executed(task):
 
 
 def test_the_token_limit_counts_observations_and_ends_without_an_exception(task):
-    prompt = sum(len(m["content"]) for m in task.program.prompts.question(EXAMPLE.inputs["question"])) + 1
+    prompt = sum(len(m["content"]) for m in task.program.question(EXAMPLE.inputs["question"])) + 1
     frame = len("<user><result></result>")
     for room in range(200):
         task.program.max_completion = len(ASK) + room
@@ -192,7 +192,7 @@ def test_the_token_limit_counts_observations_and_ends_without_an_exception(task)
 
 
 def test_the_context_limit_is_kept_too(task):
-    prompt = sum(len(m["content"]) for m in task.program.prompts.question(EXAMPLE.inputs["question"])) + 1
+    prompt = sum(len(m["content"]) for m in task.program.question(EXAMPLE.inputs["question"])) + 1
     task.program.max_context = prompt + len(ASK) + 60
     rollout, calls, _ = play(task, [ASK, RIGHT])
     assert rollout.error is None

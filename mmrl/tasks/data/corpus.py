@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmrl.errors import DataError
+from mmrl.errors import DataError, gathered
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.store import PassageStore
@@ -58,17 +58,15 @@ class Corpus:
     """Files of folders that held no passages; known once `passages` has been run through."""
 
     def __post_init__(self) -> None:
-        problems = []
+        problems: list[str] = []
         if not self.specs:
             problems.append(f"{KEY}: missing, expected files, folders, hub ids or mini (corpus=A,B)")
         for spec in self.specs:
-            try:
+            with gathered(problems):
                 if spec != "mini" and not self._folder(spec):
                     _ = Source(KEY, spec).path
                 elif self._folder(spec) and not self._files(spec):
                     raise DataError(f"{KEY}: {spec}: has no {', '.join(FORMATS)} file")
-            except DataError as error:
-                problems += error.problems
         if problems:
             raise DataError(problems)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmrl.config.base import SPLITS
 from mmrl.config.tasks import TaskConfig
-from mmrl.errors import ConfigError, DataError, unknown
+from mmrl.errors import ConfigError, DataError, gathered
 from mmrl.records import Example
 from mmrl.system.files import user_path
 from mmrl.system.objects import readable
@@ -60,14 +60,12 @@ class DspyTask(BaseTask, ABC):
         # All problems are collected before anything is raised: a run that fails one at a time costs a start for each.
         problems = self.option_problems() + self.source_problems()
         self._examples: dict[str, list[Example]] = {}
-        try:
+        with gathered(problems):
             loaded = self.load()
             for split in SPLITS:
                 # dev and test subsets are the same for every seed, so that runs can be compared item by item
                 key = (split, seed) if split == "train" else (split,)
                 self._examples[split] = subset(loaded[split], config.data.items_of(split), *key)
-        except ConfigError as error:
-            problems += error.problems
         if problems:
             raise ConfigError(problems)
         # `make_program` may need what `load` has read (labels), so it comes last.
@@ -164,11 +162,6 @@ class DspyTask(BaseTask, ABC):
                 end - 1,
             )
 
-    def check_reward_set(self, reward_set: str) -> None:
-        """Refuse a reward set that the task does not offer."""
-        if reward_set not in self.reward_sets:
-            raise ConfigError(unknown("task.reward", reward_set, self.reward_sets))
-
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         data = ", ".join(f"{split} {readable(spec)}" for split, spec in self.sources.items()) or "mini world"
@@ -177,6 +170,7 @@ class DspyTask(BaseTask, ABC):
 
     def reset_counts(self) -> None:
         """See `mmrl.tasks.base.Task`."""
+        super().reset_counts()
         notices.reset()
 
 

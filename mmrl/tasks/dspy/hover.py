@@ -15,7 +15,7 @@ from typing import ClassVar, TypedDict
 
 from mmrl.config.base import SPLITS
 from mmrl.config.tasks import HoverConfig
-from mmrl.errors import ConfigError, DataError
+from mmrl.errors import ConfigError, DataError, gathered
 from mmrl.records import Call, Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.select import retriever_problems
@@ -61,18 +61,14 @@ class HoverTask(DspyTask):
     parts = frozenset(ITEMS)
 
     def __init__(self, config: HoverConfig, seed: int):
-        problems = []
-        try:
+        problems: list[str] = []
+        with gathered(problems):
             super().__init__(config, seed)
-        except ConfigError as error:
-            problems += error.problems
         # Data, retriever and corpus are all looked at before anything is raised.
         problems += retriever_problems(config.retriever)
         documents: Sequence[Document] = ()
-        try:
+        with gathered(problems):
             documents = self._documents()
-        except ConfigError as error:
-            problems += error.problems
         if problems:
             raise ConfigError(problems)
         self.documents = documents
@@ -207,7 +203,6 @@ class HoverTask(DspyTask):
 
     def score(self, example: Example, prediction: HoverPrediction, path: Sequence[Call], reward_set: str) -> Score:
         """Metrics: `recall` (share of gold titles among the passages) and `all_titles` (whether all are there)."""
-        self.check_reward_set(reward_set)
         # The program returns texts, not documents; the title is what stands before the first bar.
         retrieved = {same_title(text.split(" | ")[0]) for text in prediction["retrieved_docs"][: self.config.passages]}
         gold = {same_title(title) for title in example.metadata["titles"]}

@@ -17,7 +17,7 @@ from typing import Any
 
 from mmrl.config.base import SPLITS
 from mmrl.config.tasks import DspyProgramConfig, TaskConfig
-from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure
+from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure, gathered
 from mmrl.records import EMPTY, LARGEST, Call, Example
 from mmrl.system.objects import imported, readable
 from mmrl.system.user_code import as_number, located, scored, threaded
@@ -124,17 +124,13 @@ class _PluginTask(_RecordTask):
         self.fields, self.main_metric = parts.inputs, parts.main_metric
         problems: list[str] = []
         self._program: object = None
-        try:
+        with gathered(problems):
             self._program = _program(parts, config.name)
-        except ConfigError as error:
-            problems += error.problems
         # A plain function may call tools and so have observations; what a DSPy module gets back goes into prompts.
         dspy = is_dspy_module(self._program)
         self.absent_features = frozenset({"penalties", "observations"} if dspy else {"penalties"})
-        try:
+        with gathered(problems):
             super().__init__(config, seed)
-        except ConfigError as error:
-            problems += error.problems
         if (problem := metric_problem(parts.reward, others=False)) is not None:
             problems.append(f"task {config.name}: OwnTask(reward=...): {problem}")
         if dspy and (problem := inputs_problem(self._program, parts.inputs)) is not None:
@@ -172,7 +168,6 @@ class _PluginTask(_RecordTask):
         Raises:
             RewardFailure: it is neither a number nor a `Score`.
         """
-        self.check_reward_set(reward_set)
         score = await scored(self.parts_given.reward, example, prediction)
         if isinstance(score, Score):
             return score
@@ -272,7 +267,6 @@ class ImportedTask(_RecordTask):
         Raises:
             RewardFailure: there is no `score`, or a number is not finite.
         """
-        self.check_reward_set(reward_set)
         result = await scored(self.metric, *self._arguments(example, prediction))
         numbers = _numbers(result)
         if "score" not in numbers or not all(abs(number) <= LARGEST for number in numbers.values()):
