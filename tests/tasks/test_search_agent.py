@@ -1,6 +1,5 @@
 """The search agent: which text acts, what every turn earns, limits, injected tags, demonstrations."""
 
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -206,7 +205,7 @@ def test_a_full_context_ends_the_rollout_without_an_exception(task):
     question = len(task.program.question(EXAMPLE.inputs["question"])[0]["content"])
     frame = len("\n\n<information></information>\n\n")
     for room in range(3 * frame):
-        task.program.limits = replace(task.program.limits, max_context=question + len(ASK) + room)
+        task.program.max_context = question + len(ASK) + room
         rollout, calls, _ = play(task, [ASK, RIGHT])
         assert rollout.error is None
         if room <= frame:
