@@ -6,7 +6,7 @@ Base of the task classes in `search_program` and `agents`.
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -22,7 +22,7 @@ from mmrl.retrieval.base import Document
 from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Judge, build_judge
-from mmrl.tasks.base import BaseTask, Passage, Program, Score, Tool
+from mmrl.tasks.base import Passage, Program, Score, Task, Tool
 from mmrl.tasks.data.corpus import label
 from mmrl.tasks.data.layouts import (
     LAYOUTS,
@@ -46,7 +46,7 @@ def gold_share(name: str, titles: Collection[str], example: Example) -> dict[str
     return {name: len(gold & set(titles)) / len(gold)} if gold else {}
 
 
-class OpenQaTask(BaseTask, ABC):
+class OpenQaTask(Task):
     """Data, corpora, retrieval and prompts of a task that answers questions by searching.
 
     Implements `mmrl.tasks.prompts.PromptedTask`.

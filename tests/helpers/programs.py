@@ -25,7 +25,7 @@ from mmrl.rollout.environment import Environment, SamplingSettings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
-from mmrl.tasks.base import BaseTask, ModuleScore, Score
+from mmrl.tasks.base import ModuleScore, Score, Task
 from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers import TOP
 
@@ -85,7 +85,7 @@ class Chain:
 
 
 @dataclass
-class FakeTask(BaseTask):
+class FakeTask(Task):
     """A task around a program; the reward is the share of 'a' to 'm' letters in the prediction."""
 
     program: Any

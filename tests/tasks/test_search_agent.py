@@ -1,6 +1,5 @@
 """The search agent: which text acts, what every turn earns, limits, injected tags, demonstrations."""
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

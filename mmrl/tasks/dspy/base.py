@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +19,7 @@ from mmrl.errors import ConfigError, DataError, gathered
 from mmrl.records import Example
 from mmrl.system.files import user_path
 from mmrl.system.objects import readable
-from mmrl.tasks.base import BaseTask, Tool
+from mmrl.tasks.base import Task, Tool
 from mmrl.tasks.data.layouts import subset
 from mmrl.tasks.data.rows import Row, Source
 from mmrl.tasks.dspy import notices
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mmrl.data")
 
 
-class DspyTask(BaseTask, ABC):
+class DspyTask(Task):
     """Implements `mmrl.tasks.base.Task` but for `score`; subclasses bring the program and the examples.
 
     Args:
