@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Protocol, runtime_checkable
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import EMPTY, Call
@@ -54,10 +56,14 @@ Texts = Mapping[str, Mapping[str, str]]
 class Shot:
     """A demonstration: what a module was sent, and what it answered."""
 
-    user: str
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+    user: Annotated[str, Field(min_length=1)]
     """The user message; of a context that grows, the first one."""
-    assistant: str
+    assistant: Annotated[str, Field(min_length=1)]
     """The reply; of a context that grows, all that followed: the model's turns, and what was added between them."""
+
+
+_SHOTS = TypeAdapter(list[Shot])
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,26 +265,13 @@ def _shots(where: str, given: object, roles: Mapping[str, Template], problems: l
             "that its `save` writes"
         )
         return ()
-    if not isinstance(given, list):
-        problems.append(f"{where}: got {type(given).__name__}, expected a list of {{user: text, assistant: text}}")
+    try:
+        return tuple(_SHOTS.validate_python(given))
+    except ValidationError as error:
+        for item in error.errors():
+            place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"])
+            problems.append(f"{where}{place}: {item['msg']}")
         return ()
-    fields = ("user", "assistant")
-    shots = []
-    for number, entry in enumerate(given):
-        place = f"{where}[{number}]"
-        if not isinstance(entry, Mapping):
-            problems.append(f"{place}: got {type(entry).__name__}, expected {{user: text, assistant: text}}")
-            continue
-        problems += [unknown(place, key, fields) for key in entry if key not in fields]
-        for field in fields:
-            if field not in entry:
-                problems.append(f"{place}.{field}: is missing, expected text")
-            elif not isinstance(entry[field], str):
-                problems.append(f"{place}.{field}: got {type(entry[field]).__name__}, expected text")
-            elif not entry[field].strip():
-                problems.append(f"{place}.{field}: is empty, expected text")
-        shots.append(Shot(*(str(entry.get(field)) for field in fields)))
-    return tuple(shots)
 
 
 def messages(system: str, user: str, shots: Iterable[Shot] = ()) -> list[dict[str, str]]:

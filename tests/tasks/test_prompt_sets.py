@@ -106,7 +106,7 @@ reranker:
   demonstrations:
     - text
     - {user: a}
-    - {user: 3, assistant: " ", system: x}
+    - {user: 3, assistant: '', system: x}
 answerer: {demonstrations: , sistem: x}
 """,
     )
@@ -114,13 +114,13 @@ answerer: {demonstrations: , sistem: x}
         load_prompts(TEMPLATES, path)
     problems = [problem.removeprefix(f"task.prompts: {path}: ") for problem in caught.value.problems]
     assert problems[:7] == [
-        "rewriter.demonstrations: got dict, expected a list of {user: text, assistant: text}",
-        "reranker.demonstrations[0]: got str, expected {user: text, assistant: text}",
-        "reranker.demonstrations[1].assistant: is missing, expected text",
-        "reranker.demonstrations[2]: got 'system', expected one of assistant, user",
-        "reranker.demonstrations[2].user: got int, expected text",
-        "reranker.demonstrations[2].assistant: is empty, expected text",
-        "answerer.demonstrations: got NoneType, expected a list of {user: text, assistant: text}",
+        "rewriter.demonstrations: Input should be a valid list",
+        "reranker.demonstrations[0]: Input should be a dictionary or an instance of Shot",
+        "reranker.demonstrations[1].assistant: Field required",
+        "reranker.demonstrations[2].user: Input should be a valid string",
+        "reranker.demonstrations[2].assistant: String should have at least 1 character",
+        "reranker.demonstrations[2].system: Unexpected keyword argument",
+        "answerer.demonstrations: Input should be a valid list",
     ]
     assert len(problems) == 8
     assert problems[7].startswith("answerer: got 'sistem'")

@@ -43,8 +43,8 @@ class DspyTask(Task):
         ConfigError: options without effect, bad prompts or data; all problems at once.
     """
 
-    parts: ClassVar[frozenset[str]] = frozenset()
-    """Splits that take rows of their own of a source that they share, with `task.sample=paper`."""
+    places: ClassVar[Mapping[str, tuple[int, int]]] = {}
+    """Split -> where the items of the paper begin and end in their source, with `task.sample=paper`."""
     reward_sets: tuple[str, ...] = ("outcome",)
     absent_features: Collection[str] = frozenset({"penalties", "observations"})
     """What the program never has, so that options about it are refused (`mmrl.config.rules.Facts`)."""
@@ -104,15 +104,14 @@ class DspyTask(Task):
         splits_of: dict[str, list[str]] = {}
         for split, spec in self.sources.items():
             splits_of.setdefault(Source("", spec).identity(split), []).append(split)
-        what = "all of" if self.parts else "both"
-        sampled = getattr(self.config, "sample", None) == "paper"
-        apart = self.parts if sampled else frozenset[str]()
+        what = "all of" if self.places else "both"
+        apart = self.places if getattr(self.config, "sample", None) == "paper" else {}
         return [
             f"task.data: {' and '.join(splits)} are {what} {self.sources[splits[0]]}; "
             "expected a source each"
-            + (f", or task.sample=paper for {' and '.join(splits)}" if self.parts.issuperset(splits) else "")
+            + (f", or task.sample=paper for {' and '.join(splits)}" if set(splits) <= set(self.places) else "")
             for splits in splits_of.values()
-            if len(splits) > 1 and not apart.issuperset(splits)
+            if len(splits) > 1 and not set(splits) <= set(apart)
         ]
 
     @property
@@ -133,34 +132,39 @@ class DspyTask(Task):
         """See `mmrl.tasks.base.Task.examples`."""
         return self._examples[split]
 
-    def used(self, places: Mapping[str, tuple[int, int]]) -> str:
-        """How many items of each split of a paper's sample are really used, for `describe`.
-
-        Args:
-            places: split -> where the paper's items begin and end in their source.
-        """
-        counts = {split: len(self._examples[split]) for split in self.sources if split in places}
-        of = {split: places[split][1] - places[split][0] for split in counts}
+    def used(self) -> str:
+        """How many items of each split of the paper's sample are really used, for `describe`."""
+        counts = {split: len(self._examples[split]) for split in self.sources if split in self.places}
+        of = {split: self.places[split][1] - self.places[split][0] for split in counts}
         return ", ".join(
             f"{count} {split}" + (f" (the paper: {of[split]})" if count < of[split] else "")
             for split, count in counts.items()
         )
 
-    def warn_short(self, split: str, rows: int, got: int, places: tuple[int, int]) -> None:
-        """Say that a source has fewer items than the paper's sample of it."""
-        first, end = places
-        if got < end - first:
-            log.warning(
-                "task.data.%s: %s has %d rows to draw from, so the sample is %d items instead of the paper's %d "
-                "(numbers %d to %d of a shuffle); set task.sample=all to use every row",
-                split,
-                self.sources[split],
-                rows,
-                got,
-                end - first,
-                first,
-                end - 1,
+    def sampled(self, split: str, shuffled: Sequence[Example], what: str) -> Sequence[Example]:
+        """The paper's sample of a split.
+
+        Args:
+            shuffled: items of its source.
+            what: the items in words.
+
+        Raises:
+            DataError: they end before the sample begins.
+        """
+        first, end = self.places[split]
+        having = f"task.data.{split}: {self.sources[split]} has {len(shuffled)} {what}"
+        if len(shuffled) <= first:
+            raise DataError(
+                f"{having}, the paper's {split} sample begins after {first} of a shuffle; set task.sample=all to use "
+                "every row"
             )
+        if len(shuffled) < end:
+            log.warning(
+                "%s, so the sample is %d items instead of the paper's %d (numbers %d to %d of a shuffle); set "
+                "task.sample=all to use every row",
+                *(having, len(shuffled) - first, end - first, first, end - 1),
+            )
+        return shuffled[first:end]
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""

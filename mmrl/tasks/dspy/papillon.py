@@ -53,7 +53,7 @@ class PapillonTask(DspyTask):
     main_metric = "score"
     failed_metrics: ClassVar[Mapping[str, float]] = {"score": 0.0, "quality": 0.0, "leakage": 1.0}
     """A failed rollout is no sign of privacy: the leakage for which score, quality and leakage still fit together."""
-    parts = frozenset(ROWS)
+    places = ROWS
 
     def __init__(self, config: PapillonConfig, seed: int):
         # Clients are opened before data are read: a missing key is then reported together with bad rows.
@@ -177,7 +177,7 @@ class PapillonTask(DspyTask):
         if self.sources and self.config.sample == "paper":
             rows = ", ".join(f"{split} rows {ROWS[split][0]} to {ROWS[split][1] - 1}" for split in self.sources)
             # Rows may be left out, and task.data.dev_items may take fewer.
-            used = self.used(ROWS)
+            used = self.used()
             facts["sample"] = f"{rows}; used: {used}" if "the paper" in used else rows
         return facts | ({"rows without a target, left out": len(self.left_out)} if self.left_out else {})
 
