@@ -26,7 +26,7 @@ from mmrl.config import (
 )
 from mmrl.config.base import value_at
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.config.rules import Facts, across_sections, engine_name, without_effect
+from mmrl.config.rules import across_sections, engine_name, without_effect
 from mmrl.config.teacher import TeacherConfig
 from mmrl.engines.endpoint_engine import named, unreachable
 from mmrl.errors import ConfigError, unknown
@@ -85,12 +85,8 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         problems.append(unknown("task.reward", chosen, task.reward_sets))
     # Where the reward set is wrong there is none to judge the other options by.
     elif not turns_missing(chosen, credited, task):
-        facts = Facts(
-            reward_set=reward_set(task, chosen, credited),
-            absent_features=task.absent_features,
-            modules=len(task.program.modules),
-        )
-        problems += without_effect(config, typed, facts)
+        rewards = reward_set(task, chosen, credited)
+        problems += without_effect(config, typed, rewards, task.absent_features, len(task.program.modules))
     return problems + task.server_problems() + OF_KIND[config.kind.name](config, task)
 
 

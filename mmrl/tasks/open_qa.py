@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from mmrl.config.base import MINI, SPLITS
+from mmrl.config.base import MINI, SPLITS, is_default
 from mmrl.config.retriever import Bm25Config, RetrieverConfig
 from mmrl.config.tasks import AgentJudgedConfig, OpenQaConfig
 from mmrl.errors import ConfigError, gathered, unknown
@@ -75,7 +75,7 @@ class OpenQaTask(Task):
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0, "f1": 0.0, "accuracy": 0.0, "answered": 0.0}
     """What an evaluation counts for a rollout without a score."""
     absent_features: ClassVar[frozenset[str]] = frozenset({"penalties", "parse_failures"})
-    """What the program never has, so that options about it are refused (`mmrl.config.rules.Facts`)."""
+    """What the program never has, so that options about it are refused (`mmrl.config.rules`)."""
 
     def __init__(self, config: OpenQaConfig, seed: int):
         self.name = config.name
@@ -167,7 +167,7 @@ class OpenQaTask(Task):
         problems += [
             f"task.retriever.{option}: has no effect with task {self.name}: {why}"
             for option, why in self.unread.items()
-            if self.retriever.changed(option)
+            if not is_default(self.retriever, option)
         ]
         return problems
 

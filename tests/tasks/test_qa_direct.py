@@ -1,12 +1,11 @@
 import pytest
 
-from mmrl.config.validate import task_section
 from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.programs import default_config
+from tests.helpers.programs import default_config, task_section
 from tests.helpers.programs import play as played
 from tests.tasks.test_data import record, saved
 

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from mmrl.config import DataConfig
 from mmrl.config.tasks import SearchAgentConfig
-from mmrl.config.validate import task_section
 from mmrl.errors import ConfigError
 from mmrl.tasks import TASKS
 from mmrl.tasks.agents.rewards import (
@@ -19,7 +18,7 @@ from mmrl.tasks.agents.rewards import (
 from mmrl.tasks.agents.tags import first_pair
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.programs import EXAMPLE, default_config, make, play
+from tests.helpers.programs import EXAMPLE, default_config, make, play, task_section
 
 ASK = "<think>a</think><search>river Lisbon</search>"
 MISS = "<think>a</think><search>city Douro</search>"

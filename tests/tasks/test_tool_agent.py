@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config.algo import ALGO_SCHEMAS
-from mmrl.config.validate import task_section
 from mmrl.errors import ConfigError
 from mmrl.records import Forest
 from mmrl.tasks import TASKS
@@ -16,7 +15,7 @@ from mmrl.tasks.agents.tags import tag_sequence
 from mmrl.tasks.agents.tool_agent import TAGS, read_command
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.programs import EXAMPLE, default_config, make, play
+from tests.helpers.programs import EXAMPLE, default_config, make, play, task_section
 from tests.tasks.test_search_agent import approx, turn_rewards
 from tests.tasks.test_search_agent_ids import replayed
 

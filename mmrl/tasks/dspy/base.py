@@ -47,7 +47,7 @@ class DspyTask(Task):
     """Split -> where the items of the paper begin and end in their source, with `task.sample=paper`."""
     reward_sets: tuple[str, ...] = ("outcome",)
     absent_features: Collection[str] = frozenset({"penalties", "observations"})
-    """What the program never has, so that options about it are refused (`mmrl.config.rules.Facts`)."""
+    """What the program never has, so that options about it are refused (`mmrl.config.rules`)."""
     main_metric: str
 
     def __init__(self, config: TaskConfig, seed: int):

@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import ClassVar, TypedDict
 
-from mmrl.config.base import SPLITS
+from mmrl.config.base import SPLITS, is_default
 from mmrl.config.tasks import HoverConfig
 from mmrl.errors import ConfigError, DataError, gathered
 from mmrl.records import Call, Example
@@ -89,7 +89,7 @@ class HoverTask(DspyTask):
         return super().option_problems() + [
             f"task.retriever.{name}: has no effect with task hover{instead.get(name, '')}"
             for name in ("top_k", "dedup", "snippet_words")
-            if retriever.changed(name)
+            if not is_default(retriever, name)
         ]
 
     def _documents(self) -> Sequence[Document]:
