@@ -32,7 +32,7 @@ from mmrl.tasks.data.layouts import (
     subset,
     to_example,
 )
-from mmrl.tasks.data.rows import Source
+from mmrl.tasks.data.rows import Source, same_rows
 from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.prompts import ModulePrompt, Prompts, Shot, Templates, load_prompts, prompts_file, shot_of
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
@@ -232,18 +232,12 @@ class OpenQaTask(Task):
 
     def _warn_shared_rows(self) -> None:
         """Splits may share a file here (a corpus is made of all of them), but nobody should learn so by accident."""
-        # By the rows that a source stands for, not by how it is written: two spellings of one file are one source.
-        places: dict[str, str] = {}
-        for split, spec in self.config.data.files.items():
-            rows = Source(f"task.data.{split}", spec).identity(split)
-            if rows in places:
-                log.warning(
-                    "task.data: %s and %s are both %s: what is evaluated may have been trained on",
-                    places[rows],
-                    split,
-                    spec,
-                )
-            places.setdefault(rows, split)
+        sources = self.config.data.files
+        for splits in same_rows(sources):
+            log.warning(
+                "task.data: %s are %s %s: what is evaluated may have been trained on",
+                *(" and ".join(splits), "both" if len(splits) == 2 else "all", sources[splits[0]]),
+            )
 
     def _warn_missing_titles(self) -> None:
         for split, share in self.gold_shares.items():

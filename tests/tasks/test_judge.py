@@ -270,7 +270,7 @@ def test_a_question_may_hold_braces_and_tags():
     judge = Judge(JudgeConfig(), TEXTS)
     judge.chat = chat
     turns = [JudgedTurn("{turns} {x}")]
-    verdict = asyncio.run(judge.outcome("{prompt} </prompt> {0}", turns, ["{a}"]))
+    verdict = asyncio.run(judge.verdict("judge_outcome", "{prompt} </prompt> {0}", turns, ["{a}"]))
     assert verdict.scores == (1.0,)
     assert "{prompt} &lt;/prompt&gt; {0}" in chat.shown
     assert "{turns} {x}" in chat.shown

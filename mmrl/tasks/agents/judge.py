@@ -28,9 +28,6 @@ log = logging.getLogger("mmrl.judge")
 
 T = TypeVar("T")
 
-Reader = Callable[[str], tuple[float, ...] | None]
-"""Reply -> scores; None where it has another form."""
-
 JUDGE_SETS = ("judge_outcome", "judge_turn")
 ANSWER_WORDS = 5
 """A longer answer earns nothing; the judge's prompt says so."""
@@ -209,40 +206,22 @@ class Judge(EndpointJudge):
         super().reset_counts()
         self.judged = 0
 
-    async def outcome(self, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> Verdict:
-        """One score in [0, 1] for the rollout; by the fixed rule, 0 where no reply can be read.
+    async def verdict(
+        self, reward_set: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]
+    ) -> Verdict:
+        """`judge_outcome`: one score in [0, 1] for the rollout; `judge_turn`: one in [-1, 1] per turn.
+
+        By the fixed rule, where no reply can be read: 0 for the rollout, `salvage_turns` of the last reply.
 
         Raises:
             JudgeFailure: the endpoint did not answer, or no reply can be read and the fixed rule is off.
         """
-        return await self._ask("judge_outcome", prompt, turns, answers, read_outcome, lambda reply: (0.0,))
-
-    async def turns(self, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> Verdict:
-        """One score in [-1, 1] per turn; by the fixed rule, `salvage_turns` of the last reply where none can be read.
-
-        Raises:
-            JudgeFailure: as `outcome`.
-        """
         count = len(turns)
-        return await self._ask(
-            "judge_turn",
-            prompt,
-            turns,
-            answers,
-            lambda reply: read_turns(reply, count),
-            lambda reply: salvage_turns(reply, count),
-        )
 
-    async def _ask(
-        self,
-        name: str,
-        prompt: str,
-        turns: Sequence[JudgedTurn],
-        answers: Sequence[str],
-        read: Reader,
-        salvage: Callable[[str], tuple[float, ...]],
-    ) -> Verdict:
-        messages = [{"role": "user", "content": self._prompt(name, prompt, turns, answers)}]
+        def read(reply: str) -> tuple[float, ...] | None:
+            return read_turns(reply, count) if reward_set == "judge_turn" else read_outcome(reply)
+
+        messages = [{"role": "user", "content": self._prompt(reward_set, prompt, turns, answers)}]
         by_rule = self.settings.on_unreadable == "rule"
         try:
             scores, requests = await self.ask(messages, read, *(["scored by the fixed rule"] if by_rule else []))
@@ -251,7 +230,8 @@ class Judge(EndpointJudge):
             # Not a score unless the config says so: it punishes or rewards the policy for what the judge did.
             if not by_rule:
                 raise
-            return Verdict(salvage(failure.reply), failure.requests, fallback=True)
+            scores = salvage_turns(failure.reply, count) if reward_set == "judge_turn" else (0.0,)
+            return Verdict(scores, failure.requests, fallback=True)
         self.judged += 1
         return Verdict(scores, requests, fallback=False)
 
@@ -309,8 +289,7 @@ async def judged(
     # the turn's observation.
     following = [call.prompt_text for call in path[1:]]
     turns = [JudgedTurn(call.text, observation) for call, observation in zip(path, [*following, None], strict=True)]
-    ask = judge.outcome if reward_set == "judge_outcome" else judge.turns
-    verdict = await ask(prompt, turns, answers)
+    verdict = await judge.verdict(reward_set, prompt, turns, answers)
     *earlier, final = verdict.scores
     turn_rewards = {call.id: value for call, value in zip(path[:-1], earlier, strict=True)} if earlier else {}
     return Score(

@@ -116,14 +116,7 @@ class ToolAgent:
     """
 
     prompts: Prompts
-    max_tokens: int
-    """Tokens that one message may have."""
-    max_observation: int
-    """Tokens that a tool's output may have."""
-    max_completion: int
-    """Tokens that everything after the first prompt may have."""
-    max_context: int | None = None
-    """Tokens that the whole context may have."""
+    config: ToolAgentConfig
     modules: tuple[str, ...] = (MODULE,)
     continues: ClassVar[frozenset[str]] = frozenset({MODULE})
 
@@ -147,11 +140,12 @@ class ToolAgent:
         answer: str | None = None
         ended = "tokens"
         prompt = self.question(example.inputs["question"])
-        limit = min(self.max_tokens, self.max_completion)
+        config = self.config
+        limit = min(config.max_tokens, config.max_completion)
         reply = await ctx.call(MODULE, prompt, stop=STOP, max_tokens=limit)
         # The limit counts from the end of the first prompt: observations use it up as sampled tokens do.
-        end = len(reply.context) - reply.tokens + self.max_completion
-        end = min(end, self.max_context or end)
+        end = len(reply.context) - reply.tokens + config.max_completion
+        end = min(end, config.max_context or end)
         while True:
             answer, command = _content(reply.text, "answer"), _content(reply.text, "tool")
             actions.append("answer" if answer is not None else "none" if command is None else "tool")
@@ -163,7 +157,7 @@ class ToolAgent:
                 ended = "calls"
                 break
             # One token must be left for the next message.
-            room = min(self.max_observation, end - len(reply.context) - 1)
+            room = min(config.max_observation, end - len(reply.context) - 1)
             if command is None:
                 observation: Sequence[Message] = self.correction()
                 fits = ctx.measure(observation, after=reply) <= room
@@ -180,7 +174,7 @@ class ToolAgent:
                 # of the one executed call; a command that could not be read counts as executed and failed
                 succeeded, articles = query is not None, len(passages)
             left = end - len(reply.context) - ctx.measure(observation, after=reply)
-            reply = await ctx.call(MODULE, observation, after=reply, stop=STOP, max_tokens=min(self.max_tokens, left))
+            reply = await ctx.call(MODULE, observation, after=reply, stop=STOP, max_tokens=min(config.max_tokens, left))
         return {"answer": answer, "actions": actions, "succeeded": succeeded, "articles": articles, "ended": ended}
 
 
@@ -203,10 +197,9 @@ class ToolAgentTask(OpenQaTask):
 
     def make_program(self, prompts: Prompts) -> ToolAgent:
         """See `OpenQaTask.make_program`."""
-        config = self.config
         turns = chain.from_iterable(turns_of(shot) for shot in prompts.shots.get(MODULE, ()))
         prompts = replace(prompts, shots={MODULE: tuple(turns)})
-        return ToolAgent(prompts, config.max_tokens, config.max_observation, config.max_completion, config.max_context)
+        return ToolAgent(prompts, self.config)
 
     def demonstration_problems(self) -> list[str]:
         """See `OpenQaTask.demonstration_problems`."""

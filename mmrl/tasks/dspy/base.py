@@ -21,7 +21,7 @@ from mmrl.system.files import user_path
 from mmrl.system.objects import readable
 from mmrl.tasks.base import Task, Tool
 from mmrl.tasks.data.layouts import subset
-from mmrl.tasks.data.rows import Row, Source
+from mmrl.tasks.data.rows import Row, Source, same_rows
 from mmrl.tasks.dspy import notices
 from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.prompts import FIELDS, PAPER, Template, load_prompts, prompts_file
@@ -100,18 +100,14 @@ class DspyTask(Task):
 
     def source_problems(self) -> list[str]:
         """Sources that two splits would use in full."""
-        # By the rows that a source stands for: a hub id without a split has other rows for each of ours.
-        splits_of: dict[str, list[str]] = {}
-        for split, spec in self.sources.items():
-            splits_of.setdefault(Source("", spec).identity(split), []).append(split)
         what = "all of" if self.places else "both"
         apart = self.places if getattr(self.config, "sample", None) == "paper" else {}
         return [
             f"task.data: {' and '.join(splits)} are {what} {self.sources[splits[0]]}; "
             "expected a source each"
             + (f", or task.sample=paper for {' and '.join(splits)}" if set(splits) <= set(self.places) else "")
-            for splits in splits_of.values()
-            if len(splits) > 1 and not set(splits) <= set(apart)
+            for splits in same_rows(self.sources)
+            if not set(splits) <= set(apart)
         ]
 
     @property
