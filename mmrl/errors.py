@@ -46,6 +46,15 @@ class ConfigError(MmrlError, ValueError):
         super().__init__("\n".join(self.problems))
 
 
+@contextmanager
+def gathered(problems: list[str]) -> Iterator[None]:
+    """A `ConfigError` raised inside ends the block and adds its sentences to `problems`."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+
+
 class DataError(ConfigError):
     """A data file, corpus or forest file is missing or malformed; names file and line or record id."""
 

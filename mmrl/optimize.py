@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -247,32 +248,26 @@ def _outside_of_loops(work: Callable[[], T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-    done = threading.Event()
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.append(work())
+            outcome.set_result(work())
         except BaseException as error:  # handed on to the caller, whatever it is
-            failure.append(error)
-        finally:
-            done.set()
+            outcome.set_exception(error)
 
     # a daemon: a kernel that is restarted must not wait for the run
     thread = threading.Thread(target=run, name="mmrl-train", daemon=True)
     thread.start()
     with _interrupts_raised():
         # Not `join`: interrupted, it takes a thread that runs for one that has ended (CPython 3.11).
-        while not done.is_set():
+        while not outcome.done():
             try:
-                done.wait(0.2)
+                wait([outcome], timeout=0.2)
             except KeyboardInterrupt:
                 to, what = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(to, what)
-    if failure:
-        raise failure[0]
-    return outcome[0]
+    return outcome.result()
 
 
 @contextmanager

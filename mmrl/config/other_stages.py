@@ -56,8 +56,8 @@ class BootstrapConfig(PromptConfig):
     max_labeled_demos: int | None = Field(
         None,
         ge=0,
-        description="most demonstrations per module, those from rollouts and plain examples together; null: 4, and 0 "
-        "for a program without DSPy, whose examples hold no replies of its modules",
+        description="most demonstrations per module, those from rollouts and plain examples together; null: 4 "
+        "(bootstrap_fewshot: 16), and 0 for a program without DSPy, whose examples hold no replies of its modules",
     )
     metric_threshold: float | None = Field(
         None, description="reward from which a rollout is a demonstration; null: any above 0"
@@ -156,12 +156,6 @@ class BootstrapFewshotConfig(BootstrapConfig):
 
     name: Literal["bootstrap_fewshot"]
     max_bootstrapped_demos: int = Field(4, ge=1, description="most demonstrations from rollouts, per module")
-    max_labeled_demos: int | None = Field(
-        None,
-        ge=0,
-        description="most demonstrations per module, those from rollouts and plain examples together; null: 16, and 0 "
-        "for a program without DSPy, whose examples hold no replies of its modules",
-    )
     max_rounds: int = Field(
         1, ge=1, description="rollouts per example until one goes well; later ones at temperature 1"
     )

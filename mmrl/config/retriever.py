@@ -34,10 +34,6 @@ class RetrieverConfig(Section):
         """Whether it searches passages of its own instead of the task's corpus."""
         return self.get("index") is not None or self.get("url") is not None
 
-    def changed(self, key: str) -> bool:
-        """Whether a key was given another value than its default."""
-        return bool(getattr(self, key) != type(self).model_fields[key].default)
-
 
 class LocalRetrieverConfig(RetrieverConfig):
     """What retrievers over an index on this machine share."""

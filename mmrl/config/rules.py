@@ -1,31 +1,17 @@
 """Keys that a value of another section leaves without effect: refused, never ignored.
 
 Schemas refuse what an algorithm or a task does not have at all, and their `idle` what another key of the same section
-switches off. A rule needs nothing but config sections and `Facts`; what needs a program's modules or data is in
-`mmrl.run.check`.
+switches off. A rule needs nothing but config sections and a few facts of the task; what needs a program's modules or
+data is in `mmrl.run.check`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from pydantic import BaseModel
 
 from mmrl.config.base import SPLITS, Idle, idle_values, value_at
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What a config alone does not say."""
-
-    reward_set: str
-    """The reward set in use."""
-    absent_features: Collection[str] = ()
-    """What the task's program never has (`tasks.base.FEATURES`)."""
-    modules: int = 1
-    """Modules of the program."""
-
 
 _EVAL, _TRAIN = "policy!=null", "policy=null"  # a key that `mmrl eval` alone has
 _ONE_UPDATE = "algo.epochs=1 algo.minibatches=1 model.lora.dropout=null|0.0"
@@ -157,14 +143,19 @@ def across_sections(sections: Mapping[str, object] | BaseModel) -> list[str]:
     return idle_values(RUNS, _known(sections))
 
 
-def without_effect(config: BaseModel, typed: Collection[str], facts: Facts) -> list[str]:
+def without_effect(
+    config: BaseModel, typed: Collection[str], reward_set: str, absent: Collection[str] = (), modules: int = 1
+) -> list[str]:
     """One sentence for each typed key that has no effect.
 
     Args:
         config: of a command.
         typed: keys as on the command line, without `+`.
+        reward_set: in use.
+        absent: what the task's program never has (`tasks.base.FEATURES`).
+        modules: of the program.
     """
-    known = _known(config, reward_set=facts.reward_set, absent=facts.absent_features, modules=facts.modules)
+    known = _known(config, reward_set=reward_set, absent=absent, modules=modules)
     # A key below the rule's (model.lora.r below model.lora) is switched off with it.
     keys = [(rule, f"{key}.", name) for rule in TYPED for key in rule.keys.split() for name in sorted(typed)]
     return [text for rule, key, name in keys if f"{name}.".startswith(key) and (text := rule.problem(known, name))]

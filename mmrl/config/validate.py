@@ -15,7 +15,7 @@ from mmrl.config.engines import ENGINE_SCHEMAS
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
 from mmrl.config.schema import HardwareConfig, RootConfig, TrainCommandConfig
-from mmrl.config.tasks import TASK_SCHEMAS, TaskConfig, task_schema
+from mmrl.config.tasks import TASK_SCHEMAS, task_schema
 from mmrl.errors import ConfigError, nearest, unknown
 from mmrl.secrets import holder, reveal, secret_name, user_in_address
 
@@ -123,19 +123,6 @@ def algo_section(raw: object, problems: list[str]) -> AlgoConfig | None:
     except ValidationError as error:
         problems += explain(schema, error, prefix="algo", raw={"algo": raw})
         return None
-
-
-def task_section(raw: Mapping[str, object]) -> TaskConfig:
-    """`task` alone, by its own schema.
-
-    Raises:
-        ConfigError: every problem in it.
-    """
-    schema = task_schema(str(raw.get("name")))
-    try:
-        return schema.model_validate(dict(raw))
-    except ValidationError as error:
-        raise ConfigError(explain(schema, error, prefix="task", raw={"task": raw})) from None
 
 
 def explain(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from mmrl.config import RootConfig, TrainCommandConfig
+from mmrl.config.engines import VllmConfig
 from mmrl.errors import ConfigError, unknown
 from mmrl.plan.shapes import Shape
 from mmrl.plan.workload import Load
@@ -233,7 +234,7 @@ def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float,
         budget = pack_tokens(config, shape, device, made, wide=True)
     pack = max(min(float(budget), load.trained_unique / made.processes), longest)
     trained = made.trained_parameters * TRAINED_WIDTH
-    parts = _states(config, shape, made)
+    parts = {part: size for part, size in _states(config, shape, made).items() if part not in made.offloaded}
     lora, checkpointed = config.model.lora, config.model.gradient_checkpointing
     dropped = lora.targets if lora is not None and lora.dropout else ()
     update = {
@@ -259,7 +260,7 @@ def host_memory(config: TrainCommandConfig, shape: Shape) -> float:
     """Bytes of host memory that offloaded parts of all processes of one machine take."""
     made = weight_layout(config, shape)
     gradients = made.trained_parameters * TRAINED_WIDTH / made.states_over
-    parts = _all_states(config, shape, made) | {"gradients": gradients}
+    parts = _states(config, shape, made) | {"gradients": gradients}
     return config.hardware.processes * sum(size for part, size in parts.items() if part in made.offloaded)
 
 
@@ -269,11 +270,7 @@ def sleeps(config: TrainCommandConfig) -> bool:
 
 
 def _states(config: TrainCommandConfig, shape: Shape, made: WeightLayout) -> dict[str, float]:
-    """Bytes per device of what stays between steps, without what waits in host memory."""
-    return {part: size for part, size in _all_states(config, shape, made).items() if part not in made.offloaded}
-
-
-def _all_states(config: TrainCommandConfig, shape: Shape, made: WeightLayout) -> dict[str, float]:
+    """Bytes per device of what stays between steps."""
     trained = made.trained_parameters * TRAINED_WIDTH
     return {
         "weights": shape.parameters * made.weights_width / made.weights_over,
@@ -299,9 +296,12 @@ def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: 
         return {"KV cache": held * shape.kv_bytes(made.width)}
     # Whole on each device that generates: mmrl's vLLM uses no tensor parallelism.
     copy = float(shape.parameters * made.width)
-    if device.name == "cpu":
-        return {"KV cache": float(vllm.kv_cache_gb * GIB), "engine's copy": copy}
-    return {"KV cache": max(0.0, vllm.gpu_memory * device.memory - copy), "engine's copy": copy}
+    return {"KV cache": max(0.0, cache_room(vllm, device, copy)), "engine's copy": copy}
+
+
+def cache_room(vllm: VllmConfig, device: Device, weights: float) -> float:
+    """Bytes of vLLM's KV cache on a device."""
+    return float(vllm.kv_cache_gb * GIB) if device.name == "cpu" else vllm.gpu_memory * device.memory - weights
 
 
 def pack_tokens(

@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mmrl.config import RootConfig, TrainCommandConfig
-from mmrl.config.engines import VllmConfig
 from mmrl.errors import ConfigError
-from mmrl.plan.cost import GIB, Device, computing_width, generation_seconds
+from mmrl.plan.cost import GIB, Device, cache_room, computing_width, generation_seconds
 from mmrl.plan.shapes import Shape
 from mmrl.plan.workload import Lengths, Load, lengths_of, path_load
 from mmrl.records import Forest
@@ -97,7 +96,7 @@ def evaluation_seconds(
             if vllm is None:
                 room = max(longest, engine.in_process.batch_tokens)
             else:
-                room = _cache_room(vllm, device, copy) / shape.kv_bytes(width)
+                room = cache_room(vllm, device, copy) / shape.kv_bytes(width)
                 if room < longest:
                     key = "kv_cache_gb" if device.name == "cpu" else "gpu_memory"
                     raise ConfigError(
@@ -109,8 +108,3 @@ def evaluation_seconds(
             all_rows = replace(load.scaled(rollouts), decode_steps=load.decode_steps * rounds)
             spent += sum(generation_seconds(shape, {"": all_rows}, device, width, devices).values())
     return spent
-
-
-def _cache_room(engine: VllmConfig, device: Device, weights: float) -> float:
-    """Bytes of vLLM's KV cache on a device."""
-    return engine.kv_cache_gb * GIB if device.name == "cpu" else engine.gpu_memory * device.memory - weights

@@ -12,7 +12,7 @@ from mmrl.errors import ConfigError
 from mmrl.models.load import model_path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Shape:
     """A dense decoder with grouped-query attention and a gated MLP."""
 
@@ -71,23 +71,14 @@ class Shape:
         return (self.layers * self.hidden + layer if checkpointed else self.layers * layer) * width
 
 
-_LLAMA_8B = Shape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, tied=False
-)
-_QWEN25_7B = Shape(layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocab=152064)
 KNOWN = {
-    FETCHED["smollm2_135m"]: Shape(
-        layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152, tied=True
-    ),
-    "Qwen/Qwen3-8B": Shape(
-        layers=36, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936
-    ),
-    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_8B,
-    "Qwen/Qwen2.5-7B": _QWEN25_7B,
-    "Qwen/Qwen2.5-7B-Instruct": _QWEN25_7B,
-    "Qwen/Qwen2.5-72B-Instruct": Shape(
-        layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, intermediate=29568, vocab=152064
-    ),
+    # layers, hidden, heads, KV heads, head's size, MLP, vocabulary
+    FETCHED["smollm2_135m"]: Shape(30, 576, 9, 3, 64, 1536, 49152, tied=True),
+    "Qwen/Qwen3-8B": Shape(36, 4096, 32, 8, 128, 12288, 151936),
+    "meta-llama/Llama-3.1-8B-Instruct": Shape(32, 4096, 32, 8, 128, 14336, 128256),
+    "Qwen/Qwen2.5-7B": Shape(28, 3584, 28, 4, 128, 18944, 152064),
+    "Qwen/Qwen2.5-7B-Instruct": Shape(28, 3584, 28, 4, 128, 18944, 152064),
+    "Qwen/Qwen2.5-72B-Instruct": Shape(80, 8192, 64, 8, 128, 29568, 152064),
 }
 """Hub id -> shape, from the models' published `config.json`."""
 

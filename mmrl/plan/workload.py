@@ -33,7 +33,8 @@ class Lengths:
     """Calls on a path."""
 
 
-_NUMBER = re.compile("[0-9]{1,9}")  # isdigit() takes `²`, which int() refuses, as it does thousands of digits
+# [0-9] and not \d, and no more digits than int() reads
+_LENGTHS = re.compile(r"([^:]+):([0-9]{1,9})/([0-9]{1,9})(?:/([0-9]{1,9}))?(?:x([0-9]{1,9})?)?")
 _SEARCH = {
     "rewriter": Lengths(prompt=250, completion=30),
     "reranker": Lengths(prompt=2000, completion=15),
@@ -139,18 +140,13 @@ def parse_lengths(text: str) -> dict[str, Lengths]:
     """
     lengths = {}
     for item in filter(None, text.split(",")):
-        name, _, numbers = item.partition(":")
-        sizes, _, calls = numbers.partition("x")
-        parts = sizes.split("/")
-        if not name or len(parts) not in (2, 3) or not all(map(_NUMBER.fullmatch, [*parts, calls or "1"])):
+        if (match := _LENGTHS.fullmatch(item)) is None:
             raise ConfigError(
                 f"lengths: got '{item}', expected module:prompt/completion[/observation][xcalls], such as "
                 "rewriter:250/30 or agent:300/105/480x4"
             )
-        prompt, completion, observation = [*map(int, parts), 0][:3]
-        lengths[name] = Lengths(
-            prompt=prompt, completion=completion, observation=observation, calls=max(1, int(calls or 1))
-        )
+        prompt, completion, observation, calls = (int(number or 0) for number in match.groups()[1:])
+        lengths[match[1]] = Lengths(prompt=prompt, completion=completion, observation=observation, calls=max(1, calls))
     return lengths
 
 

@@ -10,17 +10,19 @@ if TYPE_CHECKING:
 
 
 def with_program(task: Task) -> Task:
-    """The task with a program that rollouts can run, and with every member of the contract (`tasks.base.complete`).
+    """The task with a program that rollouts can run.
 
     Called wherever tasks are built. A raw `dspy.Module` as its program is wrapped, all else stays.
 
     Raises:
-        ConfigError: a `dspy.Module` that cannot be run (see `mmrl.rollout.dspy.dspy_program.DspyProgram`).
+        ConfigError: it is no `Task`; a `dspy.Module` that cannot be run (see `rollout.dspy.dspy_program.DspyProgram`).
     """
     # Here and not above: plans are read by `mmrl credit`, which is to start without the tasks and what they import.
-    from mmrl.tasks.base import complete
+    from mmrl.errors import ConfigError
+    from mmrl.tasks.base import Task
 
-    complete(task)
+    if not isinstance(task, Task):
+        raise ConfigError(f"task: {type(task).__name__} does not derive from mmrl.tasks.base.Task")
     # Importing DSPy takes seconds, and a task whose program is a `dspy.Module` has imported it.
     dspy = sys.modules.get("dspy")
     if dspy is not None and isinstance(task.program, dspy.Module):

@@ -17,7 +17,7 @@ from mmrl.rollout import with_program
 from mmrl.rollout.environment import Environment, SamplingSettings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from mmrl.tasks.base import FieldWriter, Message, Task
+from mmrl.tasks.base import FieldProgram, Message, Task
 
 
 def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, object]]) -> Rollout:
@@ -70,7 +70,7 @@ class _Script(Engine):
             )
         reply = self.replies.pop(0)
         if not isinstance(reply, str):
-            if not isinstance(self.task.program, FieldWriter):
+            if not isinstance(self.task.program, FieldProgram):
                 raise EngineFailure(
                     f"reply {len(self.requests)} has fields, which only DSPy programs read; give a text"
                 )

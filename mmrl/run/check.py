@@ -25,7 +25,7 @@ from mmrl.config import (
     TrainCommandConfig,
 )
 from mmrl.config.base import value_at
-from mmrl.config.rules import Facts, across_sections, engine_name, without_effect
+from mmrl.config.rules import across_sections, engine_name, without_effect
 from mmrl.engines.endpoint_engine import named, unreachable
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.hub import weights_problems
@@ -93,12 +93,8 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         problems.append(unknown("task.reward", chosen, task.reward_sets))
     # Where the reward set is wrong there is none to judge the other options by.
     elif not turns_missing(chosen, credited, task):
-        facts = Facts(
-            reward_set=reward_set(task, chosen, credited),
-            absent_features=task.absent_features,
-            modules=len(task.program.modules),
-        )
-        problems += without_effect(config, typed, facts)
+        rewards = reward_set(task, chosen, credited)
+        problems += without_effect(config, typed, rewards, task.absent_features, len(task.program.modules))
     problems += task.server_problems() + across_sections(config) + endpoint_problems(config, task)
     problems += endpoints_away(config)
     if policy is None:

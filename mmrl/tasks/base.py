@@ -5,14 +5,17 @@ A program is ordinary async Python. It never sees metadata, rewards, groups or e
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
-from mmrl.errors import ConfigError
 from mmrl.records import EMPTY, Call, Example
+
+if TYPE_CHECKING:
+    from mmrl.engines.openai import OpenAIChat
 
 Message = Mapping[str, str]
 """`{"role": "system" | "user" | "assistant", "content": text}`."""
@@ -88,7 +91,7 @@ class Program(Protocol):
     """A language-model program. Stateless: `run` may be called many times at once.
 
     What only some programs can do has a protocol of its own: `ContinuingProgram`, `Canonical`, `Described`,
-    `Guarded`, `FieldWriter`.
+    `Guarded`, `FieldProgram`.
     """
 
     modules: tuple[str, ...]
@@ -185,13 +188,8 @@ class FieldProgram(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class FieldWriter(Protocol):
-    """A program whose modules write named output fields (DSPy's): `rollout.scripted` lets it write scripted replies."""
-
     def written(self, module: str, fields: Mapping[str, object]) -> str:
-        """The text in which `module` would write these output fields."""
+        """The text in which `module` would write these output fields: `rollout.scripted` takes replies as fields."""
         ...
 
 
@@ -258,12 +256,10 @@ FEATURES = ("observations", "penalties", "parse_failures", "repeated_calls")
 not parse, and modules that a rollout calls more than once."""
 
 
-@runtime_checkable
-class Task(Protocol):
+class Task(ABC):
     """Data, program, tools, reward. Built by the factory in `mmrl.tasks.TASKS`.
 
-    `BaseTask` has the members that a task need not write itself. A task that does not derive from it gets those that
-    it lacks from there, when it is built (`complete`).
+    Members with a value or a body here need not be written.
     """
 
     name: str
@@ -273,23 +269,27 @@ class Task(Protocol):
     """Names of the reward sets it offers; the first is its default outcome set."""
     failure_score: float
     """Reward of a rollout that failed by the model's own doing."""
-    main_metric: str
+    main_metric: str = "reward"
     """The metric shown in progress and summaries."""
+    endpoints: Mapping[str, OpenAIChat] = EMPTY
+    """Clients of judges and external models, by their names in metrics."""
 
-    @property
+    # cached, not a plain property: an instance may also set them
+    @cached_property
     def failed_metrics(self) -> Mapping[str, float]:
         """Its official metrics -> what an evaluation counts for a failed rollout, so that they are always reported."""
-        ...
+        return {self.main_metric: 0.0}
 
-    @property
+    @cached_property
     def absent_features(self) -> Collection[str]:
-        """Which of `FEATURES` the program never has, so that options about them are refused."""
-        ...
+        """Those of `FEATURES` that the program never has, so that options about them are refused."""
+        return frozenset()
 
+    @abstractmethod
     def examples(self, split: str) -> Sequence[Example]:
         """All examples of `train`, `dev` or `test`, in a stable order."""
-        ...
 
+    @abstractmethod
     def score(
         self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str
     ) -> Score | Awaitable[Score]:
@@ -300,92 +300,34 @@ class Task(Protocol):
             path: the rollout's calls, the first one first.
             reward_set: one of `reward_sets`.
         """
-        ...
 
     def score_call(self, call: Call) -> ModuleScore:
         """Penalty and behaviour facts of one call, from its text and its facts."""
-        ...
+        return ModuleScore()
 
+    @abstractmethod
     def describe(self) -> Mapping[str, object]:
         """Facts for the run's summary: data sources, sizes, corpus, 'mini world' or 'partial corpus' labels."""
-        ...
 
     def server_problems(self) -> list[str]:
         """Which servers of the task cannot be used (judges, external models): one sentence each with the config key.
 
         Called before a model loads.
         """
-        ...
+        return [problem for chat in self.endpoints.values() for problem in chat.unreachable()]
 
     def reset_counts(self) -> None:
         """Forget requests to servers so far; called where a run begins (a sweep uses one task for several)."""
-        ...
+        for chat in self.endpoints.values():
+            chat.forget_counts()
 
     def endpoint_usage(self) -> Mapping[str, float]:
         """Requests to judges and external models so far, by metric name (`endpoint/judge/requests`)."""
-        ...
+        counts = [chat.usage.metrics(f"endpoint/{name}") for name, chat in self.endpoints.items()]
+        return {name: count for usage in counts for name, count in usage.items()}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most tasks have nothing to close)
         """Close what the task has opened (a retriever's connections); called where a run ends.
 
         A later use starts it again.
         """
-        ...
-
-
-class BaseTask:
-    """Defaults for the members of `Task` that most tasks do not need to write."""
-
-    main_metric: str = "reward"
-
-    # cached, not a plain property: an instance may also set them
-    @cached_property
-    def failed_metrics(self) -> Mapping[str, float]:
-        """0 in the main metric."""
-        return {self.main_metric: 0.0}
-
-    @cached_property
-    def absent_features(self) -> Collection[str]:
-        """None: any option may have an effect."""
-        return frozenset()
-
-    def score_call(self, call: Call) -> ModuleScore:
-        """No penalties of single modules."""
-        return ModuleScore()
-
-    def server_problems(self) -> list[str]:
-        """None: no server is used."""
-        return []
-
-    def reset_counts(self) -> None:
-        """Nothing is counted."""
-
-    def endpoint_usage(self) -> Mapping[str, float]:
-        """No endpoint is called."""
-        return {}
-
-    def close(self) -> None:
-        """Nothing was started."""
-
-
-def complete(task: Any) -> None:
-    """Give a task of one's own that does not derive from `BaseTask` the defaults of the members that it lacks.
-
-    Raises:
-        ConfigError: it takes no further attributes.
-    """
-    # the usual case: nothing can be missing
-    if isinstance(task, BaseTask):
-        return
-    missing = [name for name in vars(BaseTask) if not name.startswith("_") and not hasattr(task, name)]
-    # Bound to an instance of its own: the task's class stays as its author wrote it.
-    defaults = BaseTask()
-    if "main_metric" not in missing:
-        defaults.main_metric = task.main_metric
-    try:
-        for name in missing:
-            setattr(task, name, getattr(defaults, name))
-    except AttributeError:
-        raise ConfigError(
-            f"task: {type(task).__name__} has no {', '.join(missing)}; derive it from mmrl.tasks.base.BaseTask"
-        ) from None

@@ -6,23 +6,23 @@ Base of the task classes in `search_program` and `agents`.
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from mmrl.config.base import MINI, SPLITS
+from mmrl.config.base import MINI, SPLITS, is_default
 from mmrl.config.retriever import Bm25Config, RetrieverConfig
 from mmrl.config.tasks import AgentJudgedConfig, OpenQaConfig
-from mmrl.errors import ConfigError, DataError, unknown
+from mmrl.errors import ConfigError, gathered, unknown
 from mmrl.records import Call, Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
-from mmrl.tasks.agents.judge import Judge, build_judge, unreachable, usage_of
-from mmrl.tasks.base import BaseTask, Passage, Program, Tool
+from mmrl.tasks.agents.judge import Judge, build_judge
+from mmrl.tasks.base import Passage, Program, Score, Task, Tool
 from mmrl.tasks.data.corpus import label
 from mmrl.tasks.data.layouts import (
     LAYOUTS,
@@ -32,7 +32,7 @@ from mmrl.tasks.data.layouts import (
     subset,
     to_example,
 )
-from mmrl.tasks.data.rows import Source
+from mmrl.tasks.data.rows import Source, same_rows
 from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.prompts import ModulePrompt, Prompts, Shot, Templates, load_prompts, prompts_file, shot_of
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
@@ -46,7 +46,7 @@ def gold_share(name: str, titles: Collection[str], example: Example) -> dict[str
     return {name: len(gold & set(titles)) / len(gold)} if gold else {}
 
 
-class OpenQaTask(BaseTask, ABC):
+class OpenQaTask(Task):
     """Data, corpora, retrieval and prompts of a task that answers questions by searching.
 
     Implements `mmrl.tasks.prompts.PromptedTask`.
@@ -75,7 +75,7 @@ class OpenQaTask(BaseTask, ABC):
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0, "f1": 0.0, "accuracy": 0.0, "answered": 0.0}
     """What an evaluation counts for a rollout without a score."""
     absent_features: ClassVar[frozenset[str]] = frozenset({"penalties", "parse_failures"})
-    """What the program never has, so that options about it are refused (`mmrl.config.rules.Facts`)."""
+    """What the program never has, so that options about it are refused (`mmrl.config.rules`)."""
 
     def __init__(self, config: OpenQaConfig, seed: int):
         self.name = config.name
@@ -86,24 +86,22 @@ class OpenQaTask(BaseTask, ABC):
         self.failure_score = config.failure_score
         problems = self._option_problems()
         self.judge: Judge | None = None
-        try:
+        with gathered(problems):
             given = config.prompts
             self.all_prompts = load_prompts(self.templates, given and str(prompts_file(given, config.name)))
             problems += self.demonstration_problems()
             if "judge" in self.templates and hasattr(config, "judge"):
                 self.judge = build_judge(cast("AgentJudgedConfig", config), self.all_prompts.texts)
-        except ConfigError as error:
-            problems += error.problems
+        if self.judge is not None:
+            self.endpoints = {"judge": self.judge.chat}
         records: dict[str, list[Record]] = {}
         # An unknown layout is already among the problems; data can then not be read.
         layout = LAYOUTS.get(config.dataset or "")
         for split, spec in config.data.files.items():
             if layout is None:
                 continue
-            try:
+            with gathered(problems):
                 records[split] = load_records(Source(f"task.data.{split}", spec), split, layout)
-            except DataError as error:
-                problems += error.problems
         problems += self._corpus_problems(records)
         if self.searches:
             problems += retriever_problems(self.retriever)
@@ -169,7 +167,7 @@ class OpenQaTask(BaseTask, ABC):
         problems += [
             f"task.retriever.{option}: has no effect with task {self.name}: {why}"
             for option, why in self.unread.items()
-            if self.retriever.changed(option)
+            if not is_default(self.retriever, option)
         ]
         return problems
 
@@ -234,18 +232,12 @@ class OpenQaTask(BaseTask, ABC):
 
     def _warn_shared_rows(self) -> None:
         """Splits may share a file here (a corpus is made of all of them), but nobody should learn so by accident."""
-        # By the rows that a source stands for, not by how it is written: two spellings of one file are one source.
-        places: dict[str, str] = {}
-        for split, spec in self.config.data.files.items():
-            rows = Source(f"task.data.{split}", spec).identity(split)
-            if rows in places:
-                log.warning(
-                    "task.data: %s and %s are both %s: what is evaluated may have been trained on",
-                    places[rows],
-                    split,
-                    spec,
-                )
-            places.setdefault(rows, split)
+        sources = self.config.data.files
+        for splits in same_rows(sources):
+            log.warning(
+                "task.data: %s are %s %s: what is evaluated may have been trained on",
+                *(" and ".join(splits), "both" if len(splits) == 2 else "all", sources[splits[0]]),
+            )
 
     def _warn_missing_titles(self) -> None:
         for split, share in self.gold_shares.items():
@@ -297,24 +289,12 @@ class OpenQaTask(BaseTask, ABC):
         """See `mmrl.tasks.base.Task`."""
         self.search_tool.close()
 
-    def server_problems(self) -> list[str]:
-        """See `mmrl.tasks.base.Task`."""
-        return unreachable(self.judge.chat) if self.judge is not None else []
-
     def reset_counts(self) -> None:
         """See `mmrl.tasks.base.Task`."""
+        super().reset_counts()
         self.search_tool.reset_counts()
         if self.judge is not None:
             self.judge.reset_counts()
-
-    def endpoint_usage(self) -> Mapping[str, float]:
-        """See `mmrl.tasks.base.Task`."""
-        return usage_of(self.judge.chat if self.judge is not None else None, "judge")
-
-    def check_reward_set(self, reward_set: str) -> None:
-        """Refuse a reward set that the task does not offer."""
-        if reward_set not in self.reward_sets:
-            raise ConfigError(unknown("task.reward", reward_set, self.reward_sets))
 
     def best(self, metric: Callable[..., float], answer: str, example: Example, **options: object) -> float:
         """The highest value of a metric over the example's accepted answers, under the task's normalisation."""
@@ -334,6 +314,19 @@ class OpenQaTask(BaseTask, ABC):
             "answered": float(bool(answer)),
             **metrics.answer_shape(answer),
         }
+
+    def score(
+        self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str
+    ) -> Score | Awaitable[Score]:
+        """Reward: F1 without the yes/no rule, or a prediction of "yes, …" would earn nothing for "yes"."""
+        answer = prediction["answer"] or ""
+        reward = self.best(metrics.f1, answer, example)
+        scores = self.answer_metrics(answer, example) | self.search_metrics(prediction, example)
+        return Score(reward=reward, metrics=scores, parts={"f1": reward})
+
+    def search_metrics(self, prediction: Any, example: Example) -> dict[str, float]:
+        """Numbers of a rollout beside those of its answer."""
+        return {}
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""

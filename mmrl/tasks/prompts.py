@@ -12,13 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Protocol, runtime_checkable
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import EMPTY, Call
 from mmrl.system.conf import conf_dir
 from mmrl.system.files import atomic_write, read_yaml, user_path
-from mmrl.tasks.base import Program
+from mmrl.tasks.base import Passage, Program
 
 PAPER = "paper"
 """`task.prompts=paper`: shipped texts, other than the defaults where the paper of a task asks for other behaviour."""
@@ -54,10 +56,14 @@ Texts = Mapping[str, Mapping[str, str]]
 class Shot:
     """A demonstration: what a module was sent, and what it answered."""
 
-    user: str
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+    user: Annotated[str, Field(min_length=1)]
     """The user message; of a context that grows, the first one."""
-    assistant: str
+    assistant: Annotated[str, Field(min_length=1)]
     """The reply; of a context that grows, all that followed: the model's turns, and what was added between them."""
+
+
+_SHOTS = TypeAdapter(list[Shot])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,16 @@ class Prompts:
         """The messages of a call, by the roles `system` and `user` of its module, with `values` filled in."""
         texts = self.texts[module]
         return messages(texts[system].format(**values), texts[user].format(**values), self.shots.get(module, ()))
+
+    def documents(
+        self, module: str, passages: Sequence[Passage], words: int | None = None, first: int = 1
+    ) -> list[str]:
+        """Retrieved documents by the role `document` of a module, numbered from `first`, each cut to `words` words."""
+        template = self.texts[module]["document"]
+        return [
+            template.format(index=index, title=passage["title"], text=snippet(passage["text"], words))
+            for index, passage in enumerate(passages, first)
+        ]
 
     def of(self, roles: Mapping[str, str]) -> dict[str, ModulePrompt]:
         """Module -> instructions and demonstrations.
@@ -249,26 +265,13 @@ def _shots(where: str, given: object, roles: Mapping[str, Template], problems: l
             "that its `save` writes"
         )
         return ()
-    if not isinstance(given, list):
-        problems.append(f"{where}: got {type(given).__name__}, expected a list of {{user: text, assistant: text}}")
+    try:
+        return tuple(_SHOTS.validate_python(given))
+    except ValidationError as error:
+        for item in error.errors():
+            place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"])
+            problems.append(f"{where}{place}: {item['msg']}")
         return ()
-    fields = ("user", "assistant")
-    shots = []
-    for number, entry in enumerate(given):
-        place = f"{where}[{number}]"
-        if not isinstance(entry, Mapping):
-            problems.append(f"{place}: got {type(entry).__name__}, expected {{user: text, assistant: text}}")
-            continue
-        problems += [unknown(place, key, fields) for key in entry if key not in fields]
-        for field in fields:
-            if field not in entry:
-                problems.append(f"{place}.{field}: is missing, expected text")
-            elif not isinstance(entry[field], str):
-                problems.append(f"{place}.{field}: got {type(entry[field]).__name__}, expected text")
-            elif not entry[field].strip():
-                problems.append(f"{place}.{field}: is empty, expected text")
-        shots.append(Shot(*(str(entry.get(field)) for field in fields)))
-    return tuple(shots)
 
 
 def messages(system: str, user: str, shots: Iterable[Shot] = ()) -> list[dict[str, str]]:
@@ -302,11 +305,11 @@ def last_user(prompt_text: str) -> str | None:
     return prompt_text[starts[-1].end() :] if conversation else None
 
 
-def snippet(text: str, words: int) -> str:
+def snippet(text: str, words: int | None) -> str:
     """The first `words` whitespace words of a text; an already short one as it is."""
     # A short text keeps its own white space; a cut one has single spaces.
     parts = text.split()
-    return text if len(parts) <= words else " ".join(parts[:words])
+    return text if words is None or len(parts) <= words else " ".join(parts[:words])
 
 
 def _read(path: str) -> Mapping[str, object]:

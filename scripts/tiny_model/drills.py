@@ -38,7 +38,7 @@ def drills(task: MultihopQaTask, split: str, seed: int) -> Iterator[Demonstratio
         found = [{"title": documents[title].title, "text": documents[title].text} for title in shown]
         yield Demonstration(
             module=MODULE,
-            messages=task.program.prompts.answerer(question, found),
+            messages=task.program.answerer(question, found),
             completion="\n".join([answer, *(f"Now answer: {other}\n{value}" for other, value in more)]),
         )
 

@@ -30,15 +30,15 @@ def facts(task: DirectQaTask, seed: int) -> Iterator[Demonstration]:
         known = list(_known(world, entity, draws))
         for _ in range(ORDERS):
             draws.shuffle(known)
-            asked = task.program.prompts.question(f"What is known of {entity.name}?", chain_of_thought=True)
+            asked = task.program.question(f"What is known of {entity.name}?", chain_of_thought=True)
             yield Demonstration(
                 module=LISTS, messages=asked, completion=" ".join(f"{query}: {value}." for query, _, value in known)
             )
         for query, question, value in known:
-            asked = task.program.prompts.question(question, chain_of_thought=True)
+            asked = task.program.question(question, chain_of_thought=True)
             completion = f"{query}: {value}.\nAnswer: {value}"
             yield Demonstration(module=STEPS, messages=asked, completion=completion)
-            asked = task.program.prompts.question(question, chain_of_thought=False)
+            asked = task.program.question(question, chain_of_thought=False)
             yield Demonstration(module=STEPS, messages=asked, completion=value)
 
 

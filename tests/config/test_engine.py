@@ -12,9 +12,9 @@ from mmrl.cli.configs import train_configs
 from mmrl.cli.overrides import read_line
 from mmrl.config import EngineConfig, TrainCommandConfig
 from mmrl.config.engines import TransformersConfig, VllmServerConfig
-from mmrl.config.rules import Facts, without_effect
+from mmrl.config.rules import without_effect
 
-FACTS = Facts(reward_set="outcome")
+FACTS = "outcome"
 
 
 def config_of(*arguments: str) -> TrainCommandConfig:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from mmrl import rng
 from mmrl.config import DataConfig, TaskConfig
 from mmrl.config.tasks import task_schema
+from mmrl.config.validate import explain
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.errors import ConfigError
 from mmrl.records import Call, Example, Rollout
@@ -25,7 +27,7 @@ from mmrl.rollout.environment import Environment, SamplingSettings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
-from mmrl.tasks.base import BaseTask, ModuleScore, Score
+from mmrl.tasks.base import ModuleScore, Score, Task
 from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers import TOP
 
@@ -85,7 +87,7 @@ class Chain:
 
 
 @dataclass
-class FakeTask(BaseTask):
+class FakeTask(Task):
     """A task around a program; the reward is the share of 'a' to 'm' letters in the prediction."""
 
     program: Any
@@ -146,6 +148,15 @@ def default_config(name: str, **options: Any) -> TaskConfig:
     """`conf/task/<name>.yaml`, with other options."""
     section = yaml.safe_load((TOP / "conf" / "task" / f"{name}.yaml").read_text())["task"]
     return task_schema(name).model_validate(section | options)
+
+
+def task_section(raw: dict[str, Any]) -> TaskConfig:
+    """`task` alone, by its own schema; a `ConfigError` names every problem in it."""
+    schema = task_schema(raw["name"])
+    try:
+        return schema.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(explain(schema, error, prefix="task", raw={"task": raw})) from None
 
 
 def make(name: str, folder: Any, documents: Sequence[dict[str, str]] = DOCUMENTS, **options: Any) -> Any:

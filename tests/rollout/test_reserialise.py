@@ -11,7 +11,6 @@ from mmrl.tasks.prompts import load_prompts
 from mmrl.tasks.search_program.program import (
     TEMPLATES,
     SearchProgram,
-    SearchPrompts,
     parse_answer,
     parse_queries,
     parse_selection,
@@ -19,7 +18,7 @@ from mmrl.tasks.search_program.program import (
 from tests.helpers.forests import Grow
 from tests.helpers.programs import Chain, letters
 
-PROGRAM = SearchProgram(SearchPrompts(load_prompts(TEMPLATES, None), 10))
+PROGRAM = SearchProgram(load_prompts(TEMPLATES, None), 10)
 END = 0
 
 

@@ -50,7 +50,9 @@ def searched(query, found):
 )
 def test_an_outcome_is_one_where_the_answer_is_the_ground_truth(judge, last, score):
     turns = [searched("Lisbon", "Doc 1(Title: Lisbon) on the Tagus"), JudgedTurn(last)]
-    assert asyncio.run(judge.outcome("Which river?", turns, ["Tagus", "Rio & Tejo"])).scores == (score,)
+    assert asyncio.run(judge.verdict("judge_outcome", "Which river?", turns, ["Tagus", "Rio & Tejo"])).scores == (
+        score,
+    )
 
 
 def test_turns_score_form_information_and_searches(judge):
@@ -61,16 +63,24 @@ def test_turns_score_form_information_and_searches(judge):
         JudgedTurn("<search> Lisbon </search>", "\n\n<information>the Tagus</information>\n\n"),  # -0.2 + 0.3 - 0.3
         JudgedTurn(f"{THINK}<answer> Tagus </answer>"),
     ]
-    assert asyncio.run(judge.turns("Which river?", turns, ["Tagus"])).scores == (0.3, -0.1, -0.4, -0.2, 1.0)
+    assert asyncio.run(judge.verdict("judge_turn", "Which river?", turns, ["Tagus"])).scores == (
+        0.3,
+        -0.1,
+        -0.4,
+        -0.2,
+        1.0,
+    )
     six = f"{THINK}<answer> Tagus Tagus Tagus Tagus Tagus Tagus </answer>"
     for last, score in [(f"{THINK}<answer> Douro </answer>", 0.2), ("<answer> Tagus </answer>", -1.0), (six, -1.0)]:
-        assert asyncio.run(judge.turns("Which river?", [JudgedTurn(last)], ["Tagus"])).scores == (score,)
+        assert asyncio.run(judge.verdict("judge_turn", "Which river?", [JudgedTurn(last)], ["Tagus"])).scores == (
+            score,
+        )
 
 
 def test_what_is_no_judges_prompt_is_refused(judge):
     other = Judge(judge.settings, TEXTS | {"judge_outcome": "{prompt} {turns} {ground_truth} {ground_truth}"})
     with pytest.raises(JudgeFailure, match=r"HTTP 400.*expected turns and one ground truth"):
-        asyncio.run(other.outcome("Which river?", [JudgedTurn("x")], ["Tagus"]))
+        asyncio.run(other.verdict("judge_outcome", "Which river?", [JudgedTurn("x")], ["Tagus"]))
 
 
 def test_it_answers_the_request_that_tries_an_endpoint(judge):

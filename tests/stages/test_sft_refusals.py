@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrl.config.rules import Facts, without_effect
+from mmrl.config.rules import without_effect
 from mmrl.errors import ConfigError, DataError, ToolFailure, TooManyFailures
 from mmrl.stages.sft_data import read_examples, sft_problems
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, make_dspy, seeded_letter
@@ -107,7 +107,7 @@ def test_options_without_effect_are_refused(options, says):
 
 @pytest.mark.parametrize("key", ["old_logprobs", "tis", "staleness", "max_failed_share"])
 def test_options_of_training_by_reinforcement_are_refused_where_they_are_typed(key):
-    facts = Facts(reward_set="outcome")
+    facts = "outcome"
     (problem,) = without_effect(config_of(), {f"train.{key}"}, facts)
     assert problem.startswith(f"train.{key}: got ")
     assert bool(without_effect(config_of(OWN), {f"train.{key}"}, facts)) == (key != "max_failed_share")

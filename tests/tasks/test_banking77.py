@@ -99,7 +99,7 @@ def test_a_source_with_fewer_rows_than_the_papers_sample_is_told(tmp_path, caplo
     facts = task.describe()
     assert (len(task.examples("dev")), facts["dev items"]) == (50, 50)
     assert facts["sample"] == "50 dev (the paper: 500) drawn with seed 0"
-    assert "has 300 rows to draw from, so the sample is 50 items instead of the paper's 500" in caplog.text
+    assert "has 300 rows, so the sample is 50 items instead of the paper's 500" in caplog.text
     part = make("banking77", data={"dev": write_csv(tmp_path / "all.csv", rows(800)), "dev_items": 20})
     assert part.describe()["sample"] == "20 dev (the paper: 500) drawn with seed 0"
 

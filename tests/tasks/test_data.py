@@ -130,8 +130,8 @@ def test_bad_records_name_file_and_record(tmp_path, rows, expected):
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.json", b'[\n{"a": 1},\n{"b" 2}]', "a.json line 3: not JSON"),
-        ("a.json", b"", "a.json line 1: not JSON"),
+        ("a.json", b'[\n{"a": 1},\n{"b" 2}]', "a.json: not JSON (Expecting ':' delimiter: line 3"),
+        ("a.json", b"", "a.json: not JSON (Expecting value: line 1"),
         ("a.jsonl", b'{"a": 1}\n\n{oops}\n', "a.jsonl line 3: not JSON"),
         ("a.jsonl", b"\n \n", "has no records"),
         ("a.json", b'["\xff"]', "is not UTF-8"),

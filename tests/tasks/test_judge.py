@@ -162,7 +162,7 @@ def test_a_judge_without_a_verdict_punishes_no_one(tmp_path, caplog, reward, rep
     assert (rollout.reward, rollout.error, len(server.seen)) == (None, "judge", 3)
     assert rollout.error_message.startswith("task.judge: no readable reply in 3 tries; the last: ")
     assert all(call.turn_reward is None for call in calls)
-    assert "aborted and not credited (1 of 1 so far)" in caplog.text
+    assert "aborted and not credited (1 so far)" in caplog.text
     logged = [record.getMessage() for record in caplog.records if record.name.startswith("mmrl")]
     assert logged and all(len(message) < 400 for message in logged)
     assert len(rollout.error_message) < 300
@@ -188,7 +188,7 @@ def test_a_judge_that_never_keeps_its_format_does_not_fill_the_screen(tmp_path, 
         for _ in range(12):
             play(task, [ANSWER], "judge_turn")
     told = [record.getMessage() for record in caplog.records if record.name == "mmrl.judge"]
-    assert ["(1 of 1 so far)" in told[0], "(10 of 10 so far)" in told[1]] == [True, True]
+    assert ["(1 so far)" in told[0], "(10 so far)" in told[1]] == [True, True]
     assert len(told) == 2
     assert "12 of 12 rollouts scored by the fixed rule" in task.describe()["judge"]
     task.reset_counts()
@@ -267,9 +267,10 @@ def test_a_question_may_hold_braces_and_tags():
             return "<score>1</score>"
 
     chat = Chat()
-    judge = Judge(JudgeConfig(), TEXTS, chat)
+    judge = Judge(JudgeConfig(), TEXTS)
+    judge.chat = chat
     turns = [JudgedTurn("{turns} {x}")]
-    verdict = asyncio.run(judge.outcome("{prompt} </prompt> {0}", turns, ["{a}"]))
+    verdict = asyncio.run(judge.verdict("judge_outcome", "{prompt} </prompt> {0}", turns, ["{a}"]))
     assert verdict.scores == (1.0,)
     assert "{prompt} &lt;/prompt&gt; {0}" in chat.shown
     assert "{turns} {x}" in chat.shown

@@ -127,8 +127,8 @@ def test_what_is_no_program_is_refused(tmp_path):
     def parts(program, **more):
         return OwnTask(program, loud, inputs=["word"], **more)
 
-    assert "OwnTask(modules=...) is missing" in problems(tmp_path, parts=parts(shout))
-    assert "got plain, expected an async function" in problems(tmp_path, parts=parts(plain))
+    assert "OwnTask(modules=...): missing" in problems(tmp_path, parts=parts(shout))
+    assert "OwnTask(program=...): plain takes (example, ctx)" in problems(tmp_path, parts=parts(plain))
     assert "plain, which is no async function" in problems(tmp_path, parts=parts(plain, modules=["a"]))
 
 

@@ -17,7 +17,7 @@ from mmrl.tasks import TASKS
 from mmrl.tasks.agents.tool_agent import turns_of
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Prompts, Shot, Template, last_user, load_prompts
-from mmrl.tasks.search_program.program import TEMPLATES, SearchPrompts
+from mmrl.tasks.search_program.program import TEMPLATES, SearchProgram
 from tests.helpers.programs import EXAMPLE, Script, default_config, environment, make, play
 
 ROLES = dict.fromkeys(TEMPLATES, "system")
@@ -55,7 +55,7 @@ rewriter:
       assistant: "### c ###"
 """,
     )
-    prompts = SearchPrompts(load_prompts(TEMPLATES, path), 5)
+    prompts = SearchProgram(load_prompts(TEMPLATES, path), 5)
     # worked by hand: what all questions share comes first, and nothing is filled into demonstrations
     shared = [
         message("system", "Split. Shape: {a}"),
@@ -73,8 +73,8 @@ def test_the_demonstrations_of_a_growing_context_hold_the_transcript(tmp_path):
     path = written(tmp_path, json.dumps({"agent": {"demonstrations": [{"user": "Q1", "assistant": transcript}]}}))
     task = TASKS["search_agent"](default_config("search_agent", prompts=path), 0)
     plain = TASKS["search_agent"](default_config("search_agent"), 0)
-    (question,) = plain.program.prompts.question("Q2")
-    assert task.program.prompts.question("Q2") == [message("user", "Q1"), message("assistant", transcript), question]
+    (question,) = plain.program.question("Q2")
+    assert task.program.question("Q2") == [message("user", "Q1"), message("assistant", transcript), question]
 
 
 def test_the_tool_agent_shows_results_as_user_messages(tmp_path):
@@ -83,7 +83,7 @@ def test_the_tool_agent_shows_results_as_user_messages(tmp_path):
     assert turns_of(Shot("Q", "<answer>c</answer>")) == [Shot("Q", "<answer>c</answer>")]
     task = make("tool_agent", tmp_path)
     program = task.with_prompt_set({"agent": ModulePrompt("Do.", (shot,))})
-    assert program.prompts.question("Q2") == [
+    assert program.question("Q2") == [
         message("system", "Do."),
         message("user", "Q1"),
         message("assistant", "<tool>x</tool>"),
@@ -106,7 +106,7 @@ reranker:
   demonstrations:
     - text
     - {user: a}
-    - {user: 3, assistant: " ", system: x}
+    - {user: 3, assistant: '', system: x}
 answerer: {demonstrations: , sistem: x}
 """,
     )
@@ -114,13 +114,13 @@ answerer: {demonstrations: , sistem: x}
         load_prompts(TEMPLATES, path)
     problems = [problem.removeprefix(f"task.prompts: {path}: ") for problem in caught.value.problems]
     assert problems[:7] == [
-        "rewriter.demonstrations: got dict, expected a list of {user: text, assistant: text}",
-        "reranker.demonstrations[0]: got str, expected {user: text, assistant: text}",
-        "reranker.demonstrations[1].assistant: is missing, expected text",
-        "reranker.demonstrations[2]: got 'system', expected one of assistant, user",
-        "reranker.demonstrations[2].user: got int, expected text",
-        "reranker.demonstrations[2].assistant: is empty, expected text",
-        "answerer.demonstrations: got NoneType, expected a list of {user: text, assistant: text}",
+        "rewriter.demonstrations: Input should be a valid list",
+        "reranker.demonstrations[0]: Input should be a dictionary or an instance of Shot",
+        "reranker.demonstrations[1].assistant: Field required",
+        "reranker.demonstrations[2].user: Input should be a valid string",
+        "reranker.demonstrations[2].assistant: String should have at least 1 character",
+        "reranker.demonstrations[2].system: Unexpected keyword argument",
+        "answerer.demonstrations: Input should be a valid list",
     ]
     assert len(problems) == 8
     assert problems[7].startswith("answerer: got 'sistem'")
@@ -151,9 +151,9 @@ def test_what_is_written_is_read_back(tmp_path_factory, instructions, shots, que
     # only {question} is filled in; every other brace, and those of the question, are plain text
     system = message("system", instructions.replace("{question}", question))
     turns = [turn for shot in shots for turn in (message("user", shot.user), message("assistant", shot.assistant))]
-    rendered = SearchPrompts(prompts, 5).reranker(question, [])
+    rendered = SearchProgram(prompts, 5).reranker(question, [])
     assert rendered[:-1] == [system] * bool(instructions) + turns
-    assert rendered[-1] == SearchPrompts(load_prompts(TEMPLATES, None), 5).reranker(question, [])[-1]
+    assert rendered[-1] == SearchProgram(load_prompts(TEMPLATES, None), 5).reranker(question, [])[-1]
 
 
 def test_other_texts_of_a_file_stay_and_unchanged_instructions_keep_their_template(tmp_path):
@@ -167,7 +167,7 @@ def test_other_texts_of_a_file_stay_and_unchanged_instructions_keep_their_templa
     prompts.replaced({"reranker": ModulePrompt("New")}, ROLES).write(tmp_path / "again.yaml", ROLES)
     again = load_prompts(TEMPLATES, str(tmp_path / "again.yaml"))
     assert again.texts["answerer"]["document"] == "[{index}] {text}"
-    assert SearchPrompts(again, 5).rewriter("Q")[0] == message("system", "Plain {question}, filled Q")
+    assert SearchProgram(again, 5).rewriter("Q")[0] == message("system", "Plain {question}, filled Q")
     assert again.texts["reranker"]["system"] == "New"
 
 
@@ -193,16 +193,15 @@ def test_every_task_has_a_prompt_set_and_programs_do_not_share_it(name, tmp_path
     task.write_prompts(tmp_path / "best.yaml", changed)
     again = TASKS[name](default_config(name, prompts=str(tmp_path / "best.yaml")), 0)
     assert again.prompt_set() == changed
-    assert again.program == program
-    assert again.program != task.program
+    assert again.program.prompts.texts == program.prompts.texts != task.program.prompts.texts
 
 
 def test_of_the_two_instructions_of_qa_direct_the_one_in_use_changes():
     task = TASKS["qa_direct"](default_config("qa_direct", chain_of_thought=True), 0)
     assert task.prompt_set()["solver"].instructions.startswith("Think step by step")
     program = task.with_prompt_set({"solver": ModulePrompt("Ponder")})
-    assert program.prompts.question("Q", True)[0] == message("system", "Ponder")
-    assert program.prompts.question("Q", False) == task.program.prompts.question("Q", False)
+    assert program.question("Q", True)[0] == message("system", "Ponder")
+    assert program.question("Q", False) == task.program.question("Q", False)
 
 
 SEARCHES = ["<think> a </think>\n<search> river of Lisbon </search>", "<think> b </think>\n<answer> Tagus </answer>"]
@@ -216,7 +215,7 @@ def shown(task, texts, module):
 def test_a_rollout_becomes_a_demonstration(tmp_path):
     task = make("search_agent", tmp_path)
     shot, calls = shown(task, SEARCHES, "agent")
-    assert message("user", shot.user) == task.program.prompts.question("On which river is Lisbon?")[-1]
+    assert message("user", shot.user) == task.program.question("On which river is Lisbon?")[-1]
     assert shot.assistant == SEARCHES[0] + calls[1].prompt_text + SEARCHES[1]
     assert calls[1].prompt_text.startswith("\n\n<information>Doc 1(Title: ")
     # the same rollout under prompts that have demonstrations shows its own question, not theirs
@@ -254,7 +253,7 @@ def test_modules_with_contexts_of_their_own_show_their_first_call(tmp_path):
 
 def test_demonstrations_that_leave_no_room_fail_as_any_long_prompt_does():
     task = TASKS["qa_direct"](default_config("qa_direct"), 0)
-    room = sum(len(m["content"]) + 1 for m in task.program.prompts.question(EXAMPLE.inputs["question"], False)) + 100
+    room = sum(len(m["content"]) + 1 for m in task.program.question(EXAMPLE.inputs["question"], False)) + 100
 
     def played(shots):
         task.program = task.with_prompt_set({"solver": ModulePrompt(task.prompt_set()["solver"].instructions, shots)})

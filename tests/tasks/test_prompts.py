@@ -2,7 +2,7 @@ import pytest
 
 from mmrl.errors import ConfigError
 from mmrl.tasks.prompts import load_prompts, messages
-from mmrl.tasks.search_program.program import TEMPLATES, SearchPrompts
+from mmrl.tasks.search_program.program import TEMPLATES, SearchProgram
 
 
 def written(tmp_path, text):
@@ -18,7 +18,7 @@ def problems(path):
 
 
 def test_defaults_fill_their_own_placeholders():
-    prompts = SearchPrompts(load_prompts(TEMPLATES, None), 5)
+    prompts = SearchProgram(load_prompts(TEMPLATES, None), 5)
     documents = [{"title": "T", "text": "x y"}]
     for rendered in (prompts.rewriter("Q?"), prompts.reranker("Q?", documents), prompts.answerer("Q?", [])):
         assert [message["role"] for message in rendered] == ["system", "user"]
@@ -31,7 +31,7 @@ def test_a_file_replaces_what_it_names(tmp_path):
         tmp_path,
         "rewriter:\n  user: 'Frage: {question} {{json}}'\nanswerer:\n  system: ''\n  document: '[{index}] {text}'\n",
     )
-    prompts = SearchPrompts(load_prompts(TEMPLATES, path), 5)
+    prompts = SearchProgram(load_prompts(TEMPLATES, path), 5)
     assert prompts.rewriter("{x}")[1]["content"] == "Frage: {x} {json}"
     assert prompts.rewriter("Q")[0]["content"] == TEMPLATES["rewriter"]["system"].text
     answerer = prompts.answerer("Q", [{"title": "T", "text": "body"}])

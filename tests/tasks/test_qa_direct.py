@@ -1,12 +1,11 @@
 import pytest
 
-from mmrl.config.validate import task_section
 from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.programs import default_config
+from tests.helpers.programs import default_config, task_section
 from tests.helpers.programs import play as played
 from tests.tasks.test_data import record, saved
 
@@ -62,7 +61,7 @@ def test_demonstrations_have_the_prompts_of_a_run_and_earn_everything():
         task = make(chain_of_thought=thinking)
         for example in task.examples("dev")[:10]:
             shown = demonstrations(task, example)[thinking]
-            prompt = task.program.prompts.question(example.inputs["question"], thinking)
+            prompt = task.program.question(example.inputs["question"], thinking)
             assert shown.messages == prompt
             rollout, _, _ = played(
                 make(chain_of_thought=thinking, max_tokens=900), [shown.completion], "outcome", example

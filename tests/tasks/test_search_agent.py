@@ -1,14 +1,11 @@
 """The search agent: which text acts, what every turn earns, limits, injected tags, demonstrations."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.config import DataConfig
 from mmrl.config.tasks import SearchAgentConfig
-from mmrl.config.validate import task_section
 from mmrl.errors import ConfigError
 from mmrl.tasks import TASKS
 from mmrl.tasks.agents.rewards import (
@@ -21,7 +18,7 @@ from mmrl.tasks.agents.rewards import (
 from mmrl.tasks.agents.tags import first_pair
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.programs import EXAMPLE, default_config, make, play
+from tests.helpers.programs import EXAMPLE, default_config, make, play, task_section
 
 ASK = "<think>a</think><search>river Lisbon</search>"
 MISS = "<think>a</think><search>city Douro</search>"
@@ -101,7 +98,7 @@ def test_worked_numbers_in_a_rollout(task):
     assert rollout.reward == pytest.approx(0.2)
     assert rollout.parts == {"final": pytest.approx(0.2), "intermediate": pytest.approx(-0.2)}
     assert [call.facts["action_none"] for call in calls] == [0, 0, 1, 0]
-    assert calls[3].prompt_text == task.program.prompts.correction()
+    assert calls[3].prompt_text == task.program.correction()
 
 
 def test_one_turn_has_a_final_reward_only(task):
@@ -203,10 +200,10 @@ def test_limits(task, tmp_path):
 
 
 def test_a_full_context_ends_the_rollout_without_an_exception(task):
-    question = len(task.program.prompts.question(EXAMPLE.inputs["question"])[0]["content"])
+    question = len(task.program.question(EXAMPLE.inputs["question"])[0]["content"])
     frame = len("\n\n<information></information>\n\n")
     for room in range(3 * frame):
-        task.program.limits = replace(task.program.limits, max_context=question + len(ASK) + room)
+        task.program.max_context = question + len(ASK) + room
         rollout, calls, _ = play(task, [ASK, RIGHT])
         assert rollout.error is None
         if room <= frame:
@@ -325,8 +322,6 @@ def test_bad_options_are_named():
         TASKS["search_agent"](default_config("search_agent", data={"train": "x.json"}), 0)
     with pytest.raises(ConfigError, match=r"task\.dataset: got 'nqq', .*did you mean 'nq'"):
         TASKS["search_agent"](default_config("search_agent", dataset="nqq"), 0)
-    with pytest.raises(ConfigError, match=r"task\.reward"):
-        TASKS["search_agent"](default_config("search_agent"), 0).check_reward_set("judge")
 
 
 def test_questions_of_files_end_in_a_question_mark(tmp_path):

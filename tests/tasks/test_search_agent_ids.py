@@ -1,7 +1,6 @@
 """The search agent's token ids: observations counted and cut as sampled, demonstrations with the ids of a run."""
 
 import asyncio
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -60,7 +59,7 @@ def test_observation_tokens_are_counted_and_cut_alike_after_a_sampled_end_of_tur
     env.render, env.extend = partial(render_prompt, tokenizer), partial(render_observation, tokenizer)
     env.decode = partial(decode_text, tokenizer)
     for limit in (4000, 60):
-        task.program.limits = replace(task.program.limits, max_observation=limit)
+        task.program.max_observation = limit
         forest = asyncio.run(sample(env, [(EXAMPLE, independent(1))], "turn"))
         first, second = forest.path(forest.rollouts[0])
         kept = len(first.prompt_ids) + first.completion_tokens - len(end)

@@ -13,7 +13,6 @@ from mmrl.tasks.prompts import load_prompts
 from mmrl.tasks.search_program.program import (
     TEMPLATES,
     SearchProgram,
-    SearchPrompts,
     Selection,
     parse_answer,
     parse_queries,
@@ -117,7 +116,7 @@ class ScriptedContext:
 
 
 def run(texts, **options):
-    program = SearchProgram(SearchPrompts(load_prompts(TEMPLATES, None), snippet_words=3))
+    program = SearchProgram(load_prompts(TEMPLATES, None), snippet_words=3)
     ctx = ScriptedContext(texts, **options)
     example = Example(id="q", inputs={"question": "Where was {Ada} born?", "corpus": "c"})
     return asyncio.run(program.run(example, ctx)), ctx

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config.algo import ALGO_SCHEMAS
-from mmrl.config.validate import task_section
 from mmrl.errors import ConfigError
 from mmrl.records import Forest
 from mmrl.tasks import TASKS
@@ -16,7 +15,7 @@ from mmrl.tasks.agents.tags import tag_sequence
 from mmrl.tasks.agents.tool_agent import TAGS, read_command
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.programs import EXAMPLE, default_config, make, play
+from tests.helpers.programs import EXAMPLE, default_config, make, play, task_section
 from tests.tasks.test_search_agent import approx, turn_rewards
 from tests.tasks.test_search_agent_ids import replayed
 
@@ -165,10 +164,10 @@ def test_a_search_without_a_hit_is_executed(task):
 
 
 def test_the_token_limit_counts_observations_and_ends_without_an_exception(task):
-    prompt = sum(len(m["content"]) for m in task.program.prompts.question(EXAMPLE.inputs["question"])) + 1
+    prompt = sum(len(m["content"]) for m in task.program.question(EXAMPLE.inputs["question"])) + 1
     frame = len("<user><result></result>")
     for room in range(200):
-        task.program.max_completion = len(ASK) + room
+        task.program.config = task.config.model_copy(update={"max_completion": len(ASK) + room})
         rollout, calls, _ = play(task, [ASK, RIGHT])
         assert rollout.error is None
         last = calls[-1]
@@ -181,19 +180,19 @@ def test_the_token_limit_counts_observations_and_ends_without_an_exception(task)
         else:
             assert last.prompt_text.endswith("</result>")
             assert turn_rewards(calls) == approx([0.2 + 0.5 * ("Tagus" in last.prompt_text), None])
-    task.program.max_completion = 300
+    task.program.config = task.config.model_copy(update={"max_completion": 300})
     rollout, calls, _ = play(task, ["hm"])
     assert rollout.prediction["ended"] == "tokens"
     assert len(calls) > 3
     assert rollout.reward == 0.0
-    task.program.max_completion = 3
+    task.program.config = task.config.model_copy(update={"max_completion": 3})
     rollout, calls, _ = play(task, [ASK])
     assert [one.completion_tokens for one in calls] == [3]
 
 
 def test_the_context_limit_is_kept_too(task):
-    prompt = sum(len(m["content"]) for m in task.program.prompts.question(EXAMPLE.inputs["question"])) + 1
-    task.program.max_context = prompt + len(ASK) + 60
+    prompt = sum(len(m["content"]) for m in task.program.question(EXAMPLE.inputs["question"])) + 1
+    task.program.config = task.config.model_copy(update={"max_context": prompt + len(ASK) + 60})
     rollout, calls, _ = play(task, [ASK, RIGHT])
     assert rollout.error is None
     assert len(calls[-1].prompt_ids) + calls[-1].completion_tokens <= prompt + len(ASK) + 60
@@ -231,7 +230,7 @@ def test_a_generated_result_counts_for_nothing(task):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(hostile, min_size=1, max_size=4))
 def test_no_output_of_a_policy_makes_the_program_fail(task, texts):
-    task.program.max_completion = 1500
+    task.program.config = task.config.model_copy(update={"max_completion": 1500})
     rollout, calls, _ = play(task, texts)
     assert rollout.error is None
     assert -1e-9 <= rollout.reward <= 1.9 + 1e-9

@@ -13,10 +13,10 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeVar
 
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.config.tasks import AgentJudgedConfig, JudgeConfig
+from mmrl.config.tasks import AgentJudgedConfig, JudgeConfig, JudgeEndpointConfig
 from mmrl.engines.openai import OpenAIChat, described, worth_logging
 from mmrl.errors import ConfigError, EngineFailure, JudgeFailure, RewardFailure
 from mmrl.records import Call
@@ -26,8 +26,7 @@ from mmrl.tasks.prompts import Template, Texts
 
 log = logging.getLogger("mmrl.judge")
 
-Reader = Callable[[str], tuple[float, ...] | None]
-"""Reply -> scores; None where it has another form."""
+T = TypeVar("T")
 
 JUDGE_SETS = ("judge_outcome", "judge_turn")
 ANSWER_WORDS = 5
@@ -79,18 +78,79 @@ TEMPLATES: Mapping[str, Template] = {"judge_outcome": OUTCOME, "judge_turn": TUR
 """Role of the prompts' part `judge` -> default text."""
 
 
-class Chat(Protocol):
-    """What a judge needs of a client."""
+class UnreadableReply(JudgeFailure):
+    """A judge whose replies have another form than asked for.
 
-    async def complete(
+    Args:
+        reply: the last of them.
+        requests: how many were sent.
+    """
+
+    def __init__(self, reply: str, requests: int):
+        super().__init__(f"task.judge: no readable reply in {requests} tries; the last: {quoted(reply)!r}")
+        self.reply = reply
+        self.requests = requests
+
+
+class EndpointJudge:
+    """Asks one endpoint; a reply that cannot be read is requested again.
+
+    Args:
+        settings: `task.judge`.
+
+    Raises:
+        ConfigError: the endpoint's key is not in the environment.
+    """
+
+    def __init__(self, settings: JudgeEndpointConfig):
+        endpoint = settings.model_dump(include=set(EndpointConfig.model_fields))
+        self.settings = settings
+        self.chat = OpenAIChat(EndpointConfig(**endpoint), path="task.judge")
+        self.unreadable = self.without_verdict = 0
+
+    def describe(self) -> str:
+        """Who judges, and how many requests, unreadable replies and rollouts without verdict there were."""
+        counts = {"unreadable": self.unreadable, "without_verdict": self.without_verdict}
+        return described(self.settings, self.chat, **counts)
+
+    def reset_counts(self) -> None:
+        """A new run begins."""
+        self.unreadable = self.without_verdict = 0
+
+    async def ask(
         self,
         messages: Sequence[Mapping[str, str]],
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-    ) -> str:
-        """The reply, or `EngineFailure`."""
-        ...
+        read: Callable[[str], T | None],
+        fate: str = "aborted and not credited",
+    ) -> tuple[T, int]:
+        """What `read` makes of a reply, which is not None, and how many requests that took.
+
+        Args:
+            fate: what becomes of a rollout without verdict, for the log.
+
+        Raises:
+            UnreadableReply: no reply can be read.
+            JudgeFailure: the endpoint did not answer.
+        """
+        settings, reply, requests = self.settings, "", 0
+        # A reply in another form is requested again with the same prompt: at temperature > 0 the next one differs,
+        # and a changed prompt would score by other rules.
+        for requests in range(1, settings.retries + 2):
+            try:
+                reply = await self.chat.complete(
+                    messages, max_tokens=settings.max_tokens, temperature=settings.temperature
+                )
+            # No answer at all says nothing about the rollout, so it must not become a score: the rollout is aborted.
+            except EngineFailure as error:
+                raise JudgeFailure(f"task.judge: {error}") from error
+            if (verdict := read(reply)) is not None:
+                return verdict, requests
+            self.unreadable += 1
+        self.without_verdict += 1
+        failure = UnreadableReply(reply, requests)
+        if worth_logging(self.without_verdict):
+            log.warning("%s; the rollout is %s (%d so far)", failure, fate, self.without_verdict)
+        raise failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,40 +180,20 @@ class Verdict:
         return {"judge_asked": float(self.requests), "judge_fallback": float(self.fallback)}
 
 
-def unreachable(chat: Chat | None) -> list[str]:
-    """Why no request to an endpoint can succeed, checked before a model loads; see `OpenAIChat.unreachable`."""
-    return chat.unreachable() if isinstance(chat, OpenAIChat) else []
-
-
-def forget_counts(chat: Chat | None) -> None:
-    """Requests to an endpoint are counted per run."""
-    if isinstance(chat, OpenAIChat):
-        chat.forget_counts()
-
-
-def usage_of(chat: Chat | None, name: str) -> dict[str, float]:
-    """Requests to an endpoint so far, by metric name (`endpoint/<name>/requests`)."""
-    return chat.usage.metrics(f"endpoint/{name}") if isinstance(chat, OpenAIChat) else {}
-
-
-class Judge:
-    """Asks one endpoint.
+class Judge(EndpointJudge):
+    """Judges agents by the rubrics of arXiv 2505.11821.
 
     Args:
         settings: `task.judge`.
         texts: prompts by reward set (see `TEMPLATES`).
-        chat: for tests; None opens the client of the endpoint.
-
-    Raises:
-        ConfigError: the endpoint's key is not in the environment.
     """
 
-    def __init__(self, settings: JudgeConfig, texts: Mapping[str, str], chat: Chat | None = None):
-        self.settings = settings
+    settings: JudgeConfig
+
+    def __init__(self, settings: JudgeConfig, texts: Mapping[str, str]):
+        super().__init__(settings)
         self.texts = texts
-        endpoint = settings.model_dump(include=set(EndpointConfig.model_fields))
-        self.chat: Chat = chat or OpenAIChat(EndpointConfig(**endpoint), path="task.judge")
-        self.unreadable = self.without_verdict = self.judged = 0
+        self.judged = 0
 
     def describe(self) -> str:
         """Who judges, how many requests it got, how many replies were unreadable, and what became of the rollouts."""
@@ -163,71 +203,37 @@ class Judge:
 
     def reset_counts(self) -> None:
         """A new run begins."""
-        self.unreadable = self.without_verdict = self.judged = 0
-        forget_counts(self.chat)
+        super().reset_counts()
+        self.judged = 0
 
-    async def outcome(self, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> Verdict:
-        """One score in [0, 1] for the rollout; by the fixed rule, 0 where no reply can be read.
+    async def verdict(
+        self, reward_set: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]
+    ) -> Verdict:
+        """`judge_outcome`: one score in [0, 1] for the rollout; `judge_turn`: one in [-1, 1] per turn.
+
+        By the fixed rule, where no reply can be read: 0 for the rollout, `salvage_turns` of the last reply.
 
         Raises:
             JudgeFailure: the endpoint did not answer, or no reply can be read and the fixed rule is off.
         """
-        return await self._ask("judge_outcome", prompt, turns, answers, read_outcome, lambda reply: (0.0,))
-
-    async def turns(self, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> Verdict:
-        """One score in [-1, 1] per turn; by the fixed rule, `salvage_turns` of the last reply where none can be read.
-
-        Raises:
-            JudgeFailure: as `outcome`.
-        """
         count = len(turns)
-        return await self._ask(
-            "judge_turn",
-            prompt,
-            turns,
-            answers,
-            lambda reply: read_turns(reply, count),
-            lambda reply: salvage_turns(reply, count),
-        )
 
-    async def _ask(
-        self,
-        name: str,
-        prompt: str,
-        turns: Sequence[JudgedTurn],
-        answers: Sequence[str],
-        read: Reader,
-        salvage: Callable[[str], tuple[float, ...]],
-    ) -> Verdict:
-        messages = [{"role": "user", "content": self._prompt(name, prompt, turns, answers)}]
-        settings = self.settings
-        reply = ""
-        # A reply in another form is requested again with the same prompt: at temperature > 0 the next one differs,
-        # and a changed prompt would score by other rules.
-        for requests in range(1, settings.retries + 2):
-            try:
-                reply = await self.chat.complete(
-                    messages, max_tokens=settings.max_tokens, temperature=settings.temperature
-                )
-            # No answer at all says nothing about the rollout, so it must not become a score: the rollout is aborted.
-            except EngineFailure as error:
-                raise JudgeFailure(f"task.judge: {error}") from error
-            scores = read(reply)
-            if scores is not None:
-                self.judged += 1
-                return Verdict(scores, requests, fallback=False)
-            self.unreadable += 1
+        def read(reply: str) -> tuple[float, ...] | None:
+            return read_turns(reply, count) if reward_set == "judge_turn" else read_outcome(reply)
+
+        messages = [{"role": "user", "content": self._prompt(reward_set, prompt, turns, answers)}]
+        by_rule = self.settings.on_unreadable == "rule"
+        try:
+            scores, requests = await self.ask(messages, read, *(["scored by the fixed rule"] if by_rule else []))
+        except UnreadableReply as failure:
+            self.judged += 1
+            # Not a score unless the config says so: it punishes or rewards the policy for what the judge did.
+            if not by_rule:
+                raise
+            scores = salvage_turns(failure.reply, count) if reward_set == "judge_turn" else (0.0,)
+            return Verdict(scores, failure.requests, fallback=True)
         self.judged += 1
-        self.without_verdict += 1
-        by_rule = settings.on_unreadable == "rule"
-        problem = f"task.judge: no readable reply in {requests} tries; the last: {quoted(reply)!r}"
-        if worth_logging(self.without_verdict):
-            fate = "scored by the fixed rule" if by_rule else "aborted and not credited"
-            log.warning("%s; the rollout is %s (%d of %d so far)", problem, fate, self.without_verdict, self.judged)
-        # Not a score: it would punish or reward the policy for what the judge did.
-        if not by_rule:
-            raise JudgeFailure(problem)
-        return Verdict(salvage(reply), requests, fallback=True)
+        return Verdict(scores, requests, fallback=False)
 
     def _prompt(self, name: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> str:
         values = {
@@ -283,8 +289,7 @@ async def judged(
     # the turn's observation.
     following = [call.prompt_text for call in path[1:]]
     turns = [JudgedTurn(call.text, observation) for call, observation in zip(path, [*following, None], strict=True)]
-    ask = judge.outcome if reward_set == "judge_outcome" else judge.turns
-    verdict = await ask(prompt, turns, answers)
+    verdict = await judge.verdict(reward_set, prompt, turns, answers)
     *earlier, final = verdict.scores
     turn_rewards = {call.id: value for call, value in zip(path[:-1], earlier, strict=True)} if earlier else {}
     return Score(

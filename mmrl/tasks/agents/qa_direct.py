@@ -6,14 +6,12 @@ with a tiny model that was trained on single facts, what is learnt is to commit 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
 from mmrl.config.tasks import DirectQaConfig
 from mmrl.records import Call, Example
-from mmrl.tasks import metrics
-from mmrl.tasks.base import Context, ModuleScore, Score
+from mmrl.tasks.base import Context, ModuleScore
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import Prompts, Template, Templates
@@ -44,17 +42,6 @@ def system_role(chain_of_thought: bool) -> str:
     return "system_chain_of_thought" if chain_of_thought else "system"
 
 
-@dataclass(frozen=True, slots=True)
-class DirectPrompts:
-    """Renders what the solver reads."""
-
-    prompts: Prompts
-
-    def question(self, question: str, chain_of_thought: bool) -> list[dict[str, str]]:
-        """The one prompt."""
-        return self.prompts.messages(MODULE, system=system_role(chain_of_thought), question=question)
-
-
 class DirectPrediction(TypedDict):
     """What the program returns."""
 
@@ -65,13 +52,17 @@ class DirectPrediction(TypedDict):
 class DirectAnswer:
     """Implements `mmrl.tasks.base.Program`: reads `inputs["question"]`; the prediction is `{"answer"}`."""
 
-    prompts: DirectPrompts
+    prompts: Prompts
     chain_of_thought: bool
     modules: tuple[str, ...] = (MODULE,)
 
+    def question(self, question: str, chain_of_thought: bool) -> list[dict[str, str]]:
+        """The one prompt."""
+        return self.prompts.messages(MODULE, system=system_role(chain_of_thought), question=question)
+
     async def run(self, example: Example, ctx: Context) -> DirectPrediction:
         """One call."""
-        reply = await ctx.call(MODULE, self.prompts.question(example.inputs["question"], self.chain_of_thought))
+        reply = await ctx.call(MODULE, self.question(example.inputs["question"], self.chain_of_thought))
         return {"answer": parse_answer(reply.text)}
 
 
@@ -87,7 +78,7 @@ class DirectQaTask(OpenQaTask):
 
     def make_program(self, prompts: Prompts) -> DirectAnswer:
         """See `OpenQaTask.make_program`."""
-        return DirectAnswer(DirectPrompts(prompts), self.config.chain_of_thought)
+        return DirectAnswer(prompts, self.config.chain_of_thought)
 
     def instruction_roles(self) -> dict[str, str]:
         """See `OpenQaTask.instruction_roles`: of the two system texts, the one in use."""
@@ -96,14 +87,6 @@ class DirectQaTask(OpenQaTask):
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """The questions that the search programs have to answer with the mini world's documents."""
         return mini_questions(self.config.dataset or "hotpotqa", split, corpus, stepwise=True)
-
-    def score(self, example: Example, prediction: DirectPrediction, path: Sequence[Call], reward_set: str) -> Score:
-        """Reward: F1 without the yes/no rule, as for the search program that it is compared with."""
-        self.check_reward_set(reward_set)
-        answer = prediction["answer"]
-        # without `closed`: a training reward for "yes, ..." against "yes" should not be zero
-        reward = self.best(metrics.f1, answer, example)
-        return Score(reward=reward, metrics=self.answer_metrics(answer, example), parts={"f1": reward})
 
     def score_call(self, call: Call) -> ModuleScore:
         """No penalty; how much was written."""

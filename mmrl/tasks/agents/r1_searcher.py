@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypedDict
+from typing import ClassVar
 
 from mmrl.config.tasks import ReasonerConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
-from mmrl.tasks.agents.tags import disarm, disarm_markers, final_query, has_word, last_block, numbered
-from mmrl.tasks.agents.turns import Addition, TurnLimits, Turns, action_facts, found, titles_of
+from mmrl.tasks.agents.tags import disarm, disarm_markers, final_query, has_word, last_block
+from mmrl.tasks.agents.turns import Addition, ReasonerPrediction, TurnAgent, Turns, action_facts, found, titles_of
 from mmrl.tasks.base import Context, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask, gold_share
@@ -55,13 +55,15 @@ TEMPLATES: Templates = {
 """`nothing` stands for an empty result."""
 
 
-@dataclass(frozen=True, slots=True)
-class SearcherPrompts:
-    """Renders what the searcher reads."""
+def result(text: str) -> str:
+    """The observation that holds retrieved documents."""
+    return f"{OPEN}{text}{CLOSE}"
 
-    prompts: Prompts
-    snippet_words: int
-    """A document's text is cut to this many whitespace words."""
+
+class R1Searcher(TurnAgent):
+    """Implements `mmrl.tasks.base.Program`."""
+
+    modules = (MODULE,)
 
     def question(self, question: str) -> list[dict[str, str]]:
         """The first prompt; it opens the thoughts."""
@@ -69,45 +71,11 @@ class SearcherPrompts:
 
     def documents(self, passages: Sequence[Passage]) -> str:
         """Retrieved documents, in which nothing looks like a marker or tag of the searcher."""
-        texts = self.prompts.texts[MODULE]
-        listing = numbered(texts["document"], passages, self.snippet_words)
-        return disarm_markers(disarm(listing, TAGS)) or texts["nothing"].format()
+        listing = "\n".join(self.prompts.documents(MODULE, passages, self.snippet_words))
+        return disarm_markers(disarm(listing, TAGS)) or self.prompts.texts[MODULE]["nothing"].format()
 
-
-def result(text: str) -> str:
-    """The observation that holds retrieved documents."""
-    return f"{OPEN}{text}{CLOSE}"
-
-
-class R1Prediction(TypedDict):
-    """What the program returns."""
-
-    answer: str | None
-    """Content of the last `<answer>` pair."""
-    queries: list[str]
-    """Those that were executed."""
-    titles: list[str]
-    """Of all documents that the searches brought."""
-    ended: str
-    """`answer`: a turn without a query; `searches`: a query beyond the limit; `context`: no room left."""
-
-
-@dataclass(slots=True)
-class R1Searcher:
-    """Implements `mmrl.tasks.base.Program`.
-
-    Reads `inputs["question"]` and `inputs["corpus"]`.
-    """
-
-    prompts: SearcherPrompts
-    searches: int
-    """Queries that are executed."""
-    limits: TurnLimits
-    modules: tuple[str, ...] = (MODULE,)
-    continues: ClassVar[frozenset[str]] = frozenset({MODULE})
-
-    async def run(self, example: Example, ctx: Context) -> R1Prediction:
-        """Turns until one ends without a query, or a limit."""
+    async def run(self, example: Example, ctx: Context) -> ReasonerPrediction:
+        """Turns until one ends without a query, or a limit; the answer is the last `<answer>` pair."""
         queries: list[str] = []
         titles: list[str] = []
 
@@ -121,9 +89,9 @@ class R1Searcher:
             queries.append(query)
             passages = await found(ctx, example, query)
             titles.extend(passage["title"] for passage in passages)
-            return Addition(self.prompts.documents(passages), titles_of(passages), result)
+            return Addition(self.documents(passages), titles_of(passages), result)
 
-        turns = await self.limits.play(ctx, MODULE, self.prompts.question(example.inputs["question"]), STOP, act)
+        turns = await self.play(ctx, self.question(example.inputs["question"]), STOP, act)
         # of the sampled text alone: an `<answer>` pair in a document is not the policy's
         answer = last_block(turns.sampled, "<answer>", "</answer>")
         return {"answer": answer, "queries": queries, "titles": titles, "ended": turns.ended}
@@ -177,17 +145,14 @@ class R1SearcherTask(OpenQaTask):
 
     def make_program(self, prompts: Prompts) -> R1Searcher:
         """See `OpenQaTask.make_program`."""
-        config = self.config
-        rendered = SearcherPrompts(prompts, config.retriever.snippet_words)
-        return R1Searcher(rendered, config.max_turns, TurnLimits(config.max_observation, config.max_context or 4096))
+        return R1Searcher(prompts, self.config, self.config.max_turns)
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Multi-hop questions, or single-hop ones for a data set of such."""
         return mini_questions(self.config.dataset or "hotpotqa", split, corpus)
 
-    def score(self, example: Example, prediction: R1Prediction, path: Sequence[Call], reward_set: str) -> Score:
+    def score(self, example: Example, prediction: ReasonerPrediction, path: Sequence[Call], reward_set: str) -> Score:
         """Reward sets: `outcome` (stage 2) and `stage1`. Both rewards' answer metrics have no yes/no rule."""
-        self.check_reward_set(reward_set)
         answer = prediction["answer"] or ""
         form = Form.of("".join(call.text for call in path))
         if reward_set == "stage1":

@@ -8,7 +8,6 @@ formed last turn, never an exception.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, TypedDict
 
 from mmrl.config.tasks import SearchAgentConfig
@@ -18,17 +17,15 @@ from mmrl.tasks.agents.judge import JUDGE_SETS, judged
 from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.agents.rewards import SEARCH_TAGS, SearchTurn, merged_reward, search_reward
 from mmrl.tasks.agents.tags import disarm, first_pair
-from mmrl.tasks.agents.turns import Addition, TurnLimits, Turns, action_facts, found, titles_of
+from mmrl.tasks.agents.turns import Addition, TurnAgent, Turns, action_facts, found, titles_of
 from mmrl.tasks.base import Context, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_search
 from mmrl.tasks.open_qa import OpenQaTask
-from mmrl.tasks.prompts import Prompts, Template, Templates, snippet
+from mmrl.tasks.prompts import Prompts, Template, Templates
 
 MODULE = "agent"
 STOP = ("</search>", "</answer>")
 ACTIONS = ("search", "answer")
-CONTEXT = 4096
-"""Tokens of a whole rollout where `task.max_context` says nothing."""
 OPEN, CLOSE = "\n\n<information>", "</information>\n\n"
 
 _QUESTION = frozenset({"question"})
@@ -57,33 +54,6 @@ TEMPLATES: Templates = {
 """`correction` follows a turn without an action; `document` writes one retrieved document."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgentPrompts:
-    """Renders what the agent reads."""
-
-    prompts: Prompts
-    snippet_words: int
-    """A document's text is cut to this many whitespace words."""
-
-    def question(self, question: str) -> list[dict[str, str]]:
-        """The first prompt."""
-        return self.prompts.messages(MODULE, question=question)
-
-    def correction(self) -> str:
-        """What follows a turn that did nothing."""
-        return self.prompts.texts[MODULE]["correction"].format()
-
-    def documents(self, passages: Sequence[Passage]) -> str:
-        """Retrieved documents, in which nothing looks like a tag of the agent."""
-        listing = "".join(
-            self.prompts.texts[MODULE]["document"].format(
-                index=index, title=passage["title"], text=snippet(passage["text"], self.snippet_words)
-            )
-            for index, passage in enumerate(passages, 1)
-        )
-        return disarm(listing, SEARCH_TAGS)
-
-
 def information(documents: str) -> str:
     """The observation that holds retrieved documents."""
     return f"{OPEN}{documents}{CLOSE}"
@@ -101,19 +71,22 @@ class SearchAgentPrediction(TypedDict):
     """What ended it: `answer`, `turns` or `context`."""
 
 
-@dataclass(slots=True)
-class SearchAgent:
-    """Implements `mmrl.tasks.base.Program`.
+class SearchAgent(TurnAgent):
+    """Implements `mmrl.tasks.base.Program`; one turn after the last search may only answer."""
 
-    Reads `inputs["question"]` and `inputs["corpus"]`.
-    """
+    modules = (MODULE,)
 
-    prompts: AgentPrompts
-    search_turns: int
-    """Turns whose search is executed; one more follows that may only answer."""
-    limits: TurnLimits
-    modules: tuple[str, ...] = (MODULE,)
-    continues: ClassVar[frozenset[str]] = frozenset({MODULE})
+    def question(self, question: str) -> list[dict[str, str]]:
+        """The first prompt."""
+        return self.prompts.messages(MODULE, question=question)
+
+    def correction(self) -> str:
+        """What follows a turn that did nothing."""
+        return self.prompts.texts[MODULE]["correction"].format()
+
+    def documents(self, passages: Sequence[Passage]) -> str:
+        """Retrieved documents, in which nothing looks like a tag of the agent."""
+        return disarm("".join(self.prompts.documents(MODULE, passages, self.snippet_words)), SEARCH_TAGS)
 
     async def run(self, example: Example, ctx: Context) -> SearchAgentPrediction:
         """Turns until an answer or a limit."""
@@ -128,17 +101,16 @@ class SearchAgent:
             if action == "answer":
                 return "answer"
             # The last turn may only answer: it was generated, is scored, and its search is not executed.
-            if len(actions) > self.search_turns:
+            if len(actions) > self.searches:
                 return "turns"
             if action == "none":
                 # Never cut: half of it would read as text of the model.
-                return Addition(self.prompts.correction(), "correction")
+                return Addition(self.correction(), "correction")
             passages = await found(ctx, example, content)
-            return Addition(self.prompts.documents(passages), titles_of(passages), information)
+            return Addition(self.documents(passages), titles_of(passages), information)
 
-        prompt = self.prompts.question(example.inputs["question"])
-        turns = await self.limits.play(ctx, MODULE, prompt, STOP, act)
-        executed = list(zip(actions, contents, strict=True))[: self.search_turns]
+        turns = await self.play(ctx, self.question(example.inputs["question"]), STOP, act)
+        executed = list(zip(actions, contents, strict=True))[: self.searches]
         return {
             "answer": contents[-1] if turns.ended == "answer" else None,
             "actions": actions,
@@ -164,12 +136,7 @@ class SearchAgentTask(OpenQaTask):
 
     def make_program(self, prompts: Prompts) -> SearchAgent:
         """See `OpenQaTask.make_program`."""
-        config = self.config
-        return SearchAgent(
-            AgentPrompts(prompts, config.retriever.snippet_words),
-            search_turns=config.max_turns - config.count_final_call,
-            limits=TurnLimits(config.max_observation, config.max_context or CONTEXT),
-        )
+        return SearchAgent(prompts, self.config, self.config.max_turns - self.config.count_final_call)
 
     def as_asked(self, question: str) -> str:
         """With a question mark, which NQ's questions lack: Search-R1 adds it to all of its data."""
@@ -188,7 +155,6 @@ class SearchAgentTask(OpenQaTask):
         `judge_outcome` and `judge_turn` ask the judge for what `outcome` and `turn` compute; `gain` is the outcome, and
         the trainer adds turn rewards (`stages.information_gain`).
         """
-        self.check_reward_set(reward_set)
         answers, answer = example.metadata["answers"], prediction["answer"] or ""
         turns = turns_of(prediction["actions"], path)
         # An empty answer would be an exact match of a gold answer that normalises to nothing ("The").
@@ -210,7 +176,7 @@ class SearchAgentTask(OpenQaTask):
             merged = merged_reward(bool(em), bool(answer), reward)
             return Score(reward=merged, metrics=scores, parts={"merged": merged})
         if reward_set in JUDGE_SETS:
-            prompt = self.program.prompts.question(example.inputs["question"])[-1]["content"]
+            prompt = self.program.question(example.inputs["question"])[-1]["content"]
             return judged(self.judge, reward_set, prompt, path, answers, scores)
         # The last call has no turn reward: its value is the final reward itself.
         turn_rewards = {call.id: value for call, value in zip(path[:-1], reward.intermediate, strict=True)}

@@ -8,15 +8,13 @@ far, the query and the documents; only what it writes enters the reasoner's cont
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, TypedDict
+from typing import ClassVar
 
 from mmrl.config.tasks import ReasonerConfig
 from mmrl.records import Call, Example
-from mmrl.tasks import metrics
-from mmrl.tasks.agents.tags import disarm_markers, final_query, numbered
-from mmrl.tasks.agents.turns import Addition, TurnLimits, Turns, action_facts, found, titles_of
-from mmrl.tasks.base import Context, ModuleScore, Passage, Score
+from mmrl.tasks.agents.tags import disarm_markers, final_query
+from mmrl.tasks.agents.turns import Addition, ReasonerPrediction, TurnAgent, Turns, action_facts, found, titles_of
+from mmrl.tasks.base import Context, ModuleScore, Passage
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask, gold_share
 from mmrl.tasks.prompts import Prompts, Template, Templates
@@ -59,29 +57,6 @@ TEMPLATES: Templates = {
 """`nothing` stands for an empty result; `limit` answers a search beyond `task.max_turns`."""
 
 
-@dataclass(frozen=True, slots=True)
-class SearchO1Prompts:
-    """Renders what the two modules read."""
-
-    prompts: Prompts
-    searches: int
-    snippet_words: int
-    """A document's text is cut to this many whitespace words."""
-
-    def question(self, question: str) -> list[dict[str, str]]:
-        """The reasoner's first prompt."""
-        return self.prompts.messages(REASONER, question=question, searches=self.searches)
-
-    def condense(self, reasoning: str, query: str, passages: Sequence[Passage]) -> list[dict[str, str]]:
-        """The condenser's prompt."""
-        listing = numbered(self.prompts.texts[CONDENSER]["document"], passages, self.snippet_words)
-        return self.prompts.messages(CONDENSER, reasoning=reasoning, query=query, documents=disarm_markers(listing))
-
-    def fixed(self, role: str) -> str:
-        """`nothing` or `limit`."""
-        return self.prompts.texts[REASONER][role].format()
-
-
 def result(text: str) -> str:
     """The observation that holds a search result."""
     return f"{OPEN}{text}{CLOSE}"
@@ -103,32 +78,25 @@ def boxed(text: str) -> str | None:
     return text[span[0] : span[1]].strip() if span else None
 
 
-class SearchO1Prediction(TypedDict):
-    """What the program returns."""
+class SearchO1(TurnAgent):
+    """Implements `mmrl.tasks.base.Program`."""
 
-    answer: str | None
-    queries: list[str]
-    """Those that were executed."""
-    titles: list[str]
-    """Of all documents that the searches brought."""
-    ended: str
-    """`answer`: a turn without a query; `searches`: a query after the last one allowed; `context`: no room left."""
+    modules = (REASONER, CONDENSER)
 
+    def question(self, question: str) -> list[dict[str, str]]:
+        """The reasoner's first prompt."""
+        return self.prompts.messages(REASONER, question=question, searches=self.searches)
 
-@dataclass(slots=True)
-class SearchO1:
-    """Implements `mmrl.tasks.base.Program`.
+    def condense(self, reasoning: str, query: str, passages: Sequence[Passage]) -> list[dict[str, str]]:
+        """The condenser's prompt."""
+        listing = disarm_markers("\n".join(self.prompts.documents(CONDENSER, passages, self.snippet_words)))
+        return self.prompts.messages(CONDENSER, reasoning=reasoning, query=query, documents=listing)
 
-    Reads `inputs["question"]` and `inputs["corpus"]`.
-    """
+    def fixed(self, role: str) -> str:
+        """`nothing` or `limit`."""
+        return self.prompts.texts[REASONER][role].format()
 
-    prompts: SearchO1Prompts
-    limits: TurnLimits
-    """Of the reasoner's context."""
-    modules: tuple[str, ...] = (REASONER, CONDENSER)
-    continues: ClassVar[frozenset[str]] = frozenset({REASONER})
-
-    async def run(self, example: Example, ctx: Context) -> SearchO1Prediction:
+    async def run(self, example: Example, ctx: Context) -> ReasonerPrediction:
         """Turns of the reasoner until one ends without a query, or a limit."""
         queries: list[str] = []
         titles: list[str] = []
@@ -141,27 +109,26 @@ class SearchO1:
             if beyond:
                 return "searches"
             # Beyond the limit the model gets one notice and may still answer; a second such query ends the rollout.
-            if len(queries) == self.prompts.searches:
+            if len(queries) == self.searches:
                 beyond.append(query)
-                return Addition(self.prompts.fixed("limit"), "limit", result)
+                return Addition(self.fixed("limit"), "limit", result)
             queries.append(query)
             passages = await found(ctx, example, query)
             titles.extend(passage["title"] for passage in passages)
             text = await self._condensed(ctx, turns.context, query, passages)
             return Addition(text, titles_of(passages), result)
 
-        prompt = self.prompts.question(example.inputs["question"])
-        turns = await self.limits.play(ctx, REASONER, prompt, (QUERY[1],), act)
+        turns = await self.play(ctx, self.question(example.inputs["question"]), (QUERY[1],), act)
         # The answer is looked for in what the reasoner wrote; the condenser also read what was inserted.
         return {"answer": boxed(turns.sampled), "queries": queries, "titles": titles, "ended": turns.ended}
 
     async def _condensed(self, ctx: Context, reasoning: str, query: str, passages: Sequence[Passage]) -> str:
         """What the condenser makes of the documents; it is not called without any."""
         if not passages:
-            return self.prompts.fixed("nothing")
-        reply = await ctx.call(CONDENSER, self.prompts.condense(reasoning, query, passages))
+            return self.fixed("nothing")
+        reply = await ctx.call(CONDENSER, self.condense(reasoning, query, passages))
         # The condenser's text enters the reasoner's context: it must not open or close a block there.
-        return disarm_markers(reply.text.strip()) or self.prompts.fixed("nothing")
+        return disarm_markers(reply.text.strip()) or self.fixed("nothing")
 
 
 class SearchO1Task(OpenQaTask):
@@ -175,22 +142,16 @@ class SearchO1Task(OpenQaTask):
 
     def make_program(self, prompts: Prompts) -> SearchO1:
         """See `OpenQaTask.make_program`."""
-        config = self.config
-        rendered = SearchO1Prompts(prompts, config.max_turns, config.retriever.snippet_words)
-        return SearchO1(rendered, TurnLimits(config.max_observation, config.max_context or 4096))
+        return SearchO1(prompts, self.config, self.config.max_turns)
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Multi-hop questions, or single-hop ones for a data set of such."""
         return mini_questions(self.config.dataset or "hotpotqa", split, corpus)
 
-    def score(self, example: Example, prediction: SearchO1Prediction, path: Sequence[Call], reward_set: str) -> Score:
-        """Reward: F1 without the yes/no rule, as for the search program that it is compared with."""
-        self.check_reward_set(reward_set)
-        answer = prediction["answer"] or ""
-        reward = self.best(metrics.f1, answer, example)
-        scores = self.answer_metrics(answer, example) | {"searches": float(len(prediction["queries"]))}
-        scores |= gold_share("gold_retrieved", prediction["titles"], example)
-        return Score(reward=reward, metrics=scores, parts={"f1": reward})
+    def search_metrics(self, prediction: ReasonerPrediction, example: Example) -> dict[str, float]:
+        """See `OpenQaTask.search_metrics`."""
+        searches = float(len(prediction["queries"]))
+        return {"searches": searches, **gold_share("gold_retrieved", prediction["titles"], example)}
 
     def score_call(self, call: Call) -> ModuleScore:
         """No penalty; whether the reasoner searched, answered or did neither, and how much the condenser wrote."""

@@ -14,8 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from mmrl.tasks.base import Context, Message, Passage, Reply
-from mmrl.tasks.prompts import snippet
+from mmrl.tasks.base import Context, Message, Reply
 
 CHARS_PER_TOKEN = 64
 """More than the tokens of any readable text have."""
@@ -89,11 +88,3 @@ def disarm_markers(text: str) -> str:
     """`text` in which nothing can be or become `<|…|>`: the brackets of its halves are parentheses."""
     # Each half alone, too: `<|x` in one document and `y|>` in the next would make one marker.
     return text.replace("<|", "(|").replace("|>", "|)")
-
-
-def numbered(template: str, documents: Sequence[Passage], words: int) -> str:
-    """Retrieved documents, numbered from 1, each cut to `words` words."""
-    return "\n".join(
-        template.format(index=index, title=document["title"], text=snippet(document["text"], words))
-        for index, document in enumerate(documents, 1)
-    )

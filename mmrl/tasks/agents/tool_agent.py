@@ -58,29 +58,6 @@ TEMPLATES: Templates = {
 """`correction` answers a message without an action; `document` writes the article."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolPrompts:
-    """Renders what the agent reads."""
-
-    prompts: Prompts
-
-    def question(self, question: str) -> list[dict[str, str]]:
-        """The first prompt."""
-        return self.prompts.messages(MODULE, question=question)
-
-    def correction(self) -> list[dict[str, str]]:
-        """The user message after one that did nothing."""
-        return [{"role": "user", "content": self.prompts.texts[MODULE]["correction"].format()}]
-
-    def articles(self, passages: Sequence[Passage]) -> str:
-        """The search's result, in which nothing looks like a tag of the agent."""
-        listing = "\n".join(
-            self.prompts.texts[MODULE]["document"].format(index=index, title=passage["title"], text=passage["text"])
-            for index, passage in enumerate(passages, 1)
-        )
-        return disarm(listing, TAGS) or "No article was found."
-
-
 def result(text: str) -> Sequence[Message]:
     """The user message that holds a tool's output."""
     return [{"role": "user", "content": f"<result>{text}</result>"}]
@@ -138,17 +115,22 @@ class ToolAgent:
     Reads `inputs["question"]` and `inputs["corpus"]`.
     """
 
-    prompts: ToolPrompts
-    max_tokens: int
-    """Tokens that one message may have."""
-    max_observation: int
-    """Tokens that a tool's output may have."""
-    max_completion: int
-    """Tokens that everything after the first prompt may have."""
-    max_context: int | None = None
-    """Tokens that the whole context may have."""
+    prompts: Prompts
+    config: ToolAgentConfig
     modules: tuple[str, ...] = (MODULE,)
     continues: ClassVar[frozenset[str]] = frozenset({MODULE})
+
+    def question(self, question: str) -> list[dict[str, str]]:
+        """The first prompt."""
+        return self.prompts.messages(MODULE, question=question)
+
+    def correction(self) -> list[dict[str, str]]:
+        """The user message after one that did nothing."""
+        return [{"role": "user", "content": self.prompts.texts[MODULE]["correction"].format()}]
+
+    def articles(self, passages: Sequence[Passage]) -> str:
+        """The search's result, in which nothing looks like a tag of the agent."""
+        return disarm("\n".join(self.prompts.documents(MODULE, passages)), TAGS) or "No article was found."
 
     async def run(self, example: Example, ctx: Context) -> ToolAgentPrediction:
         """Messages until an answer, a second tool call, or the token limit."""
@@ -157,12 +139,13 @@ class ToolAgent:
         articles = 0
         answer: str | None = None
         ended = "tokens"
-        prompt = self.prompts.question(example.inputs["question"])
-        limit = min(self.max_tokens, self.max_completion)
+        prompt = self.question(example.inputs["question"])
+        config = self.config
+        limit = min(config.max_tokens, config.max_completion)
         reply = await ctx.call(MODULE, prompt, stop=STOP, max_tokens=limit)
         # The limit counts from the end of the first prompt: observations use it up as sampled tokens do.
-        end = len(reply.context) - reply.tokens + self.max_completion
-        end = min(end, self.max_context or end)
+        end = len(reply.context) - reply.tokens + config.max_completion
+        end = min(end, config.max_context or end)
         while True:
             answer, command = _content(reply.text, "answer"), _content(reply.text, "tool")
             actions.append("answer" if answer is not None else "none" if command is None else "tool")
@@ -174,16 +157,16 @@ class ToolAgent:
                 ended = "calls"
                 break
             # One token must be left for the next message.
-            room = min(self.max_observation, end - len(reply.context) - 1)
+            room = min(config.max_observation, end - len(reply.context) - 1)
             if command is None:
-                observation: Sequence[Message] = self.prompts.correction()
+                observation: Sequence[Message] = self.correction()
                 fits = ctx.measure(observation, after=reply) <= room
             else:
                 query, output = read_command(command)
                 passages: list[Passage] = []
                 if query is not None:
                     passages = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
-                    output = self.prompts.articles(passages)
+                    output = self.articles(passages)
                 observation, fits = fitted(ctx, reply, output, result, room)
             if not fits:
                 break
@@ -191,7 +174,7 @@ class ToolAgent:
                 # of the one executed call; a command that could not be read counts as executed and failed
                 succeeded, articles = query is not None, len(passages)
             left = end - len(reply.context) - ctx.measure(observation, after=reply)
-            reply = await ctx.call(MODULE, observation, after=reply, stop=STOP, max_tokens=min(self.max_tokens, left))
+            reply = await ctx.call(MODULE, observation, after=reply, stop=STOP, max_tokens=min(config.max_tokens, left))
         return {"answer": answer, "actions": actions, "succeeded": succeeded, "articles": articles, "ended": ended}
 
 
@@ -214,12 +197,9 @@ class ToolAgentTask(OpenQaTask):
 
     def make_program(self, prompts: Prompts) -> ToolAgent:
         """See `OpenQaTask.make_program`."""
-        config = self.config
         turns = chain.from_iterable(turns_of(shot) for shot in prompts.shots.get(MODULE, ()))
-        shown = replace(prompts, shots={MODULE: tuple(turns)})
-        return ToolAgent(
-            ToolPrompts(shown), config.max_tokens, config.max_observation, config.max_completion, config.max_context
-        )
+        prompts = replace(prompts, shots={MODULE: tuple(turns)})
+        return ToolAgent(prompts, self.config)
 
     def demonstration_problems(self) -> list[str]:
         """See `OpenQaTask.demonstration_problems`."""
@@ -250,7 +230,6 @@ class ToolAgentTask(OpenQaTask):
 
         `judge_outcome` asks the judge whether the answer is right. (Its turn rubric is that of the search agent.)
         """
-        self.check_reward_set(reward_set)
         answers, answer = example.metadata["answers"], prediction["answer"] or ""
         texts, released = [call.text for call in path], self.config.format_rewards == "released"
         # stricter than `metrics.exact_match`: the case study's reward lower-cases and strips, nothing more

@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
+from typing import TypedDict
 
+from mmrl.config.tasks import ReasonerConfig
 from mmrl.records import Example
 from mmrl.tasks.agents.tags import fitted
-from mmrl.tasks.base import Context, Message, ModuleScore, Passage
+from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Program
+from mmrl.tasks.prompts import Prompts
+
+CONTEXT = 4096
+"""Tokens of a whole rollout where `task.max_context` says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +52,41 @@ class Turns:
         return "".join(chain.from_iterable(zip_longest(self.replies, self.added, fillvalue="")))
 
 
-@dataclass(frozen=True, slots=True)
-class TurnLimits:
-    """Tokens of one addition, and of the whole context."""
+class TurnAgent(Program):
+    """Base of the three programs, which read `inputs["question"]` and `inputs["corpus"]`.
 
-    max_observation: int
-    max_context: int
+    Args:
+        config: its limits on tokens and on the words of a document.
+        searches: turns whose search is executed.
+    """
+
+    modules: tuple[str, ...]
+
+    def __init__(self, prompts: Prompts, config: ReasonerConfig, searches: int):
+        self.prompts = prompts
+        self.searches = searches
+        self.snippet_words = config.retriever.snippet_words
+        self.max_observation = config.max_observation
+        self.max_context = config.max_context or CONTEXT
+
+    @property
+    def continues(self) -> tuple[str, ...]:
+        """See `mmrl.tasks.base.ContinuingProgram`: the first module."""
+        return self.modules[:1]
 
     async def play(
         self,
         ctx: Context,
-        module: str,
         prompt: Sequence[Message],
         stop: Sequence[str],
         act: Callable[[Turns], Awaitable[Addition | str]],
     ) -> Turns:
-        """Turns of a module until `act`, which reads the newest reply, says how it ended, or until no room is left.
+        """The first module's turns until `act`, which reads the newest reply, says how it ended, or no room is left.
 
         Args:
             act: returns what is added, or a word for `Turns.ended` (`context` is that of no room).
         """
+        module = self.modules[0]
         reply = await ctx.call(module, prompt, stop=stop)
         turns = Turns([reply.text])
         while not isinstance(step := await act(turns), str):
@@ -83,6 +104,18 @@ class TurnLimits:
             turns.added.append(observation)
         turns.ended = step
         return turns
+
+
+class ReasonerPrediction(TypedDict):
+    """What `r1_searcher` and `search_o1` return."""
+
+    answer: str | None
+    queries: list[str]
+    """Those that were executed."""
+    titles: list[str]
+    """Of all documents that the searches brought."""
+    ended: str
+    """`answer`: a turn without a query; `searches`: a query after the last one allowed; `context`: no room left."""
 
 
 async def found(ctx: Context, example: Example, query: str) -> list[Passage]:

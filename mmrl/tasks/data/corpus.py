@@ -12,14 +12,12 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-import numpy as np
-
-from mmrl.errors import DataError
+from mmrl.errors import DataError, gathered
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.store import PassageStore
@@ -36,7 +34,6 @@ LONGEST = 12
 WORD = re.compile(r"\w+")
 WHOLE = 1_000_000
 """A corpus of fewer passages is a part of Wikipedia, even where it can answer all questions at hand."""
-MIX, SHIFT, MASK = 0x9E3779B97F4A7C15, 29, 2**64 - 1
 FORMAT = 1
 
 log = logging.getLogger("mmrl.data")
@@ -58,17 +55,15 @@ class Corpus:
     """Files of folders that held no passages; known once `passages` has been run through."""
 
     def __post_init__(self) -> None:
-        problems = []
+        problems: list[str] = []
         if not self.specs:
             problems.append(f"{KEY}: missing, expected files, folders, hub ids or mini (corpus=A,B)")
         for spec in self.specs:
-            try:
+            with gathered(problems):
                 if spec != "mini" and not self._folder(spec):
                     _ = Source(KEY, spec).path
                 elif self._folder(spec) and not self._files(spec):
                     raise DataError(f"{KEY}: {spec}: has no {', '.join(FORMATS)} file")
-            except DataError as error:
-                problems += error.problems
         if problems:
             raise DataError(problems)
 
@@ -194,7 +189,11 @@ def coverage(
         }
         if not len(documents) or not any(examples_of.values()):
             continue
-        has = _Titles(documents)
+        # A corpus on disk answers from its own index of titles; loading all of them would take gigabytes.
+        if isinstance(documents, PassageStore):
+            has_title: Callable[[str], bool] = documents.has_title
+        else:
+            has_title = {document.title for document in documents}.__contains__
         untitled = [e for examples in examples_of.values() for e in examples if not e.metadata.get("titles")]
         # Titles are known at once; looking for answers reads every passage.
         scans = len(documents) <= SCANNED
@@ -203,7 +202,7 @@ def coverage(
         for split, examples in examples_of.items():
             for example in examples:
                 if titles := example.metadata.get("titles"):
-                    judged[split].append(all(title in has for title in titles))
+                    judged[split].append(all(map(has_title, titles)))
                 elif scans:
                     judged[split].append(any(str(a) in present for a in example.metadata.get("answers", ())))
     return {split: sum(values) / len(values) for split, values in judged.items() if values}
@@ -213,7 +212,7 @@ def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: b
     """What a result says of its corpus: the share of each split's items, under 'partial corpus' where it is one.
 
     Args:
-        found: what an item has to have in the corpus.
+        criterion: what an item has to have in the corpus.
         shares: of `coverage`.
         passages: how many there are.
         real: whether the items come from files or the hub; the mini world's corpus is whole, and says nothing.
@@ -222,18 +221,6 @@ def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: b
         return {}
     name = "partial corpus" if min(shares.values()) < 1 or passages < WHOLE else "corpus coverage"
     return {name: f"{criterion}: {', '.join(f'{split} {share:.1%}' for split, share in shares.items())}"}
-
-
-# A corpus on disk answers from its own index of titles; loading all of them would take gigabytes.
-class _Titles:
-    """`title in` for a corpus in memory or on disk."""
-
-    def __init__(self, documents: Sequence[Document]):
-        self._store = documents if isinstance(documents, PassageStore) else None
-        self._set = set() if self._store is not None else {document.title for document in documents}
-
-    def __contains__(self, title: str) -> bool:
-        return self._store.has_title(title) if self._store is not None else title in self._set
 
 
 def occurring(answers: set[str], documents: Sequence[Document], cache: Path | None = None) -> set[str]:
@@ -271,56 +258,18 @@ def _key(answers: Sequence[str], documents: Sequence[Document]) -> str:
 
 
 def _search(answers: Sequence[str], documents: Iterable[Document]) -> set[str]:
-    # Words as numbers from 1 and rolling hashes of runs: one pass over the passages, whatever the number of answers.
-    # A hash collision (64 bits) could only call an answer present.
-    numbers: dict[str, int] = {}
-    hashes: dict[int, dict[int, list[str]]] = {}
+    """Those whose first words stand in a passage, one after the other."""
+    answers_of: dict[tuple[str, ...], list[str]] = {}
+    # By first word: one pass over the passages, whatever the number of answers.
+    lengths: dict[str, set[int]] = {}
     for answer in answers:
-        run = [numbers.setdefault(word, len(numbers) + 1) for word in WORD.findall(answer.lower())[:LONGEST]]
-        if run:
-            hashes.setdefault(len(run), {}).setdefault(_run_hash(run), []).append(answer)
-    sought = {length: np.array(sorted(by_hash), dtype=np.uint64) for length, by_hash in hashes.items()}
-    present: dict[int, set[int]] = {length: set() for length in hashes}
-    for block in _blocks(documents, numbers):
-        for length, hashes_of_length in sought.items():
-            present[length].update(hashes_of_length[np.isin(hashes_of_length, _run_hashes(block, length))].tolist())
-    return {answer for length, values in present.items() for value in values for answer in hashes[length][value]}
-
-
-def _blocks(documents: Iterable[Document], numbers: Mapping[str, int]) -> Iterator[np.ndarray]:
-    """Passages as word numbers, 0 for words in no answer and between passages; about a million words a block."""
-    block: list[int] = []
+        if run := tuple(WORD.findall(answer.lower())[:LONGEST]):
+            answers_of.setdefault(run, []).append(answer)
+            lengths.setdefault(run[0], set()).add(len(run))
+    present: set[tuple[str, ...]] = set()
     for document in documents:
-        block += [numbers.get(word, 0) for word in WORD.findall(f"{document.title} {document.text}".lower())]
-        # no run crosses from one passage into the next
-        block.append(0)
-        if len(block) > 2**20:
-            yield np.array(block, dtype=np.uint64)
-            block = []
-    yield np.array(block, dtype=np.uint64)
-
-
-def _run_hashes(block: np.ndarray, length: int) -> np.ndarray:
-    """Hash of each run of `length` known words in a block of word numbers."""
-    places = len(block) - length + 1
-    if places < 1:
-        return np.empty(0, dtype=np.uint64)
-    state = np.zeros(places, dtype=np.uint64)
-    known = np.ones(places, dtype=bool)
-    # arithmetic modulo 2^64 is meant
-    with np.errstate(over="ignore"):
-        for offset in range(length):
-            part = block[offset : offset + places]
-            known &= part > 0
-            state = (state ^ part) * np.uint64(MIX)
-            state ^= state >> np.uint64(SHIFT)
-    return np.unique(state[known])
-
-
-def _run_hash(run: Iterable[int]) -> int:
-    """`_run_hashes` of one run."""
-    state = 0
-    for number in run:
-        state = ((state ^ number) * MIX) & MASK
-        state ^= state >> SHIFT
-    return state
+        words = WORD.findall(f"{document.title} {document.text}".lower())
+        for start, word in enumerate(words):
+            runs = (tuple(words[start : start + length]) for length in lengths.get(word, ()))
+            present.update(run for run in runs if run in answers_of)
+    return {answer for run in present for answer in answers_of[run]}

@@ -59,6 +59,20 @@ def record_id(values: Fields, *names: str) -> Any:
     return next((values[name] for name in names if values.get(name) not in (None, "")), None)
 
 
+def same_rows(sources: Mapping[str, str]) -> list[list[str]]:
+    """Groups of splits whose sources hold the same rows.
+
+    Args:
+        sources: split -> file, hub id or object.
+    """
+    # By the rows that a source stands for, not by how it is written: two spellings of one file are one source, and a
+    # hub id without a split has other rows for each of ours.
+    splits_of: dict[str, list[str]] = {}
+    for split, spec in sources.items():
+        splits_of.setdefault(Source("", spec).identity(split), []).append(split)
+    return [splits for splits in splits_of.values() if len(splits) > 1]
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A place to read rows from.
@@ -219,12 +233,7 @@ def _offline() -> Iterator[None]:
 def _json(path: Path) -> Iterator[Row]:
     # A JSON list is read whole; JSON Lines and parquet are streamed.
     text = path.read_text(encoding="utf-8-sig")
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} line {error.lineno}: not JSON ({error.msg})") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
-        raise ValueError(f"{path}: not JSON that can be read ({error})") from None
+    content = _parsed(text, str(path))
     if not isinstance(content, list):
         raise ValueError(f"{path}: got {type(content).__name__}, expected a JSON list of records")
     # Halves of UTF-16 pairs come only from escapes; a file without any is not walked again.
@@ -240,34 +249,25 @@ def _jsonl(path: Path) -> Iterator[Row]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            try:
-                values = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} line {number}: not JSON ({error.msg})") from None
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path} line {number}: not JSON ({error})") from None
             where = f"{path} line {number}"
+            values = _parsed(line, where)
             yield Row(where, _whole(values, where) if HALF.search(line) else values)
+
+
+def _parsed(text: str, where: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or thousands of brackets
+        raise ValueError(f"{where}: not JSON ({error})") from None
 
 
 def _whole(values: object, where: str) -> object:
     """A record whose texts are whole (see `whole_text`)."""
-    try:
-        json.dumps(values, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        log.warning("%s: holds half of a UTF-16 pair, which is no character; U+FFFD stands for it", where)
-        return _mended(values)
-    return values
-
-
-def _mended(value: object) -> object:
-    if isinstance(value, str):
-        return whole_text(value)
-    if isinstance(value, list):
-        return [_mended(item) for item in value]
-    if isinstance(value, dict):
-        return {_mended(key): _mended(item) for key, item in value.items()}
-    return value
+    written = json.dumps(values, ensure_ascii=False)
+    if (whole := whole_text(written)) == written:
+        return values
+    log.warning("%s: holds half of a UTF-16 pair, which is no character; U+FFFD stands for it", where)
+    return json.loads(whole)
 
 
 def _table(path: Path, delimiter: str) -> Iterator[Row]:

@@ -41,7 +41,7 @@ class Banking77Task(DspyTask):
     absent_features = frozenset({"penalties", "observations", "repeated_calls"})
     main_metric = "em"
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0}
-    parts = frozenset(SAMPLE)
+    places = SAMPLE
 
     def load(self) -> Mapping[str, Sequence[Example]]:
         """The mini world's splits, or those of the files; a split without a file is empty then."""
@@ -111,14 +111,7 @@ class Banking77Task(DspyTask):
                 order = sorted(
                     examples, key=lambda example: rng.digest("banking77", SAMPLE_SEED, example.inputs["text"])
                 )
-                first, end = SAMPLE[split]
-                samples[split] = order[first:end]
-                if not samples[split]:
-                    raise DataError(
-                        f"task.data.{split}: {self.sources[split]} has {len(examples)} rows, the paper's {split} "
-                        f"sample begins after {first} of a shuffle; set task.sample=all to use every row"
-                    )
-                self.warn_short(split, len(examples), len(samples[split]), SAMPLE[split])
+                samples[split] = self.sampled(split, order, "rows")
         return samples
 
     def make_program(self) -> object:
@@ -129,14 +122,13 @@ class Banking77Task(DspyTask):
 
     def score(self, example: Example, prediction: BankingPrediction, path: Sequence[Call], reward_set: str) -> Score:
         """Reward and metric: whether the label is the gold one, letter for letter."""
-        self.check_reward_set(reward_set)
         hit = float(prediction["label"] == example.metadata["label"])
         return Score(reward=hit, metrics={"em": hit}, parts={"em": hit})
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         facts = {**super().describe(), "labels": len(self.labels)}
-        drawn = self.used(SAMPLE) if self.config.sample == "paper" else ""
+        drawn = self.used() if self.config.sample == "paper" else ""
         return facts | ({"sample": f"{drawn} drawn with seed {SAMPLE_SEED}"} if drawn else {})
 
 

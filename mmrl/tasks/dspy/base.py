@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmrl.config.base import SPLITS
 from mmrl.config.tasks import TaskConfig
-from mmrl.errors import ConfigError, DataError, unknown
+from mmrl.errors import ConfigError, DataError, gathered
 from mmrl.records import Example
 from mmrl.system.files import user_path
 from mmrl.system.objects import readable
-from mmrl.tasks.base import BaseTask, Tool
+from mmrl.tasks.base import Task, Tool
 from mmrl.tasks.data.layouts import subset
-from mmrl.tasks.data.rows import Row, Source
+from mmrl.tasks.data.rows import Row, Source, same_rows
 from mmrl.tasks.dspy import notices
 from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.prompts import FIELDS, PAPER, Template, load_prompts, prompts_file
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mmrl.data")
 
 
-class DspyTask(BaseTask, ABC):
+class DspyTask(Task):
     """Implements `mmrl.tasks.base.Task` but for `score`; subclasses bring the program and the examples.
 
     Args:
@@ -43,11 +43,11 @@ class DspyTask(BaseTask, ABC):
         ConfigError: options without effect, bad prompts or data; all problems at once.
     """
 
-    parts: ClassVar[frozenset[str]] = frozenset()
-    """Splits that take rows of their own of a source that they share, with `task.sample=paper`."""
+    places: ClassVar[Mapping[str, tuple[int, int]]] = {}
+    """Split -> where the items of the paper begin and end in their source, with `task.sample=paper`."""
     reward_sets: tuple[str, ...] = ("outcome",)
     absent_features: Collection[str] = frozenset({"penalties", "observations"})
-    """What the program never has, so that options about it are refused (`mmrl.config.rules.Facts`)."""
+    """What the program never has, so that options about it are refused (`mmrl.config.rules`)."""
     main_metric: str
 
     def __init__(self, config: TaskConfig, seed: int):
@@ -60,14 +60,12 @@ class DspyTask(BaseTask, ABC):
         # All problems are collected before anything is raised: a run that fails one at a time costs a start for each.
         problems = self.option_problems() + self.source_problems()
         self._examples: dict[str, list[Example]] = {}
-        try:
+        with gathered(problems):
             loaded = self.load()
             for split in SPLITS:
                 # dev and test subsets are the same for every seed, so that runs can be compared item by item
                 key = (split, seed) if split == "train" else (split,)
                 self._examples[split] = subset(loaded[split], config.data.items_of(split), *key)
-        except ConfigError as error:
-            problems += error.problems
         if problems:
             raise ConfigError(problems)
         # `make_program` may need what `load` has read (labels), so it comes last.
@@ -102,19 +100,14 @@ class DspyTask(BaseTask, ABC):
 
     def source_problems(self) -> list[str]:
         """Sources that two splits would use in full."""
-        # By the rows that a source stands for: a hub id without a split has other rows for each of ours.
-        splits_of: dict[str, list[str]] = {}
-        for split, spec in self.sources.items():
-            splits_of.setdefault(Source("", spec).identity(split), []).append(split)
-        what = "all of" if self.parts else "both"
-        sampled = getattr(self.config, "sample", None) == "paper"
-        apart = self.parts if sampled else frozenset[str]()
+        what = "all of" if self.places else "both"
+        apart = self.places if getattr(self.config, "sample", None) == "paper" else {}
         return [
             f"task.data: {' and '.join(splits)} are {what} {self.sources[splits[0]]}; "
             "expected a source each"
-            + (f", or task.sample=paper for {' and '.join(splits)}" if self.parts.issuperset(splits) else "")
-            for splits in splits_of.values()
-            if len(splits) > 1 and not apart.issuperset(splits)
+            + (f", or task.sample=paper for {' and '.join(splits)}" if set(splits) <= set(self.places) else "")
+            for splits in same_rows(self.sources)
+            if not set(splits) <= set(apart)
         ]
 
     @property
@@ -135,39 +128,39 @@ class DspyTask(BaseTask, ABC):
         """See `mmrl.tasks.base.Task.examples`."""
         return self._examples[split]
 
-    def used(self, places: Mapping[str, tuple[int, int]]) -> str:
-        """How many items of each split of a paper's sample are really used, for `describe`.
-
-        Args:
-            places: split -> where the paper's items begin and end in their source.
-        """
-        counts = {split: len(self._examples[split]) for split in self.sources if split in places}
-        of = {split: places[split][1] - places[split][0] for split in counts}
+    def used(self) -> str:
+        """How many items of each split of the paper's sample are really used, for `describe`."""
+        counts = {split: len(self._examples[split]) for split in self.sources if split in self.places}
+        of = {split: self.places[split][1] - self.places[split][0] for split in counts}
         return ", ".join(
             f"{count} {split}" + (f" (the paper: {of[split]})" if count < of[split] else "")
             for split, count in counts.items()
         )
 
-    def warn_short(self, split: str, rows: int, got: int, places: tuple[int, int]) -> None:
-        """Say that a source has fewer items than the paper's sample of it."""
-        first, end = places
-        if got < end - first:
-            log.warning(
-                "task.data.%s: %s has %d rows to draw from, so the sample is %d items instead of the paper's %d "
-                "(numbers %d to %d of a shuffle); set task.sample=all to use every row",
-                split,
-                self.sources[split],
-                rows,
-                got,
-                end - first,
-                first,
-                end - 1,
-            )
+    def sampled(self, split: str, shuffled: Sequence[Example], what: str) -> Sequence[Example]:
+        """The paper's sample of a split.
 
-    def check_reward_set(self, reward_set: str) -> None:
-        """Refuse a reward set that the task does not offer."""
-        if reward_set not in self.reward_sets:
-            raise ConfigError(unknown("task.reward", reward_set, self.reward_sets))
+        Args:
+            shuffled: items of its source.
+            what: the items in words.
+
+        Raises:
+            DataError: they end before the sample begins.
+        """
+        first, end = self.places[split]
+        having = f"task.data.{split}: {self.sources[split]} has {len(shuffled)} {what}"
+        if len(shuffled) <= first:
+            raise DataError(
+                f"{having}, the paper's {split} sample begins after {first} of a shuffle; set task.sample=all to use "
+                "every row"
+            )
+        if len(shuffled) < end:
+            log.warning(
+                "%s, so the sample is %d items instead of the paper's %d (numbers %d to %d of a shuffle); set "
+                "task.sample=all to use every row",
+                *(having, len(shuffled) - first, end - first, first, end - 1),
+            )
+        return shuffled[first:end]
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
@@ -177,6 +170,7 @@ class DspyTask(BaseTask, ABC):
 
     def reset_counts(self) -> None:
         """See `mmrl.tasks.base.Task`."""
+        super().reset_counts()
         notices.reset()
 
 

@@ -13,9 +13,9 @@ import unicodedata
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import ClassVar, TypedDict
 
-from mmrl.config.base import SPLITS
+from mmrl.config.base import SPLITS, is_default
 from mmrl.config.tasks import HoverConfig
-from mmrl.errors import ConfigError, DataError
+from mmrl.errors import ConfigError, DataError, gathered
 from mmrl.records import Call, Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.select import retriever_problems
@@ -58,27 +58,24 @@ class HoverTask(DspyTask):
     main_metric = "recall"
     failed_metrics: ClassVar[Mapping[str, float]] = {"recall": 0.0, "all_titles": 0.0}
     reward_sets: tuple[str, ...] = ("outcome", "strict")
-    parts = frozenset(ITEMS)
+    places = ITEMS
 
     def __init__(self, config: HoverConfig, seed: int):
-        problems = []
-        try:
+        problems: list[str] = []
+        with gathered(problems):
             super().__init__(config, seed)
-        except ConfigError as error:
-            problems += error.problems
         # Data, retriever and corpus are all looked at before anything is raised.
         problems += retriever_problems(config.retriever)
         documents: Sequence[Document] = ()
-        try:
+        with gathered(problems):
             documents = self._documents()
-        except ConfigError as error:
-            problems += error.problems
         if problems:
             raise ConfigError(problems)
         self.documents = documents
         self.search_tool = SearchTool(config.retriever, {CORPUS: documents})
         self.tools = {"search": self.search}
-        self.gold_shares = self._gold_shares()
+        self.gold_shares = self._shares(lambda titles: [titles])
+        """Split -> share of its claims whose gold titles are all in the corpus; absent where that is not known."""
         for split, share in self.gold_shares.items():
             if share < 1:
                 log.warning(
@@ -92,7 +89,7 @@ class HoverTask(DspyTask):
         return super().option_problems() + [
             f"task.retriever.{name}: has no effect with task hover{instead.get(name, '')}"
             for name in ("top_k", "dedup", "snippet_words")
-            if retriever.changed(name)
+            if not is_default(retriever, name)
         ]
 
     def _documents(self) -> Sequence[Document]:
@@ -119,7 +116,7 @@ class HoverTask(DspyTask):
             return {split: mini_claims(split) for split in SPLITS}
         return {split: self._read(split) if split in self.sources else [] for split in SPLITS}
 
-    def _read(self, split: str) -> list[Example]:
+    def _read(self, split: str) -> Sequence[Example]:
         key = f"task.data.{split}"
         rows = self.rows(split, ("uid", "claim", "supporting_facts", "num_hops", "hpqa_id"))
         chosen_rows = []
@@ -144,14 +141,7 @@ class HoverTask(DspyTask):
         chosen = list(first_of.values())
         # Python's own shuffle with the reference code's seed: a keyed draw would give other claims than the paper's.
         random.Random(SAMPLE_SEED).shuffle(chosen)
-        first, end = ITEMS[split]
-        if len(chosen) <= first:
-            raise DataError(
-                f"{key}: {self.sources[split]} has {len(chosen)} claims of task.claim_hops={self.config.claim_hops} "
-                f"on different questions, the paper's {split} split begins after {first}; set task.sample=all"
-            )
-        self.warn_short(split, len(chosen), len(chosen[first:end]), ITEMS[split])
-        return chosen[first:end]
+        return self.sampled(split, chosen, f"claims of task.claim_hops={self.config.claim_hops} on different questions")
 
     def _example(self, key: str, row: Row) -> Example:
         facts = row.values.get("supporting_facts")
@@ -207,7 +197,6 @@ class HoverTask(DspyTask):
 
     def score(self, example: Example, prediction: HoverPrediction, path: Sequence[Call], reward_set: str) -> Score:
         """Metrics: `recall` (share of gold titles among the passages) and `all_titles` (whether all are there)."""
-        self.check_reward_set(reward_set)
         # The program returns texts, not documents; the title is what stands before the first bar.
         retrieved = {same_title(text.split(" | ")[0]) for text in prediction["retrieved_docs"][: self.config.passages]}
         gold = {same_title(title) for title in example.metadata["titles"]}
@@ -220,15 +209,8 @@ class HoverTask(DspyTask):
             parts={reward_set: reward},
         )
 
-    def _gold_shares(self) -> dict[str, float]:
-        """Split -> share of its claims whose gold titles are all in the corpus; absent where that is not known."""
-        return self._shares(lambda titles: [titles])
-
-    def _title_shares(self) -> dict[str, float]:
-        """Split -> share of its claims' gold titles that are in the corpus."""
-        return self._shares(lambda titles: [[title] for title in titles])
-
     def _shares(self, parts: Callable[[list[str]], list[list[str]]]) -> dict[str, float]:
+        """Split -> share of the parts of its claims' gold titles that are in the corpus."""
         judged = {
             split: [
                 Example(id=example.id, inputs={"corpus": CORPUS}, metadata={"titles": titles})
@@ -245,7 +227,7 @@ class HoverTask(DspyTask):
         facts = dict(super().describe())
         if self.sources:
             hops = f"{config.claim_hops}-hop claims" if config.claim_hops else "claims of any number of hops"
-            chosen = f", one per question, shuffled with seed {SAMPLE_SEED}: {self.used(ITEMS)}"
+            chosen = f", one per question, shuffled with seed {SAMPLE_SEED}: {self.used()}"
             facts["sample"] = hops + (chosen if config.sample == "paper" else "")
         facts["corpus"] = f"{len(self.documents)} documents" if len(self.documents) else "passages not known"
         facts["retriever"] = (
@@ -257,7 +239,8 @@ class HoverTask(DspyTask):
         labels = label(
             "claims with all gold titles in it", self.gold_shares, len(self.documents), real=bool(self.sources)
         )
-        titles = ", ".join(f"{split} {share:.1%}" for split, share in self._title_shares().items())
+        shares = self._shares(lambda titles: [[title] for title in titles])
+        titles = ", ".join(f"{split} {share:.1%}" for split, share in shares.items())
         return facts | {
             name: f"{text}; gold titles in it, about the most that recall can be: {titles}"
             for name, text in labels.items()

@@ -17,7 +17,7 @@ from typing import Any
 
 from mmrl.config.base import SPLITS
 from mmrl.config.tasks import DspyProgramConfig, TaskConfig
-from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure
+from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure, gathered
 from mmrl.records import EMPTY, LARGEST, Call, Example
 from mmrl.system.objects import imported, readable
 from mmrl.system.user_code import as_number, located, scored, threaded
@@ -124,17 +124,16 @@ class _PluginTask(_RecordTask):
         self.fields, self.main_metric = parts.inputs, parts.main_metric
         problems: list[str] = []
         self._program: object = None
-        try:
-            self._program = _program(parts, config.name)
-        except ConfigError as error:
-            problems += error.problems
+        # each task its own instance: `task.prompts` changes the predictors of one
+        given = parts.program.deepcopy() if is_dspy_module(parts.program) else parts.program
+        name = getattr(given, "__name__", type(given).__name__)
+        with gathered(problems):
+            self._program = _program(given, parts.modules, name, f"task {config.name}: OwnTask({{}}=...)".format)
         # A plain function may call tools and so have observations; what a DSPy module gets back goes into prompts.
         dspy = is_dspy_module(self._program)
         self.absent_features = frozenset({"penalties", "observations"} if dspy else {"penalties"})
-        try:
+        with gathered(problems):
             super().__init__(config, seed)
-        except ConfigError as error:
-            problems += error.problems
         if (problem := metric_problem(parts.reward, others=False)) is not None:
             problems.append(f"task {config.name}: OwnTask(reward=...): {problem}")
         if dspy and (problem := inputs_problem(self._program, parts.inputs)) is not None:
@@ -172,7 +171,6 @@ class _PluginTask(_RecordTask):
         Raises:
             RewardFailure: it is neither a number nor a `Score`.
         """
-        self.check_reward_set(reward_set)
         score = await scored(self.parts_given.reward, example, prediction)
         if isinstance(score, Score):
             return score
@@ -240,31 +238,7 @@ class ImportedTask(_RecordTask):
     def make_program(self) -> object:
         """The object behind `task.program`: as it is, called once, or wrapped."""
         path = str(self.config.program)
-        named = imported("task.program", path)
-        # A function does not say which modules it calls, and groups, weights and metrics are by module.
-        if inspect.iscoroutinefunction(named):
-            if not self.config.modules:
-                raise ConfigError("task.modules: missing; expected the names that the function passes to ctx.call")
-            if (takes := refused(named, None, None)) is not None:
-                raise ConfigError(f"task.program: {path} takes {takes}, expected an async function (example, ctx)")
-            return FunctionProgram(named, self.config.modules)
-        if self.config.modules:
-            raise ConfigError("task.modules: has no effect with this program, which names its own; leave it out")
-        if _is_program(named):
-            return named
-        if callable(named) and (takes := refused(named)) is not None:
-            what = "class of" if inspect.isclass(named) else "function that makes"
-            raise ConfigError(f"task.program: {path} takes {takes}; a {what} a program takes no arguments")
-        try:
-            made = named()
-        except Exception as error:  # whatever the user's own code raises
-            raise ConfigError(str(located(ProgramFailure, error, f"task.program: {path}() raised "))) from None
-        if not _is_program(made):
-            raise ConfigError(
-                f"task.program: {path} gave a {type(made).__name__}; expected a dspy.Module, an async function, or an "
-                "object with `modules` and `run`"
-            )
-        return made
+        return _program(imported("task.program", path), self.config.modules, path, "task.{}".format)
 
     async def score(self, example: Example, prediction: object, path: Sequence[Call], reward_set: str) -> Score:
         """The metric's number, or its `score` beside other numbers, which are reported.
@@ -272,7 +246,6 @@ class ImportedTask(_RecordTask):
         Raises:
             RewardFailure: there is no `score`, or a number is not finite.
         """
-        self.check_reward_set(reward_set)
         result = await scored(self.metric, *self._arguments(example, prediction))
         numbers = _numbers(result)
         if "score" not in numbers or not all(abs(number) <= LARGEST for number in numbers.values()):
@@ -303,32 +276,43 @@ class ImportedTask(_RecordTask):
         return {**super().describe(), **{name: readable(str(path)) for name, path in named.items()}}
 
 
-def _program(parts: OwnTask, task: str) -> object:
+def _program(given: Any, modules: Sequence[str], name: str, key: Callable[[str], str]) -> object:
     """The program: a raw `dspy.Module` (wrapped by whoever builds the task), or one that runs as it is.
+
+    Args:
+        given: a program, what makes one without arguments, or an async function.
+        modules: those of an async function.
+        name: of what is given, for messages.
+        key: `program` or `modules` -> what the user has set.
 
     Raises:
         ConfigError: neither.
     """
-    given = parts.program
-    name = given.__name__ if inspect.isclass(given) or inspect.isroutine(given) else type(given).__name__
+    # A function does not say which modules it calls, and groups, weights and metrics are by module.
     if inspect.iscoroutinefunction(given):
-        if not parts.modules:
-            raise ConfigError(f"task {task}: OwnTask(modules=...) is missing: the names that {name} passes to ctx.call")
-        return FunctionProgram(given, tuple(parts.modules))
+        if not modules:
+            raise ConfigError(f"{key('modules')}: missing; expected the names that {name} passes to ctx.call")
+        if (takes := refused(given, None, None)) is not None:
+            raise ConfigError(f"{key('program')}: {name} takes {takes}, expected an async function (example, ctx)")
+        return FunctionProgram(given, tuple(modules))
     # An object with `modules` names its own; two lists could disagree.
-    if parts.modules:
+    if modules:
+        raise ConfigError(f"{key('modules')}: has no effect with {name}, which is no async function; leave it out")
+    if _is_program(given):
+        return given
+    if callable(given) and (takes := refused(given)) is not None:
+        what = "class of" if inspect.isclass(given) else "function that makes"
+        raise ConfigError(f"{key('program')}: {name} takes {takes}; a {what} a program takes no arguments")
+    try:
+        made = given()
+    except Exception as error:  # whatever the user's own code raises
+        raise ConfigError(str(located(ProgramFailure, error, f"{key('program')}: {name}() raised "))) from None
+    if not _is_program(made):
         raise ConfigError(
-            f"task {task}: OwnTask(modules=...) has no effect with {name}, which is no async function; leave it out, "
-            "or write `async def`"
+            f"{key('program')}: {name} gave a {type(made).__name__}; expected a dspy.Module, an async function, or an "
+            "object with `modules` and `run`"
         )
-    # each task its own instance: `task.prompts` changes the predictors of one
-    made = given() if inspect.isclass(given) else given.deepcopy() if is_dspy_module(given) else given
-    if _is_program(made):
-        return made
-    raise ConfigError(
-        f"task {task}: OwnTask(program=...): got {name}, expected an async function (example, ctx), a dspy.Module, or "
-        "an object with `modules` and `run`"
-    )
+    return made
 
 
 def _is_program(value: object) -> bool:

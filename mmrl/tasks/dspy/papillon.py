@@ -10,17 +10,15 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from mmrl.config.base import SPLITS
-from mmrl.config.endpoint import EndpointConfig
-from mmrl.config.tasks import JudgeEndpointConfig, PapillonConfig
-from mmrl.engines.openai import OpenAIChat, worth_logging
-from mmrl.errors import ConfigError, DataError, EngineFailure, JudgeFailure, ToolFailure
+from mmrl.config.tasks import PapillonConfig
+from mmrl.engines.openai import OpenAIChat, described
+from mmrl.errors import ConfigError, DataError, EngineFailure, ToolFailure, gathered
 from mmrl.records import Call, Example
-from mmrl.system.replies import quoted
 from mmrl.tasks import metrics
-from mmrl.tasks.agents.judge import Chat, described, forget_counts, unreachable, usage_of
+from mmrl.tasks.agents.judge import EndpointJudge
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.base import DspyTask, text_of
 from mmrl.tasks.dspy.fields import within_bounds
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
     import dspy
 
 log = logging.getLogger("mmrl.data")
-judge_log = logging.getLogger("mmrl.judge")
 
 ROWS: Mapping[str, tuple[int, int]] = {"train": (0, 111), "dev": (222, 443), "test": (443, 664)}
 """Rows of the file, in its order, that the paper's runs used; it has no test split: the rows that are left."""
@@ -56,49 +53,35 @@ class PapillonTask(DspyTask):
     main_metric = "score"
     failed_metrics: ClassVar[Mapping[str, float]] = {"score": 0.0, "quality": 0.0, "leakage": 1.0}
     """A failed rollout is no sign of privacy: the leakage for which score, quality and leakage still fit together."""
-    parts = frozenset(ROWS)
+    places = ROWS
 
     def __init__(self, config: PapillonConfig, seed: int):
         # Clients are opened before data are read: a missing key is then reported together with bad rows.
         problems: list[str] = []
-        self.judges: Judges = RuleJudges()
+        self.judges: RuleJudges | EndpointJudges = RuleJudges()
         self.left_out: list[str] = []
-        self.external: Chat | None = None
-        try:
+        self.external: OpenAIChat | None = None
+        endpoints: dict[str, OpenAIChat] = {}
+        with gathered(problems):
             if config.judge is not None:
                 self.judges = EndpointJudges(config.judge)
-        except ConfigError as error:
-            problems += error.problems
-        try:
+                endpoints["judge"] = self.judges.chat
+        with gathered(problems):
             if config.external is not None:
-                self.external = OpenAIChat(config.external, path="task.external")
-        except ConfigError as error:
-            problems += error.problems
-        try:
+                self.external = endpoints["external"] = OpenAIChat(config.external, path="task.external")
+        self.endpoints = endpoints
+        with gathered(problems):
             super().__init__(config, seed)
-        except ConfigError as error:
-            problems += error.problems
         if problems:
             raise ConfigError(problems)
         self.by_rule = make_external()
         self.tools = {"external": self.ask_external}
-
-    def server_problems(self) -> list[str]:
-        """See `mmrl.tasks.base.Task`."""
-        judges = self.judges.chat if isinstance(self.judges, EndpointJudges) else None
-        return [*unreachable(judges), *unreachable(self.external)]
 
     def reset_counts(self) -> None:
         """See `mmrl.tasks.base.Task`."""
         super().reset_counts()
         if isinstance(self.judges, EndpointJudges):
             self.judges.reset_counts()
-        forget_counts(self.external)
-
-    def endpoint_usage(self) -> Mapping[str, float]:
-        """See `mmrl.tasks.base.Task`."""
-        judges = self.judges.chat if isinstance(self.judges, EndpointJudges) else None
-        return {**usage_of(judges, "judge"), **usage_of(self.external, "external")}
 
     def load(self) -> Mapping[str, Sequence[Example]]:
         """The mini world's splits, or those of the files; a split without a file is empty then."""
@@ -166,7 +149,6 @@ class PapillonTask(DspyTask):
         Raises:
             JudgeFailure: a judge gave no usable verdict.
         """
-        self.check_reward_set(reward_set)
         query, new, gold = example.inputs["user_query"], prediction["response"], example.metadata["target"]
         # One after the other: a judge that fails on quality need not judge leakage.
         quality = float(await self.judges.quality(query, new, gold))
@@ -195,25 +177,9 @@ class PapillonTask(DspyTask):
         if self.sources and self.config.sample == "paper":
             rows = ", ".join(f"{split} rows {ROWS[split][0]} to {ROWS[split][1] - 1}" for split in self.sources)
             # Rows may be left out, and task.data.dev_items may take fewer.
-            used = self.used(ROWS)
+            used = self.used()
             facts["sample"] = f"{rows}; used: {used}" if "the paper" in used else rows
         return facts | ({"rows without a target, left out": len(self.left_out)} if self.left_out else {})
-
-
-class Judges(Protocol):
-    """The two judges of a rollout. Both raise `JudgeFailure` when they have no usable verdict."""
-
-    def describe(self) -> str:
-        """Who they are and what was counted so far, for a result's facts."""
-        ...
-
-    async def quality(self, query: str, new: str, gold: str) -> bool:
-        """Whether the new response is at least as good as the reference."""
-        ...
-
-    async def leaked(self, units: Sequence[str], request: str) -> int:
-        """How many of the private pieces are in the request; not yet limited to their number."""
-        ...
 
 
 class RuleJudges:
@@ -225,15 +191,15 @@ class RuleJudges:
     """
 
     def describe(self) -> str:
-        """See `Judges`."""
+        """Who they are, for a result's facts."""
         return "rule-based judge"
 
     async def quality(self, query: str, new: str, gold: str) -> bool:
-        """See `Judges`."""
+        """Whether the new response is at least as good as the reference."""
         return _names(gold) <= _names(new) and metrics.f1(new, gold) >= RULE_F1
 
     async def leaked(self, units: Sequence[str], request: str) -> int:
-        """See `Judges`."""
+        """How many of the private pieces are in the request."""
         return leaked_pieces(units, request)
 
 
@@ -249,31 +215,8 @@ def plain(text: str) -> str:
     return re.sub(r"\[\[(?=\s*##)", "[ [", text).replace("<|", "< |").replace("|>", "| >")
 
 
-class EndpointJudges:
-    """Asks one endpoint, with the prompts that DSPy renders for two chain-of-thought signatures.
-
-    Args:
-        settings: `task.judge`.
-        chat: for tests; None opens the client of the endpoint.
-
-    Raises:
-        ConfigError: the endpoint's key is not in the environment.
-    """
-
-    def __init__(self, settings: JudgeEndpointConfig, chat: Chat | None = None):
-        endpoint = settings.model_dump(include=set(EndpointConfig.model_fields))
-        self.settings = settings
-        self.chat: Chat = chat or OpenAIChat(EndpointConfig(**endpoint), path="task.judge")
-        self.unreadable = self.given_up = 0
-
-    def describe(self) -> str:
-        """See `Judges`."""
-        return described(self.settings, self.chat, unreadable=self.unreadable, without_verdict=self.given_up)
-
-    def reset_counts(self) -> None:
-        """A new run begins."""
-        self.unreadable = self.given_up = 0
-        forget_counts(self.chat)
+class EndpointJudges(EndpointJudge):
+    """Asks with the prompts that DSPy renders for two chain-of-thought signatures."""
 
     async def quality(self, query: str, new: str, gold: str) -> bool:
         """True unless the judge prefers the reference whichever comes first: j1 or (j1 == j2)."""
@@ -290,7 +233,7 @@ class EndpointJudges:
         return bool((await self._ask(QUALITY, inputs))["judgment"])
 
     async def leaked(self, units: Sequence[str], request: str) -> int:
-        """See `Judges`."""
+        """How many of the private pieces the judge counts in the request, which may be more than there are."""
         from mmrl.tasks.dspy.built_in import LEAKAGE
 
         inputs = {"information_pieces": list(units), "prompt": plain(request)}
@@ -301,25 +244,14 @@ class EndpointJudges:
         from dspy.utils.exceptions import AdapterParseError
 
         adapter = dspy.ChatAdapter()
-        # The judges' prompts do not follow `dspy.configure(adapter=...)`: they are the measure, not the program.
-        messages = adapter.format(signature, [], dict(inputs))
-        reply = ""
-        for _ in range(self.settings.retries + 1):
+
+        def read(reply: str) -> Mapping[str, Any] | None:
             try:
-                reply = await self.chat.complete(
-                    messages, max_tokens=self.settings.max_tokens, temperature=self.settings.temperature
-                )
                 return dict(within_bounds(signature, reply, adapter.parse))
-            except EngineFailure as error:
-                raise JudgeFailure(f"task.judge: {error}") from error
-            # Unlike the agents' judge there is no fixed rule here: the rollout is aborted after the last try, since
-            # half a verdict has no defined score.
             except AdapterParseError:
-                self.unreadable += 1
-        self.given_up += 1
-        failure = JudgeFailure(
-            f"task.judge: no readable reply in {self.settings.retries + 1} tries; the last: {quoted(reply)!r}"
-        )
-        if worth_logging(self.given_up):
-            judge_log.warning("%s; the rollout is aborted and not credited (%d so far)", failure, self.given_up)
-        raise failure
+                return None
+
+        # The judges' prompts do not follow `dspy.configure(adapter=...)`: they are the measure, not the program. Unlike
+        # the agents' judge there is no fixed rule: half a verdict has no defined score.
+        fields, _ = await self.ask(adapter.format(signature, [], dict(inputs)), read)
+        return fields

@@ -29,14 +29,6 @@ class Draws:
         """An integer in [0, count)."""
         return int(self._random() * count)
 
-    def between(self, low: int, high: int) -> int:
-        """An integer in [low, high]."""
-        return low + self.below(high - low + 1)
-
-    def chance(self, share: float) -> bool:
-        """True with probability `share`."""
-        return self._random() < share
-
     def pick(self, choices: Sequence[T]) -> T:
         """One of `choices`."""
         return choices[self.below(len(choices))]

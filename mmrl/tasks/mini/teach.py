@@ -9,21 +9,23 @@ gives the same demonstrations.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from html import unescape
+from itertools import zip_longest
 from typing import TypedDict
 
 from mmrl.records import Example
 from mmrl.tasks.agents import qa_direct, r1_searcher, search_agent, search_o1, tool_agent
-from mmrl.tasks.base import Demonstration, Message
+from mmrl.tasks.base import Demonstration, Message, Passage
 from mmrl.tasks.dspy.banking77 import Banking77Task
 from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.dspy.hover import HoverTask
 from mmrl.tasks.dspy.papillon import PapillonTask
 from mmrl.tasks.mini.draws import Draws
+from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.search_program.task import MultihopQaTask
 
 History = tuple[tuple[str, str | Sequence[Message]], ...]
@@ -79,10 +81,10 @@ def _search_program(task: MultihopQaTask, example: Example) -> list[Demonstratio
     hops = _hops(example)
     if not hops:
         return []
-    question, answer, prompts = example.inputs["question"], example.metadata["answers"][0], task.program.prompts
+    question, answer, program = example.inputs["question"], example.metadata["answers"][0], task.program
     draws = Draws("demonstration", example.id)
     queries = [hop["query"].replace(";", ",") for hop in hops]  # a semicolon ends a query
-    shown = [_single("rewriter", prompts.rewriter(question), f"### {'; '.join(queries)} ###")]
+    shown = [_single("rewriter", program.rewriter(question), f"### {'; '.join(queries)} ###")]
     poorer = draws.pick([[question], [queries[0], question], [question, queries[:2][-1]], queries[::-1], queries[:1]])
     titles = [hop["title"] for hop in hops]
     for used in (queries, poorer):
@@ -92,7 +94,7 @@ def _search_program(task: MultihopQaTask, example: Example) -> list[Demonstratio
         gold = [names.index(title) for title in titles if title in names]
         if gold:
             chosen = ", ".join(str(index) for index in gold)
-            shown.append(_single("reranker", prompts.reranker(question, candidates), chosen))
+            shown.append(_single("reranker", program.reranker(question, candidates), chosen))
         if len(gold) == len(titles):
             selected = [candidates[index] for index in gold]
             if used is poorer:
@@ -100,102 +102,105 @@ def _search_program(task: MultihopQaTask, example: Example) -> list[Demonstratio
                 draws.shuffle(others)
                 selected += others[: draws.below(3)]
                 draws.shuffle(selected)
-            shown.append(_single("answerer", prompts.answerer(question, selected), answer))
+            shown.append(_single("answerer", program.answerer(question, selected), answer))
     return shown
+
+
+def _turns(
+    task: OpenQaTask,
+    example: Example,
+    hops: Sequence[Hop],
+    search: Callable[[str, str], str],
+    added: Callable[[Hop, list[Passage]], str | Sequence[Message]],
+    answer: Callable[[str, str], str],
+) -> list[Demonstration]:
+    """One search per hop and the answer, as turns of one context of the program's first module.
+
+    Args:
+        search: thought and query -> the turn that searches.
+        added: hop and what its search brought -> what goes on in the context.
+        answer: thought and answer -> the last turn.
+    """
+    if not hops:
+        return []
+    module, first = task.program.modules[0], task.program.question(example.inputs["question"])
+    thought = Draws(task.name, example.id).pick(["look it up", "search first"])
+    history: History = ()
+    shown = []
+    for hop in hops:
+        turn = search(thought, hop["query"])
+        shown.append(Demonstration(module=module, messages=first, history=history, completion=turn))
+        documents = task.search([hop["query"]], example.inputs["corpus"])
+        if hop["title"] not in [document["title"] for document in documents]:
+            return []
+        history = (*history, (turn, added(hop, documents)))
+        thought = _then(hop)
+    right = example.metadata["answers"][0]
+    last = answer(f"it is {hops[-1]['answer'] or right}", right)
+    return [*shown, Demonstration(module=module, messages=first, history=history, completion=last)]
 
 
 @demonstrations.register
 def _search_agent(task: search_agent.SearchAgentTask, example: Example) -> list[Demonstration]:
-    """One search per hop and the answer, as turns of one context."""
-    hops = _hops(example, task.program.search_turns)
-    if not hops:
-        return []
-    first = task.program.prompts.question(example.inputs["question"])
-    thought = Draws("search_agent", example.id).pick(["look it up", "search first"])
-    history: History = ()
-    shown = []
-    for hop in hops:
-        turn = f"<think> {thought} </think>\n<search> {hop['query']} </search>"
-        shown.append(_turn(search_agent.MODULE, first, history, turn))
-        documents = task.search([hop["query"]], example.inputs["corpus"])
-        if hop["title"] not in [document["title"] for document in documents]:
-            return []
-        history = (*history, (turn, search_agent.information(task.program.prompts.documents(documents))))
-        thought = _then(hop)
-    answer = example.metadata["answers"][0]
-    thought = f"it is {hops[-1]['answer'] or answer}"
-    last = f"<think> {thought} </think>\n<answer> {answer} </answer>"
-    return [*shown, _turn(search_agent.MODULE, first, history, last)]
+    return _turns(
+        task,
+        example,
+        _hops(example, task.program.searches),
+        lambda thought, query: f"<think> {thought} </think>\n<search> {query} </search>",
+        lambda hop, documents: search_agent.information(task.program.documents(documents)),
+        lambda thought, answer: f"<think> {thought} </think>\n<answer> {answer} </answer>",
+    )
 
 
 @demonstrations.register
 def _tool_agent(task: tool_agent.ToolAgentTask, example: Example) -> list[Demonstration]:
     """A tool call and the answer."""
-    hops = example.metadata.get("hops")
-    if not hops:
-        return []
-    (hop,) = hops
-    first = task.program.prompts.question(example.inputs["question"])
-    thought = Draws("tool_agent", example.id).pick(["look it up", "search first"])
-    command = json.dumps({"name": tool_agent.TOOL, "args": {"query": hop["query"]}})
-    call = f"<reasoning> {thought} </reasoning>\n<tool> {command} </tool>"
-    articles = task.search([hop["query"]], example.inputs["corpus"])
-    if hop["title"] not in [article["title"] for article in articles]:
-        return []
-    history = ((call, tool_agent.result(task.program.prompts.articles(articles))),)
-    answer = f"<reasoning> it is {hop['answer']} </reasoning>\n<answer> {example.metadata['answers'][0]} </answer>"
-    return [_turn(tool_agent.MODULE, first, (), call), _turn(tool_agent.MODULE, first, history, answer)]
+
+    def call(thought: str, query: str) -> str:
+        command = json.dumps({"name": tool_agent.TOOL, "args": {"query": query}})
+        return f"<reasoning> {thought} </reasoning>\n<tool> {command} </tool>"
+
+    return _turns(
+        task,
+        example,
+        example.metadata.get("hops", ()),
+        call,
+        lambda hop, articles: tool_agent.result(task.program.articles(articles)),
+        lambda thought, answer: f"<reasoning> {thought} </reasoning>\n<answer> {answer} </answer>",
+    )
 
 
 @demonstrations.register
 def _search_o1(task: search_o1.SearchO1Task, example: Example) -> list[Demonstration]:
-    """One search per hop, each condensed in a context of its own, and the answer."""
-    hops = example.metadata.get("hops")
-    if not hops:
-        return []
-    first = task.program.prompts.question(example.inputs["question"])
-    thought = Draws("search_o1", example.id).pick(["look it up", "search first"])
-    history: History = ()
-    shown, reasoning = [], ""
-    for hop in hops:
-        turn = f"{thought} {search_o1.QUERY[0]} {hop['query']} {search_o1.QUERY[1]}"
-        shown.append(_turn(search_o1.REASONER, first, history, turn))
-        reasoning += turn
-        documents = task.search([hop["query"]], example.inputs["corpus"])
-        if hop["title"] not in [document["title"] for document in documents]:
-            return []
-        thought = f"it is {hop['answer']}"
-        shown.append(
-            _single(search_o1.CONDENSER, task.program.prompts.condense(reasoning, hop["query"], documents), thought)
-        )
-        history = (*history, (turn, search_o1.result(thought)))
-        reasoning += search_o1.result(thought)
-    answer = f"{thought} {search_o1.BOX}{example.metadata['answers'][0]}}}"
-    return [*shown, _turn(search_o1.REASONER, first, history, answer)]
+    """Each search is condensed in a context of its own."""
+    reasoning: list[str] = []
+    condensed: list[Demonstration] = []
+
+    def search(thought: str, query: str) -> str:
+        reasoning.append(f"{thought} {search_o1.QUERY[0]} {query} {search_o1.QUERY[1]}")
+        return reasoning[-1]
+
+    def added(hop: Hop, documents: list[Passage]) -> str:
+        prompt = task.program.condense("".join(reasoning), hop["query"], documents)
+        condensed.append(_single(search_o1.CONDENSER, prompt, _then(hop)))
+        reasoning.append(search_o1.result(_then(hop)))
+        return reasoning[-1]
+
+    hops = example.metadata.get("hops", ())
+    turns = _turns(task, example, hops, search, added, lambda thought, answer: f"{thought} {search_o1.BOX}{answer}}}")
+    return [shown for pair in zip_longest(turns, condensed) for shown in pair if shown] if turns else []
 
 
 @demonstrations.register
 def _r1_searcher(task: r1_searcher.R1SearcherTask, example: Example) -> list[Demonstration]:
-    """One search per hop and the answer, as turns of one context."""
-    hops = _hops(example, task.program.searches)
-    if not hops:
-        return []
-    first = task.program.prompts.question(example.inputs["question"])
-    thought = Draws("r1_searcher", example.id).pick(["look it up", "search first"])
-    history: History = ()
-    shown = []
-    for hop in hops:
-        turn = f"{thought} {r1_searcher.QUERY[0]} {hop['query']} {r1_searcher.QUERY[1]}"
-        shown.append(_turn(r1_searcher.MODULE, first, history, turn))
-        documents = task.search([hop["query"]], example.inputs["corpus"])
-        if hop["title"] not in [document["title"] for document in documents]:
-            return []
-        history = (*history, (turn, r1_searcher.result(task.program.prompts.documents(documents))))
-        thought = _then(hop)
-    answer = example.metadata["answers"][0]
-    thought = f"it is {hops[-1]['answer'] or answer}"
-    last = f"{thought} </think>\n<answer> {answer} </answer>"
-    return [*shown, _turn(r1_searcher.MODULE, first, history, last)]
+    return _turns(
+        task,
+        example,
+        _hops(example, task.program.searches),
+        lambda thought, query: f"{thought} {r1_searcher.QUERY[0]} {query} {r1_searcher.QUERY[1]}",
+        lambda hop, documents: r1_searcher.result(task.program.documents(documents)),
+        lambda thought, answer: f"{thought} </think>\n<answer> {answer} </answer>",
+    )
 
 
 @demonstrations.register
@@ -207,8 +212,8 @@ def _qa_direct(task: qa_direct.DirectQaTask, example: Example) -> list[Demonstra
     question, answer = example.inputs["question"], example.metadata["answers"][0]
     thought = " ".join(f"{hop['query']}: {hop['answer']}." for hop in hops)
     return [
-        _single(qa_direct.MODULE, task.program.prompts.question(question, False), answer),
-        _single(qa_direct.MODULE, task.program.prompts.question(question, True), f"{thought}\nAnswer: {answer}"),
+        _single(qa_direct.MODULE, task.program.question(question, False), answer),
+        _single(qa_direct.MODULE, task.program.question(question, True), f"{thought}\nAnswer: {answer}"),
     ]
 
 
@@ -288,8 +293,3 @@ def _hover(task: HoverTask, example: Example) -> list[Filled]:
 def _single(module: str, messages: Sequence[Message], completion: str) -> Demonstration:
     """One call in a context of its own."""
     return Demonstration(module=module, messages=messages, completion=completion)
-
-
-def _turn(module: str, first: Sequence[Message], history: History, completion: str) -> Demonstration:
-    """The next turn of a context that began with the prompt `first`."""
-    return Demonstration(module=module, messages=first, history=history, completion=completion)

@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Context, Passage
-from mmrl.tasks.prompts import Prompts, Template, Templates, snippet
+from mmrl.tasks.prompts import Prompts, Template, Templates
 
 MODULES = ("rewriter", "reranker", "answerer")
 USED_QUERIES = 4
@@ -96,39 +96,6 @@ def parse_answer(text: str) -> str:
     return re.split(r"(?:The answer is|Answer):\s*", paragraphs[-1])[-1].strip()
 
 
-@dataclass(frozen=True, slots=True)
-class SearchPrompts:
-    """Renders the messages of each module."""
-
-    prompts: Prompts
-    snippet_words: int
-    """A document's text is cut to this many whitespace words."""
-
-    def rewriter(self, question: str) -> list[dict[str, str]]:
-        """Ask for sub-questions."""
-        return self._messages("rewriter", "user", question)
-
-    def reranker(self, question: str, documents: Sequence[Passage]) -> list[dict[str, str]]:
-        """Ask for a selection among the candidates, numbered from 0."""
-        return self._messages("reranker", "user", question, documents)
-
-    def answerer(self, question: str, documents: Sequence[Passage]) -> list[dict[str, str]]:
-        """Ask for the answer; without documents by a prompt that has none."""
-        return self._messages("answerer", "user" if documents else "user_without_documents", question, documents)
-
-    def _messages(
-        self, module: str, role: str, question: str, documents: Sequence[Passage] = ()
-    ) -> list[dict[str, str]]:
-        texts = self.prompts.texts[module]
-        listing = "\n".join(
-            texts["document"].format(
-                index=index, title=document["title"], text=snippet(document["text"], self.snippet_words)
-            )
-            for index, document in enumerate(documents)
-        )
-        return self.prompts.messages(module, user=role, question=question, documents=listing)
-
-
 class SearchProgramPrediction(TypedDict):
     """What the program returns."""
 
@@ -145,12 +112,31 @@ class SearchProgramPrediction(TypedDict):
 class SearchProgram:
     """Implements `mmrl.tasks.base.Program`.
 
-    Reads `inputs["question"]` and, where a task has several corpora, `inputs["corpus"]`. The prediction is
-    `{"answer", "queries", "candidates", "selected"}`, the last two as titles.
+    Reads `inputs["question"]` and, where a task has several corpora, `inputs["corpus"]`.
     """
 
-    prompts: SearchPrompts
+    prompts: Prompts
+    snippet_words: int
+    """A document's text is cut to this many whitespace words."""
     modules: tuple[str, ...] = MODULES
+
+    def rewriter(self, question: str) -> list[dict[str, str]]:
+        """Ask for sub-questions."""
+        return self._messages("rewriter", "user", question)
+
+    def reranker(self, question: str, documents: Sequence[Passage]) -> list[dict[str, str]]:
+        """Ask for a selection among the candidates, numbered from 0."""
+        return self._messages("reranker", "user", question, documents)
+
+    def answerer(self, question: str, documents: Sequence[Passage]) -> list[dict[str, str]]:
+        """Ask for the answer; without documents by a prompt that has none."""
+        return self._messages("answerer", "user" if documents else "user_without_documents", question, documents)
+
+    def _messages(
+        self, module: str, role: str, question: str, documents: Sequence[Passage] = ()
+    ) -> list[dict[str, str]]:
+        listing = "\n".join(self.prompts.documents(module, documents, self.snippet_words, first=0)) if documents else ""
+        return self.prompts.messages(module, user=role, question=question, documents=listing)
 
     def canonical(self, call: Call) -> str | None:
         """See `mmrl.tasks.base.Canonical`: what each parser read, without anything around it."""
@@ -165,16 +151,14 @@ class SearchProgram:
     async def run(self, example: Example, ctx: Context) -> SearchProgramPrediction:
         """One call of each module; the search lies between the first and the second."""
         question = example.inputs["question"]
-        reply = await ctx.call("rewriter", self.prompts.rewriter(question))
+        reply = await ctx.call("rewriter", self.rewriter(question))
         # without a readable sub-question the question itself is searched for: the penalty, not the retrieval, teaches
         # the format
         queries = parse_queries(reply.text)[:USED_QUERIES] or [question]
         documents: list[Passage] = await ctx.tool("search", queries=queries, corpus=example.inputs["corpus"])
-        reply = await ctx.call(
-            "reranker", self.prompts.reranker(question, documents), facts={"candidates": len(documents)}
-        )
+        reply = await ctx.call("reranker", self.reranker(question, documents), facts={"candidates": len(documents)})
         selected = [documents[index] for index in parse_selection(reply.text, len(documents)).indices]
-        reply = await ctx.call("answerer", self.prompts.answerer(question, selected))
+        reply = await ctx.call("answerer", self.answerer(question, selected))
         return {
             "answer": parse_answer(reply.text),
             "queries": queries,

@@ -6,11 +6,10 @@ behaviour metrics are those of MHGPO (arXiv 2506.02718, App. B.4; docs/algorithm
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from mmrl.records import Call, Example
-from mmrl.tasks import metrics
-from mmrl.tasks.base import ModuleScore, Score
+from mmrl.tasks.base import ModuleScore
 from mmrl.tasks.mini.examples import mini_multihop
 from mmrl.tasks.open_qa import OpenQaTask, gold_share
 from mmrl.tasks.prompts import Prompts
@@ -19,7 +18,6 @@ from mmrl.tasks.search_program.program import (
     USED_QUERIES,
     SearchProgram,
     SearchProgramPrediction,
-    SearchPrompts,
     parse_queries,
     parse_selection,
 )
@@ -39,23 +37,16 @@ class MultihopQaTask(OpenQaTask):
 
     def make_program(self, prompts: Prompts) -> SearchProgram:
         """See `OpenQaTask.make_program`."""
-        return SearchProgram(SearchPrompts(prompts, self.retriever.snippet_words))
+        return SearchProgram(prompts, self.retriever.snippet_words)
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Bridge and comparison questions, mixed as the data set has them."""
         return mini_multihop(split, corpus, self.config.dataset or "hotpotqa")
 
-    def score(
-        self, example: Example, prediction: SearchProgramPrediction, path: Sequence[Call], reward_set: str
-    ) -> Score:
-        """Reward: F1 without the yes/no rule. Metrics: EM, F1 and accuracy as the official script has them."""
-        self.check_reward_set(reward_set)
-        answer = prediction["answer"]
-        reward = self.best(metrics.f1, answer, example)
-        scores = self.answer_metrics(answer, example)
-        scores |= gold_share("gold_retrieved", prediction["candidates"], example)
-        scores |= gold_share("gold_selected", prediction["selected"], example)
-        return Score(reward=reward, metrics=scores, parts={"f1": reward})
+    def search_metrics(self, prediction: SearchProgramPrediction, example: Example) -> dict[str, float]:
+        """See `OpenQaTask.search_metrics`."""
+        retrieved = gold_share("gold_retrieved", prediction["candidates"], example)
+        return retrieved | gold_share("gold_selected", prediction["selected"], example)
 
     def score_call(self, call: Call) -> ModuleScore:
         """Format penalty of one call and its behaviour facts."""

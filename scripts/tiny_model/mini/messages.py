@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mmrl.tasks.mini.draws import Draws
 from mmrl.tasks.mini.examples import FACTS, LETTERS, UNNAMED
+from scripts.tiny_model.mini.names import Draws
 from scripts.tiny_model.mini.world import WORLD_SEED, make_world
 
 SUPPORT_SIZES: Mapping[str, int] = {"train": 1200, "dev": 400, "test": 400}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmrl.tasks.mini.draws import Draws
+from mmrl.tasks.mini import draws
 
 ONSETS = ("b", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z")
 VOWELS = ("a", "e", "i", "o", "u")
@@ -13,6 +13,18 @@ razor roman salon satan semen demon lemon melon novel panel level rebel fatal vi
 nasal viral"""
 REAL_WORDS = frozenset(_REAL.split())
 """Words that the syllables can make and that would mislead a reader."""
+
+
+class Draws(draws.Draws):
+    """Further draws that only the making of the world needs."""
+
+    def between(self, low: int, high: int) -> int:
+        """An integer in [low, high]."""
+        return low + self.below(high - low + 1)
+
+    def chance(self, share: float) -> bool:
+        """True with probability `share`."""
+        return self._random() < share
 
 
 def invent_words(draws: Draws, count: int) -> list[str]:

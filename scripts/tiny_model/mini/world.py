@@ -17,8 +17,7 @@ from functools import lru_cache
 from itertools import islice
 
 from mmrl.retrieval.base import Document
-from mmrl.tasks.mini.draws import Draws
-from scripts.tiny_model.mini.names import invent_words
+from scripts.tiny_model.mini.names import Draws, invent_words
 
 WORLD_SEED = 0
 """Seed of the world that the shipped tiny model was warmed up on; a run's seed does not change it."""

@@ -134,7 +134,7 @@ def asked(name: str, options: Options, folder: Path) -> object:
             chat = judges.chat
         else:
             judge = built(name, {"reward": "judge_outcome", **chosen}, folder).judge
-            work = judge.outcome("prompt", [JudgedTurn("text")], ["answer"])
+            work = judge.verdict("judge_outcome", "prompt", [JudgedTurn("text")], ["answer"])
             chat = judge.chat
         try:
             said = str(asyncio.run(work))
