@@ -178,9 +178,7 @@ def started(name: str, options: Options, folder: Path) -> object:
 def connected(name: str, options: Options, folder: Path) -> object:
     """Limits of the client that asks the server."""
     with _server(options, folder, "cpu") as engine:
-        client = engine._api._connect()
-        pool = client._transport._pool
-        return client.timeout, pool._max_connections, pool._max_keepalive_connections
+        return engine._api.io.timeout_s, engine._api.io._concurrency
 
 
 def restarted(name: str, options: Options, folder: Path) -> object:
