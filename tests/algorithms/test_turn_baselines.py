@@ -154,19 +154,20 @@ def test_with_equal_lengths_and_all_rewards_present_absorb_is_zero(forest, scale
 
 # -- the bias of a policy that decides when to stop --------------------------------------------------------------------
 
+GROUPS = 1000
 GOES_ON = 1 / (1 + math.exp(-0.3))
 TRUE_GRADIENT = 0.5 * sum(turn * GOES_ON ** (turn - 1) for turn in range(1, 5)) * GOES_ON * (1 - GOES_ON)
 
 
 @pytest.fixture(scope="module")
 def stopping():
-    """3,000 groups of 8: before each of 4 turns a policy goes on with probability p; each turn earns 0.5.
+    """1,000 groups of 8: before each of 4 turns a policy goes on with probability p; each turn earns 0.5.
 
     With each call the derivative of its decision's log-probability by the logit of p.
     """
     draws = random.Random(0)
     grow, scores = Grow(("agent",)), {}
-    for example in range(3000):
+    for example in range(GROUPS):
         for index in range(8):
             leaf = None
             for turn in range(5):
@@ -195,5 +196,5 @@ def test_the_gradient_of_a_policy_that_decides_when_to_stop(stopping, missing, b
     entries = credit(forest, missing_turn=missing, baseline=baseline, **unbiased).entries
     gradient = sum(scores[e.call] * e.advantages[0] * e.weights[0] for e in entries)
     # one group's estimate deviates by about 0.18
-    assert gradient == pytest.approx(expected, abs=4 * 0.18 / math.sqrt(3000))
+    assert gradient == pytest.approx(expected, abs=4 * 0.18 / math.sqrt(GROUPS))
     assert pytest.approx(0.476, abs=5e-4) == TRUE_GRADIENT

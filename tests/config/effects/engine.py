@@ -46,7 +46,7 @@ def begins(name: str, options: Options, folder: Path) -> object:
         engine.enter()
         engine.enter()
         asked = asyncio.create_task(engine.generate(request([5, 6, 7], max_tokens=2)))
-        done, _ = await asyncio.wait({asked}, timeout=4.0)
+        done, _ = await asyncio.wait({asked}, timeout=2.0)
         engine.leave()
         await asked
         engine.leave()
