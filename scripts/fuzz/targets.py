@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from mmrl.algorithms import ALGORITHMS
 from mmrl.errors import MmrlError
 from scripts.fuzz import data
-from scripts.fuzz.values import JSON, long_texts, spoilt, spoilt_bytes, texts
+from scripts.fuzz.values import JSON, spoilt, spoilt_bytes, texts
 
 FORESTS = Path(__file__).parents[1] / "forests"
 
@@ -161,54 +161,7 @@ def run_journal(written: bytes) -> str | None:
     return None
 
 
-# -- texts of models, judges and servers -------------------------------------------------------------------------------
-
-
-def run_tags(completions: list[str]) -> str | None:
-    """Every parser of tags and every answer metric ends, in its range."""
-    from mmrl.tasks import metrics
-    from mmrl.tasks.agents import r1_searcher, search_o1, tags
-    from mmrl.tasks.agents.rewards import SEARCH_TAGS, tag_usage, xml_format
-    from mmrl.tasks.agents.tool_agent import OWN_TAGS, TAGS
-
-    for one in completions:
-        for names in (SEARCH_TAGS, TAGS):
-            tags.first_pair(one, names)
-            if tags.tag_sequence(tags.disarm(one, names), names):
-                return f"a tag is left in disarmed {one[:200]!r}"
-        disarmed = tags.disarm_markers(one)
-        if "<|" in disarmed or "|>" in disarmed:
-            return f"a marker is left in disarmed {one[:200]!r}"
-        for markers in (search_o1.QUERY, r1_searcher.QUERY):
-            tags.final_query(one, markers)
-        if not 0 <= metrics.best(metrics.f1, one, ["the Tagus", "Lisbon"]) <= 1:
-            return f"F1 of {one[:200]!r}"
-    for score in (tag_usage(completions, OWN_TAGS), xml_format(completions)):
-        if not 0 <= score <= 0.2 + 1e-12:
-            return f"a format reward of {score}"
-    return None
-
-
-SCORES = (
-    *("<score>", "</score>", "<reasoning>", "</reasoning>", "Turn1: ", "Turn2: ", "0.5", "-1", "1e999", "9" * 400),
-    *("nan", "inf", ".", "\n", " ", "Turn", ":", "1", "+", "١", "Turn3: 0.1\n", "x", "0x1"),
-)
-REPLIES = texts(SCORES) | texts(SCORES).map("<reasoning>x</reasoning><score>{}</score>".format)
-
-
-def run_judge(given: tuple[str, int]) -> str | None:
-    """Scores are in their range, as many as turns; nothing that is judged can forge a block."""
-    from mmrl.tasks.agents.judge import escape, read_outcome, read_turns, salvage_turns
-
-    reply, count = given
-    outcome_score, turns, salvaged = read_outcome(reply), read_turns(reply, count), salvage_turns(reply, count)
-    if outcome_score is not None and not 0 <= outcome_score[0] <= 1:
-        return f"an outcome of {outcome_score}"
-    for scores in (turns, salvaged):
-        if scores is not None and (len(scores) != count or not all(-1 <= score <= 1 for score in scores)):
-            return f"{count} turns scored {scores}"
-    return "a bracket is left" if {"<", ">"} & set(escape(reply)) else None
-
+# -- replies of retrievers ---------------------------------------------------------------------------------------------
 
 PASSAGE = {"document": {"id": "1", "title": "t", "text": "x", "contents": '"t"\nx'}, "score": 0.5}
 RETRIEVED = (
@@ -266,8 +219,6 @@ TARGETS: dict[str, Target] = {
     ),
     "journal": Target(inputs=journals(), run=run_journal),
     "data": Target(inputs=data.files(), run=data.run),
-    "tags": Target(inputs=st.lists(long_texts(), min_size=1, max_size=3), run=run_tags),
-    "judge": Target(inputs=st.tuples(REPLIES, st.integers(1, 3)), run=run_judge),
     "retriever": Target(inputs=st.sampled_from(RETRIEVED).flatmap(spoilt) | JSON, run=run_retrieved),
 }
 """Name -> target. Command lines and run directories have tests of their own."""

@@ -17,12 +17,8 @@ JUNK: tuple[Any, ...] = (
 )
 """Of every type that JSON has, and texts that mean something to somebody."""
 PIECES = (
-    *("<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"),
-    *("<reasoning>", "</reasoning>", "<tool>", "</tool>", "<result>", "</result>", "<score>", "</score>", "< answer >"),
-    *("<|begin_of_query|>", "<|end_of_query|>", "<|begin_search_query|>", "<|end_search_query|>", "<|", "|>", "<", ">"),
-    *("<|begin_of_documents|>", "<|end_of_documents|>", "<|begin_search_result|>", "<|end_search_result|>"),
-    *("Turn1: 0.5", "Turn2: -1", "\n", " ", "Tagus", "the", "Lisbon", "0.7", "1e999", "-", "###", "[[ ## answer ## ]]"),
-    *('{"name": "wiki_search", "args": {"query": "x"}}', '{"name": 1}', "{", "}", "\\boxed{", "}", "(1) Tagus", ", "),
+    *("<think>", "</think>", "<answer>", "</answer>", "<result>", "</result>", "<|", "|>", "<", ">", "\n", " ", ", "),
+    *("Tagus", "Lisbon", "0.7", "1e999", "-", "{", "}", "\\boxed{", "[[ ## answer ## ]]", '{"name": 1}', "(1) Tagus"),
     *("\u200b", "é", "\U0001f600", "\ud800", "\x00", "&lt;", "\u2028", "İ", "ß", "١", "yes", "no"),
 )
 """What prompts, programs and models put into texts."""
@@ -32,14 +28,6 @@ BYTES = (b"\x00", b"\xff\xfe", b'"', b"\n", b",", b"{", b"]", b"\t", b"\\u", b"1
 def texts(pieces: Sequence[str] = PIECES) -> st.SearchStrategy[str]:
     """Pieces in any order."""
     return st.lists(st.sampled_from(pieces), max_size=30).map("".join)
-
-
-@st.composite
-def long_texts(draw: Draw) -> str:
-    """Pieces in any order; rarely very many, of few different ones."""
-    text = draw(texts())
-    rare = draw(st.integers(0, 300)) == 150
-    return text[:60] * (200_000 // len(text[:60])) if rare and text else text
 
 
 KEYS = st.sampled_from(("id", "text", "title", "score", "name", "x", ""))

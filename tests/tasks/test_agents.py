@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +117,11 @@ AGENTS = {
         sound=lambda rollout, calls: rollout.reward in (0.0, 1.0) and len(calls) <= 2 * 2 + 2,
     ),
 }
-QUIET = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = settings(
+    max_examples=max(40, int(os.environ.get("FUZZ", "0")) // 20),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 def hostile(name: str) -> st.SearchStrategy[str]:

@@ -110,7 +110,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", TURNS)
 @settings(
-    max_examples=int(os.environ.get("FUZZ", "60")),
+    max_examples=max(60, int(os.environ.get("FUZZ", "0")) // 20),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
