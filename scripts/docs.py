@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pydoc import locate
 from typing import Any, TypeAlias, get_args, get_origin
@@ -216,7 +216,7 @@ def filled(text: str, name: str, body: str, by: str = "docs") -> str:
     return f"{head}{begin}\n{body}\n{END}{rest.partition(END)[2]}"
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Write or check."""
     stale = []
     for file, name, make in (
@@ -228,12 +228,12 @@ def main() -> int:
         fresh = filled(text, name, make())
         if fresh != text:
             stale.append(file)
-            if "--check" not in sys.argv:
+            if "--check" not in arguments:
                 path.write_text(fresh, encoding="utf-8")
     if stale:
         print(f"{'out of date' if '--check' in sys.argv else 'written'}: {', '.join(stale)}")
-    return int(bool(stale) and "--check" in sys.argv)
+    return int(bool(stale) and "--check" in arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
