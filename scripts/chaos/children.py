@@ -40,7 +40,6 @@ class Ended:
 
     code: int
     """Negative: the signal."""
-    out: str
     err: str
     struck: bool
     seconds: float
@@ -178,11 +177,10 @@ def run_fresh(
 
 
 def ended(code: int, folder: Path, struck: bool, seconds: float, hung: bool) -> Ended:
-    """What is left of a child: its texts, and processes that did not end with it."""
+    """Read what a child left: its errors, and processes that did not end with it."""
     found = Ended(
         code=code,
         # Beside the run's folder, whose disk may be full.
-        out=(folder.parent / "out").read_text(errors="replace"),
         err=(folder.parent / "err").read_text(errors="replace"),
         struck=struck,
         seconds=seconds,
