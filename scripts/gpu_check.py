@@ -13,37 +13,35 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python scripts/gpu_check.py` finds `scripts` too
 
 from mmrl.config import LoraConfig, ModelConfig
 from mmrl.plan.shapes import KNOWN, Shape
+from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.settings import Settings
-from scripts.bench.common import Bar, cosine, finish, once, options
-from scripts.bench.limits import BAR, flops, passes, trie_pairs
-from scripts.bench.memory import Peak
+from scripts.bench.common import MODELS, Bar, cosine, finish, once, options, random_model
 from scripts.bench.sides import Ours, Trl
-from scripts.bench.update_shapes import GROUP, Row, calls
+from scripts.bench.update_shapes import GROUP, Dice, Row, calls
 
 SMALL = Shape(layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=151936, tied=True)
 """Qwen3-0.6B's."""
-TINY = Shape(layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=32, vocab=64, tied=True)
 RANK = LoraConfig(r=16, alpha=64)
 TOLERANCE = {"float32": (1e-4, 0.9999), "bfloat16": (0.2, 0.995)}
 """dtype -> most that a log-probability may differ, least cosine of gradients. bfloat16 has 8 bits of mantissa, and
 packed and padded attention sum in different orders."""
+MFU_BAR = 45.0
+"""Least percent of the device's matrix product rate that LoRA on an 8B model reaches on unique tokens."""
 RATIO_BARS = {"is": 4.0, "fof": 1.0}
 """Least ratio of TRL to mmrl on a GPU: the tokens that sharing saves; never slower where nothing is shared."""
 
@@ -72,8 +70,8 @@ def parts(tiny: bool) -> list[Part]:
     """What is checked."""
     if tiny:
         return [
-            Part(name="tiny, LoRA r=16", shape=TINY, lora=RANK, micro=4),
-            Part(name="tiny, full", shape=TINY, lora=None, micro=4),
+            Part(name="tiny, LoRA r=16", shape=MODELS["test"], lora=RANK, micro=4),
+            Part(name="tiny, full", shape=MODELS["test"], lora=None, micro=4),
         ]
     return [
         Part(name="Qwen3-8B, LoRA r=16", shape=KNOWN["Qwen/Qwen3-8B"], lora=RANK, micro=4),
@@ -82,43 +80,19 @@ def parts(tiny: bool) -> list[Part]:
 
 
 def build(shape: Shape, device: str, dtype: str) -> Any:
-    """A Qwen3 of a shape with random weights, made on the device; equal weights for equal arguments."""
-    config = transformers.Qwen3Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        max_position_embeddings=8192,
-        tie_word_embeddings=shape.tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        with torch.device(device):
-            return transformers.Qwen3ForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    """A Qwen3 of a shape with random weights."""
+    return random_model(shape, device=device, dtype=getattr(torch, dtype))
 
 
 def rollouts(lengths: Lengths, vocabulary: int, shared: bool, groups: int | None = None) -> list[Row]:
     """Groups of `GROUP` rollouts, over one prompt each or a prompt per rollout."""
-    dice = random.Random(0)
-
-    def ids(least: int, most: int) -> tuple[int, ...]:
-        return tuple(dice.randrange(2, vocabulary) for _ in range(dice.randint(least, most)))
-
+    dice = Dice(vocabulary)
     rows = []
     for _ in range(groups or lengths.groups):
-        prompt = ids(*lengths.prompt)
+        prompt = dice.ids(*lengths.prompt)
         for _ in range(GROUP):
-            rows.append(Row(prompt if shared else ids(*lengths.prompt), (ids(*lengths.completion),), dice.random()))
+            own = prompt if shared else dice.ids(*lengths.prompt)
+            rows.append(Row(own, (dice.ids(*lengths.completion),), dice.random.random()))
     return rows
 
 
@@ -128,25 +102,35 @@ def product_rate(device: str, dtype: str, size: int, repeats: int = 20) -> float
     return 2 * size**3 / min(once(lambda: left @ right)[1] for _ in range(repeats))
 
 
-class Memory:
-    """Peak bytes inside the `with`: of a GPU all that is allocated, weights too; of a CPU the growth of the process."""
+def flops(shape: Shape, tokens: float, pairs: float, scored: float) -> float:
+    """FLOPs of one forward: layers, attention, and the head at the scored positions."""
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * pairs
+    return 2 * shape.block_parameters * tokens + attention + 2 * shape.vocab * shape.hidden * scored
 
-    def __init__(self, device: str):
-        self.device, self.bytes = device, 0
 
-    def __enter__(self) -> Memory:
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self.peak = Peak().__enter__()
-        return self
+def trie_pairs(batch: Sequence[TrainCall]) -> tuple[int, int]:
+    """Count the unique tokens that an update forwards, and the (query, key) pairs of their attention.
 
-    def __exit__(self, *_: Any) -> None:
-        if self.device == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated()
-        else:
-            self.peak.__exit__()
-            self.bytes = self.peak.growth
+    All calls are trained; the last token of a call is only predicted.
+    """
+    nodes, pairs, before = 0, 0, ()  # type: tuple[int, int, tuple[int, ...]]
+    for ids in sorted((train.call.prompt_ids + train.call.completion_ids)[:-1] for train in batch):
+        pairwise = enumerate(zip(before, ids, strict=False))
+        shared = next((n for n, (left, right) in pairwise if left != right), min(len(before), len(ids)))
+        nodes += len(ids) - shared
+        pairs += sum(range(shared + 1, len(ids) + 1))
+        before = ids
+    return nodes, pairs
+
+
+def peak_bytes(device: str, run: Callable[[], object]) -> int:
+    """Run once; return the GPU's peak of allocated bytes, weights included (a CPU's is not measured: 0)."""
+    if device != "cuda":
+        run()
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    once(run)
+    return torch.cuda.max_memory_allocated()
 
 
 @contextmanager
@@ -207,10 +191,8 @@ def mine(part: Part, rows: list[Row], few: list[Row], device: str, dtype: str, r
     }
     weights = trained(trainer.model)
     side.batch = calls(rows)
-    with Memory(device) as memory:
-        once(side.run)
+    found["peak_bytes"] = peak_bytes(device, side.run)
     found["seconds"] = min(once(side.run)[1] for _ in range(repeats))
-    found["peak_bytes"] = memory.bytes
     found["pack_tokens"] = trainer.forwards.budget
     return Mine(weights, packed, found)
 
@@ -238,10 +220,8 @@ def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, d
     side.trainer.args.gradient_accumulation_steps = side.trainer.current_gradient_accumulation_steps = side.steps
     side.trainer.args.steps_per_generation = side.steps
     side.trainer._step, side.trainer._buffered_inputs = 0, None
-    with Memory(device) as memory:
-        once(side.run)
+    found["trl_peak_bytes"] = peak_bytes(device, side.run)
     found["trl_seconds"] = min(once(side.run)[1] for _ in range(repeats))
-    found["trl_peak_bytes"] = memory.bytes
     return found
 
 
@@ -257,7 +237,8 @@ def measure(part: Part, kind: str, lengths: Lengths, device: str, dtype: str, ra
     batch = calls(rows)
     unique, pairs = trie_pairs(batch)
     scored = sum(len(train.call.completion_ids) for train in batch)
-    work = passes(part.lora is not None) * flops(part.shape, unique, pairs, scored)
+    passes = 3 if part.lora is None else 2  # a frozen base needs no gradients of its weights
+    work = passes * flops(part.shape, unique, pairs, scored)
     found = ours.found | theirs
     return found | {
         "lora": part.lora is not None,
@@ -282,7 +263,7 @@ def bars_of(name: str, kind: str, found: dict[str, Any], dtype: str, meaningful:
         bar("|Δ log-prob|", found["max_logprob_difference"], most, at_most=True),
         bar("gradient, padded", found["cosine_padded"], least),
         bar("gradient, TRL", found["cosine_trl"], least),
-        bar("MFU", found["mfu_percent"], BAR if meaningful and found["lora"] else None, "%"),
+        bar("MFU", found["mfu_percent"], MFU_BAR if meaningful and found["lora"] else None, "%"),
         bar("tokens/s", found["tokens_per_s"], None),
         bar("TRL / mmrl", found["ratio_trl"], RATIO_BARS[kind] if meaningful else None, "x"),
         bar("peak GiB", found["peak_bytes"] / 2**30, None),

@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, settings
 pytest.register_assert_rewrite("tests.helpers.engines")
 
 # A loaded machine is slow, not wrong.
-settings.register_profile("mmrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "mmrl", max_examples=int(os.environ.get("FUZZ", "100")), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("mmrl")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -23,28 +23,20 @@ from scripts.bench.common import Bar, finish, options
 
 SUITE: dict[str, list[str]] = {
     "update": ["repeats=1", "micro=4"],
-    "demonstrations": ["repeats=1"],
     "step": ["steps=1", "micro=4"],
     "rollout": ["repeats=1"],
-    "program": ["repeats=3"],
-    "memory": ["sides=trl,mmrl", "shape=is"],
-    "critic": ["repeats=1"],
-    "scaling": ["repeats=1"],
     "overhead": ["steps=8", "repeats=2"],
-    "limits": ["gpu=cpu"],
 }
 """Bench -> options that fit the suite into its time; alone each measures longer, and tunes its peers."""
 LARGE: dict[str, list[str]] = {
-    "update": ["shape=is,fof,search", "groups=2", "repeats=1", "micro=4", "matmul=torch,onednn", "model=smollm2_135m"],
-    "demonstrations": ["repeats=1", "part=4", "micro=2", "budget=8192", "model=smollm2_135m"],
+    "update": [
+        *("shape=is,fof,search,demonstrations", "groups=2", "repeats=1", "micro=4"),
+        *("matmul=torch,onednn", "budget=8192", "model=smollm2_135m"),
+    ],
     "rollout": ["shapes=shared,one", "repeats=1", "brief=1", "model=smollm2_135m"],
-    "vllm_engine": ["model=smollm2_135m"],
-    "limits": ["gpu=cpu", "repeats=1", "groups=2", "size=smollm2_135m"],
 }
 """The same with `model=smollm2_135m`: two groups of a shape, of which a peer's update takes minutes."""
 QUICK = {"overhead": ["steps=1", "repeats=1", "train=train.batch_size=2"]}
-
-
 SUITES = {"1M": SUITE, "smollm2_135m": LARGE}
 
 

@@ -22,14 +22,15 @@ import torch
 import transformers
 
 from mmrl.models.linear import use_onednn
+from mmrl.plan.shapes import Shape
 
 MODELS = {
-    "test": (16, 2, 2, 1, 8, 32, 64),
-    "1M": (128, 4, 4, 2, 32, 384, 2048),
-    "9M": (320, 6, 5, 5, 64, 960, 4096),
-    "smollm2_135m": (576, 30, 9, 3, 64, 1536, 49152),
+    "test": Shape(layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=32, vocab=64, tied=True),
+    "1M": Shape(layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=384, vocab=2048, tied=True),
+    "smollm2_135m": Shape(
+        layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152, tied=True
+    ),
 }
-"""hidden, layers, heads, kv heads, head_dim, intermediate, vocabulary."""
 LLAMAS = frozenset({"smollm2_135m"})
 """Those of `MODELS` without norms on queries and keys."""
 
@@ -80,27 +81,34 @@ def options(arguments: Sequence[str], known: Mapping[str, str]) -> dict[str, str
 
 def make_model(size: str, matmul: str = "torch") -> Any:
     """A random Qwen3, or Llama (`LLAMAS`), of one of the sizes in `MODELS`; `matmul` as `model.matmul`."""
-    hidden, layers, heads, kv_heads, head_dim, inner, vocabulary = MODELS[size]
-    torch.manual_seed(0)
     kind = transformers.LlamaConfig if size in LLAMAS else transformers.Qwen3Config
+    made = random_model(MODELS[size], kind)
+    if matmul == "onednn":
+        use_onednn(made)
+    return made
+
+
+def random_model(
+    shape: Shape, kind: Any = transformers.Qwen3Config, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Any:
+    """A model of a shape with random weights, made on the device; equal weights for equal arguments."""
     config = kind(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=inner,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate,
+        max_position_embeddings=8192,
+        tie_word_embeddings=shape.tied,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
     )
-    made: Any = transformers.AutoModelForCausalLM.from_config(config)
-    if matmul == "onednn":
-        use_onednn(made)
-    return made.eval()
+    torch.manual_seed(0)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def once(run: Callable[[], object]) -> tuple[float, float]:

@@ -23,17 +23,7 @@ from scripts.bench.common import Bar, finish, options
 
 OVERHEAD_BAR, HELP_BAR = 5.0, 0.5
 """Percent of a step; seconds."""
-FOREST = {
-    "version": 1,
-    "modules": ["agent"],
-    "calls": [
-        {"id": name, "example": "q", "parent": None, "module": "agent", "completion_tokens": 2} for name in ("a", "b")
-    ],
-    "rollouts": [
-        {"id": "r0", "example": "q", "leaf": "a", "reward": 1.0},
-        {"id": "r1", "example": "q", "leaf": "b", "reward": 0.0},
-    ],
-}
+FOREST = Path(__file__).parents[1] / "forests" / "program.json"
 TASK = """
 from mmrl.run import check as prepare
 from mmrl.cli.configs import train_configs
@@ -44,11 +34,11 @@ prepare.build_task(config.task, config.seed)
 """Everything that a default run does before it loads a model."""
 
 
-def starts(forest: Path) -> dict[str, list[str]]:
+def starts() -> dict[str, list[str]]:
     """What is started, by name: arguments of Python."""
     return {
         "mmrl --help": ["-m", "mmrl", "--help"],
-        "mmrl credit": ["-m", "mmrl", "credit", "algo=grpo", f"rollouts={forest}"],
+        "mmrl credit": ["-m", "mmrl", "credit", "algo=grpo", f"rollouts={FOREST}"],
         "mmrl train --cfg job": ["-m", "mmrl", "train", "--cfg", "job"],
         "task built, mini world": ["-c", TASK],
     }
@@ -97,11 +87,9 @@ def main(arguments: list[str]) -> int:
     given = options(arguments, {"steps": "8", "repeats": "3", "train": "", "quick": ""})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        forest = folder / "forest.json"
-        forest.write_text(json.dumps(FOREST), encoding="utf-8")
         seconds: dict[str, list[tuple[float, float]]] = {}
         for _ in range(int(given["repeats"])):
-            for what, command in starts(forest).items():
+            for what, command in starts().items():
                 seconds.setdefault(what, []).append(started(command))
         short = [f"train.steps={given['steps']}", f"hardware.threads={given['threads']}"]
         steps = run_steps(folder / "run", [*short, *filter(None, given["train"].split(","))])

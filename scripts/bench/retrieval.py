@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -27,9 +26,13 @@ from mmrl.retrieval.index_folder import open_index, read_info
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.store import PassageStore
 from mmrl.system.child_process import ChildProcess
+from scripts.bench.common import Bar, finish, options
 
 VOCABULARY, WORDS, TOP_K, CLIENTS = 200_000, 60, 10, 64
-BARS = {"latency": 1.1, "server": 0.8}
+BARS: dict[str, dict[str, Any]] = {
+    "latency ratio": {"bar": 1.1, "at_most": True},
+    "server ratio": {"bar": 0.8},
+}
 """Most that a query may cost against bm25s; least share of in-process throughput that the server must reach."""
 
 
@@ -119,22 +122,15 @@ def throughputs(retriever: Any, child: RemoteRetriever, queries: Sequence[str], 
 
 def main(arguments: Sequence[str]) -> int:
     """Print a table, write one JSON; 1 where a bar is missed."""
-    options = {"passages": "1000000", "queries": "400", "rounds": "3", "out": "bench_retrieval.json"}
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key not in options or not value:
-            print(f"error: {argument}: expected one of {', '.join(f'{k}=' for k in options)}", file=sys.stderr)
-            return 2
-        options[key] = value
+    given = options(arguments, {"passages": "1000000", "queries": "400", "rounds": "3"})
     with tempfile.TemporaryDirectory() as place:
-        result = measured(Path(place), int(options["passages"]), int(options["queries"]), int(options["rounds"]))
-    Path(options["out"]).write_text(json.dumps(result, indent=1), encoding="utf-8")
-    print(table(result))
-    return int(result["latency ratio"] > BARS["latency"] or result["server ratio"] < BARS["server"])
+        result = measured(Path(place), *(int(given[name]) for name in ("passages", "queries", "rounds")))
+    bars = [Bar(what=name, value=value, unit="", **BARS.get(name, {"bar": None})) for name, value in result.items()]
+    return finish("retrieval", bars, given["out"], top_k=TOP_K, clients=CLIENTS)
 
 
-def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, Any]:
-    """All numbers."""
+def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, float]:
+    """Measure all numbers, by name."""
     corpus, folder = place / "corpus.jsonl", place / "index"
     write_corpus(corpus, passages)
     subprocess.run(
@@ -176,15 +172,7 @@ def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, A
         "in process queries/s": float(np.median(rates["in process"])),
         "server queries/s": float(np.median(rates["server"])),
         "server ratio": float(np.median(ratios)),
-        "python": platform.python_version(),
-        "load": os.getloadavg(),
     }
-
-
-def table(result: dict[str, Any]) -> str:
-    """For people."""
-    lines = [f"{name:24} {value:10.3f}" for name, value in result.items() if isinstance(value, float)]
-    return "\n".join([f"{result['passages']:,} passages, top {TOP_K}, {CLIENTS} clients; bars: {BARS}", *lines])
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def main(arguments: list[str]) -> int:
     for shape in QUICK if given["quick"] else SHAPES:
         if shape.kind not in kinds:
             continue
-        line = measure(shape, model, MODELS[size][-1], threads, int(given["repeats"]), bool(given["brief"]))
+        line = measure(shape, model, MODELS[size].vocab, threads, int(given["repeats"]), bool(given["brief"]))
         lines.append(line)
         s = {"hf": float("nan")} | line["seconds"]
         print(

@@ -35,7 +35,7 @@ from mmrl.trainer.settings import Settings
 from mmrl.trainer.trl_trainer import MmrlTrainer
 from scripts.bench.common import MODELS, Bar, clock, finish, make_model, options
 from scripts.bench.rollout import NoTokenizer, run_engine
-from scripts.bench.sides import Ours, Plain, Trl, check
+from scripts.bench.sides import Ours, Plain, Trl, check, tokenizer, trl_config
 from scripts.bench.update_shapes import GROUP, Row, calls
 
 BARS = {"long": 7.0, "short": 2.5}
@@ -67,17 +67,6 @@ def texts(prompts: Prompts, vocabulary: int) -> list[str]:
     return [" ".join(f"w{dice.randrange(1, vocabulary)}" for _ in range(length)) for length in lengths]
 
 
-def words(vocabulary: int) -> Any:
-    """A tokenizer of one token per word; its end-of-turn token is beyond what the model can say."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-
-    inner = Tokenizer(WordLevel({f"w{n}": n for n in range(vocabulary + 1)}, unk_token="w1"))
-    inner.pre_tokenizer = WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", eos_token=f"w{vocabulary}")
-
-
 class StepClock(transformers.TrainerCallback):
     """(CPU seconds, wall-clock seconds) of every optimizer step of a Trainer."""
 
@@ -104,32 +93,23 @@ class StepClock(transformers.TrainerCallback):
 
 def trl_steps(size: str, prompts: Prompts, micro: int, steps: int) -> list[tuple[float, float]]:
     """Seconds of `steps` steps of TRL's GRPOTrainer."""
-    vocabulary, timer = MODELS[size][-1], StepClock()
+    vocabulary, timer = MODELS[size].vocab, StepClock()
     rows = prompts.count * GROUP
     with tempfile.TemporaryDirectory() as folder:
         trainer = trl.GRPOTrainer(
             model=make_model(size),
             reward_funcs=lambda completion_ids, **_: [reward(ids) for ids in completion_ids],
-            args=trl.GRPOConfig(
-                output_dir=folder,
+            args=trl_config(
+                Path(folder),
+                micro,
+                rows,
                 max_steps=steps,
-                learning_rate=0.0,
-                per_device_train_batch_size=micro,
-                gradient_accumulation_steps=rows // micro,
-                num_generations=GROUP,
                 max_completion_length=prompts.completion,
-                beta=0.0,
-                loss_type="grpo",
                 use_cpu=True,
                 bf16=False,
-                gradient_checkpointing=False,
-                report_to="none",
-                disable_tqdm=True,
-                logging_strategy="no",
-                save_strategy="no",
             ),
             train_dataset=Dataset.from_dict({"prompt": texts(prompts, vocabulary)}),
-            processing_class=words(vocabulary),
+            processing_class=tokenizer(vocabulary),
             callbacks=[timer],
         )
         trainer.remove_callback(transformers.PrinterCallback)
@@ -142,7 +122,7 @@ class Sampler:
 
     def __init__(self, model: Any, prompts: Prompts, threads: int):
         self.prompts, self.vocabulary = prompts, model.config.vocab_size
-        self.texts, self.tokenizer = texts(prompts, self.vocabulary), words(self.vocabulary)
+        self.texts, self.tokenizer = texts(prompts, self.vocabulary), tokenizer(self.vocabulary)
         self.engine = TransformersEngine(model, NoTokenizer(), TransformersConfig(), EngineSetup(threads=threads))  # type: ignore[arg-type]
 
     def sample(self, step: int) -> tuple[list[Request], list[Completion]]:
@@ -248,7 +228,7 @@ def measure(size: str, prompts: Prompts, micro: Sequence[int], threads: int, ste
             found[f"TRL, micro-batch {many}"] = block()
             # The first step of a run also compares packed with padded; users pay it once per run.
             found["mmrl"] += our_steps(size, prompts, threads, steps + 1)[1:]
-    lengths = [len(text.split()) for text in texts(prompts, MODELS[size][-1])]
+    lengths = [len(text.split()) for text in texts(prompts, MODELS[size].vocab)]
     seconds = {name: min(one[counts] for one in several) for name, several in found.items()}
     peer = min((name for name in seconds if name != "mmrl"), key=seconds.__getitem__)
     return {

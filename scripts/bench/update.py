@@ -15,6 +15,7 @@ import gc
 import os
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,8 +26,8 @@ from scripts.bench.common import MODELS, Bar, clock, finish, make_model, once, o
 from scripts.bench.sides import Ours, Plain, Trl, check
 from scripts.bench.update_shapes import GROUP, SHAPES, Dice, Row, calls
 
-TRL_BARS = {"is": 7.0, "fof_converged": 7.0, "long": 1.0}
-PLAIN_BARS = {"is": 4.0, "long": 1.0}
+TRL_BARS = {"is": 7.0, "fof_converged": 7.0, "long": 1.0, "demonstrations": 7.0}
+PLAIN_BARS = {"is": 4.0, "long": 1.0, "demonstrations": 4.0}
 TRL_BAR, PLAIN_BAR = 3.0, 1.5
 CHECKED = 2
 """Groups of a shape on which the sides are compared."""
@@ -75,45 +76,26 @@ class Sides:
         worst = {key: min(one[key] for one in found) for key in found[0]}
         return worst | {"max_logprob_difference": max(one["max_logprob_difference"] for one in found)}
 
-    def together(self, repeats: int, counts: int) -> tuple[Seconds, dict[str, str], int]:
-        """Runs in turn of all sides, of the peers' the best micro-batches; what those are; mmrl's tokens."""
-        sides = {name: make() for name, make in self.makers().items()}
-        several = len(self.micro) > 1
-        tuning = {name: [once(sides[name].run)] for name in sides if several and name.startswith(KINDS)}
-        best = {
-            kind: min(
-                (name for name in sides if name.startswith(kind)),
-                key=lambda name: tuning[name][0][counts] if several else 0,
-            )
-            for kind in KINDS
-        }
-        own = self.own()
-        for name in own:
-            sides[name].run()  # the others have run calls of their sizes in the check
-        names = {**own, "trl": best["trl"], "padded": "padded", "plain": best["plain"]}
-        # The run that chose among micro-batches counts too.
-        seconds: Seconds = {key: list(tuning.get(name, ())) for key, name in names.items()}
-        for _ in range(repeats):
-            for key, name in names.items():
-                seconds[key].append(once(sides[name].run))
-        return seconds, best, cast("Ours", sides[next(iter(own))]).tokens
+    def seconds(self, repeats: int, counts: int) -> tuple[Seconds, dict[str, str], int]:
+        """Runs of all sides in turn, one side in memory at a time.
 
-    def own(self) -> dict[str, str]:
-        """mmrl's packed sides."""
-        return {name: name for name in (f"ours {matmul}" for matmul in self.matmul)}
-
-    def apart(self, repeats: int) -> tuple[Seconds, dict[str, str], int]:
-        """The same with one side in memory at a time, at the first micro-batch."""
-        made, best = self.makers(), {kind: f"{kind}{self.micro[0]}" for kind in KINDS}
-        seconds: Seconds = {}
+        Returns:
+            Seconds by side, of a peer with its best micro-batches; which those are; mmrl's tokens.
+        """
+        found: Seconds = defaultdict(list)
         tokens = 0
-        for key, name in {**self.own(), "padded": "padded", **best}.items():
-            side = made[name]()
-            seconds[key] = [once(side.run) for _ in range(repeats)]
-            tokens = side.tokens if isinstance(side, Ours) and key in self.own() else tokens
-            del side
-            gc.collect()
-        return seconds, best, tokens
+        for _ in range(repeats):
+            for name, make in self.makers().items():
+                side = make()
+                found[name].append(once(side.run))
+                tokens = side.tokens if isinstance(side, Ours) and name != "padded" else tokens
+                del side
+                gc.collect()
+        peers = {kind: [name for name in found if name.startswith(kind)] for kind in KINDS}
+        best = {kind: min(names, key=lambda name: min(found[name])[counts]) for kind, names in peers.items()}
+        for kind, name in best.items():
+            found[kind] = found[name]
+        return {name: runs for name, runs in found.items() if name in KINDS or not name.startswith(KINDS)}, best, tokens
 
 
 def measure(
@@ -127,7 +109,7 @@ def measure(
     matmul: tuple[str, ...] = ("torch",),
 ) -> dict[str, Any]:
     """One line of the table, on the first `groups` groups of the shape (None: all)."""
-    rows = SHAPES[name](Dice(MODELS[size][-1], scale=32 if size == "test" else 1))
+    rows = SHAPES[name](Dice(MODELS[size].vocab, scale=32 if size == "test" else 1))
     rows = rows[: groups * GROUP] if groups else rows
     folder = Path(tempfile.mkdtemp())
     micro, counts = [many for many in micro if many <= len(rows)], clock(threads)
@@ -135,7 +117,7 @@ def measure(
     sides = Sides(rows, size, budget, micro, folder, matmul)
     agreement = replace(sides, rows=rows[: (CHECKED - (groups is not None)) * GROUP]).agree()
     gc.collect()
-    seconds, best, tokens = sides.together(repeats, counts) if groups is None else sides.apart(repeats)
+    seconds, best, tokens = sides.seconds(repeats, counts)
     counted = {key: sorted(one[counts] for one in several) for key, several in seconds.items()}
     least = {key: several[0] for key, several in counted.items()}
     widths = max(len(row.prompt) for row in rows) + max(len(row.completion) for row in rows)

@@ -106,6 +106,13 @@ def long(dice: Dice) -> list[Row]:
     return _rows(dice, [prompt for prompt in prompts for _ in range(GROUP)], 512, 512)
 
 
+def demonstrations(dice: Dice) -> list[Row]:
+    """Optimised prompts: 77 demonstrations (one per intent of Banking77) before short queries, short completions."""
+    shared = tuple(token for _ in range(77) for token in dice.ids(20, 26))
+    prompts = [shared + dice.ids(30, 50) for _ in range(4)]
+    return _rows(dice, [prompt for prompt in prompts for _ in range(GROUP)], 5, 30)
+
+
 SHAPES: dict[str, Callable[[Dice], list[Row]]] = {
     "is": independent,
     "fof": forked_first,
@@ -115,6 +122,7 @@ SHAPES: dict[str, Callable[[Dice], list[Row]]] = {
     "hover": hover,
     "search": search,
     "long": long,
+    "demonstrations": demonstrations,
 }
 
 

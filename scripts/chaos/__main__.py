@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import json
 import os
 import pkgutil
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +30,19 @@ from typing import Any
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 DEFAULTS = {"trials": "500", "seed": "0", "jobs": "2", "only": "", "cases": "", "kinds": "", "work": "", "out": ""}
-ENGINES = "engines"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the trials; 1 when one failed."""
     os.environ.update(dict.fromkeys(ONE_THREAD, "1") | QUIET)
-    given = _options(arguments)
-    from scripts.chaos.cases import CASES, EXTRA
+    given = DEFAULTS | dict(argument.partition("=")[::2] for argument in arguments)
+    if unknown := sorted(set(given) - set(DEFAULTS)):
+        raise SystemExit(f"unknown option {', '.join(unknown)}: expected some of {'=, '.join(DEFAULTS)}=")
+    from scripts.chaos.cases import CASES
     from scripts.chaos.disk import available
     from scripts.chaos.trial import KINDS
 
-    chosen = given["cases"].split(",") if given["cases"] else [name for name in CASES if name not in EXTRA]
-    extra = {} if given["cases"] or given["only"] else dict(EXTRA)
-    if "vllm" not in given[ENGINES].split(","):
-        extra.pop("vllm", None)
+    chosen = given["cases"].split(",") if given["cases"] else list(CASES)
     kinds = given["kinds"].split(",") if given["kinds"] else list(KINDS)
     for what, got, valid in (("cases", chosen, CASES), ("kinds", kinds, KINDS)):
         if wrong := sorted(set(got) - set(valid)):
@@ -56,21 +53,9 @@ def main(arguments: Sequence[str]) -> int:
     started = time.monotonic()
     work = Path(given["work"] or tempfile.mkdtemp(prefix="mmrl-chaos-")).resolve()
     campaign = Campaign(work, int(given["seed"]), int(given["jobs"]), chosen, kinds, started)
-    campaign.prepare(extra)
+    campaign.prepare()
     numbers = [int(one) for one in given["only"].split(",")] if given["only"] else list(range(int(given["trials"])))
-    try:
-        return campaign.finish(campaign.run(numbers, extra), given["out"], bool(given["work"]))
-    finally:
-        campaign.close()
-
-
-def _options(arguments: Sequence[str]) -> dict[str, str]:
-    engines = "embedded,vllm" if importlib.util.find_spec("vllm") else "embedded"
-    defaults = DEFAULTS | {ENGINES: engines}
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    if unknown := sorted(set(given) - set(defaults)):
-        raise SystemExit(f"unknown option {', '.join(unknown)}: expected some of {'=, '.join(defaults)}=")
-    return defaults | given
+    return campaign.finish(campaign.run(numbers), given["out"], bool(given["work"]))
 
 
 class Campaign:
@@ -87,61 +72,38 @@ class Campaign:
 
         self.place, self.seed, self.jobs, self.cases, self.kinds = Place(work), seed, jobs, cases, kinds
         self.started = started
-        self.hub: subprocess.Popen[str] | None = None
 
-    def prepare(self, extra: Mapping[str, int]) -> None:
+    def prepare(self) -> None:
         """Import what runs need, make the undisturbed runs, then import what they imported too."""
-        from scripts.chaos.cases import CASES
         from scripts.chaos.trial import make_reference
 
         _import_all()
-        cases = list(dict.fromkeys([*self.cases, *extra]))
-        if any(CASES[name].hub for name in cases):
-            command = [sys.executable, "-m", "scripts.chaos.hub"]
-            self.hub = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            assert self.hub.stdout is not None
-            self.place.hub = f"http://127.0.0.1:{self.hub.stdout.readline().strip()}"
         shutil.rmtree(self.place.work, ignore_errors=True)
         self.place.work.mkdir(parents=True)
-        wrong = self._forked([lambda name=name: make_reference(self.place, name) for name in cases], self.jobs)
+        wrong = self._forked([lambda name=name: make_reference(self.place, name) for name in self.cases], self.jobs)
         if texts := [text for text in wrong if text]:
             raise SystemExit("\n".join(map(str, texts)))
-        for name in cases:
+        for name in self.cases:
             for module in self.place.events(name)["modules"]:
                 if module not in sys.modules:
                     with contextlib.suppress(BaseException):
                         importlib.import_module(module)
         assert threading.active_count() == 1, threading.enumerate()
         print(
-            f"{len(cases)} undisturbed runs in {time.monotonic() - self.started:.0f} s; {self.place.work}", flush=True
+            f"{len(self.cases)} undisturbed runs in {time.monotonic() - self.started:.0f} s; {self.place.work}",
+            flush=True,
         )
 
-    def close(self) -> None:
-        """End the hub."""
-        if self.hub is not None:
-            self.hub.terminate()
-            self.hub.wait()
+    def run(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Run the trials, each in a fork."""
+        return self._forked([lambda n=n: self._trial(n) for n in numbers], self.jobs, _show)
 
-    def run(self, numbers: Sequence[int], extra: Mapping[str, int]) -> list[dict[str, Any]]:
-        """The trials; those apart come last, their numbers following."""
-        results = self._forked([self._trial(n, self.cases, self.kinds) for n in numbers], self.jobs, _show)
-        signals, number = [kind for kind in self.kinds if kind.startswith("SIG")], max(numbers, default=-1)
-        for name, count in extra.items() if signals else ():
-            works = [self._trial(number + 1 + n, [name], signals) for n in range(count)]
-            number += count
-            results += self._forked(works, 1 if name == "vllm" else self.jobs, _show)
-        return results
-
-    def _trial(self, number: int, cases: Sequence[str], kinds: Sequence[str]) -> Callable[[], dict[str, Any]]:
+    def _trial(self, number: int) -> dict[str, Any]:
         from scripts.chaos.trial import try_one
 
-        return lambda: (
-            try_one(self.place, self.seed, number, cases, kinds).record()
-            | {
-                "repeat": f"python -m scripts.chaos seed={self.seed} cases={','.join(cases)} kinds={','.join(kinds)} "
-                f"only={number}"
-            }
-        )
+        words = f"seed={self.seed} cases={','.join(self.cases)} kinds={','.join(self.kinds)} only={number}"
+        found = try_one(self.place, self.seed, number, self.cases, self.kinds)
+        return asdict(found) | {"repeat": f"python -m scripts.chaos {words}"}
 
     def _forked(
         self, works: Sequence[Callable[[], Any]], jobs: int, done: Callable[[Any], None] = lambda result: None
@@ -160,8 +122,6 @@ class Campaign:
                     _work(works[index], folder / f"{index}.json")
                 running[pid] = index
             pid, _ = os.wait()
-            if pid not in running:
-                continue  # the hub
             index = running.pop(pid)
             file = folder / f"{index}.json"
             results[index] = json.loads(file.read_text()) if file.is_file() else f"process {pid} died"

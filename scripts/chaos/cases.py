@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmrl.system.conf import later_wins
-from scripts.chaos.children import LIMIT_S
 
 RUN = "run"
 """The folder that every command makes, below the folder that it runs in."""
@@ -18,29 +17,12 @@ SMALL = (
     *("seed=0", "hardware.threads=1", "run.progress=false", f"run.dir={RUN}", "eval.items=2", "eval.bootstrap=100"),
     *("eval.every=1", "train.batch_size=2", "train.save_every=1", "algo.group_size=2", "train.lr=0.001"),
 )
-MARKS = (
-    *(
-        f"{RUN}/config.yaml",
-        f"{RUN}/metrics.jsonl",
-        f"{RUN}/journal/*",
-        f"{RUN}/checkpoints/.*",
-        f"{RUN}/checkpoints/c*",
-    ),
-    *(f"{RUN}/summary.json", ""),
-)
 CHAIN = (
     *(f"{RUN}/set.yaml", f"{RUN}/1_miprov2/config.yaml", f"{RUN}/1_miprov2/prompts/trials.jsonl", f"{RUN}/policy.json"),
     *(f"{RUN}/2_sft/config.yaml", f"{RUN}/2_sft/checkpoints/.*", f"{RUN}/2_sft/summary.json"),
-    *(
-        f"{RUN}/3_mmgrpo/config.yaml",
-        f"{RUN}/3_mmgrpo/journal/*",
-        f"{RUN}/3_mmgrpo/checkpoints/c*",
-        f"{RUN}/set.html",
-        "",
-    ),
+    *(f"{RUN}/3_mmgrpo/config.yaml", f"{RUN}/3_mmgrpo/journal/*", f"{RUN}/3_mmgrpo/checkpoints/c*"),
+    *(f"{RUN}/set.html", ""),
 )
-CACHE = "../hf/hub/models--chaos--tiny"
-"""Of the hub's client, beside the folder of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +36,8 @@ class Case:
         stop: phase and call before which the run is killed whose folder is then damaged; None: it is not.
         files: what lies in its folder before it starts, by name.
         ranks: processes that a fault may strike, by rank; None is the one that was started.
-        fresh: every process is started anew, none is forked from one that has imported everything.
-        marks: files at whose appearance a fresh process is struck, as patterns below its folder; empty: any instant.
-        limit_s: longest life of a fresh process, on a loaded machine too; one that lives longer hangs.
-        hub: it loads its model from the campaign's own hub.
+        marks: files at whose appearance it is struck from outside, as patterns below its folder (an empty one: any
+            instant); with any, every process is started anew, and none is forked from one that has imported everything.
     """
 
     words: tuple[str, ...]
@@ -66,10 +46,7 @@ class Case:
     stop: tuple[str, int] | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     ranks: tuple[int | None, ...] = (None,)
-    fresh: bool = False
-    marks: tuple[str, ...] = MARKS
-    hub: bool = False
-    limit_s: float = LIMIT_S
+    marks: tuple[str, ...] = ()
 
 
 def _train(*words: str, share: float, stop: tuple[str, int] | None = ("collect", 3), **more: object) -> Case:
@@ -90,22 +67,12 @@ def _passages() -> str:
 
 BUILD = ("index", "build", f"corpus={PASSAGES}", f"index={RUN}")
 EVAL = ("eval", "policy=tiny", "task=qa_direct", "eval.items=8", "seed=0", "hardware.threads=1", f"run.dir={RUN}")
-VLLM = ("engine=vllm_server", "engine.start_timeout_s=900")
 STAGES = (
     *("train", "stages=[miprov2,sft,mmgrpo]", "task=banking77", "seed=0", "hardware.threads=1", "run.progress=false"),
     *(f"run.dir={RUN}", "eval.items=2", "eval.bootstrap=100", "eval.every=1", "task.data.train_items=12"),
     *("train.steps=2", "train.batch_size=2", "train.save_every=1", "stage.mmgrpo.algo.rollouts=2"),
     *("stage.miprov2.algo.auto=null", "stage.miprov2.algo.num_candidates=2", "stage.miprov2.algo.num_trials=3"),
     "stage.miprov2.algo.prompt_max_tokens=32",
-)
-DOWNLOAD = (
-    "eval",
-    "policy=chaos/tiny",
-    "task=qa_direct",
-    "eval.items=4",
-    "seed=0",
-    "hardware.threads=1",
-    f"run.dir={RUN}",
 )
 CASES: dict[str, Case] = {
     "grpo": _train("task=qa_direct", "algo=grpo", "train.steps=3", "train.keep=1", share=4),
@@ -123,30 +90,10 @@ CASES: dict[str, Case] = {
         ranks=(0, 1, None),
     ),
     # Each of its runs is a process, so it is struck from outside.
-    "stages": Case(words=STAGES, again=("train", f"resume={RUN}"), share=2, fresh=True, marks=CHAIN),
+    "stages": Case(words=STAGES, again=("train", f"resume={RUN}"), share=2, marks=CHAIN),
     "eval": Case(words=EVAL, again=("eval", f"resume={RUN}"), share=2, stop=("summary", 1)),
-    "index": Case(
-        words=BUILD,
-        again=BUILD,
-        share=2,
-        stop=("index finish", 1),
-        files={PASSAGES: _passages()},
-        marks=(f"{RUN}.partial/*", ""),
-    ),
-    "download": Case(
-        words=DOWNLOAD,
-        again=("eval", f"resume={RUN}"),
-        share=0,
-        fresh=True,
-        hub=True,
-        marks=(f"{CACHE}/blobs/*.incomplete", f"{CACHE}/blobs/*", f"{CACHE}/snapshots/*/model.safetensors", ""),
-    ),
-    "vllm": _train(
-        "task=qa_direct", "algo=grpo", "train.steps=2", *VLLM, share=0, stop=None, fresh=True, limit_s=1800.0
-    ),
+    "index": Case(words=BUILD, again=BUILD, share=2, stop=("index finish", 1), files={PASSAGES: _passages()}),
 }
-EXTRA = {"download": 6, "vllm": 4}
-"""Cases that are tried apart, one after the other, and how often: each takes a minute."""
 
 
 def make_folder(case: Case, folder: Path) -> None:

@@ -28,7 +28,7 @@ from scripts.chaos.disk import Disk
 from scripts.chaos.hooks import SIGNALS, Fault, Hooks
 
 LIMIT_S = 240.0
-"""Longest life of a child, where its case has no other; one that lives longer hangs."""
+"""Longest life of a child; one that lives longer hangs."""
 ENDING_S = 8.0
 """Longest that its own children may outlive it."""
 _SUBREAPER = 36
@@ -40,7 +40,6 @@ class Ended:
 
     code: int
     """Negative: the signal."""
-    out: str
     err: str
     struck: bool
     seconds: float
@@ -146,14 +145,12 @@ def run_fresh(
     *,
     env: Mapping[str, str],
     kill: Callable[[float, int], int | None] | None = None,
-    limit_s: float = LIMIT_S,
 ) -> Ended:
     """Run `python -m mmrl WORDS` as anybody would.
 
     Args:
         kill: given the seconds since the start and its pid, the signal that it is sent now, or None; asked until it
             has given one.
-        limit_s: longest that it may live.
     """
     started, struck, hung = time.monotonic(), False, False
     logs = folder.parent
@@ -172,7 +169,7 @@ def run_fresh(
             if kill is not None and not struck and (number := kill(now, child.pid)) is not None:
                 child.send_signal(number)
                 struck = True
-            if now > limit_s and not hung:
+            if now > LIMIT_S and not hung:
                 hung = True
                 child.kill()
             time.sleep(0.005)
@@ -180,11 +177,10 @@ def run_fresh(
 
 
 def ended(code: int, folder: Path, struck: bool, seconds: float, hung: bool) -> Ended:
-    """What is left of a child: its texts, and processes that did not end with it."""
+    """Read what a child left: its errors, and processes that did not end with it."""
     found = Ended(
         code=code,
         # Beside the run's folder, whose disk may be full.
-        out=(folder.parent / "out").read_text(errors="replace"),
         err=(folder.parent / "err").read_text(errors="replace"),
         struck=struck,
         seconds=seconds,

@@ -16,10 +16,6 @@ PAGES = ("set.html", "set.md", "set.json", "figure.svg")
 """Of a set, with the time at which they were made."""
 PER_START = ("environment.json", "run.lock", "optimiser.log", *PAGES)
 """Files that say who ran where and when."""
-SERVED = "run/engine"
-"""Of a run with a server: its log, and the weights that it was given last, whose names count the pushes of a start."""
-
-
 NOT_COMPARED = ("time/", "rate/", "memory/", "endpoint/")
 """Metric families that a clock or the machine decides; all others are bit-equal on the same inputs."""
 WANDB = re.compile(r"tmp/[^/]*wandb-(media|artifacts)(/|$)")
@@ -55,10 +51,7 @@ def _names(folder: Path) -> set[str]:
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_socket()}
     # In TMPDIR a process that was killed while it imported wandb leaves that library's own folders.
     names = {name for name in names if not WANDB.match(name)}
-    if SERVED not in names:
-        return names
-    # In TMPDIR vLLM leaves files of random names, and a process that was killed those of the libraries it had loaded.
-    return {name for name in names if not name.startswith((f"{SERVED}/", "tmp/"))}
+    return names
 
 
 def _reader(name: str) -> Callable[[Path, Path], str]:

@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ STARTS = 6
 """A run that has not ended well after so many starts never will."""
 KINDS = {"SIGKILL": 7, "SIGTERM": 4, "SIGINT": 3, "full": 3, "limit": 1, "readonly": 1, "damage": 5}
 """What disturbs a run, and how often."""
-FRESH_SHARE = 0.02
-"""Of the trials: those that start `python -m mmrl` anew each time."""
 INSTANT_SHARE = 0.15
 """Of the signals: those that come at any instant of the run, not in a phase."""
 
@@ -46,10 +44,6 @@ class Result:
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def record(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
-
 
 CODES = {"SIGKILL": (0, -9), "SIGTERM": (0, 143, -15), "SIGINT": (0, 130, -2)}
 """How a run that was struck may end: done, stopped with its state saved, or by the signal while it was starting."""
@@ -64,8 +58,6 @@ class Place:
 
     def __init__(self, work: Path):
         self.work = work
-        self.hub = ""
-        """Address of the campaign's own hub."""
 
     def reference(self, case: str) -> Path:
         """The folder that the undisturbed run was started in."""
@@ -83,10 +75,7 @@ class Place:
     def env(self, case: str, folder: Path) -> dict[str, str]:
         """Variables of every process; all runs of a case share a cache, which the undisturbed one has filled."""
         cache = self.work / "cache" / case
-        env = {"MMRL_CACHE": str(cache), "TMPDIR": str(folder / "tmp"), "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
-        if CASES[case].hub:
-            env |= {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": self.hub, "HF_HOME": str(folder.parent / "hf")}
-        return env
+        return {"MMRL_CACHE": str(cache), "TMPDIR": str(folder / "tmp"), "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
 
 
 def make_reference(place: Place, name: str) -> str:
@@ -95,10 +84,7 @@ def make_reference(place: Place, name: str) -> str:
     make_folder(case, folder)
     events, started = folder.parent / "events", time.monotonic()
     env = place.env(name, folder)
-    if case.fresh:
-        found = run_fresh(case.words, folder, env=env, limit_s=case.limit_s)
-    else:
-        found = run(case.words, folder, env=env, events=events)
+    found = run_fresh(case.words, folder, env=env) if case.marks else run(case.words, folder, env=env, events=events)
     if found.code:
         why = f"after {found.seconds:.0f} s, its time limit" if found.hung else f"with code {found.code}"
         return f"{name}: the undisturbed run ended {why}\n{found.err[-2000:]}"
@@ -120,9 +106,9 @@ def try_one(place: Place, seed: int, number: int, cases: Sequence[str], kinds: S
     noise, started = random.Random(f"{seed}/{number}"), time.monotonic()
     kind = noise.choices(kinds, [KINDS[one] for one in kinds])[0]
     # A fresh process is watched from outside alone: nothing in it counts phases, in which other faults strike.
-    able = [name for name in cases if not CASES[name].fresh or kind in SIGNALS or kind == "damage"]
+    able = [name for name in cases if not CASES[name].marks or kind in SIGNALS or kind == "damage"]
     able = [name for name in able if kind != "damage" or CASES[name].stop is not None]
-    name = noise.choices(able, [CASES[one].share or 1 for one in able])[0]
+    name = noise.choices(able, [CASES[one].share for one in able])[0]
     result = Result(number=number, case=name, kind=kind)
     folder = place.work / "trials" / str(number) / "disk"
     shutil.rmtree(folder.parent, ignore_errors=True)
@@ -130,7 +116,7 @@ def try_one(place: Place, seed: int, number: int, cases: Sequence[str], kinds: S
     trial = _Trial(place, name, CASES[name], folder, noise, result)
     if kind == "damage":
         trial.damaged()
-    elif kind in SIGNALS and (CASES[name].fresh or noise.random() < FRESH_SHARE):
+    elif CASES[name].marks:
         trial.fresh()
     else:
         trial.disturbed()
@@ -210,10 +196,7 @@ class _Trial:
                 due.append(now + delay)
             return number if due and now >= due[0] else None
 
-        limit = self.case.limit_s
-        self.until_done(
-            lambda words, n: run_fresh(words, self.folder, env=self.env, kill=None if n else kill, limit_s=limit)
-        )
+        self.until_done(lambda words, n: run_fresh(words, self.folder, env=self.env, kill=None if n else kill))
         self.check()
 
     def damaged(self) -> None:

@@ -6,18 +6,13 @@ import json
 import tempfile
 from functools import cache
 from pathlib import Path
-from random import Random
 from typing import Any
 
-from scripts.fuzz.mutate import spoilt, spoilt_bytes
+from hypothesis import strategies as st
 
-QUESTION = {
-    "id": "5a7a0",
-    "question": "On which river is Lisbon?",
-    "answer": "Tagus",
-    "type": "bridge",
-    "level": "easy",
-}
+from scripts.fuzz.values import spoilt, spoilt_bytes
+
+QUESTION = {"id": "5a7a0", "question": "Which river?", "answer": "Tagus", "type": "bridge", "level": "easy"}
 CONTEXT = [["Lisbon", ["Lisbon is the capital.", "It lies on the Tagus."]], ["Porto", ["A city."]]]
 RECORDS: dict[str, tuple[dict[str, Any], ...]] = {
     "hotpotqa": (
@@ -56,37 +51,47 @@ DSPY: dict[str, tuple[dict[str, Any], ...]] = {
     "hover": ({"uid": "u", "claim": "c", "supporting_facts": [["Lisbon", 0]], "num_hops": 3, "label": "SUPPORTED"},),
 }
 SUFFIXES = (".jsonl", ".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
+Made = tuple[str, str, bytes]
 
 
-def make(random: Random) -> tuple[str, str, bytes]:
+@st.composite
+def files(draw: st.DrawFn) -> Made:
     """A data set's name, and a file of a few of its records, spoilt as records or as bytes."""
-    name = random.choice((*RECORDS, "corpus", *DSPY))
+    name = draw(st.sampled_from((*RECORDS, "corpus", *DSPY)))
     known: Any = RECORDS.get(name) or DSPY.get(name) or CORPUS
-    rows = [random.choice(known) for _ in range(random.randint(1, 3))]
-    rows = [spoilt(row, random) if random.random() < 0.8 else row for row in rows]
-    suffix = random.choice(SUFFIXES)
+    rows = [draw(spoilt(row)) for row in draw(st.lists(st.sampled_from(known), min_size=1, max_size=3))]
+    suffix = draw(st.sampled_from(SUFFIXES))
     data = _written(rows, suffix)
-    return name, suffix, spoilt_bytes(data, random) if random.random() < 0.4 else data
+    return name, suffix, draw(st.just(data) | spoilt_bytes(data))
 
 
 def _written(rows: list[Any], suffix: str) -> bytes:
     if suffix == ".json":
         return json.dumps(rows).encode()
-    if suffix in (".csv", ".tsv", ".txt"):
-        first = next((row for row in rows if isinstance(row, dict)), {"a": 1})
-        sign = "," if suffix == ".csv" else "\t"
-        lines = [sign.join(first), *(sign.join(str(v) for v in row.values()) for row in rows if isinstance(row, dict))]
-        return "\n".join(lines).encode("utf-8", "replace")
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if suffix not in (".csv", ".tsv", ".txt"):
+        return "".join(json.dumps(row) + "\n" for row in rows).encode()
+    lines, sign = [row for row in rows if isinstance(row, dict)], "," if suffix == ".csv" else "\t"
+    cells = [list(lines[0]) if lines else ["a"], *(row.values() for row in lines)]
+    return "\n".join(sign.join(map(str, row)) for row in cells).encode("utf-8", "replace")
 
 
-def run(given: tuple[str, str, bytes]) -> str | None:
+def written(name: str, content: bytes) -> Path:
+    """A file in a folder of its own, which ends with this process."""
+    path = Path(_FOLDER.name) / name
+    path.write_bytes(content)
+    return path
+
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="mmrl-fuzz-")
+
+
+def run(given: Made) -> str | None:
     """The file is refused, or its records are texts that a program can read."""
     from mmrl.tasks.data.layouts import LAYOUTS, load_corpus, load_records, to_example
     from mmrl.tasks.data.rows import Source
 
     name, suffix, data = given
-    path = str(file(f"data{suffix}", data))
+    path = str(written(f"data{suffix}", data))
     if name == "corpus":
         documents = load_corpus("task.corpus", path)
         return None if all(isinstance(d.text, str) for d in documents) else "a passage without text"
@@ -119,15 +124,3 @@ def _run_dspy(name: str, path: str) -> str | None:
         if not all(isinstance(text, str) for text in example.inputs.values()):
             return f"inputs that are no texts: {example.inputs!r}"
     return None
-
-
-@cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="mmrl-fuzz-")
-
-
-def file(name: str, data: bytes) -> Path:
-    """A file of this process's own, with that content."""
-    path = Path(_folder().name) / name
-    path.write_bytes(data)
-    return path

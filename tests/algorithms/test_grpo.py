@@ -130,17 +130,6 @@ def test_variable_turns_discounted_by_hand():
     assert advantage(entries["q/0t2"]) == pytest.approx(own[2])
 
 
-def test_a_turn_that_one_rollout_alone_reaches_has_no_advantage_of_its_own():
-    grow = Grow(("agent",))
-    leaf = grow.call("q/0a", None, "agent", turn_reward=0.4)
-    grow.end(grow.call("q/0b", leaf, "agent"), 1.0)
-    grow.end(grow.call("q/1b", None, "agent"), 0.0)
-    entries = by_call(credit(grow.forest, "mt_grpo_variable", missing_turn="exclude"))
-    assert advantage(entries["q/0a"]) == advantage(entries["q/0b"]) == pytest.approx(0.707, abs=1e-3)
-    assert entries["q/0a"].group_size == 1
-    assert total_weight(credit(grow.forest, "mt_grpo_variable")) == pytest.approx(1.0)
-
-
 def test_weights_divide_by_the_rollouts_trained_tokens():
     forest = search()
     for name in ("grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"):
@@ -284,15 +273,6 @@ def test_a_single_rollout_counts_in_b_even_where_flat_examples_are_dropped():
         grow.chain(name, "a", outcome)
     for name in ("grpo", "mt_grpo"):
         assert by_call(credit(grow.forest, name, zero_variance="drop"))["p/0#0"].weights == (0.25,)
-
-
-def test_algorithms_know_their_names():
-    for name in ("grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"):
-        assert credit(search(), name).algo == ALGORITHMS[name].name == name
-        assert ALGORITHMS[name].needs_turn_rewards is (name != "grpo")
-        algo = ALGO_SCHEMAS[name].model_validate({"name": name})
-        for problem in ALGORITHMS[name].check(algo, ("a",), ("outcome",)):
-            assert problem.startswith(f"algo: {name} needs a task with turn rewards")
 
 
 def test_the_share_of_examples_in_which_a_turn_tells_nothing():

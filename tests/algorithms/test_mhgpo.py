@@ -195,16 +195,6 @@ def test_model_caused_failures_are_credited_where_they_ended():
     assert not any(entries["q/0#1"].weights) and entries["q/0#1"].group_size == 1
 
 
-def test_a_step_without_any_scored_rollout_has_no_entries():
-    grow = Grow(AGENTS)
-    grow.end(None, None, error="tool")
-    grow.end(None, 0.0, error="length")
-    for name in ("mhgpo_is", "mhgpo_fof", "mhgpo_rr", "mhgpo_fof_os"):
-        result = credit(grow.forest, name)
-        assert result.entries == ()
-        assert result.metrics["credit/groups"] == result.metrics["credit/zero_variance_share"] == 0
-
-
 def test_frozen_modules_have_no_weight_and_do_not_count_in_n():
     starred = by_call(credit(fof(), "mhgpo_fof", group_size=3, train_modules=("reranker",)))
     minus = credit(fof(), "mhgpo_fof", group_size=3, freeze_modules=("reranker",))
@@ -238,17 +228,6 @@ def test_ragged_invocations_form_their_own_slots():
     assert entries["q/0#2"].group_size == 2 and entries["q/0#1"].group_size == 3
     assert entries["q/0#2"].weights == pytest.approx([1 / (3 * 2)])
     assert entries["q/0#1"].weights == pytest.approx([1 / (3 * 3)])
-
-
-def test_a_completion_without_tokens_is_compared_and_weighs_nothing():
-    grow = Grow(("a",))
-    for branch, (outcome, tokens) in enumerate(((1.0, 2), (0.0, 0), (0.5, 4))):
-        grow.chain(f"q/{branch}", "a", outcome, tokens, fork="a")
-    result = credit(grow.forest, "mhgpo_fof", group_size=3)
-    entries = by_call(result)
-    assert entries["q/1#0"].weights == () and entries["q/1#0"].group_size == 3
-    assert entries["q/0#0"].mean == pytest.approx(0.5)
-    assert total_weight(result) == pytest.approx(1.0)
 
 
 def test_weights_are_normalised_within_each_minibatch():

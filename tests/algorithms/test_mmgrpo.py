@@ -102,6 +102,7 @@ def test_random_fillers_are_own_calls_and_follow_the_seed():
         assert chosen[seed][:3] == ("r1#0", "r1#1", "r1#2")
         assert set(chosen[seed]) <= {"r1#0", "r1#1", "r1#2"}
     assert len(set(chosen.values())) > 1
+    assert len(set(chosen[0][3:])) > 1, "drawn for each place on its own"
     assert chosen[3] == tuple(groups(credit(grow.forest, seed=3))[f"q:A:{k}"][1][0] for k in range(8))
 
 
@@ -193,6 +194,7 @@ def test_overlong_calls_are_filtered():
     for index in range(2):
         grow.call(f"q/{index}", None, "A", tokens=9)
         grow.end(f"q/{index}", float(index))
+    assert len(credit(grow.forest, max_context=9).entries) == 2
     assert credit(grow.forest, max_context=8).entries == (), "a group left empty is dropped"
 
 
@@ -280,30 +282,6 @@ def test_plan_is_teacher_major():
 def test_combinations_without_effect_are_refused(options, message):
     with pytest.raises(ValidationError, match=message):
         MmgrpoConfig(name="mmgrpo", **options)
-
-
-def test_fillers_are_drawn_for_each_place_on_its_own():
-    grow = Grow(("A",))
-    grow.chain("q/r0", "A" * 12, 1.0)
-    grow.chain("q/r1", "AAA", 0.0)
-    found = groups(credit(grow.forest))
-    assert len({found[f"q:A:{k}"][1][0] for k in range(3, 12)}) > 1
-
-
-def test_the_last_own_call_fills_every_place():
-    grow = Grow(("A",))
-    grow.chain("q/r0", "A" * 6, 1.0)
-    grow.chain("q/r1", "AAA", 0.0)
-    found = groups(credit(grow.forest, filler="max"))
-    assert [found[f"q:A:{k}"][1][0] for k in range(6)] == ["r1#0", "r1#1", "r1#2", "r1#2", "r1#2", "r1#2"]
-
-
-def test_a_call_of_just_the_longest_length_is_trained():
-    grow = Grow(("A",))
-    for index in range(2):
-        grow.end(grow.call(f"q/{index}", None, "A", tokens=8), float(index))
-    assert len(credit(grow.forest, max_context=8).entries) == 2
-    assert credit(grow.forest, max_context=7).entries == ()
 
 
 def test_token_means_metrics_and_parts():

@@ -90,27 +90,6 @@ def test_ppo_places_the_outcome_on_the_last_token():
     assert [entries[f"q/{i}"].parts for i in range(3)] == [{}, {}, {"outcome": 1.0}]
 
 
-def test_a_turn_without_tokens_leaves_its_reward_on_the_token_before():
-    grow = Grow(("agent",))
-    grow.call("q/0", None, "agent", 2, turn_reward=0.1, values=(0.0, 0.0))
-    grow.call("q/1", "q/0", "agent", 0, turn_reward=0.2, values=())
-    grow.call("q/2", "q/1", "agent", 1, values=(0.0,))
-    grow.end("q/2", 1.0)
-    grow.end(grow.call("p/0", None, "agent", 0, turn_reward=None, values=()), 1.0)
-    entries = by_call(credit(grow.forest, "mt_ppo"))
-    assert flat(entries, "token_rewards") == pytest.approx([0, 0.3, 1.0])
-    assert entries["p/0"].advantages == entries["p/0"].token_rewards == ()
-
-
-def test_a_first_turn_without_tokens_leaves_its_reward_on_the_first_token():
-    grow = Grow(("agent",))
-    grow.call("q/0", None, "agent", 0, turn_reward=0.1, values=())
-    grow.call("q/1", "q/0", "agent", 2, values=(0.0, 0.0))
-    grow.end("q/1", 1.0)
-    entries = by_call(credit(grow.forest, "mt_ppo"))
-    assert entries["q/1"].token_rewards == pytest.approx((0.1, 1.0))
-
-
 def agents():
     """F1 0.6, beta 0.1; the answerer has penalty -1."""
     grow = Grow(("rewriter", "answerer"))
@@ -238,13 +217,6 @@ def test_values_must_cover_observations_exactly_when_they_take_part():
 def test_skipping_observations_refuses_what_would_be_lost_on_them(options):
     with pytest.raises(ValidationError, match="needs obs=all"):
         ALGO_SCHEMAS["mt_ppo"].model_validate({"name": "mt_ppo", **options})
-
-
-def test_an_empty_step_has_no_entries():
-    grow = Grow(("agent",))
-    grow.end(None, None, error="tool")
-    for name in ("ppo", "mt_ppo", "mappo"):
-        assert credit(grow.forest, name).entries == ()
 
 
 def test_explained_variance():

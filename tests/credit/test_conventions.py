@@ -220,3 +220,11 @@ def test_it_keeps_its_place_among_the_mini_batches(name):
     for entry in credited(forest, name, split).entries:
         weight[split[forest.calls[entry.call].example]] += sum(entry.weights)
     assert weight == pytest.approx([1, 0, 1])
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_a_step_without_any_scored_rollout_has_no_entries(name):
+    grow = Grow(("a",))
+    grow.end(None, None, error="tool")
+    grow.end(None, 0.0, error="length")
+    assert credited(grow.forest, name).entries == ()

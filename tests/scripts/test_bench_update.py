@@ -21,6 +21,7 @@ def test_shapes_share_what_their_algorithm_shares() -> None:
     prompts = {name: len({row.prompt for row in SHAPES[name](Dice(2048))}) for name in SHAPES}
     assert prompts == {
         "is": 8, "fof": 32, "fof_converged": 8, "fof_os": 16, "rr": 26, "hover": 32, "search": 4, "long": 4,
+        "demonstrations": 4,
     }  # fmt: skip
 
 

@@ -92,13 +92,7 @@ def test_it_serves_while_a_command_runs(capfd):
     assert "rubric_judge: answers at http://127.0.0.1:" in capfd.readouterr().out
 
 
-def run(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.rubric_judge", *words], capture_output=True, text=True, timeout=60
-    )
-
-
-def test_mistakes_are_one_sentence():
+def test_mistakes_are_one_sentence(capsys):
     with Server(("127.0.0.1", 0), Handler) as taken:
         port = taken.server_address[1]
         for words, said in [
@@ -107,9 +101,10 @@ def test_mistakes_are_one_sentence():
             (["port=99999"], "port: got '99999', expected a number"),
             (["port=0", "no_such_command"], "got 'no_such_command', expected port=NUMBER or a command"),
         ]:
-            done = run(*words)
-            assert done.returncode == 2 and done.stderr.startswith(f"error: rubric_judge: {said}"), done.stderr
-            assert len(done.stderr.splitlines()) == 1
+            with pytest.raises(SystemExit) as ended:
+                main(words)
+            (line,) = capsys.readouterr().err.splitlines()
+            assert ended.value.code == 2 and line.startswith(f"error: rubric_judge: {said}")
 
 
 def test_ctrl_c_leaves_the_command_its_own_time():

@@ -9,7 +9,6 @@ from transformers import TrainerCallback
 
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.stages.sft import encode, tokens_of
-from mmrl.trainer.trl_trainer import MmrlTrainer
 from scripts.tiny_model.warm_start import WarmStart, plan_batches, warm_start
 from tests.helpers.stages import TOKENIZER, new_model, shown, weights
 from tests.stages.test_sft_steps import CALLS, demonstrations
@@ -23,14 +22,6 @@ class StopAt(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop = state.global_step >= self.step
-
-
-@pytest.fixture
-def losses(monkeypatch):
-    """Of every step that is trained."""
-    seen, step = [], MmrlTrainer.training_step
-    monkeypatch.setattr(MmrlTrainer, "training_step", lambda *given: seen.append(step(*given)) or seen[-1])
-    return seen
 
 
 def test_a_pass_sees_every_demonstration_once_within_the_budget():
@@ -57,38 +48,25 @@ def test_the_plan_depends_on_the_seed_alone():
     assert plan_batches(CALLS, SETTINGS) != plan_batches(CALLS, replace(SETTINGS, seed=4))
 
 
-def test_a_step_of_several_batches_weighs_them_alike_and_mixes_lengths(tmp_path, losses):
+def test_a_step_takes_its_batches_from_several_lengths():
     made = [shown("short", "a", "1234567") for _ in range(40)]
     made += [shown("long", "the cat " * 20, "1") for _ in range(40)]
     calls = [encode(TOKENIZER, item) for item in made]
-    settings = replace(SETTINGS, steps=1, batches=2, batch_tokens=400, lr=0.0)
-    short, long = plan_batches(calls, settings)
+    short, long = plan_batches(calls, replace(SETTINGS, steps=1, batches=2, batch_tokens=400))
     assert {calls[row].module for row in short} == {"short"} and {calls[row].module for row in long} == {"long"}
-    for rows in (short, long):
-        folder = tmp_path / made[rows[0]].module
-        warm_start(new_model(), TOKENIZER, [made[row] for row in rows], replace(SETTINGS, steps=1), folder)
-    warm_start(new_model(), TOKENIZER, made, settings, tmp_path / "both")
-    assert float(losses[2]) == pytest.approx(float(losses[0] + losses[1]) / 2, abs=1e-5)
 
 
-def test_a_stopped_warm_start_continues_to_the_same_weights(tmp_path):
-    made = demonstrations()
-    whole = weights(warm_start(new_model(), TOKENIZER, made, SETTINGS, tmp_path / "whole"))
+def test_a_stopped_warm_start_continues_to_the_same_weights_and_with_nothing_else(tmp_path):
+    made, settings = demonstrations(), replace(SETTINGS, steps=4, save_every=2)
+    whole = weights(warm_start(new_model(), TOKENIZER, made, settings, tmp_path / "whole"))
     part = tmp_path / "part"
-    stopped = weights(warm_start(new_model(), TOKENIZER, made, SETTINGS, part, callbacks=[StopAt(6)]))
-    continued = weights(warm_start(new_model(), TOKENIZER, made, SETTINGS, part))
+    stopped = weights(warm_start(new_model(), TOKENIZER, made, settings, part, callbacks=[StopAt(2)]))
+    for others, changed in ((made, replace(settings, lr=1.0)), (demonstrations(29), settings)):
+        with pytest.raises(CheckpointError, match="made with other settings or demonstrations"):
+            warm_start(new_model(), TOKENIZER, others, changed, part)
+    continued = weights(warm_start(new_model(), TOKENIZER, made, settings, part))
     assert all(torch.equal(whole[name], continued[name]) for name in whole)
     assert not all(torch.equal(whole[name], stopped[name]) for name in whole)
-
-
-@pytest.mark.parametrize("change", ["settings", "data"])
-def test_checkpoints_of_other_data_or_settings_are_refused(tmp_path, change):
-    short = replace(SETTINGS, steps=4)
-    warm_start(new_model(), TOKENIZER, demonstrations(), short, tmp_path)
-    settings = replace(short, lr=1.0) if change == "settings" else short
-    made = demonstrations(29) if change == "data" else demonstrations()
-    with pytest.raises(CheckpointError, match="made with other settings or demonstrations"):
-        warm_start(new_model(), TOKENIZER, made, settings, tmp_path)
 
 
 def test_a_mix_of_nothing_is_a_config_error():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from mmrl.tasks.metrics import leaked_pieces
 from tests.helpers.programs import make, play
 
 ROOMY = {"max_observation": 4000, "max_tokens": 6000}
-DOCUMENT = {"title": "Lisbon", "text": "a town on the Tagus", "id": "1", "score": 1.0}
+PASSAGES = ("a town on the Tagus", "a town by a river")
+"""What every search finds: the answer, or not."""
+FOUND = ("retrieval", "result_answer", "gold_retrieved")
+"""Metrics that say that the answer was found."""
 COMMAND = '<tool>{"name": "wiki_search", "args": {"query": "x"}}</tool>'
 
 # Texts of turns, well formed and not. None of the inserted pieces holds an action or an ending tag of the policy's own:
@@ -95,22 +99,28 @@ EARNED: dict[str, tuple[str, Callable[[Any, list[Any]], tuple[float, ...]]]] = {
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The three agents; a search always finds the same document, whatever was asked."""
+    """The three agents."""
     made = {}
     for name in TURNS:
         folder: Path = tmp_path_factory.mktemp(name)
         more = {"max_completion": 9000, "max_context": None} if name == "tool_agent" else {"max_context": 20_000}
         made[name] = make(name, folder, **ROOMY, **more)
-        made[name].tools = {"search": lambda queries, corpus: [DOCUMENT]}
     return made
 
 
 @pytest.mark.parametrize("name", TURNS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=max(60, int(os.environ.get("FUZZ", "0")) // 20),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_no_text_raises_its_format_or_tool_reward_by_what_the_program_inserts(
     tasks: dict[str, Any], name: str, data: st.DataObject
 ) -> None:
+    passage = data.draw(st.sampled_from(PASSAGES))
+    document = {"title": "Lisbon", "text": passage, "id": "1", "score": 1.0}
+    tasks[name].tools = {"search": lambda queries, corpus: [document]}
     texts = data.draw(st.lists(st.sampled_from(TURNS[name]), min_size=1, max_size=4))
     at = data.draw(st.integers(0, len(texts) - 1))
     piece = data.draw(st.sampled_from([*INSERTED[name], *COMMON]))
@@ -123,6 +133,7 @@ def test_no_text_raises_its_format_or_tool_reward_by_what_the_program_inserts(
     plain_rollout, plain_calls, _ = play(tasks[name], texts, reward_set)
     rollout, calls, _ = play(tasks[name], forged, reward_set)
     assert rollout.error is None
+    assert "Tagus" in passage or not any(rollout.metrics.get(metric) for metric in FOUND), forged
     before, after = earned(plain_rollout, plain_calls), earned(rollout, calls)
     # Where the piece breaks an action, other turns follow, and the two rollouts cannot be compared.
     assume(rollout.prediction.get("actions") == plain_rollout.prediction.get("actions"))

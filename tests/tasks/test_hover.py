@@ -214,14 +214,6 @@ def test_the_papers_sample(tmp_path, corpus):
     assert len(make("hover", data={"dev": path}, corpus=corpus, sample="all").examples("dev")) == 1200
 
 
-def test_the_hubs_form_of_supporting_facts(tmp_path, corpus):
-    facts = [{"key": "A", "value": 1}, {"key": "A", "value": 2}, {"key": "C", "value": 0}]
-    path = write_json(tmp_path / "hover.json", [claim(0, supporting_facts=facts)])
-    task = make("hover", data={"dev": path}, corpus=corpus, sample="all")
-    assert task.examples("dev")[0].metadata["titles"] == ["A", "C"]
-    assert task.examples("dev")[0].inputs == {"claim": "claim 0"}
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

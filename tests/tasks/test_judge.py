@@ -71,7 +71,14 @@ def test_turn_replies(reply, strict, salvaged):
     assert salvage_turns(reply, 3) == salvaged
 
 
-@given(st.text(alphabet="<>/scoreTurn123:. -\n&", max_size=60))
+PIECES = (
+    *("<score>", "</score>", "<reasoning>", "</reasoning>", "Turn1: ", "Turn2: ", "0.5", "-1", "1e999", "9" * 400),
+    *("nan", "inf", ".", "\n", " ", "Turn", ":", "1", "+", "\u0661", "Turn3: 0.1\n", "x", "0x1", "&lt;"),
+)
+REPLIES = st.lists(st.sampled_from(PIECES), max_size=20).map("".join)
+
+
+@given(REPLIES | REPLIES.map("<reasoning>x</reasoning><score>{}</score>".format))
 def test_no_reply_breaks_the_reader(reply):
     outcome, turns = read_outcome(reply), read_turns(reply, 2)
     assert outcome is None or 0 <= outcome[0] <= 1

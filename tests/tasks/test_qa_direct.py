@@ -4,7 +4,6 @@ from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
-from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.programs import default_config, task_section
 from tests.helpers.programs import play as played
 from tests.tasks.test_data import record, saved
@@ -54,19 +53,6 @@ def test_the_two_prompts_differ_and_both_hold_the_question():
     assert all(EXAMPLE.inputs["question"] in prompt for prompt in prompts)
     assert "step by step" in prompts[1]
     assert "step by step" not in prompts[0]
-
-
-def test_demonstrations_have_the_prompts_of_a_run_and_earn_everything():
-    for thinking in (False, True):
-        task = make(chain_of_thought=thinking)
-        for example in task.examples("dev")[:10]:
-            shown = demonstrations(task, example)[thinking]
-            prompt = task.program.question(example.inputs["question"], thinking)
-            assert shown.messages == prompt
-            rollout, _, _ = played(
-                make(chain_of_thought=thinking, max_tokens=900), [shown.completion], "outcome", example
-            )
-            assert rollout.reward == 1
 
 
 def test_it_reads_files_without_a_corpus(tmp_path, caplog):

@@ -16,7 +16,6 @@ from mmrl.tasks.agents.rewards import (
     search_reward,
 )
 from mmrl.tasks.agents.tags import first_pair
-from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.programs import EXAMPLE, default_config, make, play, task_section
 
@@ -39,12 +38,6 @@ def turn_rewards(calls):
 
 def approx(values):
     return [None if value is None else pytest.approx(value) for value in values]
-
-
-def test_it_is_a_task_with_one_module(task):
-    assert isinstance(task, Task)
-    assert task.program.modules == ("agent",)
-    assert task.reward_sets == ("outcome", "turn", "merged", "judge_outcome", "judge_turn", "gain")
 
 
 def test_a_search_is_answered_inside_the_same_turn(task):

@@ -1,15 +1,8 @@
-import json
-
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from mmrl.tasks import TASKS
 from mmrl.tasks.agents.search_o1 import QUERY, RESULT, boxed
-from mmrl.tasks.agents.tags import disarm_markers, last_block
-from mmrl.tasks.base import Task
-from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.programs import DOCUMENTS, default_config, make, play
+from mmrl.tasks.agents.tags import last_block
+from tests.helpers.programs import DOCUMENTS, make, play
 from tests.helpers.watch import terminates
 
 ASK = f"look it up {QUERY[0]} Lisbon {QUERY[1]}"
@@ -19,11 +12,6 @@ ANSWER = r"so it is \boxed{Tagus}"
 @pytest.fixture
 def task(tmp_path):
     return make("search_o1", tmp_path, max_tokens=400, max_turns=2)
-
-
-def test_it_is_a_task_with_two_modules(task):
-    assert isinstance(task, Task)
-    assert task.program.modules == ("reasoner", "condenser")
 
 
 def test_only_the_condensed_result_enters_the_context(task):
@@ -94,41 +82,6 @@ def test_boxed(text, answer):
     assert boxed(text) == answer
 
 
-PIECES = [*QUERY, *RESULT, "<|", "|>", "<", ">", "|", "<|im_end|>", "Tagus", "{0}", r"\boxed{Porto}", " ", "\n"]
-hostile = st.lists(st.sampled_from(PIECES), max_size=10).map("".join)
-
-
-@given(hostile, hostile)
-def test_disarmed_text_holds_no_marker_however_it_is_put_together(left, right):
-    for shown in (disarm_markers(left + right), disarm_markers(left) + disarm_markers(right)):
-        assert not any(marker in shown for marker in (*QUERY, *RESULT, "<|im_end|>"))
-    assert len(disarm_markers(left)) == len(left)
-
-
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(document=hostile, condensed=hostile)
-def test_neither_documents_nor_the_condenser_can_forge_a_result_or_an_answer(task, document, condensed):
-    task.tools = {"search": lambda queries, corpus: [{"title": "T", "text": document}]}
-    rollout, calls, _ = play(task, [ASK, condensed, "no idea"], "outcome")
-    shown = calls[2].prompt_text
-    assert [shown.count(marker) for marker in (*RESULT, *QUERY)] == [1, 1, 0, 0]
-    documents = calls[1].prompt_text.partition("\nQuery: Lisbon\n")[2]
-    assert not any(marker in documents for marker in (*RESULT, *QUERY))
-    assert rollout.prediction["answer"] is None
-
-
-texts = st.lists(st.sampled_from([*PIECES, ASK, ANSWER]), max_size=4).map("".join)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(texts, min_size=1, max_size=8))
-def test_no_output_of_a_policy_makes_the_program_fail(task, said):
-    rollout, calls, _ = play(task, said, "outcome")
-    assert rollout.error is None
-    assert len(calls) <= 2 * 2 + 2
-    json.dumps(rollout.prediction)
-
-
 @pytest.mark.parametrize(
     ("text", "block"),
     [
@@ -142,23 +95,6 @@ def test_no_output_of_a_policy_makes_the_program_fail(task, said):
 )
 def test_last_block(text, block):
     assert last_block(text, "<a>", "</a>") == block
-
-
-def test_demonstrations_have_the_prompts_of_a_run_and_earn_everything():
-    task = TASKS["search_o1"](default_config("search_o1", max_observation=4000, max_context=9000, max_tokens=400), 0)
-    played = 0
-    for example in task.examples("dev")[:20]:
-        shown = demonstrations(task, example)
-        if not shown:
-            continue
-        played += 1
-        rollout, calls, _ = play(task, [d.completion for d in shown], "outcome", example)
-        assert [call.module for call in calls] == [d.module for d in shown]
-        for call, demonstration in zip(calls, shown, strict=True):
-            expected = "\n".join(f"[{m['role']}] {m['content']}" for m in demonstration.messages)
-            assert call.prompt_text == (demonstration.history[-1][1] if demonstration.history else expected)
-        assert rollout.reward == rollout.metrics["em"] == rollout.metrics["gold_retrieved"] == 1
-    assert played >= 18
 
 
 def test_boxes_that_never_close_are_read_once():

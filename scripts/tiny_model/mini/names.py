@@ -1,8 +1,16 @@
-"""Invented names. Bottom of the mini world."""
+"""Invented names, and the words of `words.yaml`. Bottom of the mini world."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import yaml
+
 from mmrl.tasks.mini import draws
+
+WORDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
+"""What documents, questions, claims and messages are written in, by what it is for."""
 
 ONSETS = ("b", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z")
 VOWELS = ("a", "e", "i", "o", "u")

@@ -9,11 +9,12 @@ world (see `world`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from mmrl.tasks.mini.draws import Draws
+from scripts.tiny_model.mini.names import WORDS
 from scripts.tiny_model.mini.world import WORLD_SEED, Entity, World, make_world
 
 SIZES: Mapping[str, int] = {"train": 2400, "dev": 400, "test": 400}
@@ -47,97 +48,15 @@ class Question:
     """Ids of subjects and bridges."""
 
 
-# Queries and phrases are plain and few, so that a small model meets each of them often; what it has to learn is to
-# search, not to understand paraphrases.
-ROLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    # subject kind.relation -> (sub-question of the first hop, noun phrases for the bridge)
-    "film.director": (
-        "Who directed the film {x}",
-        ("the director of the film {x}", "the person who directed {x}", "the film director of {x}"),
-    ),
-    "film.star": (
-        "Who is the star of the film {x}",
-        ("the star of the film {x}", "the person who starred in {x}", "the star of {x}"),
-    ),
-    "book.writer": (
-        "Who wrote the book {x}",
-        ("the writer of the book {x}", "the person who wrote {x}", "the writer of {x}"),
-    ),
-    "book.illustrator": (
-        "Who illustrated the book {x}",
-        ("the illustrator of the book {x}", "the person who illustrated {x}", "the illustrator of {x}"),
-    ),
-    "company.founder": ("Who founded {x}", ("the founder of {x}", "the person who founded the company {x}")),
-    "company.head": ("Who leads {x}", ("the head of {x}", "the person who leads the company {x}")),
-    "company.city": ("In which city is {x} based", ("the city where {x} is based", "the home city of {x}")),
-    "product.designer": ("Who designed the {x}", ("the designer of the {x}", "the person who designed the {x}")),
-    "product.maker": ("Which company makes the {x}", ("the company that makes the {x}", "the maker of the {x}")),
-    "person.birth_city": ("In which city was {x} born", ("the city where {x} was born", "the birth city of {x}")),
-}
-
-ASKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    # kind.relation -> (sub-question, phrasings of the question); {x} is a name or a noun phrase
-    "person.birth_city": (
-        "In which city was {x} born",
-        ("In which city was {x} born?", "Where was {x} born?", "What is the birth city of {x}?"),
-    ),
-    "person.birth_year": ("When was {x} born", ("When was {x} born?", "In which year was {x} born?")),
-    "person.instrument": (
-        "Which instrument does {x} play",
-        ("Which instrument does {x} play?", "What instrument is played by {x}?"),
-    ),
-    "company.city": ("In which city is {x} based", ("In which city is {x} based?", "Where is {x} based?")),
-    "company.founded": ("When was {x} founded", ("When was {x} founded?", "In which year was {x} founded?")),
-    "company.founder": ("Who founded {x}", ("Who founded {x}?", "Who is the founder of {x}?")),
-    "city.country": ("In which country is {x}", ("In which country is {x}?", "To which country does {x} belong?")),
-    "city.river": ("On which river is {x}", ("On which river is {x}?", "Which river flows through {x}?")),
-    "film.year": ("When was the film {x} made", ()),
-    "film.genre": ("What genre is the film {x}", ()),
-    "book.year": ("When was the book {x} published", ()),
-}
-
-BRIDGES: Mapping[str, tuple[str, ...]] = {
-    # relation that leads to the bridge -> kind.relation that the bridge is about
-    "film.director": ("person.birth_city", "person.birth_year", "person.instrument"),
-    "film.star": ("person.birth_city", "person.birth_year", "person.instrument"),
-    "book.writer": ("person.birth_city", "person.birth_year", "person.instrument"),
-    "book.illustrator": ("person.birth_city", "person.birth_year", "person.instrument"),
-    "company.founder": ("person.birth_city", "person.birth_year", "person.instrument"),
-    "company.head": ("person.birth_city", "person.birth_year", "person.instrument"),
-    "product.designer": ("person.birth_city", "person.birth_year", "person.instrument"),
-    "product.maker": ("company.city", "company.founded", "company.founder"),
-    "company.city": ("city.country", "city.river"),
-    "person.birth_city": ("city.country", "city.river"),
-}
-
-EARLIER: Mapping[str, tuple[str, ...]] = {
-    "film.year": ("Which film is older, {x} or {y}?", "Which film came out first, {x} or {y}?"),
-    "book.year": ("Which book is older, {x} or {y}?", "Which book was published first, {x} or {y}?"),
-    "company.founded": ("Which company is older, {x} or {y}?", "Which company was founded first, {x} or {y}?"),
-    "person.birth_year": ("Who is older, {x} or {y}?", "Who was born first, {x} or {y}?"),
-}
-# The answers are yes and no, which the yes/no rule of the official metric treats apart (`metrics.f1`).
-SAME: Mapping[str, tuple[str, ...]] = {
-    "person.birth_city": ("Were {x} and {y} born in the same city?", "Do {x} and {y} come from the same city?"),
-    "person.instrument": ("Do {x} and {y} play the same instrument?", "Is the instrument of {x} also that of {y}?"),
-    "film.genre": ("Are the films {x} and {y} of the same genre?", "Do {x} and {y} have the same film genre?"),
-    "city.country": ("Are {x} and {y} in the same country?", "Do {x} and {y} lie in one country?"),
-}
+ROLES: Mapping[str, tuple[str, Sequence[str]]] = WORDS["roles"]
+ASKS: Mapping[str, tuple[str, Sequence[str]]] = WORDS["asks"]
+BRIDGES: Mapping[str, Sequence[str]] = WORDS["bridges"]
+EARLIER: Mapping[str, Sequence[str]] = WORDS["earlier"]
+SAME: Mapping[str, Sequence[str]] = WORDS["same"]
 
 SINGLE_SIZES: Mapping[str, int] = {"train": 1600, "dev": 240, "test": 240}
 
-SINGLE_FORMS: Mapping[str, tuple[str, ...]] = {
-    # kind.relation -> phrasings where `ASKS` has none for a named thing
-    "film.director": ("Who directed the film {x}?", "Who is the director of the film {x}?"),
-    "film.star": ("Who is the star of the film {x}?", "Who starred in {x}?"),
-    "film.year": ("When was the film {x} made?", "In which year was the film {x} made?"),
-    "book.writer": ("Who wrote the book {x}?", "Who is the writer of {x}?"),
-    "book.illustrator": ("Who illustrated the book {x}?", "Who is the illustrator of {x}?"),
-    "book.year": ("When was the book {x} published?", "In which year was {x} published?"),
-    "company.head": ("Who leads {x}?", "Who is the head of {x}?"),
-    "product.designer": ("Who designed the {x}?", "Who is the designer of the {x}?"),
-    "product.maker": ("Which company makes the {x}?", "Who is the maker of the {x}?"),
-}
+SINGLE_FORMS: Mapping[str, Sequence[str]] = WORDS["singles"]
 SINGLES: tuple[str, ...] = (*SINGLE_FORMS, *(ask for ask, (_, forms) in ASKS.items() if forms))
 """kind.relation of every single-hop question."""
 
@@ -264,18 +183,6 @@ def in_steps(question: Question) -> Question:
 
 
 CLAIM_SIZES: Mapping[str, int] = {"train": 800, "dev": 300, "test": 300}
-CLAIM_ROLES = (
-    "film.director",
-    "film.star",
-    "book.writer",
-    "book.illustrator",
-    "company.founder",
-    "company.head",
-    "product.designer",
-)
-"""Facts that lead from a subject to a person."""
-# None of the forms names the city: the three documents must be read in turn.
-FORMS = ("{who} was born in {country}.", "{who} comes from {country}.", "{who} is from {country}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,11 +204,11 @@ def make_claims(split: str, seed: int = WORLD_SEED) -> tuple[Claim, ...]:
     """The claims of one split of the world of `seed`, no text twice, half of them supported."""
     world = make_world(seed)
     draws = Draws(seed, "claims", split)
-    subjects = {role: world.of(role.split(".")[0], split) for role in CLAIM_ROLES}
+    subjects = {role: world.of(role.split(".")[0], split) for role in WORDS["claim_roles"]}
     countries = [entity.name for entity in world.of("country", "all")]
     claims: dict[str, Claim] = {}
     while len(claims) < CLAIM_SIZES[split]:
-        role = draws.pick(CLAIM_ROLES)
+        role = draws.pick(WORDS["claim_roles"])
         subject = draws.pick(subjects[role])
         person = world.entities[subject.facts[role.split(".")[1]]]
         city = world.entities[person.facts["birth_city"]]
@@ -310,7 +217,7 @@ def make_claims(split: str, seed: int = WORLD_SEED) -> tuple[Claim, ...]:
         supported = len(claims) % 2 == 0
         claimed = country if supported else draws.pick([name for name in countries if name != country])
         phrases = [phrase.format(x=subject.name) for phrase in ROLES[role][1]]
-        text = draws.pick(FORMS).format(who=draws.pick(phrases), country=claimed)
+        text = draws.pick(WORDS["claims"]).format(who=draws.pick(phrases), country=claimed)
         claim = Claim(
             "",
             text[0].upper() + text[1:],

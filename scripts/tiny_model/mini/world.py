@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import islice
 
 from mmrl.retrieval.base import Document
-from scripts.tiny_model.mini.names import Draws, invent_words
+from scripts.tiny_model.mini.names import WORDS, Draws, invent_words
 
 WORLD_SEED = 0
 """Seed of the world that the shipped tiny model was warmed up on; a run's seed does not change it."""
@@ -29,15 +29,6 @@ RIVERS = 24
 CAPITALS_PART = "train"
 """The part in which every country has a city: its capital."""
 CITY_YEARS, BIRTH_YEARS, WORK_YEARS = (1100, 1799), (1900, 1954), (1972, 2024)
-
-GENRES = ("drama", "comedy", "crime", "horror", "war", "music", "family", "mystery")
-INDUSTRIES = ("clock", "paper", "glass", "wool", "steel", "toy", "tea", "radio")
-INSTRUMENTS = ("cello", "flute", "piano", "violin", "harp", "drum", "guitar", "horn")
-COLOURS = ("red", "blue", "green", "white", "black", "grey")
-FILM_WORDS = ("Silent", "Golden", "Lost", "Last", "Broken", "Winter", "Hidden", "Second", "Distant", "Crimson")
-BOOK_WORDS = ("Songs", "Letters", "Shadows", "Gardens", "Roads", "Children", "Winds", "Stones")
-COMPANY_WORDS = ("Works", "Group", "Brothers", "Trading", "Mills")
-PRODUCT_WORDS = ("Kettle", "Lamp", "Radio", "Watch", "Camera", "Heater", "Fan", "Drill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +95,17 @@ class _Builder:
         self.city_names = iter(city_names)
         self.names = {
             "person": self._combine("{} {}", firsts, lasts),
-            "film": self._combine("{} {}", FILM_WORDS, titles),
-            "book": self._combine("{} of {}", BOOK_WORDS, titles),
-            "company": self._combine("{1} {0}", COMPANY_WORDS, makers),
-            "product": self._combine("{1} {0}", PRODUCT_WORDS, brands),
+            "film": self._combine("{} {}", WORDS["film_words"], titles),
+            "book": self._combine("{} of {}", WORDS["book_words"], titles),
+            "company": self._combine("{1} {0}", WORDS["company_words"], makers),
+            "product": self._combine("{1} {0}", WORDS["product_words"], brands),
         }
         self.facts: dict[str, dict[str, str]] = {}
         self.named: dict[str, str] = {}
         self.parts: dict[str, str] = {}
         self.mentions: dict[str, list[str]] = {}
 
-    def _combine(self, pattern: str, left: tuple[str, ...] | list[str], right: list[str]) -> list[str]:
+    def _combine(self, pattern: str, left: list[str], right: list[str]) -> list[str]:
         names = [pattern.format(a, b) for a in left for b in right]
         self.draws.shuffle(names)
         return names
@@ -151,7 +142,7 @@ class _Builder:
                 self.names["person"].pop(),
                 birth_city=draws.pick(cities),
                 birth_year=str(draws.between(*BIRTH_YEARS)),
-                instrument=draws.pick(INSTRUMENTS),
+                instrument=draws.pick(WORDS["instruments"]),
             )
             for _ in range(size["person"])
         ]
@@ -169,7 +160,7 @@ class _Builder:
                 made_by = dict(zip(relations, people.take(2), strict=True))
                 year = str(draws.between(*WORK_YEARS))
                 name = self.names[kind].pop()
-                work = self.add(kind, part, name, year=year, genre=draws.pick(GENRES), **made_by)
+                work = self.add(kind, part, name, year=year, genre=draws.pick(WORDS["genres"]), **made_by)
                 self._mention(work, *made_by.values())
         companies = []
         for _ in range(size["company"]):
@@ -178,7 +169,7 @@ class _Builder:
                 "company",
                 part,
                 self.names["company"].pop(),
-                industry=draws.pick(INDUSTRIES),
+                industry=draws.pick(WORDS["industries"]),
                 founder=founder,
                 head=head,
                 city=draws.pick(cities),
@@ -191,7 +182,7 @@ class _Builder:
         makers = _Turns(companies, draws)
         for _ in range(size["product"]):
             (designer,), (maker,) = people.take(1), makers.take(1)
-            year, colour = str(draws.between(*WORK_YEARS)), draws.pick(COLOURS)
+            year, colour = str(draws.between(*WORK_YEARS)), draws.pick(WORDS["colours"])
             name = self.names["product"].pop()
             product = self.add("product", part, name, designer=designer, maker=maker, year=year, colour=colour)
             self._mention(product, designer, maker)
@@ -239,49 +230,11 @@ class _Turns:
         return taken
 
 
-# Every fact of an entity stands in its document, in each phrasing: a question about it can always be answered.
-TEXTS: Mapping[str, tuple[str, ...]] = {
-    "country": (
-        "{name} is a country. Its capital is {capital} and its people speak {language}.",
-        "{name} is a country where people speak {language}. The capital is {capital}.",
-    ),
-    "city": (
-        "{name} is a city in {country} on the river {river}. It was founded in {founded}.{mentions}",
-        "{name}, founded in {founded}, is a city in {country}. It lies on the river {river}.{mentions}",
-        "The city of {name} in {country} was founded in {founded} on the river {river}.{mentions}",
-    ),
-    "person": (
-        "{name} was born in {birth_city} in {birth_year} and plays the {instrument}. Known for {mentions}.",
-        "{name}, born in {birth_year} in {birth_city}, is known for {mentions} and plays the {instrument}.",
-        "{name} is known for {mentions}. Born in {birth_city} in {birth_year}, {name} plays the {instrument}.",
-    ),
-    "film": (
-        "{name} is a {year} {genre} film directed by {director}. It stars {star}.",
-        "{name} is a {genre} film from {year}. It stars {star} and was directed by {director}.",
-        "The {genre} film {name} was directed by {director} in {year}, with {star} as its star.",
-    ),
-    "book": (
-        "{name} is a {genre} book of {year}. It was written by {writer} and illustrated by {illustrator}.",
-        "The {genre} book {name} was illustrated by {illustrator} and written by {writer} in {year}.",
-        "{name}, published in {year}, is a {genre} book written by {writer}, with pictures by {illustrator}.",
-    ),
-    "company": (
-        "{name} is a {industry} company based in {city}. Founded in {founded} by {founder}, led by {head}.{mentions}",
-        "The {industry} company {name} of {city}, led by {head}, was founded by {founder} in {founded}.{mentions}",
-        "{name}, led by {head}, is a {industry} company in {city} that {founder} founded in {founded}.{mentions}",
-    ),
-    "product": (
-        "The {name} is made by {maker} in {colour}. It was designed by {designer} and went on sale in {year}.",
-        "Designed by {designer}, the {colour} {name} has been made by {maker} since {year}.",
-        "{maker} has made the {name} since {year}. It is {colour} and was designed by {designer}.",
-    ),
-}
-"""Kind -> ways to write its document; `{mentions}` is filled by `_mentions`."""
-
-
 def _document(entities: Mapping[str, Entity], entity: Entity, draws: Draws) -> Document:
     values = {key: entities[fact].name if fact in entities else fact for key, fact in entity.facts.items()}
-    text = draws.pick(TEXTS[entity.kind]).format(name=entity.name, mentions=_mentions(entities, entity), **values)
+    text = draws.pick(WORDS["documents"][entity.kind]).format(
+        name=entity.name, mentions=_mentions(entities, entity), **values
+    )
     return Document(id=entity.id, title=entity.name, text=text)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import scripts
 from mmrl.algorithms import ALGORITHMS, assign_credit, minibatches
 from mmrl.config import ALGO_SCHEMAS, AlgoConfig, EvalConfig, LoraConfig, ModelConfig, TaskConfig
 from mmrl.config.algo import CriticConfig
 from mmrl.errors import ParseFailure
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.records import Example, Forest
+from mmrl.report.forest import parse_forest
 from mmrl.rollout.environment import sampling_settings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
@@ -31,6 +34,7 @@ from tests.helpers.trainer_cases import (
 )
 
 AGENTS = ("writer", "ranker", "answerer")
+FORESTS = Path(scripts.__file__).parent / "forests"
 NEWER = "algo.dr_mas;algo.gigpo;algo.igpo;algo.tree_grpo;algo.ccpo"
 GROUPS = f"algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mmgrpo;algo.mt_grpo*;{NEWER}"
 CRITICS = "algo.ppo;algo.mt_ppo;algo.mappo"
@@ -43,112 +47,10 @@ def section(name: str, options: Options) -> AlgoConfig:
 # --- forests in which every rule of credit has something to do
 
 
-def _estimates(size: int, at: int, observed: int = 0) -> dict[str, Any]:
-    numbers = [0.1 * ((7 * at + 3 * i) % 11) for i in range(size + observed)]
-    logprobs = tuple(-0.2 - number for number in numbers[:size])
-    return {
-        "values": tuple(numbers),
-        "logprobs": logprobs,
-        "ref_logprobs": tuple(-0.5 - 0.1 * i for i in range(size)),
-    }
-
-
-def turns(observed: bool) -> Forest:
-    """An agent's rollouts of one to three turns with turn rewards; those of the last example are all alike."""
-    grow = Grow(("agent",))
-    shapes = {"q0": (2, 1, 3, 2), "q1": (2, 2, 1, 3), "q2": (2, 2, 2, 2)}
-    for example, lengths in shapes.items():
-        for index, length in enumerate(lengths):
-            parent = None
-            for turn in range(length):
-                at, last = len(grow.calls), turn == length - 1
-                # one rollout ends after an observation, as where the context is full
-                size, tools = (2, 0) if example == "q2" else (1 + at % 3, 0 if last and length < 3 else 2)
-                parent = grow.call(
-                    f"{example}/{index}#{turn}",
-                    parent,
-                    "agent",
-                    size,
-                    observation_tokens=tools,
-                    turn_reward=None if last else (1.0 if example == "q2" else 0.3 * ((at + index) % 3)),
-                    facts={"state": f"after {turn} results"},
-                    **_estimates(size, at, tools if observed else 0),
-                )
-            reward = 1.0 if example == "q2" else 0.2 * ((index * 3 + length) % 5)
-            grow.end(parent, reward, id=f"{example}/{index}", example=example)
-    return grow.forest
-
-
-def trees(name: str) -> Forest:
-    """Trees as a sampler of MHGPO makes them, with penalties of the modules; the last example's end alike."""
-    grow = Grow(AGENTS)
-    fork_of = {"mhgpo_rr": (0, 1, 2, 1, 2), "mhgpo_is": (0, 1, 2)}.get(name, (0,))
-    count = 5 if name == "mhgpo_rr" else 3
-    for example in range(count):
-        forks = [fork_of[example]] if name == "mhgpo_rr" else fork_of
-        for tree, fork in enumerate(forks):
-            widths = {fork: 2} | ({2: 2} if name == "mhgpo_fof_os" else {})
-            tips: list[tuple[str, str | None]] = [(f"q{example}/{tree}", None)]
-            for position, module in enumerate(AGENTS):
-                grown: list[tuple[str, str | None]] = []
-                for tip, parent in tips:
-                    for branch in range(widths.get(position, 1)):
-                        call_id = f"{tip}.{branch}" if position in widths else tip
-                        at = len(grow.calls)
-                        penalty = 0.0 if example == count - 1 else -0.5 * ((at + position) % 3)
-                        made = grow.call(
-                            f"{call_id}#{position}",
-                            parent,
-                            module,
-                            1 + at % 3,
-                            penalty=penalty,
-                            **_estimates(1 + at % 3, at),
-                        )
-                        grown.append((call_id, made))
-                tips = grown
-            for number, (tip, leaf) in enumerate(tips):
-                reward = 1.0 if example == count - 1 else 0.25 * ((number * 3 + example) % 5)
-                grow.end(leaf, reward, id=tip, fork=AGENTS[fork])
-    return grow.forest
-
-
-def programs() -> Forest:
-    """Independent rollouts that call their modules unequally often; one fails to parse, one is long."""
-    grow = Grow(AGENTS)
-    paths = {
-        "q0": (
-            "writer ranker ranker answerer",
-            "writer ranker ranker ranker ranker ranker answerer",
-            "writer answerer",
-            "writer ranker",
-        ),
-        "q1": ("writer ranker answerer",) * 4,
-    }
-    for example, shapes in paths.items():
-        for index, shape in enumerate(shapes):
-            modules, parent = shape.split(), None
-            for position, module in enumerate(modules):
-                broken = shape == "writer ranker" and position == 1
-                parent = grow.call(
-                    f"{example}/{index}#{position}",
-                    parent,
-                    module,
-                    1 + (index + position) % 3,
-                    prompt_tokens=50 if shape == "writer answerer" and position == 0 else 5,
-                    ok=not broken,
-                    present_fields=1 if broken else 0,
-                    expected_fields=2 if broken else 0,
-                )
-            failed = shape == "writer ranker"
-            reward = 0.5 if example == "q1" else (0.0 if failed else 0.3 * index + 0.1)
-            grow.end(parent, reward, id=f"{example}/{index}", example=example, error="parse" if failed else None)
-    return grow.forest
-
-
-def failing_late() -> Forest:
-    """One rollout of four fails to parse at the second call of a module."""
+def of_one_module() -> Forest:
+    """Rollouts that call it unequally often; one of four fails to parse at the second call."""
     grow = Grow(("writer",))
-    for index, length in enumerate((3, 3, 2, 3)):
+    for index, length in enumerate((3, 3, 2, 6)):
         parent = None
         for position in range(length):
             broken = length == 2 and position == 1
@@ -168,14 +70,36 @@ def played_again() -> Forest:
     return grow.forest
 
 
+TREES = {"mhgpo_is": "trees_is", "mhgpo_rr": "trees_rr", "mhgpo_fof": "trees_os", "mhgpo_fof_os": "trees_os"}
+
+
 def forest_for(name: str, options: Options) -> Forest:
-    if name.startswith("mhgpo") or name == "mappo":
-        return trees(name)
     if name == "ccpo":
         return played_again()
-    if name == "mmgrpo":
-        return failing_late() if "failing_index" in options else programs()
-    return turns(observed=options.get("obs") == "all")
+    if "failing_index" in options or "filler" in options:
+        return of_one_module()
+    file = TREES.get(name, "mixed_observed" if options.get("obs") == "all" else "mixed")
+    return with_every_case(parse_forest((FORESTS / f"{file}.json").read_text(encoding="utf-8"), file))
+
+
+def with_every_case(forest: Forest) -> Forest:
+    """States that repeat; a first rollout that ends after an observation, if any; a last example whose rollouts are
+    all alike."""
+    last, first = forest.examples[-1], forest.rollouts[0]
+    calls = {key: replace(call, facts={"state": f"{call.turn}"}) for key, call in forest.calls.items()}
+    for key, call in calls.items():
+        if call.example == last:
+            calls[key] = replace(call, penalty=0.0, turn_reward=None)
+    rollouts = [
+        replace(rollout, reward=1.0) if rollout.example == last and rollout.error is None else rollout
+        for rollout in forest.rollouts
+        if rollout.example != last or rollout.error is None
+    ]
+    before = calls[first.leaf].parent if first.leaf else None
+    if first.leaf and before and calls[before].observation_tokens:
+        del calls[first.leaf]
+        rollouts[0] = replace(first, leaf=before)
+    return replace(forest, calls=calls, rollouts=tuple(rollouts))
 
 
 def credit(name: str, options: Options, folder: Path) -> object:
@@ -184,13 +108,6 @@ def credit(name: str, options: Options, folder: Path) -> object:
     forest = forest_for(name, options)
     made = assign_credit(forest, algo, 0, minibatches(forest.examples, algo.minibatches))
     return [(entry.call, entry.advantages, entry.weights, entry.returns) for entry in made.entries]
-
-
-def trained_on(name: str, options: Options, folder: Path) -> object:
-    """Advantages, and not the entries without weight: which calls take part."""
-    found = credit(name, options, folder)
-    assert isinstance(found, list)
-    return [(call, advantages) for call, advantages, weights, _ in found if any(weights)]
 
 
 def plan(name: str, options: Options, folder: Path) -> object:
@@ -336,14 +253,7 @@ acts("algo.*", "temperature", sampled, 1.0, 0.5, shared=True)
 acts("algo.*", "top_p", sampled, 1.0, 0.5, shared=True)
 acts("algo.*", "top_k", sampled, 0, 5, shared=True)
 acts("algo.*", "parse_retries", sampled, 0, 2, shared=True)
-acts(
-    "algo.grpo*;algo.mt_*;algo.ppo;algo.dr_mas;algo.gigpo;algo.igpo;algo.tree_grpo",
-    "advantage_scale",
-    credit,
-    None,
-    {"agent": 2.0},
-)
-acts("algo.mhgpo_*;algo.mmgrpo;algo.mappo;algo.ccpo", "advantage_scale", credit, None, {"answerer": 2.0})
+acts("algo.*", "advantage_scale", credit, None, {"answerer": 2.0})
 # group-relative
 acts("algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mt_grpo*;algo.dr_mas;algo.gigpo;algo.igpo", "group_size", plan, 2, 3)
 acts("algo.tree_grpo", "group_size", plan, 2, 3)
@@ -378,8 +288,8 @@ acts("algo.mhgpo_*;algo.mappo", "penalties", credit, True, False)
 acts("algo.mhgpo_*;algo.mappo", "penalty_scale", credit, None, {"answerer": 2.0})
 acts("algo.mhgpo_rr;algo.mhgpo_fof_os", "aggregate", credit, "mean", "max")
 acts("algo.mhgpo_*", "propagate", credit, "shared", "full")
-acts("algo.mhgpo_*", "train_modules", credit, None, ("writer",))
-acts("algo.mhgpo_*", "freeze_modules", credit, (), ("writer",))
+acts("algo.mhgpo_*", "train_modules", credit, None, ("rewriter",))
+acts("algo.mhgpo_*", "freeze_modules", credit, (), ("rewriter",))
 acts("algo.mhgpo_*", "frozen_serving", serving, False, True, freeze_modules=("writer",))
 acts("algo.mhgpo_rr", "fork_probs", plan, None, (0.0, 0.5, 0.5))
 acts("algo.mhgpo_rr", "regroup", credit, "by_agent_fork", "alg3")

@@ -149,36 +149,14 @@ acts(TRAIN, "model.name", titled, "one", "other")
 acts(TRAIN, "model.modules.adapter", assigned, None, "mine")
 acts(TRAIN, "model.modules.lr", assigned, None, 0.5)
 acts(TRAIN, "model.modules.frozen", assigned, False, True)
-refused(
-    EVAL,
-    "model.modules.adapter",
-    "x",
-    "a checkpoint says which module",
-    typed="model.modules.rewriter.adapter",
-    starts="model.modules",
-)
-refused(
-    EVAL,
-    "model.modules.lr",
-    "0.5",
-    "a checkpoint says which module",
-    typed="model.modules.rewriter.lr",
-    starts="model.modules",
-)
-refused(
-    EVAL,
-    "model.modules.frozen",
-    "true",
-    "a checkpoint says which module",
-    typed="model.modules.rewriter.frozen",
-    starts="model.modules",
-)
+for key, value in {"adapter": "x", "lr": "0.5", "frozen": "true"}.items():
+    typed = f"model.modules.rewriter.{key}"
+    refused(EVAL, f"model.modules.{key}", value, "a checkpoint says which", typed=typed, starts="model.modules")
 refused(EVAL, "model.path", "tiny_dspy", "policy= names the weights")
 refused(EVAL, "model.name", "other", "policy= names the weights")
 refused(EVAL, "model.lora.r model.lora.alpha", "4", "policy= names the weights")
 refused(EVAL, "model.lora.dropout", "0.5", "policy= names the weights")
 refused(EVAL, "model.lora.targets", "[q_proj]", "policy= names the weights")
-refused(EVAL, "model.gradient_checkpointing", "true", "it is an option of mmrl train")
 
 
 # --- the hardware
@@ -225,10 +203,6 @@ acts(TRAIN, "hardware.rollout_devices", started, 0, 1)
 acts(TRAIN, "hardware.sharding", started, "none", "fsdp2")
 acts(TRAIN, "hardware.cpu_offload", started, False, True, hardware__sharding="fsdp2")
 refused(EVAL, "hardware.processes hardware.nodes", "2", "mmrl eval runs in one", starts="hardware")
-refused(EVAL, "hardware.rollout_devices", "1", "it is an option of mmrl train")
-refused(EVAL, "hardware.sharding", "fsdp2", "it is an option of mmrl train")
-refused(EVAL, "hardware.cpu_offload", "true", "it is an option of mmrl train")
-
 
 # --- evaluation
 
@@ -290,7 +264,6 @@ acts(BOTH, "eval.top_p", evaluation_requests, 1.0, 0.5, eval__temperature=1.0)
 acts(BOTH, "eval.top_k", evaluation_requests, 0, 5, eval__temperature=1.0)
 acts(BOTH, "eval.parse_retries", evaluation_requests, 0, 2, eval__temperature=1.0)
 refused(EVAL, "eval.split", "test", "use split=")
-refused(EVAL, "eval.every", "3", "it is an option of mmrl train")
 
 
 def policy(name: str, options: Options, folder: Path) -> object:
@@ -388,11 +361,20 @@ acts(TRAIN, "run.report_calls", tracked, 16, 0, run__report_to=("tensorboard",))
 acts(TRAIN, "run.group", tracked, None, "mine", run__report_to=("wandb",))
 acts(TRAIN, "run.tags", tracked, (), ("a", "b"), run__report_to=("wandb",))
 acts(TRAIN, "run.wandb_project", tracked, "mmrl", "mine", run__report_to=("wandb",))
-refused(EVAL, "run.name", "x", "it is an option of mmrl train")
-refused(EVAL, "run.progress", "true", "it is an option of mmrl train")
-refused(EVAL, "run.doctor", "true", "it is an option of mmrl train")
-refused(EVAL, "run.report_to", "[tensorboard]", "it is an option of mmrl train")
-refused(EVAL, "run.wandb_project", "x", "it is an option of mmrl train")
-refused(EVAL, "run.report_calls", "3", "it is an option of mmrl train")
-refused(EVAL, "run.group", "x", "it is an option of mmrl train")
-refused(EVAL, "run.tags", "[x]", "it is an option of mmrl train")
+OF_TRAIN = {
+    "model.gradient_checkpointing": "true",
+    "hardware.rollout_devices": "1",
+    "hardware.sharding": "fsdp2",
+    "hardware.cpu_offload": "true",
+    "eval.every": "3",
+    "run.name": "x",
+    "run.progress": "true",
+    "run.doctor": "true",
+    "run.report_to": "[tensorboard]",
+    "run.wandb_project": "x",
+    "run.report_calls": "3",
+    "run.group": "x",
+    "run.tags": "[x]",
+}
+for key, value in OF_TRAIN.items():
+    refused(EVAL, key, value, "it is an option of mmrl train")

@@ -23,7 +23,7 @@ from mmrl.errors import MmrlError
 from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.run.build import _load_teachers
 from mmrl.tasks.agents.judge import JudgedTurn
-from tests.config.effects import Body, Options, acts
+from tests.config.effects import Body, Options, acts, refused
 from tests.config.effects.task import built
 from tests.helpers.engines import tokenizer
 from tests.helpers.programs import FakeEngine
@@ -234,6 +234,14 @@ for key, (one, other) in VALUES.items():
     acts("algo.mmgrpo;algo.ccpo", f"teachers.endpoint.{key}", of_teacher, one, other)
     if key != "model":
         acts("engine.openai", f"endpoint.{key}", of_engine, one, other)
+    refused(
+        "engine.openai",
+        f"endpoints.{key}",
+        json.dumps(other).replace('"', ""),
+        "with engine=openai, which answers for all modules",
+        typed=f"engine.endpoints.answerer.{key}",
+        starts="engine.endpoints",
+    )
 acts(JUDGED, "judge.max_tokens", asked, 2048, 7)
 acts(JUDGED, "judge.temperature", asked, None, 0.5)
 acts("task.papillon", "external.temperature", of_request, None, 0.5)

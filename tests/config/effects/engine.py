@@ -20,7 +20,7 @@ from mmrl.engines.vllm.colocated import VllmColocatedEngine
 from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import EngineFailure, SyncFailure
 from mmrl.models.load import load_tokenizer
-from tests.config.effects import Options, acts, refused
+from tests.config.effects import Options, acts
 from tests.helpers.engines import generate, model, request, tokenizer
 
 TINY = ModelConfig(name="tiny", path="tiny")
@@ -46,7 +46,7 @@ def begins(name: str, options: Options, folder: Path) -> object:
         engine.enter()
         engine.enter()
         asked = asyncio.create_task(engine.generate(request([5, 6, 7], max_tokens=2)))
-        done, _ = await asyncio.wait({asked}, timeout=4.0)
+        done, _ = await asyncio.wait({asked}, timeout=2.0)
         engine.leave()
         await asked
         engine.leave()
@@ -222,32 +222,3 @@ acts("engine.vllm_server", "timeout_s", connected, 600.0, 5.0)
 acts("engine.vllm_server", "concurrency", connected, 128, 4)
 acts("engine.vllm_server", "restarts", restarted, 2, 0)
 acts("engine.vllm_server", "sync_timeout_s", pushed, 300.0, 0.05)
-REFUSED = "with engine=openai, which answers for all modules"
-for key, value in (
-    ("url", "http://h/v1"),
-    ("key_env", "X"),
-    ("timeout_s", "5.0"),
-    ("attempts", "2"),
-    ("max_wait_s", "1.0"),
-    ("concurrency", "2"),
-    ("requests_per_minute", "9.0"),
-    ("price_in", "1.0"),
-    ("price_out", "1.0"),
-    ("price_cached", "1.0"),
-    ("organization", "o"),
-    ("project", "p"),
-    ("max_tokens_field", "max_tokens"),
-    ("omit", "[seed]"),
-    ("extra_body", "{a: 1}"),
-    ("extra_headers", "{A: b}"),
-    ("reasoning", "keep"),
-    ("model", "m"),
-):
-    refused(
-        "engine.openai",
-        f"endpoints.{key}",
-        value,
-        REFUSED,
-        typed=f"engine.endpoints.answerer.{key}",
-        starts="engine.endpoints",
-    )

@@ -14,6 +14,7 @@ from mmrl.config.other_stages import PROMPT_SCHEMAS, PromptConfig
 from mmrl.engines.base import Completion, Request
 from mmrl.errors import ParseFailure, ToolFailure, TooManyFailures
 from mmrl.records import Example
+from mmrl.run.build import build_stage
 from mmrl.stages.prompts import optimisers
 from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.rollouts import Loop
@@ -21,7 +22,7 @@ from mmrl.stages.prompts.split import split
 from tests.config.effects import Options, acts, nested, refused
 from tests.config.effects.endpoints import VALUES, Server, _given, _traced, answering
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, seeded_letter
-from tests.helpers.stages import CHAT, OWN, ScriptedEngine, Teachable, banking, prompt_stage, run, stage_of
+from tests.helpers.stages import CHAT, OWN, ScriptedEngine, Teachable, banking, config_of, prompt_stage, run, stage_of
 
 CLASSES = {
     "miprov2": "_Mipro",
@@ -208,14 +209,26 @@ def stopped(name: str, options: Options, folder: Path) -> object:
     return ""
 
 
+def handed(name: str, options: Options, folder: Path) -> object:
+    """What a run gives to its trainer."""
+    config = config_of({**{f"train.{key}": value for key, value in options.items()}})
+    task: Any = Teachable(Chain(("a", "b")))
+    log: Any = SimpleNamespace(rundir=SimpleNamespace(path=folder, checkpoints=folder))
+    with (
+        patch("mmrl.trainer.trl_trainer.MmrlTrainer") as trainer,
+        patch("mmrl.models.load.load_policy", lambda *given: (None, None, {})),
+        patch("mmrl.run.build.build_engine"),
+        patch("mmrl.run.build._setup"),
+    ):
+        build_stage(config, task, log, None)
+    return str(trainer.call_args.args[2])
+
+
 def trained(name: str, options: Options, folder: Path) -> object:
-    """Weights after two steps, and the checkpoints."""
+    """Weights after two steps."""
     own = {f"{name}.{key}": value for key, value in options.items()}
-    short = {"train.steps": 2, "train.save_every": 1, "train.keep": 3, "train.lr": 1e-2, "train.grad_clip": 9.0}
-    _, weights, history = run(folder / "run", {**short, **own})
-    there = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
-    forwarded = [record.get("train/tokens_forwarded") for record in history]
-    return there, forwarded, [value.double().sum().item() for value in weights.values()]
+    _, weights, _ = run(folder / "run", {"train.steps": 2, "train.lr": 1e-2, "train.grad_clip": 9.0, **own})
+    return [value.double().sum().item() for value in weights.values()]
 
 
 acts(ALGO, "source", sequences, "task", "rollouts")
@@ -229,19 +242,13 @@ acts(ALGO, "top_p", requested, 1.0, 0.5)
 acts(ALGO, "top_k", requested, 0, 5)
 acts(ALGO, "parse_retries", requested, 0, 2)
 
-acts(TRAIN, "steps", trained, 1, 2)
+# What the trainer makes of each is observed of `train.*` of a run by reinforcement learning.
+acts(TRAIN, "steps save_every keep microbatch_tokens", handed, 64, 65)
+acts(TRAIN, "lr grad_clip adam_beta1 adam_beta2 weight_decay", handed, 0.1, 0.2)
+acts(TRAIN, "schedule", handed, "constant", "linear")
+acts(TRAIN, "warmup_steps", handed, 0, 1, schedule="constant_with_warmup")
+acts(TRAIN, "packing", handed, "padded", "trie")
 acts(TRAIN, "batch_size", trained, 2, 3)
-acts(TRAIN, "lr", trained, 1e-2, 1e-3)
-acts(TRAIN, "schedule", trained, "constant", "linear")
-acts(TRAIN, "warmup_steps", trained, 0, 1, schedule="constant_with_warmup")
-acts(TRAIN, "grad_clip", trained, 1e-8, 1e-9)
-acts(TRAIN, "adam_beta1", trained, 0.9, 0.1)
-acts(TRAIN, "adam_beta2", trained, 0.999, 0.1)
-acts(TRAIN, "weight_decay", trained, 0.0, 0.5)
-acts(TRAIN, "microbatch_tokens", trained, 64, 512, packing="padded")
-acts(TRAIN, "packing", trained, "padded", "trie")
-acts(TRAIN, "save_every", trained, 1, 2)
-acts(TRAIN, "keep", trained, 1, 2)
 acts(TRAIN, "max_failed_share", stopped, 0.6, 0.1)
 for key, value in {"old_logprobs": "recompute", "tis": "2.0", "staleness": "1"}.items():
     refused(TRAIN, key, value, "with algo=sft", typed=f"train.{key}", starts=f"train.{key}")
