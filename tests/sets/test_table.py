@@ -110,7 +110,7 @@ def cells(scale="mini"):
     folder = Path(f"outputs/sets/own/{scale}")
     part = folder / "selected" / "set.json"
     content = json.loads((part if part.exists() else folder / "set.json").read_text())
-    return content, {(v["row"], v["score"] or v["mean_of_cells"]): v for v in content["values"]}
+    return content, {(v["row"], v["score"] or v["label"]): v for v in content["values"]}
 
 
 def test_what_is_missing_runs_once_and_is_shown_beside_the_paper(calls, capsys):
@@ -281,7 +281,6 @@ def test_agreement_is_judged_at_the_papers_scale_alone(calls, capsys):
         (["own", "through='"], 'through: got "\'", which is no command line'),
         (["own", "through=no_such_scheduler -n 1"], "through: got 'no_such_scheduler -n 1', expected a command"),
         (["own", "through="], "through: got '', expected a command"),
-        (["own", "through=sh", "do=show"], "through: has no effect with do=show"),
         (["rows=RR"], "table: which one? `mmrl table` lists them"),
         (["own", "-m"], "-m: not for mmrl table, which takes lists as they are: seed=0,1"),
         (["own", "scale=mini", "tsk.max_tokens=3"], "FoF: tsk: unknown key"),
