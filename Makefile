@@ -27,7 +27,8 @@ train: $(STAMP) ## train the default run (MHGPO-RR, three-agent search, mini wor
 	$(BIN)/mmrl train $(ARGS)
 
 compare: $(STAMP) ## every algorithm on the mini world, three seeds, one figure (hours; resumable); ARGS='seed=0 jobs=2'
-	$(BIN)/mmrl compare plan=mini docs=docs/comparison.md $(ARGS)
+	$(BIN)/mmrl compare plan=mini $(ARGS)
+	$(BIN)/python -m scripts.tables
 
 real: $(STAMP) ## a small pretrained model on official files (docs/real.md), every part and seed (days; resumable); ARGS='task=banking77 seed=0'
 	$(BIN)/mmrl compare plan=real $(ARGS)

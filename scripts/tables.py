@@ -1,7 +1,8 @@
 """Takes the pages of the papers' tables into the docs: `python -m scripts.tables [outputs/sets] [mini]`.
 
 Of every table that is whole at the scale, its Markdown page and its figure go to docs/tables, and docs/reproducing.md
-gets one line: seeds, and what became of the paper's claims. Tables that are not there keep the page and line they have.
+gets one line: seeds, and what became of the paper's claims. docs/comparison.md gets the pages of the sets `COMPARED`.
+What is not there keeps the page and line it has.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from scripts.docs import filled
 
 ROOT = Path(__file__).parents[1]
 PART = "tables that were run"
+COMPARED = ("mini", "tasks")
+"""Sets without scales, of which docs/comparison.md has a part each."""
 HEAD = ["| table | what | seeds | claims held | not held | undecided | drawn, code |", "|---|---|---|---|---|---|---|"]
 
 
@@ -64,6 +67,26 @@ def lines_in(text: str) -> dict[str, str]:
     return {match[1]: match[0] for match in re.finditer(r"^\| \[`([\w-]+)`\]\(tables/.*$", text, re.MULTILINE)}
 
 
+def fill_comparison(outputs: Path) -> None:
+    """Put the pages of `COMPARED` that are whole into docs/comparison.md, their figures beside it."""
+    comparison = ROOT / "docs" / "comparison.md"
+    for name in COMPARED:
+        folder = outputs / name
+        if not (folder / "set.json").is_file():
+            continue
+        page = json.loads((folder / "set.json").read_text(encoding="utf-8"))
+        if page["cells_done"] < page["cells"]:
+            continue
+        # Without its title and head: the document says what was run.
+        body = "\n\n".join((folder / "set.md").read_text(encoding="utf-8").strip().split("\n\n")[2:])
+        body = body.replace("(figure.png)", f"(figures/set-{name}.svg)").replace("\n## ", "\n### ")
+        for kind in ("svg", "png"):
+            (comparison.parent / "figures" / f"set-{name}.{kind}").write_bytes((folder / f"figure.{kind}").read_bytes())
+        text = comparison.read_text(encoding="utf-8")
+        comparison.write_text(filled(text, name, body, by="tables"), encoding="utf-8")
+        print(f"taken: {name}")
+
+
 def main(arguments: list[str]) -> int:
     """Write pages, figures and lines; prints what was taken."""
     outputs, scale = Path((arguments or ["outputs/sets"])[0]), (arguments[1:] or ["mini"])[0]
@@ -82,6 +105,7 @@ def main(arguments: list[str]) -> int:
         print(f"taken: {name}")
     part = "\n".join([*HEAD, *(lines[name] for name in sorted(lines, key=natural))])
     reproducing.write_text(filled(text, PART, part, by="tables"), encoding="utf-8")
+    fill_comparison(outputs)
     return 0
 
 

@@ -217,9 +217,8 @@ def compare(context: typer.Context) -> int:
       plan=NAME                    the runs of conf/set/NAME.yaml, as `mmrl table NAME`; rows= columns= choose from them
       seed=0,1,2 jobs=N            seeds; runs at once, one thread each; jobs=1
       name=NAME                    of the page's folder, outputs/sets/NAME
-      runs=[DIR,DIR]               the same as run directories alone
       do=run|plan|show scale= through=   as in `mmrl table`
-      out=FOLDER docs=FILE.md      where figure and tables go; a page whose marked part they fill
+      out=FOLDER                   where figure and tables go
       any other key                a setting of every run, as in `mmrl train`; stage.A.KEY= of one algorithm
       --config-dir FOLDER          configs of your own
 
@@ -245,7 +244,6 @@ def table(context: typer.Context) -> int:
       through='srun --gpus-per-node=8'   a command that starts each run, on machines that share this folder
       do=run|plan|show             run; cost and commands; what is there
       jobs=N out=FOLDER            runs at once, here with one thread each; the page's folder: outputs/sets/NAME/SCALE
-      docs=FILE.md                 a page whose marked part the tables fill
       any other key                a setting of every run, as in `mmrl train`
 
     \b

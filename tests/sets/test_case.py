@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmrl.sets.case import case_study
-from mmrl.sets.cells import CellRun
+from mmrl.sets.queue import Run
 from mmrl.sets.spec import Case
 
 
@@ -26,19 +26,23 @@ def table(tmp_path):
             for n, score in enumerate(of_items)
         ]
         (folder / f"step-{step:06d}-dev.jsonl").write_text("\n".join(lines) + "\n")
-    runs = {("FoF", "HotpotQA"): [CellRun(seed=0, path=tmp_path / "gone", trained=tmp_path / "trained")]}
+    runs = {
+        ("FoF", "HotpotQA"): [
+            Run(seed=0, path=tmp_path / "gone", command="eval", after=Run(seed=0, path=tmp_path / "trained"))
+        ]
+    }
     spec = SimpleNamespace(scores={"EM": "em", "F1": "f1", "# Docs": "docs"}, counts=("# Docs",))
     return SimpleNamespace(runs=runs, spec=spec)
 
 
 def case_of(table, case):
     table.spec.case = case
-    return case_study(table.spec, (run for runs in table.runs.values() for run in runs))
+    return case_study(table)
 
 
 def test_the_first_question_that_rises_the_most_is_shown_at_both_ends(table):
     case = case_of(table, Case(early=5))
-    assert case.item == "q1" and case.asked == ""  # no journal has its prompt
+    assert case.item == "q1" and case.asked == ""  # the run has not kept it
     assert case.rows == [
         ["", "after 5 steps", "after 15 steps"],
         ["EM", "0.000", "0.000"],
@@ -47,6 +51,12 @@ def test_the_first_question_that_rises_the_most_is_shown_at_both_ends(table):
         ["kept", "nothing", "nothing"],
         ["answer", "a5", "a15"],
     ]
+
+
+def test_what_was_asked_is_shown_where_the_run_has_kept_it(table, tmp_path):
+    line = {"split": "dev", "id": "q1", "asked": {"question": "who?"}, "gold": {}}
+    (tmp_path / "trained" / "examples.jsonl").write_text(json.dumps(line) + "\n")
+    assert case_of(table, Case(early=5)).asked == "question: who?"
 
 
 def test_a_question_of_ones_choice_and_the_next_evaluation_there_is(table):
@@ -58,6 +68,6 @@ def test_a_question_of_ones_choice_and_the_next_evaluation_there_is(table):
 def test_without_two_evaluations_there_is_none(table):
     assert case_of(table, Case(early=15)) is None and case_of(table, Case(early=16)) is None
     (run,) = table.runs["FoF", "HotpotQA"]
-    table.runs["FoF", "HotpotQA"] = [CellRun(seed=0, path=run.path)]  # an untrained row
+    table.runs["FoF", "HotpotQA"] = [Run(seed=0, path=run.path, command="eval")]  # an untrained row
     assert case_of(table, Case(early=5)) is None
     assert case_of(table, None) is None

@@ -1,31 +1,39 @@
 """Claims by two intervals: over items and over seeds; the model of each row; the task that a claim rests on."""
 
+import random
 from types import SimpleNamespace
 
+import pandas
 import pytest
 
 from mmrl.sets.cells import SetResult, student_t
 from mmrl.sets.page import parts_of
 from mmrl.sets.spec import SetSpec
 
-ITEMS = [f"d{n}" for n in range(100)]
+VALUES = [
+    ([0.5882852550416057, 0.5518127858509001, 0.5980606294055856], (0.5517467464760962, 0.6061548744572905)),
+    ([0.6300070686319132, 0.6072855392902813, 0.5668630224927328], (0.5688760168118003, 0.6325854024003997)),
+    ([0.4333079364029651, 0.3922315435906112, 0.38757014737649487], (0.371743952709061, 0.4362634156780699)),
+    ([0.43826183490473436, 0.40845973833212335, 0.39028103964247823], (0.3812076736139585, 0.44328952716252323)),
+]
+CLAIM = (0.18203367674393522, (0.15138059546983967, 0.21166090552239586), (0.1562456331241246, 0.2078217203637459))
+"""Computed when item scores were nested dicts."""
 
 
 class Run:
-    """A finished evaluation: the first `right` of its items are right."""
+    """A finished evaluation: the first `right` of 100 items are right, or item -> score."""
 
-    finished, before = True, ()
+    finished = True
 
     def __init__(self, seed, column, right, model):
-        self.seed, self.right, self.after = seed, right, ITEMS
-        self.questions = (column, None, frozenset(ITEMS))
+        self.seed = seed
+        scores = {f"d{n}": float(n < right) for n in range(100)} if isinstance(right, int) else right
+        self.after = pandas.DataFrame({"em": scores})
+        self.questions = (column, None, frozenset(self.after.index))
         facts = {"policy": model, "engine.name": "transformers"}
         get = lambda key, default=None: facts.get(key, default)  # noqa: E731
         self.overview = SimpleNamespace(evaluates=True, get=get, summary={}, environment={}, config={})
         self.first = self.overview
-
-    def values(self, items, metric):
-        return {item: float(n < self.right) for n, item in enumerate(items)}
 
 
 def result(cells, scale="paper", models=("tiny", "tiny"), claims=({"more": "A", "than": "B"},)):
@@ -85,6 +93,23 @@ def test_the_intervals_by_hand():
     half = 4.3027 * 0.02 / 3**0.5
     assert one.over_seeds == pytest.approx((0.22 - half, 0.22 + half))
     assert 0.1 < one.interval[0] < 0.22 < one.interval[1] < 0.35
+
+
+def drawn(row, column, seed):
+    """Item -> a score, in an order of its own."""
+    noise = random.Random(f"{row} {column} {seed}")
+    scores = {f"d{n}": min(1.0, max(0.0, noise.gauss(0.6 if row == "A" else 0.4, 0.3))) for n in range(90)}
+    return {item: scores[item] for item in noise.sample(sorted(scores), 90)}
+
+
+def test_numbers_stay_as_they_were_to_the_last_bit():
+    """Sums depend on the order of what is added, draws on their keys: another order would change published numbers."""
+    cells = {(row, column): [drawn(row, column, seed) for seed in range(3)] for row in "AB" for column in "HW"}
+    one = result(cells)
+    values = [(list(value.seeds.values()), value.interval) for value in one.values]
+    (claim,) = one.verdicts
+    assert values == VALUES
+    assert (claim.difference, claim.interval, claim.over_seeds) == CLAIM
 
 
 def test_rows_of_two_models_do_not_compare_at_mini():

@@ -201,7 +201,6 @@ def test_leftovers_of_a_start_killed_at_once_do_not_block(calls):
         (["algo=mhgpo_fof", "train.stepps=3"], "train.stepps: unknown key"),
         (["algo=mhgpo_fof", "name=a/b"], "name: got 'a/b'"),
         (["algo=mt_ppo", "task=hotpotqa"], "mt_ppo"),
-        (["algo=mhgpo_fof", "docs=none.md"], "docs: none.md: no such file"),
         (["-m", "algo=mhgpo_fof"], "-m: not for mmrl compare"),
     ],
 )

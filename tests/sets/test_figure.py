@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmrl.sets.cells import CellRun
 from mmrl.sets.figure import SetFigure
+from mmrl.sets.queue import Run
 from mmrl.sets.spec import Figure
 
 
@@ -21,12 +21,15 @@ def run(folder, records):
     return folder
 
 
+def evaluated(seed, trained):
+    """The evaluation of a training run."""
+    training = Run(seed=seed, path=trained)
+    return Run(seed=seed, path=trained.parent / "eval", command="eval", after=training)
+
+
 def table(**of):
     """(row, column) -> one training run per seed, as the table of these."""
-    runs = {
-        place: [CellRun(seed=seed, path=path.parent / "eval", trained=path) for seed, path in enumerate(paths)]
-        for place, paths in of["runs"].items()
-    }
+    runs = {place: [evaluated(seed, path) for seed, path in enumerate(paths)] for place, paths in of["runs"].items()}
     rows, columns = ([*dict.fromkeys(place[end] for place in runs)] for end in (0, 1))
     return SimpleNamespace(name="t", rows=rows, columns=columns, runs=runs, spec=SimpleNamespace(scores={"F1": "f1"}))
 
@@ -101,7 +104,7 @@ def test_before_a_run_has_begun_there_is_no_figure(tmp_path):
 def test_a_damaged_run_is_left_out_and_named(tmp_path, two):
     broken = run(tmp_path / "broken", {1: {"reward/mean": 9.0}})
     (broken / "metrics.jsonl").write_text("{\n{\n")
-    two.runs["RR", "HotpotQA"].append(CellRun(seed=2, path=tmp_path / "e", trained=broken))
+    two.runs["RR", "HotpotQA"].append(evaluated(2, broken))
     drawn = SetFigure(two, figure())
     assert [row["seeds"] for row in numbers(drawn)] == ["2", "2"]
     assert "Not drawn" in drawn.caption and "broken" in drawn.caption
@@ -109,7 +112,7 @@ def test_a_damaged_run_is_left_out_and_named(tmp_path, two):
 
 def test_a_row_without_runs_leaves_the_others(tmp_path, two):
     two.rows.append("MAPPO")
-    two.runs["MAPPO", "HotpotQA"] = [CellRun(seed=0, path=tmp_path / "e", trained=tmp_path / "none")]
+    two.runs["MAPPO", "HotpotQA"] = [evaluated(0, tmp_path / "none")]
     files = SetFigure(two, figure()).files()
     assert set(files) == {"figure.svg", "figure.png", "figure.csv"}
     assert files["figure.png"][:4] == b"\x89PNG"

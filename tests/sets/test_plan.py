@@ -24,7 +24,7 @@ def test_tables_share_runs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def training(table, row, *typed):
-        return next(run.path for run in planned(table, row, None, "mini", typed).runs if run.command == "train")
+        return next(run.path for run in planned(table, row, None, "mini", typed).queue if run.command == "train")
 
     fof = training("mhgpo-table2", "MHGPO")
     assert fof == training("mhgpo-table6", "4") == training("mhgpo-table4", "MHGPO-FoF composite")
@@ -32,7 +32,7 @@ def test_tables_share_runs(monkeypatch, tmp_path):
     assert training("mhgpo-fig5", "MAPPO", "model.matmul=torch") == training("mhgpo-fig5", "MAPPO")
     assert training("mhgpo-fig5", "MAPPO", "model.matmul=onednn") != training("mhgpo-fig5", "MAPPO")
     # What a training starts from is no part of the evaluation of its result.
-    train, evaluation = planned("mmgrpo-table1", "mmGRPO", "PAPILLON qwen3", "mini").runs
+    train, evaluation = planned("mmgrpo-table1", "mmGRPO", "PAPILLON qwen3", "mini").queue
     assert "model.path=tiny_prompts" in train.all_words() and evaluation.after is train
     assert not any(word.startswith("model.path=") for word in evaluation.all_words())
 
@@ -49,7 +49,7 @@ def test_tables_share_runs(monkeypatch, tmp_path):
 def test_evaluations_of_the_papers_use_the_gpus_that_they_name(monkeypatch, tmp_path, table, row, column, gpus):
     """`mmrl eval` is one process: of a profile with several its server takes all devices, or it is refused."""
     monkeypatch.chdir(tmp_path)
-    *_, evaluation = planned(table, row, column).runs
+    *_, evaluation = planned(table, row, column).queue
     assert evaluation.command == "eval" and process_problems(evaluation.config) == []
     assert evaluation_devices(evaluation.config.hardware) == gpus
     hours, devices = device_hours(evaluation, 500)
