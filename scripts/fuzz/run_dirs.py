@@ -65,7 +65,8 @@ def _damage(run_dir: Path, draw: st.DrawFn) -> str:
 def _other_value(path: Path, data: bytes, draw: st.DrawFn) -> bytes | None:
     """Spoil a value of a YAML, JSON or JSON-lines file; None for files of another kind."""
     if path.suffix == ".yaml":
-        return yaml.safe_dump(draw(spoilt(yaml.safe_load(data))), allow_unicode=True).encode(errors="surrogatepass")
+        text: str = yaml.safe_dump(draw(spoilt(yaml.safe_load(data))), allow_unicode=True)
+        return text.encode(errors="surrogatepass")
     lines = [data] if path.suffix == ".json" else data.split(b"\n")
     values = [json.loads(line) for line in lines if line]
     if not values:
