@@ -309,6 +309,33 @@ def test_a_table_with_a_mistake_is_refused(calls, capsys):
     assert "base.algos: got 'mhgpo'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("{from: FoF, trian: [algo=grpo]}", "rows.Next.trian: unknown key; did you mean 'train'?"),
+        ("{from: Fof, train: [algo=grpo]}", "rows.Next.from: got 'Fof'"),
+        ("{from: FoF, train: [algo=grpo], seeds: [0, 7]}", "rows.Next.from: FoF has no seed 7, and Next has"),
+        (
+            "{from: FoF, train: [algo=grpo, model.path=tiny_prompts]}",
+            "Next: model: got tiny (tiny_prompts), and FoF, from which it starts, is tiny (tiny)",
+        ),
+    ],
+)
+def test_a_row_that_cannot_run_is_refused_in_one_line(calls, capsys, row, said):
+    Path("conf/set/own.yaml").write_text(SPEC.replace("rows:\n", f"rows:\n  Next: {row}\n"))
+    assert main(TABLE) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and said in error
+    assert calls() == [] and not Path("outputs").exists()
+
+
+def test_a_rule_that_names_no_checkpoint_yet_is_no_mistake_of_a_plan(calls, capsys):
+    spec = SPEC.replace("FoF: {train", "FoF: {checkpoint: before_collapse, train")
+    Path("conf/set/own.yaml").write_text(spec)
+    assert main([*TABLE, "rows=FoF", "do=plan"]) == 0
+    assert "no such run directory" in capsys.readouterr().out.split("eval FoF on HotpotQA, seeds 0 1:\n")[1]
+
+
 def test_the_command_of_every_run_is_printed(calls, capsys):
     assert main([*TABLE, "rows=FoF", "do=plan", "eval.items=7"]) == 0
     text = capsys.readouterr().out
