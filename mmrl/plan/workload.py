@@ -275,7 +275,7 @@ def dry_rollouts(config: TrainCommandConfig, task: Task, reward_set: str, exampl
     """What the algorithm samples for `examples` examples, by the weights that are here."""
     import torch
 
-    from mmrl.engines import engine_class
+    from mmrl.engines import EngineSetup, engine_class
     from mmrl.models.load import load_model, load_tokenizer
     from mmrl.rollout.environment import make_environment, sampling_settings
     from mmrl.rollout.sample import sample
@@ -290,8 +290,7 @@ def dry_rollouts(config: TrainCommandConfig, task: Task, reward_set: str, exampl
         load_model(weights, "cuda" if cuda else "cpu").eval(),
         tokenizer,
         config.engine.in_process,
-        max_context=config.task.max_context,
-        threads=config.hardware.threads,
+        EngineSetup(max_context=config.task.max_context, threads=config.hardware.threads),
     )
     settings = sampling_settings(algo, config.task)
     env = make_environment(task, engine, tokenizer, settings, (config.seed, "plan"))

@@ -32,6 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 from mmrl.config import TaskConfig
 from mmrl.config.engines import TransformersConfig
 from mmrl.config.tasks import task_schema
+from mmrl.engines import EngineSetup
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.models.chat import decode_text, render_observation, render_prompt
 from mmrl.models.load import ASSETS
@@ -308,7 +309,7 @@ def exact_shares(model: Any, encoded: Sequence[Call]) -> dict[str, float]:
 
 def play(model: Any, tokenizer: Any, task: Task, items: int | None) -> dict[str, float]:
     """Metrics of the whole program, greedy, on the first dev questions, and each module's penalised share."""
-    engine = TransformersEngine(model, tokenizer, TransformersConfig())
+    engine = TransformersEngine(model, tokenizer, TransformersConfig(), EngineSetup())
     settings = SamplingSettings(temperature=0.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=100)
     env = Environment(
         task=task,

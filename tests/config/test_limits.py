@@ -137,8 +137,6 @@ def test_an_evaluation_takes_the_model_of_its_policy(tmp_path):
     found = evaluation(f"policy={run}", "task=search_agent").model
     assert (found.name, found.chat_template, found.thinking) == ("llama31_8b_instruct", "it's.jinja", True)
     assert evaluation(f"policy={run}", "++model.thinking=false").model.thinking is False
-    former = run_folder(tmp_path / "c", name="tiny", path="some/model")
-    assert evaluation(f"policy={former}", "task=search_agent").task.max_tokens == 500
 
 
 def test_an_endpoints_model_has_the_papers_limits_and_a_tokenizer_that_is_here():

@@ -13,6 +13,7 @@ import torch
 
 from mmrl.cli import main
 from mmrl.config.engines import TransformersConfig
+from mmrl.engines import EngineSetup
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import SyncFailure
 from mmrl.report.journal import read_step
@@ -35,7 +36,9 @@ class OwnWeights(TransformersEngine):
         self.trained = model
         self.served = copy.deepcopy(model).eval()
         decoding = TransformersConfig()  # the server's own keys say nothing of this decode loop
-        super().__init__(self.served, tokenizer, decoding, max_context=setup.max_context, threads=setup.threads)
+        super().__init__(
+            self.served, tokenizer, decoding, EngineSetup(max_context=setup.max_context, threads=setup.threads)
+        )
         self.policy_version = -1
 
     def set_version(self, version: int, state: Any = None) -> None:

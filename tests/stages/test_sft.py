@@ -48,7 +48,7 @@ def test_its_curve_is_the_loss(tmp_path):
     assert learning([{"step": 1, "reward/mean": 0.5, "train/token_accuracy": 0.1}])[0] == "reward"
     assert learning([{"step": 1, "train/loss": 0.5}])[0] == "reward"
     shown = overview_text(Overview.of(RunDir.read(tmp_path / "run")))
-    assert "loss per step" in shown and "token_accuracy" in shown
+    assert "loss" in shown and "token_accuracy" in shown
 
 
 def test_a_mini_world_task_and_labelled_rows_make_demonstrations(tmp_path):

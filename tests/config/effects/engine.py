@@ -35,7 +35,7 @@ def section(name: str, options: Options) -> Any:
 
 def _embedded(options: Options) -> tuple[Any, Any]:
     network = model()
-    return network, TransformersEngine(network, tokenizer(), section("transformers", options))
+    return network, TransformersEngine(network, tokenizer(), section("transformers", options), EngineSetup())
 
 
 def begins(name: str, options: Options, folder: Path) -> object:

@@ -220,7 +220,7 @@ def handed(name: str, options: Options, folder: Path) -> object:
         patch("mmrl.run.build.build_engine"),
         patch("mmrl.run.build._setup"),
     ):
-        build_stage(config, task, log, None)
+        build_stage(config, task, log)
     return str(trainer.call_args.args[2])
 
 
