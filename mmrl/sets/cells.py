@@ -6,7 +6,7 @@ its seeds differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, cached_property
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pandas
 
-from mmrl.config.base import flattened, shown
+from mmrl.config.base import flattened
 from mmrl.errors import MmrlError
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
@@ -29,7 +29,7 @@ from mmrl.report.stats import (
     stratified_interval,
 )
 from mmrl.sets.queue import Run, SetRun, has_scores
-from mmrl.sets.spec import SCALES, Cell, Claim, Column, Row, SetSpec
+from mmrl.sets.spec import SCALES, Cell, Claim, SetSpec
 from mmrl.system.files import JsonObject
 
 VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "start.", "task.prompts", "model.")
@@ -572,14 +572,14 @@ def student_t(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
-def _settings(overview: Overview, left_out: tuple[str, ...]) -> dict[str, object]:
+def settings_of(overview: Overview, left_out: tuple[str, ...]) -> dict[str, object]:
     """Config path -> value, without the paths that begin with some of `left_out`."""
     return {path: value for path, value in flattened(overview.config).items() if not path.startswith(left_out)}
 
 
 def _differing(known: Sequence[Overview]) -> list[str]:
     """Config paths in which runs of one cell differ and must not."""
-    settings = [_settings(one, VARYING) for one in known]
+    settings = [settings_of(one, VARYING) for one in known]
     paths = dict.fromkeys(path for values in settings for path in values)
     return [path for path in paths if len({repr(values.get(path)) for values in settings}) > 1]
 
@@ -593,90 +593,3 @@ def _retriever(overview: Overview) -> str:
 
 def _listed(texts: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(texts))
-
-
-# --- runs that are there
-
-
-def found_set(
-    name: str, paths: Sequence[Path], main_metrics: Mapping[str, str], shows: str = "runs side by side"
-) -> SetResult:
-    """A set of runs that exist: a row per algorithm (and config), a column per task and split.
-
-    Args:
-        main_metrics: task -> its main metric, for runs whose summary is not written yet.
-
-    Raises:
-        CheckpointError, DataError: a damaged run.
-    """
-    # Scores are comparable only on the same task and split, so each pair is a column.
-    tasks: dict[tuple[str, str], list[Overview]] = {}
-    for path in paths:
-        one = Overview.of(RunDir.read(path))
-        tasks.setdefault((str(one.get("task.name", "?")), one.split), []).append(one)
-    notes: list[str] = []
-    runs: dict[tuple[str, str], list[Run]] = {}
-    metrics: dict[tuple[str, str], dict[str, str]] = {}
-    for (task, split), members in tasks.items():
-        column = task if len({split for _, split in tasks}) == 1 else f"{task} ({split})"
-        recorded = next((str(metric) for one in members if (metric := one.summary.get("main_metric"))), "")
-        metric = recorded or main_metrics.get(task) or members[0].main_metric or ""
-        labels = [*_labels(members)]
-        for row in dict.fromkeys(labels):
-            same = [one for one, label in zip(members, labels, strict=True) if label == row]
-            runs[row, column] = [_found(one.run.path) for one in _one_per_seed(row, same, notes)]
-            metrics[row, column] = {"score": metric}
-    columns = {name: Column(rows=tuple(row for row, at in runs if at == name)) for _, name in runs}
-    spec = SetSpec(shows=shows, rows={row: Row() for row, _ in runs}, columns=columns)
-    return SetResult(
-        name=name,
-        spec=spec,
-        scale="",
-        rows=[*spec.rows],
-        columns=[*columns],
-        metrics=metrics,
-        runs=runs,
-        more_notes=notes,
-    )
-
-
-NOT_VARIANTS = ("seed", "run.", "hardware.", "engine.", "plugins", "train.save_every", "train.keep", "start")
-"""Config paths that may differ between runs of one row: they do not change what is learned."""
-STARTED = (*NOT_VARIANTS, "model.path", "model.revision", "task.prompts")
-"""The same of runs that start from others, which have their weights and prompts from there."""
-
-
-def _found(path: Path) -> Run:
-    """A run that is there, with those of the runs that it comes from."""
-    config = RunDir.read(path).config
-    start = Path(config["start"]["run"]) if config.get("start") else None
-    # A folder with both may have been moved as a whole.
-    places = [start, path.parent / start.name] if start is not None else []
-    before = next((place for place in places if (place / "config.yaml").is_file()), None)
-    return Run(seed=int(config.get("seed", 0)), path=path, after=_found(before) if before is not None else None)
-
-
-def _labels(members: Sequence[Overview]) -> Iterator[str]:
-    """The algorithm's name, with the config values in which its runs differ."""
-    chains = [[RunDir.read(run.path).config for run in _found(one.run.path).chain] for one in members]
-    names = ["+".join(str(config["algo"]["name"]) for config in chain) for chain in chains]
-    settings = [_settings(one, STARTED if one.get("start") else NOT_VARIANTS) for one in members]
-    for name, values in zip(names, settings, strict=True):
-        same = [others for other, others in zip(names, settings, strict=True) if other == name]
-        paths = [path for path in values if len({others[path] for others in same if path in others}) > 1]
-        yield " ".join([name, *(f"{path}={_typed(values[path])}" for path in paths)])
-
-
-def _typed(value: object) -> str:
-    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else shown(value)
-
-
-def _one_per_seed(row: str, runs: Sequence[Overview], notes: list[str]) -> list[Overview]:
-    """One run per seed, in the order of seeds: of runs that repeat each other, the one that went furthest."""
-    best: dict[int, Overview] = {}
-    # A finished run first, then the one with more steps.
-    for one in sorted(runs, key=lambda one: (int(one.get("seed", 0)), not one.summary, -one.done)):
-        seed = int(one.get("seed", 0))
-        if (kept := best.setdefault(seed, one)) is not one:
-            notes.append(f"{one.run.path}: left out, {kept.run.path} is {row} with seed {seed} too")
-    return [*best.values()]

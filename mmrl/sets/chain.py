@@ -20,7 +20,8 @@ from mmrl.report.overview import damage_named
 from mmrl.report.rundir import refuse_full, rows_of
 from mmrl.run import session
 from mmrl.run.settle import run_folder
-from mmrl.sets.cells import SetResult, found_set
+from mmrl.sets.cells import SetResult
+from mmrl.sets.found import found_set
 from mmrl.sets.page import SetPage, redrawn
 from mmrl.sets.plan import Planner, main_metrics
 from mmrl.sets.queue import RunQueue, SetRun, State

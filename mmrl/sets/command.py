@@ -21,8 +21,9 @@ from mmrl.report.overview import damage_named, find_runs
 from mmrl.report.text import align
 from mmrl.run.check import check_all
 from mmrl.run.settle import allocate
-from mmrl.sets.cells import SetResult, found_set
+from mmrl.sets.cells import SetResult
 from mmrl.sets.cost import cost_text
+from mmrl.sets.found import found_set
 from mmrl.sets.page import SetPage, redrawn
 from mmrl.sets.plan import TOP, Compose, Planner, main_metrics
 from mmrl.sets.queue import RunQueue, SetRun

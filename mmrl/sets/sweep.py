@@ -18,8 +18,8 @@ from mmrl.report.rundir import RunDir, rows_of
 from mmrl.report.stats import number
 from mmrl.run.check import check_all
 from mmrl.run.settle import config_changes, run_folder
-from mmrl.sets.cells import found_set
 from mmrl.sets.chain import begin, differs, resume, state_of_chain
+from mmrl.sets.found import found_set
 from mmrl.sets.page import summary_text
 from mmrl.sets.plan import main_metrics
 from mmrl.sets.queue import State, state_of

@@ -23,8 +23,8 @@ from mmrl.models.policy import prompts_of, resolve, write_policy
 from mmrl.report.rundir import RunDir, rows_of
 from mmrl.run.check import check
 from mmrl.run.settle import weight_run
-from mmrl.sets.cells import found_set
 from mmrl.sets.chain import begin, chain_page
+from mmrl.sets.found import found_set
 from mmrl.sets.page import parts_of
 from mmrl.system.files import append_jsonl, digests
 from scripts.chaos.compare import comparable

@@ -11,7 +11,7 @@ from mmrl.cli import main
 from mmrl.report.charts import DARK
 from mmrl.report.overview import find_runs
 from mmrl.report.rundir import RunDir
-from mmrl.sets.cells import found_set
+from mmrl.sets.found import found_set
 from mmrl.sets.page import SetPage
 from mmrl.system.conf import later_wins
 from mmrl.system.files import append_jsonl
