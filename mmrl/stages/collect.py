@@ -11,8 +11,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
@@ -77,10 +77,8 @@ class Prefetch(Generic[Batch]):
         self.step: int | None = None
         """The step that is being sampled, or has been; None: nothing."""
         self._batch: Future[Batch] = Future()
-        self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[Batch] | None = None
-        self._closed = False
+        self._thread: threading.Thread | None = None
 
     def start(self, step: int, work: Callable[[], Coroutine[object, object, Batch]]) -> None:
         """Begin `work` for `step`.
@@ -90,15 +88,17 @@ class Prefetch(Generic[Batch]):
         """
         if self.step is not None:
             raise RuntimeError(f"step {self.step} was prefetched and never trained on")
-        self.step, self._batch = step, Future()
-        # A daemon: a run that is being killed must not wait for a server that does not answer.
-        self._thread = threading.Thread(target=self._run, args=(work,), name="mmrl-prefetch", daemon=True)
-        self._thread.start()
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            # A daemon: a run that is being killed must not wait for a server that does not answer.
+            self._thread = threading.Thread(target=_serve, args=(self._loop,), name="mmrl-prefetch", daemon=True)
+            self._thread.start()
+        self.step, self._batch = step, asyncio.run_coroutine_threadsafe(work(), self._loop)
 
     def wait(self) -> None:
         """Return when nothing is being sampled; the batch stays there for `take`."""
-        if self._thread is not None:
-            self._thread.join()
+        if self.step is not None:
+            futures.wait([self._batch])
 
     def take(self, step: int) -> Batch:
         """The batch of `step`; raises what sampling it raised."""
@@ -109,26 +109,16 @@ class Prefetch(Generic[Batch]):
 
     def close(self) -> None:
         """Cancel what is under way and drop it; may be called twice."""
-        self._closed = True
-        if self._thread is None or not self._thread.is_alive():
-            return
-        if self._loop is not None and self._task is not None:
-            with suppress(RuntimeError):  # it has just ended
-                self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(STOP_S)
+        if self._thread is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(STOP_S)
+            self._thread = None
 
-    def _run(self, work: Callable[[], Coroutine[object, object, Batch]]) -> None:
-        try:
-            self._batch.set_result(asyncio.run(self._main(work)))
-        except BaseException as error:  # raised again by `take`, in the thread that trains
-            self._batch.set_exception(error)
 
-    async def _main(self, work: Callable[[], Coroutine[object, object, Batch]]) -> Batch:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        # `close` may have run between the thread's start and here, when there was no task to cancel yet.
-        if self._closed:
-            raise asyncio.CancelledError
-        return await work()
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped; then what is under way in it is cancelled."""
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.get_loop().run_forever()
 
 
 @dataclass(kw_only=True)

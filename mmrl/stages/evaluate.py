@@ -193,7 +193,7 @@ def drop_failed(results: Path) -> int:
     items = read_items(results)
     complete = [item for item in items if not item["failed_share"]]
     if len(complete) < len(items):
-        atomic_write(results, "".join(dumps(item) + "\n" for item in complete))
+        _write_items(results, complete)
     return len(items) - len(complete)
 
 
@@ -204,14 +204,15 @@ def _read_back(results: Path, chosen: Sequence[Example]) -> dict[str, Item]:
     """
     repair_jsonl(results)  # a line torn by a kill must not swallow the next one
     items = read_items(results)
-    if len(items) < len(read_jsonl(results)):
-        atomic_write(results, "".join(dumps(item) + "\n" for item in items))  # a line was there twice
     if len(items) < len(chosen) and [item["id"] for item in items] == [e.id for e in chosen[: len(items)]]:
-        whole = items[: len(items) // CHUNK * CHUNK]
-        if len(whole) < len(items):
-            atomic_write(results, "".join(dumps(item) + "\n" for item in whole))
-        items = whole
+        items = items[: len(items) // CHUNK * CHUNK]
+    if len(items) < len(read_jsonl(results)):  # also where a line is there twice
+        _write_items(results, items)
     return {item["id"]: item for item in items}
+
+
+def _write_items(results: Path, items: Sequence[Item]) -> None:
+    atomic_write(results, "".join(dumps(item) + "\n" for item in items))
 
 
 def read_items(results: Path) -> list[Item]:

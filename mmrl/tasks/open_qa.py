@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from mmrl.config.base import MINI, SPLITS, is_default
@@ -34,7 +33,7 @@ from mmrl.tasks.data.layouts import (
 )
 from mmrl.tasks.data.rows import Source, same_rows
 from mmrl.tasks.mini.examples import mini_corpus
-from mmrl.tasks.prompts import ModulePrompt, Prompts, Shot, Templates, load_prompts, prompts_file, shot_of
+from mmrl.tasks.prompts import Prompts, Shot, Templates, load_prompts, prompts_file, shot_of
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
 log = logging.getLogger("mmrl.data")
@@ -88,7 +87,8 @@ class OpenQaTask(Task):
         self.judge: Judge | None = None
         with gathered(problems):
             given = config.prompts
-            self.all_prompts = load_prompts(self.templates, given and str(prompts_file(given, config.name)))
+            loaded = load_prompts(self.templates, given and str(prompts_file(given, config.name)))
+            self.all_prompts = replace(loaded, roles={**loaded.roles, **self.instruction_roles()})
             problems += self.demonstration_problems()
             if "judge" in self.templates and hasattr(config, "judge"):
                 self.judge = build_judge(cast("AgentJudgedConfig", config), self.all_prompts.texts)
@@ -132,29 +132,12 @@ class OpenQaTask(Task):
         return []
 
     def instruction_roles(self) -> dict[str, str]:
-        """Module -> the role whose text says what it is to do."""
-        return {
-            module: next(role for role, template in roles.items() if template.instructions)
-            for module, roles in self.templates.items()
-            if any(template.instructions for template in roles.values())
-        }
-
-    def prompt_set(self) -> Mapping[str, ModulePrompt]:
-        """See `mmrl.tasks.prompts.PromptedTask`."""
-        return self.all_prompts.of(self.instruction_roles())
-
-    def with_prompt_set(self, prompts: Mapping[str, ModulePrompt]) -> Program:
-        """See `mmrl.tasks.prompts.PromptedTask`."""
-        return self.make_program(self.all_prompts.replaced(prompts, self.instruction_roles()))
+        """Module -> the role that is its instructions, of a module that has several."""
+        return {}
 
     def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
         """See `mmrl.tasks.prompts.PromptedTask`."""
         return shot_of(path, module)
-
-    def write_prompts(self, path: Path, prompts: Mapping[str, ModulePrompt]) -> None:
-        """See `mmrl.tasks.prompts.PromptedTask`."""
-        roles = self.instruction_roles()
-        self.all_prompts.replaced(prompts, roles).write(path, roles)
 
     def _option_problems(self) -> list[str]:
         config, problems = self.config, []

@@ -79,16 +79,10 @@ class ModulePrompt:
 class PromptedTask(Protocol):
     """A task whose program's prompts can be read, replaced and written: all of mmrl's own without DSPy."""
 
-    def prompt_set(self) -> Mapping[str, ModulePrompt]:
-        """Module -> what its prompt is now."""
-        ...
+    all_prompts: Prompts
 
-    def with_prompt_set(self, prompts: Mapping[str, ModulePrompt]) -> Program:
-        """A program that uses these prompts, and the task's own for modules not among them; the task stays as it is.
-
-        Raises:
-            ConfigError: an unknown module, or instructions without a placeholder that they must have.
-        """
+    def make_program(self, prompts: Prompts) -> Program:
+        """A program that uses these prompts; the task stays as it is."""
         ...
 
     def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
@@ -97,11 +91,6 @@ class PromptedTask(Protocol):
         None where the module made no call that can be shown: none at all, an empty or cut reply, one that does not
         parse, or a prompt whose last message cannot be told apart from what stands in it.
         """
-        ...
-
-    def write_prompts(self, path: Path, prompts: Mapping[str, ModulePrompt]) -> None:
-        """Write a file that `task.prompts` reads back to these prompts, and the task's own texts that differ from the
-        defaults (those of other roles and of a judge)."""
         ...
 
 
@@ -113,6 +102,8 @@ class Prompts:
     texts: Texts
     shots: Mapping[str, tuple[Shot, ...]] = EMPTY
     """Module -> demonstrations; a module without any is absent."""
+    roles: Mapping[str, str] = EMPTY
+    """Module -> the role that is its instructions; absent where nothing of it may be optimised."""
 
     def messages(
         self, module: str, *, system: str = "system", user: str = "user", **values: object
@@ -131,24 +122,20 @@ class Prompts:
             for index, passage in enumerate(passages, first)
         ]
 
-    def of(self, roles: Mapping[str, str]) -> dict[str, ModulePrompt]:
-        """Module -> instructions and demonstrations.
-
-        Args:
-            roles: module -> the role that is its instructions.
-        """
+    def by_module(self) -> dict[str, ModulePrompt]:
+        """Module -> instructions and demonstrations."""
         return {
             module: ModulePrompt(_plain(self.texts[module][role]), self.shots.get(module, ()))
-            for module, role in roles.items()
+            for module, role in self.roles.items()
         }
 
-    def replaced(self, prompts: Mapping[str, ModulePrompt], roles: Mapping[str, str]) -> Prompts:
+    def replaced(self, prompts: Mapping[str, ModulePrompt]) -> Prompts:
         """The same with other instructions and demonstrations for some modules.
 
         Raises:
             ConfigError: an unknown module, or instructions without a placeholder that they must have.
         """
-        now, texts, shots = self.of(roles), dict(self.texts), dict(self.shots)
+        now, roles, texts, shots = self.by_module(), self.roles, dict(self.texts), dict(self.shots)
         problems = [unknown("prompts", module, roles) for module in prompts if module not in roles]
         for module, prompt in prompts.items():
             # An unchanged text keeps its template: braces doubled around a placeholder's name are plain there.
@@ -162,16 +149,18 @@ class Prompts:
             raise ConfigError(problems)
         return replace(self, texts=texts, shots={module: own for module, own in shots.items() if own})
 
-    def write(self, path: Path, roles: Mapping[str, str]) -> None:
-        """Write the file that `load_prompts` reads back: instructions (module -> role), demonstrations, and whatever
-        else differs from the defaults."""
+    def write(self, path: Path) -> None:
+        """Write the file that `load_prompts` reads back: instructions, demonstrations, and whatever else differs from
+        the defaults."""
         import yaml  # here: most runs write none
 
         content: dict[str, object] = {}
         for module, texts in self.texts.items():
             defaults = self.templates[module]
             entry: dict[str, object] = {
-                role: text for role, text in texts.items() if role == roles.get(module) or text != defaults[role].text
+                role: text
+                for role, text in texts.items()
+                if role == self.roles.get(module) or text != defaults[role].text
             }
             shots = [{"user": shot.user, "assistant": shot.assistant} for shot in self.shots.get(module, ())]
             if shots:
@@ -220,11 +209,16 @@ def load_prompts(templates: Templates, path: str | None) -> Prompts:
         ConfigError: no such file, not YAML, an unknown module or role, wrong placeholders or demonstrations; all
             problems at once.
     """
+    instructing = {
+        module: next(role for role, template in roles.items() if template.instructions)
+        for module, roles in templates.items()
+        if any(template.instructions for template in roles.values())
+    }
     # A copy: several tasks of one process may replace different prompts.
     texts = {module: {role: t.text for role, t in roles.items()} for module, roles in templates.items()}
     shots: dict[str, tuple[Shot, ...]] = {}
     if path is None:
-        return Prompts(templates, texts, shots)
+        return Prompts(templates, texts, roles=instructing)
     problems: list[str] = []
     for module, roles in _read(path).items():
         if module not in templates:
@@ -246,7 +240,7 @@ def load_prompts(templates: Templates, path: str | None) -> Prompts:
                 texts[module][role] = text
     if problems:
         raise ConfigError(problems)
-    return Prompts(templates, texts, {module: own for module, own in shots.items() if own})
+    return Prompts(templates, texts, {module: own for module, own in shots.items() if own}, instructing)
 
 
 def _flat(roles: Mapping[str, object]) -> Iterator[tuple[str, object]]:

@@ -13,7 +13,6 @@ from mmrl.config.retriever import RetrieverConfig
 from mmrl.records import Example
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.select import open_index_corpus, open_retriever
-from mmrl.system.artifacts import cache_root
 from mmrl.tasks.data.corpus import coverage
 from mmrl.tasks.data.layouts import load_corpus
 from mmrl.tasks.mini.examples import mini_corpus
@@ -104,7 +103,7 @@ class SearchTool:
 
     def coverage(self, splits: Mapping[str, Sequence[Example]]) -> dict[str, float]:
         """Split -> share of its examples that the corpus can answer; absent where that is not known."""
-        return coverage(splits, self.corpora, cache_root(self.config.get("cache_dir")))
+        return coverage(splits, self.corpora)
 
     def describe_counts(self) -> str:
         """Requests to retrievers behind HTTP, in brackets; empty for those in process."""

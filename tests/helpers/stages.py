@@ -181,7 +181,7 @@ def optimised(
         unusable=stage.unusable,
         validation=len(stage.validation),
         calls=stage.paid["calls"],
-        requests=stage.paid_writing["requests"],
+        requests=stage.paid["writer/requests"],
     ), engine
 
 

@@ -254,7 +254,7 @@ def test_an_equal_request_to_the_prompt_model_is_sent_again_only_where_it_may_di
             writer = stage._make_writer(tmp_path / "run", None, loop := Loop())
             lm = writer.lm(temperature)
             texts = loop.run(lambda: [lm("Propose.")[0] for _ in range(2)])
-        return texts, writer.paid["requests"], len(engine.requests)
+        return texts, writer.paid["writer/requests"], len(engine.requests)
 
     texts, used, sent = made()
     assert len(set(texts)) == used == sent == requests
@@ -313,7 +313,7 @@ def search():
 def test_agents_without_dspy_are_optimised_too(tmp_path, search, algo, options):
     config, built = search
     gold = {e.inputs["question"]: e.metadata["answers"][0] for e in built.examples("train")}
-    start = built.prompt_set()
+    start = built.all_prompts.by_module()
 
     def answer(messages, temperature, seed):
         made = proposal(messages, seed)
@@ -329,7 +329,7 @@ def test_agents_without_dspy_are_optimised_too(tmp_path, search, algo, options):
     options = {**options, "max_labeled_demos": None} if algo == "miprov2" else options
     result, engine = optimised(tmp_path / "run", search, algo, answer, **options)
     assert result.improved and result.prompts.name == "prompts.yaml"
-    again = build_task(config.model_copy(update={"prompts": str(result.prompts)}), 0).prompt_set()
+    again = build_task(config.model_copy(update={"prompts": str(result.prompts)}), 0).all_prompts.by_module()
     trials = [trial for trial in lines(tmp_path / "run/prompts/trials.jsonl") if trial["full"]]
     best = next(trial for trial in trials if trial["score"] == result.best)["modules"]
     for module, prompt in again.items():

@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,15 +49,15 @@ def test_titles_count_where_there_are_some_and_answers_where_not(tmp_path):
         "test": [item("f", answers=["x"], corpus="remote")],
     }
     found = {"train": 0.5, "dev": 2 / 3}
-    assert coverage(splits, {"c": DOCUMENTS, "remote": ()}, None) == found
+    assert coverage(splits, {"c": DOCUMENTS, "remote": ()}) == found
     write_passages(tmp_path, DOCUMENTS)
-    assert coverage(splits, {"c": PassageStore(tmp_path), "remote": ()}, None) == found
+    assert coverage(splits, {"c": PassageStore(tmp_path), "remote": ()}) == found
 
 
 def test_a_corpus_too_large_to_read_is_known_by_titles_alone(monkeypatch):
     monkeypatch.setattr(module, "SCANNED", 1)
     splits = {"dev": [item("a", titles=["Porto"]), item("b", answers=["Nowhere"])], "test": [item("c", answers=["x"])]}
-    assert coverage(splits, {"c": DOCUMENTS}, None) == {"dev": 1.0}
+    assert coverage(splits, {"c": DOCUMENTS}) == {"dev": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -75,21 +73,3 @@ def test_a_corpus_too_large_to_read_is_known_by_titles_alone(monkeypatch):
 )
 def test_the_share_is_always_told_of_real_data_and_a_part_is_called_one(shares, passages, real, expected):
     assert label("gold", shares, passages, real=real) == expected
-
-
-def test_which_answers_occur_is_looked_up_once(tmp_path, monkeypatch, caplog):
-    asked = {"porto", "lisbon", "douro"}
-    assert occurring(asked, DOCUMENTS, tmp_path) == {"porto", "douro"}
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "_search", lambda *_: pytest.fail("searched again"))
-        assert occurring(asked, DOCUMENTS, tmp_path) == {"porto", "douro"}
-    assert occurring(asked, DOCUMENTS[:1], tmp_path) == set()
-    assert occurring({"porto"}, DOCUMENTS, tmp_path) == {"porto"}
-    for file in (tmp_path / "coverage").iterdir():
-        file.write_text("[99]")
-    with caplog.at_level(logging.WARNING):
-        assert occurring(asked, DOCUMENTS, tmp_path) == {"porto", "douro"}
-    assert "damaged" in caplog.text
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    assert occurring(asked, DOCUMENTS, blocked) == {"porto", "douro"}

@@ -245,9 +245,7 @@ def test_claims_without_a_corpus_and_options_without_effect(tmp_path, corpus):
 def test_a_corpus_without_the_gold_titles_is_labelled(tmp_path, corpus):
     rows = [claim(0), claim(1, titles=("A", "Z")), claim(2, titles=("Z",)), claim(3, titles=("C",))]
     task = make("hover", data={"dev": write_json(tmp_path / "h.json", rows)}, corpus=corpus, sample="all")
-    assert task.describe()["partial corpus"] == (
-        "claims with all gold titles in it: dev 50.0%; gold titles in it, about the most that recall can be: dev 66.7%"
-    )
+    assert task.describe()["partial corpus"] == ("claims with all gold titles in it: dev 50.0%")
 
 
 @pytest.mark.parametrize(("module", "calls"), [("generate_query.predict", 1 + 2 * 5), ("append_notes.predict", 2 * 6)])

@@ -20,7 +20,6 @@ from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Prompts, Shot, Templa
 from mmrl.tasks.search_program.program import TEMPLATES, SearchProgram
 from tests.helpers.programs import EXAMPLE, Script, default_config, environment, make, play
 
-ROLES = dict.fromkeys(TEMPLATES, "system")
 PROMPTED = {
     "hotpotqa": ("rewriter", "reranker", "answerer"),
     "search_agent": ("agent",),
@@ -82,7 +81,7 @@ def test_the_tool_agent_shows_results_as_user_messages(tmp_path):
     assert turns_of(shot) == [Shot("Q1", "<tool>x</tool>"), Shot("<result>a\nb</result>", "<answer>c</answer>")]
     assert turns_of(Shot("Q", "<answer>c</answer>")) == [Shot("Q", "<answer>c</answer>")]
     task = make("tool_agent", tmp_path)
-    program = task.with_prompt_set({"agent": ModulePrompt("Do.", (shot,))})
+    program = task.make_program(task.all_prompts.replaced({"agent": ModulePrompt("Do.", (shot,))}))
     assert program.question("Q2") == [
         message("system", "Do."),
         message("user", "Q1"),
@@ -144,9 +143,9 @@ SHOTS = st.lists(st.builds(Shot, TEXTS.filter(str.strip), TEXTS.filter(str.strip
 def test_what_is_written_is_read_back(tmp_path_factory, instructions, shots, question):
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     changed = {"reranker": ModulePrompt(instructions, shots)}
-    prompts = load_prompts(TEMPLATES, None).replaced(changed, ROLES)
-    assert prompts.of(ROLES)["reranker"] == changed["reranker"]
-    prompts.write(path, ROLES)
+    prompts = load_prompts(TEMPLATES, None).replaced(changed)
+    assert prompts.by_module()["reranker"] == changed["reranker"]
+    prompts.write(path)
     assert load_prompts(TEMPLATES, str(path)) == prompts
     # only {question} is filled in; every other brace, and those of the question, are plain text
     system = message("system", instructions.replace("{question}", question))
@@ -161,10 +160,10 @@ def test_other_texts_of_a_file_stay_and_unchanged_instructions_keep_their_templa
         "rewriter: {system: 'Plain {{question}}, filled {question}'}\nanswerer: {document: '[{index}] {text}'}\n"
     )
     prompts = load_prompts(TEMPLATES, written(tmp_path, given_text))
-    now = prompts.of(ROLES)
+    now = prompts.by_module()
     assert now["rewriter"].instructions == "Plain {question}, filled {question}"
-    assert prompts.replaced(now, ROLES) == prompts
-    prompts.replaced({"reranker": ModulePrompt("New")}, ROLES).write(tmp_path / "again.yaml", ROLES)
+    assert prompts.replaced(now) == prompts
+    prompts.replaced({"reranker": ModulePrompt("New")}).write(tmp_path / "again.yaml")
     again = load_prompts(TEMPLATES, str(tmp_path / "again.yaml"))
     assert again.texts["answerer"]["document"] == "[{index}] {text}"
     assert SearchProgram(again, 5).rewriter("Q")[0] == message("system", "Plain {question}, filled Q")
@@ -172,10 +171,10 @@ def test_other_texts_of_a_file_stay_and_unchanged_instructions_keep_their_templa
 
 
 def test_a_set_for_another_program_is_refused():
-    roles = {"m": "system"}
-    prompts = Prompts({"m": {"system": Template("{x}", frozenset({"x"}), instructions=True)}}, {"m": {"system": "{x}"}})
+    templates = {"m": {"system": Template("{x}", frozenset({"x"}), instructions=True)}}
+    prompts = Prompts(templates, {"m": {"system": "{x}"}}, roles={"m": "system"})
     with pytest.raises(ConfigError) as caught:
-        prompts.replaced({"m": ModulePrompt("no field {y}"), "n": ModulePrompt("")}, roles)
+        prompts.replaced({"m": ModulePrompt("no field {y}"), "n": ModulePrompt("")})
     assert caught.value.problems == ["prompts: got 'n', expected one of m", "prompts: m.system: misses {x}"]
 
 
@@ -183,23 +182,23 @@ def test_a_set_for_another_program_is_refused():
 def test_every_task_has_a_prompt_set_and_programs_do_not_share_it(name, tmp_path):
     task = TASKS[name](default_config(name), 0)
     assert isinstance(task, PromptedTask)
-    start = task.prompt_set()
+    start = task.all_prompts.by_module()
     assert tuple(start) == PROMPTED[name]
     assert not any(prompt.shots for prompt in start.values())
     changed = {module: ModulePrompt(f"Do {{this}} as {module}", (Shot("u", "a"),)) for module in start}
-    program = task.with_prompt_set(changed)
+    program = task.make_program(task.all_prompts.replaced(changed))
     assert program is not task.program
-    assert task.prompt_set() == start
-    task.write_prompts(tmp_path / "best.yaml", changed)
+    assert task.all_prompts.by_module() == start
+    task.all_prompts.replaced(changed).write(tmp_path / "best.yaml")
     again = TASKS[name](default_config(name, prompts=str(tmp_path / "best.yaml")), 0)
-    assert again.prompt_set() == changed
+    assert again.all_prompts.by_module() == changed
     assert again.program.prompts.texts == program.prompts.texts != task.program.prompts.texts
 
 
 def test_of_the_two_instructions_of_qa_direct_the_one_in_use_changes():
     task = TASKS["qa_direct"](default_config("qa_direct", chain_of_thought=True), 0)
-    assert task.prompt_set()["solver"].instructions.startswith("Think step by step")
-    program = task.with_prompt_set({"solver": ModulePrompt("Ponder")})
+    assert task.all_prompts.by_module()["solver"].instructions.startswith("Think step by step")
+    program = task.make_program(task.all_prompts.replaced({"solver": ModulePrompt("Ponder")}))
     assert program.question("Q", True)[0] == message("system", "Ponder")
     assert program.question("Q", False) == task.program.question("Q", False)
 
@@ -219,7 +218,9 @@ def test_a_rollout_becomes_a_demonstration(tmp_path):
     assert shot.assistant == SEARCHES[0] + calls[1].prompt_text + SEARCHES[1]
     assert calls[1].prompt_text.startswith("\n\n<information>Doc 1(Title: ")
     # the same rollout under prompts that have demonstrations shows its own question, not theirs
-    task.program = task.with_prompt_set({"agent": ModulePrompt("S", (Shot("other", "x"), Shot("more", "y")))})
+    task.program = task.make_program(
+        task.all_prompts.replaced({"agent": ModulePrompt("S", (Shot("other", "x"), Shot("more", "y")))})
+    )
     assert shown(task, SEARCHES, "agent")[0] == shot
 
 
@@ -256,7 +257,11 @@ def test_demonstrations_that_leave_no_room_fail_as_any_long_prompt_does():
     room = sum(len(m["content"]) + 1 for m in task.program.question(EXAMPLE.inputs["question"], False)) + 100
 
     def played(shots):
-        task.program = task.with_prompt_set({"solver": ModulePrompt(task.prompt_set()["solver"].instructions, shots)})
+        task.program = task.make_program(
+            task.all_prompts.replaced(
+                {"solver": ModulePrompt(task.all_prompts.by_module()["solver"].instructions, shots)}
+            )
+        )
         env = environment(task, Script(texts=["Tagus"]))
         env.settings = replace(env.settings, max_context=room)
         (rollout,) = asyncio.run(sample(env, [(EXAMPLE, independent(1))], "outcome")).rollouts

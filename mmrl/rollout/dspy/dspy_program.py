@@ -116,7 +116,10 @@ class DspyProgram:
         return await self.run_traced(example, ctx, [])
 
     async def run_traced(self, example: Example, ctx: Context, trace: list[Any]) -> object:
-        """`run`, with DSPy's trace put into a list: predictor, inputs, prediction of each that returned."""
+        """`run`, with DSPy's trace put into a list: predictor, inputs, prediction of each that returned.
+
+        The predictor of the last reply that does not parse, if there was one, is at the end, with None as prediction.
+        """
         host = Host(ctx, self.structure, asyncio.get_running_loop())
         adapter = tape_adapter(adapter_in_use(self.layout))
         settings = {"lm": TapeLM(host), "adapter": adapter, "disable_history": True, "track_usage": False}
@@ -134,6 +137,8 @@ class DspyProgram:
             raise
         finally:
             host.close()
+            if host.unread_call is not None:
+                trace.append((*host.unread_call, None))
         host.raise_failure()
         return output
 
@@ -204,9 +209,11 @@ Demos = Sequence[Fields]
 class TapeLM(dspy.BaseLM):
     """The LM of a rollout: hands each request to `ctx.call`."""
 
-    def __init__(self, host: Host, parse: Parse | None = None):
+    def __init__(self, host: Host):
         super().__init__(model="mmrl", cache=False)
-        self.host, self.parse = host, parse
+        self.host = host
+        self.parse: Parse | None = None
+        self.inputs: Fields = {}
 
     def __call__(
         self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **options: object
@@ -222,7 +229,7 @@ class TapeLM(dspy.BaseLM):
 
     async def _reply(self, prompt: str | None, messages: Sequence[Message] | None, options: Fields) -> str:
         sent = messages_of(prompt, messages)
-        return await self.host.call(sent, self.parse, {**self.kwargs, **options})
+        return await self.host.call(sent, self.parse, self.inputs, {**self.kwargs, **options})
 
     def copy(self, **options: object) -> dspy.BaseLM:
         """Copy it for an attempt of `BestOfN` or `Refine`, or for a program that sets options for some requests."""
@@ -232,11 +239,11 @@ class TapeLM(dspy.BaseLM):
         made: dspy.BaseLM = super().copy(**options)
         return made
 
-    def bound(self, parse: Parse) -> TapeLM:
-        """The same LM, for one request with this parser."""
+    def bound(self, parse: Parse, inputs: Fields) -> TapeLM:
+        """The same LM, for one request of these inputs with this parser."""
         # A copy per request: concurrent requests of one rollout have different parsers.
         other = copy.copy(self)
-        other.parse = parse
+        other.parse, other.inputs = parse, inputs
         return other
 
 
@@ -247,7 +254,8 @@ def sent(predictor: dspy.Predict, inputs: Fields, adapter: dspy.Adapter) -> list
         ProgramFailure: something other than text among them.
     """
     lm = dspy.BaseLM("mmrl")
-    _, options, signature, demos, values = predictor._forward_preprocess(lm=lm, **inputs)
+    with dspy.context(warn_on_type_mismatch=False):  # what is shown is text, whatever the field's type
+        _, options, signature, demos, values = predictor._forward_preprocess(lm=lm, **inputs)
     rendered = adapter._call_preprocess(lm, options, signature, values)
     return checked_messages(type(predictor).__name__, adapter.format(rendered, demos, values))
 
@@ -291,7 +299,7 @@ class TapeAdapter(dspy.Adapter):
             except AdapterParseError as error:
                 raise parse_failure(error, signature) from error
 
-        return lm.bound(parse)
+        return lm.bound(parse, inputs)
 
 
 def tape_adapter(inner: dspy.Adapter) -> dspy.Adapter:

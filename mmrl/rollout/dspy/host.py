@@ -36,12 +36,20 @@ class Host:
         self.failure: RolloutError | None = None
         self._unread: list[tuple[AdapterParseError, ParseFailure]] = []
         """The module's exception for each reply that does not parse, and the failure in the record."""
+        self.unread_call: tuple[Any, Mapping[str, object]] | None = None
+        """Predictor and inputs of the last of these replies."""
         self._lock = threading.Lock()
         # Untyped: each future has the type of what its coroutine returns.
         self._waiting: set[Future[Any]] = set()
         self._closed = False
 
-    async def call(self, messages: Sequence[Message], parse: Parse | None, options: Mapping[str, Any]) -> str:
+    async def call(
+        self,
+        messages: Sequence[Message],
+        parse: Parse | None,
+        inputs: Mapping[str, object],
+        options: Mapping[str, Any],
+    ) -> str:
         """One request of the innermost predictor; the text of the reply."""
         self.raise_failure()
         with self._first_failure():
@@ -66,6 +74,7 @@ class Host:
                 failure, unread = error, _same(error.__cause__)
         # Not a failure of the rollout: the module may catch it, as in plain DSPy, and go on.
         self._unread.append((unread, failure))
+        self.unread_call = (dspy.settings.caller_modules[-1], inputs)
         raise unread
 
     async def tool(self, name: str, **arguments: object) -> object:

@@ -28,13 +28,8 @@ from mmrl.system.files import JsonObject
 from mmrl.system.json_lines import Store
 from mmrl.tasks.base import Message
 
-PAID = ("prompt_tokens", "completion_tokens", "cost")
-"""Price of a stored completion; USD, of an endpoint with prices."""
-
-
-def no_writing() -> Counter[str]:
-    """The counts of a prompt model that has written nothing."""
-    return Counter(dict.fromkeys(("requests", *PAID), 0))
+WRITING_COSTS = ("prompt_tokens", "completion_tokens", "cost")
+"""Costs in a stored completion; USD, of an endpoint with prices."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +43,8 @@ class Writer:
     max_tokens: int
     store: Store
     loop: Loop
-    paid: Counter[str] = field(default_factory=no_writing)
+    paid: Counter[str]
+    """Its part of the stage's costs begins with `writer/`."""
     _stored: dict[str, JsonObject] = field(default_factory=dict)
     _times: Counter[str] = field(default_factory=Counter)
 
@@ -84,7 +80,7 @@ class Writer:
             self._stored[key] = self.store.append({"key": key, "temperature": temperature, "messages": sent, **made})
         record = self._stored[key]
         if not again:
-            self.paid.update({"requests": 1, **{name: record[name] for name in PAID}})
+            self.paid.update({"writer/requests": 1, **{f"writer/{name}": record[name] for name in WRITING_COSTS}})
         return record
 
     async def _made(self, messages: Sequence[Message], temperature: float, seed: int) -> JsonObject:

@@ -21,8 +21,6 @@ from mmrl.config.other_stages import BootstrapFewshotConfig, GepaConfig, Miprov2
 from mmrl.stages.prompts.model import Writer
 from mmrl.stages.prompts.rollouts import THREADS, Evaluated, Need, Played, Rollouts, TrainExample
 from mmrl.stages.prompts.split import labeled_demos
-from mmrl.stages.prompts.students import Student
-from mmrl.tasks.base import Task
 
 Metric = Callable[..., Any]
 Note = Callable[[str, str, str], None]
@@ -33,12 +31,9 @@ Note = Callable[[str, str, str], None]
 class Bench:
     """Everything that an optimiser works with."""
 
-    task: Task
     rollouts: Rollouts
-    student: Student
     train: list[TrainExample]
     validation: list[TrainExample]
-    seed: int
     writer: Writer | None
     """None for an optimiser that proposes no instructions."""
     note: Note
@@ -112,9 +107,9 @@ def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
         bench,
         metric=worth_showing(algo.metric_threshold),
         prompt_model=bench.writer.lm(algo.init_temperature),
-        max_labeled_demos=labeled_demos(algo, bench.task),
+        max_labeled_demos=labeled_demos(algo, bench.rollouts.stage.task),
         num_threads=THREADS,
-        seed=bench.seed,
+        seed=bench.rollouts.stage.config.seed,
         track_stats=False,
         **_options(algo, "max_bootstrapped_demos auto num_candidates init_temperature metric_threshold"),
     )
@@ -122,7 +117,7 @@ def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
         # DSPy has it as an attribute alone, which its constructor sets to the number of all candidates.
         optimiser.num_instruct_candidates = algo.num_instruct_candidates
     program: dspy.Module = optimiser.compile(
-        bench.student.module,
+        bench.rollouts.student.module,
         trainset=bench.train,
         valset=bench.validation,
         minibatch=algo.minibatch_of(len(bench.validation)) is not None,
@@ -135,12 +130,12 @@ def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
 def _bootstrap_fewshot(algo: BootstrapFewshotConfig, bench: Bench) -> dspy.Module:
     optimiser = BootstrapFewShotWithRandomSearch(
         metric=worth_showing(algo.metric_threshold),
-        max_labeled_demos=labeled_demos(algo, bench.task),
+        max_labeled_demos=labeled_demos(algo, bench.rollouts.stage.task),
         num_threads=THREADS,
         **_options(algo, "max_bootstrapped_demos max_rounds num_candidate_programs stop_at_score metric_threshold"),
     )
     program: dspy.Module = optimiser.compile(
-        bench.student.module, trainset=bench.train, valset=bench.validation, labeled_sample=algo.labeled_sample
+        bench.rollouts.student.module, trainset=bench.train, valset=bench.validation, labeled_sample=algo.labeled_sample
     )
     return program
 
@@ -159,15 +154,17 @@ def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
         reflection_lm=bench.writer.lm(algo.prompt_temperature),
         instruction_proposer=_Rewriter(bench),
         num_threads=THREADS,
-        failure_score=bench.task.failure_score,
+        failure_score=bench.rollouts.stage.task.failure_score,
         warn_on_score_mismatch=False,
-        seed=bench.seed,
+        seed=bench.rollouts.stage.config.seed,
         gepa_kwargs={"stop_callbacks": lambda state: bench.rollouts.loop.failure is not None},
         **_options(algo, "auto max_full_evals max_metric_calls reflection_minibatch_size component_selector"),
         **_options(algo, "candidate_selection_strategy skip_perfect_score add_format_failure_as_feedback"),
         **_options(algo, "use_merge max_merge_invocations perfect_score"),
     )
-    program: dspy.Module = optimiser.compile(bench.student.module, trainset=bench.train, valset=bench.validation)
+    program: dspy.Module = optimiser.compile(
+        bench.rollouts.student.module, trainset=bench.train, valset=bench.validation
+    )
     return program
 
 
@@ -262,6 +259,6 @@ def _usable(bench: Bench, module: str, propose: Callable[[], str]) -> str:
     except Exception as error:
         # DSPy's messages quote the whole reply, which is among the completions.
         problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    problem = problem or ("" if proposal.strip() else "empty") or bench.student.problem(module, proposal)
+    problem = problem or ("" if proposal.strip() else "empty") or bench.rollouts.student.problem(module, proposal)
     bench.note(module, proposal, problem)
     return "" if problem else proposal

@@ -7,10 +7,11 @@ from its seed needs the same ones, so a run that was killed goes on where its st
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -24,16 +25,18 @@ from dspy.utils.callback import BaseCallback
 
 from mmrl import rng
 from mmrl.config import PromptCommandConfig
-from mmrl.records import Example, Forest, Rollout
+from mmrl.config.other_stages import BootstrapConfig
+from mmrl.records import Example, Rollout
 from mmrl.rollout.environment import Stopwatch, make_environment, sampling_settings
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import sample
 from mmrl.stages import Stage
 from mmrl.stages.evaluate import CHUNK
-from mmrl.stages.prompts.students import Candidate, State, Student, as_json, state_of
+from mmrl.stages.prompts.students import State, Student, as_json, state_of, student_of
 from mmrl.stages.step_metrics import refuse_failures
 from mmrl.system.files import JsonObject, plain
 from mmrl.system.json_lines import Store
+from mmrl.tasks.base import Program
 
 T = TypeVar("T")
 THREADS = 64
@@ -42,7 +45,7 @@ JUDGED = 8
 """Rollouts of bootstrapping, which come one by one, after which their failures are judged."""
 MOST_CANDIDATES = 32
 """Candidates that stay built."""
-PAID = ("calls", "prompt_tokens", "completion_tokens")
+COSTS = ("calls", "prompt_tokens", "completion_tokens")
 """Costs in a rollout's result."""
 ID = "mmrl_id"
 """Input of a student's `forward`: the example's id."""
@@ -164,59 +167,55 @@ class Rollouts:
 
     stage: Stage[PromptCommandConfig]
     """Rollouts are sampled as in its evaluations."""
-    examples: Mapping[str, Example]
-    """The train split, by id."""
     store: Store
     loop: Loop
-    shows_failures: bool = False
-    """True where traces have the replies that could not be parsed, as GEPA takes them."""
-    bootstraps: bool = False
-    """True where rollouts with a trace come one by one."""
-    student: Student = field(init=False)
-    paid: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(("rollouts", *PAID), 0)))
+    paid: Counter[str]
     """For what this process has needed, whether it was sampled now or before a kill."""
+    student: Student = field(init=False)
     sampling: Stopwatch = field(default_factory=Stopwatch)
     """Time of rollouts."""
     states: dict[str, State] = field(default_factory=dict)
     """Digest -> state of each candidate so far."""
-    results: dict[str, JsonObject] = field(default_factory=dict)
+    _examples: Mapping[str, Example] = field(init=False)
+    """The train split, by id."""
+    _tasks: dict[str, asyncio.Task[JsonObject]] = field(default_factory=dict)
     """Key -> result of each rollout that this process has needed."""
-    _stored: dict[str, JsonObject] = field(default_factory=dict)
-    _failed: dict[str, Rollout] = field(default_factory=dict)
-    """Key -> rollout that failed by no doing of the model, until `check` of its batch."""
+    _stored: dict[str, JsonObject] = field(init=False)
+    _failed: dict[str, tuple[Rollout, JsonObject]] = field(default_factory=dict)
+    """Key -> what failed by no doing of the model, until `check` of its batch stores it."""
     _bootstrapped: list[Need] = field(default_factory=list)
     """Rollouts of bootstrapping whose failures were not judged yet."""
-    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    _candidate: Callable[[str], Candidate] = field(init=False)
+    _program: Callable[[str], Program] = field(init=False)
     _places: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, CHUNK))
 
     def __post_init__(self) -> None:
-        for line in self.store.lines:
-            self._stored |= {result["key"]: result for result in line["rollouts"]}
+        self.student = student_of(self.stage.task, self.forward)
+        self._examples = {example.id: example for example in self.stage.task.examples("train")}
+        self._stored = {result["key"]: result for line in self.store.lines for result in line["rollouts"]}
         # Each is a copy of the program, and whatever it holds: the oldest go.
-        self._candidate = lru_cache(MOST_CANDIDATES)(lambda digest: self.student.candidate(self.states[digest]))
+        self._program = lru_cache(MOST_CANDIDATES)(lambda digest: self.student.program(self.states[digest]))
 
     def forward(self, module: dspy.Module, inputs: Mapping[str, object]) -> Played:
         """Play a student's `forward`: the prediction of a rollout with its prompts; the trace is DSPy's."""
         with self.loop.noting():
             need = Need(self.digest(module), str(inputs[ID]), *_draw(module))
-            self.obtain([need])
-            result, trace = self.results[need.key], dspy.settings.trace
+            (result,), trace = self.obtain([need]), dspy.settings.trace
+            # Evaluations have no trace.
             if trace is not None:
                 trace.extend(self._trace(dict(module.named_predictors()), result["steps"]))
-            # Evaluations have no trace.
-            if trace is not None and self.bootstraps:
-                self._bootstrapped.append(need)
+                # Rollouts of bootstrapping come one by one.
+                if isinstance(self.stage.config.algo, BootstrapConfig):
+                    self._bootstrapped.append(need)
                 if len(self._bootstrapped) == JUDGED:
                     self.check(())
             return Played.of(need, result)
 
-    def _trace(self, predictors: Mapping[str, Any], steps: Sequence[JsonObject]) -> Iterable[tuple[Any, ...]]:
+    def _trace(self, predictors: Mapping[str, Any], steps: Sequence[JsonObject]) -> Iterator[tuple[Any, ...]]:
         for step in steps:
             outputs: object = None
             if step["outputs"] is not None:
                 outputs = dspy.Prediction(**step["outputs"])
-            elif self.shows_failures:
+            elif getattr(self.stage.config.algo, "add_format_failure_as_feedback", False):
                 outputs = FailedPrediction(completion_text=step["text"])
             if outputs is not None and step["module"] in predictors:
                 yield predictors[step["module"]], dict(step["inputs"]), outputs
@@ -228,72 +227,74 @@ class Rollouts:
         self.states.setdefault(digest, state)
         return digest
 
-    def obtain(self, needs: Iterable[Need]) -> None:
-        """Have the results of all of these, from the store or sampled now, all at once; blocks a thread of DSPy's."""
-        if missing := [need for need in needs if need.key not in self.results]:
-            self.loop.wait(self._obtained(missing))
+    def obtain(self, needs: Sequence[Need]) -> list[JsonObject]:
+        """The results of all of these, from the store or sampled now, all at once; blocks a thread of DSPy's."""
+        return self.loop.wait(self._obtained(needs))
 
-    async def _obtained(self, needs: Sequence[Need]) -> None:
+    async def _obtained(self, needs: Sequence[Need]) -> list[JsonObject]:
         for need in needs:
             # DSPy asks again where a thread takes long.
             if need.key not in self._tasks:
                 self._tasks[need.key] = asyncio.create_task(self._obtain(need))
-        await asyncio.gather(*(self._tasks[need.key] for need in needs))
+        return await asyncio.gather(*(self._tasks[need.key] for need in needs))
 
-    async def _obtain(self, need: Need) -> None:
-        if need.key not in self._stored:
+    def result(self, need: Need) -> JsonObject:
+        """The result of a rollout that has ended."""
+        return self._tasks[need.key].result()
+
+    async def _obtain(self, need: Need) -> JsonObject:
+        result = self._stored.get(need.key)
+        if result is None:
             async with self._places:
-                candidate, forest = await self._sampled(need)
-            (rollout,) = forest.rollouts
-            result = {
-                "key": need.key,
-                "candidate": need.candidate[:12],
-                "temperature": need.temperature,
-                "number": need.number,
-                **self._result(candidate, forest, rollout),
-            }
+                rollout, result = await self._sampled(need)
             if rollout.reward is None:
-                self._failed[need.key] = rollout
-                self._stored[need.key] = plain(result)
+                self._failed[need.key] = rollout, result
             else:
                 self._store(result)
-        self.results[need.key] = result = self._stored[need.key]
-        self.paid.update({"rollouts": 1, **{name: result[name] for name in PAID}})
+        self.paid.update({"rollouts": 1, **{name: result[name] for name in COSTS}})
+        return result
 
     def _store(self, result: JsonObject) -> None:
         # Before it is used: what an optimiser has seen is never sampled again.
-        (self._stored[result["key"]],) = self.store.append({"rollouts": [result]})["rollouts"]
+        self.store.append({"rollouts": [result]})
 
-    async def _sampled(self, need: Need) -> tuple[Candidate, Forest]:
-        candidate = self._candidate(need.candidate)
-        stage = self.stage
+    async def _sampled(self, need: Need) -> tuple[Rollout, JsonObject]:
+        # Of its own: two draws of one candidate and example may run at once.
+        program, stage = copy.copy(self._program(need.candidate)), self.stage
+        # Shallow: data, corpora and tools are large, and no candidate changes them.
+        task = copy.copy(stage.task)
+        task.program = program
         settings = sampling_settings(stage.config.eval, stage.config.task)
         if need.temperature is not None:
             settings = replace(settings, temperature=need.temperature)
         # Without the candidate: candidates are compared on the same draws.
         key: rng.Key = (stage.config.seed, "prompts", *need.draw)
-        env = make_environment(candidate.task, stage.engine, stage.tokenizer, settings, key)
+        env = make_environment(task, stage.engine, stage.tokenizer, settings, key)
         started = self.sampling.start()
         try:
-            return candidate, await sample(env, [(self.examples[need.example], (Tree(),))], stage.reward_set)
+            forest = await sample(env, [(self._examples[need.example], (Tree(),))], stage.reward_set)
         finally:
             self.sampling.end(started)
-
-    def _result(self, candidate: Candidate, forest: Forest, rollout: Rollout) -> JsonObject:
+        (rollout,) = forest.rollouts
         calls = forest.path(rollout)
-        return {
+        result = {
+            "key": need.key,
+            "candidate": need.candidate[:12],
+            "temperature": need.temperature,
+            "number": need.number,
             "example": rollout.example,
-            "score": self.stage.task.failure_score if rollout.reward is None else rollout.reward,
+            "score": task.failure_score if rollout.reward is None else rollout.reward,
             "error": rollout.error,
             "message": rollout.error_message,
             "prediction": as_json(rollout.prediction) if rollout.error is None else {},
             "metrics": dict(rollout.metrics),
             "parts": dict(rollout.parts),
-            "steps": candidate.steps(forest, rollout),
+            "steps": self.student.steps(program, forest, rollout),
             "calls": sum(call.attempts for call in calls),
             "prompt_tokens": sum(call.prompt_tokens or 0 for call in calls),
             "completion_tokens": sum(call.completion_tokens for call in calls),
         }
+        return rollout, plain(result)
 
     def check(self, needs: Sequence[Need]) -> None:
         """Store what failed by no doing of the model, of a batch and of bootstrapping before it.
@@ -304,13 +305,13 @@ class Rollouts:
             TooManyFailures: more than `eval.max_failed_share` of them; a resume samples them again.
         """
         needs, self._bootstrapped = [*self._bootstrapped, *needs], []
-        failed = {need.key: self._failed.pop(need.key) for need in needs if need.key in self._failed}
+        failed = [self._failed.pop(need.key) for need in needs if need.key in self._failed]
         if failed:
-            errors = [self.results[need.key]["error"] for need in needs]
+            errors = [self.result(need)["error"] for need in needs]
             limit = self.stage.config.eval.max_failed_share
-            refuse_failures(errors, list(failed.values()), limit, "a batch of the search", key="eval")
-        for key in failed:
-            self._store(self._stored[key])
+            refuse_failures(errors, [rollout for rollout, _ in failed], limit, "a batch of the search", key="eval")
+        for _, result in failed:
+            self._store(result)
 
 
 def _draw(module: dspy.Module) -> tuple[float | None, int | None]:

@@ -18,18 +18,17 @@ import logging
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 import dspy
 
 from mmrl.config import PromptCommandConfig
-from mmrl.config.other_stages import BootstrapConfig
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import MODEL_CAUSED
 from mmrl.models.policy import POLICY, write_policy
@@ -38,17 +37,17 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.trials import COMPLETIONS, FOLDER, PROPOSALS, ROLLOUTS, STORED, TRIALS, nothing_went_well
 from mmrl.stages import Stage
 from mmrl.stages.evaluate import Evaluations
-from mmrl.stages.prompts.model import Writer, no_writing
+from mmrl.stages.prompts.model import WRITING_COSTS, Writer
 from mmrl.stages.prompts.optimisers import Bench, optimise
-from mmrl.stages.prompts.rollouts import Loop, Need, Rollouts, TrainExample
+from mmrl.stages.prompts.rollouts import COSTS, Loop, Need, Rollouts, TrainExample
 from mmrl.stages.prompts.split import compared, split
-from mmrl.stages.prompts.students import State, state_of, student_of
+from mmrl.stages.prompts.students import State, state_of
 from mmrl.system.files import JsonObject, atomic_write, dumps
 from mmrl.system.json_lines import Store, Table
 from mmrl.tasks.base import Task
 
-if TYPE_CHECKING:
-    pass
+PAID = ("rollouts", *COSTS, "writer/requests", *(f"writer/{name}" for name in WRITING_COSTS))
+"""What is counted of a stage: of the task's own calls, and of the prompt model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +78,14 @@ class PromptStage(Stage[PromptCommandConfig]):
     result: PromptResult = field(init=False)
     validation: frozenset[str] = field(init=False)
     """Examples that candidates are compared on."""
-    paid: Counter[str] = field(init=False)
-    """For the task's own calls."""
-    paid_writing: Counter[str] = field(init=False)
-    """For the prompt model's."""
+    paid: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(PAID, 0)))
+    """From the beginning of the stage, also what came from the store: so a resume has the same records."""
     trials: int = field(init=False, default=0)
     unusable: int = field(init=False, default=0)
     """Trials whose rollouts have all failed."""
     _best: float | None = field(init=False, default=None)
-    _spent: dict[str, float] = field(init=False, default_factory=dict)
+    _until_now: Mapping[str, float] = field(init=False, default_factory=dict)
+    """What `_since` returned counts up to here."""
 
     @property
     def rundir(self) -> RunDir:
@@ -112,7 +110,7 @@ class PromptStage(Stage[PromptCommandConfig]):
 
     def describe(self) -> dict[str, str]:
         """Facts for the summary, after `improve`."""
-        result, paid, writing = self.result, self.paid, self.paid_writing
+        result, paid = self.result, self.paid
         change = f"nothing better than the start ({result.start:.4f})"
         if result.improved:
             change = f"{result.start:.4f} to {result.best:.4f}"
@@ -123,10 +121,10 @@ class PromptStage(Stage[PromptCommandConfig]):
         }
         if self.unusable:
             facts["failed trials"] = f"{self.unusable} of {self.trials}, in which every rollout failed"
-        if writing["requests"]:
-            tokens = writing["prompt_tokens"] + writing["completion_tokens"]
-            cost = f", {writing['cost']:.4f} USD" if writing["cost"] else ""
-            facts["prompt model"] = f"{writing['requests']} requests, {tokens} tokens{cost}"
+        if requests := paid["writer/requests"]:
+            tokens = paid["writer/prompt_tokens"] + paid["writer/completion_tokens"]
+            cost = f", {paid['writer/cost']:.4f} USD" if paid["writer/cost"] else ""
+            facts["prompt model"] = f"{requests} requests, {tokens} tokens{cost}"
         return {**facts, **self.engine.describe()}
 
     def close(self) -> None:
@@ -153,28 +151,20 @@ class PromptStage(Stage[PromptCommandConfig]):
         loop = Loop()
         self._rollouts = rollouts = Rollouts(
             stage=self,
-            examples={example.id: example for example in examples},
             store=Store(folder / ROLLOUTS, STORED[ROLLOUTS]),
             loop=loop,
-            shows_failures=getattr(algo, "add_format_failure_as_feedback", False),
-            bootstraps=isinstance(algo, BootstrapConfig),
+            paid=self.paid,
         )
-        self._before = self._seconds()
-        rollouts.student = student = student_of(self.task, rollouts.forward)
+        self._since()
         # An optimiser may change the module that it is given.
-        start = student.module.deepcopy()
+        start = rollouts.student.module.deepcopy()
         self._note_prompts("start", start)
         endpoint = self._endpoint()
-        writer = self._make_writer(folder, endpoint, loop)
-        self.paid, self.paid_writing = rollouts.paid, writer.paid if writer is not None else no_writing()
         bench = Bench(
-            task=self.task,
             rollouts=rollouts,
-            student=student,
             train=[TrainExample.of(example) for example in train],
             validation=[TrainExample.of(example) for example in held],
-            seed=seed,
-            writer=writer,
+            writer=self._make_writer(folder, endpoint, loop),
             note=self._note,
             on_batch=self._trial,
         )
@@ -205,7 +195,7 @@ class PromptStage(Stage[PromptCommandConfig]):
         if (most := getattr(self.config.algo, "prompt_max_tokens", None)) is None:
             return None  # it proposes nothing
         store = Store(folder / COMPLETIONS, STORED[COMPLETIONS])
-        return Writer(stage=self, endpoint=endpoint, max_tokens=most, store=store, loop=loop)
+        return Writer(stage=self, endpoint=endpoint, max_tokens=most, store=store, loop=loop, paid=self.paid)
 
     def _note_prompts(self, name: str, module: dspy.Module, **facts: object) -> None:
         """Prompts for people, with what is known of them."""
@@ -218,7 +208,7 @@ class PromptStage(Stage[PromptCommandConfig]):
         # A candidate writes by the ending of the name, so it cannot go through `atomic_write`; renamed as there.
         with TemporaryDirectory(dir=self.rundir.path) as folder:
             temporary = Path(folder) / path.name
-            self._rollouts.student.candidate(state_of(module)).save(temporary)
+            self._rollouts.student.save(state_of(module), temporary)
             os.replace(temporary, path)
         return path
 
@@ -226,9 +216,9 @@ class PromptStage(Stage[PromptCommandConfig]):
         """The reward of a candidate on the validation examples."""
         digest = self._rollouts.digest(module)
         needs = [Need(digest, example.id) for example in validation]
-        self._rollouts.obtain(needs)
+        results = self._rollouts.obtain(needs)
         self._rollouts.check(needs)
-        return self._score(needs)
+        return fmean(float(result["score"]) for result in results)
 
     # --- trials
 
@@ -240,17 +230,15 @@ class PromptStage(Stage[PromptCommandConfig]):
                 line = {"module": module, "instructions": proposal, "usable": not problem, "problem": problem}
                 self._proposals.add(line)
 
-    def _score(self, needs: Sequence[Need]) -> float:
-        return fmean(float(self._rollouts.results[need.key]["score"]) for need in needs)
-
     def _trial(self, needs: Sequence[Need]) -> None:
         """An evaluation of DSPy's is a trial."""
         self._rollouts.check(needs)
-        for part, seconds in self._seconds().items():
-            self.log.add(part, seconds - self._before[part])
-        self._before = self._seconds()
+        spent = self._since()
+        for part in ("generate", "rollout"):
+            self.log.add(part, spent.pop(part))
         self.trials += 1
-        score, results = self._score(needs), [self._rollouts.results[need.key] for need in needs]
+        results = [self._rollouts.result(need) for need in needs]
+        score = fmean(float(result["score"]) for result in results)
         # Scores on minibatches are noisier: no best is taken from them.
         full = {need.example for need in needs} == self.validation
         if full and (self._best is None or score > self._best):
@@ -279,7 +267,7 @@ class PromptStage(Stage[PromptCommandConfig]):
             "rollouts/failed_share": sum(failed[kind] for kind in failed if kind not in MODEL_CAUSED) / len(needs),
             **{f"rollouts/failed/{kind}": float(count) for kind, count in failed.items()},
             **({} if self._best is None else {"prompts/best": self._best}),
-            **self._paid(),
+            **spent,
         }
         if self.trials not in self._logged:
             if problem := nothing_went_well(trial):
@@ -289,18 +277,13 @@ class PromptStage(Stage[PromptCommandConfig]):
             self.log.write(self.trials, record)
         self.log.begin()
 
-    def _seconds(self) -> dict[str, float]:
-        """Parts of the time of trials, so far."""
-        return {"generate": self.engine.busy_s, "rollout": self._rollouts.sampling.seconds}
-
-    def _paid(self) -> dict[str, float]:
-        """Costs since the trial before."""
-        # Both count from the beginning of the stage, also what came from the store: so a resume has the same records.
-        now = {f"prompts/{name}": float(count) for name, count in self.paid.items()}
-        now |= {f"prompts/writer/{name}": float(count) for name, count in self.paid_writing.items()}
-        spent = {name: count - self._spent.get(name, 0.0) for name, count in now.items()}
-        self._spent = now
-        return spent
+    def _since(self) -> dict[str, float]:
+        """Seconds of rollouts and costs since the last call."""
+        now = {"generate": self.engine.busy_s, "rollout": self._rollouts.sampling.seconds}
+        now |= {f"prompts/{name}": float(count) for name, count in self.paid.items()}
+        since = {name: count - self._until_now.get(name, 0.0) for name, count in now.items()}
+        self._until_now = now
+        return since
 
 
 @contextmanager

@@ -7,20 +7,19 @@ prompts of a program without DSPy are predictors of one input and one output: wh
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import dspy
-from dspy.utils.callback import BaseCallback
 from pydantic_core import to_jsonable_python
 
 from mmrl.errors import ConfigError, ParseFailure
 from mmrl.records import Example, Forest, Rollout
 from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.system.files import JsonObject, plain
-from mmrl.tasks.base import Context, Task
-from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Shot, last_user
+from mmrl.tasks.base import Context, Program, Task
+from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Prompts, Shot, last_user
 
 MARK = "mmrl_module"
 """Key in the description of a signature's field: the predictor that it belongs to."""
@@ -38,81 +37,56 @@ class DspyStudent:
 
     suffix = ".json"
 
-    def __init__(self, task: Task, program: DspyProgram, forward: Forward):
-        self._task, self._program = task, program
+    def __init__(self, program: DspyProgram, forward: Forward):
+        self._program = program
         self.module = program.module.deepcopy()
         self.module.__class__ = _student_class(type(self.module), type(self.module), forward)
         # A program that was compiled before may be compiled again, demonstrations and all.
         self.module._compiled = False
         _distinguish(self.module)
 
-    def candidate(self, state: State) -> DspyCandidate:
+    def program(self, state: State) -> TracedProgram:
         """The task's program with other prompts."""
         module = self._program.module.deepcopy()
         for name, predictor in module.named_predictors():
             # As loading a file of them would.
             predictor.load_state({**copy.deepcopy(state[name]), "lm": None})
-        return DspyCandidate(self._task, module, self._program.layout)
+        return TracedProgram(module, self._program.layout)
+
+    def steps(self, program: TracedProgram, forest: Forest, rollout: Rollout) -> list[JsonObject]:
+        """Inputs and outputs of each module's calls (`module`, `inputs`, `outputs`) in a program's rollout, in order.
+
+        A reply that could not be parsed, and ended the rollout, is the last, with `outputs` None and its `text`.
+        """
+        steps = []
+        for predictor, inputs, outputs in program.trace:
+            # `BestOfN` and `Refine` run copies of predictors, which have the names of what they were copied from.
+            step = {"module": program.structure.name_of([predictor]), "inputs": as_json(inputs)}
+            if outputs is not None:
+                steps.append({**step, "outputs": as_json(dict(outputs.items()))})
+            elif rollout.error == ParseFailure.kind:
+                unread = [call.text for call in forest.path(rollout) if not call.ok]
+                steps.append({**step, "outputs": None, "text": unread[-1]})
+        return steps
+
+    def save(self, state: State, path: Path) -> None:
+        """Write prompts as `task.prompts=` reads them, and DSPy's `load`."""
+        self.program(state).save(path)
 
     def problem(self, module: str, instructions: str) -> str:
         """The reason why a module cannot have these instructions: none, any text will do."""
         return ""
 
 
-class DspyCandidate(DspyProgram):
-    """A DSPy program with other prompts; it notes what each predictor was sent and gave, as DSPy's own trace has it."""
+class TracedProgram(DspyProgram):
+    """A DSPy program that keeps DSPy's trace of its run (`DspyProgram.run_traced`): each rollout has a copy of it."""
 
-    def __init__(self, task: Task, module: dspy.Module, layout: str):
-        super().__init__(module, layout)
-        self.task = _with_program(task, self)
-        self.traces: dict[str, tuple[list[JsonObject], JsonObject | None]] = {}
-        """Example -> steps, and the one that did not end."""
+    trace: Sequence[Any] = ()
 
     async def run(self, example: Example, ctx: Context) -> object:
         """See `DspyProgram.run`."""
-        trace: list[tuple[Any, dict[str, Any], dspy.Prediction]] = []
-        begun = _Begun()
-        try:
-            # A context replaces the whole list, in which the user may have callbacks of their own.
-            with dspy.context(callbacks=[*(dspy.settings.callbacks or ()), begun]):
-                return await self.run_traced(example, ctx, trace)
-        finally:
-            steps = [{**self._given(*sent), "outputs": as_json(dict(outputs.items()))} for *sent, outputs in trace]
-            last = next(reversed(begun.calls.values()), None)
-            self.traces[example.id] = (steps, last and self._given(*last))
-
-    def _given(self, predictor: Any, inputs: Mapping[str, object]) -> JsonObject:
-        # `BestOfN` and `Refine` run copies of predictors, which have the names of what they were copied from.
-        return {"module": self.structure.name_of([predictor]), "inputs": as_json(inputs)}
-
-    def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """Inputs and outputs of each module's calls (`module`, `inputs`, `outputs`), in order.
-
-        A reply that could not be parsed is the last, with `outputs` None and its `text`.
-        """
-        steps, failed = self.traces.pop(rollout.example, ([], None))
-        unread = [call.text for call in forest.path(rollout) if not call.ok]
-        if rollout.error == ParseFailure.kind and failed is not None and unread:
-            # The reply that could not be read is not in the trace.
-            steps = [*steps, {**failed, "outputs": None, "text": unread[-1]}]
-        return steps
-
-
-class _Begun(BaseCallback):
-    """Calls of predictors that have begun and not ended well."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, tuple[Any, dict[str, Any]]] = {}
-
-    def on_module_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
-        """See `BaseCallback`."""
-        if isinstance(instance, dspy.Predict):
-            self.calls[call_id] = (instance, inputs.get("kwargs", {}))
-
-    def on_module_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
-        """See `BaseCallback`."""
-        if exception is None:
-            self.calls.pop(call_id, None)
+        self.trace = trace = list[Any]()
+        return await self.run_traced(example, ctx, trace)
 
 
 class PromptedStudent:
@@ -120,11 +94,9 @@ class PromptedStudent:
 
     suffix = ".yaml"
 
-    def __init__(self, task: Task, forward: Forward):
-        assert isinstance(task, PromptedTask)
-        self._task, self._prompted = task, task
-        self._start = task.prompt_set()
-        self.module = _student_class(dspy.Module, type(task.program), forward)()
+    def __init__(self, task: PromptedTask, kind: type, forward: Forward):
+        self._task, self._start = task, task.all_prompts.by_module()
+        self.module = _student_class(dspy.Module, kind, forward)()
         self._shown: dict[str, str] = {}
         for name, prompt in self._start.items():
             predictor = dspy.Predict(dspy.Signature("prompt -> reply", prompt.instructions))
@@ -134,10 +106,12 @@ class PromptedStudent:
             setattr(self.module, name, predictor)
         _distinguish(self.module)
 
-    def candidate(self, state: State) -> PromptedCandidate:
-        """The task's program with other prompts."""
-        prompts = {name: self._prompt(name, state[name]) for name in self._start}
-        return PromptedCandidate(self._task, self._prompted, prompts)
+    def program(self, state: State) -> Program:
+        """See `DspyStudent.program`."""
+        return self._task.make_program(self._prompts(state))
+
+    def _prompts(self, state: State) -> Prompts:
+        return self._task.all_prompts.replaced({name: self._prompt(name, state[name]) for name in self._start})
 
     def _prompt(self, name: str, state: JsonObject) -> ModulePrompt:
         instructions = state["signature"]["instructions"]
@@ -147,28 +121,12 @@ class PromptedStudent:
         shots = [Shot(demo["prompt"], demo["reply"]) for demo in state["demos"] if {"prompt", "reply"} <= set(demo)]
         return ModulePrompt(instructions, tuple(shots))
 
-    def problem(self, module: str, instructions: str) -> str:
-        """The reason why a module cannot have these instructions: placeholders that it needs may be missing."""
-        try:
-            self._prompted.with_prompt_set({module: ModulePrompt(instructions)})
-        except ConfigError as error:
-            return "; ".join(error.problems)
-        return ""
-
-
-class PromptedCandidate:
-    """A program without DSPy, with other prompts."""
-
-    def __init__(self, task: Task, prompted: PromptedTask, prompts: Mapping[str, ModulePrompt]):
-        self._prompted, self._prompts = prompted, prompts
-        self.task = _with_program(task, prompted.with_prompt_set(prompts))
-
-    def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """See `DspyCandidate.steps`."""
+    def steps(self, program: Program, forest: Forest, rollout: Rollout) -> list[JsonObject]:
+        """See `DspyStudent.steps`."""
         path = forest.path(rollout)
         steps: list[JsonObject] = []
-        for module in self._prompts:
-            shot = self._prompted.shot_of(path, module)
+        for module in self._start:
+            shot = self._task.shot_of(path, module)
             if shot is not None:
                 steps.append({"module": module, "inputs": {"prompt": shot.user}, "outputs": {"reply": shot.assistant}})
         if path and not path[-1].ok:
@@ -177,13 +135,19 @@ class PromptedCandidate:
             steps.append({"module": call.module, "inputs": {"prompt": sent}, "outputs": None, "text": call.text})
         return steps
 
-    def save(self, path: Path) -> None:
-        """Write its prompts as `task.prompts=` reads them."""
-        self._prompted.write_prompts(path, self._prompts)
+    def save(self, state: State, path: Path) -> None:
+        """Write prompts as `task.prompts=` reads them."""
+        self._prompts(state).write(path)
+
+    def problem(self, module: str, instructions: str) -> str:
+        """The reason why a module cannot have these instructions: placeholders that it needs may be missing."""
+        try:
+            self._task.all_prompts.replaced({module: ModulePrompt(instructions)})
+        except ConfigError as error:
+            return "; ".join(error.problems)
+        return ""
 
 
-Candidate: TypeAlias = DspyCandidate | PromptedCandidate
-"""Some prompts as a program."""
 Student: TypeAlias = DspyStudent | PromptedStudent
 """The program that DSPy optimises in the place of the task's: `module`; files with its prompts end in `suffix`."""
 
@@ -191,8 +155,9 @@ Student: TypeAlias = DspyStudent | PromptedStudent
 def student_of(task: Task, forward: Forward) -> Student:
     """The student of a task, whose program has prompts that can be changed (`split.prompt_problems`)."""
     if isinstance(task.program, DspyProgram):
-        return DspyStudent(task, task.program, forward)
-    return PromptedStudent(task, forward)
+        return DspyStudent(task.program, forward)
+    assert isinstance(task, PromptedTask)
+    return PromptedStudent(task, type(task.program), forward)
 
 
 def state_of(module: dspy.Module) -> State:
@@ -235,14 +200,6 @@ def _distinguish(module: dspy.Module) -> None:
         # One field is enough: equality of signatures looks at all of them.
         field = next(iter(predictor.signature.fields))
         predictor.signature = predictor.signature.with_updated_fields(field, **{MARK: name})
-
-
-def _with_program(task: Task, program: Any) -> Task:
-    """The same task, with the same data, tools and reward, around another program."""
-    # Shallow: data, corpora and tools are large, and no candidate changes them.
-    made = copy.copy(task)
-    made.program = program
-    return made
 
 
 def as_json(value: object) -> JsonObject:

@@ -65,10 +65,6 @@ class R1Searcher(TurnAgent):
 
     modules = (MODULE,)
 
-    def question(self, question: str) -> list[dict[str, str]]:
-        """The first prompt; it opens the thoughts."""
-        return self.prompts.messages(MODULE, question=question)
-
     def documents(self, passages: Sequence[Passage]) -> str:
         """Retrieved documents, in which nothing looks like a marker or tag of the searcher."""
         listing = "\n".join(self.prompts.documents(MODULE, passages, self.snippet_words))

@@ -76,10 +76,6 @@ class SearchAgent(TurnAgent):
 
     modules = (MODULE,)
 
-    def question(self, question: str) -> list[dict[str, str]]:
-        """The first prompt."""
-        return self.prompts.messages(MODULE, question=question)
-
     def correction(self) -> str:
         """What follows a turn that did nothing."""
         return self.prompts.texts[MODULE]["correction"].format()

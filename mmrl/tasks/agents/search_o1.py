@@ -83,10 +83,6 @@ class SearchO1(TurnAgent):
 
     modules = (REASONER, CONDENSER)
 
-    def question(self, question: str) -> list[dict[str, str]]:
-        """The reasoner's first prompt."""
-        return self.prompts.messages(REASONER, question=question, searches=self.searches)
-
     def condense(self, reasoning: str, query: str, passages: Sequence[Passage]) -> list[dict[str, str]]:
         """The condenser's prompt."""
         listing = disarm_markers("\n".join(self.prompts.documents(CONDENSER, passages, self.snippet_words)))

@@ -74,6 +74,10 @@ class TurnAgent(Program):
         """See `mmrl.tasks.base.ContinuingProgram`: the first module."""
         return self.modules[:1]
 
+    def question(self, question: str) -> list[dict[str, str]]:
+        """The first prompt."""
+        return self.prompts.messages(self.modules[0], question=question, searches=self.searches)
+
     async def play(
         self,
         ctx: Context,

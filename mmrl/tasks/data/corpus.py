@@ -3,14 +3,12 @@
 A source may hold passages (see `layouts.passage`) or question records that bring paragraphs (`context`, `paragraphs`).
 *Coverage* is behind the label 'partial corpus' that every result carries. An example that names gold titles counts when
 all of them are titles of its corpus; one that names none counts when an accepted answer occurs in a passage, as a run
-of whole lower-cased words. Which answers occur is cached, since looking takes seconds.
+of whole lower-cased words.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ from mmrl.errors import DataError, gathered
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.store import PassageStore
-from mmrl.system.files import atomic_write, user_path
+from mmrl.system.files import user_path
 from mmrl.tasks.data.layouts import passage
 from mmrl.tasks.data.rows import FORMATS, Fields, Row, Source
 from mmrl.tasks.mini.examples import mini_corpus
@@ -34,9 +32,6 @@ LONGEST = 12
 WORD = re.compile(r"\w+")
 WHOLE = 1_000_000
 """A corpus of fewer passages is a part of Wikipedia, even where it can answer all questions at hand."""
-FORMAT = 1
-
-log = logging.getLogger("mmrl.data")
 
 
 @dataclass(slots=True)
@@ -54,41 +49,26 @@ class Corpus:
     skipped: list[str] = field(default_factory=list)
     """Files of folders that held no passages; known once `passages` has been run through."""
 
+    _sources: list[tuple[Source | None, bool]] = field(init=False, default_factory=list)
+    """Each with whether it must hold passages; None: the mini world."""
+
     def __post_init__(self) -> None:
         problems: list[str] = []
         if not self.specs:
             problems.append(f"{KEY}: missing, expected files, folders, hub ids or mini (corpus=A,B)")
         for spec in self.specs:
             with gathered(problems):
-                if spec != "mini" and not self._folder(spec):
-                    _ = Source(KEY, spec).path
-                elif self._folder(spec) and not self._files(spec):
-                    raise DataError(f"{KEY}: {spec}: has no {', '.join(FORMATS)} file")
+                self._sources += _sources(spec)
         if problems:
             raise DataError(problems)
 
-    @staticmethod
-    def _folder(spec: str) -> bool:
-        return user_path(spec).is_dir()
-
-    @staticmethod
-    def _files(spec: str) -> list[Path]:
-        below = sorted(user_path(spec).rglob("*"))
-        return [path for path in below if path.suffix.lower() in FORMATS and path.is_file()]
-
     def paths(self) -> list[Path]:
         """All local files, in order."""
-        paths: list[Path] = []
-        for spec in self.specs:
-            if self._folder(spec):
-                paths += self._files(spec)
-            elif spec != "mini" and (path := Source(KEY, spec).path) is not None:
-                paths.append(path)
-        return paths
+        return [path for source, _ in self._sources if source is not None and (path := source.path) is not None]
 
     def hub_ids(self) -> list[str]:
         """Sources that are fetched from the hub."""
-        return [s for s in self.specs if s != "mini" and not self._folder(s) and Source(KEY, s).path is None]
+        return [source.spec for source, _ in self._sources if source is not None and source.path is None]
 
     def local_bytes(self) -> int:
         """Size of the local files."""
@@ -107,19 +87,27 @@ class Corpus:
         """
         self.skipped.clear()
         numbers = count()
-        for spec in self.specs:
-            if spec == "mini":
-                yield from mini_corpus()
-            elif self._folder(spec):
-                for path in self._files(spec):
-                    passages = 0
-                    for document in _of_source(Source(KEY, str(path)), numbers, strict=False):
-                        passages += 1
-                        yield document
-                    if not passages:
-                        self.skipped.append(str(path))
-            else:
-                yield from _of_source(Source(KEY, spec), numbers, strict=True)
+        for source, strict in self._sources:
+            documents = mini_corpus() if source is None else _of_source(source, numbers, strict=strict)
+            empty = True
+            for document in documents:
+                yield document
+                empty = False
+            if source is not None and empty and not strict:
+                self.skipped.append(source.spec)
+
+
+def _sources(spec: str) -> list[tuple[Source | None, bool]]:
+    if spec == "mini":
+        return [(None, True)]
+    if not user_path(spec).is_dir():
+        source = Source(KEY, spec)
+        _ = source.path  # raises where there is none
+        return [(source, True)]
+    files = [path for path in sorted(user_path(spec).rglob("*")) if path.suffix.lower() in FORMATS and path.is_file()]
+    if not files:
+        raise DataError(f"{KEY}: {spec}: has no {', '.join(FORMATS)} file")
+    return [(Source(KEY, str(path)), False) for path in files]
 
 
 def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Iterator[Document]:
@@ -172,20 +160,18 @@ def _paragraphs(values: Fields) -> list[object]:
     ]
 
 
-def coverage(
-    splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequence[Document]], cache: Path | None
-) -> dict[str, float]:
+def coverage(splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequence[Document]]) -> dict[str, float]:
     """Split -> share of its questions that their corpus can answer; splits that cannot be judged are absent.
 
     Args:
-        splits: examples with `inputs["corpus"]`, and `metadata["titles"]` or `metadata["answers"]`.
+        splits: examples, with `metadata["titles"]` or `metadata["answers"]`, and `inputs["corpus"]` where there are
+            several.
         corpora: name -> passages; an empty one (a remote retriever's) is unknown.
-        cache: folder for results of the search for answers; None keeps none.
     """
     judged: dict[str, list[bool]] = {split: [] for split in splits}
     for name, documents in corpora.items():
         examples_of = {
-            split: [e for e in examples if e.inputs.get("corpus") == name] for split, examples in splits.items()
+            split: [e for e in examples if e.inputs.get("corpus", name) == name] for split, examples in splits.items()
         }
         if not len(documents) or not any(examples_of.values()):
             continue
@@ -198,7 +184,7 @@ def coverage(
         # Titles are known at once; looking for answers reads every passage.
         scans = len(documents) <= SCANNED
         answers = {str(answer) for e in untitled for answer in e.metadata.get("answers", ())} if scans else set()
-        present = occurring(answers, documents, cache)
+        present = occurring(answers, documents) if answers else set()
         for split, examples in examples_of.items():
             for example in examples:
                 if titles := example.metadata.get("titles"):
@@ -223,42 +209,8 @@ def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: b
     return {name: f"{criterion}: {', '.join(f'{split} {share:.1%}' for split, share in shares.items())}"}
 
 
-def occurring(answers: set[str], documents: Sequence[Document], cache: Path | None = None) -> set[str]:
-    """Those of `answers` that occur in a passage."""
-    if not answers:
-        return set()
-    ordered = sorted(answers)
-    file = cache / "coverage" / f"{_key(ordered, documents)}.json" if cache is not None else None
-    if file is not None and file.is_file():
-        try:
-            return {ordered[number] for number in json.loads(file.read_text(encoding="utf-8"))}
-        # cut short, or written by another version: it costs seconds to make again, never a run
-        except (ValueError, TypeError, IndexError):
-            log.warning("%s is damaged; it is made again", file)
-    present = _search(ordered, documents)
-    if file is not None:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(file, json.dumps([number for number, answer in enumerate(ordered) if answer in present]))
-        # A full or read-only cache only costs time.
-        except OSError as error:
-            log.warning("cannot write %s (%s)", file, error)
-    return present
-
-
-def _key(answers: Sequence[str], documents: Sequence[Document]) -> str:
-    state = hashlib.blake2b(f"{FORMAT} {SCANNED} {LONGEST}".encode(), digest_size=16)
-    if isinstance(documents, PassageStore):
-        state.update(documents.identity())
-    else:
-        for document in documents:
-            state.update(f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass"))
-    state.update("\x1d".join(answers).encode("utf-8", "surrogatepass"))
-    return state.hexdigest()
-
-
-def _search(answers: Sequence[str], documents: Iterable[Document]) -> set[str]:
-    """Those whose first words stand in a passage, one after the other."""
+def occurring(answers: Iterable[str], documents: Iterable[Document]) -> set[str]:
+    """Those answers whose first words stand in a passage, one after the other."""
     answers_of: dict[tuple[str, ...], list[str]] = {}
     # By first word: one pass over the passages, whatever the number of answers.
     lengths: dict[str, set[int]] = {}

@@ -17,7 +17,7 @@ from mmrl import rng
 from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
-from mmrl.tasks.data.rows import Fields, Row, Source, record_id
+from mmrl.tasks.data.rows import Fields, Row, Source, record_id, unique
 
 log = logging.getLogger("mmrl.data")
 
@@ -168,8 +168,6 @@ LAYOUTS: Mapping[str, Layout] = {
     "popqa": Layout(("id", "question", "|".join(ANSWER_FIELDS)), _popqa),
 }
 """`task.dataset` -> layout."""
-OWN_LAYOUTS = ("hotpotqa", "2wiki", "musique", "popqa")
-"""Those whose records bring evidence, so that a record of another one is noticed."""
 
 
 def hub_columns(layout: Layout, names: Collection[str]) -> Sequence[str]:
@@ -185,13 +183,10 @@ def load_records(source: Source, split: str, layout: Layout) -> list[Record]:
     Raises:
         DataError: a missing or malformed file, a record without a field or with an empty answer, or duplicate ids.
     """
-    records: dict[str, Record] = {}
-    for number, row in enumerate(source.rows(split, partial(hub_columns, layout))):
-        record = _record(source, row, layout, f"{split}-{number}")
-        if record.id in records:
-            raise DataError(f"{source.key}: {row.where}: duplicate id '{record.id}'")
-        records[record.id] = record
-    return list(records.values())
+    rows = source.rows(split, partial(hub_columns, layout))
+    return unique(
+        source.key, ((row, _record(source, row, layout, f"{split}-{number}")) for number, row in enumerate(rows))
+    )
 
 
 def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
@@ -206,25 +201,13 @@ def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
     # A record with evidence must fit its layout; without any, all layouts agree on question and answers.
     bare = not any(field in values for field in EVIDENCE)
     try:
-        record = _questions(values, number if name is None else name) if bare else layout.read(values)
+        return _questions(values, number if name is None else name) if bare else layout.read(values)
     except KeyError as error:
-        fields = ", ".join(map(str, values))
-        fitting = [] if bare else [name for name in OWN_LAYOUTS if _reads(LAYOUTS[name], values)]
-        hint = f"; task.dataset={' or '.join(fitting)} reads such records" if fitting else ""
-        raise DataError(f"{where}: misses the field {error}; it has {fields}{hint}") from None
+        raise DataError(f"{where}: misses the field {error}; it has {', '.join(map(str, values))}") from None
     except DataError:  # names its place
         raise
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{where}: {error}") from None
-    return record
-
-
-def _reads(layout: Layout, values: Fields) -> bool:
-    try:
-        layout.read(values)
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return False
-    return True
 
 
 def _string(value: object, field: str) -> str:
@@ -265,14 +248,8 @@ def load_corpus(key: str, spec: str) -> list[Document]:
         DataError: a missing or malformed file, a document without a field, or duplicate ids.
     """
     source = Source(key, spec)
-    # By id, so that a repeated id is an error instead of two passages that a result cannot tell apart.
-    documents: dict[str, Document] = {}
-    for number, row in enumerate(source.rows("train", ("title", "text"))):
-        document = passage(source, row, number)
-        if document.id in documents:
-            raise DataError(f"{key}: {row.where}: duplicate id '{document.id}'")
-        documents[document.id] = document
-    return list(documents.values())
+    rows = source.rows("train", ("title", "text"))
+    return unique(key, ((row, passage(source, row, number)) for number, row in enumerate(rows)))
 
 
 def passage(source: Source, row: Row, number: int) -> Document:

@@ -18,10 +18,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from mmrl.errors import DataError
 from mmrl.models.hub import hub_answers
@@ -57,6 +57,28 @@ class Row:
 def record_id(values: Fields, *names: str) -> Any:
     """The first of the fields `names` that holds an id, else None. 0 is one; null and an empty text are none."""
     return next((values[name] for name in names if values.get(name) not in (None, "")), None)
+
+
+class _Named(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+NamedT = TypeVar("NamedT", bound=_Named)
+
+
+def unique(key: str, found: Iterable[tuple[Row, NamedT]]) -> list[NamedT]:
+    """What was made of rows, if no two have the same id.
+
+    Raises:
+        DataError: two do.
+    """
+    by_id: dict[str, NamedT] = {}
+    for row, made in found:
+        if made.id in by_id:
+            raise DataError(f"{key}: {row.where}: duplicate id '{made.id}'")
+        by_id[made.id] = made
+    return list(by_id.values())
 
 
 def same_rows(sources: Mapping[str, str]) -> list[list[str]]:
@@ -319,7 +341,7 @@ def _parquet(path: Path, key: str) -> Iterator[Row]:
     try:
         # batch by batch: a corpus may be larger than memory
         for batch in table.iter_batches():
-            columns = _Columns(dict(zip(batch.schema.names, batch.columns, strict=True)))
+            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
             for place in range(batch.num_rows):
                 where = f"{path} row {number}"
                 yield Row(where, _Cells(columns, place, f"{key}: {where}"))
@@ -335,48 +357,28 @@ def _undecodable() -> tuple[type[Exception], ...]:
     return OSError, ValueError, OverflowError, pyarrow.ArrowException
 
 
-@dataclass(slots=True)
-class _Columns:
-    """Columns of a parquet batch by name; those that nobody reads never become Python values."""
-
-    arrays: Mapping[str, Any]
-    _values: dict[str, Sequence[Any]] = field(default_factory=dict)
-
-    def cell(self, name: str, place: int) -> Any:
-        """A value; may raise one of `_undecodable`."""
-        if name not in self._values:
-            array = self.arrays[name]
-            try:
-                self._values[name] = array.to_pylist()
-            # Python has no value for some cell (a date beyond the year 9999): then each is converted when it is read.
-            except _undecodable():
-                self._values[name] = array
-        values = self._values[name]
-        return values[place] if isinstance(values, list) else values[place].as_py()
-
-
 class _Cells(Mapping[str, Any]):
-    """A row of a parquet file.
+    """A row of a parquet file; cells that nobody reads never become Python values.
 
     Raises:
         DataError: a cell is read that Python has no value for.
     """
 
-    def __init__(self, columns: _Columns, place: int, where: str):
+    def __init__(self, columns: Mapping[str, Any], place: int, where: str):
         self._columns, self._place, self._where = columns, place, where
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return self._columns.cell(name, self._place)
-        except _undecodable() as error:
-            kind = self._columns.arrays[name].type
+            return self._columns[name][self._place].as_py()
+        except _undecodable() as error:  # such as a date beyond the year 9999
+            kind = self._columns[name].type
             raise DataError(f"{self._where}: {name}: a {kind} that cannot be read: {error}") from None
 
     def __contains__(self, name: object) -> bool:
-        return name in self._columns.arrays
+        return name in self._columns
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._columns.arrays)
+        return iter(self._columns)
 
     def __len__(self) -> int:
-        return len(self._columns.arrays)
+        return len(self._columns)

@@ -17,8 +17,8 @@ from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
 from mmrl.system.files import user_path
 from mmrl.tasks.base import Score
-from mmrl.tasks.data.rows import record_id
-from mmrl.tasks.dspy.base import DspyTask, text_of, unique
+from mmrl.tasks.data.rows import record_id, unique
+from mmrl.tasks.dspy.base import DspyTask, text_of
 from mmrl.tasks.mini.examples import mini_support
 
 SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 750)}
@@ -44,23 +44,26 @@ class Banking77Task(DspyTask):
     places = SAMPLE
 
     def load(self) -> Mapping[str, Sequence[Example]]:
-        """The mini world's splits, or those of the files; a split without a file is empty then."""
-        self.labels: tuple[str, ...] = ()
-        if not self.sources:
-            if self.config.labels is not None:
-                raise ConfigError("task.labels: has no effect on the mini world; leave it out, or set task.data")
-            examples = {split: mini_support(split) for split in SPLITS}
-            self.labels = _labels(example for split in examples.values() for example in split)
-            return examples
-        rows = {split: self._read(split) for split in self.sources}
-        # Without a label file the first split's labels are the classes; a label that only another split has would be
-        # unreachable, so it is an error below.
-        first = next(iter(rows))
-        self.labels = self._given_labels() or _labels(rows[first])
-        self._check_labels(rows, f"task.data.{first}" if self.config.labels is None else "task.labels")
-        return self._samples(rows)
+        """See `DspyTask.load`; the labels are known after it."""
+        examples = super().load()
+        if not self.sources and self.config.labels is not None:
+            raise ConfigError("task.labels: has no effect on the mini world; leave it out, or set task.data")
+        # Without a label file the first source's labels are the classes (all of the mini world's); a label that only
+        # another one has would be unreachable.
+        first = next(iter(self.sources), None)
+        self.labels: tuple[str, ...] = self._given_labels() or _labels(
+            example for split in SPLITS if first in (None, split) for example in examples[split]
+        )
+        if first is not None:
+            self._check_labels(examples, f"task.data.{first}" if self.config.labels is None else "task.labels")
+        return {split: self._sample(split, examples[split]) for split in SPLITS}
 
-    def _read(self, split: str) -> list[Example]:
+    def mini(self, split: str) -> Sequence[Example]:
+        """See `DspyTask.mini`."""
+        return mini_support(split)
+
+    def read(self, split: str) -> Sequence[Example]:
+        """See `DspyTask.read`: all rows."""
         key = f"task.data.{split}"
         examples = []
         for number, row in enumerate(self.rows(split, ("text",))):
@@ -99,20 +102,14 @@ class Banking77Task(DspyTask):
         if problems:
             raise DataError(problems)
 
-    def _samples(self, rows: Mapping[str, Sequence[Example]]) -> dict[str, Sequence[Example]]:
-        """The paper's numbers of items, at their places in one shuffle of a source, so that train and dev may share
-        one; or all rows."""
-        samples: dict[str, Sequence[Example]] = {split: [] for split in SPLITS}
-        for split, examples in rows.items():
-            samples[split] = examples
-            if self.config.sample == "paper" and split in SAMPLE:
-                # Shuffled by text, not by place: copies of the data whose rows are in another order give the same
-                # sample.
-                order = sorted(
-                    examples, key=lambda example: rng.digest("banking77", SAMPLE_SEED, example.inputs["text"])
-                )
-                samples[split] = self.sampled(split, order, "rows")
-        return samples
+    def _sample(self, split: str, examples: Sequence[Example]) -> Sequence[Example]:
+        """The paper's number of items, at their places in a shuffle of the source, so that train and dev may share one;
+        or all rows."""
+        if split not in self.sources or split not in SAMPLE or self.config.sample != "paper":
+            return examples
+        # Shuffled by text, not by place: copies of the data whose rows are in another order give the same sample.
+        order = sorted(examples, key=lambda example: rng.digest("banking77", SAMPLE_SEED, example.inputs["text"]))
+        return self.sampled(split, order, "rows")
 
     def make_program(self) -> object:
         """See `DspyTask.make_program`."""

@@ -86,9 +86,23 @@ class DspyTask(Task):
         ]:
             raise ConfigError(own)
 
-    @abstractmethod
     def load(self) -> Mapping[str, Sequence[Example]]:
-        """All examples of each split, or those of the paper's sample. Raises `ConfigError`."""
+        """All examples of each split, or those of the paper's sample: the mini world's, or those of the files.
+
+        Raises:
+            ConfigError: data that cannot be used.
+        """
+        if not self.sources:
+            return {split: self.mini(split) for split in SPLITS}
+        return {split: self.read(split) if split in self.sources else [] for split in SPLITS}
+
+    @abstractmethod
+    def mini(self, split: str) -> Sequence[Example]:
+        """The mini world's examples of a split, for a config that names no data."""
+
+    @abstractmethod
+    def read(self, split: str) -> Sequence[Example]:
+        """The examples of a split's source."""
 
     @abstractmethod
     def make_program(self) -> object:
@@ -186,20 +200,6 @@ def awaits(module: dspy.Module) -> bool:
         if "aforward" in names or "forward" in names:
             return "aforward" in names
     return False
-
-
-def unique(key: str, examples: Sequence[tuple[Row, Example]]) -> list[Example]:
-    """The examples, if no two have the same id.
-
-    Raises:
-        DataError: two do.
-    """
-    by_id: dict[str, Example] = {}
-    for row, example in examples:
-        if example.id in by_id:
-            raise DataError(f"{key}: {row.where}: duplicate id '{example.id}'")
-        by_id[example.id] = example
-    return list(by_id.values())
 
 
 def text_of(key: str, row: Row, *names: str, empty: bool = False) -> str:

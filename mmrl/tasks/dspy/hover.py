@@ -10,10 +10,10 @@ import html
 import logging
 import random
 import unicodedata
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import ClassVar, TypedDict
 
-from mmrl.config.base import SPLITS, is_default
+from mmrl.config.base import is_default
 from mmrl.config.tasks import HoverConfig
 from mmrl.errors import ConfigError, DataError, gathered
 from mmrl.records import Call, Example
@@ -22,8 +22,8 @@ from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.base import Score
 from mmrl.tasks.data.corpus import label
-from mmrl.tasks.data.rows import Row
-from mmrl.tasks.dspy.base import DspyTask, text_of, unique
+from mmrl.tasks.data.rows import Row, unique
+from mmrl.tasks.dspy.base import DspyTask, text_of
 from mmrl.tasks.mini.examples import mini_claims, mini_corpus
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
@@ -74,7 +74,7 @@ class HoverTask(DspyTask):
         self.documents = documents
         self.search_tool = SearchTool(config.retriever, {CORPUS: documents})
         self.tools = {"search": self.search}
-        self.gold_shares = self._shares(lambda titles: [titles])
+        self.gold_shares = self.search_tool.coverage(self._examples)
         """Split -> share of its claims whose gold titles are all in the corpus; absent where that is not known."""
         for split, share in self.gold_shares.items():
             if share < 1:
@@ -106,17 +106,16 @@ class HoverTask(DspyTask):
             )
         return next(iter(named.values()), mini_corpus())
 
-    def load(self) -> Mapping[str, Sequence[Example]]:
-        """The mini world's splits, or those of the files; a split without a file is empty then."""
-        if not self.sources:
-            if self.config.claim_hops not in (None, 3):
-                raise ConfigError(
-                    f"task.claim_hops: got {self.config.claim_hops}, the claims of the mini world have 3 hops"
-                )
-            return {split: mini_claims(split) for split in SPLITS}
-        return {split: self._read(split) if split in self.sources else [] for split in SPLITS}
+    def mini(self, split: str) -> Sequence[Example]:
+        """See `DspyTask.mini`."""
+        if self.config.claim_hops not in (None, 3):
+            raise ConfigError(
+                f"task.claim_hops: got {self.config.claim_hops}, the claims of the mini world have 3 hops"
+            )
+        return mini_claims(split)
 
-    def _read(self, split: str) -> Sequence[Example]:
+    def read(self, split: str) -> Sequence[Example]:
+        """See `DspyTask.read`: the paper keeps one claim of each HotpotQA question."""
         key = f"task.data.{split}"
         rows = self.rows(split, ("uid", "claim", "supporting_facts", "num_hops", "hpqa_id"))
         chosen_rows = []
@@ -209,18 +208,6 @@ class HoverTask(DspyTask):
             parts={reward_set: reward},
         )
 
-    def _shares(self, parts: Callable[[list[str]], list[list[str]]]) -> dict[str, float]:
-        """Split -> share of the parts of its claims' gold titles that are in the corpus."""
-        judged = {
-            split: [
-                Example(id=example.id, inputs={"corpus": CORPUS}, metadata={"titles": titles})
-                for example in self._examples[split]
-                for titles in parts(example.metadata["titles"])
-            ]
-            for split in SPLITS
-        }
-        return self.search_tool.coverage(judged)
-
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         config, (each, last) = self.config, self.top_k
@@ -236,15 +223,8 @@ class HoverTask(DspyTask):
         )
         if not len(self.documents):
             facts["corpus coverage"] = "not known"
-        labels = label(
-            "claims with all gold titles in it", self.gold_shares, len(self.documents), real=bool(self.sources)
-        )
-        shares = self._shares(lambda titles: [[title] for title in titles])
-        titles = ", ".join(f"{split} {share:.1%}" for split, share in shares.items())
-        return facts | {
-            name: f"{text}; gold titles in it, about the most that recall can be: {titles}"
-            for name, text in labels.items()
-        }
+        share = "claims with all gold titles in it"
+        return facts | label(share, self.gold_shares, len(self.documents), real=bool(self.sources))
 
 
 def same_title(title: str) -> str:

@@ -11,20 +11,19 @@ import inspect
 import sys
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mmrl.config.base import SPLITS
 from mmrl.config.tasks import DspyProgramConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure, gathered
 from mmrl.records import EMPTY, LARGEST, Call, Example
 from mmrl.system.objects import imported, readable
 from mmrl.system.user_code import as_number, located, scored, threaded
 from mmrl.tasks.base import Context, Score, Task, Tool
-from mmrl.tasks.data.rows import FORMATS, Row, record_id
+from mmrl.tasks.data.rows import FORMATS, record_id, unique
 from mmrl.tasks.dspy.arguments import further, inputs_problem, metric_problem, refused
-from mmrl.tasks.dspy.base import DspyTask, is_dspy_module, unique
+from mmrl.tasks.dspy.base import DspyTask, is_dspy_module
 
 READ = frozenset(
     {"name", "data", "reward", "failure_score", "caught_parse_penalty", "max_tokens", "max_context", "timeout_s"}
@@ -82,37 +81,69 @@ class FunctionProgram:
 
 
 class _RecordTask(DspyTask):
-    """Examples from records, some of whose fields the program sees. See `DspyTask` for arguments and errors."""
+    """A program and a reward of one's own, and examples from records, some of whose fields the program sees.
 
-    fields: Sequence[str]
-    """Those of a record that the program sees."""
+    See `DspyTask` for errors.
+
+    Args:
+        key: `program`, `modules` or `inputs` -> what the user has set.
+        name: of the program, for messages.
+        reward: name of the reward, likewise.
+        further: whether the reward of a DSPy program gets None for further arguments, as metrics for DSPy have them.
+    """
+
+    def __init__(
+        self,
+        parts: OwnTask,
+        config: TaskConfig,
+        seed: int,
+        *,
+        key: Callable[[str], str],
+        name: str,
+        reward: str,
+        further: bool,
+    ):
+        self.parts_given, self.main_metric = parts, parts.main_metric
+        problems: list[str] = []
+        self._program: object = None
+        with gathered(problems):
+            self._program = _program(parts.program, parts.modules, name, key)
+        # Before the program is wrapped, when a raw module can still be recognised.
+        self.of_dspy = is_dspy_module(self._program)
+        # A plain function may call tools and so have observations; what a DSPy module gets back goes into prompts.
+        self.absent_features = frozenset({"penalties", "observations"} if self.of_dspy else {"penalties"})
+        with gathered(problems):
+            super().__init__(config, seed)
+        if (problem := metric_problem(parts.reward, others=further and self.of_dspy)) is not None:
+            problems.append(f"{reward} {problem}")
+        if self.of_dspy and (problem := inputs_problem(self._program, parts.inputs)) is not None:
+            problems.append(f"{key('inputs')}: got {', '.join(parts.inputs)}, {problem}")
+        if problems:
+            raise ConfigError(problems)
 
     @abstractmethod
-    def example_of(self, row: Row, name: str) -> Example:
-        """A record that has all `fields`, as the example with the id `name`."""
+    def metadata(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the reward sees of a record."""
 
-    def no_data(self) -> ConfigError:
-        """For a config without any data."""
-        return DataError(
-            f"task.data: no data for task {self.name}, expected task.data.train and task.data.dev, each a "
-            f"{', '.join(FORMATS)} file or a hub id"
-        )
+    def make_program(self) -> object:
+        """See `DspyTask.make_program`."""
+        return self._program
 
-    def load(self) -> Mapping[str, Sequence[Example]]:
-        """The records of the files; a split without one is empty."""
-        if not self.sources:
-            raise self.no_data()
-        return {split: self._read(split) if split in self.sources else [] for split in SPLITS}
-
-    def _read(self, split: str) -> list[Example]:
-        key, examples = f"task.data.{split}", []
-        for number, row in enumerate(self.rows(split, tuple(self.fields))):
-            missing = [field for field in self.fields if field not in row.values]
+    def read(self, split: str) -> Sequence[Example]:
+        """See `DspyTask.read`."""
+        key, inputs, examples = f"task.data.{split}", self.parts_given.inputs, []
+        for number, row in enumerate(self.rows(split, tuple(inputs))):
+            missing = [field for field in inputs if field not in row.values]
             if missing:
                 fields = ", ".join(map(str, row.values))
                 raise DataError(f"{key}: {row.where}: {', '.join(missing)} is missing (fields: {fields})")
             name = record_id(row.values, "id")
-            examples.append((row, self.example_of(row, f"{split}-{number}" if name is None else str(name))))
+            example = Example(
+                id=f"{split}-{number}" if name is None else str(name),
+                inputs={field: row.values[field] for field in inputs},
+                metadata=self.metadata(row.values),
+            )
+            examples.append((row, example))
         return unique(key, examples)
 
 
@@ -120,50 +151,33 @@ class _PluginTask(_RecordTask):
     """Implements `mmrl.tasks.base.Task`; see `OwnTask`."""
 
     def __init__(self, parts: OwnTask, config: TaskConfig, seed: int):
-        self.parts_given = parts
-        self.fields, self.main_metric = parts.inputs, parts.main_metric
-        problems: list[str] = []
-        self._program: object = None
-        # each task its own instance: `task.prompts` changes the predictors of one
-        given = parts.program.deepcopy() if is_dspy_module(parts.program) else parts.program
-        name = getattr(given, "__name__", type(given).__name__)
-        with gathered(problems):
-            self._program = _program(given, parts.modules, name, f"task {config.name}: OwnTask({{}}=...)".format)
-        # A plain function may call tools and so have observations; what a DSPy module gets back goes into prompts.
-        dspy = is_dspy_module(self._program)
-        self.absent_features = frozenset({"penalties", "observations"} if dspy else {"penalties"})
-        with gathered(problems):
-            super().__init__(config, seed)
-        if (problem := metric_problem(parts.reward, others=False)) is not None:
-            problems.append(f"task {config.name}: OwnTask(reward=...): {problem}")
-        if dspy and (problem := inputs_problem(self._program, parts.inputs)) is not None:
-            problems.append(f"task {config.name}: OwnTask(inputs=...): got {', '.join(parts.inputs)}, {problem}")
-        if problems:
-            raise ConfigError(problems)
+        if is_dspy_module(parts.program):
+            # each task its own instance: `task.prompts` changes the predictors of one
+            parts = replace(parts, program=parts.program.deepcopy())
+        key = f"task {config.name}: OwnTask({{}}=...)".format
+        name = getattr(parts.program, "__name__", type(parts.program).__name__)
+        super().__init__(parts, config, seed, key=key, name=name, reward=f"{key('reward')}:", further=False)
         self.tools = {name: threaded(tool) for name, tool in parts.tools.items()}
+
+    def mini(self, split: str) -> Sequence[Example]:
+        """Refuse a config without any data."""
+        raise DataError(
+            f"task.data: no data for task {self.name}, expected task.data.train and task.data.dev, each a "
+            f"{', '.join(FORMATS)} file or a hub id"
+        )
 
     def option_problems(self) -> list[str]:
         """Options that were set and that no such task reads."""
-        read = READ | {"prompts", "prompt_layout"} if is_dspy_module(self._program) else READ
+        read = READ | {"prompts", "prompt_layout"} if self.of_dspy else READ
         return [
             f"task.{name}: has no effect with task {self.name}; leave it out"
             for name, field in type(self.config).model_fields.items()
             if name not in read and vars(self.config)[name] != field.get_default(call_default_factory=True)
         ]
 
-    def example_of(self, row: Row, name: str) -> Example:
-        """The reward sees the fields that the program does not."""
-        # Not in the inputs: a program that saw the reference could copy it.
-        hidden = {field: value for field, value in row.values.items() if field not in (*self.fields, "id")}
-        return Example(
-            id=name,
-            inputs={field: row.values[field] for field in self.fields},
-            metadata=hidden,
-        )
-
-    def make_program(self) -> object:
-        """See `DspyTask.make_program`."""
-        return self._program
+    def metadata(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The fields that the program does not see: one that saw the reference could copy it."""
+        return {field: value for field, value in record.items() if field not in (*self.parts_given.inputs, "id")}
 
     async def score(self, example: Example, prediction: object, path: Sequence[Call], reward_set: str) -> Score:
         """The score of the reward function.
@@ -185,60 +199,30 @@ class ImportedTask(_RecordTask):
     """The task `dspy`: program and metric by import paths. Implements `mmrl.tasks.base.Task`."""
 
     config: DspyProgramConfig
-    main_metric = "score"
-    absent_features = frozenset({"penalties"})
 
     def __init__(self, config: DspyProgramConfig, seed: int):
-        problems = [
-            f"task.{name}: missing; {what}"
-            for name, value, what in (
-                (
-                    "program",
-                    config.program,
-                    "expected package.module:name of a dspy.Module or of a function that makes one",
-                ),
-                ("metric", config.metric, "expected package.module:name of a function (record, prediction) -> number"),
-                ("inputs", config.inputs, "expected the fields of a record that the program gets, such as [question]"),
-            )
-            if not value
-        ]
+        expected = {
+            "program": "expected package.module:name of a dspy.Module or of a function that makes one",
+            "metric": "expected package.module:name of a function (record, prediction) -> number",
+            "inputs": "expected the fields of a record that the program gets, such as [question]",
+        }
+        problems = [f"task.{name}: missing; {what}" for name, what in expected.items() if not getattr(config, name)]
         if problems:
             raise ConfigError(problems)
-        self.fields = config.inputs
-        self.metric = imported("task.metric", str(config.metric))
-        if not callable(self.metric):
-            raise ConfigError(f"task.metric: {config.metric} is a {type(self.metric).__name__}, expected a function")
-        super().__init__(config, seed)
-        # looked at before the program is wrapped, when a raw module can still be recognised
-        self.gets_dspy_objects = is_dspy_module(self.program)
-        """Whether the metric gets DSPy's own objects, so that DSPy's metrics fit."""
-        if self.gets_dspy_objects:
-            self.absent_features = frozenset({"penalties", "observations"})
-        if (problem := metric_problem(self.metric, others=self.gets_dspy_objects)) is not None:
-            problems.append(f"task.metric: {config.metric} {problem}")
-        if self.gets_dspy_objects and (problem := inputs_problem(self.program, config.inputs)) is not None:
-            problems.append(f"task.inputs: got {', '.join(config.inputs)}, {problem}")
-        if problems:
-            raise ConfigError(problems)
+        metric, path = imported("task.metric", str(config.metric)), str(config.program)
+        if not callable(metric):
+            raise ConfigError(f"task.metric: {config.metric} is a {type(metric).__name__}, expected a function")
+        parts = OwnTask(imported("task.program", path), metric, config.inputs, config.modules, main_metric="score")
+        reward = f"task.metric: {config.metric}"
+        super().__init__(parts, config, seed, key="task.{}".format, name=path, reward=reward, further=True)
 
-    def no_data(self) -> ConfigError:
-        """See `_RecordTask`."""
-        return ConfigError(
-            "task.data: task dspy has no mini world; expected files, such as task.data.train=train.jsonl"
-        )
+    def mini(self, split: str) -> Sequence[Example]:
+        """Refuse a config without any data."""
+        raise ConfigError("task.data: task dspy has no mini world; expected files, such as task.data.train=train.jsonl")
 
-    def example_of(self, row: Row, name: str) -> Example:
-        """The metric sees the whole record."""
-        return Example(
-            id=name,
-            inputs={field: row.values[field] for field in self.fields},
-            metadata=dict(row.values),
-        )
-
-    def make_program(self) -> object:
-        """The object behind `task.program`: as it is, called once, or wrapped."""
-        path = str(self.config.program)
-        return _program(imported("task.program", path), self.config.modules, path, "task.{}".format)
+    def metadata(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The whole record."""
+        return dict(record)
 
     async def score(self, example: Example, prediction: object, path: Sequence[Call], reward_set: str) -> Score:
         """The metric's number, or its `score` beside other numbers, which are reported.
@@ -246,7 +230,7 @@ class ImportedTask(_RecordTask):
         Raises:
             RewardFailure: there is no `score`, or a number is not finite.
         """
-        result = await scored(self.metric, *self._arguments(example, prediction))
+        result = await scored(self.parts_given.reward, *self._arguments(example, prediction))
         numbers = _numbers(result)
         if "score" not in numbers or not all(abs(number) <= LARGEST for number in numbers.values()):
             raise RewardFailure(
@@ -258,7 +242,7 @@ class ImportedTask(_RecordTask):
     def _arguments(self, example: Example, prediction: object) -> tuple[object, ...]:
         """Record and prediction: with a DSPy program as DSPy's own objects, so that its metrics fit."""
         record = dict(example.metadata)
-        if not self.gets_dspy_objects:
+        if not self.of_dspy:
             return record, prediction
         import dspy
 
@@ -268,7 +252,7 @@ class ImportedTask(_RecordTask):
     @cached_property
     def _further(self) -> tuple[None, ...]:
         """For `trace` and what else optimizers of DSPy pass to metrics, where a metric has no defaults for them."""
-        return (None,) * further(self.metric, 2)
+        return (None,) * further(self.parts_given.reward, 2)
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
-from mmrl.config.base import SPLITS
 from mmrl.config.tasks import PapillonConfig
 from mmrl.engines.openai import OpenAIChat, described
 from mmrl.errors import ConfigError, DataError, EngineFailure, ToolFailure, gathered
@@ -83,13 +82,12 @@ class PapillonTask(DspyTask):
         if isinstance(self.judges, EndpointJudges):
             self.judges.reset_counts()
 
-    def load(self) -> Mapping[str, Sequence[Example]]:
-        """The mini world's splits, or those of the files; a split without a file is empty then."""
-        if not self.sources:
-            return {split: mini_requests(split) for split in SPLITS}
-        return {split: self._read(split) if split in self.sources else [] for split in SPLITS}
+    def mini(self, split: str) -> Sequence[Example]:
+        """See `DspyTask.mini`."""
+        return mini_requests(split)
 
-    def _read(self, split: str) -> list[Example]:
+    def read(self, split: str) -> Sequence[Example]:
+        """See `DspyTask.read`; rows without a target are left out."""
         key = f"task.data.{split}"
         rows = self.rows(split, ("user_query", "target_response", "pii_units"))
         numbered = list(enumerate(rows))

@@ -21,7 +21,6 @@ from mmrl.tasks.agents import qa_direct, r1_searcher, search_agent, search_o1, t
 from mmrl.tasks.base import Demonstration, Message, Passage
 from mmrl.tasks.dspy.banking77 import Banking77Task
 from mmrl.tasks.dspy.base import DspyTask
-from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.dspy.hover import HoverTask
 from mmrl.tasks.dspy.papillon import PapillonTask
 from mmrl.tasks.mini.draws import Draws
@@ -229,13 +228,7 @@ class Filled:
 @demonstrations.register
 def _dspy(task: DspyTask, example: Example) -> list[Demonstration]:
     """The prompts of the program's predictors, as they are now, and outputs in the form that their adapter parses."""
-    adapter, shown = adapter_in_use(task.prompt_layout), []
-    for call in filled(task, example):
-        predictor = task.predictors[call.module]
-        messages = adapter.format(predictor.signature, predictor.demos, dict(call.inputs))
-        completion = adapter.format_assistant_message_content(predictor.signature, dict(call.outputs)).strip()
-        shown.append(_single(call.module, messages, completion))
-    return shown
+    return [task.program.demonstration(call.module, call.inputs, call.outputs) for call in filled(task, example)]
 
 
 @singledispatch

@@ -51,14 +51,13 @@ def received(name: str, options: Options, folder: Path) -> object:
         def compile(self, student: Any, **given: Any) -> Any:
             got.extend([given, vars(self).copy()])
 
-    rollouts: Any = SimpleNamespace(loop=SimpleNamespace(failure=None))
+    stage = SimpleNamespace(task=FakeTask(None), config=SimpleNamespace(seed=0))
+    student = SimpleNamespace(module="student")
+    rollouts: Any = SimpleNamespace(loop=SimpleNamespace(failure=None), stage=stage, student=student)
     bench = Bench(
-        task=FakeTask(None),
         rollouts=rollouts,
-        student=SimpleNamespace(module="student"),  # type: ignore[arg-type]
         train=[],
         validation=[None] * 60,  # type: ignore[list-item]
-        seed=0,
         writer=SimpleNamespace(lm=lambda temperature: dspy.LM("writer", temperature=temperature)),  # type: ignore[arg-type]
         note=lambda *_: None,
         on_batch=lambda *_: None,
