@@ -178,7 +178,7 @@ def test_a_request_from_a_programs_own_thread_ends_the_run_with_its_place(kind, 
         time.sleep(0.01)
     assert not set(threading.enumerate()) - threads and other.sent == PAID.sent == []
     # As long as code of a program runs anywhere (that of another test may wait for ever), its threads are known.
-    assert ((threading.Thread.start, ThreadPoolExecutor.submit) == STDLIB) == (guard._starting == 0)
+    assert ((threading.Thread.start, ThreadPoolExecutor.submit) == STDLIB) == (not guard._under_way)
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -25,7 +25,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, unknown
 from mmrl.records import Call, Example
 from mmrl.rollout.dspy.attempts import counted_anew
-from mmrl.rollout.dspy.guard import guarded, threads_known
+from mmrl.rollout.dspy.guard import guarded
 from mmrl.rollout.dspy.host import Host, Parse, checked_messages, messages_of, record_tools
 from mmrl.rollout.dspy.structure import Structure
 from mmrl.system.replies import quoted
@@ -129,7 +129,7 @@ class DspyProgram:
                 if awaits(self.module):
                     output: object = await self.module.acall(**example.inputs)
                 else:
-                    output = await in_thread(threads_known()(self.module), **example.inputs)
+                    output = await in_thread(self.module, **example.inputs)
         except Exception as error:
             # what ended the rollout, not what the module or DSPy made of it
             host.raise_failure()

@@ -78,8 +78,6 @@ _lock = threading.Lock()
 _under_way: list[_Sampling] = []
 _configured: Any = None
 """The LM behind the guard."""
-_starting = 0
-"""Number of blocks that may start threads."""
 _thread_start, _pool_submit = threading.Thread.start, ThreadPoolExecutor.submit
 
 
@@ -94,7 +92,7 @@ def guarded() -> Iterator[None]:
     lm = _put_up(sampling)
     origin = _ORIGIN.set(_Origin(sampling))
     try:
-        with dspy.context(lm=lm), threads_known():
+        with dspy.context(lm=lm):
             yield
     except Exception:
         if sampling.problem is None:
@@ -113,6 +111,8 @@ def _put_up(sampling: _Sampling) -> Any:
         # Several loops run rollouts at once (prefetching): the first puts the guard up, the last takes it down.
         if not _under_way:
             _configured, main_thread_config["lm"] = main_thread_config["lm"], _Guard()
+            # New threads are told who has started them.
+            threading.Thread.start, ThreadPoolExecutor.submit = _start, _submit  # type: ignore[method-assign,assignment]
         _under_way.append(sampling)
         lm = dspy.settings.lm
         return _configured if isinstance(lm, _Guard) else lm
@@ -121,26 +121,13 @@ def _put_up(sampling: _Sampling) -> Any:
 def _take_down(sampling: _Sampling) -> None:
     with _lock:
         _under_way.remove(sampling)
+        if _under_way:
+            return
+        threading.Thread.start = _thread_start  # type: ignore[method-assign]
+        ThreadPoolExecutor.submit = _pool_submit  # type: ignore[method-assign]
         # Another one may have been configured meanwhile.
-        if not _under_way and isinstance(main_thread_config["lm"], _Guard):
+        if isinstance(main_thread_config["lm"], _Guard):
             main_thread_config["lm"] = _configured
-
-
-@contextmanager
-def threads_known() -> Iterator[None]:
-    """Tell new threads who has started them; around all that may start some, also after its sampling ended."""
-    global _starting
-    with _lock:
-        _starting += 1
-        threading.Thread.start, ThreadPoolExecutor.submit = _start, _submit  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        with _lock:
-            _starting -= 1
-            if not _starting:
-                threading.Thread.start = _thread_start  # type: ignore[method-assign]
-                ThreadPoolExecutor.submit = _pool_submit  # type: ignore[method-assign]
 
 
 def _refusal() -> _Refused:
@@ -188,7 +175,7 @@ def _with_origin(function: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **options: P.kwargs) -> T:
         _ORIGIN.set(started)
         # The guard is the thread's own too, since it may outlive the rollouts.
-        with dspy.context(lm=_Guard(), adapter=_NoAdapter()), threads_known():
+        with dspy.context(lm=_Guard(), adapter=_NoAdapter()):
             return function(*args, **options)
 
     return partial(Context().run, run)
