@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from mmrl.errors import DataError
 from mmrl.records import Call, Example, Forest
 from mmrl.tasks.base import Closing, Task
 
@@ -47,11 +46,11 @@ def with_gains(
     Args:
         encode: text to token ids.
         logprobs: of the completion tokens of calls, under the policy.
-
-    Raises:
-        DataError: an example without gold answers.
     """
-    closed = {name: _encoded(task, example, encode) for name, example in examples.items()}
+    closed = {}
+    for name, example in examples.items():
+        frame_text, gold_texts = task.closing(example)
+        closed[name] = tuple(encode(frame_text)), [tuple(encode(gold)) for gold in gold_texts]
     # One forward for equal prompts, as of siblings.
     wanted: dict[tuple[tuple[int, ...], tuple[int, ...]], Call] = {}
     for call in forest.calls.values():
@@ -78,13 +77,3 @@ def with_gains(
         gain = fmean(after) - now if after else None
         calls[call.id] = replace(call, turn_reward=gain, facts={**call.facts, FACT: now})
     return replace(forest, calls=calls)
-
-
-def _encoded(
-    task: Closing, example: Example, encode: Callable[[str], Sequence[int]]
-) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    frame, golds = task.closing(example)
-    encoded = [ids for gold in golds if (ids := tuple(encode(gold)))]
-    if not encoded:
-        raise DataError(f"example '{example.id}': has no gold answer, which task.reward=gain needs")
-    return tuple(encode(frame)), encoded

@@ -89,7 +89,6 @@ class OpenQaTask(Task):
             given = config.prompts
             loaded = load_prompts(self.templates, given and str(prompts_file(given, config.name)))
             self.all_prompts = replace(loaded, roles={**loaded.roles, **self.instruction_roles()})
-            problems += self.demonstration_problems()
             if "judge" in self.templates and hasattr(config, "judge"):
                 self.judge = build_judge(cast("AgentJudgedConfig", config), self.all_prompts.texts)
         if self.judge is not None:
@@ -126,10 +125,6 @@ class OpenQaTask(Task):
     @abstractmethod
     def make_program(self, prompts: Prompts) -> Program:
         """The task's program, with these prompts."""
-
-    def demonstration_problems(self) -> list[str]:
-        """What of the demonstrations of `task.prompts` the program could not send."""
-        return []
 
     def instruction_roles(self) -> dict[str, str]:
         """Module -> the role that is its instructions, of a module that has several."""

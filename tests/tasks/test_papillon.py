@@ -240,7 +240,7 @@ def test_an_unreadable_reply_is_asked_for_again_and_then_no_verdict(caplog):
         assert task.describe()["judge"] == (
             f"judge at {url} (4 requests, 3 unreadable, 1 without verdict, 40 prompt tokens, 20 completion tokens)"
         )
-    assert "no readable reply in 2 tries" in caplog.text and "aborted and not credited (1 so far)" in caplog.text
+    assert "no readable reply in 2 tries" in caplog.text and "(1 rollouts without a verdict so far)" in caplog.text
 
 
 @pytest.mark.parametrize("value", ["{" * 5000, "[" * 5000, "9" * 5000, "-" * 5000, "", "null"])

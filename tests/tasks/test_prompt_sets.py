@@ -93,7 +93,9 @@ def test_the_tool_agent_shows_results_as_user_messages(tmp_path):
     path = written(tmp_path, "agent: {demonstrations: [{user: q, assistant: '<tool>x</tool><result>a</result>'}]}")
     with pytest.raises(ConfigError) as caught:
         make("tool_agent", tmp_path, prompts=path)
-    assert caught.value.problems[0].startswith(f"task.prompts: {path}: agent.demonstrations[0].assistant: got nothing")
+    assert caught.value.problems[0].startswith(
+        "task.prompts: agent.demonstrations: got nothing before or after a <result>"
+    )
 
 
 def test_all_problems_of_demonstrations_at_once(tmp_path):

@@ -16,7 +16,7 @@ from dspy import lm15
 
 from mmrl import rng
 from mmrl.config import PromptCommandConfig
-from mmrl.engines.base import Request, Sampling
+from mmrl.engines.base import Completion, Request, Sampling
 from mmrl.engines.endpoint_engine import SEEDS
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import LengthFailure
@@ -95,14 +95,18 @@ class Writer:
             messages=tuple(messages),
             order=("prompt_model",),
         )
-        made: JsonObject = {"error": "", "text": "", "finish": "", "prompt_tokens": len(prompt), "completion_tokens": 0}
-        made["cost"] = 0.0
         try:
-            completion = await generate(self.stage.engine, request)
+            completion, error = await generate(self.stage.engine, request), ""
         except LengthFailure as failure:
-            return made | {"error": str(failure)}
-        text = decode_text(self.stage.tokenizer, completion.ids)
-        return made | {"text": text, "finish": completion.finish, "completion_tokens": len(completion.ids)}
+            completion, error = Completion(ids=(), logprobs=None, finish=""), str(failure)
+        return {
+            "error": error,
+            "text": decode_text(self.stage.tokenizer, completion.ids),
+            "finish": completion.finish,
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(completion.ids),
+            "cost": 0.0,
+        }
 
     async def _from_endpoint(
         self, endpoint: OpenAIChat, messages: Sequence[Message], temperature: float, seed: int

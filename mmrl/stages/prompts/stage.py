@@ -30,7 +30,6 @@ import dspy
 
 from mmrl.config import PromptCommandConfig
 from mmrl.engines.openai import OpenAIChat
-from mmrl.errors import MODEL_CAUSED
 from mmrl.models.policy import POLICY, write_policy
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir
@@ -42,6 +41,7 @@ from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.rollouts import COSTS, Loop, Need, Rollouts, TrainExample
 from mmrl.stages.prompts.split import compared, split
 from mmrl.stages.prompts.students import State, state_of
+from mmrl.stages.step_metrics import failed_share
 from mmrl.system.files import JsonObject, atomic_write, dumps
 from mmrl.system.json_lines import Store, Table
 from mmrl.tasks.base import Task
@@ -243,7 +243,8 @@ class PromptStage(Stage[PromptCommandConfig]):
         full = {need.example for need in needs} == self.validation
         if full and (self._best is None or score > self._best):
             self._best = score
-        failed = dict(Counter(result["error"] for result in results if result["error"] is not None))
+        failures = [(result["error"], result["message"] or "") for result in results if result["error"] is not None]
+        failed = dict(Counter(kind for kind, _ in failures))
         trial: JsonObject = {
             "trial": self.trials,
             "candidate": needs[0].candidate[:12],
@@ -254,9 +255,8 @@ class PromptStage(Stage[PromptCommandConfig]):
             "failed": failed,
             "modules": shown(self._rollouts.states[needs[0].candidate]),
         }
-        failures = [(result["error"], result["message"] or "") for result in results if result["error"] is not None]
         self.log.note_own_code(f"trial {self.trials}", failures, len(needs))
-        if sum(failed.values()) == len(needs):
+        if len(failures) == len(needs):
             self.unusable += 1
             trial["unusable"] = _example(results)
         self._table.add(trial)
@@ -264,7 +264,7 @@ class PromptStage(Stage[PromptCommandConfig]):
             "prompts/score": score,
             "prompts/items": float(len(needs)),
             "prompts/full": float(full),
-            "rollouts/failed_share": sum(failed[kind] for kind in failed if kind not in MODEL_CAUSED) / len(needs),
+            "rollouts/failed_share": failed_share([result["error"] for result in results]),
             **{f"rollouts/failed/{kind}": float(count) for kind, count in failed.items()},
             **({} if self._best is None else {"prompts/best": self._best}),
             **spent,

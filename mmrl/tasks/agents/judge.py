@@ -117,16 +117,8 @@ class EndpointJudge:
         """A new run begins."""
         self.unreadable = self.without_verdict = 0
 
-    async def ask(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        read: Callable[[str], T | None],
-        fate: str = "aborted and not credited",
-    ) -> tuple[T, int]:
+    async def ask(self, messages: Sequence[Mapping[str, str]], read: Callable[[str], T | None]) -> tuple[T, int]:
         """What `read` makes of a reply, which is not None, and how many requests that took.
-
-        Args:
-            fate: what becomes of a rollout without verdict, for the log.
 
         Raises:
             UnreadableReply: no reply can be read.
@@ -149,7 +141,7 @@ class EndpointJudge:
         self.without_verdict += 1
         failure = UnreadableReply(reply, requests)
         if worth_logging(self.without_verdict):
-            log.warning("%s; the rollout is %s (%d so far)", failure, fate, self.without_verdict)
+            log.warning("%s (%d rollouts without a verdict so far)", failure, self.without_verdict)
         raise failure
 
 
@@ -193,18 +185,6 @@ class Judge(EndpointJudge):
     def __init__(self, settings: JudgeConfig, texts: Mapping[str, str]):
         super().__init__(settings)
         self.texts = texts
-        self.judged = 0
-
-    def describe(self) -> str:
-        """Who judges, how many requests it got, how many replies were unreadable, and what became of the rollouts."""
-        fate = "scored by the fixed rule" if self.settings.on_unreadable == "rule" else "without verdict"
-        counted = [f"{self.without_verdict} of {self.judged} rollouts {fate}"] if self.without_verdict else []
-        return described(self.settings, self.chat, *counted, unreadable=self.unreadable)
-
-    def reset_counts(self) -> None:
-        """A new run begins."""
-        super().reset_counts()
-        self.judged = 0
 
     async def verdict(
         self, reward_set: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]
@@ -222,17 +202,14 @@ class Judge(EndpointJudge):
             return read_turns(reply, count) if reward_set == "judge_turn" else read_outcome(reply)
 
         messages = [{"role": "user", "content": self._prompt(reward_set, prompt, turns, answers)}]
-        by_rule = self.settings.on_unreadable == "rule"
         try:
-            scores, requests = await self.ask(messages, read, *(["scored by the fixed rule"] if by_rule else []))
+            scores, requests = await self.ask(messages, read)
         except UnreadableReply as failure:
-            self.judged += 1
             # Not a score unless the config says so: it punishes or rewards the policy for what the judge did.
-            if not by_rule:
+            if self.settings.on_unreadable != "rule":
                 raise
             scores = salvage_turns(failure.reply, count) if reward_set == "judge_turn" else (0.0,)
             return Verdict(scores, failure.requests, fallback=True)
-        self.judged += 1
         return Verdict(scores, requests, fallback=False)
 
     def _prompt(self, name: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> str:

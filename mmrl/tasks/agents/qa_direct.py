@@ -7,7 +7,6 @@ with a tiny model that was trained on single facts, what is learnt is to commit 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 from mmrl.config.tasks import DirectQaConfig
 from mmrl.records import Call, Example
@@ -42,12 +41,6 @@ def system_role(chain_of_thought: bool) -> str:
     return "system_chain_of_thought" if chain_of_thought else "system"
 
 
-class DirectPrediction(TypedDict):
-    """What the program returns."""
-
-    answer: str
-
-
 @dataclass(slots=True)
 class DirectAnswer:
     """Implements `mmrl.tasks.base.Program`: reads `inputs["question"]`; the prediction is `{"answer"}`."""
@@ -60,7 +53,7 @@ class DirectAnswer:
         """The one prompt."""
         return self.prompts.messages(MODULE, system=system_role(chain_of_thought), question=question)
 
-    async def run(self, example: Example, ctx: Context) -> DirectPrediction:
+    async def run(self, example: Example, ctx: Context) -> dict[str, str]:
         """One call."""
         reply = await ctx.call(MODULE, self.question(example.inputs["question"], self.chain_of_thought))
         return {"answer": parse_answer(reply.text)}

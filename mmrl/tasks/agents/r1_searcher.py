@@ -8,18 +8,23 @@ Reward sets: `stage1` (search and format, with cover exact match), then `outcome
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-from mmrl.config.tasks import ReasonerConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.tags import disarm, disarm_markers, final_query, has_word, last_block
-from mmrl.tasks.agents.turns import Addition, ReasonerPrediction, TurnAgent, Turns, action_facts, found, titles_of
+from mmrl.tasks.agents.turns import (
+    Addition,
+    ReasonerPrediction,
+    ReasonerTask,
+    TurnAgent,
+    Turns,
+    action_facts,
+    found,
+    titles_of,
+)
 from mmrl.tasks.base import Context, ModuleScore, Passage, Score
-from mmrl.tasks.mini.examples import mini_questions
-from mmrl.tasks.open_qa import OpenQaTask, gold_share
 from mmrl.tasks.prompts import Prompts, Template, Templates
 
 MODULE = "searcher"
@@ -129,23 +134,15 @@ def stage2(form: Form, f1: float) -> dict[str, float]:
     return {"f1": f1, "format": -1.0 * wrong}
 
 
-class R1SearcherTask(OpenQaTask):
+class R1SearcherTask(ReasonerTask):
     """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
 
     templates = TEMPLATES
-    config: ReasonerConfig
-    default_dataset = "hotpotqa"
-    unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
     reward_sets: tuple[str, ...] = ("outcome", "stage1")
-    main_metric = "f1"
 
     def make_program(self, prompts: Prompts) -> R1Searcher:
         """See `OpenQaTask.make_program`."""
         return R1Searcher(prompts, self.config, self.config.max_turns)
-
-    def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """Multi-hop questions, or single-hop ones for a data set of such."""
-        return mini_questions(self.config.dataset or "hotpotqa", split, corpus)
 
     def score(self, example: Example, prediction: ReasonerPrediction, path: Sequence[Call], reward_set: str) -> Score:
         """Reward sets: `outcome` (stage 2) and `stage1`. Both rewards' answer metrics have no yes/no rule."""
@@ -158,8 +155,7 @@ class R1SearcherTask(OpenQaTask):
             parts = stage2(form, self.best(metrics.f1, answer, example))
         scores = self.answer_metrics(answer, example) | {
             "format": float(form.balanced and form.framed and not form.chinese),
-            "searches": float(len(prediction["queries"])),
-            **gold_share("gold_retrieved", prediction["titles"], example),
+            **self.search_metrics(prediction, example),
         }
         return Score(reward=sum(parts.values()), metrics=scores, parts=parts)
 

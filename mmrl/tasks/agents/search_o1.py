@@ -7,16 +7,21 @@ far, the query and the documents; only what it writes enters the reasoner's cont
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
-from mmrl.config.tasks import ReasonerConfig
 from mmrl.records import Call, Example
 from mmrl.tasks.agents.tags import disarm_markers, final_query
-from mmrl.tasks.agents.turns import Addition, ReasonerPrediction, TurnAgent, Turns, action_facts, found, titles_of
+from mmrl.tasks.agents.turns import (
+    Addition,
+    ReasonerPrediction,
+    ReasonerTask,
+    TurnAgent,
+    Turns,
+    action_facts,
+    found,
+    titles_of,
+)
 from mmrl.tasks.base import Context, ModuleScore, Passage
-from mmrl.tasks.mini.examples import mini_questions
-from mmrl.tasks.open_qa import OpenQaTask, gold_share
 from mmrl.tasks.prompts import Prompts, Template, Templates
 
 REASONER, CONDENSER = "reasoner", "condenser"
@@ -127,27 +132,14 @@ class SearchO1(TurnAgent):
         return disarm_markers(reply.text.strip()) or self.fixed("nothing")
 
 
-class SearchO1Task(OpenQaTask):
+class SearchO1Task(ReasonerTask):
     """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
 
     templates = TEMPLATES
-    config: ReasonerConfig
-    default_dataset = "hotpotqa"
-    unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
-    main_metric = "f1"
 
     def make_program(self, prompts: Prompts) -> SearchO1:
         """See `OpenQaTask.make_program`."""
         return SearchO1(prompts, self.config, self.config.max_turns)
-
-    def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """Multi-hop questions, or single-hop ones for a data set of such."""
-        return mini_questions(self.config.dataset or "hotpotqa", split, corpus)
-
-    def search_metrics(self, prediction: ReasonerPrediction, example: Example) -> dict[str, float]:
-        """See `OpenQaTask.search_metrics`."""
-        searches = float(len(prediction["queries"]))
-        return {"searches": searches, **gold_share("gold_retrieved", prediction["titles"], example)}
 
     def score_call(self, call: Call) -> ModuleScore:
         """No penalty; whether the reasoner searched, answered or did neither, and how much the condenser wrote."""

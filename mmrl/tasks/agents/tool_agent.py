@@ -10,10 +10,10 @@ import json
 import re
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import ClassVar, TypedDict
 
 from mmrl.config.tasks import ToolAgentConfig
+from mmrl.errors import ConfigError
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import OUTCOME, judged
@@ -147,22 +147,21 @@ class ToolAgent:
         end = len(reply.context) - reply.tokens + config.max_completion
         end = min(end, config.max_context or end)
         while True:
-            answer, command = _content(reply.text, "answer"), _content(reply.text, "tool")
-            actions.append("answer" if answer is not None else "none" if command is None else "tool")
-            # An answer ends the rollout even beside a tool command: the environment reads it first.
-            if answer is not None:
-                ended = "answer"
+            action, content = action_of(reply.text)
+            actions.append(action)
+            if action == "answer":
+                answer, ended = content, "answer"
                 break
             if actions.count("tool") >= TOOL_CALLS:
                 ended = "calls"
                 break
             # One token must be left for the next message.
             room = min(config.max_observation, end - len(reply.context) - 1)
-            if command is None:
+            if action == "none":
                 observation: Sequence[Message] = self.correction()
                 fits = ctx.measure(observation, after=reply) <= room
             else:
-                query, output = read_command(command)
+                query, output = read_command(content)
                 passages: list[Passage] = []
                 if query is not None:
                     passages = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
@@ -170,7 +169,7 @@ class ToolAgent:
                 observation, fits = fitted(ctx, reply, output, result, room)
             if not fits:
                 break
-            if command is not None:
+            if action == "tool":
                 # of the one executed call; a command that could not be read counts as executed and failed
                 succeeded, articles = query is not None, len(passages)
             left = end - len(reply.context) - ctx.measure(observation, after=reply)
@@ -178,9 +177,15 @@ class ToolAgent:
         return {"answer": answer, "actions": actions, "succeeded": succeeded, "articles": articles, "ended": ended}
 
 
-def _content(text: str, name: str) -> str | None:
-    pair = first_pair(text, (name,))
-    return pair[1] if pair else None
+def action_of(text: str) -> tuple[str, str]:
+    """The action of a message (`answer`, `tool` or `none`) and what its tags hold.
+
+    An answer ends the rollout even beside a tool command: the environment reads it first.
+    """
+    for name in ("answer", "tool"):
+        if pair := first_pair(text, (name,)):
+            return pair
+    return "none", ""
 
 
 class ToolAgentTask(OpenQaTask):
@@ -197,18 +202,13 @@ class ToolAgentTask(OpenQaTask):
 
     def make_program(self, prompts: Prompts) -> ToolAgent:
         """See `OpenQaTask.make_program`."""
-        turns = chain.from_iterable(turns_of(shot) for shot in prompts.shots.get(MODULE, ()))
-        prompts = replace(prompts, shots={MODULE: tuple(turns)})
-        return ToolAgent(prompts, self.config)
-
-    def demonstration_problems(self) -> list[str]:
-        """See `OpenQaTask.demonstration_problems`."""
-        return [
-            f"task.prompts: {self.config.prompts}: {MODULE}.{DEMONSTRATIONS}[{number}].assistant: got nothing before "
-            "or after a <result>…</result>, expected what the agent writes there"
-            for number, shot in enumerate(self.all_prompts.shots.get(MODULE, ()))
-            if not all(turn.assistant for turn in turns_of(shot))
-        ]
+        turns = [turn for shot in prompts.shots.get(MODULE, ()) for turn in turns_of(shot)]
+        if not all(turn.assistant for turn in turns):
+            raise ConfigError(
+                f"task.prompts: {MODULE}.{DEMONSTRATIONS}: got nothing before or after a <result>…</result>, expected "
+                "what the agent writes there"
+            )
+        return ToolAgent(replace(prompts, shots={MODULE: tuple(turns)}), self.config)
 
     def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
         """See `mmrl.tasks.prompts.PromptedTask`; None also where the agent was corrected, or wrote a result itself."""
@@ -269,6 +269,5 @@ class ToolAgentTask(OpenQaTask):
 
     def score_call(self, call: Call) -> ModuleScore:
         """No penalty; which action the message took."""
-        answer, command = _content(call.text, "answer"), _content(call.text, "tool")
-        action = "answer" if answer is not None else "none" if command is None else "tool"
+        action, _ = action_of(call.text)
         return ModuleScore(facts={f"action_{name}": float(action == name) for name in ("tool", "answer", "none")})

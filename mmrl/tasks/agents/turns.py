@@ -6,15 +6,17 @@ limits and the state that each turn begins in are the same.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from typing import TypedDict
+from typing import ClassVar, TypedDict
 
 from mmrl.config.tasks import ReasonerConfig
 from mmrl.records import Example
 from mmrl.tasks.agents.tags import fitted
 from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Program
+from mmrl.tasks.mini.examples import mini_questions
+from mmrl.tasks.open_qa import OpenQaTask, gold_share
 from mmrl.tasks.prompts import Prompts
 
 CONTEXT = 4096
@@ -120,6 +122,24 @@ class ReasonerPrediction(TypedDict):
     """Of all documents that the searches brought."""
     ended: str
     """`answer`: a turn without a query; `searches`: a query after the last one allowed; `context`: no room left."""
+
+
+class ReasonerTask(OpenQaTask):
+    """Base of the tasks `r1_searcher` and `search_o1`; see `OpenQaTask` for arguments and errors."""
+
+    config: ReasonerConfig
+    default_dataset = "hotpotqa"
+    unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
+    main_metric = "f1"
+
+    def mini_examples(self, split: str, corpus: str) -> list[Example]:
+        """Multi-hop questions, or single-hop ones for a data set of such."""
+        return mini_questions(self.config.dataset or "hotpotqa", split, corpus)
+
+    def search_metrics(self, prediction: ReasonerPrediction, example: Example) -> dict[str, float]:
+        """See `OpenQaTask.search_metrics`."""
+        searches = float(len(prediction["queries"]))
+        return {"searches": searches, **gold_share("gold_retrieved", prediction["titles"], example)}
 
 
 async def found(ctx: Context, example: Example, query: str) -> list[Passage]:

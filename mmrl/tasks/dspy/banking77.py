@@ -6,7 +6,6 @@ either, or the mini world's support queries. Of files, the paper's sample is use
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, TypedDict
 
@@ -15,11 +14,10 @@ from mmrl.config.base import SPLITS
 from mmrl.config.tasks import Banking77Config
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
-from mmrl.system.files import user_path
 from mmrl.tasks.base import Score
 from mmrl.tasks.data.rows import record_id, unique
-from mmrl.tasks.dspy.base import DspyTask, text_of
-from mmrl.tasks.mini.examples import mini_support
+from mmrl.tasks.dspy.base import DspyTask, read_json, text_of
+from mmrl.tasks.mini.examples import mini_records
 
 SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 750)}
 """Places, in a shuffle of their source, of the items that the paper draws (250 and 500); all test items are used."""
@@ -60,7 +58,7 @@ class Banking77Task(DspyTask):
 
     def mini(self, split: str) -> Sequence[Example]:
         """See `DspyTask.mini`."""
-        return mini_support(split)
+        return mini_records(split, "support")
 
     def read(self, split: str) -> Sequence[Example]:
         """See `DspyTask.read`: all rows."""
@@ -79,12 +77,7 @@ class Banking77Task(DspyTask):
         path = self.config.labels
         if path is None:
             return ()
-        try:
-            labels = json.loads(user_path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise DataError(f"task.labels: cannot read '{path}': {error.strerror or error}") from None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"task.labels: {path} is not JSON: {error}") from None
+        labels = read_json("task.labels", path)
         if not isinstance(labels, list) or not labels or not all(isinstance(label, str) for label in labels):
             raise DataError(f"task.labels: {path}: expected a list of texts")
         return tuple(dict.fromkeys(labels))

@@ -202,6 +202,20 @@ def awaits(module: dspy.Module) -> bool:
     return False
 
 
+def read_json(key: str, path: str) -> Any:
+    """The content of a JSON file that a config key names.
+
+    Raises:
+        DataError: it cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(user_path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{key}: cannot read '{path}': {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{key}: {path} is not JSON: {error}") from None
+
+
 def text_of(key: str, row: Row, *names: str, empty: bool = False) -> str:
     """The first of the fields `names` that a row has, as text.
 
@@ -258,12 +272,7 @@ def _texts_of(predictor: dspy.Predict) -> dict[str, str]:
 
 
 def _load_state(program: dspy.Module, predictors: Mapping[str, dspy.Predict], path: str) -> None:
-    try:
-        state = json.loads(user_path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"task.prompts: cannot read '{path}': {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"task.prompts: {path} is not JSON: {error}") from None
+    state = read_json("task.prompts", path)
     # `metadata` holds the versions that DSPy writes beside the predictors.
     saved = set(state) - {"metadata"} if isinstance(state, dict) else set()
     if saved != set(predictors):

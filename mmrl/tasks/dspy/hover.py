@@ -24,7 +24,7 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.data.corpus import label
 from mmrl.tasks.data.rows import Row, unique
 from mmrl.tasks.dspy.base import DspyTask, text_of
-from mmrl.tasks.mini.examples import mini_claims, mini_corpus
+from mmrl.tasks.mini.examples import mini_corpus, mini_records
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
 log = logging.getLogger("mmrl.data")
@@ -112,7 +112,7 @@ class HoverTask(DspyTask):
             raise ConfigError(
                 f"task.claim_hops: got {self.config.claim_hops}, the claims of the mini world have 3 hops"
             )
-        return mini_claims(split)
+        return mini_records(split, "claims")
 
     def read(self, split: str) -> Sequence[Example]:
         """See `DspyTask.read`: the paper keeps one claim of each HotpotQA question."""

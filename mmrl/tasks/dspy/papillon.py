@@ -22,7 +22,7 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.base import DspyTask, text_of
 from mmrl.tasks.dspy.fields import within_bounds
 from mmrl.tasks.metrics import leaked_pieces
-from mmrl.tasks.mini.examples import make_external, mini_requests
+from mmrl.tasks.mini.examples import make_external, mini_records
 
 if TYPE_CHECKING:
     import dspy
@@ -84,7 +84,7 @@ class PapillonTask(DspyTask):
 
     def mini(self, split: str) -> Sequence[Example]:
         """See `DspyTask.mini`."""
-        return mini_requests(split)
+        return mini_records(split, "requests")
 
     def read(self, split: str) -> Sequence[Example]:
         """See `DspyTask.read`; rows without a target are left out."""

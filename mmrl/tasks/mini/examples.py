@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,17 @@ FOLDER = Path(__file__).parents[2] / "assets" / "mini"
 SINGLE_HOP = ("nq", "triviaqa", "popqa")
 
 
-def _records(name: str, folder: Path | None = None) -> Iterator[dict[str, Any]]:
-    with ((folder or FOLDER) / f"{name}.jsonl").open(encoding="utf-8") as lines:
+def _records(name: str) -> Iterator[dict[str, Any]]:
+    with (FOLDER / f"{name}.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
             yield json.loads(line)
 
 
+# Documents are immutable, and each build of a task or retriever asks for them.
+@cache
 def mini_corpus() -> tuple[Document, ...]:
     """One document for each entity of the world."""
-    return _documents(FOLDER)
-
-
-# Documents are immutable, and each build of a task or retriever asks for them.
-@lru_cache(maxsize=2)
-def _documents(folder: Path) -> tuple[Document, ...]:
-    return tuple(Document(**record) for record in _records("documents", folder))
+    return tuple(Document(**record) for record in _records("documents"))
 
 
 def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa", stepwise: bool = False) -> list[Example]:
@@ -68,19 +64,12 @@ def mini_search(split: str, corpus: str = "mini") -> list[Example]:
     return sorted([*singles, *bridges], key=lambda example: rng.digest("mini", "search", example.id))
 
 
-def mini_claims(split: str) -> list[Example]:
-    """The claims of a split; `metadata["notes"]` is what demonstrations are made from."""
-    return [Example(**record) for record in _records(f"{split}/claims")]
+def mini_records(split: str, kind: str) -> list[Example]:
+    """The `claims`, `support` queries or private `requests` of a split.
 
-
-def mini_support(split: str) -> list[Example]:
-    """The support queries of a split; `metadata["reason"]` is what demonstrations are made from."""
-    return [Example(**record) for record in _records(f"{split}/support")]
-
-
-def mini_requests(split: str) -> list[Example]:
-    """The private requests of a split; `metadata["ask"]` is what demonstrations are made from."""
-    return [Example(**record) for record in _records(f"{split}/requests")]
+    Demonstrations are made from `notes`, `reason` and `ask` of their metadata.
+    """
+    return [Example(**record) for record in _records(f"{split}/{kind}")]
 
 
 def _question(record: dict[str, Any], corpus: str, stepwise: bool = False) -> Example:
