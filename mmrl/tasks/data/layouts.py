@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from mmrl import rng
@@ -38,14 +37,8 @@ class Record:
     paragraphs: tuple[Paragraph, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a data set writes its records."""
-
-    columns: tuple[str, ...]
-    """Columns of its hub copy."""
-    read: Callable[[Fields], Record]
-    """May raise `KeyError` (missing field), `TypeError` or `ValueError` (wrong shape)."""
+Layout = Callable[[Fields], Record]
+"""Reader of a data set's records; raises `KeyError` (missing field), `TypeError` or `ValueError` (wrong shape)."""
 
 
 def _hotpot(values: Fields) -> Record:
@@ -160,21 +153,14 @@ EVIDENCE = ("context", "supporting_facts", "paragraphs")
 """A record with one of these is in its data set's own layout; one without any has a question and answers alone."""
 # NQ and TriviaQA have no layout of their own: questions and answers, whatever else their copies hold.
 LAYOUTS: Mapping[str, Layout] = {
-    "hotpotqa": Layout(("id", "question", "answer", "type", "level", "supporting_facts", "context"), _hotpot),
-    "2wiki": Layout(("id", "question", "answer", "type", "supporting_facts", "context"), _hotpot),
-    "musique": Layout(("id", "question", "answer", "paragraphs"), _musique),
-    "nq": Layout(("question", "|".join(ANSWER_FIELDS)), _questions),
-    "triviaqa": Layout(("question", "|".join(ANSWER_FIELDS)), _questions),
-    "popqa": Layout(("id", "question", "|".join(ANSWER_FIELDS)), _popqa),
+    "hotpotqa": _hotpot,
+    "2wiki": _hotpot,
+    "musique": _musique,
+    "nq": _questions,
+    "triviaqa": _questions,
+    "popqa": _popqa,
 }
 """`task.dataset` -> layout."""
-
-
-def hub_columns(layout: Layout, names: Collection[str]) -> Sequence[str]:
-    """Columns that a hub data set must have: its own layout's, or a question and answers where it has no evidence."""
-    if set(EVIDENCE).isdisjoint(names):
-        return ("question", "|".join(ANSWER_FIELDS))
-    return layout.columns
 
 
 def load_records(source: Source, split: str, layout: Layout) -> list[Record]:
@@ -183,7 +169,7 @@ def load_records(source: Source, split: str, layout: Layout) -> list[Record]:
     Raises:
         DataError: a missing or malformed file, a record without a field or with an empty answer, or duplicate ids.
     """
-    rows = source.rows(split, partial(hub_columns, layout))
+    rows = source.rows(split)
     return unique(
         source.key, ((row, _record(source, row, layout, f"{split}-{number}")) for number, row in enumerate(rows))
     )
@@ -201,7 +187,7 @@ def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
     # A record with evidence must fit its layout; without any, all layouts agree on question and answers.
     bare = not any(field in values for field in EVIDENCE)
     try:
-        return _questions(values, number if name is None else name) if bare else layout.read(values)
+        return _questions(values, number if name is None else name) if bare else layout(values)
     except KeyError as error:
         raise DataError(f"{where}: misses the field {error}; it has {', '.join(map(str, values))}") from None
     except DataError:  # names its place
@@ -248,7 +234,7 @@ def load_corpus(key: str, spec: str) -> list[Document]:
         DataError: a missing or malformed file, a document without a field, or duplicate ids.
     """
     source = Source(key, spec)
-    rows = source.rows("train", ("title", "text"))
+    rows = source.rows("train")
     return unique(key, ((row, passage(source, row, number)) for number, row in enumerate(rows)))
 
 

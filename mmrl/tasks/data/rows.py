@@ -16,7 +16,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +41,6 @@ HUB_SPLITS: Mapping[str, str] = {"train": "train", "dev": "validation", "test": 
 
 Fields = Mapping[str, Any]
 """A record as it was read, not yet checked: whoever uses a field checks its type, and names the record in the error."""
-Columns = Sequence[str] | Callable[[Collection[str]], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,27 +148,26 @@ class Source:
         config, _, hub_split = rest.partition(":")
         return name, config, hub_split or HUB_SPLITS[split]
 
-    def rows(self, split: str, columns: Columns = ()) -> list[Row]:
+    def rows(self, split: str) -> list[Row]:
         """All rows.
 
         Args:
             split: `train`, `dev` or `test`; names the hub split where the id does not.
-            columns: columns that a hub data set must have (`a|b`: one of the two), or what says so from those it has.
 
         Raises:
             DataError: unreadable, malformed or empty.
         """
-        rows = list(self.stream(split, columns))
+        rows = list(self.stream(split))
         if not rows:
             raise DataError(f"{self.key}: {self.spec}: has no records")
         return rows
 
-    def stream(self, split: str, columns: Columns = ()) -> Iterator[Row]:
+    def stream(self, split: str) -> Iterator[Row]:
         """`rows` one by one, for sources larger than memory (all but `.json`); an empty source is no error here."""
         if self.is_object:
             return self._object()
         path = self.path
-        return self._hub(split, columns) if path is None else self._file(path)
+        return self._hub(split) if path is None else self._file(path)
 
     def _object(self) -> Iterator[Row]:
         records = imported(self.key, self.spec)
@@ -207,7 +205,7 @@ class Source:
         except csv.Error as error:
             raise DataError(f"{self.key}: {path}: {error}") from None
 
-    def _hub(self, split: str, columns: Columns) -> Iterator[Row]:
+    def _hub(self, split: str) -> Iterator[Row]:
         from datasets import load_dataset
 
         name, config, chosen = self._hub_place(split)
@@ -220,14 +218,6 @@ class Source:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             why = "the hub does not answer, and it is not in the local cache" if away else reason
             raise DataError(f"{self.key}: cannot load '{self.spec}' (split {chosen}) from the hub: {why}") from None
-        names = set(table.column_names)
-        needed = columns(names) if callable(columns) else columns
-        missing = [column.replace("|", " or ") for column in needed if names.isdisjoint(column.split("|"))]
-        if missing:
-            raise DataError(
-                f"{self.key}: {self.spec}: misses the columns {', '.join(missing)}; "
-                f"it has {', '.join(table.column_names)}"
-            )
         number = 0
         try:
             for values in table:

@@ -64,7 +64,7 @@ class Banking77Task(DspyTask):
         """See `DspyTask.read`: all rows."""
         key = f"task.data.{split}"
         examples = []
-        for number, row in enumerate(self.rows(split, ("text",))):
+        for number, row in enumerate(self.rows(split)):
             text = text_of(key, row, "text")
             label = text_of(key, row, "category", "label_text", "label")
             # The official CSV has no ids; the place in the file is stable, since the whole file is read.

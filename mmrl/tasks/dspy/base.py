@@ -129,10 +129,10 @@ class DspyTask(Task):
         """Split -> file or hub id, for the splits that have one."""
         return self.config.data.files
 
-    def rows(self, split: str, columns: Sequence[str] = ()) -> list[Row]:
+    def rows(self, split: str) -> list[Row]:
         """The rows of a split's source, each checked to be an object."""
         source = Source(f"task.data.{split}", self.sources[split])
-        rows = source.rows(split, columns)
+        rows = source.rows(split)
         for row in rows:
             if not isinstance(row.values, Mapping):
                 raise DataError(f"{source.key}: {row.where}: got {type(row.values).__name__}, expected an object")

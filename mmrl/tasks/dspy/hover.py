@@ -117,7 +117,7 @@ class HoverTask(DspyTask):
     def read(self, split: str) -> Sequence[Example]:
         """See `DspyTask.read`: the paper keeps one claim of each HotpotQA question."""
         key = f"task.data.{split}"
-        rows = self.rows(split, ("uid", "claim", "supporting_facts", "num_hops", "hpqa_id"))
+        rows = self.rows(split)
         chosen_rows = []
         questions: list[str] = []
         for row in rows:

@@ -132,7 +132,7 @@ class _RecordTask(DspyTask):
     def read(self, split: str) -> Sequence[Example]:
         """See `DspyTask.read`."""
         key, inputs, examples = f"task.data.{split}", self.parts_given.inputs, []
-        for number, row in enumerate(self.rows(split, tuple(inputs))):
+        for number, row in enumerate(self.rows(split)):
             missing = [field for field in inputs if field not in row.values]
             if missing:
                 fields = ", ".join(map(str, row.values))

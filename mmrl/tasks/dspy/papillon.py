@@ -89,7 +89,7 @@ class PapillonTask(DspyTask):
     def read(self, split: str) -> Sequence[Example]:
         """See `DspyTask.read`; rows without a target are left out."""
         key = f"task.data.{split}"
-        rows = self.rows(split, ("user_query", "target_response", "pii_units"))
+        rows = self.rows(split)
         numbered = list(enumerate(rows))
         if self.config.sample == "paper":
             first, end = ROWS[split]
