@@ -15,14 +15,7 @@ from functools import partial
 
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
-from mmrl.errors import (
-    EngineFailure,
-    LengthFailure,
-    ParseFailure,
-    ProgramFailure,
-    RolloutError,
-    ToolFailure,
-)
+from mmrl.errors import EngineFailure, LengthFailure, ParseFailure, ProgramFailure, RolloutError, ToolFailure
 from mmrl.records import EMPTY, Call, Example
 from mmrl.rollout.environment import Environment, Teacher
 from mmrl.rollout.tape import Event, Tape
@@ -32,8 +25,12 @@ from mmrl.tasks.base import Message, Reply
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One generation as the program requested it."""
+    """One generation as the program requested it: each attempt is the same request with another seed."""
 
+    module: str
+    call_id: str
+    earlier: Sequence[Event]
+    """The rollout's calls before it."""
     prompt_ids: tuple[int, ...]
     prompt_text: str
     limit: int
@@ -96,11 +93,14 @@ class RolloutContext:
         # Before the request is recorded: siblings replay the tape up to here and then sample on their own.
         if self.on_live_call is not None:
             self.on_live_call(self, module)
+        # Before any await: with concurrent calls the tape grows while this one waits.
+        earlier = [event for event in self.events if event.kind == "call"]
         event = self.tape.record("call", module, prompt_ids)
-        position = len(self.events) - 1
         try:
-            # Everything that a retry needs: each attempt is the same request with another seed.
             generation = Generation(
+                module=module,
+                call_id=f"{self.example.id}/{self.path}#{len(earlier)}",
+                earlier=earlier,
                 prompt_ids=prompt_ids,
                 prompt_text=_shown(messages),
                 limit=max_tokens or self.env.settings.max_tokens,
@@ -110,7 +110,7 @@ class RolloutContext:
                 turn=0 if earlier_turn is None else earlier_turn.turn + 1,
                 messages=None if after is not None or isinstance(messages, str) else tuple(messages),
             )
-            reply = await self._generate(event, position, generation)
+            reply = await self._generate(event, generation)
         except BaseException as error:
             _settle(event.outcome, error)
             raise
@@ -199,36 +199,33 @@ class RolloutContext:
         before = len(after.context)
         return prompt_ids, before if prompt_ids[:before] == after.context else before - 1
 
-    async def _generate(self, event: Event, position: int, generation: Generation) -> Reply:
+    async def _generate(self, event: Event, generation: Generation) -> Reply:
         """Sample until the text parses or the attempts are used up; the last attempt is recorded either way."""
-        settings = self.env.settings
-        # Before any await: with concurrent calls the tape grows while this one waits.
-        earlier = [e for e in self.events[:position] if e.kind == "call"]
-        call_id = f"{self.example.id}/{self.path}#{len(earlier)}"
+        settings, module, earlier = self.env.settings, generation.module, generation.earlier
         # Here rather than in the engine: the limit may be below the model's own.
         tokens = len(generation.prompt_ids)
         if settings.max_context is not None and tokens >= settings.max_context:
             raise LengthFailure(f"a prompt of {tokens} tokens leaves no room in a context of {settings.max_context}")
         failure: ParseFailure | None = None
         for attempt in range(self.env.attempts):
-            instead = self.exchanged.get(event.name)
+            instead = self.exchanged.get(module)
             if instead is None:
-                completion = await self._request(event.name, generation, call_id, attempt)
+                completion = await self._request(generation, attempt)
                 text = self.env.decode(completion.ids)
             elif isinstance(instead, str):
                 completion, text = Completion(ids=self.env.extend((), instead), logprobs=None, finish="stop"), instead
             else:
-                completion, text = await self._exchanged_by(instead, event.name, generation, call_id, attempt)
+                completion, text = await self._exchanged_by(instead, generation, attempt)
             parsed, failure = _parse(generation.parse, text)
             if failure is None:
                 break
         call = Call(
-            id=call_id,
+            id=generation.call_id,
             example=self.example.id,
             # The call requested before, if it has ended; `calls` puts right what concurrency leaves open.
             parent=earlier[-1].call.id if earlier and earlier[-1].call else None,
-            module=event.name,
-            invocation=sum(e.name == event.name for e in earlier),
+            module=module,
+            invocation=sum(e.name == module for e in earlier),
             turn=generation.turn,
             completion_tokens=len(completion.ids),
             prompt_tokens=len(generation.prompt_ids),
@@ -259,9 +256,7 @@ class RolloutContext:
             text=text, parsed=parsed, finish=completion.finish, tokens=len(completion.ids), context=event.context
         )
 
-    async def _exchanged_by(
-        self, teacher: Teacher, module: str, generation: Generation, call_id: str, attempt: int
-    ) -> tuple[Completion, str]:
+    async def _exchanged_by(self, teacher: Teacher, generation: Generation, attempt: int) -> tuple[Completion, str]:
         """The reply of a teacher's model to the same messages, with the policy's own ids of it."""
         env = teacher.environment
         assert generation.messages is not None  # no module that goes on in a context has a teacher (`run.check`)
@@ -270,19 +265,17 @@ class RolloutContext:
         self.env.engine.leave()
         env.engine.enter()
         try:
-            made = await self._sampled(env.engine, module, asked, call_id, attempt)
+            made = await self._sampled(env.engine, asked, attempt)
         finally:
             env.engine.leave()
             self.env.engine.enter()
         text = env.decode(made.ids)
         return replace(made, ids=teacher.student_ids(made.ids, text, made.finish), logprobs=None), text
 
-    async def _request(self, module: str, generation: Generation, call_id: str, attempt: int) -> Completion:
-        return await self._sampled(self.env.engine, module, generation, call_id, attempt)
+    async def _request(self, generation: Generation, attempt: int) -> Completion:
+        return await self._sampled(self.env.engine, generation, attempt)
 
-    async def _sampled(
-        self, engine: Engine, module: str, generation: Generation, call_id: str, attempt: int
-    ) -> Completion:
+    async def _sampled(self, engine: Engine, generation: Generation, attempt: int) -> Completion:
         settings = self.env.settings
         sampling = Sampling(
             max_tokens=generation.limit,
@@ -291,14 +284,14 @@ class RolloutContext:
             top_k=settings.top_k,
             stop=generation.stop,
             # By path and attempt, never by arrival: a resumed or reordered step samples the same tokens.
-            seed=rng.digest(*self.env.key, "sample", call_id, attempt),
+            seed=rng.digest(*self.env.key, "sample", generation.call_id, attempt),
         )
         request = Request(
             prompt_ids=generation.prompt_ids,
             sampling=sampling,
-            module=module,
+            module=generation.module,
             messages=generation.messages,
-            order=(call_id, attempt),
+            order=(generation.call_id, attempt),
         )
         self.tape.begin()
         try:

@@ -8,7 +8,7 @@ results by order and arguments. A student's program that requests a call which t
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mmrl import rng
@@ -65,8 +65,6 @@ class TeacherForcedContext(RolloutContext):
     """The teacher's finished rollout."""
     failure: RolloutError | None = None
     """Its failure, if it failed."""
-    matches: dict[int, Call] = field(default_factory=dict)
-    """Position among this rollout's calls -> the teacher's call there."""
 
     async def remember(
         self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]
@@ -83,12 +81,11 @@ class TeacherForcedContext(RolloutContext):
         # Spelled out: a dataclass with slots is another class than the one that `super()` remembers.
         return await RolloutContext.remember(self, name, arguments, run)
 
-    async def _generate(self, event: Event, position: int, generation: Generation) -> Reply:
+    async def _generate(self, event: Event, generation: Generation) -> Reply:
         # The prompt is the student's own, the completion the teacher's (teacher forcing).
-        match = self._match(event.name, position)
-        self.matches[sum(e.kind == "call" for e in self.events[:position])] = match
+        match = self._match(generation)
         try:
-            return await RolloutContext._generate(self, event, position, generation)
+            return await RolloutContext._generate(self, event, generation)
         finally:
             if event.call is not None:
                 # The student never sampled these tokens: the trainer computes its own log-probabilities of them.
@@ -96,23 +93,23 @@ class TeacherForcedContext(RolloutContext):
                     event.call, logprobs=None, teacher=self.name, policy_version=None, attempts=match.attempts
                 )
 
-    async def _request(self, module: str, generation: Generation, call_id: str, attempt: int) -> Completion:
+    async def _request(self, generation: Generation, attempt: int) -> Completion:
         assert self.teacher is not None
-        # The call's id ends in its number among the calls of this rollout.
-        match = self.matches[int(call_id.rpartition("#")[2])]
+        match = self._match(generation)
         return Completion(
             ids=self.teacher.student_ids(match.completion_ids, match.text, match.finish),
             logprobs=(),
             finish=match.finish,
         )
 
-    def _match(self, module: str, position: int) -> Call:
+    def _match(self, generation: Generation) -> Call:
         """The teacher's call of the same module and invocation.
 
         Raises:
             RolloutError: the teacher failed there, or never made such a call.
         """
-        invocation = sum(event.kind == "call" and event.name == module for event in self.events[:position])
+        module = generation.module
+        invocation = sum(event.name == module for event in generation.earlier)
         made = self._of_teacher("call", module)
         if invocation < len(made):
             call = made[invocation].call

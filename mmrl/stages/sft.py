@@ -46,9 +46,6 @@ if TYPE_CHECKING:
 FINGERPRINT = "warmup"
 """Key of `extra.json` in a checkpoint: the sequences that made it."""
 
-NAMED = 5
-"""Sequences that are too long which are named; the others are counted."""
-
 
 @dataclass(kw_only=True)
 class SftStage(Stage[SftCommandConfig]):
@@ -171,32 +168,27 @@ class SftStage(Stage[SftCommandConfig]):
         return asyncio.run(sample(env, plans, self.reward_set))
 
     def _fitting(self, sequences: Sequence[tuple[str, Call]]) -> list[Call]:
-        """The sequences that fit into the context; the others are counted, and some of them named.
+        """The sequences that fit into the context; the others are counted, and the first of them is named.
 
         Raises:
             DataError: none fits.
         """
         longest = getattr(self.trainer.forwards.policy.config.get_text_config(), "max_position_embeddings", None)
         limit = min((limit for limit in (longest, self.config.task.max_context) if limit is not None), default=None)
-        longer = [(where, item) for where, item in sequences if limit is not None and tokens_of(item) > limit]
-        if longer:
-            named = ", ".join(
-                f"{where} ({item.module or 'no module'}, {tokens_of(item):,})" for where, item in longer[:NAMED]
-            )
+        fitting = [item for _, item in sequences if limit is None or tokens_of(item) <= limit]
+        if too_long := len(sequences) - len(fitting):
+            first = next(where for where, item in sequences if limit is not None and tokens_of(item) > limit)
             text = (
-                f"{len(longer)} of {len(sequences)} sequences have more than the {limit:,} tokens of the context and "
-                f"are left out: {named}{', …' if len(longer) > NAMED else ''}"
+                f"{too_long} of {len(sequences)} sequences have more than the {limit:,} tokens of the context and are "
+                f"left out (the first: {first})"
             )
-            if len(longer) == len(sequences):
+            if not fitting:
                 raise DataError(f"algo.source: {text}; nothing is left to train on")
             self.log.progress.note(f"warning: {text}")
-        # By identity: two sequences may be equal.
-        skipped = {id(item) for _, item in longer}
-        fitting = [item for _, item in sequences if id(item) not in skipped]
         self.facts |= {
             "sft/sequences": float(len(fitting)),
             "sft/tokens": float(sum(len(item.completion_ids) for item in fitting)),
-            "sft/too_long": float(len(longer)),
+            "sft/too_long": float(too_long),
         }
         return fitting
 

@@ -23,14 +23,7 @@ from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Judge, build_judge
 from mmrl.tasks.base import Passage, Program, Score, Task, Tool
 from mmrl.tasks.data.corpus import label
-from mmrl.tasks.data.layouts import (
-    LAYOUTS,
-    Record,
-    load_records,
-    paragraphs_of,
-    subset,
-    to_example,
-)
+from mmrl.tasks.data.layouts import LAYOUTS, Record, load_records, paragraphs_of, subset, to_example
 from mmrl.tasks.data.rows import Source, same_rows
 from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.prompts import Prompts, Shot, Templates, load_prompts, prompts_file, shot_of

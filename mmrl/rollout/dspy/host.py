@@ -44,11 +44,7 @@ class Host:
         self._closed = False
 
     async def call(
-        self,
-        messages: Sequence[Message],
-        parse: Parse | None,
-        inputs: Mapping[str, object],
-        options: Mapping[str, Any],
+        self, messages: Sequence[Message], parse: Parse | None, inputs: Mapping[str, object], options: Mapping[str, Any]
     ) -> str:
         """One request of the innermost predictor; the text of the reply."""
         self.raise_failure()

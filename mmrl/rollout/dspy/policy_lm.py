@@ -82,12 +82,7 @@ class ServedPolicy:
     """
 
     def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
-        resources: ExitStack,
-        max_tokens: int,
+        self, name: str, engine: Engine, tokenizer: PreTrainedTokenizerBase, resources: ExitStack, max_tokens: int
     ):
         self.name, self.engine, self.tokenizer, self.max_tokens = name, engine, tokenizer, max_tokens
         self._resources = resources

@@ -47,11 +47,7 @@ def optimise(algo: PromptConfig, bench: Bench) -> dspy.Module:
     Raises:
         Exception: a rollout or a completion could not be had.
     """
-    run: Any = {
-        "miprov2": _miprov2,
-        "bootstrap_fewshot": _bootstrap_fewshot,
-        "gepa": _gepa,
-    }[algo.name]
+    run: Any = {"miprov2": _miprov2, "bootstrap_fewshot": _bootstrap_fewshot, "gepa": _gepa}[algo.name]
     program, loop = None, bench.rollouts.loop
     settings = {
         # Optimisers copy it with the options that they sample with. Never called: a rollout has an LM of its own.

@@ -11,10 +11,7 @@ from typing import TypeVar
 
 from mmrl import rng
 from mmrl.config import PromptCommandConfig
-from mmrl.config.other_stages import (
-    BootstrapConfig,
-    PromptConfig,
-)
+from mmrl.config.other_stages import BootstrapConfig, PromptConfig
 from mmrl.records import Example
 from mmrl.tasks.base import Task
 from mmrl.tasks.prompts import PromptedTask

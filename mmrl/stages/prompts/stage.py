@@ -150,10 +150,7 @@ class PromptStage(Stage[PromptCommandConfig]):
         self._table, self._proposals = (Table(folder / name, STORED[name]) for name in (TRIALS, PROPOSALS))
         loop = Loop()
         self._rollouts = rollouts = Rollouts(
-            stage=self,
-            store=Store(folder / ROLLOUTS, STORED[ROLLOUTS]),
-            loop=loop,
-            paid=self.paid,
+            stage=self, store=Store(folder / ROLLOUTS, STORED[ROLLOUTS]), loop=loop, paid=self.paid
         )
         self._since()
         # An optimiser may change the module that it is given.

@@ -21,9 +21,7 @@ _QUESTION = frozenset({"question"})
 TEMPLATES: Templates = {
     MODULE: {
         "system": Template(
-            "Answer the question as briefly as possible. Write the answer alone.",
-            optional=_QUESTION,
-            instructions=True,
+            "Answer the question as briefly as possible. Write the answer alone.", optional=_QUESTION, instructions=True
         ),
         "system_chain_of_thought": Template(
             "Think step by step, then write the answer as briefly as possible on a last line that begins with Answer:",

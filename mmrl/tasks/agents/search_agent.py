@@ -44,9 +44,7 @@ TEMPLATES: Templates = {
             "answer inside <answer> and </answer>.\n"
         ),
         "document": Template(
-            "Doc {index}(Title: {title}) {text}\n",
-            required=frozenset({"text"}),
-            optional=frozenset({"index", "title"}),
+            "Doc {index}(Title: {title}) {text}\n", required=frozenset({"text"}), optional=frozenset({"index", "title"})
         ),
     },
     "judge": JUDGE_TEMPLATES,

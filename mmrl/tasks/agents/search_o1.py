@@ -53,9 +53,7 @@ TEMPLATES: Templates = {
             optional=frozenset({"reasoning"}),
         ),
         "document": Template(
-            "Document{index}: {title} | {text}",
-            required=frozenset({"text"}),
-            optional=frozenset({"index", "title"}),
+            "Document{index}: {title} | {text}", required=frozenset({"text"}), optional=frozenset({"index", "title"})
         ),
     },
 }
