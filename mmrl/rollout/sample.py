@@ -20,7 +20,7 @@ from mmrl.rollout.context import RolloutContext
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Exchange, Fork, Tree
 from mmrl.rollout.tape import Event
-from mmrl.rollout.teachers import teacher_forced
+from mmrl.rollout.teachers import TeacherForcedContext
 from mmrl.system.objects import imported
 from mmrl.system.user_code import finite_numbers, located
 from mmrl.tasks.base import Canonical, Described, Guarded, Program, Score
@@ -146,7 +146,9 @@ class _Tree:
             await self._run(live)
         except RolloutError as error:
             failure = error
-        return teacher_forced(self.env, name, live, failure)
+        return TeacherForcedContext(
+            env=self.env, example=self.example, path=path, teacher=name, source=live, failure=failure
+        )
 
     async def _run(self, ctx: RolloutContext, program: Program | None = None) -> object:
         """The prediction of a program (None: the task's); whatever else happens is a `RolloutError`."""

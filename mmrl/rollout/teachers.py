@@ -17,7 +17,7 @@ from mmrl.errors import ReplayDivergence, RolloutError
 from mmrl.models.chat import encode_text
 from mmrl.records import Call
 from mmrl.rollout.context import Generation, RolloutContext
-from mmrl.rollout.environment import Environment, SamplingSettings, Teacher, make_environment
+from mmrl.rollout.environment import SamplingSettings, Teacher, make_environment
 from mmrl.rollout.tape import Event
 from mmrl.tasks.base import Reply, Task
 
@@ -55,16 +55,15 @@ def teachers_of_step(
     }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class TeacherForcedContext(RolloutContext):
     """The `ctx` of the student's program after a teacher's rollout: calls return what the teacher's calls returned."""
 
-    teacher: Teacher | None = None
-    name: str = ""
-    source: RolloutContext | None = None
+    teacher: str
+    source: RolloutContext
     """The teacher's finished rollout."""
-    failure: RolloutError | None = None
-    """Its failure, if it failed."""
+    failure: RolloutError | None
+    """What ended it, if it failed."""
 
     async def remember(
         self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]
@@ -90,14 +89,13 @@ class TeacherForcedContext(RolloutContext):
             if event.call is not None:
                 # The student never sampled these tokens: the trainer computes its own log-probabilities of them.
                 event.call = replace(
-                    event.call, logprobs=None, teacher=self.name, policy_version=None, attempts=match.attempts
+                    event.call, logprobs=None, teacher=self.teacher, policy_version=None, attempts=match.attempts
                 )
 
     async def _request(self, generation: Generation, attempt: int) -> Completion:
-        assert self.teacher is not None
         match = self._match(generation)
         return Completion(
-            ids=self.teacher.student_ids(match.completion_ids, match.text, match.finish),
+            ids=self.env.teachers[self.teacher].student_ids(match.completion_ids, match.text, match.finish),
             logprobs=(),
             finish=match.finish,
         )
@@ -118,17 +116,9 @@ class TeacherForcedContext(RolloutContext):
             if made[invocation].outcome.done():
                 made[invocation].outcome.result()  # raises what ended the teacher's rollout there
         raise self.failure or ReplayDivergence(
-            f"the student's program requests call {invocation} of module '{module}', which teacher '{self.name}' "
+            f"the student's program requests call {invocation} of module '{module}', which teacher '{self.teacher}' "
             "never made"
         )
 
     def _of_teacher(self, kind: str, name: str) -> list[Event]:
-        assert self.source is not None
         return [event for event in self.source.events if event.kind == kind and event.name == name]
-
-
-def teacher_forced(env: Environment, name: str, source: RolloutContext, failure: RolloutError | None) -> RolloutContext:
-    """The context of the student's run after a teacher's (`source`), which may have ended in `failure`."""
-    return TeacherForcedContext(
-        env, source.example, source.path, teacher=env.teachers[name], name=name, source=source, failure=failure
-    )
