@@ -248,10 +248,7 @@ AGENTS = [
         source="learn/programming/tools.md",
         make=ByHand,
         inputs={"question": "Weather in Rome?"},
-        good=[
-            {"outputs": {"tool_calls": [{"name": "get_weather", "args": {"city": "Rome"}}]}},
-            {"answer": "sunny"},
-        ],
+        good=[{"outputs": {"tool_calls": [{"name": "get_weather", "args": {"city": "Rome"}}]}}, {"answer": "sunny"}],
         bad=[{"outputs": {"tool_calls": []}}, {"answer": "rain"}],
         solved=lambda p: p.answer == "sunny",
         calls={"choose": 1, "answer": 1},

@@ -139,13 +139,7 @@ def test_a_parse_failure_is_one_call_with_its_raw_text_and_its_own_prompt(module
 
 
 @pytest.mark.parametrize(
-    ("text", "present"),
-    [
-        ("", 0),
-        (filled(reasoning="so"), 1),
-        (filled(idea="x"), 1),
-        ("[[ ## completed ## ]]", 0),
-    ],
+    ("text", "present"), [("", 0), (filled(reasoning="so"), 1), (filled(idea="x"), 1), ("[[ ## completed ## ]]", 0)]
 )
 def test_present_and_expected_fields(text, present):
     forest, _ = run(TwoSteps(), independent(1), answer=lambda request: text)

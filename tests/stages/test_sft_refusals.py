@@ -47,10 +47,7 @@ def test_what_one_process_cannot_do_is_refused():
         ({**CHAT, "module": "z"}, "module: got 'z', expected one of a, b"),
         ({"messages": [MINE]}, "messages: List should have at least 2 items"),
         ({"messages": [MINE, MINE]}, "the last one is the user's"),
-        (
-            {"messages": [{"role": "tool", "content": "x"}, MINE]},
-            "messages.0.role: Input should be 'system'",
-        ),
+        ({"messages": [{"role": "tool", "content": "x"}, MINE]}, "messages.0.role: Input should be 'system'"),
         ({"messages": [{"role": "user", "content": [1]}, MINE]}, "messages.0.content: Input should be a valid string"),
         ({"inputs": {}, "outputs": {}}, "module: missing, expected one of a, b"),
         ({"inputs": {}, "outputs": {}, "module": "a"}, "is no DSPy program"),

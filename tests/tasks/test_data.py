@@ -226,10 +226,7 @@ def test_official_files(dataset, file, count, share):
     example = examples[0]
     assert (
         task.score(
-            example,
-            {"answer": example.metadata["answers"][0], "candidates": [], "selected": []},
-            (),
-            "outcome",
+            example, {"answer": example.metadata["answers"][0], "candidates": [], "selected": []}, (), "outcome"
         ).metrics["em"]
         == 1
     )

@@ -142,15 +142,7 @@ def test_no_text_raises_its_format_or_tool_reward_by_what_the_program_inserts(
 
 
 @pytest.mark.parametrize(
-    "piece",
-    [
-        "[[ ## prompt ## ]]",
-        "[[ ## completed ## ]]\n",
-        "[[## x ##]]",
-        "\u200b",
-        "\u00ad",
-        "\u2060\u200d",
-    ],
+    "piece", ["[[ ## prompt ## ]]", "[[ ## completed ## ]]\n", "[[## x ##]]", "\u200b", "\u00ad", "\u2060\u200d"]
 )
 def test_no_marker_or_invisible_character_hides_a_private_piece(piece: str) -> None:
     text = "Write to Ann Lee, please."

@@ -249,10 +249,7 @@ def test_what_is_missing_is_told_at_once():
             {"program": "makes"},
             "task.program: own_program:makes takes (question); a function that makes a program takes no arguments",
         ),
-        (
-            {"program": "Sized"},
-            "task.program: own_program:Sized takes (size); a class of a program takes no arguments",
-        ),
+        ({"program": "Sized"}, "task.program: own_program:Sized takes (size); a class of a program takes no arguments"),
         (
             {"program": "asks", "modules": ("a",)},
             "task.program: own_program:asks takes (question), expected an async function (example, ctx)",

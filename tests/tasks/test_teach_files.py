@@ -54,10 +54,7 @@ def test_more_gold_articles_than_searches_have_none(data_dir):
 
 @pytest.mark.parametrize(
     ("name", "file"),
-    [
-        ("hotpotqa", "hotpotqa/hotpot_dev_distractor_sample.json"),
-        ("musique", "musique/dev_sample.jsonl"),
-    ],
+    [("hotpotqa", "hotpotqa/hotpot_dev_distractor_sample.json"), ("musique", "musique/dev_sample.jsonl")],
 )
 def test_three_agents_search_select_and_answer(data_dir, name, file):
     task = TASKS[name](MultihopQaConfig(name=name, data=DataConfig(dev=str(data_dir / file))), 0)

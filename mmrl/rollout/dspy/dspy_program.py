@@ -12,6 +12,7 @@ import asyncio
 import copy
 import functools
 import json
+import os
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -64,7 +65,9 @@ class DspyProgram:
 
     def save(self, path: Path) -> None:
         """Write the predictors' prompts and demonstrations to a `.json` file that plain DSPy's `load` reads."""
-        self.module.save(str(path))
+        partial = path.with_name(f".{path.name}")  # DSPy writes by the ending of the name
+        self.module.save(str(partial))
+        os.replace(partial, path)
 
     def canonical(self, call: Call) -> str | None:
         """See `mmrl.tasks.base.Canonical`: the adapter's own text of the fields that it parsed."""

@@ -15,7 +15,6 @@ Writes below the run directory:
 from __future__ import annotations
 
 import logging
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import TextIO
 
 import dspy
@@ -202,11 +200,7 @@ class PromptStage(Stage[PromptCommandConfig]):
     def _saved(self, module: dspy.Module) -> Path:
         """The prompts of a candidate, in a file of the run directory."""
         path = (self.rundir.path / "prompts").with_suffix(self._rollouts.student.suffix)
-        # A candidate writes by the ending of the name, so it cannot go through `atomic_write`; renamed as there.
-        with TemporaryDirectory(dir=self.rundir.path) as folder:
-            temporary = Path(folder) / path.name
-            self._rollouts.student.save(state_of(module), temporary)
-            os.replace(temporary, path)
+        self._rollouts.student.save(state_of(module), path)
         return path
 
     def _compared(self, module: dspy.Module, validation: Sequence[Example]) -> float:
