@@ -203,43 +203,6 @@ def test_json_replies_are_parsed_by_the_users_adapter():
     assert forest.modules == ("self",)
 
 
-def test_retries_of_a_reply_that_does_not_parse():
-    seen = []
-
-    def answer(request):
-        seen.append(request.sampling.seed)
-        return "no" if len(seen) < 3 else filled(answer="yes")
-
-    forest, _ = run(dspy.Predict("text -> answer"), independent(1), answer=answer, retries=3)
-    (call,) = forest.path(only(forest))
-    assert (call.attempts, call.ok, only(forest).error) == (3, True, None)
-    assert len(set(seen)) == 3
-
-
-class Drifting(dspy.Module):
-    """Asks for something else each time it runs."""
-
-    runs = 0
-
-    def __init__(self):
-        super().__init__()
-        self.one = dspy.Predict("text -> answer")
-        self.two = dspy.Predict("text -> answer")
-
-    async def aforward(self, text):
-        type(self).runs += 1
-        await self.one.acall(text=f"{text}{type(self).runs}")
-        return await self.two.acall(text=text)
-
-
-def test_divergence_from_the_tape_is_an_error_that_says_where():
-    forest, _ = run(Drifting(), fork_on("two", 2), answer=lambda request: filled(answer="x"))
-    errors = sorted(str(rollout.error) for rollout in forest.rollouts)
-    assert errors == ["None", "replay"]
-    failed = next(rollout for rollout in forest.rollouts if rollout.error)
-    assert "as its request 1;" in failed.error_message and failed.reward is None
-
-
 class Odd(dspy.Module):
     """Does what the source does not show."""
 

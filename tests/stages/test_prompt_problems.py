@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 
 import dspy
@@ -15,8 +16,10 @@ from mmrl.report.console import show_run
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
 from mmrl.rollout import with_program
+from mmrl.stages.prompts.rollouts import Loop, Need, Rollouts
 from mmrl.stages.prompts.split import prompt_problems
 from mmrl.stages.prompts.students import _distinguish
+from mmrl.system.json_lines import Store
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
 from tests.helpers.stages import (
@@ -322,3 +325,22 @@ def test_two_examples_with_the_same_inputs_differ_by_their_labels(tmp_path, task
         stage.search()
     stored = [r["example"] for line in lines(tmp_path / "run/prompts/rollouts.jsonl") for r in line["rollouts"]]
     assert "twin" in stored and first.id in stored
+
+
+def test_two_draws_of_one_example_at_once_have_steps_of_their_own(tmp_path, task):
+    label = task[1].labels[0]
+    engine = ScriptedEngine(
+        lambda messages, temperature, seed: (
+            field("reasoning", f"{seed}") + field("label", label) + "[[ ## completed ## ]]"
+        )
+    )
+    stage, loop = prompt_stage(tmp_path / "run", task, engine, "miprov2", **MIPRO), Loop()
+    with stage.rundir:
+        store = Store(tmp_path / "rollouts.jsonl", "rollouts")
+        rollouts = Rollouts(stage=stage, store=store, loop=loop, paid=Counter())
+        candidate, example = rollouts.digest(rollouts.student.module), task[1].examples("train")[0].id
+        needs = [Need(candidate, example, 1.0, number) for number in (1, 2)]
+        results = loop.run(lambda: rollouts.obtain(needs))
+    assert engine.most == 2
+    shown = [[step["outputs"]["reasoning"] for step in result["steps"]] for result in results]
+    assert shown == [[result["prediction"]["reasoning"]] for result in results] and shown[0] != shown[1]
