@@ -251,7 +251,7 @@ def test_an_equal_request_to_the_prompt_model_is_sent_again_only_where_it_may_di
         engine = ScriptedEngine(lambda messages, temperature, seed: f"{seed}")
         stage = prompt_stage(tmp_path / "run", task, engine, "miprov2", **MIPRO)
         with stage.rundir:
-            writer = stage._make_writer(tmp_path / "run", None, loop := Loop())
+            writer = stage._make_writer(tmp_path / "run", loop := Loop())
             lm = writer.lm(temperature)
             texts = loop.run(lambda: [lm("Propose.")[0] for _ in range(2)])
         return texts, writer.paid["writer/requests"], len(engine.requests)

@@ -16,6 +16,7 @@ from dspy import lm15
 
 from mmrl import rng
 from mmrl.config import PromptCommandConfig
+from mmrl.config.other_stages import ProposingConfig
 from mmrl.engines.base import Completion, Request, Sampling
 from mmrl.engines.endpoint_engine import SEEDS
 from mmrl.engines.openai import OpenAIChat
@@ -38,18 +39,25 @@ class Writer:
 
     stage: Stage[PromptCommandConfig]
     """Its policy writes, with the weights of the program's first module."""
-    endpoint: OpenAIChat | None
-    """In the place of the policy."""
-    max_tokens: int
+    algo: ProposingConfig
     store: Store
     loop: Loop
     paid: Counter[str]
     """Its part of the stage's costs begins with `writer/`."""
-    _stored: dict[str, JsonObject] = field(default_factory=dict)
+    endpoint: OpenAIChat | None = field(init=False)
+    """In the place of the policy."""
+    _stored: dict[str, JsonObject] = field(init=False)
     _times: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        model = self.algo.prompt_model
+        self.endpoint = None if model is None else OpenAIChat(model, "algo.prompt_model")
         self._stored = {line["key"]: line for line in self.store.lines}
+
+    def close(self) -> None:
+        """Close the endpoint's connections."""
+        if self.endpoint is not None:
+            self.endpoint.close()
 
     def lm(self, temperature: float) -> dspy.LM:
         """The prompt model as DSPy's optimisers call it."""
@@ -87,7 +95,7 @@ class Writer:
         if self.endpoint is not None:
             return await self._from_endpoint(self.endpoint, messages, temperature, seed)
         prompt = render_prompt(self.stage.tokenizer, messages)
-        sampling = Sampling(max_tokens=self.max_tokens, temperature=temperature, seed=seed)
+        sampling = Sampling(max_tokens=self.algo.prompt_max_tokens, temperature=temperature, seed=seed)
         request = Request(
             prompt_ids=prompt,
             sampling=sampling,
@@ -114,7 +122,7 @@ class Writer:
         # One request at a time: what the counters grow by is what this one cost.
         before = endpoint.usage.metrics()
         text, finish = await endpoint.complete_with_finish(
-            messages, max_tokens=self.max_tokens, temperature=temperature, seed=seed % SEEDS
+            messages, max_tokens=self.algo.prompt_max_tokens, temperature=temperature, seed=seed % SEEDS
         )
         spent = {name: count - before[name] for name, count in endpoint.usage.metrics().items()}
         return {

@@ -27,7 +27,7 @@ from typing import TextIO
 import dspy
 
 from mmrl.config import PromptCommandConfig
-from mmrl.engines.openai import OpenAIChat
+from mmrl.config.other_stages import ProposingConfig
 from mmrl.models.policy import POLICY, write_policy
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir
@@ -154,12 +154,12 @@ class PromptStage(Stage[PromptCommandConfig]):
         # An optimiser may change the module that it is given.
         start = rollouts.student.module.deepcopy()
         self._note_prompts("start", start)
-        endpoint = self._endpoint()
+        writer = self._make_writer(folder, loop)
         bench = Bench(
             rollouts=rollouts,
             train=[TrainExample.of(example) for example in train],
             validation=[TrainExample.of(example) for example in held],
-            writer=self._make_writer(folder, endpoint, loop),
+            writer=writer,
             note=self._note,
             on_batch=self._trial,
         )
@@ -174,23 +174,19 @@ class PromptStage(Stage[PromptCommandConfig]):
             with open(folder / "optimiser.log", "a", encoding="utf-8") as log, printing_to(log):
                 program, before, best = loop.run(searched)
         finally:
-            if endpoint is not None:
-                endpoint.close()
+            if writer is not None:
+                writer.close()
         # At a tie the start stays: a person has written it.
         improved = best > before
         made = program if improved else start
         self._note_prompts("result", made, improved=improved, validation=len(validation), start=before, best=best)
         return PromptResult(self._saved(made), improved, before, max(before, best))
 
-    def _endpoint(self) -> OpenAIChat | None:
-        model = getattr(self.config.algo, "prompt_model", None)
-        return None if model is None else OpenAIChat(model, "algo.prompt_model")
-
-    def _make_writer(self, folder: Path, endpoint: OpenAIChat | None, loop: Loop) -> Writer | None:
-        if (most := getattr(self.config.algo, "prompt_max_tokens", None)) is None:
-            return None  # it proposes nothing
+    def _make_writer(self, folder: Path, loop: Loop) -> Writer | None:
+        if not isinstance(self.config.algo, ProposingConfig):
+            return None
         store = Store(folder / COMPLETIONS, STORED[COMPLETIONS])
-        return Writer(stage=self, endpoint=endpoint, max_tokens=most, store=store, loop=loop, paid=self.paid)
+        return Writer(stage=self, algo=self.config.algo, store=store, loop=loop, paid=self.paid)
 
     def _note_prompts(self, name: str, module: dspy.Module, **facts: object) -> None:
         """Prompts for people, with what is known of them."""

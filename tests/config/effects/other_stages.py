@@ -102,7 +102,7 @@ def requests(name: str, options: Options, folder: Path) -> object:
     engine = Engine(lambda request: "")
     stage = prompt_stage(folder / "run", banking(4), engine, name, **options)
     with stage.rundir:
-        writer = stage._make_writer(folder, None, loop := Loop())
+        writer = stage._make_writer(folder, loop := Loop())
         assert writer is not None
         loop.run(lambda: writer.lm(1.0)("Write."))
     return [request.sampling for request in engine.requests]
@@ -115,9 +115,9 @@ def endpoint(name: str, options: Options, folder: Path) -> object:
     with answering(server):
         stage = prompt_stage(folder / "run", banking(4), ScriptedEngine(None), name, prompt_model=given)
         with stage.rundir:
-            chat = stage._endpoint()
-            assert chat is not None
-            return _traced(chat, server)
+            writer = stage._make_writer(folder, Loop())
+            assert writer is not None and writer.endpoint is not None
+            return _traced(writer.endpoint, server)
 
 
 acts(BOOTSTRAPPING + ";prompts.gepa", "validation", parts, 0.5, 0.75)
