@@ -94,12 +94,14 @@ class OpenQaTask(Task):
                 continue
             with gathered(problems):
                 records[split] = load_records(Source(f"task.data.{split}", spec), split, layout)
-        problems += self._corpus_problems(records)
+        corpora: dict[str, Sequence[Document]] = {}
         if self.searches:
             problems += retriever_problems(self.retriever)
+            with gathered(problems):
+                corpora = self._corpora(records)
         if problems:
             raise ConfigError(problems)
-        self.search_tool = SearchTool(self.retriever, self._corpora(records))
+        self.search_tool = SearchTool(self.retriever, corpora or {"none": ()})
         self._examples = {split: self._split(split, records.get(split), seed, bool(records)) for split in SPLITS}
         self.tools: Mapping[str, Tool] = {"search": self._search} if self.searches else {}
         self.program = self.make_program(self.all_prompts)
@@ -152,32 +154,23 @@ class OpenQaTask(Task):
         """`task.retriever`, for tasks that search; the others have a search tool without documents."""
         return getattr(self.config, "retriever", None) or Bm25Config()
 
-    def _corpus_problems(self, records: Mapping[str, Sequence[Record]]) -> list[str]:
-        if not self.searches:
-            return []
-        if self.retriever.brings_passages:
-            owner = "task.retriever.name=remote" if self.retriever.get("url") is not None else "task.retriever.index"
-            given = self.corpus is not None
-            return [f"task.corpus: has no effect with {owner}, which brings its own passages"] if given else []
-        if self.corpus is not None or not records:
-            return []
-        # one split with paragraphs is enough: the corpus is the union over all files in use
-        if any(record.paragraphs for split in records.values() for record in split):
-            return []
-        return [
-            f"task.corpus: got null, and the questions of {', '.join(f'task.data.{split}' for split in records)} bring "
-            "no paragraphs to search; expected a file or hub id of documents with title and text, or "
-            "task.retriever.index=FOLDER made by `mmrl index build`"
-        ]
-
     def _corpora(self, records: Mapping[str, Sequence[Record]]) -> dict[str, Sequence[Document]]:
         """Corpus name -> documents. A given corpus serves every split; else mini questions search the mini world,
-        and all others the union of the paragraphs of the files in use."""
-        if not self.searches:
-            return {"none": ()}
+        and all others the union of the paragraphs of the files in use.
+
+        Raises:
+            ConfigError: nothing to search for the files' questions.
+        """
         corpora = named_corpus(self.retriever, self.corpus)
         if corpora:
             return corpora
+        # one split with paragraphs is enough
+        if records and not any(record.paragraphs for split in records.values() for record in split):
+            raise ConfigError(
+                f"task.corpus: got null, and the questions of {', '.join(f'task.data.{split}' for split in records)} "
+                "bring no paragraphs to search; expected a file or hub id of documents with title and text, or "
+                "task.retriever.index=FOLDER made by `mmrl index build`"
+            )
         if any(self.config.data.source_of(split) == MINI for split in SPLITS):
             corpora["mini"] = mini_corpus()
         if records:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from mmrl.config.retriever import RetrieverConfig
+from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.select import open_index_corpus, open_retriever
@@ -31,8 +32,12 @@ def named_corpus(retriever: RetrieverConfig, corpus: str | None) -> dict[str, Se
     What a remote retriever holds is not known: its corpus has no documents here.
 
     Raises:
+        ConfigError: a corpus beside a retriever that has its own.
         DataError: an index or a file that cannot be used.
     """
+    if retriever.brings_passages and corpus is not None:
+        owner = "task.retriever.name=remote" if retriever.get("url") is not None else "task.retriever.index"
+        raise ConfigError(f"task.corpus: has no effect with {owner}, which brings its own passages")
     if retriever.get("url") is not None:
         return {"remote": ()}
     if retriever.get("index") is not None:

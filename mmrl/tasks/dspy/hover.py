@@ -95,9 +95,6 @@ class HoverTask(DspyTask):
     def _documents(self) -> Sequence[Document]:
         """The corpus; empty where a server has it and it is not known."""
         config = self.config
-        brought = config.retriever.brings_passages
-        if brought and config.corpus is not None:
-            raise ConfigError("task.corpus: has no effect with a retriever that brings its own passages; leave it out")
         named = named_corpus(config.retriever, config.corpus)
         if not named and self.sources:
             raise ConfigError(
