@@ -2,7 +2,7 @@
 
 import dspy
 
-from mmrl.tasks.mini.examples import mini_claims, mini_corpus
+from mmrl.tasks.mini.examples import mini_corpus, mini_records
 
 PASSAGES = {document.title: document.text for document in mini_corpus()}
 
@@ -42,7 +42,7 @@ def metric(example, prediction, trace=None):
 
 def examples(split):
     """Sixty claims, each with the titles of its documents."""
-    claims = mini_claims(split)[:60]
+    claims = mini_records(split, "claims")[:60]
     return [
         dspy.Example(claim=claim.inputs["claim"], titles=claim.metadata["titles"]).with_inputs("claim")
         for claim in claims

@@ -4,9 +4,9 @@ from typing import Literal
 
 import dspy
 
-from mmrl.tasks.mini.examples import mini_support
+from mmrl.tasks.mini.examples import mini_records
 
-LABELS = tuple(sorted({message.metadata["label"] for message in mini_support("train")}))
+LABELS = tuple(sorted({message.metadata["label"] for message in mini_records("train", "support")}))
 
 
 class Route(dspy.Signature):
@@ -35,7 +35,7 @@ def metric(example, prediction, trace=None):
 
 def examples(split):
     """Sixty messages, each with its label."""
-    messages = mini_support(split)[:60]
+    messages = mini_records(split, "support")[:60]
     return [
         dspy.Example(text=message.inputs["text"], label=message.metadata["label"]).with_inputs("text")
         for message in messages
