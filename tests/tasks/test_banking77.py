@@ -147,12 +147,6 @@ def test_a_parquet_column_that_nobody_needs_may_hold_what_python_has_no_value_fo
     assert f"task.data.train: {path} row 1: id: a " in problems("banking77", data={"train": str(path)})
 
 
-def test_an_id_of_zero_is_an_id(tmp_path):
-    path = write_json(tmp_path / "ids.json", [{"id": name, "text": f"t{name}", "category": "a"} for name in (0, 1, "")])
-    examples = make("banking77", data={"train": path}, sample="all").examples("train")
-    assert [example.id for example in examples] == ["0", "1", "train-2"]
-
-
 def test_given_labels_are_in_the_prompt_in_their_order(tmp_path):
     train = write_csv(tmp_path / "train.csv", rows(4))
     labels = write_json(tmp_path / "labels.json", ["z", "b", "a"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mmrl.cli import main
 from mmrl.config import JudgeConfig
-from mmrl.errors import ConfigError, JudgeFailure
+from mmrl.errors import ConfigError
 from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.agents.judge import Judge, JudgedTurn, build_judge, escape, read_outcome, read_turns, salvage_turns
 from tests.helpers.programs import default_config, make, play
@@ -290,10 +290,6 @@ def test_the_endpoint_and_the_reward_set_belong_together(monkeypatch):
 def test_a_judge_that_was_not_asked_for_is_no_silent_zero(tmp_path):
     rollout, _, _ = play(make("search_agent", tmp_path), [ANSWER], "judge_outcome")
     assert (rollout.reward, rollout.error) == (None, "reward")
-
-
-def test_judge_failure_is_from_outside():
-    assert not JudgeFailure("x").model_caused
 
 
 def test_prompts_can_be_replaced(tmp_path):
