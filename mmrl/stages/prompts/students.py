@@ -53,11 +53,12 @@ class DspyStudent:
             predictor.load_state({**copy.deepcopy(state[name]), "lm": None})
         return TracedProgram(module, self._program.layout)
 
-    def steps(self, program: TracedProgram, forest: Forest, rollout: Rollout) -> list[JsonObject]:
+    def steps(self, program: Program, forest: Forest, rollout: Rollout) -> list[JsonObject]:
         """Inputs and outputs of each module's calls (`module`, `inputs`, `outputs`) in a program's rollout, in order.
 
         A reply that could not be parsed, and ended the rollout, is the last, with `outputs` None and its `text`.
         """
+        assert isinstance(program, TracedProgram)
         steps = []
         for predictor, inputs, outputs in program.trace:
             # `BestOfN` and `Refine` run copies of predictors, which have the names of what they were copied from.

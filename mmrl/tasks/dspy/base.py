@@ -49,6 +49,9 @@ class DspyTask(Task):
     absent_features: Collection[str] = frozenset({"penalties", "observations"})
     """What the program never has, so that options about it are refused (`mmrl.config.rules`)."""
     main_metric: str
+    # Untyped: an attribute of `Task`, which a subclass cannot narrow.
+    program: Any
+    """A raw `dspy.Module` until whoever builds the task wraps it, or another program."""
 
     def __init__(self, config: TaskConfig, seed: int):
         self.name = config.name
@@ -69,8 +72,7 @@ class DspyTask(Task):
         if problems:
             raise ConfigError(problems)
         # `make_program` may need what `load` has read (labels), so it comes last.
-        program: Any = self.make_program()
-        self.program = program
+        self.program = program = self.make_program()
         self.predictors: Mapping[str, dspy.Predict] = {}
         """Path -> predictor of a DSPy program."""
         if is_dspy_module(program):
@@ -105,7 +107,7 @@ class DspyTask(Task):
         """The examples of a split's source."""
 
     @abstractmethod
-    def make_program(self) -> object:
+    def make_program(self) -> Any:
         """The raw `dspy.Module`, called with the inputs of an example as keywords."""
 
     def option_problems(self) -> list[str]:
