@@ -128,7 +128,7 @@ def test_what_is_no_program_is_refused(tmp_path):
         return OwnTask(program, loud, inputs=["word"], **more)
 
     assert "OwnTask(modules=...): missing" in problems(tmp_path, parts=parts(shout))
-    assert "OwnTask(program=...): plain takes (example, ctx)" in problems(tmp_path, parts=parts(plain))
+    assert "OwnTask(program=...): plain() raised TypeError: " in problems(tmp_path, parts=parts(plain))
     assert "plain, which is no async function" in problems(tmp_path, parts=parts(plain, modules=["a"]))
 
 

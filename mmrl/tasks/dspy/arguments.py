@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any
 
 from mmrl.tasks.dspy.base import awaits
@@ -12,9 +11,6 @@ from mmrl.tasks.dspy.base import awaits
 
 def refused(function: Callable[..., Any], *args: object, **named: object) -> str | None:
     """The arguments that a function takes, as it has them in brackets, if it cannot be called with these."""
-    if inspect.isclass(function):
-        # Python's own way asks the metaclass, and DSPy's takes whatever there is.
-        function = MethodType(function.__init__, function)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of compiled code, which does not say

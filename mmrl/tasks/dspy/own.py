@@ -284,9 +284,6 @@ def _program(given: Any, modules: Sequence[str], name: str, key: Callable[[str],
         raise ConfigError(f"{key('modules')}: has no effect with {name}, which is no async function; leave it out")
     if _is_program(given):
         return given
-    if callable(given) and (takes := refused(given)) is not None:
-        what = "class of" if inspect.isclass(given) else "function that makes"
-        raise ConfigError(f"{key('program')}: {name} takes {takes}; a {what} a program takes no arguments")
     try:
         made = given()
     except Exception as error:  # whatever the user's own code raises
