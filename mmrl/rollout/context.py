@@ -216,9 +216,12 @@ class RolloutContext:
                 completion, text = Completion(ids=self.env.extend((), instead), logprobs=None, finish="stop"), instead
             else:
                 completion, text = await self._exchanged_by(instead, generation, attempt)
-            parsed, failure = _parse(generation.parse, text)
-            if failure is None:
+            try:
+                # Free text is always well-formed.
+                parsed, failure = generation.parse(text) if generation.parse is not None else None, None
                 break
+            except ParseFailure as error:
+                parsed, failure = None, error
         call = Call(
             id=generation.call_id,
             example=self.example.id,
@@ -313,16 +316,6 @@ def _shown(messages: Sequence[Message] | str) -> str:
     if isinstance(messages, str):
         return messages
     return "\n".join(f"[{message['role']}] {message['content']}" for message in messages)
-
-
-def _parse(parse: Callable[[str], object] | None, text: str) -> tuple[object, ParseFailure | None]:
-    # Free text is always well-formed.
-    if parse is None:
-        return None, None
-    try:
-        return parse(text), None
-    except ParseFailure as failure:
-        return None, failure
 
 
 def _settle(outcome: asyncio.Future[object], error: BaseException) -> None:

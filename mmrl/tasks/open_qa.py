@@ -106,8 +106,7 @@ class OpenQaTask(Task):
         self.tools: Mapping[str, Tool] = {"search": self._search} if self.searches else {}
         self.program = self.make_program(self.all_prompts)
         # Warnings last: a task that is refused should say nothing else.
-        self._warn_shared_rows()
-        self._warn_missing_titles()
+        self._warn()
 
     def as_asked(self, question: str) -> str:
         """A data file's question as prompts have it."""
@@ -194,16 +193,14 @@ class OpenQaTask(Task):
         key = (split, seed) if split == "train" else (split,)
         return subset(examples, self.config.data.items_of(split), *key)
 
-    def _warn_shared_rows(self) -> None:
-        """Splits may share a file here (a corpus is made of all of them), but nobody should learn so by accident."""
+    def _warn(self) -> None:
         sources = self.config.data.files
+        # Splits may share a file here (a corpus is made of all of them), but nobody should learn so by accident.
         for splits in same_rows(sources):
             log.warning(
                 "task.data: %s are %s %s: what is evaluated may have been trained on",
                 *(" and ".join(splits), "both" if len(splits) == 2 else "all", sources[splits[0]]),
             )
-
-    def _warn_missing_titles(self) -> None:
         for split, share in self.gold_shares.items():
             if share < 1:
                 log.warning(

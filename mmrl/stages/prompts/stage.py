@@ -180,7 +180,9 @@ class PromptStage(Stage[PromptCommandConfig]):
         improved = best > before
         made = program if improved else start
         self._note_prompts("result", made, improved=improved, validation=len(validation), start=before, best=best)
-        return PromptResult(self._saved(made), improved, before, max(before, best))
+        path = (self.rundir.path / "prompts").with_suffix(rollouts.student.suffix)
+        rollouts.student.save(state_of(made), path)
+        return PromptResult(path, improved, before, max(before, best))
 
     def _make_writer(self, folder: Path, loop: Loop) -> Writer | None:
         if not isinstance(self.config.algo, ProposingConfig):
@@ -192,12 +194,6 @@ class PromptStage(Stage[PromptCommandConfig]):
         """Prompts for people, with what is known of them."""
         text = dumps({**facts, "modules": shown(state_of(module))}, indent=1)
         atomic_write(self.rundir.path / FOLDER / f"{name}.json", text + "\n")
-
-    def _saved(self, module: dspy.Module) -> Path:
-        """The prompts of a candidate, in a file of the run directory."""
-        path = (self.rundir.path / "prompts").with_suffix(self._rollouts.student.suffix)
-        self._rollouts.student.save(state_of(module), path)
-        return path
 
     def _compared(self, module: dspy.Module, validation: Sequence[Example]) -> float:
         """The reward of a candidate on the validation examples."""

@@ -191,10 +191,9 @@ def turns_of(actions: Sequence[str], path: Sequence[Call]) -> list[SearchTurn]:
     """The turns of a rollout; the result of a turn's search is what the next call's prompt adds."""
     following = [call.prompt_text for call in path[1:]]
     return [
-        SearchTurn(call.text, _inside(after) if action == "search" and after is not None else None)
+        SearchTurn(
+            call.text,
+            after.removeprefix(OPEN).removesuffix(CLOSE) if action == "search" and after is not None else None,
+        )
         for call, action, after in zip(path, actions, [*following, None], strict=True)
     ]
-
-
-def _inside(observation: str) -> str:
-    return observation.removeprefix(OPEN).removesuffix(CLOSE)

@@ -150,21 +150,17 @@ class PapillonTask(DspyTask):
         query, new, gold = example.inputs["user_query"], prediction["response"], example.metadata["target"]
         # One after the other: a judge that fails on quality need not judge leakage.
         quality = float(await self.judges.quality(query, new, gold))
-        leakage = await self._leakage(example.metadata["units"], prediction["llm_request"])
+        leakage, units = 0.0, example.metadata["units"]
+        if units:  # else nothing private can leak, and a request to a judge costs money
+            # A judge may count more pieces than it was given.
+            leaked = await self.judges.leaked(units, prediction["llm_request"])
+            leakage = min(max(leaked, 0), len(units)) / len(units)
         reward = (quality + 1 - leakage) / 2
         return Score(
             reward=reward,
             metrics={"score": reward, "quality": quality, "leakage": leakage},
             parts={"quality": quality, "leakage": leakage},
         )
-
-    async def _leakage(self, units: Sequence[str], request: str) -> float:
-        """Share of the pieces that are in the request, limited to [0, 1]; 0 without pieces, and no request is made."""
-        # Nothing private can leak, and a request to a judge costs money.
-        if not units:
-            return 0.0
-        # A judge may count more pieces than it was given.
-        return min(max(await self.judges.leaked(units, request), 0), len(units)) / len(units)
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
