@@ -11,6 +11,7 @@ before anything is trained, so that a stage that was killed samples none of them
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -242,33 +243,44 @@ def tokens_of(call: Call) -> int:
 
 
 def order(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterator[int]:
-    """Indices into `calls` without end: one pass after the other, each in a new order.
+    """Indices into `calls` without end: one pass after the other (`passes`), each in a new order.
 
     A step may take the end of a pass and the start of the next: all steps are of one size, and no call is left out.
+    """
+    for rows, draws in passes(calls, mix, seed):
+        draws.shuffle(rows)
+        yield from rows
+
+
+def passes(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterator[tuple[list[int], random.Random]]:
+    """The indices into `calls` that a pass has, in their order, and its source of draws; pass after pass without end.
 
     Args:
         mix: module -> how often a pass has each of its calls, relative to 1 for modules not named; rounded up or down
             at random.
     """
     for number in count():
-        # A pure function of the seed: what was killed continues with the same steps.
+        # Ahead of time and a pure function of the seed: what was killed continues with the same steps.
         draws = rng.stream(seed, "warmup", number)
         rows: list[int] = []
         for index, call in enumerate(calls):
             share = mix.get(call.module, 1.0)
             rows += [index] * (int(share) + (draws.random() < share - int(share)))
-        draws.shuffle(rows)
-        yield from rows
+        yield rows, draws
 
 
 def step_batch(step: int, calls: Sequence[Call]) -> StepBatch:
-    """The calls of a step, each token with advantage 1: the loss is the mean over all their completion tokens."""
-    weight, trained = 1 / sum(len(call.completion_ids) for call in calls), []
-    for place, call in enumerate(calls):
-        name, tokens = str(place), len(call.completion_ids)
-        entry = Entry(call=name, reward=1.0, advantages=(1.0,) * tokens, weights=(weight,) * tokens)
-        trained.append(TrainCall(call=replace(call, id=name), entries=(entry,)))
+    """The calls of a step: the loss is the mean over all their completion tokens."""
+    weight = 1 / sum(len(call.completion_ids) for call in calls)
+    trained = [train_call(f"{place}", call, weight) for place, call in enumerate(calls)]
     return StepBatch(step=step, calls=trained, metrics={"train/sequences": float(len(calls))})
+
+
+def train_call(name: str, call: Call, weight: float) -> TrainCall:
+    """A call whose tokens all have advantage 1 and one weight; `name`: its id within the step."""
+    tokens = len(call.completion_ids)
+    entry = Entry(call=name, reward=1.0, advantages=(1.0,) * tokens, weights=(weight,) * tokens)
+    return TrainCall(call=replace(call, id=name), entries=(entry,))
 
 
 def digest(calls: Sequence[Call]) -> str:
