@@ -24,11 +24,11 @@ from mmrl.report.rundir import RunDir
 from mmrl.run import build
 from mmrl.system import objects
 from mmrl.system.objects import put
-from mmrl.tasks.mini.examples import mini_support
+from mmrl.tasks.mini.examples import mini_records
 from tests.helpers import TOP
 from tests.helpers.runs import numbers
 
-LABELS = tuple(sorted({example.metadata["label"] for example in mini_support("train")}))
+LABELS = tuple(sorted({example.metadata["label"] for example in mini_records("train", "support")}))
 SETTINGS: dict[str, Any] = {
     "hardware": {"name": "cpu", "threads": 1},
     "train": {"steps": 2, "batch_size": 2, "save_every": 1},
@@ -58,7 +58,7 @@ def metric(example: dspy.Example, prediction: dspy.Prediction, trace: object = N
 def examples(split: str, count: int) -> list[dspy.Example]:
     return [
         dspy.Example(text=example.inputs["text"], label=example.metadata["label"]).with_inputs("text")
-        for example in mini_support(split)[:count]
+        for example in mini_records(split, "support")[:count]
     ]
 
 
