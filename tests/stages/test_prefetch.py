@@ -214,6 +214,7 @@ def test_prefetch_hands_over_what_was_made_once_and_for_its_step() -> None:
         prefetch.take(3)
     prefetch.wait()
     assert (prefetch.step, prefetch.take(2), prefetch.step) == (2, 7, None)
+    prefetch.close()
 
 
 def test_prefetch_raises_what_sampling_raised_to_whoever_takes_it() -> None:
@@ -227,6 +228,7 @@ def test_prefetch_raises_what_sampling_raised_to_whoever_takes_it() -> None:
         prefetch.take(1)
     prefetch.start(2, lambda: _slowly(1))
     assert prefetch.take(2) == 1
+    prefetch.close()
 
 
 def test_prefetch_ends_at_once_when_it_is_closed() -> None:
