@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mmrl.config import EngineConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup, NullEngine, Request, Sampling
-from mmrl.errors import ConfigError, unknown
+from mmrl.errors import unknown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,13 +24,7 @@ ENGINES: dict[str, str] = {
 
 
 def engine_class(name: str) -> Callable[..., Engine]:
-    """The class of one engine.
-
-    Raises:
-        ConfigError: no engine has that name.
-    """
-    if name not in ENGINES:
-        raise ConfigError(unknown("engine.name", name, ENGINES))
+    """The class of one engine of `ENGINES`."""
     module, _, attribute = ENGINES[name].partition(":")
     kind: Callable[..., Engine] = getattr(import_module(module), attribute)
     return kind
@@ -80,10 +74,9 @@ def problems(
             "engine=transformers, or train adapters (model.lora)"
         )
     if (vllm := config.as_vllm) is not None:
-        from mmrl.engines.vllm.command import rank_problems, sleep_problems, vllm_problems
+        from mmrl.engines.vllm.command import vllm_problems
 
-        sentences += vllm_problems(vllm.model_copy(update={"name": name})) + sleep_problems(vllm, device)
-        sentences += rank_problems(rank)
+        sentences += vllm_problems(vllm.model_copy(update={"name": name}), device, rank)
     return sentences
 
 

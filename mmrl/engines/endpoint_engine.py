@@ -7,7 +7,7 @@ run's tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from mmrl.config import EngineConfig
@@ -57,7 +57,7 @@ class EndpointEngine(Engine):
             )
         sampling = request.sampling
         with self._clock.running():
-            text, reason = await self.chat.complete_with_finish(
+            reply = await self.chat.reply(
                 request.messages,
                 max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
@@ -65,11 +65,9 @@ class EndpointEngine(Engine):
                 # Equal calls stay equal where the endpoint honours seeds; most promise it only as best effort.
                 seed=sampling.seed % SEEDS,
             )
-        return self._completion(text, "length" if reason == "length" else "eos", sampling.stop)
-
-    def _completion(self, text: str, finish: str, stop: Sequence[str]) -> Completion:
+        text, finish = reply.text, "length" if reply.finish == "length" else "eos"
         # Endpoints leave the stop string out and do not say which one it was, so it is not sent; the cut is made here.
-        ends = [text.index(mark) + len(mark) for mark in stop if mark in text]
+        ends = [text.index(mark) + len(mark) for mark in sampling.stop if mark in text]
         if ends:
             text, finish = text[: min(ends)], "stop"
         # Not the ids that the endpoint sampled: they serve counting and prompts of later turns, never the loss.

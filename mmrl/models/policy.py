@@ -130,10 +130,15 @@ def require_undamaged(policy: Policy) -> None:
             raise ConfigError(f"policy: {problem}; restore it, or evaluate another checkpoint of the run")
 
 
+def every_checkpoint(folder: Path) -> list[Path]:
+    """Folders with the name of a checkpoint, oldest first, whole or not."""
+    steps = [(step, path) for path in folder.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None]
+    return [path for _, path in sorted(steps)]
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in `folder`, oldest first."""
-    steps = [(step, path) for path in folder.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None]
-    return [path for _, path in sorted(steps) if is_complete(path)]
+    return [path for path in every_checkpoint(folder) if is_complete(path)]
 
 
 def newest_checkpoint(folder: Path | str) -> Path | None:

@@ -90,21 +90,17 @@ class Adapters:
             by_adapter[self.of[train.call.module]].append(train)
         return list(by_adapter.values())
 
-    def groups(self, policy: PeftModel, lr: float, weight_decay: float) -> list[ParameterGroup]:
-        """Optimizer groups, one per trained adapter."""
-        return [
-            {
-                "params": list(self.parameters(policy, name).values()),
-                "lr": self.rates.get(name, lr),
-                "weight_decay": weight_decay,
-            }
-            for name in self.trained
-        ]
-
     def make_optimizer(self, trainer: Trainer) -> torch.optim.Optimizer:
         """The optimizer that the settings of `trainer` name, with a group for each trained adapter of its model."""
         policy, settings = cast("PeftModel", trainer.model), trainer.args
-        groups = self.groups(policy, settings.learning_rate, settings.weight_decay)
+        groups: list[ParameterGroup] = [
+            {
+                "params": list(self.parameters(policy, name).values()),
+                "lr": self.rates.get(name, settings.learning_rate),
+                "weight_decay": settings.weight_decay,
+            }
+            for name in self.trained
+        ]
         self.train_all(policy)
         kind, options = trainer.get_optimizer_cls_and_kwargs(settings)
         made: torch.optim.Optimizer = kind(groups, **options)

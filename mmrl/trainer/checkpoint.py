@@ -23,7 +23,15 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging as hf_logging
 
 from mmrl.errors import CheckpointError, MmrlError, StorageError, storage_error
-from mmrl.models.policy import EXTRA, MARKER, checkpoint_step, complete_checkpoints, damage, is_complete
+from mmrl.models.policy import (
+    EXTRA,
+    MARKER,
+    checkpoint_step,
+    complete_checkpoints,
+    damage,
+    every_checkpoint,
+    is_complete,
+)
 from mmrl.report.card import checkpoint_card
 from mmrl.system.files import JsonObject, digests, sync
 from mmrl.trainer.critic import ADAPTER, FILE, Critic
@@ -159,8 +167,8 @@ def prune(folder: Path, keep: int, due: Callable[[int], bool] = lambda step: Tru
     """
     complete = complete_checkpoints(folder)
     staying = {*[path for path in complete if due(checkpoint_step(path) or 0)][-keep:], *complete[-1:]}
-    for path in folder.glob("checkpoint-*"):
-        if checkpoint_step(path) is not None and path not in staying:
+    for path in every_checkpoint(folder):
+        if path not in staying:
             _remove(path)
     # What was set aside has been made again.
     newest = checkpoint_step(complete[-1]) if complete else None
@@ -168,12 +176,6 @@ def prune(folder: Path, keep: int, due: Callable[[int], bool] = lambda step: Tru
         step = checkpoint_step(path.with_name(path.name.removeprefix(_ASIDE)))
         if newest is not None and step is not None and step <= newest:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def every_checkpoint(folder: Path) -> list[Path]:
-    """Folders with the name of a checkpoint, newest first, whole or not."""
-    steps = {path: checkpoint_step(path) for path in folder.glob("checkpoint-*")}
-    return sorted((path for path, step in steps.items() if step is not None), key=lambda path: -(steps[path] or 0))
 
 
 def unusable(path: Path) -> str:

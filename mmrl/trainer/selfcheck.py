@@ -11,11 +11,12 @@ from itertools import pairwise
 import torch
 from accelerate.utils import DistributedType
 
+from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE
+from mmrl.engines.embedded.prefixes import common_prefix
 from mmrl.errors import MmrlError
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import TrainCall, active
 from mmrl.trainer.packing import Pack
-from mmrl.trainer.tries import common_prefix
 
 SAMPLE_TOKENS = 1024
 """Tokens of the compared calls, all together (or two calls)."""
@@ -23,10 +24,8 @@ GRADIENT_NUMBERS = 2**26
 """Numbers of the compared gradients."""
 # By the type that is computed in. Packed and padded forwards sum in another order, so they agree up to rounding only;
 # a token that sees too much or too little is off by far more than these.
-LOGPROB_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-COSINE = {torch.float64: 1 - 1e-6, torch.float32: 0.999}
-HALF_LOGPROB_TOLERANCE, HALF_COSINE = 0.3, 0.95
-"""In half precision; elsewhere a difference of rounding is orders of magnitude below these."""
+EXACT, FULL, HALF = (1e-6, 1 - 1e-6), (TOLERANCE, 0.999), (HALF_TOLERANCE, 0.95)
+"""Largest difference of two log-probabilities and least cosine of two gradients: float64, float32, half precision."""
 
 
 def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
@@ -48,11 +47,10 @@ def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
     # Sharded gradients are not whole on any process, so only log-probabilities are compared there.
     sharded = forwards.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     (logprobs, gradient), (padded, padded_gradient) = (_measure(forwards, one, gradients=not sharded) for one in packs)
-    kind = torch.float64 if forwards.policy.dtype == torch.float64 else torch.float32
     half = forwards.policy.dtype in (torch.bfloat16, torch.float16) or forwards.accelerator.mixed_precision == "bf16"
-    allowed = HALF_LOGPROB_TOLERANCE if half else LOGPROB_TOLERANCE[kind]
+    allowed, least = HALF if half else EXACT if forwards.policy.dtype == torch.float64 else FULL
     difference = max(float((logprobs[name] - padded[name]).abs().max()) for name in padded)
-    cosine, least = _cosine(gradient, padded_gradient), HALF_COSINE if half else COSINE[kind]
+    cosine = _cosine(gradient, padded_gradient)
     if not difference <= allowed or not cosine >= least:
         raise MmrlError(
             f"train.packing: on the first batch, packed and padded log-probabilities differ by {difference:.2g} "

@@ -91,7 +91,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(VllmColocatedEngine, "_start", lambda self: made)
     monkeypatch.setattr(VllmColocatedEngine, "_check_served", lambda self: None)
-    monkeypatch.setattr("mmrl.engines.vllm.base.vllm_problems", lambda config: [])
+    monkeypatch.setattr("mmrl.engines.vllm.base.vllm_problems", lambda *_: [])
     return made
 
 

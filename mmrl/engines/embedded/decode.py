@@ -1,14 +1,13 @@
 """The native decoder for Llama- and Qwen-like models: fused products, preallocated KV cache, shared prompts once.
 
-Under `RowDecoder`. `architecture` says which models it serves; `engine` compares it with the model's own forward
-before it is trusted. What it saves against `generate`: growing caches (re-copied at every token there), Python between
+Under `RowDecoder`, which compares it with the model's own forward before it is trusted; `architecture` says which
+models it serves. What it saves against `generate`: growing caches (re-copied at every token there), Python between
 small operations, the forward of a prompt for each of its samples, and rows that idle until the longest one is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ CACHE_STEP = 64
 
 
 class NativeLoop:
-    """Generates by the fused weights of `architecture`, for a `ModelLoop`.
+    """Generates by the fused weights of `architecture`, for a `RowDecoder`; logits come in the order of its rows.
 
     The cache is one tensor per layer, (2, rows, kv heads, length, head_dim), keys and values. Row b has `_lengths[b]`
     tokens; those of its `_prefixes[b]` lie in the prefix, which its rows read together, and the cache has what comes
@@ -71,7 +70,7 @@ class NativeLoop:
         self._store = PrefixStore(self.stored_tokens)
 
     def prefill(self, rows: Sequence[BatchRow]) -> Tensor:
-        """See `ModelLoop.prefill`; what prompts share is forwarded once."""
+        """Append rows; returns the (len(rows), V) logits after their prompts. What prompts share is forwarded once."""
         # Equal prompts (the samples of a group) are one leaf: forwarded once, copied into each of their rows or shared.
         places: dict[tuple[int, ...], list[int]] = {}
         for index, row in enumerate(rows):
@@ -110,7 +109,7 @@ class NativeLoop:
         return logits
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """See `ModelLoop.step`."""
+        """Extend the rows in flight by one token each; returns (B, V) logits."""
         self._reserve(len(tokens), max(self._own_lengths()) + 1)
         if self._positions is None:
             self._place()
@@ -122,7 +121,7 @@ class NativeLoop:
         return self.weights.head(self.weights.norm(hidden))
 
     def keep(self, indices: Sequence[int]) -> list[int]:
-        """See `ModelLoop.keep`; the last rows move into the gaps."""
+        """Forget all rows but these (ascending); returns them in their new order: the last rows move into the gaps."""
         count = len(indices)
         order = list(range(count))
         survivors = set(indices)
@@ -258,7 +257,6 @@ class NativeLoop:
         ids = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts], device=device)
         cos, sin = (table[start : start + width, None] for table in w.rope(start + width))
         last = torch.tensor([len(part) - 1 for part in parts], device=device)
-        batch = _Pass(last, cos, sin, target)
         # Padding on the right needs no mask: causal attention looks to the left, and `last` picks each segment's own
         # end. With a parent, every token also sees all of its `start` tokens.
         mask = None
@@ -266,17 +264,15 @@ class NativeLoop:
         if start and not apart:
             seen = torch.ones(width, start + width, dtype=torch.bool, device=device).tril_(start)
             mask = torch.zeros(seen.shape, dtype=w.embedding.dtype, device=device).masked_fill_(~seen, float("-inf"))
+        pasts: list[Tensor | None] = [None] * len(w.layers)
+        if parent is not None:
+            pasts = [cache[:, :, :start] for cache in parent.cache]
         x = F.embedding(ids.view(-1), w.embedding)  # (segments * width, H)
-        for index, layer in enumerate(w.layers):
-            past = parent.cache[index][:, :, :start] if parent is not None else None
-            normed = layer.before_attention(x)
-            # Nobody reads the last layer's output but for the last token; its keys and values are needed of all.
-            if index == len(w.layers) - 1:
-                return self._last_layer(layer, x, normed, past, batch)
-            qkv = layer.qkv(normed).view(count, width, -1, w.head_dim)
+        for layer, cache, past in zip(w.layers[:-1], self._cache, pasts, strict=False):
+            qkv = layer.qkv(layer.before_attention(x)).view(count, width, -1, w.head_dim)
             _rotate(qkv[:, :, : w.heads + w.kv_heads], cos, sin, layer)
             query = qkv[:, :, : w.heads].transpose(1, 2)
-            key, value = batch.target.fill(self._cache[index], past, qkv[:, :, w.heads :], apart)
+            key, value = target.fill(cache, past, qkv[:, :, w.heads :], apart)
             if apart and past is not None:
                 mixed = after_prefix(query, key, value, past)
             else:
@@ -285,37 +281,21 @@ class NativeLoop:
                 )
             x = layer.out.add_to(x, mixed.transpose(1, 2).reshape(count * width, -1))
             x = _mlp(layer, x)
-        raise AssertionError("a model without layers")
-
-    def _last_layer(self, layer: Layer, x: Tensor, normed: Tensor, past: Tensor | None, batch: _Pass) -> Tensor:
-        """The last layer needs keys and values of all tokens, and all else of each segment's last token only."""
-        w, last, cos, sin = self.weights, batch.last, batch.cos, batch.sin
-        count, width = len(last), cos.shape[0]
-        split = w.heads * w.head_dim
+        # Nobody reads the last layer's output but for each segment's last token; its keys and values are needed of all.
+        layer, split = w.layers[-1], w.heads * w.head_dim
+        normed = layer.before_attention(x)
         kv = layer.qkv(normed, slice(split, None)).view(count, width, -1, w.head_dim)
         _rotate(kv[:, :, : w.kv_heads], cos, sin, layer, slice(w.heads, None))
-        key, value = batch.target.fill(self._cache[-1], past, kv)
-        at = torch.arange(count, device=x.device) * width + last  # rows of x that are a segment's last token
-        query = layer.qkv(normed[at], slice(0, split)).view(count, w.heads, w.head_dim)
+        key, value = target.fill(self._cache[-1], pasts[-1], kv)
+        ends = torch.arange(count, device=device) * width + last  # rows of x that are a segment's last token
+        query = layer.qkv(normed[ends], slice(0, split)).view(count, w.heads, w.head_dim)
         _rotate(query, cos[last], sin[last], layer, slice(0, w.heads))
         length = key.shape[2]
         # (segments, length): the parent, and the segment's own tokens but for its padding
-        seen = torch.arange(length, device=x.device) <= (last + (length - width)).unsqueeze(1)
+        seen = torch.arange(length, device=device) <= (last + (length - width)).unsqueeze(1)
         grouped = query.view(count, w.kv_heads, -1, w.head_dim)
         mixed = F.scaled_dot_product_attention(grouped, key, value, attn_mask=seen[:, None, None])
-        return _mlp(layer, layer.out.add_to(x[at], mixed.reshape(count, -1)))
-
-
-@dataclass(slots=True)
-class _Pass:
-    """What all layers of one prefill pass share; U segments, padded to S tokens."""
-
-    last: Tensor
-    """(U,) index of each segment's last token."""
-    cos: Tensor
-    sin: Tensor
-    """(S, 1, head_dim) rotary angles of the segments' positions."""
-    target: Target
+        return _mlp(layer, layer.out.add_to(x[ends], mixed.reshape(count, -1)))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, heads: slice = slice(None)) -> None:

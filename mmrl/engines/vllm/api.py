@@ -53,7 +53,7 @@ class VllmApi:
             "return_token_ids": True,
         }
         async with self.io.slots:
-            reply = await self.post("/v1/completions", body)
+            reply = await self.request("/v1/completions", body)
         try:
             choice = reply["choices"][0]
             ids = [int(token) for token in choice["token_ids"]]
@@ -69,40 +69,37 @@ class VllmApi:
 
     async def models(self) -> dict[str, Any]:
         """Served name -> its card (`max_model_len`, …)."""
-        reply = await self.request("GET", "/v1/models")
+        reply = await self.request("/v1/models")
         return {card["id"]: card for card in reply.get("data", [])}
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Serve the LoRA adapter in `folder` under `name`."""
-        await self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        await self.request("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter."""
-        await self.post("/v1/unload_lora_adapter", {"lora_name": name})
+        await self.request("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def reload(self, folder: str) -> None:
         """Replace the base weights by those in `folder`, in place, and forget every cached prefix."""
-        await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
-        await self.post("/reset_prefix_cache", {})
+        await self.request("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+        await self.request("/reset_prefix_cache", {})
 
     async def probe(self, model: str, ids: Sequence[int]) -> list[float]:
         """Log-probability of each of `ids` but the first, at temperature 1; never from the prefix cache."""
         body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        reply = await self.post("/v1/completions", {**body, "add_special_tokens": False})
+        reply = await self.request("/v1/completions", {**body, "add_special_tokens": False})
         rows = reply["choices"][0]["prompt_logprobs"]
         return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], ids[1:], strict=True)]
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """See `request`."""
-        return await self.request("POST", path, body)
-
-    async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The reply as JSON, or as text where it is none.
+    async def request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Post `body`, or get where there is none; the reply as JSON, or as text where it is no JSON.
 
         Raises:
             HttpFailure: no connection, no reply in time, or HTTP 5xx; the same request may succeed later.
             EngineFailure: HTTP 4xx, with the server's words.
         """
+        method = "GET" if body is None else "POST"
         try:
             content = await self.io.attempt(method, self.url + path, body=body, limit=LARGEST_REPLY)
         except HttpFailure as failure:

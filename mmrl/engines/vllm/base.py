@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 from mmrl.config.engines import VllmConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup
 from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, BatchRow, Rules, context_limit, eos_ids
-from mmrl.engines.vllm.command import exact, logprobs_mode, sleep_problems, vllm_problems
+from mmrl.engines.vllm.command import exact, logprobs_mode, vllm_problems
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_configs
@@ -64,7 +64,7 @@ class VllmEngine(Engine):
     def __init__(
         self, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, config: VllmConfig, setup: EngineSetup
     ):
-        if problems := vllm_problems(config) + sleep_problems(config, setup.device):
+        if problems := vllm_problems(config, setup.device):
             raise ConfigError(problems)
         assert setup.weights is not None and setup.folder is not None
         # A wrapper of peft passes attributes on to the model inside.

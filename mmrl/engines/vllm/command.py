@@ -35,8 +35,22 @@ LOOK_S = 60.0
 """Longest wait for another interpreter to say whether it has vLLM."""
 
 
-def vllm_problems(config: VllmConfig) -> list[str]:
-    """Why vLLM cannot be used as configured; known before any model loads."""
+def vllm_problems(config: VllmConfig, device: str = "auto", rank: int = 0) -> list[str]:
+    """Why vLLM cannot be used as configured; known before any model loads.
+
+    Args:
+        rank: of the LoRA adapters that it would serve; 0: none.
+    """
+    problems = _unstartable(config)
+    if getattr(config, "sleep", None) and device == "cpu":
+        problems.append("engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out")
+    if rank > RANKS[-1]:
+        problems.append(f"model.lora.r: got {rank}, vLLM serves at most {RANKS[-1]}")
+    return problems
+
+
+def _unstartable(config: VllmConfig) -> list[str]:
+    """Why no vLLM can be reached or started."""
     if config.server is not None:
         problem = address_problem(config.server, " of a vLLM server")
         return [f"engine.url: {problem}"] if problem else []
@@ -70,13 +84,6 @@ def _has_vllm(python: str) -> bool:
         return subprocess.run([python, "-c", check], capture_output=True, timeout=LOOK_S, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
-
-
-def sleep_problems(config: VllmConfig, device: str) -> list[str]:
-    """Why vLLM cannot sleep as configured."""
-    if getattr(config, "sleep", None) and device == "cpu":
-        return ["engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out"]
-    return []
 
 
 def logprobs_mode(config: VllmConfig, samplings: Sequence[tuple[float, float, int]]) -> str:
@@ -157,11 +164,6 @@ def engine_arguments(
         arguments += ["--enable-lora", "--max-lora-rank", str(next((known for known in RANKS if rank <= known), rank))]
         arguments += ["--max-loras", str(2 * adapters), "--max-cpu-loras", str(3 * adapters)]
     return arguments
-
-
-def rank_problems(rank: int) -> list[str]:
-    """Why vLLM cannot serve adapters of `rank`."""
-    return [f"model.lora.r: got {rank}, vLLM serves at most {RANKS[-1]}"] if rank > RANKS[-1] else []
 
 
 def server_environment(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:

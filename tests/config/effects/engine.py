@@ -118,7 +118,7 @@ def _server(options: Options, folder: Path, device: str) -> Iterator[Any]:
         return None
 
     with (
-        patch("mmrl.engines.vllm.base.vllm_problems", lambda config: []),
+        patch("mmrl.engines.vllm.base.vllm_problems", lambda *_: []),
         patch("mmrl.engines.vllm.server.ChildProcess", _Process),
         patch.object(VllmServerEngine, "_first_boot", nothing),
         patch.dict(os.environ),
@@ -165,7 +165,7 @@ def started(name: str, options: Options, folder: Path) -> object:
     seen: list[list[str]] = []
     with (
         _vllm_package(seen),
-        patch("mmrl.engines.vllm.base.vllm_problems", lambda config: []),
+        patch("mmrl.engines.vllm.base.vllm_problems", lambda *_: []),
         patch.object(VllmColocatedEngine, "_check_served", lambda self: None, create=True),
         patch.dict(os.environ),
     ):
