@@ -68,7 +68,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """What an engine is built with beyond `engine.*`."""
+    """Settings of an engine beyond `engine.*`."""
 
     max_context: int | None = None
     """Most tokens of prompt and completion together, at most the model's own limit; None: that limit."""
@@ -204,7 +204,7 @@ class NullEngine(Engine):
 
 
 class Asking(Protocol):
-    """What asks endpoints: an engine, or a task with a judge."""
+    """A user of endpoints: an engine, or a task with a judge."""
 
     def endpoint_usage(self) -> Mapping[str, float]:
         """Requests so far, by metric name."""

@@ -177,7 +177,7 @@ def named(config: EngineConfig, model: str) -> EndpointConfig:
 
 
 def unreachable(endpoints: Mapping[str, EndpointConfig]) -> list[str]:
-    """Why no request to some endpoints can succeed, one sentence each; asks each one token.
+    """Reasons why no request to some endpoints can succeed, one sentence each; asks each one token.
 
     Args:
         endpoints: where an endpoint stands in the config -> the endpoint.

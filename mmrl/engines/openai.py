@@ -94,7 +94,7 @@ class OpenAIChat:
         return await self._http.run(self._reply(messages, options))
 
     def unreachable(self) -> list[str]:
-        """Why no request can succeed: nobody there, a refused key, an unknown model. Blocks; asks one token.
+        """Reasons why no request can succeed: nobody there, a refused key, an unknown model. Blocks; asks one token.
 
         One sentence per problem, with the config key. What may pass (429, 500, a slow reply) is no problem.
         """
@@ -172,7 +172,7 @@ class OpenAIChat:
         await asyncio.sleep(start - now)
 
     def _renamed(self, body: Mapping[str, object], failure: HttpFailure) -> bool:
-        """Whether the server asks for another name of the limit of new tokens, which later requests have."""
+        """True where the server asks for another name of the limit of new tokens, which later requests have."""
         asks = asks_for_the_other_limit(body, failure.status, failure.text)
         if not asks or self.settings.max_tokens_field != "auto":
             return False
@@ -209,7 +209,7 @@ def described(settings: EndpointConfig, chat: object, *further: str, **counts: i
 
 
 def worth_logging(count: int) -> bool:
-    """Whether occurrence number `count` (from 1) is shown: 1, 10, 100, …; all of them would fill the screen."""
+    """True where occurrence number `count` (from 1) is shown: 1, 10, 100, …; all of them would fill the screen."""
     return str(count).strip("0") == "1"
 
 

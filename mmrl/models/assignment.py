@@ -62,7 +62,7 @@ class ModuleAssignment:
 
     @property
     def copied(self) -> bool:
-        """Whether a frozen copy of the whole initial model serves the modules `initial`, for want of adapters."""
+        """True where a frozen copy of the whole initial model serves the modules `initial`, for want of adapters."""
         return bool(self.initial) and not self.adapters
 
     @property
@@ -100,14 +100,14 @@ class ModuleAssignment:
         return describe_weights(named | {m: f"endpoint {model}" for m, model in self.answered.items()})
 
     def record(self) -> dict[str, object]:
-        """What a checkpoint stores of it, for `policy.resolve`."""
+        """The part that a checkpoint stores, for `policy.resolve`."""
         # A shared policy records nothing: its checkpoint is the policy.
         if self.copied:
             return {"modules": self.served, "base": self.model.path}
         return {"modules": self.adapters} if self.adapters else {}
 
     def problems(self) -> list[str]:
-        """What cannot work or has no effect, one sentence each."""
+        """Problems of it, one sentence each: what cannot work or has no effect."""
         found = [*self._answered_problems(), *self._left_out_problems()]
         if self.model.modules is not None:
             return [*found, *self._adapter_problems(self.model.modules)]

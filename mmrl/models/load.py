@@ -38,7 +38,7 @@ class ServedWeights(TypedDict):
 
 
 def model_path(model: ModelConfig) -> str:
-    """Where the weights are; see `located`."""
+    """Folder or hub id of the weights; see `located`."""
     return located(model.path)
 
 
@@ -217,7 +217,7 @@ def refuse_targets(model: ModelConfig) -> None:
 
 
 def _loaded(model: ModelConfig, what: str, kind: Any, **options: object) -> Any:
-    """What a class of transformers loads for `model`.
+    """Load `model` by a class of transformers.
 
     Raises:
         ConfigError: `model.path` cannot be loaded.
@@ -244,7 +244,7 @@ def _source(model: ModelConfig) -> str:
 
 
 def _offline(source: str) -> bool:
-    """Whether to load only what is on this machine: a folder, or a hub id while the hub is away."""
+    """True to load only what is on this machine: a folder, or a hub id while the hub is away."""
     return Path(source).is_dir() or not hub_answers()
 
 

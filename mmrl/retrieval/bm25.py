@@ -38,7 +38,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bm25Settings:
-    """How words count, and which are indexed, in which form; part of an index, whose queries are read alike."""
+    """Weights and forms of indexed words; part of an index, whose queries are read alike."""
 
     k1: float = 0.9
     """Saturation of term frequency."""

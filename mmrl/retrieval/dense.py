@@ -46,7 +46,7 @@ Advance = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """What is done to a text before and after the network; part of an index, whose queries are treated alike."""
+    """Steps on a text before and after the network; part of an index, whose queries are treated alike."""
 
     encoder: str
     """`own` (the model's files), or a name of `PRESETS`, whose token vectors are averaged."""
@@ -255,7 +255,7 @@ def _encode_shards(folder: Path, documents: Sequence[Document], encoder: Encoder
 def _in_pieces(
     texts: Sequence[str], encode: Callable[[list[str]], Iterable[np.ndarray]], batch_size: int, advance: Advance
 ) -> list[np.ndarray]:
-    """What `encode` makes of each text, in the order of the texts; `advance` is called after every few batches."""
+    """Vectors of `encode` in the order of the texts; `advance` is called after every few batches."""
     # Texts of like length side by side: little padding in a batch.
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
     encoded: dict[int, np.ndarray] = {}

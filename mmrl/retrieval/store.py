@@ -26,7 +26,7 @@ PASSAGES, OFFSETS, TITLES = "passages.jsonl", "offsets.npy", "titles.npy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFacts:
-    """What `write_passages` wrote."""
+    """Counts and hash of the passages that `write_passages` wrote."""
 
     documents: int
     """Different (title, text) pairs."""
@@ -127,7 +127,7 @@ class PassageStore(Sequence[Document]):
         return state.digest()
 
     def has_title(self, title: str) -> bool:
-        """Whether a passage has this title."""
+        """True where a passage has this title."""
         key = np.uint64(title_hash(title))
         place = int(np.searchsorted(self._titles, key))
         return place < len(self._titles) and bool(self._titles[place] == key)

@@ -35,15 +35,15 @@ def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
         MmrlError: they differ.
     """
     trained = [train for train in calls if any(active(entry, forwards.settings.beta) for entry in train.entries)]
-    chosen = calls_to_compare(trained)
-    if forwards.adapters is not None and chosen:
+    compared = calls_to_compare(trained)
+    if forwards.adapters is not None and compared:
         # One adapter: otherwise a difference of weights would pass for one of packing.
         adapter = forwards.adapters.of
-        chosen = [one for one in chosen if adapter[one.call.module] == adapter[chosen[0].call.module]]
-    if not chosen:
+        compared = [one for one in compared if adapter[one.call.module] == adapter[compared[0].call.module]]
+    if not compared:
         return False
-    modules = module_names([train.call for train in chosen])
-    packs = [forwards.make_packs(chosen, modules, score_all=True, tries=tries) for tries in (True, False)]
+    modules = module_names([train.call for train in compared])
+    packs = [forwards.make_packs(compared, modules, score_all=True, tries=tries) for tries in (True, False)]
     # Sharded gradients are not whole on any process, so only log-probabilities are compared there.
     sharded = forwards.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     (logprobs, gradient), (padded, padded_gradient) = (_measure(forwards, one, gradients=not sharded) for one in packs)
@@ -69,13 +69,13 @@ def calls_to_compare(calls: Sequence[TrainCall]) -> list[TrainCall]:
     shared = [common_prefix(_ids(left), _ids(right)) for left, right in pairwise(ordered)]
     fitting = [n for n, one in enumerate(ordered[:-1]) if len(_ids(one) + _ids(ordered[n + 1])) <= SAMPLE_TOKENS]
     at = max(fitting or range(len(shared)), key=lambda n: (shared[n], -n))
-    chosen, tokens = ordered[at : at + 2], len(_ids(ordered[at]) + _ids(ordered[at + 1]))
+    compared, tokens = ordered[at : at + 2], len(_ids(ordered[at]) + _ids(ordered[at + 1]))
     for train in ordered[at + 2 :]:
         tokens += len(_ids(train))
         if tokens > SAMPLE_TOKENS:
             break
-        chosen.append(train)
-    return chosen
+        compared.append(train)
+    return compared
 
 
 def _ids(train: TrainCall) -> tuple[int, ...]:
@@ -91,9 +91,8 @@ def _measure(
     logprobs: dict[str, torch.Tensor] = {}
     total: list[torch.Tensor] = []
     for pack in packs:
-        pack.to(forwards.device)
-        context = torch.enable_grad() if gradients else torch.no_grad()
-        with context, forwards.with_adapter(pack), forwards.autocast():
+        forwards.use_adapter(pack.to(forwards.device))
+        with torch.set_grad_enabled(gradients), forwards.autocast():
             numbers = forwards.score(model, pack).logprobs  # (N,)
             parts = numbers.split([len(train.call.completion_ids) for train in pack.calls])
             logprobs |= {train.call.id: part.detach() for train, part in zip(pack.calls, parts, strict=True)}

@@ -240,7 +240,8 @@ class MmrlTrainer(GRPOTrainer):
         for count, pack in enumerate(update.packs, start=1):
             # Sharded gradients are joined after each pack: waiting would keep whole ones on every process.
             now = self.sharded or count == len(update.packs)
-            with nullcontext() if now else self.accelerator.no_sync(model), self.forwards.with_adapter(pack):
+            self.forwards.use_adapter(pack)
+            with nullcontext() if now else self.accelerator.no_sync(model):
                 total += self._train_on(model, pack, first=update.first)
         loss = float(self.forwards.reduce(total, "sum"))
         self.totals.losses.append(finite(loss, "loss", update.step))

@@ -71,7 +71,7 @@ def _base(source: nn.Module) -> nn.Linear:
 
 
 def _odd(module: nn.Module) -> str | None:
-    """Why a projection is neither a plain linear layer nor one with plain LoRA, or None."""
+    """The reason why a projection is neither a plain linear layer nor one with plain LoRA, or None."""
     if type(module) in PLAIN:
         return None
     if not type(module).__module__.startswith("peft.tuners.lora") or type(module).__name__ != "Linear":

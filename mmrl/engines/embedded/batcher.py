@@ -212,7 +212,7 @@ class Batcher(Engine):
                     return
 
     def _missing(self) -> bool:
-        """Whether the next batch must still wait for a live program."""
+        """True where the next batch must still wait for a live program."""
         if self.schedule == "greedy" or not (self.waiting or self.active):
             return False
         if self.active and not self.decoder.refills:

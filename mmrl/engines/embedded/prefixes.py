@@ -123,7 +123,7 @@ class PrefixStore:
             del self._seen_sorted[bisect_left(self._seen_sorted, oldest)]
 
     def meet(self, prompt: Ids) -> int:
-        """How much of a prompt any remembered sequence shares; notices a turn that continues one."""
+        """Length of the prefix that a prompt shares with any remembered sequence; notices a turn that continues one."""
         at = bisect_left(self._seen_sorted, prompt)
         most = 0
         for neighbour in self._seen_sorted[max(0, at - 1) : at + 1]:

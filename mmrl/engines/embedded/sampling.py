@@ -113,7 +113,7 @@ def _locate(cdf: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def surviving(scores: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
-    """Which tokens survive top-k and then top-p.
+    """Tokens that survive top-k and then top-p.
 
     The k most probable tokens stay (0: all), are renormalised, and of those the fewest whose probabilities sum to
     at least p. Of tokens tied at the border the lower ids stay.

@@ -125,7 +125,7 @@ class RowDecoder:
 
     @property
     def refills(self) -> bool:
-        """Whether rows can join while others are in flight."""
+        """True where rows can join while others are in flight."""
         return all(loop.refills for loop in self.loops.values())
 
     def start(self, version: int) -> None:
@@ -145,7 +145,7 @@ class RowDecoder:
                 loop.start()
 
     def room(self, jobs: Sequence[PendingRequest], active: int) -> int:
-        """How many of the first `jobs` may be admitted next to `active` rows."""
+        """Number of the first `jobs` that may be admitted next to `active` rows."""
         # Rows × longest prompt, not the sum: the cache is one block, as long for each row as the longest one needs.
         widest = max((len(row.prompt_ids) for row in self._rows.values()), default=0)
         for count, job in enumerate(jobs):
@@ -284,7 +284,7 @@ class RowDecoder:
 
 
 def _is_native(model: torch.nn.Module, choice: str) -> bool:
-    """Whether the native decoder serves a model, with a warning where it does not know it."""
+    """True where the native decoder serves a model, with a warning where it does not know it."""
     reason = unsupported(model) if choice != "hf" else None
     if reason is not None and choice == "own":
         raise ConfigError(f"engine.loop: got 'own', which cannot serve this model: {reason}; use auto or hf")

@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmrl.engines.base import Sampling
 from mmrl.errors import EngineFailure
 from mmrl.system.files import dumps
 from mmrl.system.http_client import HttpClient, HttpFailure
@@ -17,7 +16,6 @@ from mmrl.system.replies import quoted
 
 LARGEST_REPLY = 256 * 2**20
 """Bytes of a reply: log-probabilities of a probe's every token are some 100 bytes each."""
-SEED_BITS = 63
 
 
 class VllmApi:
@@ -28,28 +26,23 @@ class VllmApi:
         self.io = HttpClient(f"vLLM at {url}", timeout_s=timeout_s, concurrency=concurrency)
 
     async def completion(
-        self, model: str, prompt_ids: Sequence[int], sampling: Sampling, limit: int, stop_ids: Sequence[int]
+        self, model: str, prompt_ids: Sequence[int], fields: Mapping[str, Any]
     ) -> tuple[list[int], list[float], str]:
-        """Sampled ids, their log-probabilities in the server's mode, and its finish reason."""
+        """Sampled ids, their log-probabilities in the server's mode, and its finish reason.
+
+        Args:
+            fields: `command.sampling_fields`.
+        """
         body = {
             "model": model,
             "prompt": list(prompt_ids),
-            "max_tokens": limit,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
+            **fields,
             # Named, or the generation config of the served model would decide.
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "seed": sampling.seed & ((1 << SEED_BITS) - 1),
-            "stop": list(sampling.stop),
-            "stop_token_ids": list(stop_ids),
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
             "add_special_tokens": False,
-            "logprobs": 0,
             "return_token_ids": True,
         }
         async with self.io.slots:

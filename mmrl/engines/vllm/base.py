@@ -212,7 +212,7 @@ class VllmEngine(Engine):
         return made if exact(self.mode, row.request.sampling) else replace(made, logprobs=None)
 
     def _adapter_names(self) -> list[str]:
-        """Those that modules speak with, or the active one; empty without peft."""
+        """Adapters that modules speak with, or the active one; empty without peft."""
         if self.model is None:
             return sorted(self.setup.folders)
         if not hasattr(self.model, "peft_config"):

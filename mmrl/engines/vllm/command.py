@@ -12,8 +12,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from mmrl.config.base import address_problem
 from mmrl.config.engines import VllmConfig
@@ -31,12 +32,13 @@ RESERVED = ("--host", "--port", "--uds", "--config", "--api-key", "--root-path",
 """Arguments that would say who may reach the server."""
 REMOTE_CODE = "--trust-remote-code"
 GREEDY_OR_ONE = (0.0, 1.0)
+SEED_BITS = 63
 LOOK_S = 60.0
 """Longest wait for another interpreter to say whether it has vLLM."""
 
 
 def vllm_problems(config: VllmConfig, device: str = "auto", rank: int = 0) -> list[str]:
-    """Why vLLM cannot be used as configured; known before any model loads.
+    """Reasons why vLLM cannot be used as configured; known before any model loads.
 
     Args:
         rank: of the LoRA adapters that it would serve; 0: none.
@@ -50,7 +52,7 @@ def vllm_problems(config: VllmConfig, device: str = "auto", rank: int = 0) -> li
 
 
 def _unstartable(config: VllmConfig) -> list[str]:
-    """Why no vLLM can be reached or started."""
+    """Reasons why no vLLM can be reached or started."""
     if config.server is not None:
         problem = address_problem(config.server, " of a vLLM server")
         return [f"engine.url: {problem}"] if problem else []
@@ -78,7 +80,7 @@ def _unstartable(config: VllmConfig) -> list[str]:
 
 @functools.cache
 def _has_vllm(python: str) -> bool:
-    """Whether another interpreter has vLLM; checked once, without importing it."""
+    """True where another interpreter has vLLM; checked once, without importing it."""
     check = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
         return subprocess.run([python, "-c", check], capture_output=True, timeout=LOOK_S, check=False).returncode == 0
@@ -101,13 +103,34 @@ def logprobs_mode(config: VllmConfig, samplings: Sequence[tuple[float, float, in
 
 
 def exact(mode: str, sampling: Sampling) -> bool:
-    """Whether the log-probabilities of a server in this mode are log-softmax(logits / T) over the full vocabulary.
+    """True where the log-probabilities of a server in this mode are log-softmax(logits / T) over the full vocabulary.
 
     Greedy calls count as temperature 1, which is what both modes then report.
     """
     if mode == "raw":
         return sampling.temperature in GREEDY_OR_ONE
     return sampling.top_p == 1.0 and sampling.top_k == 0
+
+
+def sampling_fields(sampling: Sampling, limit: int, stop_ids: Iterable[int]) -> dict[str, Any]:
+    """Fields of vLLM's sampling parameters, over HTTP and in process alike, for completions that end as ours do.
+
+    Args:
+        limit: most new tokens.
+        stop_ids: each ends a completion.
+    """
+    return {
+        "max_tokens": limit,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed & ((1 << SEED_BITS) - 1),
+        "stop": list(sampling.stop),
+        "stop_token_ids": sorted(stop_ids),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+    }
 
 
 def server_arguments(
@@ -151,8 +174,8 @@ def engine_arguments(
         arguments += ["--revision", weights.revision]
     if setup.max_context is not None:
         # vLLM refuses to start with more than the model's own
-        own = load_configs(weights)[0].get_text_config()
-        arguments += ["--max-model-len", str(context_limit(own, setup.max_context))]
+        config_of_model = load_configs(weights)[0].get_text_config()
+        arguments += ["--max-model-len", str(context_limit(config_of_model, setup.max_context))]
     if setup.device == "cpu":
         # A prompt prefilled in parts takes back a draw of its seeded generator, which torch's CPU generator cannot do:
         # vLLM 0.31 dies of it ("CPU Generator does not use offset").
@@ -168,19 +191,19 @@ def engine_arguments(
 
 def server_environment(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:
     """Variables for a server; the user's own win where they choose a resource."""
-    made = resources(config, setup) | {
+    variables = resources(config, setup) | {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_SERVER_DEV_MODE": "1",  # reload of weights; the server listens on this machine alone
     }
     if setup.device != "cpu" and setup.devices:
-        seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        made["CUDA_VISIBLE_DEVICES"] = ",".join(seen[n] if n < len(seen) else str(n) for n in setup.devices)
-    return made
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible[n] if n < len(visible) else str(n) for n in setup.devices)
+    return variables
 
 
 def resources(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:
     """Variables for vLLM wherever it runs; the user's own win."""
-    made = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if setup.device == "cpu":
         defaults = {
             "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gb),
@@ -189,7 +212,7 @@ def resources(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:
             # The sampler compiles a helper at the first request, which costs a minute where compilers are slow.
             "TORCHDYNAMO_DISABLE": "1",
         }
-        made |= {name: value for name, value in defaults.items() if name not in os.environ}
+        variables |= {name: value for name, value in defaults.items() if name not in os.environ}
     if setup.weights is not None and Path(model_path(setup.weights)).is_dir():
-        made["HF_HUB_OFFLINE"] = "1"
-    return made
+        variables["HF_HUB_OFFLINE"] = "1"
+    return variables

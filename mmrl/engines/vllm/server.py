@@ -21,7 +21,7 @@ from mmrl.config.engines import VllmServerConfig
 from mmrl.engines.base import BusyClock, Completion, EngineSetup, Request
 from mmrl.engines.vllm.api import VllmApi
 from mmrl.engines.vllm.base import PushedAdapter, VllmEngine
-from mmrl.engines.vllm.command import BASE, server_arguments, server_environment
+from mmrl.engines.vllm.command import BASE, sampling_fields, server_arguments, server_environment
 from mmrl.errors import EngineFailure, SyncFailure
 from mmrl.models.load import model_path
 from mmrl.system.child_process import ChildProcess
@@ -95,14 +95,13 @@ class VllmServerEngine(VllmEngine):
 
     async def _generate(self, request: Request) -> Completion:
         row = self.rules.row(request)
+        fields = sampling_fields(request.sampling, row.limit, self.rules.eos_ids)
         failures = 0
         while True:
             # Read anew with each try: a server that was started again knows the newest adapters only.
             version, name = self.policy_version, self._name_of(self._adapter_of(request.module))
             try:
-                ids, logprobs, reason = await self._api.completion(
-                    name, request.prompt_ids, request.sampling, row.limit, sorted(self.rules.eos_ids)
-                )
+                ids, logprobs, reason = await self._api.completion(name, request.prompt_ids, fields)
                 break
             except HttpFailure as error:
                 failures += 1
@@ -189,8 +188,8 @@ class VllmServerEngine(VllmEngine):
 
     @property
     def _starts_anew(self) -> bool:
-        """Whether new weights mean a new server: vLLM's CPU build computes with packed copies of full weights, which a
-        reload in place does not reach."""
+        """True where new weights mean a new server: vLLM's CPU build computes with packed copies of full weights, which
+        a reload in place does not reach."""
         return self._process is not None and not self.names and self.setup.device == "cpu"
 
     def _probe(self, adapter: PushedAdapter | None) -> list[float]:
@@ -277,7 +276,7 @@ class VllmServerEngine(VllmEngine):
 
     @staticmethod
     async def _ended(process: ChildProcess) -> bool:
-        """Whether a server that failed a request has ended, or does so soon."""
+        """True where a server that failed a request has ended, or does so soon."""
         deadline = time.monotonic() + DYING_S
         while process.alive and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
