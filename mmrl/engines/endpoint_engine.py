@@ -8,6 +8,7 @@ run's tokenizer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING, cast
 
 from mmrl.config import EngineConfig
@@ -92,7 +93,7 @@ class EndpointEngine(Engine):
 class Router(Engine):
     """An engine with endpoints beside it, each for one module; all other requests go to the engine."""
 
-    def __init__(self, engine: Engine, endpoints: Mapping[str, EndpointEngine]):
+    def __init__(self, engine: Engine, endpoints: dict[str, EndpointEngine]):
         self.engine = engine
         self.endpoints = endpoints
         self.policy_version = engine.policy_version
@@ -161,14 +162,14 @@ def with_endpoints(engine: Engine, config: EngineConfig, tokenizer: PreTrainedTo
     """`engine`, with those of `engine.endpoints` beside it."""
     if not config.endpoints:
         return engine
-    endpoints: dict[str, EndpointEngine] = {}
+    router = Router(engine, {})
     try:
         for module, settings in config.endpoints.items():
-            endpoints[module] = EndpointEngine(settings, tokenizer, f"engine.endpoints.{module}")
+            router.endpoints[module] = EndpointEngine(settings, tokenizer, f"engine.endpoints.{module}")
     except BaseException:
-        Router(engine, endpoints).close()
+        router.close()
         raise
-    return Router(engine, endpoints)
+    return router
 
 
 def named(config: EngineConfig, model: str) -> EndpointConfig:
@@ -185,12 +186,8 @@ def unreachable(endpoints: Mapping[str, EndpointConfig]) -> list[str]:
     problems = []
     for path, settings in endpoints.items():
         try:
-            chat = OpenAIChat(settings, path)
+            with closing(OpenAIChat(settings, path)) as chat:
+                problems += chat.unreachable()
         except ConfigError as error:
             problems += error.problems
-            continue
-        try:
-            problems += chat.unreachable()
-        finally:
-            chat.close()
     return problems

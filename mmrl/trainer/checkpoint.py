@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging as hf_logging
 
+from mmrl.config.base import value_at
 from mmrl.errors import CheckpointError, MmrlError, StorageError, storage_error
 from mmrl.models.policy import (
     EXTRA,
@@ -73,7 +74,9 @@ def save(trainer: MmrlTrainer, step: int) -> None:
         if main:
             trainer.state.save_to_json(str(temporary / "trainer_state.json"))
             record = trainer.extra(step)
-            (temporary / "README.md").write_text(checkpoint_card(_config_in(record), step), encoding="utf-8")
+            config = value_at(record, "run.config")  # where `run.build` has put it
+            card = checkpoint_card(dict(config) if isinstance(config, Mapping) else {}, step)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
             commit(folder, step, record)
             prune(folder, train.keep, train.saves_after)
     except Exception as error:
@@ -90,13 +93,6 @@ def _require_finite(trainer: MmrlTrainer, critic: Critic | None, step: int) -> N
     bad = sum(not torch.isfinite(local(parameter)).all() for parameter in trained)
     if trainer.accelerator.reduce(torch.tensor(bad, device=trainer.accelerator.device)) > 0:
         raise MmrlError(f"step {step}: a weight is not finite, so nothing is saved; lower train.lr, and resume")
-
-
-def _config_in(extra: Mapping[str, object]) -> JsonObject:
-    """The run's config, where `run.build` has put it into `extra.json`."""
-    run = extra.get("run")
-    config = run.get("config") if isinstance(run, Mapping) else None
-    return dict(config) if isinstance(config, Mapping) else {}
 
 
 def _refused(error: Exception, target: Path) -> StorageError | None:

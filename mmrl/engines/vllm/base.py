@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mmrl.config.engines import VllmConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup
@@ -242,14 +242,11 @@ def save_weights(
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.parent.mkdir(parents=True, exist_ok=True)
-    if not names:
-        model.save_pretrained(str(temporary), state_dict=whole)
-        temporary.rename(folder)
-        return {"": folder}
     # peft looks on the hub for the base's vocabulary unless save_embedding_layers says that none was trained.
-    model.save_pretrained(str(temporary), selected_adapters=list(names), save_embedding_layers=False, state_dict=whole)
+    of_peft: dict[str, Any] = {"selected_adapters": list(names), "save_embedding_layers": False} if names else {}
+    model.save_pretrained(str(temporary), state_dict=whole, **of_peft)
     temporary.rename(folder)
-    return {name: folder if name == "default" else folder / name for name in names}
+    return {name: folder if name in ("", "default") else folder / name for name in names or [""]}
 
 
 def probe_logprobs(model: PreTrainedModel, ids: Sequence[int], adapter: str | None) -> list[float]:
