@@ -75,8 +75,9 @@ def problems(
         )
     if (vllm := config.as_vllm) is not None:
         from mmrl.engines.vllm.command import vllm_problems
+        from mmrl.engines.vllm.router import router_problems
 
-        sentences += vllm_problems(vllm.model_copy(update={"name": name}), device, rank)
+        sentences += vllm_problems(vllm.model_copy(update={"name": name}), device, rank) + router_problems(vllm)
     return sentences
 
 

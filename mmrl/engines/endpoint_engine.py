@@ -125,6 +125,10 @@ class Router(Engine):
         """See `Engine.leave`."""
         self.engine.leave()
 
+    def end_session(self, session: str) -> None:
+        """See `Engine.end_session`."""
+        self.engine.end_session(session)
+
     def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
         """The engine serves these weights now; endpoints' replies carry the version that they were given beside."""
         # The engine first: where it refuses the weights, endpoints keep the version that the other modules still have.

@@ -297,6 +297,7 @@ class RolloutContext:
             prompt_ids=generation.prompt_ids,
             sampling=sampling,
             module=module,
+            session=self.example.id,
             messages=generation.messages,
             order=(call_id, attempt),
         )

@@ -23,8 +23,8 @@ def config_of(*arguments: str) -> TrainCommandConfig:
 
 
 def test_what_starts_a_server_has_no_effect_on_a_given_one() -> None:
-    config = config_of("engine=vllm_server", "engine.url=http://h:1", "engine.args=[--a]", "engine.restarts=1")
-    found = without_effect(config, {"engine.url", "engine.args", "engine.restarts"}, FACTS)
+    config = config_of("engine=vllm_server", "engine.urls=[http://h:1]", "engine.args=[--a]", "engine.restarts=1")
+    found = without_effect(config, {"engine.urls", "engine.args", "engine.restarts"}, FACTS)
     assert [problem.partition(":")[0] for problem in found] == ["engine.args", "engine.restarts"]
 
 
@@ -38,7 +38,7 @@ def test_without_vllm_the_refusal_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     (problem,) = engines.problems(VllmServerConfig(python="/no/such/python"), "vllm_server", training=True)
     assert problem.startswith("engine.python: got '/no/such/python'")
     (problem,) = engines.problems(VllmServerConfig(url="host:8000"), "vllm_server", training=True)
-    assert problem.startswith("engine.url: got 'host:8000', expected http://")
+    assert problem.startswith("engine.urls: got 'host:8000', expected http://")
 
 
 def test_an_unknown_engine_of_a_profile() -> None:

@@ -86,7 +86,7 @@ def test_the_mode_of_log_probabilities() -> None:
         *("raw", "processed", "processed"),
     ]
     assert logprobs_mode(VllmServerConfig(logprobs="raw"), [below]) == "raw"
-    assert logprobs_mode(VllmServerConfig(url="http://h"), [below]) == "raw"
+    assert logprobs_mode(VllmServerConfig(urls=("http://h",)), [below]) == "raw"
     exact_ones = [("raw", 1.0, 0.9, 20), ("raw", 0.0, 1.0, 0), ("processed", 0.6, 1.0, 0)]
     others = [("raw", 0.6, 1.0, 0), ("processed", 1.0, 0.9, 0), ("processed", 0.6, 1.0, 20)]
     for mode, temperature, top_p, top_k in [*exact_ones, *others]:
@@ -139,7 +139,7 @@ def fake(complete: Callable[[Seen], Scripted]) -> Callable[[Seen], Scripted]:
 
 
 def engine_at(url: str, tmp_path: Path, **settings: Any) -> VllmServerEngine:
-    config = VllmServerConfig(name="vllm_server", url=url, **settings)
+    config = VllmServerConfig(name="vllm_server", urls=(url,), **settings)
     folders = {"default": str(tmp_path / "adapter")}
     (tmp_path / "adapter").mkdir(exist_ok=True)
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 8}')
@@ -148,8 +148,15 @@ def engine_at(url: str, tmp_path: Path, **settings: Any) -> VllmServerEngine:
     )
 
 
+async def start_anew(engine: VllmServerEngine) -> None:
+    """Take the server out and bring it back, as after its end."""
+    (replica,) = engine.replicas
+    await engine._take_out(replica)
+    await engine._bring_up_to_date(replica)
+
+
 def asked(server: ScriptedServer, path: str) -> list[Any]:
-    return [seen.body for seen in server.seen if seen.path == path]
+    return [seen.body for seen in server.seen if seen.path == path and seen.body is not None]
 
 
 def ask(engine: VllmServerEngine, **settings: Any) -> Completion:
@@ -239,7 +246,7 @@ def test_a_given_server_is_asked_again_and_then_given_up(tmp_path: Path, monkeyp
 
 def test_a_push_that_is_refused_or_stuck(tmp_path: Path) -> None:
     def refuse(seen: Seen) -> Scripted:
-        if seen.path == "/v1/load_lora_adapter":
+        if seen.path == "/v1/load_lora_adapter" and seen.body is not None:
             return Scripted("rank too large", 400) if "v1-" in seen.body["lora_name"] else Scripted("", delay=3.0)
         return answering(reply([2]))(seen)
 
@@ -256,25 +263,26 @@ def test_a_push_that_is_refused_or_stuck(tmp_path: Path) -> None:
 def test_nobody_at_the_address(tmp_path: Path) -> None:
     with serving([Scripted("")]) as (url, _):
         pass
-    with pytest.raises(EngineFailure, match=r"engine\.url: no vLLM server answers at http://127"):
+    with pytest.raises(EngineFailure, match=r"engine\.urls: no vLLM server answers at http://127"):
         engine_at(url, tmp_path)
 
 
 def test_a_dead_managed_server_is_started_once_for_all_who_wait(tmp_path: Path) -> None:
     with served(tmp_path, reply([2])) as (engine, _):
-        engine._process = process(tmp_path, HEALTHY)
-        engine._process.start()
-        dead, starts = engine._api.url, []
-        engine._api.url = "http://127.0.0.1:1"
-        os.killpg(engine._process.pid or 0, signal.SIGKILL)
+        (replica,) = engine.replicas
+        replica.process = process(tmp_path, HEALTHY)
+        replica.process.start()
+        alive, starts = replica.api.url, []
+        replica.api.url = "http://127.0.0.1:1"
+        os.killpg(replica.process.pid or 0, signal.SIGKILL)
 
         async def boot() -> None:
             starts.append(time.monotonic())
-            engine._process = process(tmp_path, HEALTHY)
-            await asyncio.to_thread(engine._process.start)
-            engine._api.url = dead
+            replica.process = process(tmp_path, HEALTHY)
+            await asyncio.to_thread(replica.process.start)
+            replica.api.url = alive
 
-        engine._boot = boot  # type: ignore[method-assign]
+        replica.boot = boot  # type: ignore[method-assign]
 
         async def many() -> list[Completion]:
             sampling = Sampling(max_tokens=4, temperature=1.0)
@@ -291,7 +299,7 @@ def test_a_server_started_anew_gets_the_newest_weights_and_no_older_ones(tmp_pat
     with served(tmp_path, reply([2])) as (engine, server):
         engine.set_version(1)
         engine.set_version(2)
-        engine._api.io.wait(engine._restart())
+        engine._api.io.wait(start_anew(engine))
         engine.set_version(3)
     names = [body["lora_name"] for body in asked(server, "/v1/load_lora_adapter")]
     assert [name.split("-")[0] for name in names] == ["v0", "v1", "v2", "v2", "v3"] and names[2] == names[3]
@@ -303,14 +311,14 @@ def test_a_server_started_anew_on_a_gpu_has_the_full_weights_that_were_pushed(
 ) -> None:
     """It starts with the weights of the run's beginning; calls asked again must not be sampled from those."""
     with serving(answering(reply([2]))) as (url, server):
-        config = VllmServerConfig(name="vllm_server", url=url)
+        config = VllmServerConfig(name="vllm_server", urls=(url,))
         engine = VllmServerEngine(
             None, load_tokenizer(TINY), config, EngineSetup(weights=TINY, folder=tmp_path, device="cuda")
         )
         monkeypatch.setattr(engine, "_save", lambda version, state: {"": tmp_path / f"v{version}"})
         engine.set_version(1)
         engine.set_version(2)
-        engine._api.io.wait(engine._restart())
+        engine._api.io.wait(start_anew(engine))
         engine.close()
     assert [body["kwargs"]["weights_path"] for body in asked(server, "/collective_rpc")] == [
         str(tmp_path / name) for name in ("v1", "v2", "v2")

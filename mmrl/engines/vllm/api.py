@@ -18,6 +18,10 @@ LARGEST_REPLY = 256 * 2**20
 """Bytes of a reply: log-probabilities of a probe's every token are some 100 bytes each."""
 
 
+SESSION = "X-Session-ID"
+"""Header by which vllm-router keeps requests together."""
+
+
 class VllmApi:
     """All coroutines run in the I/O loop: `api.io.run(api.models())` or `api.io.wait(…)`."""
 
@@ -26,12 +30,13 @@ class VllmApi:
         self.io = HttpClient(f"vLLM at {url}", timeout_s=timeout_s, concurrency=concurrency)
 
     async def completion(
-        self, model: str, prompt_ids: Sequence[int], fields: Mapping[str, Any]
+        self, model: str, prompt_ids: Sequence[int], fields: Mapping[str, Any], session: str = ""
     ) -> tuple[list[int], list[float], str]:
         """Sampled ids, their log-probabilities in the server's mode, and its finish reason.
 
         Args:
             fields: `command.sampling_fields`.
+            session: a router sends all requests of one to the same server; "": there is no router.
         """
         body = {
             "model": model,
@@ -46,7 +51,7 @@ class VllmApi:
             "return_token_ids": True,
         }
         async with self.io.slots:
-            reply = await self.request("/v1/completions", body)
+            reply = await self.request("/v1/completions", body, {SESSION: session} if session else None)
         try:
             choice = reply["choices"][0]
             ids = [int(token) for token in choice["token_ids"]]
@@ -85,7 +90,29 @@ class VllmApi:
         rows = reply["choices"][0]["prompt_logprobs"]
         return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], ids[1:], strict=True)]
 
-    async def request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def listens(self) -> bool:
+        """True where a server answers at the address, whatever it says."""
+        try:
+            await self.io.attempt("GET", self.url + "/health", limit=LARGEST_REPLY)
+        except HttpFailure as failure:
+            return failure.reached
+        return True
+
+    async def check_loads_adapters(self) -> None:
+        """Raise `EngineFailure` where the server loads no adapters while it runs."""
+        try:
+            # By GET, which changes nothing: a server that has the page answers 405.
+            await self.request("/v1/load_lora_adapter")
+        except EngineFailure as failure:
+            if "HTTP 404" in str(failure):
+                raise EngineFailure(
+                    f"engine.urls: the server at {self.url} loads no LoRA adapters (POST /v1/load_lora_adapter: 404); "
+                    "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+                ) from None
+
+    async def request(
+        self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
+    ) -> Any:
         """Post `body`, or get where there is none; the reply as JSON, or as text where it is no JSON.
 
         Raises:
@@ -94,7 +121,7 @@ class VllmApi:
         """
         method = "GET" if body is None else "POST"
         try:
-            content = await self.io.attempt(method, self.url + path, body=body, limit=LARGEST_REPLY)
+            content = await self.io.attempt(method, self.url + path, body=body, headers=headers, limit=LARGEST_REPLY)
         except HttpFailure as failure:
             if failure.transient:
                 raise

