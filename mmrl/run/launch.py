@@ -220,8 +220,8 @@ def device_problems(config: TrainCommandConfig) -> list[str]:
         modules=config.model.modules is not None,
         critic=getattr(config.algo, "critic", None),
     )
-    if hardware.device != "cpu" and devices > 1 and devices % replicas:
-        problems.append(f"engine.replicas: got {replicas}, expected a divisor of the {devices} GPUs that serve")
+    if hardware.device != "cpu" and devices % replicas:
+        problems.append(f"engine.replicas: got {replicas}, expected a divisor of {devices}, the GPUs that serve")
     return problems
 
 
