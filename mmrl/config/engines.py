@@ -32,9 +32,9 @@ class EngineConfig(Section):
         return None
 
     @property
-    def server(self) -> str | None:
-        """Address of a server that runs already, so that mmrl starts none and knows nothing of its devices."""
-        return getattr(self, "url", None)
+    def servers(self) -> tuple[str, ...]:
+        """Addresses of servers that run already, so that mmrl starts none and knows nothing of their devices."""
+        return getattr(self, "urls", ())
 
 
 class TransformersConfig(EngineConfig):
@@ -58,7 +58,7 @@ class VllmConfig(EngineConfig):
     """What the two engines that run vLLM share."""
 
     logprobs: Literal["auto", "raw", "processed"] = Field(
-        "auto", description="vLLM's --logprobs-mode; auto: what the run's sampling needs, raw with a given url"
+        "auto", description="vLLM's --logprobs-mode; auto: what the run's sampling needs, raw at engine.urls"
     )
     gpu_memory: float = Field(0.4, gt=0, le=1, description="share of a GPU's memory")
     kv_cache_gb: int = Field(1, ge=1, description="on the CPU: memory of the KV cache")
@@ -71,14 +71,18 @@ class VllmConfig(EngineConfig):
 
 
 class VllmServerConfig(VllmConfig):
-    """A vLLM server, started by mmrl or given by its address."""
+    """vLLM servers, started by mmrl or running already, with vllm-router before several."""
 
-    url: str | None = Field(None, description="a running server; null: mmrl starts one")
+    urls: tuple[str, ...] = Field((), description="running servers of one model; []: mmrl starts them")
+    replicas: int = Field(1, ge=1, description="servers that mmrl starts, each on its share of the GPUs")
+    router: str | None = Field(
+        None, description="a running vllm-router before these servers; null: mmrl starts one where there are several"
+    )
     timeout_s: float = Field(600.0, gt=0, description="limit of one HTTP request")
     concurrency: int = Field(128, ge=1, description="requests in flight at once")
     python: str | None = Field(None, description="interpreter that has vLLM; null: the one that runs mmrl")
     start_timeout_s: float = Field(900.0, gt=0, description="until the server is healthy")
-    restarts: int = Field(2, ge=0, description="starts of a server that died, per policy version")
+    restarts: int = Field(2, ge=0, description="starts of each server that died, per policy version")
     sync_timeout_s: float = Field(300.0, gt=0, description="limit of one push of new weights")
 
 

@@ -58,10 +58,12 @@ TYPED = (
     ),
     Idle("hardware.engine", "engine.name!=auto", "with engine= given; leave one of the two out"),
     Idle(
-        "engine.python engine.args engine.start_timeout_s engine.restarts engine.gpu_memory engine.kv_cache_gb",
-        "engine.url!=null",
-        "with engine.url: mmrl does not start that server",
+        "engine.python engine.args engine.start_timeout_s engine.restarts engine.gpu_memory engine.kv_cache_gb "
+        "engine.replicas",
+        "engine.urls!=()",
+        "with engine.urls: mmrl does not start those servers",
     ),
+    Idle("engine.router", "engine.urls=() engine.replicas=1", "with one server"),
     Idle(
         "run.group run.tags run.wandb_project run.report_calls", "run.report_to=()", "without a tracker: run.report_to"
     ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mmrl.config import EngineConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup, NullEngine, Request, Sampling
-from mmrl.errors import ConfigError, unknown
+from mmrl.errors import unknown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,13 +24,7 @@ ENGINES: dict[str, str] = {
 
 
 def engine_class(name: str) -> Callable[..., Engine]:
-    """The class of one engine.
-
-    Raises:
-        ConfigError: no engine has that name.
-    """
-    if name not in ENGINES:
-        raise ConfigError(unknown("engine.name", name, ENGINES))
+    """The class of one engine of `ENGINES`."""
     module, _, attribute = ENGINES[name].partition(":")
     kind: Callable[..., Engine] = getattr(import_module(module), attribute)
     return kind
@@ -56,7 +50,7 @@ def build_engine(
 def problems(
     config: EngineConfig, name: str, *, training: bool, copied: bool = False, device: str = "auto", rank: int = 0
 ) -> list[str]:
-    """What is wrong with `engine.*` for engine `name`, one sentence each; loads nothing.
+    """Problems of `engine.*` for engine `name`, one sentence each; loads nothing.
 
     Args:
         name: `engine.name`, or the hardware profile's engine where that is `auto`.
@@ -80,51 +74,48 @@ def problems(
             "engine=transformers, or train adapters (model.lora)"
         )
     if (vllm := config.as_vllm) is not None:
-        from mmrl.engines.vllm.command import rank_problems, sleep_problems, vllm_problems
+        from mmrl.engines.vllm.command import vllm_problems
+        from mmrl.engines.vllm.router import router_problems
 
-        sentences += vllm_problems(vllm.model_copy(update={"name": name})) + sleep_problems(vllm, device)
-        sentences += rank_problems(rank)
+        sentences += vllm_problems(vllm.model_copy(update={"name": name}), device, rank) + router_problems(vllm)
     return sentences
 
 
 def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, float, int]) -> list[str]:
-    """Why engine `name` cannot sample while the trainer trains (`train.staleness=1`); loads nothing.
+    """Reasons why engine `name` cannot sample while the trainer trains (`train.staleness=1`); loads nothing.
 
     Args:
         sampling: (temperature, top_p, top_k) of the calls that are trained on.
     """
     # Sampling ahead needs weights that stand still while the trainer's move: a copy, on a device of its own.
-    moving = {
-        "transformers": "samples from the very weights that are being trained",
-        "vllm_colocated": "takes turns with the trainer on one device",
-    }
-    if name in moving:
+    if name in ("transformers", "vllm_colocated"):
         return [
-            f"train.staleness: got 1 with engine={name}, which {moving[name]}; use engine=vllm_server, or "
-            "train.staleness=0"
+            f"train.staleness: got 1 with engine={name}, which samples from the weights, or on the device, that are "
+            "being trained; use engine=vllm_server, or train.staleness=0"
         ]
-    if (vllm := config.as_vllm) is not None:
-        from mmrl.engines.vllm.command import exact, logprobs_mode
+    vllm = config.as_vllm
+    if vllm is None:
+        return []
+    from mmrl.engines.vllm.command import exact, logprobs_mode
 
-        temperature, top_p, top_k = sampling
-        trained = Sampling(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
-        if not exact(logprobs_mode(vllm, [sampling]), trained):
-            return [
-                "train.staleness: got 1, which is corrected by recorded log-probabilities, and vLLM can record none "
-                f"with algo.temperature={temperature:g}, algo.top_p={top_p:g}, algo.top_k={top_k} and "
-                f"engine.logprobs={vllm.logprobs} (docs/engines.md); use algo.top_p=1 and algo.top_k=0, or "
-                "train.staleness=0"
-            ]
-    return []
+    temperature, top_p, top_k = sampling
+    trained = Sampling(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
+    if exact(logprobs_mode(vllm, [sampling]), trained):
+        return []
+    return [
+        "train.staleness: got 1, which is corrected by recorded log-probabilities, and vLLM can record none with "
+        f"algo.temperature={temperature:g}, algo.top_p={top_p:g}, algo.top_k={top_k} and engine.logprobs="
+        f"{vllm.logprobs} (docs/engines.md); use algo.top_p=1 and algo.top_k=0, or train.staleness=0"
+    ]
 
 
 def serves_all(name: str) -> bool:
-    """Whether one server generates for all processes of a run, so that one of them samples for all."""
+    """True where one server generates for all processes of a run, so that one of them samples for all."""
     return name == "vllm_server"
 
 
 def needs_model(name: str) -> bool:
-    """Whether an evaluation with this engine has to load the weights into this process."""
+    """True where an evaluation with this engine has to load the weights into this process."""
     return name == "transformers"
 
 

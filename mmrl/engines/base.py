@@ -44,6 +44,8 @@ class Request:
     sampling: Sampling
     module: str = ""
     """Names the adapter when modules have their own weights."""
+    session: str = ""
+    """Requests that share prefixes have the same: all of an example."""
     messages: tuple[Mapping[str, str], ...] | None = None
     """The prompt as messages, for engines that take text; None where it goes on in the context of a call before."""
     order: tuple[int | str, ...] = ()
@@ -68,7 +70,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """What an engine is built with beyond `engine.*`."""
+    """Settings of an engine beyond `engine.*`."""
 
     max_context: int | None = None
     """Most tokens of prompt and completion together, at most the model's own limit; None: that limit."""
@@ -135,6 +137,9 @@ class Engine(ABC):
 
     def leave(self) -> None:  # noqa: B027
         """A program has ended."""
+
+    def end_session(self, session: str) -> None:  # noqa: B027
+        """No more requests of a session come for now."""
 
     def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
         """The trainer's weights are policy `version` now: serve them from the next request on.
@@ -204,7 +209,7 @@ class NullEngine(Engine):
 
 
 class Asking(Protocol):
-    """What asks endpoints: an engine, or a task with a judge."""
+    """A user of endpoints: an engine, or a task with a judge."""
 
     def endpoint_usage(self) -> Mapping[str, float]:
         """Requests so far, by metric name."""

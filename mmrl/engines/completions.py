@@ -94,23 +94,23 @@ def request_body(
 
 
 def asks_for_the_other_limit(body: Mapping[str, object], status: int, text: str) -> bool:
-    """Whether a refusal says that the limit of new tokens has to be called `max_completion_tokens`."""
+    """True where a refusal says that the limit of new tokens has to be called `max_completion_tokens`."""
     return status in (400, 422) and LIMITS[0] in body and LIMITS[1] in text
 
 
 def cut_at_the_limit(status: int, text: str) -> bool:
-    """Whether a refusal says that a limit was too low for the model's reasoning: the endpoint takes requests."""
+    """True where a refusal says that a limit was too low for the model's reasoning: the endpoint takes requests."""
     return status == 400 and _CUT.search(text) is not None
 
 
 def remedy(path: str, body: Mapping[str, object], status: int, text: str) -> str:
-    """What to change where a refusal names a setting that the model does not take; else nothing."""
+    """Advice for a refusal that names a setting which the model does not take; else nothing."""
     if asks_for_the_other_limit(body, status, text):
         return f" (set {path}.max_tokens_field={LIMITS[1]})"
     if status not in (400, 422) or not _REFUSED.search(text):
         return ""
-    named = [name for name in SENT if name in body and re.search(rf"\b{name}\b", text)]
-    return f" (leave it out: {path}.omit=[{','.join(named)}])" if named else ""
+    refused = [name for name in SENT if name in body and re.search(rf"\b{name}\b", text)]
+    return f" (leave it out: {path}.omit=[{','.join(refused)}])" if refused else ""
 
 
 def check_length(text: str, body: Mapping[str, object]) -> None:
@@ -125,7 +125,7 @@ def check_length(text: str, body: Mapping[str, object]) -> None:
 
 
 def read_completion(content: bytes, reasoning: str = "drop") -> Reply:
-    """What a reply says.
+    """Read a reply.
 
     Args:
         reasoning: `Endpoint.reasoning`.
@@ -144,11 +144,11 @@ def read_completion(content: bytes, reasoning: str = "drop") -> Reply:
         thought = _count(usage, "completion_tokens_details", "reasoning_tokens")
         # after decoding: a server may have spelled the key in escapes
         answer, finish = hide(text), hide(str(choice.get("finish_reason") or "stop"))
-        shown = with_reasoning(answer, hide(thoughts), reasoning)
+        answered = with_reasoning(answer, hide(thoughts), reasoning)
         return Reply(
-            text=shown,
+            text=answered,
             finish=finish,
-            unanswered=finish == "length" and not shown.strip() and bool(thoughts or text or thought),
+            unanswered=finish == "length" and not answered.strip() and bool(thoughts or text or thought),
             prompt_tokens=prompt,
             cached_tokens=min(cached, prompt),
             completion_tokens=completion,

@@ -7,7 +7,8 @@ run's tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING, cast
 
 from mmrl.config import EngineConfig
@@ -57,7 +58,7 @@ class EndpointEngine(Engine):
             )
         sampling = request.sampling
         with self._clock.running():
-            text, reason = await self.chat.complete_with_finish(
+            reply = await self.chat.reply(
                 request.messages,
                 max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
@@ -65,11 +66,9 @@ class EndpointEngine(Engine):
                 # Equal calls stay equal where the endpoint honours seeds; most promise it only as best effort.
                 seed=sampling.seed % SEEDS,
             )
-        return self._completion(text, "length" if reason == "length" else "eos", sampling.stop)
-
-    def _completion(self, text: str, finish: str, stop: Sequence[str]) -> Completion:
+        text, finish = reply.text, "length" if reply.finish == "length" else "eos"
         # Endpoints leave the stop string out and do not say which one it was, so it is not sent; the cut is made here.
-        ends = [text.index(mark) + len(mark) for mark in stop if mark in text]
+        ends = [text.index(mark) + len(mark) for mark in sampling.stop if mark in text]
         if ends:
             text, finish = text[: min(ends)], "stop"
         # Not the ids that the endpoint sampled: they serve counting and prompts of later turns, never the loss.
@@ -94,7 +93,7 @@ class EndpointEngine(Engine):
 class Router(Engine):
     """An engine with endpoints beside it, each for one module; all other requests go to the engine."""
 
-    def __init__(self, engine: Engine, endpoints: Mapping[str, EndpointEngine]):
+    def __init__(self, engine: Engine, endpoints: dict[str, EndpointEngine]):
         self.engine = engine
         self.endpoints = endpoints
         self.policy_version = engine.policy_version
@@ -125,6 +124,10 @@ class Router(Engine):
     def leave(self) -> None:
         """See `Engine.leave`."""
         self.engine.leave()
+
+    def end_session(self, session: str) -> None:
+        """See `Engine.end_session`."""
+        self.engine.end_session(session)
 
     def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
         """The engine serves these weights now; endpoints' replies carry the version that they were given beside."""
@@ -163,14 +166,14 @@ def with_endpoints(engine: Engine, config: EngineConfig, tokenizer: PreTrainedTo
     """`engine`, with those of `engine.endpoints` beside it."""
     if not config.endpoints:
         return engine
-    endpoints: dict[str, EndpointEngine] = {}
+    router = Router(engine, {})
     try:
         for module, settings in config.endpoints.items():
-            endpoints[module] = EndpointEngine(settings, tokenizer, f"engine.endpoints.{module}")
+            router.endpoints[module] = EndpointEngine(settings, tokenizer, f"engine.endpoints.{module}")
     except BaseException:
-        Router(engine, endpoints).close()
+        router.close()
         raise
-    return Router(engine, endpoints)
+    return router
 
 
 def named(config: EngineConfig, model: str) -> EndpointConfig:
@@ -179,7 +182,7 @@ def named(config: EngineConfig, model: str) -> EndpointConfig:
 
 
 def unreachable(endpoints: Mapping[str, EndpointConfig]) -> list[str]:
-    """Why no request to some endpoints can succeed, one sentence each; asks each one token.
+    """Reasons why no request to some endpoints can succeed, one sentence each; asks each one token.
 
     Args:
         endpoints: where an endpoint stands in the config -> the endpoint.
@@ -187,12 +190,8 @@ def unreachable(endpoints: Mapping[str, EndpointConfig]) -> list[str]:
     problems = []
     for path, settings in endpoints.items():
         try:
-            chat = OpenAIChat(settings, path)
+            with closing(OpenAIChat(settings, path)) as chat:
+                problems += chat.unreachable()
         except ConfigError as error:
             problems += error.problems
-            continue
-        try:
-            problems += chat.unreachable()
-        finally:
-            chat.close()
     return problems

@@ -87,16 +87,14 @@ class OpenAIChat:
         Raises:
             EngineFailure: no usable reply within `attempts` tries, or a refusal that no retry can mend.
         """
-        text, _ = await self.complete_with_finish(messages, **options)
-        return text
+        return (await self.reply(messages, **options)).text
 
-    async def complete_with_finish(self, messages: Sequence[Mapping[str, str]], **options: object) -> tuple[str, str]:
-        """As `complete`, with the endpoint's finish reason (`stop`, `length`, …)."""
-        reply = await self._http.run(self._complete(messages, options))
-        return reply.text, reply.finish
+    async def reply(self, messages: Sequence[Mapping[str, str]], **options: object) -> Reply:
+        """As `complete`, with all that the reply says."""
+        return await self._http.run(self._reply(messages, options))
 
     def unreachable(self) -> list[str]:
-        """Why no request can succeed: nobody there, a refused key, an unknown model. Blocks; asks one token.
+        """Reasons why no request can succeed: nobody there, a refused key, an unknown model. Blocks; asks one token.
 
         One sentence per problem, with the config key. What may pass (429, 500, a slow reply) is no problem.
         """
@@ -132,11 +130,24 @@ class OpenAIChat:
             return [f"{self.path}.{key}: {self._who()} refuses every request: {failure.reason}"]
         return []
 
-    async def _complete(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, object]) -> Reply:
-        """Runs in the I/O loop."""
+    async def _reply(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, object]) -> Reply:
+        """One completion; sent again where the server asks for another name of the limit. Runs in the I/O loop."""
+        settings = self.settings
+        body = request_body(settings, messages, options, self._limit)
         try:
-            reply = await self._post(messages, options)
+            reply = await self._http.request(
+                "POST",
+                self._url,
+                lambda content: read_completion(content, settings.reasoning),
+                body=body,
+                limit=LARGEST_REPLY,
+                before=self._before,
+            )
+            check_length(reply.text, body)
         except HttpFailure as failure:
+            if self._renamed(body, failure):
+                return await self._reply(messages, options)
+            failure.reason += remedy(self.path, body, failure.status, failure.text)
             raise self._failed(failure) from None
         except asyncio.CancelledError:  # whoever waited has run out of time (task.timeout_s)
             self.usage.failures += 1
@@ -150,27 +161,6 @@ class OpenAIChat:
             )
         return reply
 
-    async def _post(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, object]) -> Reply:
-        """One completion; once more where the server asks for another name of the limit of new tokens."""
-        while True:
-            body = request_body(self.settings, messages, options, self._limit)
-            try:
-                reply = await self._http.request(
-                    "POST",
-                    self._url,
-                    lambda content: read_completion(content, self.settings.reasoning),
-                    body=body,
-                    limit=LARGEST_REPLY,
-                    before=self._before,
-                )
-            except HttpFailure as failure:
-                if self._renamed(body, failure):
-                    continue
-                failure.reason += remedy(self.path, body, failure.status, failure.text)
-                raise
-            check_length(reply.text, body)
-            return reply
-
     async def _before(self, number: int) -> None:
         """Count a retry; attempts start at even intervals, each takes the next free start."""
         self.usage.retries += number > 0
@@ -182,7 +172,7 @@ class OpenAIChat:
         await asyncio.sleep(start - now)
 
     def _renamed(self, body: Mapping[str, object], failure: HttpFailure) -> bool:
-        """Whether the server asks for another name of the limit of new tokens, which later requests have."""
+        """True where the server asks for another name of the limit of new tokens, which later requests have."""
         asks = asks_for_the_other_limit(body, failure.status, failure.text)
         if not asks or self.settings.max_tokens_field != "auto":
             return False
@@ -219,7 +209,7 @@ def described(settings: EndpointConfig, chat: object, *further: str, **counts: i
 
 
 def worth_logging(count: int) -> bool:
-    """Whether occurrence number `count` (from 1) is shown: 1, 10, 100, …; all of them would fill the screen."""
+    """True where occurrence number `count` (from 1) is shown: 1, 10, 100, …; all of them would fill the screen."""
     return str(count).strip("0") == "1"
 
 

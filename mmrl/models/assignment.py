@@ -7,7 +7,7 @@ No torch here, so that a config is judged before any model loads. `run` hands th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -62,7 +62,7 @@ class ModuleAssignment:
 
     @property
     def copied(self) -> bool:
-        """Whether a frozen copy of the whole initial model serves the modules `initial`, for want of adapters."""
+        """True where a frozen copy of the whole initial model serves the modules `initial`, for want of adapters."""
         return bool(self.initial) and not self.adapters
 
     @property
@@ -100,115 +100,98 @@ class ModuleAssignment:
         return describe_weights(named | {m: f"endpoint {model}" for m, model in self.answered.items()})
 
     def record(self) -> dict[str, object]:
-        """What a checkpoint stores of it, for `policy.resolve`."""
+        """The part that a checkpoint stores, for `policy.resolve`."""
         # A shared policy records nothing: its checkpoint is the policy.
         if self.copied:
             return {"modules": self.served, "base": self.model.path}
         return {"modules": self.adapters} if self.adapters else {}
 
     def problems(self) -> list[str]:
-        """What cannot work or has no effect, one sentence each."""
-        given = self.model.modules
-        shared = self._answered_problems() + self._left_out_problems()
-        if given is None:
-            if self.algo.serves_initial and not self.initial:
-                shared.append("algo.frozen_serving: has no effect without a frozen module; set algo.freeze_modules")
-            return shared
-        problems = [unknown("model.modules", name, self.modules) for name in given if name not in self.modules]
-        if self.model.lora is None:
-            problems.append(
-                "model.modules: weights per module are LoRA adapters, and model.lora is null; set model.lora "
-                "(for example model.lora.r=16), or leave model.modules out"
-            )
-        return shared + problems + self._name_problems() + self._sharing_problems() + self._frozen_problems()
+        """Problems of it, one sentence each: what cannot work or has no effect."""
+        found = [*self._answered_problems(), *self._left_out_problems()]
+        if self.model.modules is not None:
+            return [*found, *self._adapter_problems(self.model.modules)]
+        if self.algo.serves_initial and not self.initial:
+            found.append("algo.frozen_serving: has no effect without a frozen module; set algo.freeze_modules")
+        return found
 
-    def _answered_problems(self) -> list[str]:
-        problems = [
-            unknown("engine.endpoints", name, self.modules) for name in self.answered if name not in self.modules
-        ]
-        both = [m for m in self.answered if m in (self.model.modules or {}) or m in self.initial]
-        problems += [
-            f"engine.endpoints.{m}: the module has weights of its own too (model.modules or algo.frozen_serving); "
-            "leave one of the two out"
-            for m in both
-        ]
-        named = {
+    def _answered_problems(self) -> Iterator[str]:
+        listed = {
             "algo.train_modules": getattr(self.algo, "train_modules", None) or (),
             "algo.advantage_scale": getattr(self.algo, "advantage_scale", None) or (),
         }
-        problems += [
-            f"{key}: names '{m}', for which an endpoint answers (engine.endpoints), so it is not trained; leave one of "
-            "the two out"
-            for key, modules in named.items()
-            for m in self.answered
-            if m in modules
-        ]
-        return problems
+        for m in self.answered:
+            if m not in self.modules:
+                yield unknown("engine.endpoints", m, self.modules)
+            if m in (self.model.modules or {}) or m in self.initial:
+                yield (
+                    f"engine.endpoints.{m}: the module has weights of its own too (model.modules or "
+                    "algo.frozen_serving); leave one of the two out"
+                )
+            for key in (key for key, modules in listed.items() if m in modules):
+                yield (
+                    f"{key}: names '{m}', for which an endpoint answers (engine.endpoints), so it is not trained; "
+                    "leave one of the two out"
+                )
 
-    def _left_out_problems(self) -> list[str]:
+    def _left_out_problems(self) -> Iterator[str]:
         """Modules out of the loss that an algorithm cannot do without."""
-        problems = []
-        if self.frozen and self.algo.values_rollouts:
-            problems.append(
-                f"{self._key_of(self.frozen[0])}: the critic of {self.algo.name} values whole rollouts and would not "
-                f"learn the part of {', '.join(self.frozen)}; use algo=mappo, which values each call on its own"
+        if not self.frozen:
+            return
+        first = self.frozen[0]
+        key = f"engine.endpoints.{first}" if first in self.answered else f"model.modules.{first}.frozen"
+        if self.algo.values_rollouts:
+            yield (
+                f"{key}: the critic of {self.algo.name} values whole rollouts and would not learn the part of "
+                f"{', '.join(self.frozen)}; use algo=mappo, which values each call on its own"
             )
-        if self.frozen and not set(self.modules) - self.untrained:
-            problems.append(f"{self._key_of(self.frozen[0])}: no module is left to train; expected at least one")
-        return problems
+        if not set(self.modules) - self.untrained:
+            yield f"{key}: no module is left to train; expected at least one"
 
-    def _key_of(self, module: str) -> str:
-        """The key that takes a module out of the loss."""
-        return f"engine.endpoints.{module}" if module in self.answered else f"model.modules.{module}.frozen"
-
-    def _name_problems(self) -> list[str]:
-        problems = []
-        targets = self.model.lora.targets if self.model.lora else ()
-        for module, adapter in self.adapters.items():
-            path = f"model.modules.{module}.adapter"
-            # peft finds an adapter's weights by name among the layers', so a name must not be one of theirs.
-            if adapter in (*RESERVED, *targets) or adapter.isdigit() or adapter.startswith("lora_"):
-                problems.append(
-                    f"{path}: the name '{adapter}' is taken (by mmrl, or inside of the model); give it another one"
+    def _adapter_problems(self, modules: Mapping[str, ModuleWeights]) -> Iterator[str]:
+        """Adapters that cannot be, or about which the modules that share them disagree."""
+        yield from (unknown("model.modules", name, self.modules) for name in modules if name not in self.modules)
+        if self.model.lora is None:
+            yield (
+                "model.modules: weights per module are LoRA adapters, and model.lora is null; set model.lora (for "
+                "example model.lora.r=16), or leave model.modules out"
+            )
+        # peft finds an adapter's weights by name among the layers', so a name must not be one of theirs.
+        taken = {*RESERVED, *(self.model.lora.targets if self.model.lora else ())}
+        users: dict[str, list[str]] = {}
+        for m, adapter in self.adapters.items():
+            users.setdefault(adapter, []).append(m)
+        for adapter, sharing in users.items():
+            if adapter in taken or not re.fullmatch(r"(?!lora_|\d+$)[A-Za-z0-9_-]+", adapter):
+                yield (
+                    f"model.modules.{sharing[0]}.adapter: got '{adapter}', expected letters, digits, _ and -, and no "
+                    "name that mmrl or the model has for something else"
                 )
-            elif not re.fullmatch(r"[A-Za-z0-9_-]+", adapter):
-                problems.append(f"{path}: got '{adapter}', expected letters, digits, _ and -")
-        return problems
-
-    def _sharing_problems(self) -> list[str]:
-        """Modules on one adapter that disagree about it, or that would share it by the accident of their names."""
-        problems = []
-        for adapter in dict.fromkeys(self.adapters.values()):
-            users = [m for m, a in self.adapters.items() if a == adapter]
-            own = [m for m in users if _given(self.model, m).adapter is None]
-            if len(own) > 1:
-                problems.append(
-                    f"model.modules: the own adapters of {', '.join(own)} would all be called '{adapter}'; "
-                    "give them names (model.modules.<module>.adapter)"
+            settings = {m: _given(self.model, m) for m in sharing}
+            unnamed = [m for m in sharing if settings[m].adapter is None]
+            if len(unnamed) > 1:
+                yield (
+                    f"model.modules: the adapters of {', '.join(unnamed)} would all be called '{adapter}'; give them "
+                    "names (model.modules.<module>.adapter)"
                 )
-            rates = {lr for m in users if (lr := _given(self.model, m).lr) is not None}
+            rates = {weights.lr for weights in settings.values() if weights.lr is not None}
             if len(rates) > 1:
-                problems.append(
-                    f"model.modules: {', '.join(users)} share the adapter '{adapter}' and differ in lr "
+                yield (
+                    f"model.modules: {', '.join(sharing)} share the adapter '{adapter}' and differ in lr "
                     f"({', '.join(f'{rate:g}' for rate in sorted(rates))}); expected one lr for it"
                 )
-        return problems
-
-    def _frozen_problems(self) -> list[str]:
-        problems = [
-            f"model.modules.{module}.lr: has no effect on a frozen module; leave it out"
-            for module, adapter in self.adapters.items()
-            if adapter in self.frozen_adapters and _given(self.model, module).lr is not None
-        ]
-        for module in (m for m in self.frozen if m not in self.answered):
-            path, adapter = f"model.modules.{module}", self.adapters[module]
-            others = [m for m, a in self.adapters.items() if a == adapter and m not in self.frozen]
-            if others:
-                problems.append(
-                    f"{path}.frozen: its adapter '{adapter}' is trained by {', '.join(others)}; "
-                    "freeze all of them, or give it another adapter"
+            if adapter in self.frozen_adapters:
+                yield from (
+                    f"model.modules.{m}.lr: has no effect on a frozen module; leave it out"
+                    for m in sharing
+                    if settings[m].lr is not None
                 )
-        return problems
+            trained = [m for m in sharing if m not in self.frozen]
+            for m in (m for m in sharing if trained and m in self.frozen and m not in self.answered):
+                yield (
+                    f"model.modules.{m}.frozen: its adapter '{adapter}' is trained by {', '.join(trained)}; freeze all "
+                    "of them, or give it another adapter"
+                )
 
 
 def adapter_name(module: str) -> str:

@@ -58,7 +58,7 @@ def render_observation(
 
 
 def takes_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template writes a system message; some refuse it, some leave it out without a word.
+    """True where the chat template writes a system message; some refuse it, some leave it out without a word.
 
     Raises:
         Exception: the template's own, where it cannot write a prompt without a system message either.

@@ -43,17 +43,17 @@ class Package:
 
     @property
     def folder(self) -> Path:
-        """Where it is, or will be."""
+        """Its folder, fetched or not."""
         return cache_root(None) / "models" / f"{self.name}-{self.sha256[:16]}"
 
     @property
     def there(self) -> bool:
-        """Whether it has been fetched."""
+        """True where it has been fetched."""
         return (self.folder / FACTS).is_file()
 
     @property
     def missing(self) -> str:
-        """What to do where it has not."""
+        """Advice where it has not been."""
         return f"fetch it once ({self.size / 1e6:.0f} MB from the package index) with: mmrl fetch {self.name}"
 
 
@@ -93,7 +93,7 @@ PACKAGES: Mapping[str, Package] = {
 
 
 def facts_of(folder: Path) -> dict[str, object]:
-    """What a fetched folder says of itself."""
+    """Facts that a fetched folder states of itself."""
     facts: dict[str, object] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     return facts
 
@@ -103,14 +103,9 @@ def of_hub_id(text: str) -> Package | None:
     return next((package for package in PACKAGES.values() if package.hub == text), None)
 
 
-def encoder_source(model: str, served: bool = False) -> str:
-    """What an encoder is loaded from: the fetched folder of a name or hub id of `PACKAGES`, else as it was given.
-
-    Args:
-        model: as typed after `task.retriever.model=`.
-        served: whether the hub serves it; then its id is taken.
-    """
+def encoder_source(model: str) -> str:
+    """The folder or hub id that an encoder is loaded from: of a name or hub id of `PACKAGES`, the fetched folder."""
     package = PACKAGES.get(model) or of_hub_id(model)
     if package is None or package.end_of_turn is not None:
         return model
-    return str(package.folder) if package.there and not (served and model == package.hub) else package.hub
+    return str(package.folder) if package.there else package.hub

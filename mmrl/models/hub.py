@@ -24,7 +24,7 @@ _OWN_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 @lru_cache(maxsize=1)
 def hub_answers() -> bool:
-    """Whether the hub (or the mirror in HF_ENDPOINT) answers at all; queried once per process."""
+    """True where the hub (or the mirror in HF_ENDPOINT) answers at all; queried once per process."""
     from huggingface_hub import constants
 
     # Without this query the hub's client tries for a minute per file before it gives up. An error page is an answer: a
@@ -34,7 +34,7 @@ def hub_answers() -> bool:
 
 @lru_cache(maxsize=8)
 def hub_serves(model: str) -> bool:
-    """Whether the weights of a hub id can be had: from the hub's local cache, or from a hub that answers in time."""
+    """True where the weights of a hub id can be had: from the hub's local cache, or from a hub that answers in time."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(model, "model.safetensors"), str):
@@ -45,7 +45,7 @@ def hub_serves(model: str) -> bool:
 
 
 def _failure(url: str) -> str | None:
-    """Why the hub does not send a page in time; `garbage` where it sends more than is read."""
+    """The cause for which the hub does not send a page in time; `garbage` where it sends more than is read."""
     client = HttpClient("hub", timeout_s=HUB_S, concurrency=1, redirects=True, proxies=True)
     try:
         client.wait(client.attempt("GET", url, limit=PAGE_BYTES))
@@ -57,13 +57,13 @@ def _failure(url: str) -> str | None:
 
 
 def at_hand(path: str, revision: str | None) -> str:
-    """What stands for `model.path` or `policy` here: the fetched model of a hub id that the hub does not serve."""
+    """`model.path` or `policy`, or the name of the fetched model where the hub does not serve that id."""
     package = of_hub_id(path) if revision is None and path in FETCHED.values() else None
     return path if package is None or not package.there or hub_serves(path) else package.name
 
 
 def weights_problems(key: str, path: str, revision: str | None) -> list[str]:
-    """Why the weights of `model.path` or `policy` cannot be had; what only loading can tell is none."""
+    """Reasons why the weights of `model.path` or `policy` cannot be had; what only loading can tell is none."""
     if path in FETCHED and not PACKAGES[path].there:
         return [f"{key}: {path} is not on this machine; {PACKAGES[path].missing}"]
     package = of_hub_id(path) if path in FETCHED.values() else None
@@ -73,7 +73,7 @@ def weights_problems(key: str, path: str, revision: str | None) -> list[str]:
 
 
 def encoder_problems(key: str, model: str) -> list[str]:
-    """Why no encoder can be loaded from `model`, a folder or a hub id; `key` is what the user would type.
+    """Reasons why no encoder can be loaded from `model`, a folder or a hub id; `key` is the user's word for it.
 
     What only loading can tell (a folder with other weights) is no problem here.
     """
@@ -122,7 +122,7 @@ def licence_of(model: str, revision: str | None = None) -> str | None:
 
 
 def push_problems(repository: str) -> list[str]:
-    """Why nothing can be pushed to `repository`; looked at before anything is written."""
+    """Reasons why nothing can be pushed to `repository`; looked at before anything is written."""
     from huggingface_hub import constants, get_token
 
     if not _OWN_REPOSITORY.fullmatch(repository):

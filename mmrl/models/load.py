@@ -38,7 +38,7 @@ class ServedWeights(TypedDict):
 
 
 def model_path(model: ModelConfig) -> str:
-    """Where the weights are; see `located`."""
+    """Folder or hub id of the weights; see `located`."""
     return located(model.path)
 
 
@@ -161,6 +161,34 @@ def load_configs(model: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig
         return config, None
 
 
+# A list, not a guess from the config: a model whose layers mix tokens in any other way (a window, a convolution, a
+# state) would compute and train on wrong hidden states without an error.
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Built like Llama: rotary positions, softmax attention over the whole context, logits that are the head's alone."""
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""RoPE kinds whose angles depend on the position alone."""
+
+
+def causal_lm(model: torch.nn.Module) -> PreTrainedModel:
+    """The causal LM inside a peft wrapper."""
+    # By the method, so that this module needs no peft.
+    return cast("PreTrainedModel", getattr(model, "get_base_model", lambda: model)())
+
+
+def unknown_layers(causal: PreTrainedModel) -> str | None:
+    """The reason why the layers of a causal LM are not those that engine and trainer know from the inside, or None."""
+    name, config = type(causal).__name__, causal.config
+    if name not in FAMILIES:
+        return f"{name} is not one of {', '.join(FAMILIES)}"
+    layer_types = getattr(config, "layer_types", None)
+    if any(kind != "full_attention" for kind in layer_types or ()):
+        return "some of its layers do not attend to the whole context"
+    if layer_types is None and getattr(config, "sliding_window", None) is not None:
+        return "its attention is limited to a sliding window"
+    rope = (config.rope_parameters or {}).get("rope_type")
+    return None if rope in STATIC_ROPE else f"its position encoding '{rope}' depends on the length"
+
+
 def refuse_targets(model: ModelConfig) -> None:
     """Look for `model.lora.targets` among the model's layers, before its weights are loaded.
 
@@ -189,7 +217,7 @@ def refuse_targets(model: ModelConfig) -> None:
 
 
 def _loaded(model: ModelConfig, what: str, kind: Any, **options: object) -> Any:
-    """What a class of transformers loads for `model`.
+    """Load `model` by a class of transformers.
 
     Raises:
         ConfigError: `model.path` cannot be loaded.
@@ -208,19 +236,15 @@ def _source(model: ModelConfig) -> str:
     if model.path in FETCHED and (problems := weights_problems("model.path", model.path, None)):
         raise ConfigError(problems)
     source = model_path(model)
-    looks_local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1
-    folder = Path(source)
-    if folder.is_file():
-        raise ConfigError(f"model.path: '{model.path}' is a file, expected a folder or a hub id (owner/name)")
-    if not folder.exists() and looks_local:
-        raise ConfigError(f"model.path: no folder '{model.path}', expected `tiny`, a folder or a hub id (owner/name)")
-    if folder.is_dir() and not (folder / "config.json").exists():
-        raise ConfigError(f"model.path: '{model.path}' has no config.json, expected the folder of a saved model")
+    local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or Path(source).exists()
+    if local and not (Path(source) / "config.json").is_file():
+        what = "has no config.json" if Path(source).is_dir() else "is no folder"
+        raise ConfigError(f"model.path: '{model.path}' {what}, expected the folder of a saved model or a hub id")
     return source
 
 
 def _offline(source: str) -> bool:
-    """Whether to load only what is on this machine: a folder, or a hub id while the hub is away."""
+    """True to load only what is on this machine: a folder, or a hub id while the hub is away."""
     return Path(source).is_dir() or not hub_answers()
 
 

@@ -91,7 +91,7 @@ def checkpoint_step(path: Path) -> int | None:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether `path` is a checkpoint whose files are all there, with the sizes they were written with."""
+    """True where `path` is a checkpoint whose files are all there, with the sizes they were written with."""
     # By the files and not the name alone: a copy from another machine may have ended halfway.
     try:
         sizes = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
@@ -101,7 +101,7 @@ def is_complete(path: Path) -> bool:
 
 
 def damage(path: Path, only: Callable[[str], bool] = lambda name: True) -> str:
-    """What of a checkpoint is not as it was saved, in words that name the file; empty where nothing.
+    """The first file of a checkpoint that is not as it was saved, in words; empty where all are.
 
     Reads every byte: sizes alone do not show a flipped bit.
 
@@ -130,10 +130,15 @@ def require_undamaged(policy: Policy) -> None:
             raise ConfigError(f"policy: {problem}; restore it, or evaluate another checkpoint of the run")
 
 
+def every_checkpoint(folder: Path) -> list[Path]:
+    """Folders with the name of a checkpoint, oldest first, whole or not."""
+    steps = [(step, path) for path in folder.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None]
+    return [path for _, path in sorted(steps)]
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in `folder`, oldest first."""
-    steps = [(step, path) for path in folder.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None]
-    return [path for _, path in sorted(steps) if is_complete(path)]
+    return [path for path in every_checkpoint(folder) if is_complete(path)]
 
 
 def newest_checkpoint(folder: Path | str) -> Path | None:
@@ -176,7 +181,7 @@ def _run_section(text: str, section: str) -> Mapping[str, object]:
 
 
 def is_shipped(text: str) -> bool:
-    """Whether `policy=` names a shipped model, or a run that trained one."""
+    """True where `policy=` names a shipped model, or a run that trained one."""
     visited: set[Path] = set()
     # A later stage of a run began with the weights of an earlier one.
     while text not in SHIPPED and Path(text).resolve() not in visited:
@@ -328,7 +333,7 @@ def _step(folder: Path) -> int | None:
 
 
 def _base_of(adapter: Path) -> str:
-    """What an adapter is for: `model.path` of its run, else what it says itself (which may have moved since)."""
+    """The base of an adapter: `model.path` of its run, else what it says itself (which may have moved since)."""
     # One folder up for a shared adapter (checkpoint-3/), two for one of several (checkpoint-3/<name>/).
     for folder in list(adapter.resolve().parents)[1:3]:
         config = folder.parent / "config.yaml"

@@ -285,10 +285,10 @@ def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: 
     """Bytes per generating device by part: vLLM has the whole weights on each of them, `transformers` the trainer's.
 
     vLLM fills the rest of its share of the memory with its KV cache, whatever the step asks for. A server that is given
-    (`engine.url`) has devices that nobody here knows.
+    (`engine.urls`) has devices that nobody here knows.
     """
     engine = config.engine
-    if engine.server is not None:
+    if engine.servers:
         return {}
     made = weight_layout(config, shape)
     if (vllm := engine.as_vllm) is None:

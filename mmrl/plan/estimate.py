@@ -106,7 +106,7 @@ class Plan:
         if copy > self.device.memory:
             warnings.append(
                 f"the weights alone take {copy / GIB:.0f} GiB of a device that generates, {self.device.name} has "
-                f"{self.device.memory / GIB:.0f} GiB: serve them by a vLLM of your own on several (engine.url)"
+                f"{self.device.memory / GIB:.0f} GiB: serve them by a vLLM of your own on several (engine.urls)"
             )
         elif copy > share * self.device.memory:
             warnings.append(
@@ -129,7 +129,7 @@ class Plan:
         states = sum(parts.get(name, 0.0) for name in ("gradients", "optimizer", "reference"))
         served = parts.get("engine's copy", 0.0)
         options = [
-            (served, True, "rollouts on devices of their own (hardware.rollout_devices, or engine.url)"),
+            (served, True, "rollouts on devices of their own (hardware.rollout_devices, or engine.urls)"),
             (states, config.model.lora is None, "train an adapter (model.lora={r: 16, alpha: 64})"),
             (parts.get("critic", 0.0), "critic" in parts, "algo.critic=adapter or head"),
             (

@@ -81,7 +81,7 @@ def evaluation_seconds(
     engine, width = config.engine, computing_width(config)
     copy = float(shape.parameters * width)
     vllm = engine.as_vllm
-    if engine.server is not None or engine.name == "openai":
+    if engine.servers or engine.name == "openai":
         return 0.0
     if vllm is not None and any("tensor-parallel-size" in word for word in vllm.args):
         # All devices together are one.

@@ -152,7 +152,7 @@ ADVICE: Mapping[str, Advice] = {
     ),
     "engine_faults": Advice(
         "{now_share} of the rollouts fail in the engine ({what})",
-        "see its address and limits (engine.url, engine.timeout_s, engine.args), or take engine=transformers",
+        "see its address and limits (engine.urls, engine.timeout_s, engine.args), or take engine=transformers",
     ),
     "tool_faults": Advice(
         "{now_share} of the rollouts fail in a tool ({what})",

@@ -38,7 +38,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bm25Settings:
-    """How words count, and which are indexed, in which form; part of an index, whose queries are read alike."""
+    """Weights and forms of indexed words; part of an index, whose queries are read alike."""
 
     k1: float = 0.9
     """Saturation of term frequency."""
@@ -118,7 +118,7 @@ class Bm25Retriever(Retriever):
 def write_index(folder: Path, documents: Sequence[Document], settings: Bm25Settings) -> None:
     """Build an index and write it into a folder, for `Bm25Retriever(built=...)`."""
     folder.mkdir(exist_ok=True)
-    _save(_build(documents, settings), folder)
+    _build(documents, settings).save(folder, show_progress=False)
 
 
 def tokenize(text: str, stop: frozenset[str]) -> list[str]:
@@ -182,17 +182,13 @@ def _cached(folder: Path, build: Callable[[], BM25]) -> BM25:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_dir(folder) as work:
-            _save(index, work)
+            index.save(work, show_progress=False)
             (work / MANIFEST).write_text(json.dumps(file_checks(work), indent=1), encoding="utf-8")
     except OSError as error:
         # Of several builders the first to finish wins: the content is the same.
         if not (folder / MANIFEST).is_file():
             log.warning("cannot write the cache %s (%s); the index stays in memory", folder.parent, error)
     return index
-
-
-def _save(index: BM25, folder: Path) -> None:
-    index.save(folder, show_progress=False)
 
 
 def _load(folder: Path) -> BM25:

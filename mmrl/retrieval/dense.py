@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +46,7 @@ Advance = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """What is done to a text before and after the network; part of an index, whose queries are treated alike."""
+    """Steps on a text before and after the network; part of an index, whose queries are treated alike."""
 
     encoder: str
     """`own` (the model's files), or a name of `PRESETS`, whose token vectors are averaged."""
@@ -140,13 +140,18 @@ class Encoder:
             documents: the passages.
             advance: called with how many further ones are encoded.
         """
-
-        def encode(texts: list[str]) -> np.ndarray:
-            network = self._limited(PASSAGE_TOKENS)
-            return self._encoded(network.encode_document, texts, self.treatment.passage_prompt)
-
+        texts = [f"{document.title} {document.text}" for document in documents]
+        # Texts of like length side by side: little padding in a batch.
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+        vectors: dict[int, np.ndarray] = {}
         with self._lock:
-            return np.stack(_in_pieces([f"{d.title} {d.text}" for d in documents], encode, self.batch_size, advance))
+            encode = self._limited(PASSAGE_TOKENS).encode_document
+            for start in range(0, len(order), PIECE * self.batch_size):
+                numbers = order[start : start + PIECE * self.batch_size]
+                part = self._encoded(encode, [texts[number] for number in numbers], self.treatment.passage_prompt)
+                vectors.update(zip(numbers, part, strict=True))
+                advance(len(numbers))
+        return np.stack([vectors[number] for number in range(len(texts))])
 
     def _encoded(self, encode: Callable[..., Any], texts: Sequence[str], prompt: str | None) -> np.ndarray:
         vectors = encode(
@@ -181,9 +186,12 @@ class DenseRetriever(Retriever):
     """
 
     def __init__(self, folder: Path, documents: Sequence[Document], encoder: Encoder):
+        import faiss
+
         self.documents = documents
         self._encoder = encoder
-        self._index = _open_faiss(folder / FAISS_FILE)
+        # Memory-mapped: opens at once, and processes that search the same file share its pages.
+        self._index = faiss.read_index(str(folder / FAISS_FILE), faiss.IO_FLAG_MMAP_IFC)
         if self._index.ntotal != len(documents):
             raise ValueError(f"{FAISS_FILE} has {self._index.ntotal} vectors, expected {len(documents)}")
 
@@ -199,8 +207,14 @@ class DenseRetriever(Retriever):
         if not active:
             return results
         vectors = self._encoder.queries([queries[n] for n in active])
-        # both of shape (active queries, k)
-        scores, numbers = _nearest(self._index, vectors, max(top_k))
+        k, breadth = min(max(top_k), self._index.ntotal), None
+        if hasattr(self._index, "hnsw"):
+            import faiss
+
+            # At least k: a graph search returns no more vectors than its breadth. FAISS's type stubs miss the class.
+            breadth = faiss.SearchParametersHNSW(efSearch=max(HNSW_SEARCH, k))  # type: ignore[attr-defined]
+        # both of shape (active queries, k); number -1 where a graph search reached fewer
+        scores, numbers = self._index.search(vectors, k, params=breadth)
         for row, query in enumerate(active):
             matches = [(float(s), int(n)) for s, n in zip(scores[row], numbers[row], strict=True) if n >= 0]
             # FAISS leaves the order of equal scores open; ours is the corpus's.
@@ -250,48 +264,3 @@ def _encode_shards(folder: Path, documents: Sequence[Document], encoder: Encoder
                 advance(len(part))
             files.append(file)
     return files
-
-
-def _in_pieces(
-    texts: Sequence[str], encode: Callable[[list[str]], Iterable[np.ndarray]], batch_size: int, advance: Advance
-) -> list[np.ndarray]:
-    """What `encode` makes of each text, in the order of the texts; `advance` is called after every few batches."""
-    # Texts of like length side by side: little padding in a batch.
-    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
-    encoded: dict[int, np.ndarray] = {}
-    for start in range(0, len(order), PIECE * batch_size):
-        numbers = order[start : start + PIECE * batch_size]
-        encoded.update(zip(numbers, encode([texts[number] for number in numbers]), strict=True))
-        advance(len(numbers))
-    return [encoded[number] for number in range(len(texts))]
-
-
-def _open_faiss(file: Path) -> faiss.Index:
-    """A FAISS index, memory-mapped: opens at once, and processes that search the same file share its pages."""
-    import faiss
-
-    index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP_IFC)
-    if hasattr(index, "hnsw"):
-        index.hnsw.efSearch = HNSW_SEARCH
-    return index
-
-
-def _nearest(index: faiss.Index, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and numbers of the k vectors with the highest inner product.
-
-    Args:
-        index: from `_open_faiss`.
-        queries: float32, shape (q, dimension).
-        k: at least 1; fewer come back where the index holds fewer.
-
-    Returns:
-        Two arrays of shape (q, min(k, vectors)); number -1 where a graph search reached fewer.
-    """
-    k = min(k, index.ntotal)
-    if hasattr(index, "hnsw"):
-        import faiss
-
-        # At least k: a graph search returns no more vectors than its breadth. FAISS's type stubs miss the class.
-        breadth = faiss.SearchParametersHNSW(efSearch=max(HNSW_SEARCH, k))  # type: ignore[attr-defined]
-        return index.search(np.ascontiguousarray(queries, dtype=np.float32), k, params=breadth)
-    return index.search(np.ascontiguousarray(queries, dtype=np.float32), k)

@@ -30,8 +30,8 @@ from mmrl.system.artifacts import FileChecks, file_checks, verify
 from mmrl.system.files import atomic_write, remove_leftovers, take_lock, user_path
 
 FORMAT = 3
-INFO, PLAN, DONE, LOCK = "index.json", "plan.json", "passages.json", "lock"
-"""Of a finished index; of an unfinished one: its settings, the corpus once it is written, and who builds."""
+INFO, PLAN, LOCK = "index.json", "plan.json", "lock"
+"""Of a finished index; of an unfinished one: its settings, and who builds."""
 
 DIMENSION = 768
 """Of the vectors of contriever and E5-base, for estimates."""
@@ -45,7 +45,7 @@ log = logging.getLogger("mmrl.retrieval")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSpec:
-    """What an index is made of, apart from its passages."""
+    """Kind and settings of an index."""
 
     kind: str
     """`bm25` or `dense`."""
@@ -55,7 +55,7 @@ class IndexSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexInfo(IndexSpec):
-    """What `index.json` holds."""
+    """Content of `index.json`."""
 
     format: int
     documents: int
@@ -85,7 +85,7 @@ def _encoder(settings: Settings, device: str, batch_size: int) -> dense.Encoder:
 
 
 def read_info(folder: Path, key: str = "task.retriever.index") -> IndexInfo:
-    """What is in an index folder.
+    """Read and verify what an index folder holds.
 
     Args:
         folder: made by `build_index`.
@@ -124,7 +124,7 @@ def build_index(
     Args:
         folder: does not exist; made in one step when the build is done.
         spec: kind and settings.
-        documents: gives the passages; called unless an earlier attempt has already written them.
+        documents: gives the passages; those of an earlier attempt are written again, their vectors kept.
         sources: where they come from, for people.
         stamp: changes when the content of the sources does; an earlier attempt with another is not continued.
         device: of the encoder.
@@ -148,16 +148,10 @@ def build_index(
     try:
         remove_leftovers(work)
         _check_plan(work, spec, stamp)
-        corpus = _written_before(work)
-        if corpus is None:
-            corpus = write_passages(work, documents())
-            if not corpus.documents:
-                shutil.rmtree(work)
-                raise DataError(f"index: {', '.join(sources) or 'the corpus'}: has no passages")
-            # Only now: without this file a later attempt writes the passages anew.
-            # Of the passages alone: what is built from them (shards of vectors, say) may be there already, and grows.
-            files = {name: check for name, check in file_checks(work, without=(LOCK, PLAN)).items() if "/" not in name}
-            atomic_write(work / DONE, json.dumps({"corpus": asdict(corpus), "files": files}))
+        corpus = write_passages(work, documents())
+        if not corpus.documents:
+            shutil.rmtree(work)
+            raise DataError(f"index: {', '.join(sources) or 'the corpus'}: has no passages")
         on_corpus(corpus)
         _build(work, PassageStore(work), spec, device, batch_size)
         return _finish(work, folder, spec, corpus, sources, time.perf_counter() - started)
@@ -165,24 +159,10 @@ def build_index(
         os.close(lock)
 
 
-def _written_before(work: Path) -> CorpusFacts | None:
-    """The corpus whose passages an earlier attempt has written; None where there are none, or they have changed."""
-    if not (work / DONE).is_file():
-        return None
-    try:
-        done = json.loads((work / DONE).read_text(encoding="utf-8"))
-        verify(work, done["files"])
-        return CorpusFacts(**done["corpus"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        log.warning("%s is damaged (%s); the passages are written again", work, error)
-        return None
-
-
 def _finish(
     work: Path, folder: Path, spec: IndexSpec, corpus: CorpusFacts, sources: Sequence[str], seconds: float
 ) -> IndexInfo:
     shutil.rmtree(work / "shards", ignore_errors=True)
-    (work / DONE).unlink()
     (work / PLAN).unlink()
     info = IndexInfo(
         format=FORMAT,
@@ -202,7 +182,7 @@ def _finish(
 
 
 def partial_of(folder: Path) -> Path:
-    """Where the index that will be `folder` is built."""
+    """The folder in which the index that will be `folder` is built."""
     return folder.with_name(f"{folder.name}.partial")
 
 
@@ -290,7 +270,7 @@ def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: 
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether an index is there; one that is damaged is warned of."""
+    """True where an index is there; one that is damaged is warned of."""
     try:
         read_info(folder)
     except DataError as error:
@@ -301,7 +281,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def model_identity(model: str) -> str:
-    """What changes when the weights behind a model's name do: a folder's files, or a hub id's cached revision."""
+    """A text that changes when the weights behind a model's name do: hash of a folder's files, or a cached revision."""
     model = encoder_source(model)
     folder = user_path(model)
     if not folder.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import closing
 from typing import cast
 
 from mmrl.config import RetrieverConfig
@@ -42,7 +43,7 @@ def open_index_corpus(config: RetrieverConfig) -> PassageStore:
 
 
 def retriever_problems(config: RetrieverConfig) -> list[str]:
-    """What is known to be wrong before a search: missing packages, an unusable index, a server that is not there."""
+    """Problems known before a search: missing packages, an unusable index, a server that is not there."""
     problems = packages_missing(config)
     if config.get("index") is not None:
         try:
@@ -54,8 +55,11 @@ def retriever_problems(config: RetrieverConfig) -> list[str]:
         problems += encoder_problems("task.retriever.model", str(spec_of(config).settings["model"]))
     if config.get("url") is not None:
         remote = cast("RemoteRetrieverConfig", config)
+        # One small search, so that a wrong address is noticed before a model is loaded, and soon; but a busy server
+        # (status 429) must not refuse a run, or its resume.
         try:
-            probe(remote)
+            with closing(_remote(remote.model_copy(update={"retries": min(remote.retries, PROBE_RETRIES)}))) as client:
+                client.ping()
         except ConfigError as error:
             problems += error.problems
         except RetrievalFailure as failure:
@@ -64,7 +68,7 @@ def retriever_problems(config: RetrieverConfig) -> list[str]:
 
 
 def index_problems(key: str, info: IndexInfo) -> list[str]:
-    """Why an index's own encoder cannot be loaded, or no longer fits the index."""
+    """Reasons why an index's encoder cannot be loaded, or no longer fits the index."""
     if "model" not in info.settings:
         return []
     model = str(info.settings["model"])
@@ -76,7 +80,7 @@ def index_problems(key: str, info: IndexInfo) -> list[str]:
 
 
 def packages_missing(config: RetrieverConfig) -> list[str]:
-    """Which packages of the extra `dense` are missing."""
+    """Packages of the extra `dense` that are missing."""
     return [
         f"task.retriever.name: {config.name} needs the package of '{module}'; pip install 'mmrl[dense]'"
         for module in (NEEDED if config.encodes else ())
@@ -85,23 +89,9 @@ def packages_missing(config: RetrieverConfig) -> list[str]:
 
 
 def server_problems(what: str) -> list[str]:
-    """Which packages of the extra `server` are missing."""
+    """Packages of the extra `server` that are missing."""
     missing = [module for module in ("fastapi", "uvicorn") if importlib.util.find_spec(module) is None]
     return [f"{what} needs {' and '.join(missing)}; pip install 'mmrl[server]'"] if missing else []
-
-
-def probe(config: RemoteRetrieverConfig) -> None:
-    """One small search, so that a wrong address is noticed before a model is loaded.
-
-    Raises:
-        RetrievalFailure: no usable answer.
-    """
-    # A busy server (status 429) must not refuse a run, or its resume; a wrong address should not take long to notice.
-    client = _remote(config.model_copy(update={"retries": min(config.retries, PROBE_RETRIES)}))
-    try:
-        client.ping()
-    finally:
-        client.close()
 
 
 def open_retriever(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:

@@ -26,7 +26,7 @@ PASSAGES, OFFSETS, TITLES = "passages.jsonl", "offsets.npy", "titles.npy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFacts:
-    """What `write_passages` wrote."""
+    """Counts and hash of the passages that `write_passages` wrote."""
 
     documents: int
     """Different (title, text) pairs."""
@@ -38,9 +38,9 @@ class CorpusFacts:
     """Hash of all titles and texts in order."""
 
 
-def title_hash(title: str) -> int:
-    """64-bit hash of a title."""
-    return int.from_bytes(hashlib.blake2b(title.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+def short_hash(text: str) -> int:
+    """64-bit hash of a title or an id."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
@@ -55,7 +55,7 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
     """
     # Hashes, not texts: 21 million passages of Wikipedia are 14 GB of text.
     seen: set[bytes] = set()
-    ids: set[bytes] = set()
+    ids: set[int] = set()
     offsets, titles = [0], []
     digest = hashlib.blake2b(digest_size=16)
     duplicates = text_bytes = 0
@@ -73,13 +73,13 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
             text_bytes += len(content) - 2
             name = document.id
             # Corpora that number their passages, joined into one, repeat ids; tasks tell passages apart by them.
-            if _short(name) in ids:
+            if short_hash(name) in ids:
                 name = f"{name}~{len(offsets) - 1}"
-            ids.add(_short(name))
+            ids.add(short_hash(name))
             line = json.dumps([name, document.title, document.text], ensure_ascii=True).encode() + b"\n"
             file.write(line)
             offsets.append(offsets[-1] + len(line))
-            titles.append(title_hash(document.title))
+            titles.append(short_hash(document.title))
     # shape (documents + 1,): line n is bytes offsets[n] to offsets[n + 1]
     np.save(folder / OFFSETS, np.array(offsets, dtype=np.int64))
     # shape (different titles,), sorted: `has_title` is a binary search
@@ -87,10 +87,6 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
     return CorpusFacts(
         documents=len(offsets) - 1, duplicates=duplicates, text_bytes=text_bytes, digest=digest.hexdigest()
     )
-
-
-def _short(name: str) -> bytes:
-    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
 class PassageStore(Sequence[Document]):
@@ -127,7 +123,7 @@ class PassageStore(Sequence[Document]):
         return state.digest()
 
     def has_title(self, title: str) -> bool:
-        """Whether a passage has this title."""
-        key = np.uint64(title_hash(title))
+        """True where a passage has this title."""
+        key = np.uint64(short_hash(title))
         place = int(np.searchsorted(self._titles, key))
         return place < len(self._titles) and bool(self._titles[place] == key)

@@ -293,6 +293,7 @@ class RolloutContext:
             prompt_ids=generation.prompt_ids,
             sampling=sampling,
             module=generation.module,
+            session=self.example.id,
             messages=generation.messages,
             order=(generation.call_id, attempt),
         )

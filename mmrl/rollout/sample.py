@@ -310,6 +310,8 @@ async def sample(
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
+            for example, _ in plans:
+                env.engine.end_session(example.id)
     leaves = [leaf for tree in trees for leaf in tree.leaves()]
     calls: dict[str, Call] = {}
     for _, _, path in leaves:

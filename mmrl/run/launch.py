@@ -212,12 +212,17 @@ def released(task: Task) -> Iterator[None]:
 
 def device_problems(config: TrainCommandConfig) -> list[str]:
     """What the processes of a hardware profile cannot do of a training run."""
-    return hardware_problems(
-        config.hardware,
+    hardware, replicas = config.hardware, getattr(config.engine, "replicas", 1)
+    devices = hardware.rollout_devices or hardware.processes
+    problems = hardware_problems(
+        hardware,
         engine_name(config),
         modules=config.model.modules is not None,
         critic=getattr(config.algo, "critic", None),
     )
+    if hardware.device != "cpu" and devices % replicas:
+        problems.append(f"engine.replicas: got {replicas}, expected a divisor of {devices}, the GPUs that serve")
+    return problems
 
 
 def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:

@@ -29,7 +29,7 @@ from mmrl.config import (
 )
 from mmrl.config.base import value_at
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
-from mmrl.models.policy import damage
+from mmrl.models.policy import damage, every_checkpoint
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.run.build import RECORD, build_stage, build_task, check_model, evaluated, steps_of
 from mmrl.run.check import check_all
@@ -218,12 +218,12 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
     Raises:
         CheckpointError: nothing is left to continue from, or the config is another one.
     """
-    from mmrl.trainer.checkpoint import every_checkpoint, saved_extra, set_aside, sweep, unusable
+    from mmrl.trainer.checkpoint import saved_extra, set_aside, sweep, unusable
 
     refused: list[Path] = []
     problems: list[str] = []
     sweep(rundir.checkpoints)
-    for checkpoint in every_checkpoint(rundir.checkpoints):
+    for checkpoint in reversed(every_checkpoint(rundir.checkpoints)):
         step, fault = step_number(checkpoint), unusable(checkpoint)
         record = {} if fault else saved_extra(checkpoint).get(RECORD, {})
         changed: dict[Path, str] = {}
@@ -248,7 +248,7 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
         return None
     for problem in dict.fromkeys(problems):
         print(f"warning: {problem}; continuing from {checkpoint.name}", file=sys.stderr)
-    for older in every_checkpoint(rundir.checkpoints):
+    for older in reversed(every_checkpoint(rundir.checkpoints)):
         if step_number(older) < step and (fault := damage(older)):
             print(f"warning: {fault}; {checkpoint.name} is whole, so it is not needed", file=sys.stderr)
     if moved:

@@ -72,7 +72,7 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
     if device == "cuda" and not planned:
         # Of several machines, the first alone serves, and who is first is not known yet; a server at an address that
         # the user gave has devices of its own.
-        serving = hardware.rollout_devices if hardware.nodes == 1 and config.engine.server is None else 0
+        serving = hardware.rollout_devices if hardware.nodes == 1 and not config.engine.servers else 0
         _require_gpus(hardware.name, hardware.processes, serving)
     engine = hardware.engine if config.engine.name == "auto" else config.engine.name
     model = config.model

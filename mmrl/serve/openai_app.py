@@ -48,7 +48,7 @@ LOOKS_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What is served."""
+    """A policy to serve."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
@@ -148,38 +148,38 @@ class _Server:
         """The reply to a request, or its refusal as an OpenAI error object."""
         from fastapi.responses import JSONResponse
 
-        # Also before the body is read: under load a refusal costs next to nothing. A body on its way holds no place.
-        if self.in_flight >= MOST_REQUESTS:
-            return _busy()
         try:
+            # Also before the body is read: a refusal costs next to nothing then. A body on its way holds no place.
+            self._refuse_crowd()
             body = await read_body(request, LARGEST_REQUEST)
-        except BodyRefused as refused:
-            return JSONResponse(error_object(refused.status, str(refused)), status_code=refused.status)
-        if self.in_flight >= MOST_REQUESTS:
-            return _busy()
+            self._refuse_crowd()
+            return await self._reply(request, shape, prepare(body))
+        # Whatever goes wrong must reach the client as a status, and the server must go on.
+        except Exception as error:
+            status, refusal = _failed(error)
+            return JSONResponse(refusal, status, headers={"Retry-After": "1"} if status == 429 else None)
+
+    async def _reply(self, request: HttpRequest, shape: _Shape, prepared: Awaitable[Prepared]) -> Response:
+        from fastapi.responses import JSONResponse
+
         self.in_flight += 1
         running: _Running | None = None
+        streams = False
 
         def release() -> None:
             self.in_flight -= 1
             if running is not None:
                 running.task.cancel()
 
-        streams = False
         try:
-            parsed, generation = await prepare(body)
-            running = _Running(self.served, parsed, generation)
+            running = _Running(self.served, *await prepared)
             # Once a stream has begun its status is sent, so what is refused at once must come before.
             await running.begun()
-            if parsed.stream:
+            if running.parsed.stream:
                 streams = True
                 return _stream_response(self._stream(running, shape), release)
             await _until_done(running.task, request)
             return JSONResponse(_whole(running, shape))
-        # Whatever goes wrong must reach the client as a status, and the server must go on.
-        except Exception as error:
-            status, refusal = _failed(error)
-            return JSONResponse(refusal, status_code=status)
         finally:
             if not streams:
                 release()
@@ -216,6 +216,10 @@ class _Server:
         else:
             raise Refused(400, "prompt: got several texts, expected one", "prompt")
         return parsed, self._generation(parsed, module, ids)
+
+    def _refuse_crowd(self) -> None:
+        if self.in_flight >= MOST_REQUESTS:
+            raise Refused(429, f"more than {MOST_REQUESTS} requests at once")
 
     def _refuse_endless(self, characters: int) -> None:
         """Refuse a prompt that no context could hold before it is encoded, which takes seconds for all others too."""
@@ -285,13 +289,6 @@ def _stream_response(events: AsyncIterator[str], release: Callable[[], None]) ->
     return Stream(events, media_type="text/event-stream")
 
 
-def _busy() -> Response:
-    from fastapi.responses import JSONResponse
-
-    refused = error_object(429, f"more than {MOST_REQUESTS} requests at once")
-    return JSONResponse(refused, status_code=429, headers={"Retry-After": "1"})
-
-
 class _Running:
     """One completion under way."""
 
@@ -324,7 +321,7 @@ class _Running:
             self.task.result()
 
     def head(self, prefix: str, kind: str) -> dict[str, object]:
-        """What all objects of this completion begin with."""
+        """Fields that all objects of this completion begin with."""
         return {"id": f"{prefix}-{self._id}", "object": kind, "created": self._created, "model": self.parsed.model}
 
     def result(self) -> tuple[str, str]:
@@ -400,6 +397,8 @@ def _failed(error: Exception) -> tuple[int, dict[str, object]]:
     """Status and OpenAI error object of a refusal, or of what an engine raised."""
     if isinstance(error, Refused):
         return error.status, error.body()
+    if isinstance(error, BodyRefused):
+        return error.status, error_object(error.status, str(error))
     if isinstance(error, LengthFailure):
         return 400, error_object(400, str(error), "messages", "context_length_exceeded")
     if isinstance(error, RequestFailure):

@@ -100,7 +100,7 @@ class StreamOptions(_Body):
 
 
 class SamplingRequest(_Body):
-    """What chat completions and completions share."""
+    """Fields that chat completions and completions share."""
 
     model: str
     temperature: Temperature = Field(1.0, ge=0, le=100)

@@ -277,12 +277,20 @@ class HttpClient:
             return answer
 
     async def attempt(
-        self, method: str, url: str, *, body: object = None, params: Mapping[str, str] | None = None, limit: int
+        self,
+        method: str,
+        url: str,
+        *,
+        body: object = None,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        limit: int,
     ) -> bytes:
         """The content of one reply, sent once and at once.
 
         Args:
             body: sent as JSON.
+            headers: of this request, beside those of every request.
             limit: bytes of the reply, decompressed, beyond which it is refused.
 
         Raises:
@@ -294,12 +302,12 @@ class HttpClient:
         client = idle.pop() if idle else self._connect()
         # Not httpx's `json=`: it writes UTF-8, which cannot hold half of a UTF-16 pair; escapes can.
         data = None if body is None else json.dumps(body).encode()
-        headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
+        sent = {**self._headers, **(headers or {}), **({} if data is None else {"Content-Type": "application/json"})}
         try:
             # httpx limits each pause of a reply, this the whole attempt.
             async with (
                 asyncio.timeout(self.timeout_s),
-                client.stream(method, url, params=params or None, content=data, headers=headers) as reply,
+                client.stream(method, url, params=params or None, content=data, headers=sent) as reply,
             ):
                 fine = reply.status_code < 300
                 # Of an error's page the beginning is enough to say what is wrong, however long it is.

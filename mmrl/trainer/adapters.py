@@ -7,8 +7,7 @@ a group updates only the weights of its module.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict, cast
 
@@ -90,25 +89,21 @@ class Adapters:
             by_adapter[self.of[train.call.module]].append(train)
         return list(by_adapter.values())
 
-    def groups(self, policy: PeftModel, lr: float, weight_decay: float) -> list[ParameterGroup]:
-        """Optimizer groups, one per trained adapter."""
-        return [
-            {
-                "params": list(self.parameters(policy, name).values()),
-                "lr": self.rates.get(name, lr),
-                "weight_decay": weight_decay,
-            }
-            for name in self.trained
-        ]
-
     def make_optimizer(self, trainer: Trainer) -> torch.optim.Optimizer:
         """The optimizer that the settings of `trainer` name, with a group for each trained adapter of its model."""
         policy, settings = cast("PeftModel", trainer.model), trainer.args
-        groups = self.groups(policy, settings.learning_rate, settings.weight_decay)
+        groups: list[ParameterGroup] = [
+            {
+                "params": list(self.parameters(policy, name).values()),
+                "lr": self.rates.get(name, settings.learning_rate),
+                "weight_decay": settings.weight_decay,
+            }
+            for name in self.trained
+        ]
         self.train_all(policy)
         kind, options = trainer.get_optimizer_cls_and_kwargs(settings)
-        made: torch.optim.Optimizer = kind(groups, **options)
-        return made
+        optimizer: torch.optim.Optimizer = kind(groups, **options)
+        return optimizer
 
     def clip(self, policy: PeftModel, limit: float) -> dict[str, float]:
         """Clip each adapter's gradients on their own; returns the norms before."""
@@ -117,13 +112,6 @@ class Adapters:
             name: float(torch.nn.utils.clip_grad_norm_(self.parameters(policy, name).values(), limit))
             for name in self.trained
         }
-
-    @contextmanager
-    def using(self, policy: PeftModel, train: TrainCall) -> Iterator[None]:
-        """Run the policy with the adapter of a call; forward and backward both belong in here."""
-        # Not set back: every forward sets its own, and gradient checkpointing forwards again in the backward pass.
-        policy.set_adapter(self.of[train.call.module])
-        yield
 
 
 def in_fixed_order(policy: torch.nn.Module) -> None:

@@ -22,8 +22,17 @@ from safetensors.torch import save_file
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging as hf_logging
 
+from mmrl.config.base import value_at
 from mmrl.errors import CheckpointError, MmrlError, StorageError, storage_error
-from mmrl.models.policy import EXTRA, MARKER, checkpoint_step, complete_checkpoints, damage, is_complete
+from mmrl.models.policy import (
+    EXTRA,
+    MARKER,
+    checkpoint_step,
+    complete_checkpoints,
+    damage,
+    every_checkpoint,
+    is_complete,
+)
 from mmrl.report.card import checkpoint_card
 from mmrl.system.files import JsonObject, digests, sync
 from mmrl.trainer.critic import ADAPTER, FILE, Critic
@@ -65,7 +74,9 @@ def save(trainer: MmrlTrainer, step: int) -> None:
         if main:
             trainer.state.save_to_json(str(temporary / "trainer_state.json"))
             record = trainer.extra(step)
-            (temporary / "README.md").write_text(checkpoint_card(_config_in(record), step), encoding="utf-8")
+            config = value_at(record, "run.config")  # where `run.build` has put it
+            card = checkpoint_card(dict(config) if isinstance(config, Mapping) else {}, step)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
             commit(folder, step, record)
             prune(folder, train.keep, train.saves_after)
     except Exception as error:
@@ -82,13 +93,6 @@ def _require_finite(trainer: MmrlTrainer, critic: Critic | None, step: int) -> N
     bad = sum(not torch.isfinite(local(parameter)).all() for parameter in trained)
     if trainer.accelerator.reduce(torch.tensor(bad, device=trainer.accelerator.device)) > 0:
         raise MmrlError(f"step {step}: a weight is not finite, so nothing is saved; lower train.lr, and resume")
-
-
-def _config_in(extra: Mapping[str, object]) -> JsonObject:
-    """The run's config, where `run.build` has put it into `extra.json`."""
-    run = extra.get("run")
-    config = run.get("config") if isinstance(run, Mapping) else None
-    return dict(config) if isinstance(config, Mapping) else {}
 
 
 def _refused(error: Exception, target: Path) -> StorageError | None:
@@ -159,8 +163,8 @@ def prune(folder: Path, keep: int, due: Callable[[int], bool] = lambda step: Tru
     """
     complete = complete_checkpoints(folder)
     staying = {*[path for path in complete if due(checkpoint_step(path) or 0)][-keep:], *complete[-1:]}
-    for path in folder.glob("checkpoint-*"):
-        if checkpoint_step(path) is not None and path not in staying:
+    for path in every_checkpoint(folder):
+        if path not in staying:
             _remove(path)
     # What was set aside has been made again.
     newest = checkpoint_step(complete[-1]) if complete else None
@@ -168,12 +172,6 @@ def prune(folder: Path, keep: int, due: Callable[[int], bool] = lambda step: Tru
         step = checkpoint_step(path.with_name(path.name.removeprefix(_ASIDE)))
         if newest is not None and step is not None and step <= newest:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def every_checkpoint(folder: Path) -> list[Path]:
-    """Folders with the name of a checkpoint, newest first, whole or not."""
-    steps = {path: checkpoint_step(path) for path in folder.glob("checkpoint-*")}
-    return sorted((path for path, step in steps.items() if step is not None), key=lambda path: -(steps[path] or 0))
 
 
 def unusable(path: Path) -> str:

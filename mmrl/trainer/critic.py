@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from mmrl.config.algo import CriticConfig
 from mmrl.errors import CheckpointError
+from mmrl.models.load import causal_lm
 from mmrl.trainer.adapters import ParameterGroup
 from mmrl.trainer.logprobs import hidden_states
 from mmrl.trainer.objective import value_loss
@@ -38,12 +39,6 @@ if TYPE_CHECKING:
 FILE = "critic.safetensors"
 ADAPTER = "critic"
 """Name of the critic's adapter inside the policy's peft model."""
-
-
-def backbone_of(policy: PolicyModel) -> PreTrainedModel:
-    """The transformer below the head of a causal LM, adapters included."""
-    base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
-    return cast("PreTrainedModel", base.base_model)
 
 
 class ValueHead(torch.nn.Module):
@@ -89,11 +84,6 @@ def trained_in_float32(model: torch.nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def make_critic(settings: Settings, model: PreTrainedModel) -> Critic | None:
-    """The critic of algorithms that have one, beside the model as it is before TRL wraps it."""
-    return None if settings.critic is None else Critic(settings, settings.critic, model)
-
-
 class Critic:
     """Owner of the value head and of whatever is trained with it.
 
@@ -106,9 +96,12 @@ class Critic:
         """After the warm-up."""
         self.adapter = settings.lora(model, dropout=False) if config.critic == "adapter" else None
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-        backbone = copy.deepcopy(backbone_of(model)).requires_grad_(True) if config.critic == "separate" else None
-        if backbone is not None and settings.model.gradient_checkpointing:
-            backbone.gradient_checkpointing_enable()
+        backbone = None
+        if config.critic == "separate":
+            # The transformer below the head, adapters included.
+            backbone = copy.deepcopy(cast("PreTrainedModel", causal_lm(model).base_model)).requires_grad_(True)
+            if settings.model.gradient_checkpointing:
+                backbone.gradient_checkpointing_enable()
         self.module = ValueHead(model.config, backbone, dtype, settings.seed, config.critic_init == "zero")
         trained_in_float32(self.module)
         self.wrapped: torch.nn.Module = self.module
@@ -148,7 +141,7 @@ class Critic:
 
     def groups(self, weight_decay: float) -> list[ParameterGroup]:
         """Optimizer groups: matrices decay, vectors do not."""
-        parameters = list(self.named_parameters().values())
+        parameters = self.named_parameters().values()
         # Always two groups, even where one is empty: a checkpoint's optimizer state lists groups by number.
         matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
         return [
@@ -204,8 +197,7 @@ class Critic:
 
     def clip(self, limit: float, accelerator: Accelerator) -> float:
         """Clip the critic's gradients on their own; returns the norm before."""
-        parameters = list(self.named_parameters().values())
-        norm = as_number(accelerator.clip_grad_norm_(parameters, limit))
+        norm = as_number(accelerator.clip_grad_norm_(list(self.named_parameters().values()), limit))
         self.grad_norms.append(norm)
         return norm
 

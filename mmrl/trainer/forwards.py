@@ -7,7 +7,7 @@ between steps or inside `next_batch`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -157,13 +157,11 @@ class Forwards:
             else:
                 pack.old = pack.sampled
 
-    def with_adapter(self, pack: Pack) -> AbstractContextManager[None]:
-        """Run the policy with the adapter of the pack's calls."""
-        return (
-            nullcontext()
-            if self.adapters is None
-            else self.adapters.using(cast("PeftModel", self.policy), pack.calls[0])
-        )
+    def use_adapter(self, pack: Pack) -> None:
+        """Make the adapter of the pack's calls the policy's active one."""
+        # Not set back: every forward sets its own, and gradient checkpointing forwards again in the backward pass.
+        if self.adapters is not None:
+            cast("PeftModel", self.policy).set_adapter(self.adapters.of[pack.calls[0].call.module])
 
     def autocast(self) -> AbstractContextManager[None]:
         """The run's mixed precision: every forward is made inside of it, so that their results are comparable."""
@@ -182,8 +180,8 @@ class Forwards:
 
     def policy_of(self, pack: Pack) -> torch.Tensor:
         """The policy's log-probabilities as it is now, (N,), without gradient."""
-        with self.with_adapter(pack):
-            return self._no_grad(self.wrapped, pack)
+        self.use_adapter(pack)
+        return self._no_grad(self.wrapped, pack)
 
     @torch.no_grad()
     def _no_grad(self, model: torch.nn.Module, pack: Pack) -> torch.Tensor:
@@ -196,7 +194,8 @@ class Forwards:
         assert self.critic is not None
         self.policy.eval()
         self.critic.module.eval()
-        with self.with_adapter(pack), self.critic.active(), self.autocast():
+        self.use_adapter(pack)
+        with self.critic.active(), self.autocast():
             return self.critic.values(pack)
 
     def score(self, model: torch.nn.Module, pack: Pack, *, entropy: bool = False, hits: bool = False) -> Scores:

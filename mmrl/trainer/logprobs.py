@@ -60,7 +60,7 @@ def score(
     if pack.tree is not None:
         with _narrowed(last, pack.positions):
             return _score_in_chunks(model, head, pack, temperature, entropy, hits)
-    with _only(head, pack.positions) as seen:
+    with _only(head, pack.positions) as kept:
         logits = model(**pack.inputs).logits
     if logits.numel() != pack.positions.numel() * logits.shape[-1]:
         raise MmrlError(
@@ -69,7 +69,7 @@ def score(
         )
     logits = logits.reshape(-1, logits.shape[-1])
     logprobs, entropies = _measure(logits, pack.targets, temperature, entropy)
-    return Scores(logprobs, entropies, _likeliest(logits, pack.targets) if hits else None, seen[0])
+    return Scores(logprobs, entropies, _likeliest(logits, pack.targets) if hits else None, kept[0])
 
 
 def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> torch.Tensor:
@@ -77,11 +77,11 @@ def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> 
 
     The whole model is called, for the wrappers' sake (FSDP gathers from its root on), and its head does nothing.
     """
-    seen: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
 
     def record(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(1, -1, hidden.shape[-1])[:, pack.positions]  # (1, N, H) of (R, W, H)
-        seen.append(rows[0])
+        kept.append(rows[0])
         return rows
 
     # On the instance: it hides the class's forward, and `del` brings that back.
@@ -90,7 +90,7 @@ def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> 
         model(**pack.inputs)
     finally:
         del head.forward
-    return seen[0]
+    return kept[0]
 
 
 def _measure(
@@ -120,7 +120,7 @@ def _score_in_chunks(
 
     It all runs inside the head's own forward, where every wrapper has the head's weights ready.
     """
-    forward, seen = head.forward, []
+    forward, kept = head.forward, []
     entropies: list[torch.Tensor] = []
     likeliest: list[torch.Tensor] = []
 
@@ -138,7 +138,7 @@ def _score_in_chunks(
 
     def measured(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])[pack.positions]  # (N, H) of (1, packed tokens, H)
-        seen.append(rows.detach())
+        kept.append(rows.detach())
         size = max(1, CHUNK // int(head.weight.shape[0]))  # type: ignore[index]
         # A single chunk keeps its logits for the backward pass, which is faster than computing them again.
         if len(rows) <= size or not torch.is_grad_enabled():
@@ -158,7 +158,7 @@ def _score_in_chunks(
         logprobs = model(**pack.inputs).logits[0]
     finally:
         del head.forward
-    return Scores(logprobs, torch.cat(entropies) if entropy else None, torch.cat(likeliest) if hits else None, seen[0])
+    return Scores(logprobs, torch.cat(entropies) if entropy else None, torch.cat(likeliest) if hits else None, kept[0])
 
 
 @contextmanager
@@ -183,16 +183,16 @@ def _narrowed(modules: Sequence[torch.nn.Module], positions: torch.Tensor) -> It
 @contextmanager
 def _only(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     """Show `head` just the hidden states at `positions` of the flattened (R, W) grid; yields them in a list."""
-    seen: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
 
     def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden = args[0].reshape(-1, args[0].shape[-1])[positions]  # (N, H) of (R, W, H)
-        seen.append(hidden.detach())
+        kept.append(hidden.detach())
         return (hidden[None], *args[1:])
 
     handle = head.register_forward_pre_hook(select)
     try:
-        yield seen
+        yield kept
     finally:
         handle.remove()
 

@@ -43,17 +43,14 @@ class TrainCall:
         if tokens and not call.prompt_ids:
             raise MmrlError(f"call {call.id}: has no prompt tokens, so its first completion token cannot be predicted")
         # Checked here, once: a shorter tuple would train the wrong tokens, and a zip somewhere would not say so.
-        per_token = [("logprobs", call.logprobs), ("ref_logprobs", call.ref_logprobs), ("values", call.values)]
+        per_token = {"logprobs": call.logprobs, "ref_logprobs": call.ref_logprobs, "values": call.values}
         if call.values is not None and len(call.values) == tokens + call.observation_tokens:
             # With `algo.obs=all` the critic has valued the observation after the completion too.
-            per_token[-1] = ("values", call.values[:tokens])
+            per_token["values"] = call.values[:tokens]
         for number, entry in enumerate(self.entries):
-            per_token += [
-                (f"entries[{number}].advantages", entry.advantages),
-                (f"entries[{number}].weights", entry.weights),
-                (f"entries[{number}].returns", entry.returns),
-            ]
-        for name, values in per_token:
+            parts = {"advantages": entry.advantages, "weights": entry.weights, "returns": entry.returns}
+            per_token |= {f"entries[{number}].{name}": values for name, values in parts.items()}
+        for name, values in per_token.items():
             if values is not None and len(values) != tokens:
                 raise MmrlError(f"call {call.id}: {name} has {len(values)} values for {tokens} completion tokens")
 

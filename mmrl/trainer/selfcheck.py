@@ -11,11 +11,12 @@ from itertools import pairwise
 import torch
 from accelerate.utils import DistributedType
 
+from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE
+from mmrl.engines.embedded.prefixes import common_prefix
 from mmrl.errors import MmrlError
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import TrainCall, active
 from mmrl.trainer.packing import Pack
-from mmrl.trainer.tries import common_prefix
 
 SAMPLE_TOKENS = 1024
 """Tokens of the compared calls, all together (or two calls)."""
@@ -23,10 +24,8 @@ GRADIENT_NUMBERS = 2**26
 """Numbers of the compared gradients."""
 # By the type that is computed in. Packed and padded forwards sum in another order, so they agree up to rounding only;
 # a token that sees too much or too little is off by far more than these.
-LOGPROB_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-COSINE = {torch.float64: 1 - 1e-6, torch.float32: 0.999}
-HALF_LOGPROB_TOLERANCE, HALF_COSINE = 0.3, 0.95
-"""In half precision; elsewhere a difference of rounding is orders of magnitude below these."""
+EXACT, FULL, HALF = (1e-6, 1 - 1e-6), (TOLERANCE, 0.999), (HALF_TOLERANCE, 0.95)
+"""Largest difference of two log-probabilities and least cosine of two gradients: float64, float32, half precision."""
 
 
 def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
@@ -36,23 +35,22 @@ def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
         MmrlError: they differ.
     """
     trained = [train for train in calls if any(active(entry, forwards.settings.beta) for entry in train.entries)]
-    chosen = calls_to_compare(trained)
-    if forwards.adapters is not None and chosen:
+    compared = calls_to_compare(trained)
+    if forwards.adapters is not None and compared:
         # One adapter: otherwise a difference of weights would pass for one of packing.
         adapter = forwards.adapters.of
-        chosen = [one for one in chosen if adapter[one.call.module] == adapter[chosen[0].call.module]]
-    if not chosen:
+        compared = [one for one in compared if adapter[one.call.module] == adapter[compared[0].call.module]]
+    if not compared:
         return False
-    modules = module_names([train.call for train in chosen])
-    packs = [forwards.make_packs(chosen, modules, score_all=True, tries=tries) for tries in (True, False)]
+    modules = module_names([train.call for train in compared])
+    packs = [forwards.make_packs(compared, modules, score_all=True, tries=tries) for tries in (True, False)]
     # Sharded gradients are not whole on any process, so only log-probabilities are compared there.
     sharded = forwards.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     (logprobs, gradient), (padded, padded_gradient) = (_measure(forwards, one, gradients=not sharded) for one in packs)
-    kind = torch.float64 if forwards.policy.dtype == torch.float64 else torch.float32
     half = forwards.policy.dtype in (torch.bfloat16, torch.float16) or forwards.accelerator.mixed_precision == "bf16"
-    allowed = HALF_LOGPROB_TOLERANCE if half else LOGPROB_TOLERANCE[kind]
+    allowed, least = HALF if half else EXACT if forwards.policy.dtype == torch.float64 else FULL
     difference = max(float((logprobs[name] - padded[name]).abs().max()) for name in padded)
-    cosine, least = _cosine(gradient, padded_gradient), HALF_COSINE if half else COSINE[kind]
+    cosine = _cosine(gradient, padded_gradient)
     if not difference <= allowed or not cosine >= least:
         raise MmrlError(
             f"train.packing: on the first batch, packed and padded log-probabilities differ by {difference:.2g} "
@@ -71,13 +69,13 @@ def calls_to_compare(calls: Sequence[TrainCall]) -> list[TrainCall]:
     shared = [common_prefix(_ids(left), _ids(right)) for left, right in pairwise(ordered)]
     fitting = [n for n, one in enumerate(ordered[:-1]) if len(_ids(one) + _ids(ordered[n + 1])) <= SAMPLE_TOKENS]
     at = max(fitting or range(len(shared)), key=lambda n: (shared[n], -n))
-    chosen, tokens = ordered[at : at + 2], len(_ids(ordered[at]) + _ids(ordered[at + 1]))
+    compared, tokens = ordered[at : at + 2], len(_ids(ordered[at]) + _ids(ordered[at + 1]))
     for train in ordered[at + 2 :]:
         tokens += len(_ids(train))
         if tokens > SAMPLE_TOKENS:
             break
-        chosen.append(train)
-    return chosen
+        compared.append(train)
+    return compared
 
 
 def _ids(train: TrainCall) -> tuple[int, ...]:
@@ -93,9 +91,8 @@ def _measure(
     logprobs: dict[str, torch.Tensor] = {}
     total: list[torch.Tensor] = []
     for pack in packs:
-        pack.to(forwards.device)
-        context = torch.enable_grad() if gradients else torch.no_grad()
-        with context, forwards.with_adapter(pack), forwards.autocast():
+        forwards.use_adapter(pack.to(forwards.device))
+        with torch.set_grad_enabled(gradients), forwards.autocast():
             numbers = forwards.score(model, pack).logprobs  # (N,)
             parts = numbers.split([len(train.call.completion_ids) for train in pack.calls])
             logprobs |= {train.call.id: part.detach() for train, part in zip(pack.calls, parts, strict=True)}

@@ -115,21 +115,15 @@ class Settings:
             "optim": "adamw_torch",
             # transformers takes no seed of more than 32 bits.
             "seed": self.seed % 2**32,
-            "data_seed": self.seed % 2**32,
             "bf16": autocast,
-            "fp16": False,
             "use_cpu": on_cpu,
             "gradient_checkpointing": self.model.gradient_checkpointing,
             # One "batch" is a step's packs, whatever their number: these sizes are inert, and only have to pass TRL's
             # test that a batch is a whole number of groups.
-            "gradient_accumulation_steps": 1,
             "per_device_train_batch_size": 2,
             "num_generations": 2,
-            "temperature": self.algo.temperature,
             # The reference policy is ours: TRL would load it again by name, without what a stage before has trained.
             "beta": 0.0,
-            "loss_type": "grpo",
-            "remove_unused_columns": False,
             # DDP would broadcast them in forwards, and processes do not all make equally many (`forwards.annotate`);
             # they are rotary tables, equal everywhere.
             "ddp_broadcast_buffers": False,
@@ -139,13 +133,10 @@ class Settings:
             # A resumed run starts its own data stream at the right step; there is nothing to skip.
             "ignore_data_skip": True,
             # Metrics, logs, checkpoints and evaluations are written by mmrl, in the run directory.
-            "report_to": "none",
             "disable_tqdm": True,
             "log_level": "error",
             "logging_strategy": "no",
             "save_strategy": "no",
-            "eval_strategy": "no",
-            "push_to_hub": False,
         }
 
 

@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from mmrl.models.load import causal_lm, unknown_layers
 from mmrl.trainer.tries import NodeSpan
 
 if TYPE_CHECKING:
@@ -34,14 +35,6 @@ if TYPE_CHECKING:
 
 IMPLEMENTATION = "mmrl_tree"
 """Name of the attention function in transformers' registry."""
-
-# A list, not a guess from the config: a model whose layers mix tokens in any other way (a window,
-# a convolution, a state) would train on wrong hidden states without an error. `selfcheck` is the second line.
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Rotary positions, softmax attention over the whole context, and logits that are the output head's alone."""
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary positions whose angles depend on the position alone."""
-
 
 LARGE, PIECE = 384, 256
 """On the CPU, a node that this many tokens see is attended to in pieces of at most so many keys: the kernels cut the
@@ -138,17 +131,11 @@ def _runs(read: Sequence[int], span: NodeSpan) -> Iterator[tuple[int, int, bool]
 
 def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:
     """The reason why the layers of this causal LM (wrapped by peft or not) cannot share prefixes, or None."""
-    causal = _causal_lm(model)
-    name, config = type(causal).__name__, causal.config
-    if name not in FAMILIES:
-        return f"{name} is not one of {', '.join(FAMILIES)}"
-    layer_types = getattr(config, "layer_types", None)
-    if any(kind != "full_attention" for kind in layer_types or ()):
-        return "some of its layers do not attend to the whole context"
-    if layer_types is None and getattr(config, "sliding_window", None) is not None:
-        return "its attention is limited to a sliding window"
-    if config.rope_parameters.get("rope_type") not in STATIC_ROPE:
-        return f"its position encoding '{config.rope_parameters.get('rope_type')}' depends on the length"
+    # `selfcheck` is the second line, behind the list of known families.
+    causal = causal_lm(model)
+    config = causal.config
+    if (reason := unknown_layers(causal)) is not None:
+        return reason
     if getattr(config, "attention_dropout", 0.0):
         return "its attention has dropout"
     if config._attn_implementation not in ("sdpa", IMPLEMENTATION):
@@ -156,17 +143,11 @@ def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:
     return None
 
 
-def _causal_lm(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """The transformers model, without peft's wrapper."""
-    # By the method, so that this module needs no peft.
-    return cast("PreTrainedModel", getattr(model, "get_base_model", lambda: model)())
-
-
 def last_parts(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, ...]:
-    """Parts of the last layer of a causal LM of one of the `FAMILIES` that only tokens whose result is read need."""
+    """Parts of the last layer of a known causal LM (`unknown_layers`) that only tokens whose result is read need."""
     # Keys and values of the last layer are needed for every token; queries, output projection and MLP only where
     # somebody reads the result. In a prompt-heavy pack that is a small part of the tokens.
-    layer = _causal_lm(model).model.layers[-1]
+    layer = causal_lm(model).model.layers[-1]
     return layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp
 
 
@@ -174,7 +155,7 @@ def install(model: PreTrainedModel | PeftModel) -> None:
     """Set a causal LM to the attention that knows packs; without a pack it is still SDPA."""
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
-    _causal_lm(model).set_attn_implementation(IMPLEMENTATION)
+    causal_lm(model).set_attn_implementation(IMPLEMENTATION)
 
 
 class AttentionModule(Protocol):

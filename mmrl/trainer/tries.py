@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-import numpy as np
-from numpy.typing import NDArray
-
-TokenIds = tuple[int, ...]
+from mmrl.engines.embedded.prefixes import Ids, common_prefix
 
 # The two costs below are in forwarded tokens and decide which forks are worth sharing. They were measured once, on a
 # CPU (docs/performance.md), and are constants on purpose: measured anew on each machine, they would cut other tries,
@@ -101,7 +98,7 @@ class _OpenNode:
         return [lengthened(child, begin) for child in self.children]
 
 
-def build_tries(rows: Sequence[TokenIds]) -> list[TrieNode]:
+def build_tries(rows: Sequence[Ids]) -> list[TrieNode]:
     """The tries of `rows`, of which none is a prefix of another, in lexicographic order.
 
     The calls of a group meet in one trie because they begin alike: the same system prompt and question, and in a
@@ -111,11 +108,10 @@ def build_tries(rows: Sequence[TokenIds]) -> list[TrieNode]:
     order = sorted(range(len(rows)), key=lambda i: (rows[i], i))
     # One pass over the sorted rows, as a suffix array's LCP intervals are built: neighbours share the longest
     # prefixes, so the common prefix with the next row says which open nodes end here. Linear in tokens once sorted.
-    arrays = [np.asarray(rows[i], dtype=np.int64) for i in order]
     # From the root down to where the newest row left the one before it; the depths where they fork rise strictly.
     path = [_OpenNode(-1, 0, [])]
     for at, row in enumerate(order):
-        fork = common_prefix(arrays[at], arrays[at + 1]) if at + 1 < len(order) else 0
+        fork = common_prefix(rows[row], rows[order[at + 1]]) if at + 1 < len(order) else 0
         node = _OpenNode(row, len(rows[row]), [])
         # Nodes that reach deeper than the fork get no further branch: they are closed, deepest first.
         while path[-1].end > fork:
@@ -128,13 +124,6 @@ def build_tries(rows: Sequence[TokenIds]) -> list[TrieNode]:
             # The fork lies inside the node that was just closed: a new node ends there, with that one below it.
             path.append(_OpenNode(row, fork, node.close(fork)))
     return path[0].children
-
-
-def common_prefix(left: TokenIds | NDArray[np.int64], right: TokenIds | NDArray[np.int64]) -> int:
-    """Length of the common prefix of two sequences."""
-    size = min(len(left), len(right))
-    differ = np.asarray(left[:size]) != np.asarray(right[:size])
-    return int(differ.argmax()) if differ.any() else size
 
 
 def split_trie(node: TrieNode, budget: int, most: int) -> list[TrieNode]:
@@ -219,7 +208,7 @@ class TrieLayout:
     """Tries laid out one after the other, every node before what is below it."""
 
     spans: tuple[NodeSpan, ...]
-    ids: TokenIds
+    ids: Ids
     """(packed tokens,)"""
     depths: tuple[int, ...]
     """(packed tokens,): how many come before each on its path, its position for the rotary angles."""
@@ -227,7 +216,7 @@ class TrieLayout:
     """Row -> its nodes from the root to the leaf."""
 
 
-def flatten(tries: Sequence[TrieNode], rows: Sequence[TokenIds]) -> TrieLayout:
+def flatten(tries: Sequence[TrieNode], rows: Sequence[Ids]) -> TrieLayout:
     """Tokens, positions and nodes of one pack."""
     spans: list[NodeSpan] = []
     ids: list[int] = []

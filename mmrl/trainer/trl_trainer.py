@@ -28,7 +28,7 @@ from mmrl.errors import CheckpointError, ConfigError, Stopped, SyncFailure, TooM
 from mmrl.models.policy import is_complete
 from mmrl.trainer import checkpoint, sharding
 from mmrl.trainer.adapters import Adapters, in_fixed_order
-from mmrl.trainer.critic import make_critic, trained_in_float32
+from mmrl.trainer.critic import Critic, trained_in_float32
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import Correction, StepBatch, token_loss, truncated_weights
 from mmrl.trainer.packing import Pack, choose_packing, token_budget
@@ -118,7 +118,8 @@ class MmrlTrainer(GRPOTrainer):
         budget, most = token_budget(settings.train.microbatch_tokens, model, settings.model.gradient_checkpointing)
         self.compared = not tries
         # Before TRL wraps the model: the critic may copy its backbone, and the reference is the model as it is now.
-        self.critic, self.critic_lr = make_critic(settings, model), 0.0
+        self.critic = None if settings.critic is None else Critic(settings, settings.critic, model)
+        self.critic_lr = 0.0
         self.adapters, lora = adapters, settings.lora(model)
         if adapters is not None:
             # `models.assignment` gives weights per module to LoRA alone.
@@ -239,7 +240,8 @@ class MmrlTrainer(GRPOTrainer):
         for count, pack in enumerate(update.packs, start=1):
             # Sharded gradients are joined after each pack: waiting would keep whole ones on every process.
             now = self.sharded or count == len(update.packs)
-            with nullcontext() if now else self.accelerator.no_sync(model), self.forwards.with_adapter(pack):
+            self.forwards.use_adapter(pack)
+            with nullcontext() if now else self.accelerator.no_sync(model):
                 total += self._train_on(model, pack, first=update.first)
         loss = float(self.forwards.reduce(total, "sum"))
         self.totals.losses.append(finite(loss, "loss", update.step))

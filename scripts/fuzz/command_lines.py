@@ -29,7 +29,7 @@ _KEYS = """
     task algo model hardware engine experiment task.retriever compare
     seed train.steps train.lr train.batch_size train algo.group_size algo.eps algo.teachers task.data.train task.data
     task.name task.retriever.name task.retriever.url task.max_turns task.judge.url task.judge.key_env model.path
-    model.modules model.lora.r model.lora model.name hardware.processes hardware.device engine.url engine.endpoints
+    model.modules model.lora.r model.lora model.name hardware.processes hardware.device engine.urls engine.endpoints
     engine.args eval.items eval.every run.dir run.name run.report_to plugins policy split defaults x a.b.c train.stepz
     0 a..b .seed seed. task@x _self_ task@_global_ algo@train task@a:b task@:b hydra@x /task task/ a/b/c algo/grpo
     hydra/launcher hydra/sweeper hydra/job_logging hydra/output hydra hydra.run.dir hydra.sweep.dir hydra.sweep.subdir

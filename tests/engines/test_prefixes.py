@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.engines.embedded.prefixes import LEAST_SAVED, LEAST_SHARED, PrefixSegment, PrefixStore, plan, shared
+from mmrl.engines.embedded.prefixes import LEAST_SAVED, LEAST_SHARED, PrefixSegment, PrefixStore, common_prefix, plan
 from mmrl.engines.embedded.shared_prefix import choose
 
 few = st.lists(st.integers(0, 1), min_size=1, max_size=60).map(tuple)
@@ -16,7 +16,7 @@ def test_shared_is_the_longest_common_prefix(a: tuple[int, ...], b: tuple[int, .
     slow = 0
     while slow < min(len(a), len(b)) and a[slow] == b[slow]:
         slow += 1
-    assert shared(a, b) == slow
+    assert common_prefix(a, b) == slow
 
 
 @st.composite
@@ -52,7 +52,7 @@ def test_every_prompt_is_covered_and_nothing_is_forwarded_twice_for_long(
     assert total <= sum(map(len, prompts))
     leaves = {s.ids: s for s in segments if s.leaf}
     for a, b in zip(sorted(prompts), sorted(prompts)[1:], strict=False):
-        common = min(shared(a, b), len(a) - 1, len(b) - 1)
+        common = min(common_prefix(a, b), len(a) - 1, len(b) - 1)
         repeated = common - max(leaves[a].start, leaves[b].start)
         assert repeated < max(LEAST_SHARED, LEAST_SAVED)
 

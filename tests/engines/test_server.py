@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,20 +82,15 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
 
 def test_the_mode_of_log_probabilities() -> None:
     at_one, below, cut = (1.0, 0.9, 20), (0.6, 1.0, 0), (0.6, 0.9, 0)
-    assert logprobs_mode(VllmServerConfig(), [at_one]) == "raw"
-    assert logprobs_mode(VllmServerConfig(), [below]) == "processed"
-    assert logprobs_mode(VllmServerConfig(), [cut]) == "processed"
+    assert [logprobs_mode(VllmServerConfig(), [used]) for used in (at_one, below, cut)] == [
+        *("raw", "processed", "processed"),
+    ]
     assert logprobs_mode(VllmServerConfig(logprobs="raw"), [below]) == "raw"
-    assert logprobs_mode(VllmServerConfig(url="http://h"), [below]) == "raw"
-    table = {
-        ("raw", 1.0, 0.9, 20): True,
-        ("raw", 0.6, 1.0, 0): False,
-        ("raw", 0.0, 1.0, 0): True,
-        ("processed", 0.6, 1.0, 0): True,
-        ("processed", 1.0, 0.9, 0): False,
-        ("processed", 0.6, 1.0, 20): False,
-    }
-    for (mode, temperature, top_p, top_k), expected in table.items():
+    assert logprobs_mode(VllmServerConfig(urls=("http://h",)), [below]) == "raw"
+    exact_ones = [("raw", 1.0, 0.9, 20), ("raw", 0.0, 1.0, 0), ("processed", 0.6, 1.0, 0)]
+    others = [("raw", 0.6, 1.0, 0), ("processed", 1.0, 0.9, 0), ("processed", 0.6, 1.0, 20)]
+    for mode, temperature, top_p, top_k in [*exact_ones, *others]:
+        expected = (mode, temperature, top_p, top_k) in exact_ones
         sampling = Sampling(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
         assert exact(mode, sampling) is expected
 
@@ -143,7 +139,7 @@ def fake(complete: Callable[[Seen], Scripted]) -> Callable[[Seen], Scripted]:
 
 
 def engine_at(url: str, tmp_path: Path, **settings: Any) -> VllmServerEngine:
-    config = VllmServerConfig(name="vllm_server", url=url, **settings)
+    config = VllmServerConfig(name="vllm_server", urls=(url,), **settings)
     folders = {"default": str(tmp_path / "adapter")}
     (tmp_path / "adapter").mkdir(exist_ok=True)
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 8}')
@@ -152,8 +148,15 @@ def engine_at(url: str, tmp_path: Path, **settings: Any) -> VllmServerEngine:
     )
 
 
+async def start_anew(engine: VllmServerEngine) -> None:
+    """Take the server out and bring it back, as after its end."""
+    (replica,) = engine.replicas
+    await engine._take_out(replica)
+    await engine._bring_up_to_date(replica)
+
+
 def asked(server: ScriptedServer, path: str) -> list[Any]:
-    return [seen.body for seen in server.seen if seen.path == path]
+    return [seen.body for seen in server.seen if seen.path == path and seen.body is not None]
 
 
 def ask(engine: VllmServerEngine, **settings: Any) -> Completion:
@@ -177,13 +180,18 @@ def answering(*scripted: Scripted) -> Callable[[Seen], Scripted]:
     return fake(complete)
 
 
+@contextmanager
+def served(tmp_path: Path, *scripted: Scripted, version: int = 0) -> Iterator[tuple[VllmServerEngine, ScriptedServer]]:
+    """An engine of a scripted server, and that server; policy `version` has been pushed."""
+    with serving(answering(*scripted)) as (url, server), closing(engine_at(url, tmp_path)) as engine:
+        engine.set_version(version)
+        yield engine, server
+
+
 def test_token_ids_and_every_setting_are_sent(tmp_path: Path) -> None:
-    with serving(answering(reply([20, 21, 2, 30]))) as (url, server):
-        engine = engine_at(url, tmp_path)
-        engine.set_version(3)
+    with served(tmp_path, reply([20, 21, 2, 30]), version=3) as (engine, server):
         made = ask(engine, temperature=1.0, top_p=0.9, top_k=5, stop=("##",))
         cut = ask(engine, temperature=0.7)
-        engine.close()
     assert (made.ids, made.logprobs, made.finish, made.policy_version) == ((20, 21, 2), (-0.5,) * 3, "eos", 3)
     assert cut.logprobs is None  # a given server reports raw values
     body = asked(server, "/v1/completions")[-2]
@@ -194,65 +202,51 @@ def test_token_ids_and_every_setting_are_sent(tmp_path: Path) -> None:
 
 
 def test_each_version_has_a_name_of_its_own_and_old_ones_go(tmp_path: Path) -> None:
-    with serving(answering(reply([2]))) as (url, server):
-        engine = engine_at(url, tmp_path)
-        for version in (0, 1, 1, 2):
+    with served(tmp_path, reply([2])) as (engine, server):
+        for version in (1, 1, 2):
             engine.set_version(version)
-        engine.close()
     names = [body["lora_name"] for body in asked(server, "/v1/load_lora_adapter")]
     assert len(set(names)) == 4
     assert [body["lora_name"] for body in asked(server, "/v1/unload_lora_adapter")] == names[:2]
 
 
 def test_the_context_limit_is_the_servers(tmp_path: Path) -> None:
-    with serving(answering(reply([20] * 61, finish="length"))) as (url, server):
-        engine = engine_at(url, tmp_path)
-        engine.set_version(0)
+    with served(tmp_path, reply([20] * 61, finish="length")) as (engine, server):
         made = ask(engine, max_tokens=500)
-        engine.close()
     assert asked(server, "/v1/completions")[-1]["max_tokens"] == 61
     assert (made.finish, len(made.ids)) == ("length", 61)
 
 
 def test_a_refusal_and_a_reply_without_ids_fail_with_the_servers_words(tmp_path: Path) -> None:
     bad = [Scripted("prompt is odd", 400), Scripted({"choices": [{"text": "hi"}]}), reply([], [])]
-    with serving(answering(*bad)) as (url, _):
-        engine = engine_at(url, tmp_path)
-        engine.set_version(0)
+    with served(tmp_path, *bad) as (engine, _):
         for words in ("HTTP 400: prompt is odd", "lacks token ids", "0 token ids"):
             with pytest.raises(EngineFailure, match=words):
                 ask(engine)
-        engine.close()
 
 
 def test_replies_are_read_within_bounds_and_quoted_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = [Scripted("no " * 1000, 400), Scripted({"choices": ["x" * 1000]}), reply([3] * 2000)]
-    with serving(answering(*bad)) as (url, _):
-        engine = engine_at(url, tmp_path)
-        engine.set_version(0)
+    with served(tmp_path, *bad) as (engine, _):
         monkeypatch.setattr("mmrl.engines.vllm.api.LARGEST_REPLY", 5000)
         for words in ("HTTP 400: no no", "lacks token ids", "a reply of [0-9]+ bytes, more than 5000"):
             with pytest.raises(EngineFailure, match=words) as caught:
                 ask(engine)
             assert len(str(caught.value)) < 400
-        engine.close()
 
 
 def test_a_given_server_is_asked_again_and_then_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmrl.engines.vllm.server.TRIES", 2)
-    with serving(answering(Scripted("busy", 503), reply([2]), Scripted("gone", 500))) as (url, server):
-        engine = engine_at(url, tmp_path)
-        engine.set_version(0)
+    with served(tmp_path, Scripted("busy", 503), reply([2]), Scripted("gone", 500)) as (engine, server):
         assert ask(engine).ids == (2,)
         with pytest.raises(EngineFailure, match=r"failed 2 times.*HTTP 500: gone"):
             ask(engine)
-        engine.close()
     assert len([body for body in asked(server, "/v1/completions") if "logprobs" in body]) == 4
 
 
 def test_a_push_that_is_refused_or_stuck(tmp_path: Path) -> None:
     def refuse(seen: Seen) -> Scripted:
-        if seen.path == "/v1/load_lora_adapter":
+        if seen.path == "/v1/load_lora_adapter" and seen.body is not None:
             return Scripted("rank too large", 400) if "v1-" in seen.body["lora_name"] else Scripted("", delay=3.0)
         return answering(reply([2]))(seen)
 
@@ -269,27 +263,26 @@ def test_a_push_that_is_refused_or_stuck(tmp_path: Path) -> None:
 def test_nobody_at_the_address(tmp_path: Path) -> None:
     with serving([Scripted("")]) as (url, _):
         pass
-    with pytest.raises(EngineFailure, match=r"engine\.url: no vLLM server answers at http://127"):
+    with pytest.raises(EngineFailure, match=r"engine\.urls: no vLLM server answers at http://127"):
         engine_at(url, tmp_path)
 
 
 def test_a_dead_managed_server_is_started_once_for_all_who_wait(tmp_path: Path) -> None:
-    with serving(answering(reply([2]))) as (url, _):
-        engine = engine_at(url, tmp_path)
-        engine.set_version(0)
-        engine._process = process(tmp_path, HEALTHY)
-        engine._process.start()
-        dead, starts = engine._api.url, []
-        engine._api.url = "http://127.0.0.1:1"
-        os.killpg(engine._process.pid or 0, signal.SIGKILL)
+    with served(tmp_path, reply([2])) as (engine, _):
+        (replica,) = engine.replicas
+        replica.process = process(tmp_path, HEALTHY)
+        replica.process.start()
+        alive, starts = replica.api.url, []
+        replica.api.url = "http://127.0.0.1:1"
+        os.killpg(replica.process.pid or 0, signal.SIGKILL)
 
         async def boot() -> None:
             starts.append(time.monotonic())
-            engine._process = process(tmp_path, HEALTHY)
-            await asyncio.to_thread(engine._process.start)
-            engine._api.url = dead
+            replica.process = process(tmp_path, HEALTHY)
+            await asyncio.to_thread(replica.process.start)
+            replica.api.url = alive
 
-        engine._boot = boot  # type: ignore[method-assign]
+        replica.boot = boot  # type: ignore[method-assign]
 
         async def many() -> list[Completion]:
             sampling = Sampling(max_tokens=4, temperature=1.0)
@@ -299,18 +292,15 @@ def test_a_dead_managed_server_is_started_once_for_all_who_wait(tmp_path: Path) 
 
         assert [made.ids for made in asyncio.run(many())] == [(2,)] * 5
         assert (len(starts), engine.restarts) == (1, 1)
-        engine.close()
 
 
 def test_a_server_started_anew_gets_the_newest_weights_and_no_older_ones(tmp_path: Path) -> None:
     """Folders of older versions may be gone by then, and calls of older versions died with the old server."""
-    with serving(answering(reply([2]))) as (url, server):
-        engine = engine_at(url, tmp_path)
-        for version in range(3):
-            engine.set_version(version)
-        engine._api.io.wait(engine._restart())
+    with served(tmp_path, reply([2])) as (engine, server):
+        engine.set_version(1)
+        engine.set_version(2)
+        engine._api.io.wait(start_anew(engine))
         engine.set_version(3)
-        engine.close()
     names = [body["lora_name"] for body in asked(server, "/v1/load_lora_adapter")]
     assert [name.split("-")[0] for name in names] == ["v0", "v1", "v2", "v2", "v3"] and names[2] == names[3]
     assert [body["lora_name"] for body in asked(server, "/v1/unload_lora_adapter")] == names[:1]
@@ -321,14 +311,14 @@ def test_a_server_started_anew_on_a_gpu_has_the_full_weights_that_were_pushed(
 ) -> None:
     """It starts with the weights of the run's beginning; calls asked again must not be sampled from those."""
     with serving(answering(reply([2]))) as (url, server):
-        config = VllmServerConfig(name="vllm_server", url=url)
+        config = VllmServerConfig(name="vllm_server", urls=(url,))
         engine = VllmServerEngine(
             None, load_tokenizer(TINY), config, EngineSetup(weights=TINY, folder=tmp_path, device="cuda")
         )
         monkeypatch.setattr(engine, "_save", lambda version, state: {"": tmp_path / f"v{version}"})
         engine.set_version(1)
         engine.set_version(2)
-        engine._api.io.wait(engine._restart())
+        engine._api.io.wait(start_anew(engine))
         engine.close()
     assert [body["kwargs"]["weights_path"] for body in asked(server, "/collective_rpc")] == [
         str(tmp_path / name) for name in ("v1", "v2", "v2")
@@ -339,9 +329,7 @@ def test_weights_that_cannot_be_written_are_a_failed_push(tmp_path: Path, monkey
     def full(version: int, state: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    with serving(answering(reply([2]))) as (url, _):
-        engine = engine_at(url, tmp_path)
+    with served(tmp_path, reply([2])) as (engine, _):
         monkeypatch.setattr(engine, "_save", full)
         with pytest.raises(SyncFailure, match=r"policy version 1 .*No space left on device"):
             engine.set_version(1)
-        engine.close()

@@ -120,7 +120,7 @@ def test_a_push_of_other_weights_than_the_trainers_is_noticed(served: Any, monke
 
 def test_a_stuck_push_ends_in_time(served: Any) -> None:
     engine, _ = served
-    os.killpg(engine._process.pid, signal.SIGSTOP)
+    os.killpg(engine.replicas[0].process.pid, signal.SIGSTOP)
     whole = engine.config
     engine.config = whole.model_copy(update={"sync_timeout_s": 1.0})
     try:
@@ -128,7 +128,7 @@ def test_a_stuck_push_ends_in_time(served: Any) -> None:
             engine.set_version(11)
     finally:
         engine.config = whole
-        os.killpg(engine._process.pid, signal.SIGCONT)
+        os.killpg(engine.replicas[0].process.pid, signal.SIGCONT)
     engine.set_version(12)
 
 
@@ -140,21 +140,22 @@ def test_a_server_killed_while_it_generates_is_started_again(served: Any, tokeni
     async def with_a_kill() -> list[Completion]:
         sampling = [Sampling(max_tokens=400, temperature=1.0, seed=seed, stop=("never said",)) for seed in range(8)]
         # Halted first, so that none of them is answered before the kill.
-        os.killpg(engine._process.pid, signal.SIGSTOP)
+        os.killpg(engine.replicas[0].process.pid, signal.SIGSTOP)
         asked = [
             asyncio.create_task(engine.generate(Request(prompt_ids=prompt, sampling=one, module="m")))
             for one in sampling
         ]
         await asyncio.sleep(0.05)
-        os.killpg(engine._process.pid, signal.SIGKILL)
+        os.killpg(engine.replicas[0].process.pid, signal.SIGKILL)
         return await asyncio.gather(*asked)
 
     made = asyncio.run(with_a_kill())
     assert engine.restarts == 1
     assert {one.policy_version for one in made} == {20}
     assert max(gap(model, prompt, one, 1.0) for one in made) < 1e-4
-    engine._restarts_left = 0
-    os.killpg(engine._process.pid, signal.SIGKILL)
+    (replica,) = engine.replicas
+    replica.restarts_left = 0
+    os.killpg(replica.process.pid, signal.SIGKILL)
     with pytest.raises(EngineFailure, match=r"(?s)ended again after engine\.restarts=2 starts.*vllm\.log"):
         ask(engine, prompt)
 
@@ -171,7 +172,7 @@ def test_full_weights_reach_the_server_through_disk(tmp_path: Path, tokenizer: A
         assert gap(model, prompt, made, 0.7) < 1e-4
     finally:
         engine.close()
-    assert not engine._process.alive
+    assert not engine.replicas[0].process.alive
 
 
 def started(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -182,7 +183,7 @@ def started(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def kill_server(process: subprocess.Popen[str], run_dir: Path) -> None:
+def kill_server(process: subprocess.Popen[str], run_dir: Path, log: str = "vllm.log") -> None:
     """Once the second step's weights have been written: its rollouts are under way then, or the push is."""
     while process.poll() is None and not list((run_dir / "engine" / "weights").glob("v000001-*")):
         time.sleep(0.05)
@@ -191,6 +192,7 @@ def kill_server(process: subprocess.Popen[str], run_dir: Path) -> None:
         int(stat.parent.name)
         for stat in Path("/proc").glob("[0-9]*/stat")
         if stat_of(stat) == [str(process.pid), stat.parent.name]
+        and os.path.realpath(stat.parent / "fd" / "1") == str((run_dir / "engine" / log).resolve())
     ]
     os.killpg(server, signal.SIGKILL)
 
@@ -227,6 +229,20 @@ def test_a_run_whose_server_is_killed_in_mid_step_goes_on(tmp_path: Path) -> Non
     assert [record["step"] for record in steps] == [1, 2, 3]
     assert steps[-1]["engine/restarts"] == 1
     assert all(record["rollouts/failed_share"] == 0 for record in steps), "the calls that were lost are asked again"
+    assert max(record["train/logprob_gap_max"] for record in steps) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["model.lora={}", "model.lora=null"], ids=["adapter", "full"])
+def test_one_of_two_servers_is_killed_in_mid_step(weights: str, tmp_path: Path) -> None:
+    run = started(tmp_path / "run", "engine.replicas=2", weights)
+    kill_server(run, tmp_path / "run", "vllm-2.log")
+    out, _ = run.communicate()
+    assert run.returncode == 0, out
+    steps = steps_of(tmp_path / "run")
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert (steps[-1]["engine/restarts"], steps[-1]["engine/servers"]) == (1, 2)
+    assert all(record["rollouts/failed_share"] == 0 for record in steps), "the other server answers meanwhile"
     assert max(record["train/logprob_gap_max"] for record in steps) < 1e-4
 
 

@@ -59,7 +59,7 @@ def test_many_long_prompts_at_once(colocated: Any, tokenizer: Any) -> None:
 @here
 def test_a_push_changes_the_policy_and_no_stale_prefix_is_served(colocated: Any, tokenizer: Any) -> None:
     engine, model = colocated
-    pushes_arrive(engine, model, tokenizer, lambda: engine._probe(None))
+    pushes_arrive(engine, model, tokenizer, lambda: engine._probes(None)["vLLM"])
     assert len(engine._vllm.list_loras()) == 2
 
 

@@ -38,7 +38,7 @@ ANSWER = "<think> so </think>\n<answer> Tagus </answer>"
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     with serving(VllmServerConfig(name="vllm_server", python=PYTHON), tmp_path_factory.mktemp("vllm")) as (engine, _):
-        url = f"{engine._process.url}/v1"
+        url = f"{engine.replicas[0].process.url}/v1"
         yield {"url": url, "model": "base", "key_env": None, "attempts": 2, "timeout_s": 300.0}
 
 

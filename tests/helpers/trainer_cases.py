@@ -47,6 +47,7 @@ from mmrl.trainer.objective import StepBatch, TrainCall
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.sharding import whole
 from mmrl.trainer.trl_trainer import MmrlTrainer, Update
+from scripts.chaos.compare import comparable
 
 torch.set_num_threads(1)
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -205,6 +206,45 @@ def make_trainer(
     if resume_from is not None:
         trainer.train = partial(trainer.train, resume_from)
     return trainer
+
+
+def trained(folder: Path, model: Any = None, **options: Any) -> tuple[MmrlTrainer, list[dict[str, float]]]:
+    """A trainer at the end of its run, and the metrics of each step."""
+    seen: list[dict[str, float]] = []
+    trainer = make_trainer(folder, model, on_step_end=lambda step, metrics: seen.append(metrics), **options)
+    trainer.train()
+    return trainer, seen
+
+
+def resumable(folder: Path, resume_from: Path | None = None, **options: Any) -> tuple[dict[int, Any], MmrlTrainer]:
+    """A run from its start or on from a checkpoint: what of each step's metrics a resume must repeat, by step."""
+    seen: dict[int, Any] = {}
+    trainer = make_trainer(
+        folder,
+        resume_from=resume_from,
+        on_step_end=lambda step, metrics: seen.update({step: comparable(metrics)}),
+        **options,
+    )
+    trainer.train()
+    return seen, trainer
+
+
+def weights_of(trainer: MmrlTrainer) -> dict[str, torch.Tensor]:
+    """A copy of all parameters by name."""
+    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+
+def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    """Names of tensors that differ in a bit."""
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-8) -> None:
+    """Gradients of the same parameters, equal within a tolerance relative to the largest."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).abs().max()) <= tolerance * max(1.0, float(gradient.abs().max())), name
 
 
 def gradients(trainer: MmrlTrainer, calls: list[TrainCall], budget: int | None = None) -> tuple[float, dict[str, Any]]:

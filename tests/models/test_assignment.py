@@ -75,9 +75,9 @@ def test_frozen_serving_with_all_parameters_is_a_copy_of_the_initial_model() -> 
     [
         ({"rewritr": {}}, {}, r"model\.modules: got 'rewritr'.*did you mean 'rewriter'"),
         ({}, {"lora": False}, r"model\.modules: .*set model\.lora"),
-        ({"rewriter": {"adapter": "critic"}}, {}, r"model\.modules\.rewriter\.adapter: the name 'critic' is taken"),
-        ({"rewriter": {"adapter": "q_proj"}}, {}, r"'q_proj' is taken"),
-        ({"rewriter": {"adapter": "7"}}, {}, r"'7' is taken"),
+        ({"rewriter": {"adapter": "critic"}}, {}, r"model\.modules\.rewriter\.adapter: got 'critic', expected letters"),
+        ({"rewriter": {"adapter": "q_proj"}}, {}, r"got 'q_proj', expected letters"),
+        ({"rewriter": {"adapter": "7"}}, {}, r"got '7', expected letters"),
         ({"rewriter": {"adapter": "a.b"}}, {}, r"got 'a\.b', expected letters"),
         (
             {"rewriter": {"adapter": "s", "lr": 1e-4}, "reranker": {"adapter": "s", "lr": 2e-4}},
@@ -98,7 +98,7 @@ def test_frozen_serving_with_all_parameters_is_a_copy_of_the_initial_model() -> 
         ),
         ({"rewriter": {"frozen": True}}, {"algo": PpoConfig(name="ppo")}, r"rewriter\.frozen: the critic of ppo"),
         (None, {"algo": MhgpoFofConfig(name="mhgpo_fof", frozen_serving=True)}, r"set algo\.freeze_modules"),
-        ({}, {"program": ("a.b", "a/b")}, r"own adapters of a\.b, a/b would all be called 'a_b'"),
+        ({}, {"program": ("a.b", "a/b")}, r"adapters of a\.b, a/b would all be called 'a_b'"),
     ],
 )
 def test_what_cannot_work_or_has_no_effect_is_named(modules: Any, options: dict[str, Any], says: str) -> None:

@@ -427,8 +427,8 @@ def test_weights_larger_than_a_device_are_served_elsewhere(capsys):
     arguments = ["model=qwen25_72b_instruct", LENGTHS, "hardware=multinode", "hardware.cpu_offload=true"]
     first, second = planned(capsys, *arguments)["warnings"]
     assert "rollouts on devices of their own" in first
-    assert "the weights alone take 135 GiB" in second and "engine.url" in second and "gpu_memory" not in second
-    given = planned(capsys, *arguments, "engine.url=http://host:8000")
+    assert "the weights alone take 135 GiB" in second and "engine.urls" in second and "gpu_memory" not in second
+    given = planned(capsys, *arguments, "engine.urls=[http://host:8000]")
     assert given["warnings"] == [] and not {"KV cache", "engine's copy"} & given["memory_bytes"].keys()
 
 

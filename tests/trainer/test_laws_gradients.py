@@ -15,6 +15,7 @@ from mmrl.stages.collect import train_calls
 from tests.helpers.forests import Grow
 from tests.helpers.trainer_cases import (
     VOCAB,
+    assert_close,
     gradients,
     make_trainer,
     sampled,
@@ -76,9 +77,7 @@ def trainer_for(folder, **algo):
 def assert_equal(found, expected):
     (loss, gradient), (other_loss, other) = found, expected
     assert loss == pytest.approx(other_loss, abs=1e-10) and abs(loss) > 1e-4
-    assert gradient.keys() == other.keys()
-    for name, value in other.items():
-        assert float((gradient[name] - value).abs().max()) <= 1e-8 * max(1.0, float(value.abs().max())), name
+    assert_close(gradient, other)
 
 
 def some(draw):

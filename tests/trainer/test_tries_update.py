@@ -21,6 +21,7 @@ from mmrl.trainer.selfcheck import calls_to_compare, check_tries
 from mmrl.trainer.trl_trainer import MmrlTrainer
 from tests.helpers.trainer_cases import (
     LORA,
+    assert_close,
     exact_model,
     gradients,
     make_calls,
@@ -75,12 +76,6 @@ def forests(draw: st.DrawFn) -> list[TrainCall]:
     return calls
 
 
-def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert float((found[name] - gradient).abs().max()) <= tolerance * max(1.0, float(gradient.abs().max())), name
-
-
 @pytest.mark.parametrize("always", [True, False])
 def test_law_10_tries_equal_padded_rows(always: bool, trainer: MmrlTrainer) -> None:
     @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
@@ -95,7 +90,7 @@ def test_law_10_tries_equal_padded_rows(always: bool, trainer: MmrlTrainer) -> N
                 patch.setattr(tries, "NODE_COST", 0)
             tree_loss, found = gradients(trainer, dice.sample(calls, len(calls)), budget)
         assert tree_loss == pytest.approx(loss, abs=1e-10)
-        close(found, expected, 1e-8)
+        assert_close(found, expected)
 
     check()
 
@@ -123,7 +118,7 @@ def test_law_10_in_float32(kind: str, tmp_path: Path) -> None:
         )
     ((loss, grads), tokens, scores), ((other_loss, other_grads), other_tokens, other_scores) = found
     assert loss == pytest.approx(other_loss, abs=1e-5)
-    close(grads, other_grads, 1e-5)
+    assert_close(grads, other_grads, 1e-5)
     assert tokens < 0.6 * other_tokens
     for one, two in zip(scores, other_scores, strict=True):
         assert one == pytest.approx(two, abs=1e-5)
@@ -144,7 +139,7 @@ def test_checkpointing_and_adapters_change_no_number(
                     weight.data = torch.linspace(-0.1, 0.1, weight.numel(), dtype=torch.float64).view_as(weight)
         found.append(gradients(made, shared_calls(), 60))
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-10)
-    close(found[0][1], found[1][1], 1e-8)
+    assert_close(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -157,7 +152,7 @@ def test_logits_in_chunks_change_no_number(temperature: float, monkeypatch: pyte
     monkeypatch.setattr(logprobs, "CHUNK", 40 * 7)
     chunked_loss, found = gradients(made, shared_calls())
     assert chunked_loss == pytest.approx(loss, abs=1e-10)
-    close(found, expected, 1e-8)
+    assert_close(found, expected)
     assert torch.allclose(made.totals.sums[:, 5], entropy)
     assert "forward" not in vars(made.model.get_output_embeddings())
 
@@ -188,7 +183,7 @@ def test_the_critics_values_and_gradients_are_those_of_padded_rows(critic: str, 
         found.append((values, grads))
     for one, two in zip(found[0][0], found[1][0], strict=True):
         assert one == pytest.approx(two, abs=1e-5)
-    close(found[0][1], found[1][1], 1e-5)
+    assert_close(found[0][1], found[1][1], 1e-5)
 
 
 def test_packs_are_the_same_on_every_start(tmp_path: Path) -> None:

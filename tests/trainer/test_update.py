@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from mmrl.trainer.objective import StepBatch, TrainCall
 from tests.helpers.trainer_cases import (
     LORA,
     SIZES,
+    changed,
     gradients,
     make_calls,
     make_trainer,
@@ -24,17 +25,11 @@ from tests.helpers.trainer_cases import (
     tiny_model,
     train_call,
     train_entry,
+    trained,
+    weights_of,
     with_changes,
     without_advantage,
 )
-
-
-def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
-
-
-def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
-    return {name for name in before if not torch.equal(before[name], after[name])}
 
 
 def test_a_step_without_work_counts_and_changes_nothing(tmp_path: Path) -> None:
@@ -106,42 +101,31 @@ def test_order_of_callbacks_modes_and_optimizer_steps(tmp_path: Path) -> None:
 def test_minibatches_are_separate_updates_with_old_logprobs_of_the_sampler(tmp_path: Path) -> None:
     """Two mini-batches equal two runs of one optimizer step each, the second from the first one's weights."""
     calls = make_calls(8, minibatches=2)
-    both = make_trainer(tmp_path / "both", calls=calls, algo={"minibatches": 2})
-    both.train()
+    both, _ = trained(tmp_path / "both", calls=calls, algo={"minibatches": 2})
     halves = [[replace(c, minibatch=0) for c in calls if c.minibatch == half] for half in (0, 1)]
-    apart = make_trainer(tmp_path / "apart", calls=lambda step: halves[step - 1], steps=2)
-    apart.train()
+    apart, _ = trained(tmp_path / "apart", calls=lambda step: halves[step - 1], steps=2)
     assert changed(weights_of(both), weights_of(apart)) == set()
 
 
 def test_recomputed_old_logprobs_make_the_first_ratio_one(tmp_path: Path) -> None:
-    seen: list[dict[str, float]] = []
-    kwargs: dict[str, Any] = {"on_step_end": lambda s, m: seen.append(m), "old_logprobs": "recompute", "lr": 0.0}
-    make_trainer(tmp_path / "one", **kwargs).train()
-    make_trainer(tmp_path / "many", algo={"epochs": 2, "minibatches": 2}, **kwargs).train()
-    for metrics in seen:
+    for algo in ({}, {"epochs": 2, "minibatches": 2}):
+        _, (metrics,) = trained(tmp_path / str(len(algo)), algo=algo, old_logprobs="recompute", lr=0.0)
         assert metrics["train/ratio_mean"] == pytest.approx(1, abs=1e-5)
         assert metrics["train/logprob_gap_mean"] > 0.1  # the sampler's made-up numbers are still compared with
 
 
 def test_recomputed_old_logprobs_are_those_before_the_first_update(tmp_path: Path) -> None:
     """The second epoch's ratio must be against the sampling weights, not against itself."""
-    seen: list[dict[str, float]] = []
-    trainer = make_trainer(
-        tmp_path, old_logprobs="recompute", algo={"epochs": 3}, lr=1e-2, on_step_end=lambda s, m: seen.append(m)
-    )
-    trainer.train()
-    assert abs(seen[0]["train/ratio_mean"] - 1) > 1e-3
+    _, (metrics,) = trained(tmp_path, old_logprobs="recompute", algo={"epochs": 3}, lr=1e-2)
+    assert abs(metrics["train/ratio_mean"] - 1) > 1e-3
 
 
 def test_calls_without_sampling_logprobs_are_recomputed(tmp_path: Path) -> None:
     calls = [with_changes(call, logprobs=None) for call in make_calls(4)]
-    seen: list[dict[str, float]] = []
     for epochs in (1, 2):
-        kwargs: dict[str, Any] = {"on_step_end": lambda s, m: seen.append(m), "lr": 0.0, "algo": {"epochs": epochs}}
-        make_trainer(tmp_path / str(epochs), calls=calls, **kwargs).train()
-    assert [m["train/ratio_mean"] for m in seen] == pytest.approx([1, 1], abs=1e-5)
-    assert all("train/logprob_gap_mean" not in m for m in seen)
+        _, (metrics,) = trained(tmp_path / str(epochs), calls=calls, lr=0.0, algo={"epochs": epochs})
+        assert metrics["train/ratio_mean"] == pytest.approx(1, abs=1e-5)
+        assert "train/logprob_gap_mean" not in metrics
 
 
 def test_gap_between_sampler_and_trainer_is_zero_when_they_agree(tmp_path: Path) -> None:
@@ -164,24 +148,20 @@ def test_gap_between_sampler_and_trainer_is_zero_when_they_agree(tmp_path: Path)
         assert metrics["train/clip_share"] == 0
 
 
-def make_gemma() -> Any:
-    return Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0, attn_logit_softcapping=None)
-
-
-def make_granite() -> Any:
-    return GraniteConfig(**SIZES, logits_scaling=3.0)
-
-
-def make_cohere() -> Any:
-    return CohereConfig(**SIZES, logit_scale=0.3)
-
-
-@pytest.mark.parametrize("config", [make_gemma, make_granite, make_cohere])
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0, attn_logit_softcapping=None),
+        GraniteConfig(**SIZES, logits_scaling=3.0),
+        CohereConfig(**SIZES, logit_scale=0.3),
+    ],
+    ids=["gemma", "granite", "cohere"],
+)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_use_the_models_own_head(config: Callable[[], Any], temperature: float, tmp_path: Path) -> None:
+def test_logprobs_use_the_models_own_head(config: Any, temperature: float, tmp_path: Path) -> None:
     """Soft caps, logit scales and tied heads: equal to log-softmax over the model's logits, one call at a time."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config()).eval()
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
     trainer = make_trainer(tmp_path, model, algo={"temperature": temperature}, microbatch_tokens=64)
     calls = make_calls(6)
     for call, found in zip(calls, trainer.forwards.policy_logprobs(sampled(calls)), strict=True):
@@ -196,17 +176,14 @@ def test_logprobs_use_the_models_own_head(config: Callable[[], Any], temperature
 
 def test_entropy_is_of_the_distribution_at_the_sampling_temperature(tmp_path: Path) -> None:
     (call,) = make_calls(1)
-    seen: list[dict[str, float]] = []
     model = tiny_model()
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([call.call.prompt_ids + call.call.completion_ids])).logits[0]
     logits = logits[len(call.call.prompt_ids) - 1 : -1] / 0.5
     expected = torch.distributions.Categorical(logits=logits).entropy().mean()
-    make_trainer(
-        tmp_path, model, calls=[call], algo={"temperature": 0.5}, on_step_end=lambda s, m: seen.append(m)
-    ).train()
-    assert seen[0]["train/entropy"] == pytest.approx(float(expected), abs=1e-5)
-    assert seen[0]["module/a/entropy"] == seen[0]["train/entropy"]
+    _, (metrics,) = trained(tmp_path, model, calls=[call], algo={"temperature": 0.5})
+    assert metrics["train/entropy"] == pytest.approx(float(expected), abs=1e-5)
+    assert metrics["module/a/entropy"] == metrics["train/entropy"]
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
@@ -251,13 +228,8 @@ def test_schedules_count_optimizer_steps(schedule: str, warmup: int, expected: l
 
 
 def test_gradient_clipping_reports_the_norm_before_it(tmp_path: Path) -> None:
-    seen: list[dict[str, float]] = []
-    norms = [
-        make_trainer(tmp_path / str(clip), grad_clip=clip, on_step_end=lambda s, m: seen.append(m), lr=1e-6).train()
-        for clip in (0.01, 100.0)
-    ]
-    assert len(norms) == 2
-    assert seen[0]["train/grad_norm"] == seen[1]["train/grad_norm"] > 0.01
+    found = [trained(tmp_path / str(clip), grad_clip=clip, lr=1e-6)[1] for clip in (0.01, 100.0)]
+    assert found[0][0]["train/grad_norm"] == found[1][0]["train/grad_norm"] > 0.01
 
 
 def test_a_loss_that_is_not_a_number_stops_before_the_weights_are_touched(tmp_path: Path) -> None:
@@ -271,9 +243,7 @@ def test_a_loss_that_is_not_a_number_stops_before_the_weights_are_touched(tmp_pa
 
 
 def test_bfloat16_models_train_in_float32_weights_under_autocast(tmp_path: Path) -> None:
-    seen: list[dict[str, float]] = []
-    model = tiny_model(dtype=torch.bfloat16)
-    trainer = make_trainer(tmp_path, model, lr=1e-6, on_step_end=lambda s, m: seen.append(m))
+    trainer = make_trainer(tmp_path, tiny_model(dtype=torch.bfloat16), lr=1e-6)
     before = weights_of(trainer)
     trainer.train()
     after = weights_of(trainer)
@@ -305,8 +275,7 @@ def test_too_many_failures_leave_the_last_step_saved(tmp_path: Path) -> None:
 def test_gradient_checkpointing_changes_no_weight(lora: LoraConfig | None, tmp_path: Path) -> None:
     found = []
     for checkpointing in (False, True):
-        trainer = make_trainer(tmp_path / str(checkpointing), lora=lora, steps=2, checkpointing=checkpointing)
-        trainer.train()
+        trainer, _ = trained(tmp_path / str(checkpointing), lora=lora, steps=2, checkpointing=checkpointing)
         assert trainer.args.gradient_checkpointing is checkpointing
         found.append(weights_of(trainer))
     assert all(torch.allclose(found[0][name], found[1][name], atol=1e-6) for name in found[0])

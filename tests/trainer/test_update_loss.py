@@ -13,6 +13,7 @@ from mmrl.config import LoraConfig
 from mmrl.trainer.objective import StepBatch, TrainCall
 from tests.helpers.trainer_cases import (
     LORA,
+    assert_close,
     gradients,
     make_calls,
     make_trainer,
@@ -20,12 +21,6 @@ from tests.helpers.trainer_cases import (
     train_entry,
     with_changes,
 )
-
-
-def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert float((found[name] - gradient).abs().max()) <= tolerance * max(1.0, float(gradient.abs().max())), name
 
 
 @pytest.mark.parametrize("budget", [64, 80, 130])
@@ -41,7 +36,7 @@ def test_law_11_no_split_changes_loss_or_gradients(budget: int, lora: LoraConfig
     split_loss, found = gradients(trainer, calls, budget)
     assert len(trainer.step_packs(StepBatch(step=1, calls=calls))[0]) > 1
     assert split_loss == pytest.approx(loss, abs=1e-10)
-    close(found, expected, 1e-8)
+    assert_close(found, expected)
 
 
 def test_order_of_calls_does_not_matter(tmp_path: Path) -> None:
@@ -51,7 +46,7 @@ def test_order_of_calls_does_not_matter(tmp_path: Path) -> None:
     shuffled = random.Random(0).sample(calls, len(calls))
     other_loss, found = gradients(trainer, shuffled, 70)
     assert other_loss == pytest.approx(loss, abs=1e-10)
-    close(found, expected, 1e-8)
+    assert_close(found, expected)
 
 
 def test_law_9_tokens_of_weight_0_have_exactly_no_gradient(tmp_path: Path) -> None:
@@ -97,7 +92,7 @@ def test_entries_of_one_call_equal_as_many_calls(tmp_path: Path) -> None:
     forwarded = trainer.totals.plain[0].item()
     expected_loss, expected = gradients(trainer, apart)
     assert loss == pytest.approx(expected_loss, abs=1e-10)
-    close(found, expected, 1e-8)
+    assert_close(found, expected)
     assert forwarded == trainer.totals.plain[0].item()  # equal calls share their row
 
 
@@ -113,7 +108,7 @@ def test_turns_of_one_context_share_a_row_and_change_no_number(tmp_path: Path) -
     together = trainer.totals.plain[0].item()
     parts = [gradients(trainer, [call]) for call in turns]
     assert loss == pytest.approx(sum(part for part, _ in parts), abs=1e-10)
-    close(found, {name: torch.stack([part[name] for _, part in parts]).sum(0) for name in found}, 1e-8)
+    assert_close(found, {name: torch.stack([part[name] for _, part in parts]).sum(0) for name in found})
     packs = trainer.step_packs(StepBatch(step=1, calls=turns))[0]
     assert [pack.input_ids.shape[0] for pack in packs] == [4]
     assert together == packs[0].forwarded

@@ -16,48 +16,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmrl.models.linear import OneDnnLinear, onednn
+from mmrl.models.load import causal_lm, unknown_layers
 
 if TYPE_CHECKING:
     from peft.tuners.lora import Linear as LoraLinear
     from transformers import LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 PLAIN = (nn.Linear, OneDnnLinear)
 """Linear layers that the fused products stand for."""
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""RoPE kinds whose angles depend on the position alone."""
 MOST_COPIED = 2**30
 """Bytes of a model's projections up to which each of several adapters has a copy of them with its updates added."""
 
 
-def causal_lm(model: nn.Module) -> nn.Module:
-    """The causal LM inside a peft wrapper."""
-    unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
-    return unwrap() if unwrap is not None else model
-
-
 def unsupported(model: nn.Module) -> str | None:
     """The reason why the native decoder cannot serve this model, or None."""
-    # All FAMILIES are built like Llama; before the class is checked, only its name is read.
     causal = cast("LlamaForCausalLM", causal_lm(model))
-    name = type(causal).__name__
-    if name not in FAMILIES:
-        return f"{name} is not one of {', '.join(FAMILIES)}"
+    if (reason := unknown_layers(causal)) is not None:
+        return reason
     if causal is not model and type(getattr(model, "base_model", None)).__name__ != "LoraModel":
         return "its adapter is not LoRA"
-    config = causal.config
-    layer_types = getattr(config, "layer_types", None)
-    if any(kind != "full_attention" for kind in layer_types or ()):
-        return "some of its layers do not attend to the whole context"
-    if layer_types is None and getattr(config, "sliding_window", None) is not None:
-        return "its attention is limited to a sliding window"
-    rope = (config.rope_parameters or {}).get("rope_type")
-    if rope not in STATIC_ROPE:
-        return f"its position encoding '{rope}' depends on the length"
-    if config.hidden_act != "silu":
-        return f"its activation is '{config.hidden_act}'"
+    if causal.config.hidden_act != "silu":
+        return f"its activation is '{causal.config.hidden_act}'"
     if type(causal.model.embed_tokens) is not nn.Embedding:
         return "its embedding is not a plain one"
     parameters = dict(causal.named_parameters())
@@ -68,8 +49,7 @@ def unsupported(model: nn.Module) -> str | None:
     types = {str(parameter.dtype) for name, parameter in parameters.items() if "lora_" not in name}
     if len(types) > 1:
         return f"its weights are of several types ({', '.join(sorted(types))})"
-    odd = [reason for module in _linears(causal) if (reason := _odd(module)) is not None]
-    return odd[0] if odd else None
+    return next((reason for module in _linears(causal) if (reason := _odd(module)) is not None), None)
 
 
 def _linears(causal: LlamaForCausalLM) -> list[nn.Module]:
@@ -85,18 +65,13 @@ def _decoder_layers(causal: LlamaForCausalLM) -> list[LlamaDecoderLayer]:
     return [cast("LlamaDecoderLayer", layer) for layer in causal.model.layers]
 
 
-def _lora(source: nn.Module) -> LoraLinear | None:
-    """The projection as a LoRA layer, where peft has put one in its place."""
-    return cast("LoraLinear", source) if hasattr(source, "base_layer") else None
-
-
 def _base(source: nn.Module) -> nn.Linear:
     """The plain linear layer, inside a LoRA layer or not."""
     return cast(nn.Linear, getattr(source, "base_layer", source))
 
 
 def _odd(module: nn.Module) -> str | None:
-    """Why a projection is neither a plain linear layer nor one with plain LoRA, or None."""
+    """The reason why a projection is neither a plain linear layer nor one with plain LoRA, or None."""
     if type(module) in PLAIN:
         return None
     if not type(module).__module__.startswith("peft.tuners.lora") or type(module).__name__ != "Linear":
@@ -165,29 +140,18 @@ class Linear:
         else:
             self.weight = self._copy([base.weight for base in bases]) if copied else bases[0].weight.detach()
         self.low = self.high = None
-        if any(updates):
-            if full:
-                start = 0
-                for base, pairs in zip(bases, updates, strict=True):
-                    part = self.weight[start : start + base.out_features]
-                    for low, high, scaling in pairs:
-                        part.addmm_(high, low, alpha=scaling)
-                    start += base.out_features
-            else:
-                self._beside(bases, updates)
+        if any(updates) and full:
+            parts = self.weight.split([base.out_features for base in bases])
+            for part, pairs in zip(parts, updates, strict=True):
+                for low, high, scaling in pairs:
+                    part.addmm_(high, low, alpha=scaling)
+        elif any(updates):
+            self._beside(bases, updates)
         if self.folded and self.scale_by is not None:  # (out, in) times (in,): a norm's weight scales the input columns
             self.weight.mul_(self.scale_by.weight)
         self.transposed = self.weight.t()
-        biases = [base.bias for base in bases]
-        if all(bias is None for bias in biases):
-            self.bias = None
-        else:
-            self.bias = torch.cat(
-                [
-                    torch.zeros_like(base.weight[:, 0]) if bias is None else bias
-                    for base, bias in zip(bases, biases, strict=True)
-                ]
-            )
+        biases = [torch.zeros_like(base.weight[:, 0]) if base.bias is None else base.bias for base in bases]
+        self.bias = torch.cat(biases) if any(base.bias is not None for base in bases) else None
 
     def _copy(self, weights: list[Tensor]) -> Tensor:
         shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
@@ -201,16 +165,12 @@ class Linear:
 
     def _beside(self, bases: list[nn.Linear], updates: list[list[tuple[Tensor, Tensor, float]]]) -> None:
         """All updates as one pair of matrices: (ranks, in) and (out, ranks), the latter block by block."""
-        pairs = [pair for several in updates for pair in several]
-        self.low = torch.cat([low for low, _, _ in pairs])
-        self.high = torch.zeros(self.weight.shape[0], self.low.shape[0], dtype=self.low.dtype, device=self.low.device)
-        start = column = 0
-        for base, several in zip(bases, updates, strict=True):
-            for low, high, scaling in several:
-                end = column + low.shape[0]
-                self.high[start : start + base.out_features, column:end] = high * scaling
-                column = end
-            start += base.out_features
+        self.low = low = torch.cat([low for pairs in updates for low, _, _ in pairs])
+        blocks = [
+            torch.cat([low.new_zeros(base.out_features, 0), *(high * scaling for _, high, scaling in pairs)], dim=1)
+            for base, pairs in zip(bases, updates, strict=True)
+        ]
+        self.high = torch.block_diag(*blocks)
 
     def __call__(self, x: Tensor, rows: slice | None = None) -> Tensor:
         """(N, in) -> (N, out), or only the output columns `rows`."""
@@ -234,18 +194,16 @@ class Linear:
 
 def _updates(source: nn.Module, adapter: str | None) -> list[tuple[Tensor, Tensor, float]]:
     """(A, B, scaling) of the LoRA updates that a forward of this layer with this adapter would add now."""
-    lora = _lora(source)
-    if lora is None or lora.disable_adapters or lora.merged:
+    lora = cast("LoraLinear", source)
+    if not hasattr(source, "base_layer") or lora.disable_adapters or lora.merged:
         return []
-    return [
-        (_weight(lora.lora_A[name]), _weight(lora.lora_B[name]), lora.scaling[name])
-        for name in ([adapter] if adapter is not None else lora.active_adapters)
+    names = [adapter] if adapter is not None else lora.active_adapters
+    matrices = [
+        (cast(nn.Linear, lora.lora_A[name]).weight, cast(nn.Linear, lora.lora_B[name]).weight, lora.scaling[name])
+        for name in names
         if name in lora.lora_A
     ]
-
-
-def _weight(module: nn.Module) -> Tensor:
-    return cast(nn.Linear, module).weight.detach()
+    return [(low.detach(), high.detach(), scaling) for low, high, scaling in matrices]
 
 
 class Norm:
@@ -356,7 +314,6 @@ class Weights:
 
 def _layer(module: LlamaDecoderLayer, adapter: str | None, base: Layer | None, merge: bool) -> Layer:
     attention, mlp = module.self_attn, module.mlp
-    qwen = cast("Qwen3Attention", attention)
 
     def linear(sources: list[nn.Module], shared: Linear | None, scale_by: LlamaRMSNorm | None = None) -> Linear:
         return Linear(sources, scale_by, adapter, shared, merge)
@@ -372,5 +329,5 @@ def _layer(module: LlamaDecoderLayer, adapter: str | None, base: Layer | None, m
         before_mlp=Norm(module.post_attention_layernorm, gate_up),
         gate_up=gate_up,
         down=linear([mlp.down_proj], base.down if base else None),
-        qk_norms=(qwen.q_norm, qwen.k_norm) if hasattr(attention, "q_norm") else None,
+        qk_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None,
     )

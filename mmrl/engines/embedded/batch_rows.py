@@ -46,7 +46,7 @@ class BatchRow:
 
 
 class Rules:
-    """What a request may ask for, and when its completion ends.
+    """Limits of requests, and ends of completions.
 
     Args:
         tokenizer: decodes for stop strings; its special tokens count as text there.
@@ -133,13 +133,13 @@ class Rules:
         return "length" if len(row.ids) >= row.limit else None
 
     def completion(self, row: BatchRow, finish: str, policy_version: int) -> Completion:
-        """What the program receives."""
+        """The completion that the program receives."""
         return Completion(
             ids=tuple(row.ids), logprobs=tuple(row.logprobs), finish=finish, policy_version=policy_version
         )
 
     def _stopped(self, row: BatchRow) -> bool:
-        """Whether the newest token completes a stop string in the generated text."""
+        """True where the newest token completes a stop string in the generated text."""
         # Decoding the text after every token would make a completion of T tokens cost T² / 2. So first a test of the
         # newest token alone, cached by id, and then the decode of a tail that is long enough for the longest string.
         piece = self._piece(row.ids[-1])
@@ -168,7 +168,7 @@ class Rules:
 
 
 def _may_end(stop: str, piece: str) -> bool:
-    """Whether a token of this text may complete `stop`: a cheap filter that never says no wrongly.
+    """True where a token of this text may complete `stop`: a cheap filter that never says no wrongly.
 
     A piece decoded alone can lack a leading space or show bytes of an unfinished character as U+FFFD.
     """

@@ -1,6 +1,6 @@
 """One batcher under all concurrent programs: async requests in, batches for a decoder out. Knows no torch.
 
-Sits between `rollout.context`, whose programs await `Batcher.generate`, and the decoder that owns the model.
+Sits between `rollout.context`, whose programs await `generate`, and the decoder that owns the model.
 
 Schedules:
 
@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mmrl.engines.base import Completion, Request
+from mmrl.engines.base import Completion, Engine, Request
 from mmrl.errors import EngineFailure, RolloutError
 
 if TYPE_CHECKING:
-    from mmrl.engines.embedded.sampling import RowDecoder
+    from torch import Tensor
+
+    from mmrl.engines.embedded.transformers_engine import RowDecoder
 
 SETTLE_ROUNDS = 8
 """Turns of the event loop without a new request after which all programs are taken to be waiting."""
@@ -43,18 +45,19 @@ class PendingRequest:
     """Set by the decoder when the job is done."""
 
 
-class Batcher:
-    """Collects the requests of all programs and drives one decoder.
+class Batcher(Engine):
+    """An engine that collects the requests of all programs and drives one decoder.
 
     Nothing bound to an event loop outlives that loop: after a cancelled or crashed `asyncio.run` the next one starts
     clean.
     """
 
+    busy_s: float = 0.0
+    """Seconds spent decoding, for the share of generation in a step."""
+
     def __init__(self, decoder: RowDecoder, schedule: str = "deterministic"):
         self.decoder = decoder
         self.schedule = schedule
-        self.busy_s = 0.0
-        """Seconds spent decoding, for the share of generation in a step."""
         self._since: float | None = None
         self._started = False
         self._reset(None)
@@ -94,10 +97,17 @@ class Batcher:
         if self._changed is not None:
             self._changed.set()
 
-    @property
-    def busy(self) -> bool:
-        """Whether a row is in flight now."""
-        return bool(self.active)
+    def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
+        """The weights have changed and are policy `version` now.
+
+        Raises:
+            RuntimeError: rows are in flight; their tokens would come from two policies.
+        """
+        # A row in flight has keys and values of the old weights in the cache; more tokens would mix two policies.
+        if self.active:
+            raise RuntimeError("the policy changed while the engine was generating")
+        self.policy_version = version
+        self.decoder.forget()
 
     def enter(self) -> None:
         """A program starts."""
@@ -159,7 +169,7 @@ class Batcher:
                 try:
                     if not self._started:
                         self._started = True
-                        self.decoder.start()
+                        self.decoder.start(self.policy_version)
                     await self._burst(pool)
                 except Exception as error:
                     self._fail(error)
@@ -202,7 +212,7 @@ class Batcher:
                     return
 
     def _missing(self) -> bool:
-        """Whether the next batch must still wait for a live program."""
+        """True where the next batch must still wait for a live program."""
         if self.schedule == "greedy" or not (self.waiting or self.active):
             return False
         if self.active and not self.decoder.refills:

@@ -1,14 +1,13 @@
 """The native decoder for Llama- and Qwen-like models: fused products, preallocated KV cache, shared prompts once.
 
-Under `RowDecoder`. `architecture` says which models it serves; `engine` compares it with the model's own forward
-before it is trusted. What it saves against `generate`: growing caches (re-copied at every token there), Python between
+Under `RowDecoder`, which compares it with the model's own forward before it is trusted; `architecture` says which
+models it serves. What it saves against `generate`: growing caches (re-copied at every token there), Python between
 small operations, the forward of a prompt for each of its samples, and rows that idle until the longest one is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ CACHE_STEP = 64
 
 
 class NativeLoop:
-    """Generates by the fused weights of `architecture`, for a `ModelLoop`.
+    """Generates by the fused weights of `architecture`, for a `RowDecoder`; logits come in the order of its rows.
 
     The cache is one tensor per layer, (2, rows, kv heads, length, head_dim), keys and values. Row b has `_lengths[b]`
     tokens; those of its `_prefixes[b]` lie in the prefix, which its rows read together, and the cache has what comes
@@ -71,7 +70,7 @@ class NativeLoop:
         self._store = PrefixStore(self.stored_tokens)
 
     def prefill(self, rows: Sequence[BatchRow]) -> Tensor:
-        """See `ModelLoop.prefill`; what prompts share is forwarded once."""
+        """Append rows; returns the (len(rows), V) logits after their prompts. What prompts share is forwarded once."""
         # Equal prompts (the samples of a group) are one leaf: forwarded once, copied into each of their rows or shared.
         places: dict[tuple[int, ...], list[int]] = {}
         for index, row in enumerate(rows):
@@ -80,29 +79,29 @@ class NativeLoop:
         planned = plan(list(places), self._store)
         w = self.weights
         token_bytes = 2 * w.kv_heads * w.head_dim * w.embedding.element_size()
-        counts = {prompt: len(several) for prompt, several in places.items()}
-        chosen = choose(counts, planned, self._prefixes, token_bytes, w.embedding.device.type)
-        self._prefixes += [chosen.get(row.prompt_ids) for row in rows]
+        counts = {prompt: len(indices) for prompt, indices in places.items()}
+        prefixes = choose(counts, planned, self._prefixes, token_bytes, w.embedding.device.type)
+        self._prefixes += [prefixes.get(row.prompt_ids) for row in rows]
         self._lengths += [len(row.prompt_ids) for row in rows]
         self._rows += rows
-        self._reserve(len(self._rows), max(self._own_lengths()[first:]) + 1)
+        self._reserve(len(self._rows), max(self._cached_lengths()[first:]) + 1)
         logits: Tensor | None = None
         for segments in passes(planned):
             # `into`: rows of this prefill, `sources`: the segment of this pass that each of them continues.
             leaves = [(number, places[s.ids]) for number, s in enumerate(segments) if s.leaf]
-            into = [index for _, several in leaves for index in several]
-            sources = [number for number, several in leaves for _ in several]
-            target = Target(segments, [first + index for index in into], sources, chosen)
+            into = [index for _, indices in leaves for index in indices]
+            sources = [number for number, indices in leaves for _ in indices]
+            target = Target(segments, [first + index for index in into], sources, prefixes)
             hidden = self._forward_segments(segments, target)  # (segments, H)
             for segment in segments:
                 if not segment.leaf:
                     # A leaf's keys and values already lie in its rows; a copy would pay only if a later prompt goes on
                     # from it, which `_remember` decides when the row is done.
                     self._store.add(segment)
-            some = self.weights.head(self.weights.norm(hidden))
+            part = self.weights.head(self.weights.norm(hidden))
             if logits is None:
-                logits = some.new_empty(len(rows), some.shape[1])
-            logits[into] = some[sources]
+                logits = part.new_empty(len(rows), part.shape[1])
+            logits[into] = part[sources]
         for prompt in places:
             self._store.see(prompt, len(prompt))
         self._positions = None
@@ -110,8 +109,8 @@ class NativeLoop:
         return logits
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """See `ModelLoop.step`."""
-        self._reserve(len(tokens), max(self._own_lengths()) + 1)
+        """Extend the rows in flight by one token each; returns (B, V) logits."""
+        self._reserve(len(tokens), max(self._cached_lengths()) + 1)
         if self._positions is None:
             self._place()
         positions = self._positions
@@ -122,7 +121,7 @@ class NativeLoop:
         return self.weights.head(self.weights.norm(hidden))
 
     def keep(self, indices: Sequence[int]) -> list[int]:
-        """See `ModelLoop.keep`; the last rows move into the gaps."""
+        """Forget all rows but these (ascending); returns them in their new order: the last rows move into the gaps."""
         count = len(indices)
         order = list(range(count))
         survivors = set(indices)
@@ -134,8 +133,8 @@ class NativeLoop:
         gaps = [index for index in order if index not in survivors]
         moved = [index for index in indices if index >= count]
         if gaps:
-            own = self._own_lengths()
-            longest = max(own[index] for index in moved)
+            cached = self._cached_lengths()
+            longest = max(cached[index] for index in moved)
             to, source = torch.tensor(gaps), torch.tensor(moved)
             for cache in self._cache:
                 # (2, rows, kv heads, positions, head_dim); the right side is a copy, so overlaps do no harm
@@ -148,7 +147,7 @@ class NativeLoop:
         self._positions = None
         return order
 
-    def _own_lengths(self) -> list[int]:
+    def _cached_lengths(self) -> list[int]:
         """Tokens of each row that lie in the cache."""
         return [n - (prefix.length if prefix else 0) for n, prefix in zip(self._lengths, self._prefixes, strict=True)]
 
@@ -159,8 +158,8 @@ class NativeLoop:
         self._store.see(ids, len(row.prompt_ids))
         if self._store.continued:
             # Cloned, since the row's place in the cache is about to be given away. (2, kv heads, length, head_dim)
-            prefix, own = self._prefixes[index], self._own_lengths()[index]
-            cache = [layer[:, index, :, :own].clone() for layer in self._cache]
+            prefix, cached = self._prefixes[index], self._cached_lengths()[index]
+            cache = [layer[:, index, :, :cached].clone() for layer in self._cache]
             if prefix is not None:
                 cache = [torch.cat([prefix.layer(number), part], dim=2) for number, part in enumerate(cache)]
             self._store.add(PrefixSegment(ids, leaf=True, cache=cache))
@@ -180,7 +179,7 @@ class NativeLoop:
         else:
             length = old_length
         # rows that are about to be filled included: what is copied of them is zeros
-        live, filled = min(len(self._lengths), old_rows), min(max(self._own_lengths(), default=0), old_length)
+        live, filled = min(len(self._lengths), old_rows), min(max(self._cached_lengths(), default=0), old_length)
         for index in range(len(w.layers)):
             new = w.embedding.new_zeros(2, rows, w.kv_heads, length, w.head_dim)
             if self._cache:  # layer by layer: old and new of one layer at a time, never of the whole cache
@@ -196,10 +195,10 @@ class NativeLoop:
         device = self.weights.embedding.device
         self._positions = torch.tensor(self._lengths, device=device)
         self._groups = Groups(self._prefixes, device, self.weights.by_onednn)
-        own = self._own_lengths()
+        cached = self._cached_lengths()
         # Column of the cache - position, per row.
-        self._shifts = torch.tensor(own, device=device) - self._positions
-        if len(set(own)) == 1:
+        self._shifts = torch.tensor(cached, device=device) - self._positions
+        if len(set(cached)) == 1:
             self._mask = None  # all rows end in the same column: nothing to hide
             return
         columns = torch.arange(self._cache[0].shape[3], device=device)
@@ -211,7 +210,7 @@ class NativeLoop:
         """One token per row: (B,) ids at (B,) positions -> (B, H) before the last norm; extends the cache."""
         w = self.weights
         assert self._shifts is not None
-        rows, length = len(tokens), max(self._own_lengths()) + 1
+        rows, length = len(tokens), max(self._cached_lengths()) + 1
         cos, sin = w.rope(max(self._lengths) + 1)
         cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # (B, 1, head_dim)
         # Where each new key and value goes in the cache seen as (rows, head_dim): one indexed write per layer for keys
@@ -258,26 +257,23 @@ class NativeLoop:
         ids = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts], device=device)
         cos, sin = (table[start : start + width, None] for table in w.rope(start + width))
         last = torch.tensor([len(part) - 1 for part in parts], device=device)
-        batch = _Pass(last, cos, sin, target)
         # Padding on the right needs no mask: causal attention looks to the left, and `last` picks each segment's own
         # end. With a parent, every token also sees all of its `start` tokens.
         mask = None
-        apart = w.by_onednn and start >= LEAST_TOKENS
-        if start and not apart:
-            seen = torch.ones(width, start + width, dtype=torch.bool, device=device).tril_(start)
-            mask = torch.zeros(seen.shape, dtype=w.embedding.dtype, device=device).masked_fill_(~seen, float("-inf"))
+        separate = w.by_onednn and start >= LEAST_TOKENS
+        if start and not separate:
+            hidden = ~torch.ones(width, start + width, dtype=torch.bool, device=device).tril_(start)
+            mask = torch.zeros(hidden.shape, dtype=w.embedding.dtype, device=device).masked_fill_(hidden, float("-inf"))
+        pasts: list[Tensor | None] = [None] * len(w.layers)
+        if parent is not None:
+            pasts = [cache[:, :, :start] for cache in parent.cache]
         x = F.embedding(ids.view(-1), w.embedding)  # (segments * width, H)
-        for index, layer in enumerate(w.layers):
-            past = parent.cache[index][:, :, :start] if parent is not None else None
-            normed = layer.before_attention(x)
-            # Nobody reads the last layer's output but for the last token; its keys and values are needed of all.
-            if index == len(w.layers) - 1:
-                return self._last_layer(layer, x, normed, past, batch)
-            qkv = layer.qkv(normed).view(count, width, -1, w.head_dim)
+        for layer, cache, past in zip(w.layers[:-1], self._cache, pasts, strict=False):
+            qkv = layer.qkv(layer.before_attention(x)).view(count, width, -1, w.head_dim)
             _rotate(qkv[:, :, : w.heads + w.kv_heads], cos, sin, layer)
             query = qkv[:, :, : w.heads].transpose(1, 2)
-            key, value = batch.target.fill(self._cache[index], past, qkv[:, :, w.heads :], apart)
-            if apart and past is not None:
+            key, value = target.fill(cache, past, qkv[:, :, w.heads :], separate)
+            if separate and past is not None:
                 mixed = after_prefix(query, key, value, past)
             else:
                 mixed = F.scaled_dot_product_attention(
@@ -285,37 +281,21 @@ class NativeLoop:
                 )
             x = layer.out.add_to(x, mixed.transpose(1, 2).reshape(count * width, -1))
             x = _mlp(layer, x)
-        raise AssertionError("a model without layers")
-
-    def _last_layer(self, layer: Layer, x: Tensor, normed: Tensor, past: Tensor | None, batch: _Pass) -> Tensor:
-        """The last layer needs keys and values of all tokens, and all else of each segment's last token only."""
-        w, last, cos, sin = self.weights, batch.last, batch.cos, batch.sin
-        count, width = len(last), cos.shape[0]
-        split = w.heads * w.head_dim
+        # Nobody reads the last layer's output but for each segment's last token; its keys and values are needed of all.
+        layer, split = w.layers[-1], w.heads * w.head_dim
+        normed = layer.before_attention(x)
         kv = layer.qkv(normed, slice(split, None)).view(count, width, -1, w.head_dim)
         _rotate(kv[:, :, : w.kv_heads], cos, sin, layer, slice(w.heads, None))
-        key, value = batch.target.fill(self._cache[-1], past, kv)
-        at = torch.arange(count, device=x.device) * width + last  # rows of x that are a segment's last token
-        query = layer.qkv(normed[at], slice(0, split)).view(count, w.heads, w.head_dim)
+        key, value = target.fill(self._cache[-1], pasts[-1], kv)
+        ends = torch.arange(count, device=device) * width + last  # rows of x that are a segment's last token
+        query = layer.qkv(normed[ends], slice(0, split)).view(count, w.heads, w.head_dim)
         _rotate(query, cos[last], sin[last], layer, slice(0, w.heads))
         length = key.shape[2]
         # (segments, length): the parent, and the segment's own tokens but for its padding
-        seen = torch.arange(length, device=x.device) <= (last + (length - width)).unsqueeze(1)
+        visible = torch.arange(length, device=device) <= (last + (length - width)).unsqueeze(1)
         grouped = query.view(count, w.kv_heads, -1, w.head_dim)
-        mixed = F.scaled_dot_product_attention(grouped, key, value, attn_mask=seen[:, None, None])
-        return _mlp(layer, layer.out.add_to(x[at], mixed.reshape(count, -1)))
-
-
-@dataclass(slots=True)
-class _Pass:
-    """What all layers of one prefill pass share; U segments, padded to S tokens."""
-
-    last: Tensor
-    """(U,) index of each segment's last token."""
-    cos: Tensor
-    sin: Tensor
-    """(S, 1, head_dim) rotary angles of the segments' positions."""
-    target: Target
+        mixed = F.scaled_dot_product_attention(grouped, key, value, attn_mask=visible[:, None, None])
+        return _mlp(layer, layer.out.add_to(x[ends], mixed.reshape(count, -1)))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, heads: slice = slice(None)) -> None:

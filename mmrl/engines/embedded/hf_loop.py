@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from mmrl.engines.embedded.architecture import causal_lm
 from mmrl.engines.embedded.batch_rows import BatchRow
+from mmrl.models.load import causal_lm
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
 
 class HFLoop:
-    """Generates by `model(...)`, for a `ModelLoop`; a batch is decoded to its end before the next begins.
+    """Generates by `model(...)`, for a `RowDecoder`; a batch is decoded to its end before the next begins.
 
     Args:
         model: a causal LM, wrapped by peft or not. Generation runs in eval mode; each submodule's mode is put back
@@ -60,7 +60,7 @@ class HFLoop:
         """Batches share nothing."""
 
     def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
-        """See `ModelLoop.prefill`; only with no rows in flight."""
+        """See `NativeLoop.prefill`; only with no rows in flight."""
         width = max(len(row.prompt_ids) for row in rows)
         # Padded on the left, so that the newest token of every row stands in the last column: `logits[:, -1]` is right
         # for all of them, and a step appends one column.
@@ -74,13 +74,13 @@ class HFLoop:
         return self._forward(ids.to(device), mask.to(device))
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """See `ModelLoop.step`."""
+        """See `NativeLoop.step`."""
         assert self._mask is not None
         ids = torch.tensor(tokens, device=self._mask.device).unsqueeze(1)
         return self._forward(ids, torch.cat([self._mask, torch.ones_like(ids)], dim=1))
 
     def keep(self, indices: Sequence[int]) -> list[int]:
-        """See `ModelLoop.keep`."""
+        """See `NativeLoop.keep`."""
         assert self._mask is not None
         if not indices:
             self._cache = self._mask = None

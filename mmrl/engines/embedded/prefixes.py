@@ -43,7 +43,7 @@ class PrefixSegment:
     segment is to be stored."""
 
 
-def shared(a: Ids, b: Ids) -> int:
+def common_prefix(a: Ids, b: Ids) -> int:
     """Length of the longest common prefix."""
     # Slices compare in C: a bisection over slices beats a loop over tokens by far for prompts of thousands.
     size = min(len(a), len(b))
@@ -102,7 +102,7 @@ class PrefixStore:
         best, length = None, LEAST_SHARED - 1
         for neighbour in self._sorted[max(0, at - 1) : at + 1]:  # the longest common prefix is with a neighbour
             # The last token is always forwarded: its output is what the first sampled token is drawn from.
-            common = min(shared(neighbour, prompt), len(prompt) - 1)
+            common = min(common_prefix(neighbour, prompt), len(prompt) - 1)
             if common > length:
                 best, length = neighbour, common
         if best is None:
@@ -123,11 +123,11 @@ class PrefixStore:
             del self._seen_sorted[bisect_left(self._seen_sorted, oldest)]
 
     def meet(self, prompt: Ids) -> int:
-        """How much of a prompt any remembered sequence shares; notices a turn that continues one."""
+        """Length of the prefix that a prompt shares with any remembered sequence; notices a turn that continues one."""
         at = bisect_left(self._seen_sorted, prompt)
         most = 0
         for neighbour in self._seen_sorted[max(0, at - 1) : at + 1]:
-            common = shared(neighbour, prompt)
+            common = common_prefix(neighbour, prompt)
             most = max(most, common)
             # Beyond the prompt of the earlier sequence means into what was sampled: a program goes on in its context.
             self.continued |= self._seen[neighbour] < common
@@ -163,7 +163,7 @@ def plan(prompts: Sequence[Ids], store: PrefixStore) -> list[PrefixSegment]:
                 segments.append(parent)
             segments.append(PrefixSegment(prompt, start, parent, leaf=True))
             continue
-        common = shared(group[0], group[-1])  # sorted: common to all between
+        common = common_prefix(group[0], group[-1])  # sorted: common to all between
         length = min(common, min(len(prompt) for prompt in group) - 1)
         # One more pass costs about as much as LEAST_SAVED tokens in a pass that runs anyway, so a shared part is cut
         # off only where all siblings together save more.

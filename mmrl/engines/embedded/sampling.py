@@ -1,146 +1,21 @@
-"""From logits to tokens: recorded log-probability, top-k, top-p, inverse CDF; and the decoder that does it for a batch.
+"""From logits to tokens: recorded log-probability, top-k, top-p, inverse CDF.
 
-`RowDecoder` is what the batcher drives: it holds the rows in flight, samples, and decides which are done, on top of a
-`ModelLoop` that owns weights and KV cache. In `sample` each row brings its own settings and its
-own uniform, so that its token depends on nothing else in its batch but the last bits of its logits.
+Each row brings its own settings and its own uniform, so that its token depends on nothing else in its batch but the
+last bits of its logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
-from mmrl.engines.embedded.batch_rows import BatchRow, Rules
-from mmrl.engines.embedded.batcher import PendingRequest
-from mmrl.errors import EngineFailure
-
-if TYPE_CHECKING:
-    from mmrl.engines.embedded.transformers_engine import ModelLoop
+from mmrl.engines.embedded.batch_rows import BatchRow
 
 BLOCK = 64
 """Tokens summed as one in the first level of the inverse CDF."""
 RANKED = 64
 """Most probable tokens looked at first; only rows whose border lies beyond them are sorted whole."""
-ONE_THREAD_WORK = 20_000_000
-"""Parameters × rows of a decode step below which a second thread costs more than it gives (measured: 1.4× slower)."""
-
-
-class RowDecoder:
-    """Makes the tokens of a batch: synchronous, one decode boundary at a time. Driven by the batcher.
-
-    Args:
-        loop: the model's side.
-        rules: ends of completions.
-        batch_tokens: most prompt tokens in flight, counted as rows × longest prompt.
-        threads: torch threads of heavy work; light steps take one. The choice depends on shapes alone, so equal
-            batches run with equal threads.
-        parameters: size of the model.
-    """
-
-    def __init__(self, loop: ModelLoop, rules: Rules, batch_tokens: int, threads: int, parameters: int):
-        self.loop = loop
-        self.rules = rules
-        self.batch_tokens = batch_tokens
-        self.threads = threads
-        self.parameters = parameters
-        self.policy_version = 0
-        self._jobs: list[PendingRequest] = []
-        self._rows: list[BatchRow] = []
-        """Of each job."""
-        self._version = 0
-
-    @property
-    def refills(self) -> bool:
-        """Whether rows can join while others are in flight."""
-        return self.loop.refills
-
-    def start(self) -> None:
-        """The first row of a burst is about to come: look at the weights afresh; the burst's completions carry the
-        policy version of this moment."""
-        # Of this moment: the version may change before the burst is over only if nothing is in flight.
-        self._version = self.policy_version
-        self._jobs, self._rows = [], []
-        with torch.no_grad():
-            self.loop.start()
-
-    def room(self, jobs: Sequence[PendingRequest], active: int) -> int:
-        """How many of the first `jobs` may be admitted next to `active` rows."""
-        # Rows × longest prompt, not the sum: the cache is one block, as long for each row as the longest one needs.
-        widest = max((len(job.request.prompt_ids) for job in self._jobs), default=0)
-        for count, job in enumerate(jobs):
-            widest = max(widest, len(job.request.prompt_ids))
-            if widest * (active + count + 1) > self.batch_tokens:
-                return count
-        return len(jobs)
-
-    def admit(self, jobs: Sequence[PendingRequest]) -> None:
-        """Prefill `jobs` and sample the first token of each."""
-        rows = [self.rules.row(job.request) for job in jobs]
-        tokens = sum(len(row.prompt_ids) for row in rows)
-        with torch.no_grad(), self._threads(tokens):
-            ids, logprobs = sample(self.loop.prefill(rows), rows)
-        self._jobs += jobs
-        self._rows += rows
-        self._append(jobs, rows, ids, logprobs)
-
-    def step(self) -> None:
-        """Sample one more token of each row in flight."""
-        rows = self._rows
-        with torch.no_grad(), self._threads(len(rows)):
-            ids, logprobs = sample(self.loop.step([row.ids[-1] for row in rows]), rows)
-        self._append(self._jobs, rows, ids, logprobs)
-
-    def drop(self, jobs: Sequence[PendingRequest]) -> None:
-        """Forget rows that are done or no longer needed."""
-        gone = {id(job) for job in jobs}
-        indices = [index for index, job in enumerate(self._jobs) if id(job) not in gone]
-        if len(indices) < len(self._jobs):
-            with torch.no_grad():
-                indices = self.loop.keep(indices)  # the loop may reorder rows; jobs follow
-            self._jobs = [self._jobs[index] for index in indices]
-            self._rows = [self._rows[index] for index in indices]
-
-    def stop(self) -> None:
-        """The burst is over, well or badly: forget all rows and put the model back as it was."""
-        self._jobs, self._rows = [], []
-        self.loop.stop()
-
-    def forget(self) -> None:
-        """No program is live: nothing cached of earlier rows may be used again.
-
-        Bursts begin and end as timing has it, so what is shared between two of them must not depend on where the
-        border lies. That no program is live is a fact of the programs, not of timing.
-        """
-        self.loop.forget()
-
-    def _append(
-        self, jobs: Sequence[PendingRequest], rows: Sequence[BatchRow], ids: Sequence[int], logprobs: Sequence[float]
-    ) -> None:
-        for job, row, token, logprob in zip(jobs, rows, ids, logprobs, strict=True):
-            try:
-                finish = self.rules.append(row, token, logprob)
-            except EngineFailure as failure:  # this row's alone; the batch goes on without it
-                job.outcome = failure
-                continue
-            if finish is not None:
-                job.outcome = self.rules.completion(row, finish, self._version)
-
-    @contextmanager
-    def _threads(self, tokens: int) -> Iterator[None]:
-        # By shape, never by load: the number of threads decides how a product is split, and so its last bits.
-        threads = self.threads if tokens * self.parameters >= ONE_THREAD_WORK else 1
-        before = torch.get_num_threads()
-        if threads == before:
-            yield
-            return
-        torch.set_num_threads(threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
 
 def sample(logits: torch.Tensor, rows: Sequence[BatchRow]) -> tuple[list[int], list[float]]:
@@ -238,7 +113,7 @@ def _locate(cdf: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def surviving(scores: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
-    """Which tokens survive top-k and then top-p.
+    """Tokens that survive top-k and then top-p.
 
     The k most probable tokens stay (0: all), are renormalised, and of those the fewest whose probabilities sum to
     at least p. Of tokens tied at the border the lower ids stay.

@@ -44,7 +44,7 @@ def choose(
     token_bytes: int,
     device: str,
 ) -> dict[Ids, SharedPrefix]:
-    """Which prompts' rows share a prefix: the one that they have in common with other prompts, or the whole prompt.
+    """Choose prompts whose rows share a prefix: the one in common with other prompts, or the whole prompt.
 
     Args:
         leaves: prompt -> rows that start with it.
@@ -75,7 +75,7 @@ def choose(
 
 
 class Target:
-    """Where the keys and values of one pass go: rows of the cache, and the segments that stay.
+    """Destinations of the keys and values of one pass: rows of the cache, and the segments that stay.
 
     Args:
         slots: rows of the cache that begin with leaves.

@@ -1,27 +1,28 @@
 """The embedded engine: generation in process, from the very module that the trainer trains.
 
-Programs reach it through `rollout.context`; `stages.weights` calls `set_version` after each update. `ModelLoop` picks
-what runs the model: the native decoder where it knows the architecture and agrees with the model's own forward, else
-that forward, with a warning.
+Programs reach it through `rollout.context`; `stages.weights` calls `set_version` after each update. A request waits in
+the `Batcher`, becomes a row of `RowDecoder`, and its tokens are drawn from the logits of a loop: the native decoder
+where it knows the architecture and agrees with the model's own forward, else that forward, with a warning.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
 from mmrl.config.engines import TransformersConfig
-from mmrl.engines.base import Completion, Engine, EngineSetup, Request, Sampling
+from mmrl.engines.base import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.embedded.architecture import unsupported
 from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, BatchRow, Rules, context_limit, eos_ids
-from mmrl.engines.embedded.batcher import Batcher
+from mmrl.engines.embedded.batcher import Batcher, PendingRequest
 from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.hf_loop import HFLoop
-from mmrl.engines.embedded.sampling import RowDecoder
-from mmrl.errors import ConfigError
+from mmrl.engines.embedded.sampling import sample
+from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.policy import INITIAL
 
 if TYPE_CHECKING:
@@ -31,9 +32,13 @@ LOG = logging.getLogger("mmrl.engines")
 
 CHECKED_TOKENS = 512
 """Longest part of the first prompt that the self-check forwards twice."""
+ONE_THREAD_WORK = 20_000_000
+"""Parameters × rows of a decode step below which a second thread costs more than it gives (measured: 1.4× slower)."""
+
+Loop: TypeAlias = NativeLoop | HFLoop
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(Batcher):
     """Samples from the trainer's own module, so that weights are never copied between updates.
 
     Args:
@@ -52,88 +57,60 @@ class TransformersEngine(Engine):
         causal = cast("PreTrainedModel", model)
         settings = causal.config.get_text_config()
         ends = eos_ids(tokenizer, causal.generation_config)
-        adapters, initial = setup.adapters, setup.initial
-        names = sorted(set((adapters or {}).values()))
-        if initial is None:
-            loop = ModelLoop({name: (model, name) for name in names} or {"": (model, None)}, config)
-        else:
-            loop = ModelLoop({name: (initial if name == INITIAL else model, None) for name in names}, config)
+        initial, names = setup.initial, sorted(set((setup.adapters or {}).values()))
+        weights: dict[str, tuple[torch.nn.Module, str | None]] = {"": (model, None)}
+        if initial is not None:
+            weights = {name: (initial if name == INITIAL else model, None) for name in names}
+        elif names:
+            weights = {name: (model, name) for name in names}
         self.max_context = context_limit(settings, setup.max_context)
-        rules = Rules(tokenizer, ends, settings.vocab_size, self.max_context, adapters)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        threads = setup.threads or torch.get_num_threads()
-        self._decoder = RowDecoder(loop, rules, config.batch_tokens, threads, parameters)
-        self._batcher = Batcher(self._decoder, config.schedule)
+        self.rules = Rules(tokenizer, ends, settings.vocab_size, self.max_context, setup.adapters)
+        super().__init__(RowDecoder(weights, self.rules, config, setup.threads), config.schedule)
         # A GPU takes other kernels for other sizes of a batch, and rounds another way.
         self.repeats_greedy = next(model.parameters()).device.type == "cpu"
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds spent decoding so far."""
-        return self._batcher.busy_s
-
-    @property
-    def computing_s(self) -> float:
-        """See `Engine.computing_s`."""
-        return self._batcher.computing_s
-
-    def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
-        """The weights have changed and are policy `version` now.
-
-        Raises:
-            RuntimeError: rows are in flight; their tokens would come from two policies.
-        """
-        # A row in flight has keys and values of the old weights in the cache; more tokens would mix two policies.
-        if self._batcher.busy:
-            raise RuntimeError("the policy changed while the engine was generating")
-        self.policy_version = self._decoder.policy_version = version
-        self._decoder.forget()
-
-    def enter(self) -> None:
-        """See `Engine.enter`."""
-        self._batcher.enter()
-
-    def leave(self) -> None:
-        """See `Engine.leave`."""
-        self._batcher.leave()
-
     async def generate(self, request: Request) -> Completion:
-        """See `Engine.generate`.
-
-        Raises:
-            LengthFailure: the prompt alone fills the context.
-            EngineFailure: the request is impossible, or the forward failed.
-        """
-        self._decoder.rules.check(request)
-        return await self._batcher.generate(request)
+        """See `Engine.generate`."""
+        self.rules.check(request)
+        return await super().generate(request)
 
 
-class ModelLoop:
-    """Turns rows into logits: one loop for each set of weights, with a cache of its own, stepped in turn.
+class RowDecoder:
+    """Makes the tokens of a batch: synchronous, one decode boundary at a time. Driven by the batcher.
 
-    Rows in flight have an order, and logits come in that order.
-
-    A native decoder is compared with the model's own forward on its first prompt; where they differ, that forward
-    generates.
+    Each set of weights has a loop with a cache of its own, and they are stepped in turn. A native decoder is compared
+    with the model's own forward on its first prompt; where they differ, that forward generates.
 
     Args:
         weights: name -> a causal LM, and the adapter of it that is meant (None: whichever is active); every row names
             one of them (`BatchRow.adapter`), or none where there is one alone.
-        config: `engine.loop` = auto | own | hf, and how many tokens of shared prefixes are stored.
+        rules: ends of completions.
+        config: `engine.loop` = auto | own | hf, and `engine.batch_tokens`: most prompt tokens in flight, counted as
+            rows × longest prompt, and most tokens of shared prefixes that are stored.
+        threads: torch threads of heavy work, None: torch's own number; light steps take one. The choice depends on
+            shapes alone, so equal batches run with equal threads.
 
     Raises:
         ConfigError: `own`, and the native decoder does not know the model.
     """
 
-    def __init__(self, weights: Mapping[str, tuple[torch.nn.Module, str | None]], config: TransformersConfig):
+    def __init__(
+        self,
+        weights: Mapping[str, tuple[torch.nn.Module, str | None]],
+        rules: Rules,
+        config: TransformersConfig,
+        threads: int | None = None,
+    ):
         self.weights = weights
-        self.loops: dict[str, NativeLoop | HFLoop] = {}
-        self._names: list[str] = []
-        """Weights of each row in flight. The rows of one set stand in the order that its loop has them in."""
+        self.rules = rules
+        self.batch_tokens = config.batch_tokens
+        self.threads = threads or torch.get_num_threads()
+        models = list(dict.fromkeys(model for model, _ in weights.values()))
+        self.parameters = sum(parameter.numel() for parameter in models[0].parameters())
+        native = {model: _is_native(model, config.loop) for model in models}
+        self.loops: dict[str, Loop] = {}
         # In half precision the adapters of a model share the base weights that the first of them reads.
         self._base: NativeLoop | None = None
-        models = dict.fromkeys(model for model, _ in weights.values())
-        native = {model: _is_native(model, config.loop) for model in models}
         for name, (model, adapter) in weights.items():
             if native[model]:
                 loop = NativeLoop(model, config.batch_tokens, adapter, self._base)
@@ -142,78 +119,122 @@ class ModelLoop:
             else:
                 self.loops[name] = HFLoop(model, adapter)
         self._unchecked = {name for name, loop in self.loops.items() if isinstance(loop, NativeLoop)}
+        self._rows: dict[PendingRequest, BatchRow] = {}
+        """Rows in flight; those of one set of weights stand in the order that its loop has them in."""
+        self._version = 0
 
     @property
     def refills(self) -> bool:
-        """Whether `prefill` may come while rows are in flight."""
+        """True where rows can join while others are in flight."""
         return all(loop.refills for loop in self.loops.values())
 
-    def start(self) -> None:
-        """A burst begins: no rows yet, weights may have changed."""
-        self._names = []
-        # Out of use itself where it differs from the model, but the other adapters read its weights.
-        if self._base is not None and self._base not in self.loops.values():
-            self._base.weights.refresh()
-        for loop in self.loops.values():
-            loop.start()
+    def start(self, version: int) -> None:
+        """Look at the weights afresh: the first row of a burst is about to come.
+
+        Args:
+            version: policy version that the burst's completions carry; it may change before the burst is over only if
+                nothing is in flight.
+        """
+        self._version = version
+        self._rows = {}
+        with torch.no_grad():
+            # Out of use itself where it differs from the model, but the other adapters read its weights.
+            if self._base is not None and self._base not in self.loops.values():
+                self._base.weights.refresh()
+            for loop in self.loops.values():
+                loop.start()
+
+    def room(self, jobs: Sequence[PendingRequest], active: int) -> int:
+        """Number of the first `jobs` that may be admitted next to `active` rows."""
+        # Rows × longest prompt, not the sum: the cache is one block, as long for each row as the longest one needs.
+        widest = max((len(row.prompt_ids) for row in self._rows.values()), default=0)
+        for count, job in enumerate(jobs):
+            widest = max(widest, len(job.request.prompt_ids))
+            if widest * (active + count + 1) > self.batch_tokens:
+                return count
+        return len(jobs)
+
+    def admit(self, jobs: Sequence[PendingRequest]) -> None:
+        """Prefill `jobs` and sample the first token of each."""
+        added = {job: self.rules.row(job.request) for job in jobs}
+        self._sample(added, self._prefill, tokens=sum(len(row.prompt_ids) for row in added.values()))
+        self._rows |= added
+
+    def step(self) -> None:
+        """Sample one more token of each row in flight."""
+        self._sample(
+            self._rows, lambda name, rows: self.loops[name].step([row.ids[-1] for row in rows]), tokens=len(self._rows)
+        )
+
+    def drop(self, jobs: Sequence[PendingRequest]) -> None:
+        """Forget rows that are done or no longer needed."""
+        in_flight, gone = list(self._rows.items()), set(jobs)
+        if gone.isdisjoint(self._rows):
+            return
+        kept: list[int] = []
+        with torch.no_grad():
+            for name, places in self._places(list(self._rows.values())).items():
+                # the loop may reorder its rows; requests follow
+                order = self.loops[name].keep([at for at, i in enumerate(places) if in_flight[i][0] not in gone])
+                kept += [places[at] for at in order]
+        self._rows = dict(in_flight[index] for index in kept)
 
     def stop(self) -> None:
-        """The burst is over: forget all rows."""
-        self._names = []
+        """Forget all rows and put the model back as it was: the burst is over, well or badly."""
+        self._rows = {}
         # In reverse: a model's training modes are put back by the loop that noted them first.
         for loop in reversed(self.loops.values()):
             loop.stop()
 
     def forget(self) -> None:
-        """Forget what was cached of earlier rows for later ones."""
+        """Forget what was cached of earlier rows for later ones: no program is live.
+
+        Bursts begin and end as timing has it, so what is shared between two of them must not depend on where the
+        border lies. That no program is live is a fact of the programs, not of timing.
+        """
         for loop in self.loops.values():
             loop.forget()
 
-    def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
-        """Append rows; returns the (len(rows), V) logits that follow their prompts."""
-        names = [row.adapter or "" for row in rows]
-        logits = {}
-        for name, places in self._places(names).items():
-            if name in self._unchecked:
-                self._check(name, rows[places[0]])
-            logits[name] = self.loops[name].prefill([rows[index] for index in places])
-        self._names += names
-        return self._gather(names, logits)
-
-    def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Extend the rows in flight by one token each; returns (B, V) logits."""
-        logits = {
-            name: self.loops[name].step([tokens[index] for index in places])
-            for name, places in self._places(self._names).items()
-        }
-        return self._gather(self._names, logits)
-
-    def keep(self, indices: Sequence[int]) -> list[int]:
-        """Forget all rows but these (ascending); returns them in the order in which they are in flight from now on."""
-        survivors = set(indices)
-        order: list[int] = []
-        for name, places in self._places(self._names).items():
-            local = self.loops[name].keep([at for at, index in enumerate(places) if index in survivors])
-            order += [places[at] for at in local]
-        self._names = [self._names[index] for index in order]
-        return order
-
-    def _places(self, names: Sequence[str]) -> dict[str, list[int]]:
+    def _places(self, rows: Sequence[BatchRow]) -> dict[str, list[int]]:
         """Positions of the rows of each set of weights that has any."""
-        if len(self.loops) == 1:
-            return {name: list(range(len(names))) for name in self.loops}
-        places = {name: [i for i, other in enumerate(names) if other == name] for name in self.loops}
+        places = {name: [i for i, row in enumerate(rows) if (row.adapter or "") == name] for name in self.loops}
         return {name: indices for name, indices in places.items() if indices}
 
-    def _gather(self, names: Sequence[str], parts: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(rows of one set of weights, V) each -> (rows, V) in the order of `names`."""
-        first = next(iter(parts.values()))
-        if len(parts) == 1:
-            return first
-        logits = first.new_empty(len(names), first.shape[1])
-        for name, places in self._places(names).items():
-            logits[torch.tensor(places, device=first.device)] = parts[name]
-        return logits
+    def _sample(
+        self,
+        batch: Mapping[PendingRequest, BatchRow],
+        forward: Callable[[str, list[BatchRow]], torch.Tensor],
+        tokens: int,
+    ) -> None:
+        """Append a token to each row of `batch`.
+
+        Args:
+            forward: name of a set of weights, rows -> (rows, V) logits.
+            tokens: how many are forwarded.
+        """
+        rows = list(batch.values())
+        with torch.no_grad(), self._threads(tokens):
+            places = self._places(rows)
+            parts = [forward(name, [rows[i] for i in indices]) for name, indices in places.items()]
+            logits = parts[0]
+            if len(parts) > 1:
+                logits = logits.new_empty(len(rows), logits.shape[1])
+                for indices, part in zip(places.values(), parts, strict=True):
+                    logits[torch.tensor(indices, device=part.device)] = part
+            ids, logprobs = sample(logits, rows)
+        for job, row, token, logprob in zip(batch, rows, ids, logprobs, strict=True):
+            try:
+                finish = self.rules.append(row, token, logprob)
+            except EngineFailure as failure:  # this row's alone; the batch goes on without it
+                job.outcome = failure
+                continue
+            if finish is not None:
+                job.outcome = self.rules.completion(row, finish, self._version)
+
+    def _prefill(self, name: str, rows: list[BatchRow]) -> torch.Tensor:
+        if name in self._unchecked:
+            self._check(name, rows[0])
+        return self.loops[name].prefill(rows)
 
     def _check(self, name: str, row: BatchRow) -> None:
         """Compare log-probabilities of a native loop after a prompt and one more token with the model's own."""
@@ -247,9 +268,23 @@ class ModelLoop:
             self.loops[name] = HFLoop(model, adapter)
         self.loops[name].start()
 
+    @contextmanager
+    def _threads(self, tokens: int) -> Iterator[None]:
+        # By shape, never by load: the number of threads decides how a product is split, and so its last bits.
+        threads = self.threads if tokens * self.parameters >= ONE_THREAD_WORK else 1
+        before = torch.get_num_threads()
+        if threads == before:
+            yield
+            return
+        torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
 
 def _is_native(model: torch.nn.Module, choice: str) -> bool:
-    """Whether the native decoder serves a model, with a warning where it does not know it."""
+    """True where the native decoder serves a model, with a warning where it does not know it."""
     reason = unsupported(model) if choice != "hf" else None
     if reason is not None and choice == "own":
         raise ConfigError(f"engine.loop: got 'own', which cannot serve this model: {reason}; use auto or hf")

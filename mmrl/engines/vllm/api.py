@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmrl.engines.base import Sampling
 from mmrl.errors import EngineFailure
 from mmrl.system.files import dumps
 from mmrl.system.http_client import HttpClient, HttpFailure
@@ -17,7 +16,10 @@ from mmrl.system.replies import quoted
 
 LARGEST_REPLY = 256 * 2**20
 """Bytes of a reply: log-probabilities of a probe's every token are some 100 bytes each."""
-SEED_BITS = 63
+
+
+SESSION = "X-Session-ID"
+"""Header by which vllm-router keeps requests together."""
 
 
 class VllmApi:
@@ -28,32 +30,28 @@ class VllmApi:
         self.io = HttpClient(f"vLLM at {url}", timeout_s=timeout_s, concurrency=concurrency)
 
     async def completion(
-        self, model: str, prompt_ids: Sequence[int], sampling: Sampling, limit: int, stop_ids: Sequence[int]
+        self, model: str, prompt_ids: Sequence[int], fields: Mapping[str, Any], session: str = ""
     ) -> tuple[list[int], list[float], str]:
-        """Sampled ids, their log-probabilities in the server's mode, and its finish reason."""
+        """Sampled ids, their log-probabilities in the server's mode, and its finish reason.
+
+        Args:
+            fields: `command.sampling_fields`.
+            session: a router sends all requests of one to the same server; "": there is no router.
+        """
         body = {
             "model": model,
             "prompt": list(prompt_ids),
-            "max_tokens": limit,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
+            **fields,
             # Named, or the generation config of the served model would decide.
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "seed": sampling.seed & ((1 << SEED_BITS) - 1),
-            "stop": list(sampling.stop),
-            "stop_token_ids": list(stop_ids),
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
             "add_special_tokens": False,
-            "logprobs": 0,
             "return_token_ids": True,
         }
         async with self.io.slots:
-            reply = await self.post("/v1/completions", body)
+            reply = await self.request("/v1/completions", body, {SESSION: session} if session else None)
         try:
             choice = reply["choices"][0]
             ids = [int(token) for token in choice["token_ids"]]
@@ -69,42 +67,61 @@ class VllmApi:
 
     async def models(self) -> dict[str, Any]:
         """Served name -> its card (`max_model_len`, …)."""
-        reply = await self.request("GET", "/v1/models")
+        reply = await self.request("/v1/models")
         return {card["id"]: card for card in reply.get("data", [])}
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Serve the LoRA adapter in `folder` under `name`."""
-        await self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        await self.request("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter."""
-        await self.post("/v1/unload_lora_adapter", {"lora_name": name})
+        await self.request("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def reload(self, folder: str) -> None:
         """Replace the base weights by those in `folder`, in place, and forget every cached prefix."""
-        await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
-        await self.post("/reset_prefix_cache", {})
+        await self.request("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+        await self.request("/reset_prefix_cache", {})
 
     async def probe(self, model: str, ids: Sequence[int]) -> list[float]:
         """Log-probability of each of `ids` but the first, at temperature 1; never from the prefix cache."""
         body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        reply = await self.post("/v1/completions", {**body, "add_special_tokens": False})
+        reply = await self.request("/v1/completions", {**body, "add_special_tokens": False})
         rows = reply["choices"][0]["prompt_logprobs"]
         return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], ids[1:], strict=True)]
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """See `request`."""
-        return await self.request("POST", path, body)
+    async def listens(self) -> bool:
+        """True where a server answers at the address, whatever it says."""
+        try:
+            await self.io.attempt("GET", self.url + "/health", limit=LARGEST_REPLY)
+        except HttpFailure as failure:
+            return failure.reached
+        return True
 
-    async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The reply as JSON, or as text where it is none.
+    async def check_loads_adapters(self) -> None:
+        """Raise `EngineFailure` where the server loads no adapters while it runs."""
+        try:
+            # By GET, which changes nothing: a server that has the page answers 405.
+            await self.request("/v1/load_lora_adapter")
+        except EngineFailure as failure:
+            if "HTTP 404" in str(failure):
+                raise EngineFailure(
+                    f"engine.urls: the server at {self.url} loads no LoRA adapters (POST /v1/load_lora_adapter: 404); "
+                    "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+                ) from None
+
+    async def request(
+        self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
+    ) -> Any:
+        """Post `body`, or get where there is none; the reply as JSON, or as text where it is no JSON.
 
         Raises:
             HttpFailure: no connection, no reply in time, or HTTP 5xx; the same request may succeed later.
             EngineFailure: HTTP 4xx, with the server's words.
         """
+        method = "GET" if body is None else "POST"
         try:
-            content = await self.io.attempt(method, self.url + path, body=body, limit=LARGEST_REPLY)
+            content = await self.io.attempt(method, self.url + path, body=body, headers=headers, limit=LARGEST_REPLY)
         except HttpFailure as failure:
             if failure.transient:
                 raise

@@ -13,12 +13,12 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mmrl.config.engines import VllmConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup
 from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, BatchRow, Rules, context_limit, eos_ids
-from mmrl.engines.vllm.command import exact, logprobs_mode, sleep_problems, vllm_problems
+from mmrl.engines.vllm.command import exact, logprobs_mode, vllm_problems
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_configs
@@ -64,7 +64,7 @@ class VllmEngine(Engine):
     def __init__(
         self, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, config: VllmConfig, setup: EngineSetup
     ):
-        if problems := vllm_problems(config) + sleep_problems(config, setup.device):
+        if problems := vllm_problems(config, setup.device):
             raise ConfigError(problems)
         assert setup.weights is not None and setup.folder is not None
         # A wrapper of peft passes attributes on to the model inside.
@@ -81,7 +81,10 @@ class VllmEngine(Engine):
         """The newest version of each adapter."""
         self._loaded: list[list[PushedAdapter]] = []
         """Adapters that vLLM holds, per version, oldest first."""
-        self._base_probe: list[float] = []
+        self._base_probes: dict[str, list[float]] = {}
+        """Server -> log-probabilities of the probe by the weights that it was started with."""
+        self._expected: dict[str, list[float]] = {}
+        """Adapter ("": the weights themselves) -> the trainer's log-probabilities of the probe now."""
 
     # -- how vLLM does it ------------------------------------------------------------------------------------------
 
@@ -98,8 +101,8 @@ class VllmEngine(Engine):
         """Serve the model's full weights in place of those before; nothing where there is no model."""
 
     @abstractmethod
-    def _probe(self, adapter: PushedAdapter | None) -> list[float]:
-        """Log-probability of each token of `probe_ids` but the first; None: by the weights without an adapter."""
+    def _probes(self, adapter: PushedAdapter | None) -> Mapping[str, Sequence[float]]:
+        """Server -> log-probability of each token of `probe_ids` but the first; None: without an adapter."""
 
     # -- the policy ------------------------------------------------------------------------------------------------
 
@@ -183,19 +186,38 @@ class VllmEngine(Engine):
             EngineFailure: they differ.
         """
         assert self.model is not None
-        half = any(parameter.element_size() == 2 for parameter in self.model.parameters())
-        allowed = HALF_TOLERANCE if half else TOLERANCE
         for name in self.names or [""]:
-            ours = probe_logprobs(self.model, self.probe_ids, name or None)
-            gap = _largest_gap(ours, self._probe(self._served.get(name)))
-            if not gap <= allowed:
+            self._expected[name] = probe_logprobs(self.model, self.probe_ids, name or None)
+            self._check_gap(self._expected[name], self._probes(self._served.get(name)), name)
+        if self.names:
+            for server, probe in self._probes(None).items():
+                if not (drift := _largest_gap(probe, self._base_probes[server])) <= self._tolerance:
+                    raise EngineFailure(
+                        f"the base weights of {server} have changed: log-probabilities differ by {drift:.3g}"
+                    )
+
+    def _check_gap(self, expected: Sequence[float], probes: Mapping[str, Sequence[float]], name: str) -> None:
+        """Compare each server's log-probabilities of the probe with the trainer's.
+
+        Args:
+            name: of the adapter; "": the weights themselves.
+
+        Raises:
+            EngineFailure: they differ.
+        """
+        for server, probe in probes.items():
+            if not (gap := _largest_gap(expected, probe)) <= self._tolerance:
                 what = f"adapter '{name}'" if name else "weights"
                 raise EngineFailure(
-                    f"the server does not serve the pushed {what}: log-probabilities of a fixed text differ by "
-                    f"{gap:.3g} (tolerance {allowed:g})"
+                    f"{server} does not serve the pushed {what}: log-probabilities of a fixed text differ by "
+                    f"{gap:.3g} (tolerance {self._tolerance:g})"
                 )
-        if self.names and not (drift := _largest_gap(self._probe(None), self._base_probe)) <= allowed:
-            raise EngineFailure(f"the server's base weights have changed: log-probabilities differ by {drift:.3g}")
+
+    @property
+    def _tolerance(self) -> float:
+        """Largest difference of log-probabilities that rounding explains."""
+        half = self.model is None or any(parameter.element_size() == 2 for parameter in self.model.parameters())
+        return HALF_TOLERANCE if half else TOLERANCE
 
     def _completion(
         self, row: BatchRow, ids: Sequence[int], logprobs: Sequence[float], reason: str, version: int
@@ -212,7 +234,7 @@ class VllmEngine(Engine):
         return made if exact(self.mode, row.request.sampling) else replace(made, logprobs=None)
 
     def _adapter_names(self) -> list[str]:
-        """Those that modules speak with, or the active one; empty without peft."""
+        """Adapters that modules speak with, or the active one; empty without peft."""
         if self.model is None:
             return sorted(self.setup.folders)
         if not hasattr(self.model, "peft_config"):
@@ -242,14 +264,11 @@ def save_weights(
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.parent.mkdir(parents=True, exist_ok=True)
-    if not names:
-        model.save_pretrained(str(temporary), state_dict=whole)
-        temporary.rename(folder)
-        return {"": folder}
     # peft looks on the hub for the base's vocabulary unless save_embedding_layers says that none was trained.
-    model.save_pretrained(str(temporary), selected_adapters=list(names), save_embedding_layers=False, state_dict=whole)
+    of_peft: dict[str, Any] = {"selected_adapters": list(names), "save_embedding_layers": False} if names else {}
+    model.save_pretrained(str(temporary), state_dict=whole, **of_peft)
     temporary.rename(folder)
-    return {name: folder if name == "default" else folder / name for name in names}
+    return {name: folder if name in ("", "default") else folder / name for name in names or [""]}
 
 
 def probe_logprobs(model: PreTrainedModel, ids: Sequence[int], adapter: str | None) -> list[float]:

@@ -18,21 +18,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmrl.config.engines import VllmColocatedConfig
 from mmrl.engines.base import Completion, EngineSetup, Request
 from mmrl.engines.embedded.batch_rows import BatchRow
-from mmrl.engines.vllm.api import SEED_BITS
 from mmrl.engines.vllm.base import PushedAdapter, VllmEngine
-from mmrl.engines.vllm.command import engine_arguments, resources
+from mmrl.engines.vllm.command import engine_arguments, resources, sampling_fields
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import model_path
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
-    from vllm import RequestOutput, SamplingParams
+    from vllm import RequestOutput
     from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -96,7 +95,7 @@ class VllmColocatedEngine(VllmEngine):
         self._vllm = self._start()
         try:
             self.rules = self._rules(self._vllm.model_config.max_model_len)
-            self._base_probe = self._probe(None) if self.names else []
+            self._base_probes = self._probes(None) if self.names else {}
         except BaseException:
             self.close()
             raise
@@ -153,7 +152,8 @@ class VllmColocatedEngine(VllmEngine):
     def _begin(self, job: _VllmRequest) -> None:
         try:
             self._awake()
-            self._add(job.id, job.row.prompt_ids, self._sampling(job.row), job.adapter)
+            fields = sampling_fields(job.row.request.sampling, job.row.limit, self.rules.eos_ids)
+            self._add(job.id, job.row.prompt_ids, fields, job.adapter)
             self._live[job.id] = job
         except Exception as error:  # vLLM's own words, whatever their type
             job.answer(EngineFailure(f"vLLM refused the request: {type(error).__name__}: {error}"))
@@ -211,30 +211,14 @@ class VllmColocatedEngine(VllmEngine):
         return self._completion(job.row, ids, logprobs, str(made.finish_reason), job.version)
 
     def _add(
-        self, name: str, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: PushedAdapter | None
+        self, name: str, prompt_ids: Sequence[int], fields: Mapping[str, Any], adapter: PushedAdapter | None
     ) -> None:
+        from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
         lora = None if adapter is None else _lora_request(adapter)
-        self._vllm.add_request(name, prompt, sampling, lora_request=lora)
-
-    def _sampling(self, row: BatchRow) -> SamplingParams:
-        from vllm import SamplingParams
-
-        sampling = row.request.sampling
-        return SamplingParams(
-            max_tokens=row.limit,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed & ((1 << SEED_BITS) - 1),
-            stop=list(sampling.stop),
-            stop_token_ids=sorted(self.rules.eos_ids),
-            include_stop_str_in_output=True,
-            skip_special_tokens=False,
-            logprobs=0,
-        )
+        self._vllm.add_request(name, prompt, SamplingParams(**fields), lora_request=lora)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -276,17 +260,16 @@ class VllmColocatedEngine(VllmEngine):
         self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._vllm.reset_prefix_cache()
 
-    def _probe(self, adapter: PushedAdapter | None) -> list[float]:
-        """See `VllmEngine._probe`; nothing else is in flight."""
-        from vllm import SamplingParams
-
+    def _probes(self, adapter: PushedAdapter | None) -> dict[str, list[float]]:
+        """See `VllmEngine._probes`; nothing else is in flight."""
         self._count += 1
         name, ids = str(self._count), self.probe_ids
-        self._add(name, ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0), adapter)
+        self._add(name, ids, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}, adapter)
         done: list[RequestOutput] = []
         while not done:
             done = [output for output in self._vllm.step() if output.finished and output.request_id == name]
-        return [float(row[token].logprob) for row, token in zip(done[0].prompt_logprobs[1:], ids[1:], strict=True)]
+        rows = zip(done[0].prompt_logprobs[1:], ids[1:], strict=True)
+        return {"vLLM": [float(row[token].logprob) for row, token in rows]}
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

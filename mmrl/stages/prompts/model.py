@@ -121,14 +121,14 @@ class Writer:
     ) -> JsonObject:
         # One request at a time: what the counters grow by is what this one cost.
         before = endpoint.usage.metrics()
-        text, finish = await endpoint.complete_with_finish(
+        reply = await endpoint.reply(
             messages, max_tokens=self.algo.prompt_max_tokens, temperature=temperature, seed=seed % SEEDS
         )
         spent = {name: count - before[name] for name, count in endpoint.usage.metrics().items()}
         return {
             "error": "",
-            "text": text,
-            "finish": finish,
+            "text": reply.text,
+            "finish": reply.finish,
             "prompt_tokens": int(spent["endpoint/prompt_tokens"]),
             "completion_tokens": int(spent["endpoint/completion_tokens"]),
             "cost": spent["endpoint/cost"],

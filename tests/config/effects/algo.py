@@ -19,7 +19,7 @@ from mmrl.rollout.environment import sampling_settings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.run.build import teacher_policy, teacher_prompts, teachers_apart
-from mmrl.trainer.critic import make_critic
+from mmrl.trainer.critic import Critic
 from tests.config.effects import Options, acts, refused
 from tests.helpers.forests import Grow
 from tests.helpers.programs import FakeEngine, FakeTask, environment
@@ -157,9 +157,8 @@ def critic_gradients(name: str, options: Options, folder: Path) -> object:
 def critic_start(name: str, options: Options, folder: Path) -> object:
     """The critic's weights before training."""
     trainer = make_trainer(folder, algo=section(name, options))
-    critic = make_critic(trainer.settings, tiny_model())
-    assert critic is not None
-    return critic.module.head.weight.tolist()
+    assert trainer.settings.critic is not None
+    return Critic(trainer.settings, trainer.settings.critic, tiny_model()).module.head.weight.tolist()
 
 
 def critic_rates(name: str, options: Options, folder: Path) -> object:

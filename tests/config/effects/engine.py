@@ -20,6 +20,7 @@ from mmrl.engines.vllm.colocated import VllmColocatedEngine
 from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import EngineFailure, SyncFailure
 from mmrl.models.load import load_tokenizer
+from mmrl.system.http_client import HttpFailure
 from tests.config.effects import Options, acts
 from tests.helpers.engines import generate, model, request, tokenizer
 
@@ -118,7 +119,7 @@ def _server(options: Options, folder: Path, device: str) -> Iterator[Any]:
         return None
 
     with (
-        patch("mmrl.engines.vllm.base.vllm_problems", lambda config: []),
+        patch("mmrl.engines.vllm.base.vllm_problems", lambda *_: []),
         patch("mmrl.engines.vllm.server.ChildProcess", _Process),
         patch.object(VllmServerEngine, "_first_boot", nothing),
         patch.dict(os.environ),
@@ -161,11 +162,12 @@ def started(name: str, options: Options, folder: Path) -> object:
     device = "cpu" if "kv_cache_gb" in options else "cuda"
     if name == "vllm_server":
         with _server(options, folder, device) as engine:
-            return engine._process and engine._process.started, engine._api.url
+            servers = [(replica.process and replica.process.started, replica.api.url) for replica in engine.replicas]
+            return servers, engine._api.url
     seen: list[list[str]] = []
     with (
         _vllm_package(seen),
-        patch("mmrl.engines.vllm.base.vllm_problems", lambda config: []),
+        patch("mmrl.engines.vllm.base.vllm_problems", lambda *_: []),
         patch.object(VllmColocatedEngine, "_check_served", lambda self: None, create=True),
         patch.dict(os.environ),
     ):
@@ -181,12 +183,18 @@ def connected(name: str, options: Options, folder: Path) -> object:
         return engine._api.io.timeout_s, engine._api.io.slots._value
 
 
+def routed(name: str, options: Options, folder: Path) -> object:
+    """Where completions of two servers come from."""
+    with _server({"urls": ("http://host:1", "http://host:2"), **options}, folder, "cpu") as engine:
+        return engine._api.url
+
+
 def restarted(name: str, options: Options, folder: Path) -> object:
     """How often a server that dies is started again."""
     with _server(options, folder, "cpu") as engine:
         for count in range(10):
             try:
-                engine._spend_restart(EngineFailure("dead"))
+                engine.replicas[0].spend_restart(HttpFailure("connection", "dead"), 0)
             except EngineFailure:
                 return count
     return None
@@ -199,7 +207,7 @@ def pushed(name: str, options: Options, folder: Path) -> object:
         engine._wait(asyncio.sleep(0.2))
 
     with (
-        _server({"url": "http://host:1", **options}, folder, "cpu") as engine,
+        _server({"urls": ("http://host:1",), **options}, folder, "cpu") as engine,
         patch.object(VllmServerEngine, "_push", slowly),
     ):
         try:
@@ -215,7 +223,9 @@ acts(BOTH, "gpu_memory", started, 0.4, 0.8)
 acts(BOTH, "kv_cache_gb", started, 1, 3)
 acts(BOTH, "args", started, (), ("--max-num-seqs=4",))
 acts("engine.vllm_colocated", "sleep", started, True, False)
-acts("engine.vllm_server", "url", started, None, "http://host:1")
+acts("engine.vllm_server", "urls", started, (), ("http://host:1",))
+acts("engine.vllm_server", "replicas", started, 1, 2)
+acts("engine.vllm_server", "router", routed, None, "http://router:1")
 acts("engine.vllm_server", "python", started, None, "other-python")
 acts("engine.vllm_server", "start_timeout_s", started, 900.0, 5.0)
 acts("engine.vllm_server", "timeout_s", connected, 600.0, 5.0)

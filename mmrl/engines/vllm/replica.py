@@ -1,0 +1,83 @@
+"""One vLLM server of an engine: its process or its address, and the adapters that it holds.
+
+`VllmServerEngine` has one, or several behind a router; all weights go to each of them directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from mmrl.engines.vllm.api import VllmApi
+from mmrl.engines.vllm.command import BASE
+from mmrl.errors import EngineFailure
+from mmrl.system.child_process import ChildProcess
+from mmrl.system.http_client import HttpFailure
+
+
+class Replica:
+    """A server of `mmrl`'s (`process`), or one that runs already.
+
+    Args:
+        name: for sentences ("the vLLM server", "vLLM server 2").
+        process: None: the server at `api.url` is somebody else's.
+        restarts: starts after the first one, per policy version.
+    """
+
+    def __init__(self, name: str, api: VllmApi, process: ChildProcess | None, restarts: int):
+        self.name, self.api, self.process = name, api, process
+        self.restarts_left = restarts
+        self.base = BASE
+        """Served name of the weights without an adapter."""
+        self.context: int | None = None
+        """Its limit of tokens."""
+        self._adapters: set[str] = set()
+
+    async def boot(self) -> None:
+        """Start the process, or reach the address, and read what it serves.
+
+        Raises:
+            EngineFailure: nobody answers.
+        """
+        if self.process is not None:
+            await asyncio.to_thread(self.process.start)
+            self.api.url = self.process.url
+        self._adapters.clear()
+        try:
+            cards = await self.api.models()
+        except (HttpFailure, EngineFailure) as error:
+            raise EngineFailure(f"engine.urls: no vLLM server answers at {self.api.url}: {error}") from error
+        self.base = BASE if BASE in cards else next(iter(cards), BASE)
+        self.context = cards.get(self.base, {}).get("max_model_len")
+
+    async def load(self, name: str, folder: str) -> None:
+        """Serve an adapter."""
+        await self.api.load_adapter(name, folder)
+        self._adapters.add(name)
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter; one that was started again since may not have it."""
+        if name in self._adapters:
+            self._adapters.discard(name)
+            await self.api.unload_adapter(name)
+
+    async def lost(self) -> bool:
+        """True where the process has ended, or nobody listens at the address."""
+        if self.process is not None:
+            return not self.process.alive
+        return not await self.api.listens()
+
+    def spend_restart(self, error: HttpFailure, allowed: int) -> None:
+        """Count one more start of this policy version.
+
+        Raises:
+            EngineFailure: there were enough.
+        """
+        if not self.restarts_left:
+            raise EngineFailure(
+                f"{self.name} ended again after engine.restarts={allowed} starts; {self.log_tail()}"
+            ) from error
+        self.restarts_left -= 1
+
+    def log_tail(self) -> str:
+        """The end of its log, or where it is."""
+        return self.process.log_tail() if self.process is not None else f"the server is {self.api.url}"

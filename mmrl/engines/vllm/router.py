@@ -1,0 +1,102 @@
+"""vllm-router before several servers: requests of one session go to the same server, sessions to the least loaded one.
+
+Started by mmrl, or somebody else's. It carries completions only: weights go to each server directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from mmrl.config.engines import VllmConfig, VllmServerConfig
+from mmrl.engines.vllm.api import VllmApi
+from mmrl.errors import EngineFailure
+from mmrl.system.child_process import ChildProcess, free_port
+from mmrl.system.http_client import HttpFailure
+from mmrl.system.portal import io_loop
+
+PACKAGE = "vllm_router"
+START_S = 60.0
+"""Until the router answers."""
+
+
+def router_problems(config: VllmConfig) -> list[str]:
+    """Reasons why no router can be started before several servers."""
+    if not isinstance(config, VllmServerConfig) or config.router is not None:
+        return []
+    if max(len(config.urls), config.replicas) == 1:
+        return []
+    if importlib.util.find_spec(PACKAGE) is None:
+        return [
+            f"engine.router: several servers need vllm-router, which {sys.executable} does not have; install it "
+            "(pip install 'mmrl[fleet]'), or name a running one"
+        ]
+    return []
+
+
+class Router:
+    """The router's process or address, and the servers behind it.
+
+    Args:
+        log: where the output of one that mmrl starts goes.
+    """
+
+    def __init__(self, config: VllmServerConfig, log: Path):
+        self._process: ChildProcess | None = None
+        if config.router is None:
+            self._process = ChildProcess(_command, log=log, timeout_s=START_S)
+        self.api = VllmApi((config.router or "").removesuffix("/"), config.timeout_s, config.concurrency)
+
+    async def start(self, servers: Sequence[str]) -> None:
+        """Start or reach it, with these servers behind it.
+
+        Raises:
+            EngineFailure: it does not answer, or is no router that keeps sessions.
+        """
+        if self._process is not None:
+            await asyncio.to_thread(self._process.start)
+            self.api.url = self._process.url
+        try:
+            known = (await self.api.request("/list_workers"))["urls"]
+            # A session that nobody began: a router without sessions does not know the page.
+            await self._finish("none")
+        except (HttpFailure, EngineFailure, LookupError, TypeError) as error:
+            raise EngineFailure(f"engine.router: no vllm-router with sessions at {self.api.url}: {error}") from error
+        for server in servers:
+            if server not in known:
+                await self.add(server)
+
+    async def add(self, server: str) -> None:
+        """Send requests to a server from now on."""
+        await self.api.request(f"/add_worker?url={quote(server, safe='')}", {})
+
+    async def remove(self, server: str) -> None:
+        """Send no more requests to a server; its sessions go on at another one."""
+        await self.api.request(f"/remove_worker?url={quote(server, safe='')}", {})
+
+    def end_session(self, session: str) -> None:
+        """Forget where a session's requests went; nobody waits for it."""
+        asyncio.run_coroutine_threadsafe(self._finish(session), io_loop())
+
+    async def _finish(self, session: str) -> None:
+        await self.api.request(f"/finish_session?session_id={quote(session, safe='')}", {})
+
+    def close(self) -> None:
+        """Stop it if mmrl started it, and close connections."""
+        if self._process is not None:
+            self._process.stop()
+        self.api.io.close()
+
+
+def _command(port: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", f"{PACKAGE}.launch_router"),
+        *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())),
+        *("--policy", "sticky_least_loaded"),
+        # The engine asks again itself, and knows which servers have ended: a breaker would keep healthy ones out.
+        *("--disable-retries", "--disable-circuit-breaker"),
+    ]

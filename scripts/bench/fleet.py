@@ -1,0 +1,135 @@
+"""Several scripted servers behind vllm-router: `python -m scripts.bench.fleet [servers=1,2,4,8] [latency_ms=200]`.
+
+A scripted server answers `AT_ONCE` completions at a time, each after the latency, so that not this machine's cores are
+measured. Programs of `CALLS` calls, one after the other, are driven through `VllmServerEngine`: throughput of N servers
+over one; the share of calls that meet the server of their example's first call; and, without latency, the calls a
+second that one driver gets through, with and without the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from mmrl.config import ModelConfig
+from mmrl.config.engines import VllmServerConfig
+from mmrl.engines import EngineSetup, Request, Sampling
+from mmrl.engines.vllm.server import VllmServerEngine
+from mmrl.models.load import load_tokenizer
+from mmrl.system.child_process import ChildProcess
+from scripts.bench.common import Bar, finish, options
+
+TINY = ModelConfig(name="tiny", path="tiny")
+AT_ONCE, CALLS, PROMPT = 8, 4, 256
+SPEEDUPS = {2: 1.9, 4: 3.7, 8: 7.0}
+"""Servers -> least throughput over one server."""
+FIRST_ID = 20
+"""Token id that server 0 replies with; the next server's is the next."""
+
+
+def serve(port: int, index: int, latency_s: float) -> None:
+    """Answer like vLLM, with one token that says which server it is."""
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def completion(request: HttpRequest) -> JSONResponse:
+        body = await request.json()
+        if "prompt_logprobs" in body:
+            rows = [None, *[{str(token): {"logprob": -1.0}} for token in body["prompt"][1:]]]
+            return JSONResponse({"choices": [{"prompt_logprobs": rows}]})
+        if latency_s:
+            async with places:
+                await asyncio.sleep(latency_s)
+        choice = {"token_ids": [FIRST_ID + index], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+        return JSONResponse({"choices": [choice]})
+
+    async def anything(request: HttpRequest) -> JSONResponse:
+        return JSONResponse({"data": [{"id": "base", "max_model_len": 4096}]})
+
+    routes = [
+        Route("/v1/completions", completion, methods=["POST"]),
+        Route("/{path:path}", anything, methods=["GET", "POST"]),
+    ]
+    uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=port, log_level="error")
+
+
+@contextmanager
+def fleet(servers: int, latency_s: float) -> Iterator[VllmServerEngine]:
+    """An engine over scripted servers."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder, urls = Path(name), []
+        for index in range(servers):
+            words = [sys.executable, "-m", "scripts.bench.fleet", f"serve={index}", f"latency_ms={latency_s * 1000}"]
+            child = ChildProcess(lambda port, words=words: [*words, f"port={port}"], log=folder / "log", timeout_s=60.0)
+            stack.callback(child.stop)
+            child.start()
+            urls.append(child.url)
+        (folder / "adapter_config.json").write_text('{"r": 8}')
+        setup = EngineSetup(weights=TINY, folder=folder, folders={"default": str(folder)})
+        config = VllmServerConfig(name="vllm_server", urls=tuple(urls), concurrency=1024)
+        engine = VllmServerEngine(None, load_tokenizer(TINY), config, setup)
+        stack.callback(engine.close)
+        engine.set_version(0)
+        yield engine
+
+
+async def drive(engine: VllmServerEngine, programs: int) -> tuple[float, float]:
+    """Calls a second, and the share of calls that met the server of their session's first call."""
+    sampling, prompt = Sampling(max_tokens=1), tuple(range(PROMPT))
+
+    async def program(number: int) -> int:
+        request = Request(prompt_ids=prompt, sampling=sampling, session=f"q{number}")
+        answered = [(await engine.generate(request)).ids[0] for _ in range(CALLS)]
+        return sum(server == answered[0] for server in answered)
+
+    started = time.perf_counter()
+    met = sum(await asyncio.gather(*(program(number) for number in range(programs))))
+    return programs * CALLS / (time.perf_counter() - started), met / (programs * CALLS)
+
+
+def measure(servers: int, latency_s: float, programs: int) -> tuple[float, float]:
+    """See `drive`, after a few calls that open connections."""
+    with fleet(servers, latency_s) as engine:
+        asyncio.run(drive(engine, AT_ONCE))
+        return asyncio.run(drive(engine, programs))
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print, store; returns 1 when a bar is missed."""
+    args = options(arguments, {"servers": "1,2,4,8", "latency_ms": "200", "serve": "", "port": "", "quick": ""})
+    latency_s = float(args["latency_ms"]) / 1000
+    if args["serve"]:
+        serve(int(args["port"]), int(args["serve"]), latency_s)
+        return 0
+    counts = [int(count) for count in args["servers"].split(",")]
+    rounds = 2 if args["quick"] else 10
+    rates, bars = {}, []
+    for count in counts:
+        # As many programs as keep every server full.
+        rates[count], met = measure(count, latency_s, programs=rounds * AT_ONCE * count)
+        if count > 1:
+            bars.append(
+                Bar(what=f"throughput of {count} servers over one", value=rates[count] / rates[1], bar=SPEEDUPS[count])
+            )
+            bars.append(
+                Bar(what=f"calls that meet their example's server, of {count}", value=100 * met, bar=90.0, unit="%")
+            )
+    for count in (1, 2):
+        ceiling, _ = measure(count, 0.0, programs=50 * rounds)
+        how = "through the router" if count > 1 else "without a router"
+        bars.append(Bar(what=f"calls a second of one driver, {how}", value=ceiling, bar=None, unit=""))
+    return finish("fleet", bars, args["out"], calls_per_s=rates, latency_ms=args["latency_ms"], at_once=AT_ONCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,242 @@
+"""engine=vllm_server with several servers: scripted ones behind a real vllm-router; no vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmrl.config.engines import VllmServerConfig
+from mmrl.engines import Completion, EngineSetup, Request, Sampling
+from mmrl.engines.vllm.server import VllmServerEngine
+from mmrl.errors import EngineFailure, SyncFailure
+from mmrl.models.load import load_model, load_tokenizer
+from tests.engines.test_server import TINY, fake, probe_reply, reply
+from tests.helpers.servers import Scripted, ScriptedServer, Seen, serving
+
+pytest.importorskip("vllm_router", reason="needs vllm-router, whose wheels are for Linux on x86_64")
+
+FAKE_VLLM = """#!{python}
+# Serves like vLLM, without a model: adapters by name, one token for each completion, a log of what it was asked.
+import json, os, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+if "-c" in sys.argv:
+    sys.exit(0)
+port, adapters = int(sys.argv[sys.argv.index("--port") + 1]), set()
+log = open(os.path.join(os.path.dirname(__file__), f"asked-{{port}}.jsonl"), "a", buffering=1)
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
+        status, answer = 200, "Success"
+        if self.path == "/v1/models":
+            answer = {{"data": [{{"id": "base", "max_model_len": 64}}]}}
+        elif self.path == "/v1/load_lora_adapter" and body:
+            adapters.add(body["lora_name"])
+        elif self.path == "/v1/completions" and "prompt_logprobs" in body:
+            rows = [None] + [{{str(token): {{"logprob": -1.0}}}} for token in body["prompt"][1:]]
+            answer = {{"choices": [{{"prompt_logprobs": rows}}]}}
+        elif self.path == "/v1/completions":
+            time.sleep(0.1)
+            if body["model"] not in adapters:
+                status, answer = 404, "no such adapter"
+            choice = {{"token_ids": [2], "logprobs": {{"token_logprobs": [-0.5]}}, "finish_reason": "stop"}}
+            answer = {{"choices": [choice]}} if status == 200 else answer
+        log.write(json.dumps([self.path, self.headers.get("X-Session-ID"), body and body.get("lora_name")]) + "\\n")
+        data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST
+
+    def log_message(self, *arguments):
+        pass
+
+ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def fleet(tmp_path: Path, **settings: Any) -> VllmServerEngine:
+    (tmp_path / "adapter").mkdir(exist_ok=True)
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 8}')
+    setup = EngineSetup(weights=TINY, folder=tmp_path, folders={"default": str(tmp_path / "adapter")})
+    return VllmServerEngine(None, load_tokenizer(TINY), VllmServerConfig(name="vllm_server", **settings), setup)
+
+
+def started(tmp_path: Path, **settings: Any) -> VllmServerEngine:
+    """An engine over two servers of its own."""
+    program = tmp_path / "python"
+    program.write_text(FAKE_VLLM.format(python=sys.executable))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return fleet(tmp_path, replicas=2, python=str(program), **settings)
+
+
+async def ask(engine: VllmServerEngine, sessions: int, each: int = 1) -> list[Completion]:
+    sampling = Sampling(max_tokens=4, temperature=1.0)
+    requests = [
+        Request(prompt_ids=(5, 6), sampling=sampling, session=f"q {number}") for number in range(sessions)
+    ] * each
+    return await asyncio.gather(*[engine.generate(request) for request in requests])
+
+
+def answering(seen: Seen) -> Scripted:
+    return probe_reply(seen) if "prompt_logprobs" in seen.body else reply([2])
+
+
+def sessions_of(server: ScriptedServer) -> dict[str, int]:
+    counts: dict[str, int] = defaultdict(int)
+    for seen in server.seen:
+        headers = {name.lower(): value for name, value in seen.headers.items()}
+        if seen.path == "/v1/completions" and "x-session-id" in headers:
+            counts[headers["x-session-id"]] += 1
+    return counts
+
+
+def test_requests_of_a_session_meet_and_weights_reach_every_server(tmp_path: Path) -> None:
+    with serving(fake(answering)) as (first, one), serving(fake(answering)) as (second, other):
+        engine = fleet(tmp_path, urls=(first, second))
+        for version in range(3):
+            engine.set_version(version)
+        made = asyncio.run(ask(engine, sessions=30, each=4))
+        engine.end_session("q 1")
+        assert engine.metrics() == {"engine/restarts": 0.0, "engine/servers": 2.0}
+        engine.close()
+    assert [completion.ids for completion in made] == [(2,)] * 120
+    by_server = [sessions_of(one), sessions_of(other)]
+    assert not set(by_server[0]) & set(by_server[1])
+    assert all(set(counts.values()) == {4} and len(counts) >= 10 for counts in by_server)
+    for server in (one, other):
+        changes = [(seen.path, seen.body["lora_name"][:2]) for seen in server.seen if seen.body and "lora" in seen.path]
+        assert changes == [*(("/v1/load_lora_adapter", f"v{n}") for n in range(3)), ("/v1/unload_lora_adapter", "v0")]
+
+
+def test_a_server_killed_under_way_costs_no_request_and_comes_back_with_the_newest_weights(tmp_path: Path) -> None:
+    engine = started(tmp_path)
+    try:
+        engine.set_version(0)
+        engine.set_version(1)
+        victim = engine.replicas[0].process
+        assert victim is not None and victim.pid is not None
+        before = victim.url
+        threading.Timer(0.25, os.killpg, (victim.pid, signal.SIGKILL)).start()
+
+        async def rounds() -> list[Completion]:
+            return [made for _ in range(6) for made in await ask(engine, sessions=8)]
+
+        assert [made.ids for made in asyncio.run(rounds())] == [(2,)] * 48
+        engine.set_version(2)
+        asyncio.run(ask(engine, sessions=8))
+        assert engine.metrics() == {"engine/restarts": 1.0, "engine/servers": 2.0}
+        assert victim.url != before
+        log = [json.loads(line) for line in (tmp_path / f"asked-{victim.port}.jsonl").read_text().splitlines()]
+    finally:
+        engine.close()
+    asked = [(path, name and name[:2]) for path, session, name in log if session or name]
+    assert asked[:1] == [("/v1/load_lora_adapter", "v1")]
+    assert ("/v1/load_lora_adapter", "v2") in asked and ("/v1/completions", None) in asked
+    assert not [child for child in (replica.process for replica in engine.replicas) if child and child.alive]
+
+
+def test_a_server_that_ends_too_often_stays_out_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = started(tmp_path, restarts=0)
+    try:
+        engine.set_version(0)
+        victim = engine.replicas[1].process
+        assert victim is not None and victim.pid is not None
+        os.killpg(victim.pid, signal.SIGKILL)
+        assert len(asyncio.run(ask(engine, sessions=8))) == 8
+        assert engine.metrics()["engine/servers"] == 1.0
+        engine.set_version(1)
+        assert engine.metrics() == {"engine/restarts": 0.0, "engine/servers": 1.0}
+        assert "vLLM server 2 ended again after engine.restarts=0 starts" in caplog.text
+        last = engine.replicas[0].process
+        assert last is not None and last.pid is not None
+        os.killpg(last.pid, signal.SIGKILL)
+        with pytest.raises(EngineFailure, match=r"vLLM server 1 ended again after engine\.restarts=0 starts"):
+            asyncio.run(ask(engine, sessions=8))
+        with pytest.raises(SyncFailure, match=r"ended again after engine\.restarts=0 starts"):
+            engine.set_version(2)
+    finally:
+        engine.close()
+
+
+def test_a_server_of_others_that_goes_is_left_out_and_taken_back_with_the_newest_weights(tmp_path: Path) -> None:
+    with serving(fake(answering)) as (first, _), serving(fake(answering)) as (second, _):
+        engine = fleet(tmp_path, urls=(first, second))
+        engine.set_version(0)
+        alive, engine.replicas[1].api.url = engine.replicas[1].api.url, "http://127.0.0.1:1"
+        assert engine.router is not None
+        engine._api.io.wait(engine.router.remove(alive))  # the router knows it by its right address
+        engine.set_version(1)
+        assert engine.metrics()["engine/servers"] == 1.0
+        assert len(asyncio.run(ask(engine, sessions=8))) == 8
+        engine.replicas[1].api.url = alive
+        engine.set_version(2)
+        assert engine.metrics()["engine/servers"] == 2.0
+        engine.close()
+
+
+def test_each_server_is_probed_after_a_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(seen: Seen) -> Scripted:
+        rows = [None, *[{str(token): {"logprob": -1.5}} for token in seen.body["prompt"][1:]]]
+        return Scripted({"choices": [{"prompt_logprobs": rows}]})
+
+    monkeypatch.setattr("mmrl.engines.vllm.base.probe_logprobs", lambda model, ids, name: [-1.0] * (len(ids) - 1))
+    with serving(fake(answering)) as (first, _), serving(fake(stale)) as (second, _):
+        setup = EngineSetup(weights=TINY, folder=tmp_path)
+        config = VllmServerConfig(name="vllm_server", urls=(first, second))
+        engine = VllmServerEngine(load_model(TINY, torch.device("cpu")), load_tokenizer(TINY), config, setup)
+        with pytest.raises(SyncFailure, match=r"vLLM server 2 does not serve the pushed weights: .* differ by 0\.5"):
+            engine.set_version(1)
+        engine.close()
+
+
+def replying(path: str, answer: Scripted) -> Callable[[Seen], Scripted]:
+    return lambda seen: answer if seen.path == path else fake(answering)(seen)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "words"),
+    [
+        ("/v1/models", Scripted({"data": [{"id": "x", "max_model_len": 64}]}), "expected servers of one model"),
+        ("/v1/models", Scripted("nothing here", 404), r"engine\.urls: no vLLM server answers at http://127"),
+        ("/v1/load_lora_adapter", Scripted("Not Found", 404), r"engine\.urls: .* loads no LoRA adapters"),
+    ],
+    ids=["other model", "no vLLM", "no adapters"],
+)
+def test_servers_that_do_not_fit_are_refused(tmp_path: Path, path: str, answer: Scripted, words: str) -> None:
+    with (
+        serving(fake(answering)) as (first, _),
+        serving(replying(path, answer)) as (second, _),
+        pytest.raises(EngineFailure, match=words),
+    ):
+        fleet(tmp_path, urls=(first, second))
+
+
+def test_a_router_without_sessions_is_refused(tmp_path: Path) -> None:
+    def other_router(seen: Seen) -> Scripted:
+        return Scripted({"urls": []}) if seen.path == "/list_workers" else Scripted("Not Found", 404)
+
+    with (
+        serving(fake(answering)) as (url, _),
+        serving(other_router) as (router, _),
+        pytest.raises(EngineFailure, match=r"engine\.router: no vllm-router with sessions at .*HTTP 404"),
+    ):
+        fleet(tmp_path, urls=(url, url.replace("127.0.0.1", "localhost")), router=router.removesuffix("/v1"))
