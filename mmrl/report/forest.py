@@ -48,13 +48,14 @@ def _bounded(number: float) -> float:
 _Name = Annotated[str, AfterValidator(_not_empty)]
 _Count = Annotated[int, Field(ge=0, le=MOST)]
 _Number = Annotated[float, AfterValidator(_bounded)]
-# The models are strict; JSON has no tuples, so the tuple itself may come as a list.
+# The models are strict; a tuple may come as a list, which JSON has in its place, and a mapping be of any kind.
 _Numbers = Annotated[tuple[_Number, ...], Strict(False)]
 _Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)]
 
 
 class _Form(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    # From attributes: records of a journal are checked as those of a file are.
+    model_config = ConfigDict(strict=True, extra="forbid", from_attributes=True)
 
 
 class _Call(_Form):
@@ -79,7 +80,7 @@ class _Call(_Form):
     values: _Numbers | None = None
     logprobs: _Numbers | None = None
     ref_logprobs: _Numbers | None = None
-    facts: dict[str, Any] | None = None
+    facts: Annotated[Mapping[str, Any], Strict(False)] | None = None
 
     def record(self) -> Call:
         """The call, with the length of its completion."""
@@ -96,7 +97,7 @@ class _Rollout(_Form):
     reward: _Number | None = None
     error: _Name | None = None
     fork: _Name | None = None
-    counterfactuals: dict[str, _Number] | None = None
+    counterfactuals: Annotated[Mapping[str, _Number], Strict(False)] | None = None
 
     def record(self) -> Rollout:
         """The rollout; the default failure score stands for a reward, as if the run had scored it."""
@@ -134,14 +135,14 @@ def parse_forest(text: str, source: str) -> Forest:
 
 def dump_forest(forest: Forest) -> JsonObject:
     """The JSON form of a forest; what the form has no place for (texts, prompts, metrics) is left out."""
-    form = _form(forest)
     teachers = {call.id: rollout.teacher for rollout in forest.rollouts for call in forest.path(rollout)}
+    form = _File.model_validate(_records(forest)).model_dump(mode="json", exclude_none=True)
     for call in form["calls"]:
         # A call without a teacher of its own has that of its rollout.
-        if "teacher" not in call and teachers.get(call["id"]) is not None:
-            call["teacher"] = teachers[call["id"]]
-        if "completion_ids" in call:
-            del call["completion_tokens"]
+        if teachers.get(call["id"]) is not None:
+            call.setdefault("teacher", teachers[call["id"]])
+        # Ids say how many they are; none: they are not known.
+        del call["completion_tokens" if call["completion_ids"] else "completion_ids"]
     return form
 
 
@@ -151,31 +152,15 @@ def check_forest(forest: Forest, source: str) -> None:
     Raises:
         DataError: as `parse_forest`.
     """
-    _read(_form(forest), source)
+    _read(_records(forest), source)
 
 
-def _form(forest: Forest) -> JsonObject:
-    """The form with all that it has a place for."""
-    # From single records, not along paths: a damaged forest may have cycles.
-    calls = [_written(call, _Call, ("parent", "turn_reward")) for call in forest.calls.values()]
-    rollouts = [_written(rollout, _Rollout, ("leaf", "reward", "error", "fork")) for rollout in forest.rollouts]
-    head = {"version": VERSION, "step": forest.step, "modules": list(forest.modules)}
-    return head | {"calls": calls, "rollouts": rollouts}
+def _records(forest: Forest) -> JsonObject:
+    records = {"calls": list(forest.calls.values()), "rollouts": list(forest.rollouts)}
+    return {"version": VERSION, "step": forest.step, "modules": list(forest.modules), **records}
 
 
-def _written(record: Call | Rollout, form: type[_Form], nullable: Sequence[str]) -> JsonObject:
-    """Without nulls, but for keys that say so, and without empty mappings and token ids."""
-    values = {key: getattr(record, key) for key in form.model_fields}
-    values = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-    kept = {key for key in values if values[key] not in (None, {}) and (key, values[key]) != ("completion_ids", ())}
-    return {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in values.items()
-        if key in kept or key in nullable
-    }
-
-
-def _read(raw: object, source: str) -> Forest:
+def _read(raw: Any, source: str) -> Forest:
     try:
         file = _File.model_validate(raw)
     except ValidationError as error:
@@ -199,29 +184,21 @@ def _refuse(problems: Iterable[str], source: str) -> None:
         raise DataError(told)
 
 
-def _refused(error: ValidationError, raw: object) -> Iterator[str]:
+def _refused(error: ValidationError, raw: Any) -> Iterable[str]:
     """One sentence per field that pydantic refuses; several wrong elements of a list are one problem."""
-    told = set()
+    problems: dict[tuple[object, ...], str] = {}
     for item in error.errors(include_url=False):
-        kind, place = item["type"], list(item["loc"])
-        where, fields = "", _File.model_fields
-        if len(place) > 1 and place[0] in ("calls", "rollouts") and isinstance(raw, dict):
+        where, place = "", item["loc"]
+        if len(place) > 1 and place[0] in ("calls", "rollouts"):
             record = raw[place[0]][place[1]]
-            named = isinstance(record, dict) and isinstance(record.get("id"), str)
-            where = f"{str(place[0])[:-1]} {record['id']!r}: " if named else f"{place[0]}[{place[1]}]: "
-            fields = (_Call if place[0] == "calls" else _Rollout).model_fields
+            name = record.get("id") if isinstance(record, dict) else getattr(record, "id", None)
+            where = f"{str(place[0])[:-1]} {name!r}: " if isinstance(name, str) else f"{place[0]}[{place[1]}]: "
             place = place[2:]
-        if (place_told := (where, *place[:1])) in told:
-            continue
-        told.add(place_told)
         path = where + f"{'.'.join(map(str, place))}: " * bool(place)
-        if kind == "extra_forbidden":
-            yield f"{path}unknown key{nearest(str(place[-1]), list(fields))} (known: {', '.join(fields)})"
-        elif kind == "missing":
-            yield f"{path}missing"
-        else:
-            message = str(item["ctx"]["error"]) if kind == "value_error" else item["msg"].replace("Input", "input", 1)
-            yield f"{path}got {item['input']!r}, {'expected an object' if kind == 'model_type' else message}"
+        message = item["msg"].removeprefix("Value error, ")
+        said = "missing" if item["type"] == "missing" else f"got {item['input']!r}, {message[0].lower()}{message[1:]}"
+        problems.setdefault((where, *place[:1]), f"{path}{said}")
+    return problems.values()
 
 
 # --- what records say of each other
@@ -251,7 +228,8 @@ def _call_faults(call: _Call, modules: Sequence[str]) -> Iterator[str]:
     if tokens is None and ids is None:
         yield "expected completion_tokens or completion_ids"
         return
-    count = len(ids) if ids is not None else tokens or 0
+    # No ids beside a number of tokens: they are not known.
+    count = len(ids) if ids or tokens is None else tokens
     if tokens is not None and tokens != count:
         yield f"completion_tokens: got {tokens}, completion_ids has {count}"
     for key in ("values", "logprobs", "ref_logprobs"):

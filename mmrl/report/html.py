@@ -14,21 +14,17 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mmrl.models.load import located
 from mmrl.report import browser
-from mmrl.report.charts import (
-    THEME_CSS,
-    evaluation_curve,
-    lines_over_steps,
-    reward_curve,
-)
+from mmrl.report.charts import DARK_CSS, evaluation_curve, lines_over_steps, reward_curve
 from mmrl.report.items import item_rows, score_rows
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import duration, fixed, learning, module_facts, number, series, signed
+from mmrl.report.stats import ROUNDING, duration, fixed, learning, module_facts, number, series, signed
 from mmrl.report.tables import before_after_rows, interval, module_rows
 from mmrl.report.trees import clean, read_tokenizer
 from mmrl.report.trials import prompts_text
@@ -124,7 +120,7 @@ def _script() -> str:
 
 def rendered(template: str, **values: object) -> bytes:
     """A page of `templates/`, as UTF-8."""
-    page = _templates().get_template(template).render(theme_css=THEME_CSS, **values)
+    page = _templates().get_template(template).render(dark_css=DARK_CSS, **values)
     # A model may have written a lone surrogate, which UTF-8 cannot hold.
     return hide(readable(page)).encode("utf-8", "replace")
 
@@ -185,7 +181,7 @@ def _changing(seen: Overview, figures: Mapping[str, Mapping[str, str]]) -> dict[
     drawn = {}
     for label, keys in figures.items():
         curves = [values for key in keys.values() if len(values := series(seen.training, key)[1]) > 1]
-        if any(values.max() - values.min() > 1e-4 * abs(values).max() for values in curves):
+        if any(np.ptp(values) > max(1e-4 * abs(values).max(), ROUNDING) for values in curves):
             drawn[label[0].upper() + label[1:]] = lines_over_steps(seen.training, keys, label)
     return drawn
 

@@ -19,6 +19,8 @@ from mmrl.system.files import JsonObject
 
 WINDOW = 5
 """Steps that curves are averaged over, backwards."""
+ROUNDING = 1e-6
+"""Differences of at most this size are what rounding leaves of log-probabilities that are equal."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-~=+*#"
 

@@ -54,20 +54,6 @@ def filled(text: str, width: int | None) -> str:
     return shown if width is None else fill(shown, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def joined(facts: Sequence[str], width: int | None) -> str:
-    """Facts with dots between them, where lines end if they can; at most `width` columns (None: one line)."""
-    if width is None:
-        return " · ".join(map(_printable, facts))
-    lines = [_printable(facts[0])]
-    for fact in map(_printable, facts[1:]):
-        if len(lines[-1]) + len(fact) + 5 > width:  # a dot on either side, so that no line looks like the end
-            lines[-1] += " ·"
-            lines.append("  " + fact)
-        else:
-            lines[-1] += f" · {fact}"
-    return "\n".join(fill(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
-
-
 def wrapped_rows(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
     """Rows in columns; where they are wider than `width` the cells of the widest columns are wrapped."""
     rows = [[_printable(cell) for cell in row] for row in rows]

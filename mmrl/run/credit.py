@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import chain, zip_longest
 from math import sqrt
 from pathlib import Path
 
@@ -25,9 +24,11 @@ from mmrl.records import Forest
 from mmrl.report.forest import VERSION, check_forest
 from mmrl.report.journal import encode_step, load_rollouts, read_step
 from mmrl.report.rundir import RunDir
-from mmrl.report.text import align, filled, joined, wrapped_rows
+from mmrl.report.text import align, filled, wrapped_rows
 from mmrl.system.files import JsonObject, dumps
 
+CALL, GROUP = ("call", "module", "minibatch", "reward", "parts"), ("minibatch", "group", "size", "mean", "std")
+"""Columns that stand above the rows where a table with a critic, or one without, is too wide."""
 TURN_REWARD_SETS = ("outcome", "turn")
 """A file may hold both kinds of reward; whether it does is its own matter."""
 
@@ -107,7 +108,7 @@ def _origin(request: CreditRequest, source: Source, width: int | None) -> list[s
     left_out = len(_left_out(source.forest))
     facts += [f"{left_out} examples sampled and not trained on"] if left_out else []
     facts.append("as trained" if request.as_trained else "not as trained: settings were changed")
-    return [joined(facts, width)]
+    return [filled(" · ".join(facts), width)]
 
 
 def recorded_step(request: CreditRequest) -> Source:
@@ -212,105 +213,65 @@ def _credit_json(algo: AlgoConfig, forest: Forest, credit: Credit) -> dict[str, 
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """What one algorithm has in the table."""
-
-    name: str
-    columns: Sequence[str]
-    cells: Mapping[str, Sequence[Sequence[str]]]
-    """Call -> a row of cells for each of its entries."""
-    shared: Sequence[str]
-    """Columns that stand above the rows where the table is too wide."""
-
-    @property
-    def title(self) -> str:
-        return f"{self.name}: {sum(map(len, self.cells.values()))} entries"
-
-    @classmethod
-    def of(cls, forest: Forest, credit: Credit, split: Mapping[str, int]) -> _Block:
-        """Args: split: example -> mini-batch."""
-        critic, several = any(entry.returns is not None for entry in credit.entries), any(split.values())
-        columns = ["reward"]  # of no entries, for the algorithm's name to stand above
-        cells: dict[str, list[list[str]]] = {}
-        for entry in credit.entries:
-            named = {"minibatch": str(split[forest.calls[entry.call].example])} if several else {}
-            named |= {"reward": _number(entry.reward), "parts": _parts(entry.parts)}
-            named |= _estimated(entry) if critic else _compared(entry)
-            columns = list(named)
-            cells.setdefault(entry.call, []).append(list(named.values()))
-        shared = ("call", "module", "minibatch", "reward", "parts")
-        return cls(credit.algo, columns, cells, shared if critic else ("minibatch", "group", "size", "mean", "std"))
-
-
-def _compared(entry: Entry) -> dict[str, str]:
-    return {
-        "group": (entry.group or "-") + (" (filler)" if entry.filler_of else ""),
-        "size": str(entry.group_size),
-        "mean": _number(entry.mean),
-        "std": _number(entry.std),
-        "advantage": _per_token(entry.advantages),
-        "weight": _per_token(entry.weights),
-    }
-
-
-def _estimated(entry: Entry) -> dict[str, str]:
-    """With a critic."""
-    return {
-        "token rewards": _per_token(entry.token_rewards or ()),
-        "raw advantage": _per_token(entry.raw_advantages or ()),
-        "advantage": _per_token(entry.advantages),
-        "returns": _per_token(entry.returns or ()),
-        "weight": _per_token(entry.weights),
-    }
-
-
 def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit], width: int | None = None) -> str:
-    """One row per entry: calls in the forest's order, algorithms side by side; then the calls without credit.
+    """A table per algorithm, with a row per entry in the forest's order of calls; then the calls without credit.
 
     Args:
-        width: columns of the terminal; None: any number. A wider table is printed in parts, one algorithm after the
-            other: a small table per group, or per call where there is a critic.
+        width: columns of the terminal; None: any number. A wider table is printed in parts: a small table per group,
+            or per call where there is a critic.
     """
-    blocks = [
-        _Block.of(forest, credit, minibatches(forest.examples, algo.minibatches))
-        for algo, credit in zip(algos, credits, strict=True)
-    ]
-    rows = _rows(forest, blocks)
-    if len(blocks) == 1:
-        lines = [blocks[0].title, *wrapped_rows(rows)]
-    else:
-        titles = [title for block in blocks for title in [block.name, *[""] * (len(block.columns) - 1)]]
-        lines = wrapped_rows([["", "", *titles], *rows])
-    if width is not None and max(map(len, lines)) > width:
-        lines = [line for block in blocks for line in [block.title, *_in_parts(forest, block, width), ""]]
-    if missing := [call for call in forest.calls if not any(call in block.cells for block in blocks)]:
+    lines: list[str] = []
+    for algo, credit in zip(algos, credits, strict=True):
+        rows = _rows(forest, credit, minibatches(forest.examples, algo.minibatches))
+        lines += [f"{credit.algo}: {len(rows)} entries", *_laid_out(rows, width)]
+        lines += [""] * (len(credits) > 1)
+    credited = {entry.call for credit in credits for entry in credit.entries}
+    if missing := [call for call in forest.calls if call not in credited]:
         lines.append(filled(f"calls without an entry: {', '.join(missing)}", width))
     return "\n".join(lines).rstrip("\n")
 
 
-def _rows(forest: Forest, blocks: Sequence[_Block]) -> list[list[str]]:
-    rows = [["call", "module", *(column for block in blocks for column in block.columns)]]
-    for call in forest.calls.values():
-        for entries in zip_longest(*(block.cells.get(call.id, ()) for block in blocks)):
-            # An algorithm without an entry there has blanks.
-            cells = [e or [""] * len(block.columns) for e, block in zip(entries, blocks, strict=True)]
-            rows.append([call.id, call.module, *chain.from_iterable(cells)])
+def _rows(forest: Forest, credit: Credit, split: Mapping[str, int]) -> list[dict[str, str]]:
+    """Column -> cell, for each entry; `split` maps examples to mini-batches."""
+    critic, several = any(entry.returns is not None for entry in credit.entries), any(split.values())
+    place = {call: number for number, call in enumerate(forest.calls)}
+    rows = []
+    for entry in sorted(credit.entries, key=lambda entry: place[entry.call]):
+        call = forest.calls[entry.call]
+        row = {"call": call.id, "module": call.module}
+        row |= {"minibatch": str(split[call.example])} if several else {}
+        row |= {"reward": _number(entry.reward), "parts": _parts(entry.parts)}
+        if critic:
+            row["token rewards"] = _per_token(entry.token_rewards or ())
+            row["raw advantage"] = _per_token(entry.raw_advantages or ())
+            row["advantage"] = _per_token(entry.advantages)
+            row["returns"] = _per_token(entry.returns or ())
+        else:
+            row["group"] = (entry.group or "-") + (" (filler)" if entry.filler_of else "")
+            row |= {"size": str(entry.group_size), "mean": _number(entry.mean), "std": _number(entry.std)}
+            row["advantage"] = _per_token(entry.advantages)
+        rows.append(row | {"weight": _per_token(entry.weights)})
     return rows
 
 
-def _in_parts(forest: Forest, block: _Block, width: int) -> list[str]:
-    """Headings with what the rows below them share, and the rows, for a terminal of `width` columns."""
-    head, *rows = _rows(forest, [block])
-    kept = [column for column, name in enumerate(head) if name not in block.shared]
-    parts: dict[tuple[str, ...], list[list[str]]] = {}
+def _laid_out(rows: Sequence[Mapping[str, str]], width: int | None) -> list[str]:
+    """One table, or where that is too wide, headings with what the rows below them share, and these rows."""
+    if not rows:
+        return []
+    lines = wrapped_rows([list(rows[0]), *(list(row.values()) for row in rows)])
+    if width is None or max(map(len, lines)) <= width:
+        return lines
+    shared = CALL if "returns" in rows[0] else GROUP
+    head = [name for name in rows[0] if name not in shared]
+    parts: dict[str, list[list[str]]] = {}
     for row in rows:
-        heading = tuple(f"{name} {row[column]}" for column, name in enumerate(head) if column not in kept)
-        parts.setdefault(heading, [[head[column] for column in kept]]).append([row[column] for column in kept])
-    lines = []
-    for facts, part in parts.items():
-        lines += ["", joined(facts, width), *("  " + line for line in wrapped_rows(part, width - 2))]
-    return lines
+        heading = " · ".join(f"{name} {cell}" for name, cell in row.items() if name in shared)
+        parts.setdefault(heading, [head]).append([row[name] for name in head])
+    return [
+        line
+        for heading, part in parts.items()
+        for line in ("", filled(heading, width), *("  " + line for line in wrapped_rows(part, width - 2)))
+    ]
 
 
 def _parts(parts: Mapping[str, float]) -> str:
@@ -445,7 +406,7 @@ def _steps_text(request: CreditRequest, steps: Sequence[CreditedStep]) -> str:
     equal = sum(not step.problem for step in steps)
     width = shutil.get_terminal_size((0, 0)).columns or None
     facts = [request.folder, request.run.algo.name, f"seed {request.run.seed}"]
-    lines = [joined(facts, width), "", align(rows), ""]
+    lines = [filled(" · ".join(facts), width), "", align(rows), ""]
     lines.append(f"{equal} of {len(steps)} steps: the credit derived again equals what was trained on, to the bit")
     if steps[0].others:
         lines.append(
