@@ -85,7 +85,7 @@ def model_card(seen: Overview, facts: CardFacts) -> str:
             count=next((difference.n for difference in compared.values()), 0),
             evaluated=sorted(evaluated),
             settings=yaml.safe_dump(_published(sections), sort_keys=False, allow_unicode=True).rstrip("\n"),
-            command=shlex.join(map(_word, seen.environment.get("command") or ())),
+            command=shlex.join(shown_path(str(word)) for word in seen.environment.get("command") or ()),
         )
     )
     return readable(text)
@@ -179,8 +179,10 @@ def is_hub_id(base: str) -> bool:
 
 
 def shown_path(text: str) -> str:
-    """A path without the folders of this machine: of a file or a folder its name alone."""
-    return Path(text).name if text.startswith(("/", "~", "./", "../")) or Path(text).exists() else text
+    """A path, or that of `KEY=PATH`, without the folders of this machine: of a file or a folder its name alone."""
+    key, equals, path = text.rpartition("=")
+    local = path.startswith(("/", "~", "./", "../")) or Path(path).exists()
+    return f"{key}{equals}{Path(path).name}" if local else text
 
 
 def _how(algorithm: str) -> str:
@@ -211,12 +213,6 @@ def _published(value: object) -> object:
     if isinstance(value, list):
         return [_published(inner) for inner in value]
     return shown_path(value) if isinstance(value, str) and "/" in value else value
-
-
-def _word(word: object) -> str:
-    """A word of a command line without folders of this machine."""
-    key, equals, value = str(word).partition("=")
-    return f"{key}={shown_path(value)}" if equals else shown_path(str(word))
 
 
 ADDRESS = "http://127.0.0.1:8000/v1"

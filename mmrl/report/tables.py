@@ -62,11 +62,8 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def facts_table(facts: Mapping[str, object], indent: str = "  ") -> str:
     """Names and values, one per line."""
-    if not facts:
-        return ""
-    width = max(len(name) for name in facts)
-    values = {name: short(value) if isinstance(value, float) else str(value) for name, value in facts.items()}
-    return "\n".join(f"{indent}{name.ljust(width)}  {value}" for name, value in values.items())
+    rows = [[name, short(value) if isinstance(value, float) else str(value)] for name, value in facts.items()]
+    return align(rows, indent) if rows else ""
 
 
 def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:

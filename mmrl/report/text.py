@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from itertools import zip_longest
 from textwrap import fill, wrap
 from typing import TYPE_CHECKING
 
@@ -55,36 +56,24 @@ def filled(text: str, width: int | None) -> str:
 
 
 def wrapped_rows(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """Rows in columns; where they are wider than `width` the cells of the widest columns are wrapped."""
+    """Rows in columns, all to the left; where they are wider than `width` the widest columns are wrapped."""
     rows = [[_printable(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    if width is not None:
-        # Ids may be cut anywhere; other cells are wrapped between words as long as that is enough.
-        words = [
-            max(len(word) for row in rows for word in row[column].split() or [""]) for column in range(len(widths))
-        ]
-        _narrowed(widths, [LEAST, *words[1:]], width)
-        _narrowed(widths, [LEAST] * len(widths), width)
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    # Ids in the first column may be cut anywhere; others are wrapped between words as long as that is enough.
+    words = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    for least in ([LEAST, *words[1:]], [LEAST] * len(columns)):
+        while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+            wider = [column for column, limit in enumerate(least) if widths[column] > limit]
+            if not wider:
+                break
+            widths[max(wider, key=widths.__getitem__)] -= 1
     lines = []
     for row in rows:
-        cells = [_wrapped(cell, own) for cell, own in zip(row, widths, strict=True)]
-        for number in range(max(map(len, cells))):
-            parts = [cell[number] if number < len(cell) else "" for cell in cells]
+        cells = [wrap(cell, own, break_on_hyphens=False) for cell, own in zip(row, widths, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
             lines.append("  ".join(part.ljust(own) for part, own in zip(parts, widths, strict=True)).rstrip())
     return lines
-
-
-def _narrowed(widths: list[int], least: Sequence[int], width: int) -> None:
-    """Take from the widest columns, of those above `least`, until a table has `width` columns."""
-    while sum(widths) + 2 * (len(widths) - 1) > width:
-        free = [(own, -column) for column, own in enumerate(widths) if own > least[column]]
-        if not free:
-            return
-        widths[-max(free)[1]] -= 1
-
-
-def _wrapped(cell: str, width: int) -> list[str]:
-    return [cell] if len(cell) <= width else wrap(cell, width, break_on_hyphens=False)
 
 
 def drawn(parts: Sequence[RenderableType], width: int) -> str:

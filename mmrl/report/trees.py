@@ -6,9 +6,10 @@ Part of `report`; pure. Credit entries are the mappings that the journal returns
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeAlias
@@ -18,7 +19,6 @@ from rich.tree import Tree
 
 from mmrl.errors import ParseFailure
 from mmrl.records import Call, Forest, Rollout
-from mmrl.report.journal import Prompt
 from mmrl.report.stats import number, short, signed
 from mmrl.report.text import drawn
 from mmrl.system.files import JsonObject
@@ -58,17 +58,15 @@ def read_tokenizer(folders: Iterable[Path]) -> Tokenizer | None:
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, int]]:
     """Texts whose sequence is the completion, each with how many tokens it has.
 
-    A letter may be spread over several tokens, which are then one piece.
+    A letter may be spread over several tokens, which are then one piece; half a letter at the end is left out.
     """
-    parts: list[tuple[str, int]] = []
-    before, first = "", 0
-    for at in range(1, len(ids) + 1):
-        # With the token before: some tokenizers drop the space of a text's first token.
-        text = tokenizer.decode(list(ids[max(first - 1, 0) : at]), skip_special_tokens=False)
-        if text.endswith("\ufffd") and at < len(ids):
-            continue
-        parts.append((text[len(before) :], at - first))
-        before, first = tokenizer.decode([ids[at - 1]], skip_special_tokens=False), at
+    from tokenizers.decoders import DecodeStream
+
+    stream, parts, done = DecodeStream(skip_special_tokens=False), [], 0
+    for count, token in enumerate(ids, start=1):
+        if (text := stream.step(tokenizer, token)) is not None:
+            parts.append((text, count - done))
+            done = count
     return parts
 
 
@@ -94,91 +92,81 @@ def coloured(call: Call, entries: Sequence[EntryFields], tokenizer: Tokenizer | 
     apart = len(set(values)) > 1 and len(values) == len(call.completion_ids)
     if tokenizer is None or not apart:
         return [(abridged(clean(call.text), 1200, 400), shade(fmean(values), largest) if values else 0)]
-    pieces: list[Piece] = []
-    at, left_out, (head, tail) = 0, False, TOKENS
+    shown: list[Piece] = []
+    (head, tail), at, left_out = TOKENS, 0, len(values) - sum(TOKENS)
     for text, count in token_texts(call.completion_ids, tokenizer):
-        level = shade(fmean(values[at : at + count]), largest)
         if at < head or at >= len(values) - tail:
-            same = bool(pieces) and pieces[-1][1] == level
-            pieces[-1:] = [(pieces[-1][0] + clean(text), level)] if same else [*pieces[-1:], (clean(text), level)]
-        elif not left_out:
-            left_out = True
-            pieces.append((f" […{len(values) - head - tail} tokens…] ", 0))
+            shown.append((clean(text), shade(fmean(values[at : at + count]), largest)))
+        elif left_out > 0:
+            shown.append((f" […{left_out} tokens…] ", 0))
+            left_out = 0
         at += count
-    return pieces
+    return [("".join(text for text, _ in pieces), level) for level, pieces in groupby(shown, lambda piece: piece[1])]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A call in its tree."""
+    """A call in its tree, and what there is to say of it, in the terminal and on the page."""
 
     call: Call
-    entries: tuple[EntryFields, ...]
-    rollouts: tuple[Rollout, ...]
-    """Rollouts that end here."""
-    children: tuple[Node, ...]
-
-    @property
-    def state(self) -> str:
-        """What there is to say of a reply that could not be parsed; empty of one that could."""
-        if self.call.ok:
-            return ""
-        ended = any(rollout.error == ParseFailure.kind for rollout in self.rollouts)
-        return "could not be parsed" if ended else "could not be parsed, which the program caught"
-
-    @property
-    def name(self) -> str:
-        """Module, and where it has more than one, invocation and turn."""
-        call = self.call
-        return (
-            call.module
-            + (f" #{call.invocation}" if call.invocation else "")
-            + (f" turn {call.turn}" if call.turn else "")
-        )
-
-    @property
-    def ended(self) -> str:
-        """Length and end of the reply, and the attempt that it is."""
-        attempt = f" · attempt {self.call.attempts}" if self.call.attempts > 1 else ""
-        return f"{self.call.completion_tokens} tokens, {self.call.finish}{attempt}"
-
-    @property
-    def facts(self) -> str:
-        """What the program noted of the call, and its rewards; empty without any."""
-        found = {"penalty": self.call.penalty or None, "turn reward": self.call.turn_reward, **self.call.facts}
-        return " · ".join(
-            f"{name} {short(value) if number(value) is not None else abridged(clean(value), 200, 60)}"
-            for name, value in found.items()
-            if isinstance(value, int | float | str)
-        )
-
-    @property
-    def credit(self) -> list[str]:
-        """A line for each entry."""
-        return [credit_line(entry) for entry in self.entries] or ["no credit"]
-
-    @property
-    def outcomes(self) -> list[str]:
-        """A line for each rollout that ends here."""
-        return [rollout_line(rollout) for rollout in self.rollouts]
+    name: str
+    """Module, and where it has more than one, invocation and turn."""
+    facts: str
+    """Length and end of the reply, its attempts, what the program noted of it, and its rewards."""
+    state: str
+    """Of a reply that could not be parsed; empty of one that could."""
+    entries: Sequence[EntryFields]
+    credit: Sequence[str]
+    """A line for each entry; none in an evaluation, which gives no credit."""
+    outcomes: Sequence[str]
+    """A line for each rollout that ends here."""
+    children: Sequence[Node]
 
 
-def trees(forest: Forest, entries: Sequence[EntryFields], example: str) -> list[Node]:
-    """The trees of one example, in forest order."""
+def trees(forest: Forest, entries: Sequence[EntryFields] | None, example: str) -> list[Node]:
+    """The trees of one example, in forest order.
+
+    Args:
+        entries: None: of an evaluation.
+    """
     # A call has several entries where padding repeats it, none where it is not trained.
-    by_call: dict[str, list[EntryFields]] = {}
-    for entry in entries:
-        by_call.setdefault(str(entry["call"]), []).append(entry)
-    ends: dict[str, list[Rollout]] = {}
+    by_call: defaultdict[str, list[EntryFields]] = defaultdict(list)
+    for entry in entries or ():
+        by_call[str(entry["call"])].append(entry)
+    ends: defaultdict[str | None, list[Rollout]] = defaultdict(list)
     for rollout in forest.rollouts:
-        if rollout.leaf is not None:
-            ends.setdefault(rollout.leaf, []).append(rollout)
+        ends[rollout.leaf].append(rollout)
 
     def node(call: Call) -> Node:
-        below = tuple(node(forest.calls[child]) for child in forest.children[call.id])
-        return Node(call, tuple(by_call.get(call.id, ())), tuple(ends.get(call.id, ())), below)
+        ended = any(rollout.error == ParseFailure.kind for rollout in ends[call.id])
+        lines = [credit_line(entry) for entry in by_call[call.id]] or ["no credit"]
+        return Node(
+            call=call,
+            name=call.module + f" #{call.invocation}" * bool(call.invocation) + f" turn {call.turn}" * bool(call.turn),
+            facts=_facts(call),
+            state="" if call.ok else "could not be parsed" + ", which the program caught" * (not ended),
+            entries=by_call[call.id],
+            credit=[] if entries is None else lines,
+            outcomes=[rollout_line(rollout) for rollout in ends[call.id]],
+            children=[node(forest.calls[child]) for child in forest.children[call.id]],
+        )
 
     return [node(call) for call in forest.calls.values() if call.example == example and call.parent is None]
+
+
+def _facts(call: Call) -> str:
+    noted = {"penalty": call.penalty or None, "turn reward": call.turn_reward, **call.facts}
+    return " · ".join(
+        [
+            f"{call.completion_tokens} tokens, {call.finish}",
+            *([f"attempt {call.attempts}"] if call.attempts > 1 else []),
+            *(
+                f"{name} {short(value) if number(value) is not None else abridged(clean(value), 200, 60)}"
+                for name, value in noted.items()
+                if isinstance(value, int | float | str)
+            ),
+        ]
+    )
 
 
 def telling_examples(forest: Forest, count: int) -> list[str]:
@@ -296,34 +284,34 @@ def render_example(
     where = f"example {example} · step {forest.step} · " if entries is not None else ""
     head = f"{where}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"
     parts: list[str | Tree] = ["\n".join([head, *asked_lines(texts)])]
-    for root in trees(forest, entries or (), example):
-        parts += ["", _tree(root, None, credited=entries is not None)]
+    for root in trees(forest, entries, example):
+        parts += ["", _tree(root, None)]
     # A rollout that failed before its first call is on no path of the tree.
-    if lost := [rollout for rollout in rollouts if rollout.leaf is None]:
-        parts += ["", "\n".join(["without any call:", *(f"  {rollout_line(rollout)}" for rollout in lost)])]
+    if lost := [f"  {rollout_line(rollout)}" for rollout in rollouts if rollout.leaf is None]:
+        parts += ["", "\n".join(["without any call:", *lost])]
     # A level takes four columns: lines of deep trees overflow.
     deepest = max((len(forest.path(rollout)) for rollout in rollouts), default=0)
     return drawn(parts, max(width, 4 * deepest + 30))
 
 
-def _tree(node: Node, shared: Prompt | None, credited: bool) -> Tree:
+def _tree(node: Node, before: Call | None) -> Tree:
     """A call and those after it.
 
     Args:
-        shared: prompt of the sibling before: where this call has it too, it is not shown again.
+        before: the sibling before: where this call has its prompt too, it is not shown again.
     """
     call = node.call
-    prompt = (call.prompt_ids, call.prompt_text)
-    lines = [f"{node.name} · {node.ended}{f' · {node.state}' if node.state else ''}  [{call.id}]"]
-    if prompt == shared or call.prompt_text:
-        lines.append(f"asked: {'as above' if prompt == shared else abridged(clean(call.prompt_text))}")
+    lines = [f"{node.name} · {node.facts}{f' · {node.state}' if node.state else ''}  [{call.id}]"]
+    if before is not None and (call.prompt_ids, call.prompt_text) == (before.prompt_ids, before.prompt_text):
+        lines.append("asked: as above")
+    elif call.prompt_text:
+        lines.append(f"asked: {abridged(clean(call.prompt_text))}")
     lines.append(f"said:  {abridged(clean(call.text), 300, 100) or '(nothing)'}")
-    lines += [f"facts: {node.facts}"] if node.facts else []
-    lines += [*(node.credit if credited else []), *(f"⇒ {outcome}" for outcome in node.outcomes)]
+    lines += [*node.credit, *(f"⇒ {outcome}" for outcome in node.outcomes)]
     tree, before = Tree(Text("\n".join(lines))), None
     for child in node.children:
-        tree.children.append(_tree(child, before, credited))
-        before = (child.call.prompt_ids, child.call.prompt_text)
+        tree.children.append(_tree(child, before))
+        before = child.call
     return tree
 
 

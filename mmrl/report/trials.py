@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from textwrap import indent, shorten
+from textwrap import shorten
+from typing import Any
 
 from mmrl.errors import DataError
 from mmrl.report.advice import ADVICE
@@ -115,26 +116,17 @@ def _table(trials: Sequence[JsonObject]) -> str:
 
 
 def _difference(name: str, before: Mapping[str, object], after: Mapping[str, object], width: int) -> str:
-    lines = [f"{name}", *_instructions(str(before.get("instructions", "")), str(after["instructions"]))]
-    old, new = (json.loads(json.dumps(prompt.get("demonstrations", []))) for prompt in (before, after))
+    old, new = _prompt_lines(before, width), _prompt_lines(after, width)
     if old == new:
-        lines.append(f"  {len(new)} demonstrations, as at the start" if new else "  no demonstrations")
-    else:
-        lines.append(f"  demonstrations: {len(old)} at the start, {len(new)} now")
-        lines += [f"  - {_line(demo, width)}" for demo in old if demo not in new]
-        lines += [f"  + {_line(demo, width)}" for demo in new if demo not in old]
-    return "\n".join(map(clean, lines))
+        return f"{name}\n  as at the start"
+    changes = list(difflib.unified_diff(old, new, lineterm="", n=2))[2:]
+    return "\n".join([clean(name), *(f"  {clean(line)}" for line in changes if not line.startswith("@@"))])
 
 
-def _instructions(before: str, after: str) -> Iterator[str]:
-    if before == after:
-        yield "  instructions as at the start"
-        return
-    yield "  instructions:"
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2)
-    yield from (indent(line, "  ") for line in list(lines)[2:] if not line.startswith("@@"))
-
-
-def _line(demo: Mapping[str, object], width: int) -> str:
-    fields = [f"{key}: {value}" for key, value in demo.items() if key != "augmented"]
-    return shorten("  ".join(fields), max(width - 6, 40), placeholder=" …")
+def _prompt_lines(prompt: Mapping[str, Any], width: int) -> list[str]:
+    """The lines of its instructions, and one for each demonstration."""
+    lines = str(prompt.get("instructions", "")).splitlines()
+    for demo in prompt.get("demonstrations", ()):
+        fields = "  ".join(f"{key}: {value}" for key, value in demo.items() if key != "augmented")
+        lines.append(shorten(f"demonstration  {fields}", max(width - 3, 40), placeholder=" …"))
+    return lines
