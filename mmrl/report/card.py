@@ -20,8 +20,8 @@ from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.config.other_stages import SFT
 from mmrl.models.load import located
 from mmrl.report.overview import Item, Overview
-from mmrl.report.stats import Difference, number, signed
-from mmrl.report.tables import Rows, interval, markdown, with_interval
+from mmrl.report.stats import number
+from mmrl.report.tables import before_after_rows, markdown
 from mmrl.system.files import JsonObject
 from mmrl.system.objects import readable
 
@@ -81,7 +81,7 @@ def model_card(seen: Overview, facts: CardFacts) -> str:
             front=_front_matter(seen, facts).to_yaml(),
             base=str(seen.get("model.path", "?")),
             how=_how(str(seen.get("algo.name", "?"))),
-            compared=_result_rows(seen, facts.step, compared),
+            compared=before_after_rows(compared),
             count=next((difference.n for difference in compared.values()), 0),
             evaluated=sorted(evaluated),
             settings=yaml.safe_dump(_published(sections), sort_keys=False, allow_unicode=True).rstrip("\n"),
@@ -192,15 +192,6 @@ def _how(algorithm: str) -> str:
     number = PAPERS.get(algorithm)
     link = f" ([arXiv {number}](https://arxiv.org/abs/{number}))" if number else ""
     return f"by reinforcement learning with `{algorithm}`{link}"
-
-
-def _result_rows(seen: Overview, step: int, compared: Mapping[str, Difference]) -> Rows:
-    records = {record["step"]: record for record in seen.history}
-    rows = [["metric", "before", "after", "difference", ""]]
-    for name, change in compared.items():
-        ends = [with_interval(records.get(at, {}), f"eval/{seen.split}/{name}") for at in (0, step)]
-        rows.append([f"`{name}`", *ends, f"{signed(change.difference)} {interval(change)}", change.verdict])
-    return rows
 
 
 def _published(value: object) -> object:

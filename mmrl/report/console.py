@@ -17,7 +17,7 @@ from textwrap import fill
 from mmrl.errors import MODEL_CAUSED, failed_how
 from mmrl.report.alarms import Alarm
 from mmrl.report.html import write_report
-from mmrl.report.items import evaluation_text, example_text, step_text
+from mmrl.report.items import evaluation_text, example_text, run_facts, step_text
 from mmrl.report.overview import Item, Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import (
@@ -60,12 +60,7 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
 
 def overview_text(seen: Overview, width: int = 100) -> str:
     """Curve, evaluations, modules and alarms of a run."""
-    total = f" of {seen.total}" if seen.total is not None else ""
-    parts = [
-        f"{seen.name}: {seen.what}, {seen.done}{total} steps, {seen.state}",
-        _kind_text(seen, width),
-        _curve_text(seen),
-    ]
+    parts = [f"{seen.name}: {', '.join(run_facts(seen))}", _kind_text(seen, width), _curve_text(seen)]
     evaluations = {split: seen.evaluation_rows(split) for split in seen.splits}
     parts += [
         f"evaluations on {split} (with 95 % intervals)\n{align(rows, width=width)}"
@@ -80,8 +75,7 @@ def overview_text(seen: Overview, width: int = 100) -> str:
         table = align(module_rows(first, last, facts), width=width)
         parts.append(f"modules, step {first['step']} → step {last['step']}\n{table}")
     parts += [alarm_text(seen.alarms, width), fill(seen.unscored, max(width, 40))]
-    parts.append(prompts_text(seen.run.path, width))
-    parts.append(_further(seen))
+    parts += [prompts_text(seen.run.path, width), _further(seen)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -168,10 +162,11 @@ def finish(
         _kind_text(seen, width),
         before_after_table(differences, split, width),
         _curve_text(seen),
+        _failures_text({"before": before, "after": after}),
+        alarm_text(seen.alarms, width),
+        fill(seen.unscored, max(width, 40)),
+        _further(seen, trouble),
     ]
-    parts += [_failures_text({"before": before, "after": after}), alarm_text(seen.alarms, width)]
-    parts.append(fill(seen.unscored, max(width, 40)))
-    parts.append(_further(seen, trouble))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -181,9 +176,8 @@ def _failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
     for when, items in evaluations.items():
         share = sum(item.get("failed_share", 0.0) for item in items) / max(len(items), 1)
         how = failed_how(kind for item in items for kind in item.get("errors", ()) if kind not in MODEL_CAUSED)
-        lines += (
-            [f"evaluation {when} training: {share:.1%} of the rollouts failed {how} and count as 0"] if share else []
-        )
+        if share:
+            lines.append(f"evaluation {when} training: {share:.1%} of the rollouts failed {how} and count as 0")
     return "\n".join(lines)
 
 

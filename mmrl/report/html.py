@@ -21,10 +21,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from mmrl.models.load import located
 from mmrl.report import browser
 from mmrl.report.charts import DARK_CSS, evaluation_curve, lines_over_steps, reward_curve
-from mmrl.report.items import item_rows, score_rows
+from mmrl.report.items import item_rows, run_facts, score_rows
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import ROUNDING, duration, fixed, learning, module_facts, number, series, signed
+from mmrl.report.stats import ROUNDING, duration, fixed, learning, module_facts, series, signed
 from mmrl.report.tables import before_after_rows, interval, module_rows
 from mmrl.report.trees import clean, read_tokenizer
 from mmrl.report.trials import prompts_text
@@ -70,7 +70,7 @@ def write_report(seen: Overview) -> Path:
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         seen=seen,
         title=seen.name,
-        facts=" · ".join(_run_facts(seen)),
+        facts=" · ".join(run_facts(seen)),
         differences=before_after_rows(seen.differences),
         evaluations={split: rows for split in seen.splits if (rows := seen.evaluation_rows(split))},
         scores=list(_scores(seen)) if seen.evaluates else [],
@@ -126,16 +126,6 @@ def rendered(template: str, **values: object) -> bytes:
 
 
 # --- parts of a run's page
-
-
-def _run_facts(seen: Overview) -> list[str]:
-    facts = [seen.what]
-    if not seen.evaluates:
-        facts.append(f"{seen.done} of {seen.total} steps" if seen.total else f"{seen.done} steps")
-    seconds = number(seen.summary.get("seconds"))
-    if seconds is not None:
-        facts.append(duration(seconds))
-    return [*facts, f"seed {seen.get('seed')}", seen.state]
 
 
 def _scores(seen: Overview) -> Iterator[dict[str, object]]:

@@ -15,7 +15,7 @@ from mmrl.records import Forest
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import FIRST, short
+from mmrl.report.stats import FIRST, duration, number, short
 from mmrl.report.tables import Rows, facts_table, with_interval
 from mmrl.report.text import align
 from mmrl.report.trees import asked_lines, clean, render_example, shown_prediction
@@ -28,10 +28,17 @@ COLUMNS = 3
 """Metrics of a table of items."""
 
 
+def run_facts(seen: Overview) -> list[str]:
+    """Algorithm, task and model, how far the run is, and what it has cost."""
+    steps = [] if seen.evaluates else [f"{seen.done}{f' of {seen.total}' if seen.total else ''} steps"]
+    seconds = number(seen.summary.get("seconds"))
+    return [seen.what, *steps, *([] if seconds is None else [duration(seconds)]), seen.state]
+
+
 def evaluation_text(seen: Overview, width: int) -> str:
     """An evaluation of `mmrl eval`: scores, behaviour, and the items with the lowest scores."""
     evaluated = [(step, items) for steps in seen.items.values() for step, items in steps.items() if items]
-    parts = [f"{seen.name}: {seen.what}, {seen.state}\n{seen.run.path}"]
+    parts = [f"{seen.name}: {', '.join(run_facts(seen))}\n{seen.run.path}"]
     if not evaluated:
         return "\n\n".join([*parts, "no item is evaluated yet"])
     (step, items), metrics = evaluated[-1], seen.summary.get("metrics") or {}
