@@ -26,7 +26,8 @@ from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import ROUNDING, duration, fixed, learning, module_facts, series, signed
 from mmrl.report.tables import before_after_rows, interval, module_rows
-from mmrl.report.trees import clean, read_tokenizer
+from mmrl.report.text import clean
+from mmrl.report.trees import read_tokenizer
 from mmrl.report.trials import prompts_text
 from mmrl.secrets import hide
 from mmrl.system.files import atomic_write

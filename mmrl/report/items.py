@@ -17,8 +17,8 @@ from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import FIRST, duration, number, short
 from mmrl.report.tables import Rows, facts_table, with_interval
-from mmrl.report.text import align
-from mmrl.report.trees import asked_lines, clean, render_example, shown_prediction
+from mmrl.report.text import align, clean
+from mmrl.report.trees import asked_lines, render_example, shown_prediction
 
 WORST = 10
 """Items that an overview lists."""
@@ -91,7 +91,8 @@ def _items_text(items: Sequence[Item], width: int, worst: int | None = None) -> 
 
 def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> Rows:
     """A row for each named item; how it failed where one has, and how many parse failures its program caught."""
-    failed = [clean(", ".join(dict.fromkeys(map(str, item.get("errors") or ())))) for item in items.values()]
+    kinds = [Counter(map(clean, item.get("errors") or ())) for item in items.values()]
+    failed = [", ".join(f"{kind} {count}" if count > 1 else kind for kind, count in of.items()) for of in kinds]
     caught = [str(item.get("caught_parse", "")) for item in items.values()]
     columns = {title: cells for title, cells in (("failed", failed), (CAUGHT, caught)) if any(cells)}
     rows = [[head, *names, *columns, "a prediction"]]
@@ -171,17 +172,18 @@ def example_text(seen: Overview, example: str, step: int | None, width: int) -> 
 
 def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
     caught = Counter(call.example for call in forest.caught.values())
-    head = ["example", "rollouts", "reward", "lowest", "highest", "failed", *([CAUGHT] if caught else [])]
-    rows = [[*head, "a prediction"]]
+    items: dict[str, Item] = {}
     for example in forest.examples:
         rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        numbers = [short(of(rewards)) if rewards else "-" for of in (fmean, min, max)]
-        kinds = Counter(rollout.error for rollout in rollouts if rollout.error is not None)
-        failed = ", ".join(f"{clean(kind)} {count}" for kind, count in kinds.most_common()) or "0"
-        counts = [failed, *([str(caught[example])] if caught else [])]
-        prediction = next((rollout.prediction for rollout in rollouts if rollout.prediction is not None), "")
-        rows.append([clean(example), str(len(rollouts)), *numbers, *counts, shown_prediction(prediction)])
+        ends = {"reward": fmean(rewards), "lowest": min(rewards), "highest": max(rewards)} if rewards else {}
+        items[clean(example)] = {
+            "metrics": {"rollouts": len(rollouts), **ends},
+            "errors": [rollout.error for rollout in rollouts if rollout.error is not None],
+            "predictions": [rollout.prediction for rollout in rollouts if rollout.prediction is not None],
+            **({"caught_parse": caught[example]} if caught else {}),
+        }
+    rows = _item_rows("example", items, ("rollouts", "reward", "lowest", "highest"))
     example = clean(forest.examples[0]) if forest.examples else "<id>"
     return (
         f"step {step}: {len(forest.examples)} examples, {len(forest.rollouts)} rollouts, {len(forest.calls)} calls\n"

@@ -42,22 +42,22 @@ def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None =
     return "\n".join(lines)
 
 
-def _printable(text: str) -> str:
-    """Line breaks, terminal codes and lone surrogates of a name as escapes: a row is one line on every terminal."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+def clean(text: object) -> str:
+    """Text that cannot move the cursor: line ends become ⏎, other control characters are made visible."""
+    # A model may write escape sequences: shown as text they cannot drive a terminal.
+    shown = str(text).replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
+    return "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in shown)
 
 
 def filled(text: str, width: int | None) -> str:
     """A paragraph of at most `width` columns (None: one line)."""
-    shown = _printable(text)
+    shown = clean(text)
     return shown if width is None else fill(shown, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def wrapped_rows(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
     """Rows in columns, all to the left; where they are wider than `width` the widest columns are wrapped."""
-    rows = [[_printable(cell) for cell in row] for row in rows]
+    rows = [[clean(cell) for cell in row] for row in rows]
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     # Ids in the first column may be cut anywhere; others are wrapped between words as long as that is enough.

@@ -6,7 +6,7 @@ Part of `report`; pure. Credit entries are the mappings that the journal returns
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,7 +20,7 @@ from rich.tree import Tree
 from mmrl.errors import ParseFailure
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.stats import number, short, signed
-from mmrl.report.text import drawn
+from mmrl.report.text import clean, drawn
 from mmrl.system.files import JsonObject
 
 if TYPE_CHECKING:
@@ -170,22 +170,12 @@ def _facts(call: Call) -> str:
 
 
 def telling_examples(forest: Forest, count: int) -> list[str]:
-    """Examples worth reading first: rewards that differ between rollouts, then a failure, then any."""
-    rewards: dict[str, list[float]] = {}
+    """Examples worth reading first: those whose rewards differ most between rollouts (None counts as 0)."""
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in forest.rollouts:
-        rewards.setdefault(rollout.example, []).append(rollout.reward or 0.0)
+        rewards[rollout.example].append(rollout.reward or 0.0)
     # Where rollouts of one question differ, there is something to learn from.
-    by_range = sorted(rewards, key=lambda example: min(rewards[example]) - max(rewards[example]))
-    failed = Counter(rollout.example for rollout in forest.rollouts if rollout.error is not None)
-    by_failure = [example for example, _ in failed.most_common(1)]
-    return list(dict.fromkeys([*by_range[: max(count - 1, 1)], *by_failure, *by_range]))[:count]
-
-
-def clean(text: object) -> str:
-    """Text that cannot move the cursor: line ends become ⏎, other control characters are made visible."""
-    # A model may write escape sequences: shown as text they cannot drive a terminal.
-    shown = str(text).replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
-    return "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in shown)
+    return sorted(rewards, key=lambda example: min(rewards[example]) - max(rewards[example]))[:count]
 
 
 def abridged(text: str, head: int = PROMPT_HEAD, tail: int = PROMPT_TAIL) -> str:
@@ -244,13 +234,14 @@ def credit_line(entry: EntryFields) -> str:
     return line
 
 
-def rollout_line(rollout: Rollout) -> str:
-    """The outcome of one rollout."""
+def rollout_line(rollout: Rollout, scored: str = "reward") -> str:
+    """The outcome of one rollout; `scored` says what its reward is."""
+    message = f": {clean(rollout.error_message)}" if rollout.error_message else ""
     if rollout.error is not None and rollout.reward is None:
-        return f"{rollout.id} failed ({rollout.error}): {clean(rollout.error_message)}; not credited"
-    line = f"{rollout.id} reward {short(rollout.reward)}{made_of(rollout.reward, rollout.parts)}"
+        return f"{rollout.id} failed ({rollout.error}){message}; not credited"
+    line = f"{rollout.id} {scored} {short(rollout.reward)}{made_of(rollout.reward, rollout.parts)}"
     if rollout.error is not None:
-        line += f" · {rollout.error} failure: {clean(rollout.error_message)}"
+        line += f" · {rollout.error} failure{message}"
     # A metric that is a part of the reward too stands there.
     metrics = {name: value for name, value in rollout.metrics.items() if rollout.parts.get(name) != value}
     if metrics:

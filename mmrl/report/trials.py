@@ -13,8 +13,7 @@ from typing import Any
 from mmrl.errors import DataError
 from mmrl.report.advice import ADVICE
 from mmrl.report.alarms import Alarm
-from mmrl.report.text import align
-from mmrl.report.trees import clean
+from mmrl.report.text import align, clean
 from mmrl.system.files import JsonObject, read_jsonl
 
 FOLDER = "prompts"

@@ -13,8 +13,8 @@ from mmrl.report.items import item_rows
 from mmrl.report.journal import read_step, write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import module_facts
-from mmrl.report.text import align
-from mmrl.report.trees import abridged, advantage_of, clean, credit_line, made_of, shown_prediction
+from mmrl.report.text import align, clean
+from mmrl.report.trees import abridged, advantage_of, credit_line, made_of, shown_prediction
 from mmrl.stages.evaluate import evaluation_metrics, item_results
 from mmrl.stages.step_metrics import forest_metrics
 from mmrl.system.files import append_jsonl
@@ -60,8 +60,8 @@ def test_a_run_that_only_evaluated_before_training_is_shown(tmp_path):
 def test_the_examples_of_a_step(run):
     lines = show_run(run.path, step=40).splitlines()
     assert lines[0] == "step 40: 3 examples, 6 rollouts, 10 calls"
-    assert next(line for line in lines if line.lstrip().startswith("q2")).split()[:7] == [
-        *("q2", "3", "0.500", "0.000", "1.000", "tool", "1"),
+    assert next(line for line in lines if line.lstrip().startswith("q2")).split()[:6] == [
+        *("q2", "3", "0.500", "0.000", "1.000", "tool"),
     ]
 
 
@@ -300,7 +300,7 @@ def test_parse_failures_that_a_program_caught_are_counted_apart(tmp_path):
     write_step(run, forest, entries)
     text = show_run(run.path, step=2)
     assert re.search(r"failed  parse failures caught  a prediction", text)
-    assert re.search(r"\n  q0 .* 0 +1 ", text) and re.search(r"\n  q1 .* 1 +0\s", text)
+    assert re.search(r"\n  q0 .*0  +1 ", text) and re.search(r"\n  q1 .* parse +0\s", text)
     assert "parse failures caught" not in show_run(run.path, step=1)
     texts = [" ".join(re.sub("[│├└─]", " ", show_run(run.path, step=2, example=q)).split()) for q in ("q0", "q1")]
     assert "could not be parsed, which the program caught [q0/0#1]" in texts[0]

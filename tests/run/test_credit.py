@@ -120,7 +120,7 @@ def test_names_that_no_terminal_shows_are_escaped():
     for name, outcome in (("\ud800/0", 1.0), ("größe\n\x1b[31m/1", 0.0), ("größe/2", None)):
         grow.chain(name, "a", outcome, error=None if outcome is not None else "tool")
     text = credit_report([section("grpo", group_size=2)], grow.forest, seed=0, as_json=False)
-    assert [line.split("  ")[0] for line in text.splitlines()[2:4]] == ["\\ud800/0#0", "größe\\n\\x1b[31m/1#0"]
+    assert [line.split("  ")[0] for line in text.splitlines()[2:4]] == ["\\xd800/0#0", "größe ⏎ \\x1b[31m/1#0"]
     assert text.splitlines()[4] == "calls without an entry: größe/2#0"
     text.encode()
 
