@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from mmrl.errors import MmrlError
-from mmrl.records import Forest, Rollout
+from mmrl.records import Forest
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Item, Overview
-from mmrl.report.stats import number
+from mmrl.report.stats import number, short
 from mmrl.report.text import clean
 from mmrl.report.trees import (
     EntryFields,
@@ -94,17 +94,14 @@ def _block_at(
     seen: Overview, place: Place, tokenizer: Tokenizer | None, examples: Mapping[tuple[str, str], JsonObject]
 ) -> Block:
     step, split = place
-    key = f"{split or 'train'}-{step}"
-    asked = {name: texts for (within, name), texts in examples.items() if within == (split or "train")}
+    of = split or "train"
+    asked = {name: texts for (within, name), texts in examples.items() if within == of}
     if split is not None and not seen.evaluates:
-        where, metric = (
-            f"{split} after step {step}" if step else f"{split} before training",
-            seen.main_metric or "reward",
-        )
-        return block(forest_of(seen.items[split][step], metric), None, None, asked, key, where, metric)
+        where = f"{split} after step {step}" if step else f"{split} before training"
+        return item_block(seen.items[split][step], asked, f"{of}-{step}", where, seen.main_metric or "reward")
     forest, entries = read_step(seen.run, step, evaluation=split)
     where = f"step {step}" if split is None else f"{split}, part {step + 1}"
-    return block(forest, entries if split is None else None, tokenizer, asked, key, where)
+    return block(forest, entries if split is None else None, tokenizer, asked, f"{of}-{step}", where)
 
 
 def _in_order(places: Iterable[Place]) -> list[Place]:
@@ -124,21 +121,30 @@ def spread(places: Iterable[Place]) -> Iterator[Place]:
         stride = max(stride // 2, 1)
 
 
-def forest_of(items: Sequence[Item], metric: str) -> Forest:
-    """The items of an evaluation in training, whose calls are not stored, as rollouts with a metric for reward."""
-    rollouts = tuple(
-        Rollout(
-            id=item["id"],
-            example=item["id"],
-            leaf=None,
-            reward=number(item["metrics"].get(metric)),
-            error=next(iter(item.get("errors") or ()), None),
-            prediction=next(iter(item.get("predictions") or ()), ""),
-            metrics=item["metrics"],
+def item_block(items: Sequence[Item], asked: Mapping[str, JsonObject], key: str, where: str, metric: str) -> Block:
+    """An evaluation as the script reads it: each item's scores and a prediction; `where` says what it is."""
+    examples: list[JsonObject] = []
+    for item in items:
+        prediction = (item.get("predictions") or [""])[0]
+        fields = prediction if isinstance(prediction, Mapping) else {"prediction": prediction}
+        texts = {
+            name: "; ".join(map(str, value)) if isinstance(value, list) else value for name, value in fields.items()
+        }
+        lines = [f"{name}: {abridged(clean(text), 400, 200)}" for name, text in texts.items()]
+        lines.append(" · ".join(f"{name} {short(value)}" for name, value in item["metrics"].items()))
+        lines += [f"failed: {', '.join(map(clean, item['errors']))}"] if item.get("errors") else []
+        examples.append(
+            {
+                "id": clean(item["id"]) or "(empty)",
+                "asked": asked_lines(asked.get(item["id"])),
+                "scored": metric,
+                "rewards": [number(item["metrics"].get(metric))],
+                "failed": int(bool(item.get("errors"))),
+                "calls": [],
+                "lost": lines,
+            }
         )
-        for item in items
-    )
-    return Forest(calls={}, rollouts=rollouts, modules=())
+    return _packed(key, f"{where}: {len(items)} items", examples)
 
 
 def block(
@@ -148,13 +154,11 @@ def block(
     asked: Mapping[str, JsonObject],
     key: str,
     where: str,
-    scored: str = "reward",
 ) -> Block:
     """One step as the script reads it; `where` says what it is.
 
     Args:
         entries: None: of an evaluation, which gives no credit.
-        scored: what the rollouts' rewards are called.
     """
     prompts: dict[str, int] = {}
     largest = largest_advantage(entries or ())
@@ -167,19 +171,23 @@ def block(
             {
                 "id": name if ids.count(name) == 1 else f"{name} #{place}",
                 "asked": asked_lines(asked.get(example)),
-                "scored": scored,
+                "scored": "reward",
                 "rewards": [number(rollout.reward) for rollout in rollouts],
                 "failed": sum(rollout.error is not None for rollout in rollouts),
                 "calls": list(_calls(trees(forest, entries, example), prompts, tokenizer, largest)),
-                "lost": [rollout_line(rollout, scored) for rollout in rollouts if rollout.leaf is None],
+                "lost": [rollout_line(rollout) for rollout in rollouts if rollout.leaf is None],
             }
         )
+    return _packed(key, f"{where}: {len(ids)} examples, {len(forest.rollouts)} rollouts", examples, list(prompts))
+
+
+def _packed(key: str, label: str, examples: Sequence[JsonObject], prompts: Sequence[str] = ()) -> Block:
     # Secrets are hidden here: no reader of the page's bytes would see them in what is compressed.
-    text = hide(json.dumps({"prompts": list(prompts), "examples": examples}, allow_nan=False))
+    text = hide(json.dumps({"prompts": prompts, "examples": examples}, allow_nan=False))
     return Block(
         key=key,
-        label=f"{where}: {len(ids)} examples, {len(forest.rollouts)} rollouts",
-        rollouts=len(forest.rollouts),
+        label=label,
+        rollouts=sum(len(example["rewards"]) for example in examples),
         examples=hide(json.dumps([example["id"] for example in examples])),
         # Without the time of writing: the same run makes the same page.
         data=base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode(),

@@ -234,12 +234,12 @@ def credit_line(entry: EntryFields) -> str:
     return line
 
 
-def rollout_line(rollout: Rollout, scored: str = "reward") -> str:
-    """The outcome of one rollout; `scored` says what its reward is."""
+def rollout_line(rollout: Rollout) -> str:
+    """The outcome of one rollout."""
     message = f": {clean(rollout.error_message)}" if rollout.error_message else ""
     if rollout.error is not None and rollout.reward is None:
         return f"{rollout.id} failed ({rollout.error}){message}; not credited"
-    line = f"{rollout.id} {scored} {short(rollout.reward)}{made_of(rollout.reward, rollout.parts)}"
+    line = f"{rollout.id} reward {short(rollout.reward)}{made_of(rollout.reward, rollout.parts)}"
     if rollout.error is not None:
         line += f" · {rollout.error} failure{message}"
     # A metric that is a part of the reward too stands there.

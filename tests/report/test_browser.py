@@ -140,7 +140,7 @@ def test_items_of_evaluations_are_in_the_page_with_scores_and_predictions(tmp_pa
     made = {block.key: block for block in browser.blocks(Overview.of(run), PLAIN, [])}
     steps = sorted(Overview.of(run).items["dev"])
     assert [key for key in made if key.startswith("dev")] == [f"dev-{step}" for step in steps]
-    assert made["dev-0"].label.startswith("dev before training: 60 examples")
+    assert made["dev-0"].label.startswith("dev before training: 60 items")
     first = content(made["dev-0"])["examples"][0]
     item = Overview.of(run).items["dev"][0][0]
     assert (first["id"], first["scored"], first["rewards"]) == (item["id"], "em", [item["metrics"]["em"]])
