@@ -1,4 +1,4 @@
-"""What the report's rollout browser shows: calls of every step, compressed, read by the page's script on demand.
+"""Blocks for the report's rollout browser: calls of every step, compressed, read by the page's script on demand.
 
 `html` puts the blocks into `report.html` and `templates/browser.js` draws them: the journal, as far as the limits go.
 """
@@ -61,7 +61,7 @@ class Block:
     """base64 of gzip of JSON: `prompts`, and `examples` with their calls in the order of the trees."""
 
 
-def blocks(seen: Overview, tokenizer: Tokenizer | None, damaged: list[str]) -> list[Block]:
+def blocks(overview: Overview, tokenizer: Tokenizer | None, damaged: list[str]) -> list[Block]:
     """Blocks of a run within `ROLLOUTS` and `SIZE`, in the order of steps; damaged ones are left out.
 
     A block is the journal of a training step; an evaluation of a training run, with what was predicted for each item;
@@ -70,8 +70,8 @@ def blocks(seen: Overview, tokenizer: Tokenizer | None, damaged: list[str]) -> l
     Args:
         damaged: gets a sentence for each that cannot be read.
     """
-    run, split, examples = seen.run, seen.split, seen.run.examples
-    evaluated = run.journal_steps(split) if seen.evaluates else seen.items.get(split, {})
+    run, split, examples = overview.run, overview.split, overview.run.examples
+    evaluated = run.journal_steps(split) if overview.evaluates else overview.items.get(split, {})
     places: list[Place] = [*((step, None) for step in run.journal_steps()), *((step, split) for step in evaluated)]
     fitting: dict[Place, Block] = {}
     rollouts = size = 0
@@ -79,7 +79,7 @@ def blocks(seen: Overview, tokenizer: Tokenizer | None, damaged: list[str]) -> l
         if count > 1 and (rollouts >= ROLLOUTS or size >= SIZE):
             break
         try:
-            one = _block_at(seen, place, tokenizer, examples)
+            one = _block_at(overview, place, tokenizer, examples)
         except MmrlError as error:
             damaged.append(str(error))
             continue
@@ -91,15 +91,15 @@ def blocks(seen: Overview, tokenizer: Tokenizer | None, damaged: list[str]) -> l
 
 
 def _block_at(
-    seen: Overview, place: Place, tokenizer: Tokenizer | None, examples: Mapping[tuple[str, str], JsonObject]
+    overview: Overview, place: Place, tokenizer: Tokenizer | None, examples: Mapping[tuple[str, str], JsonObject]
 ) -> Block:
     step, split = place
     of = split or "train"
     asked = {name: texts for (within, name), texts in examples.items() if within == of}
-    if split is not None and not seen.evaluates:
+    if split is not None and not overview.evaluates:
         where = f"{split} after step {step}" if step else f"{split} before training"
-        return item_block(seen.items[split][step], asked, f"{of}-{step}", where, seen.main_metric or "reward")
-    forest, entries = read_step(seen.run, step, evaluation=split)
+        return item_block(overview.items[split][step], asked, f"{of}-{step}", where, overview.main_metric or "reward")
+    forest, entries = read_step(overview.run, step, evaluation=split)
     where = f"step {step}" if split is None else f"{split}, part {step + 1}"
     return block(forest, entries if split is None else None, tokenizer, asked, f"{of}-{step}", where)
 

@@ -45,17 +45,17 @@ PAPERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
-    """What a card says beside what is in the run directory."""
+    """Facts of a card that are not in the run directory."""
 
     title: str
     step: int
     """Training steps done."""
     holds: str
-    """What the folder holds, one sentence."""
+    """A sentence about the contents of the folder."""
     kind: str = "merged"
     """`merged` (full weights) or `adapter` (LoRA adapters)."""
     licence: str | None = None
-    """Of the base model, as the hub abbreviates it; None: not known."""
+    """The base model's, as the hub abbreviates it; None: not known."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Module -> what it speaks with, in words; empty where all share one policy."""
     prompts: Sequence[str] = ()
@@ -66,26 +66,28 @@ class CardFacts:
     """Split -> hub id of the data set, where it has one."""
 
 
-def model_card(seen: Overview, facts: CardFacts) -> str:
+def model_card(overview: Overview, facts: CardFacts) -> str:
     """The text of `README.md`."""
-    evaluated: Mapping[int, Sequence[Item]] = seen.items.get(seen.split, {})
+    evaluated: Mapping[int, Sequence[Item]] = overview.items.get(overview.split, {})
     # Both evaluations of the split, or no numbers.
-    compared = seen.compared(0, facts.step) if {0, facts.step} <= evaluated.keys() else {}
-    sections = {name: seen.config[name] for name in ("algo", "train", "task", "model", "eval") if name in seen.config}
+    compared = overview.compared(0, facts.step) if {0, facts.step} <= evaluated.keys() else {}
+    sections = {
+        name: overview.config[name] for name in ("algo", "train", "task", "model", "eval") if name in overview.config
+    }
     text = (
         _templates()
         .get_template("card.md")
         .render(
-            seen=seen,
+            overview=overview,
             facts=facts,
-            front=_front_matter(seen, facts).to_yaml(),
-            base=str(seen.get("model.path", "?")),
-            how=_how(str(seen.get("algo.name", "?"))),
+            front=_front_matter(overview, facts).to_yaml(),
+            base=str(overview.get("model.path", "?")),
+            how=_how(str(overview.get("algo.name", "?"))),
             compared=before_after_rows(compared),
             count=next((difference.n for difference in compared.values()), 0),
             evaluated=sorted(evaluated),
             settings=yaml.safe_dump(_published(sections), sort_keys=False, allow_unicode=True).rstrip("\n"),
-            command=shlex.join(shown_path(str(word)) for word in seen.environment.get("command") or ()),
+            command=shlex.join(shown_path(str(word)) for word in overview.environment.get("command") or ()),
         )
     )
     return readable(text)
@@ -93,7 +95,7 @@ def model_card(seen: Overview, facts: CardFacts) -> str:
 
 @cache
 def _templates() -> Environment:
-    """Of text, in which nothing is escaped."""
+    """Templates of text, in which nothing is escaped."""
     templates = Environment(
         loader=PackageLoader("mmrl.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -120,12 +122,12 @@ def checkpoint_card(config: JsonObject, step: int) -> str:
     )
 
 
-def _front_matter(seen: Overview, facts: CardFacts) -> ModelCardData:
+def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
     """The block between `---` that the hub reads."""
     from huggingface_hub import EvalResult
 
-    task, split, sources = str(seen.get("task.name", "?")), seen.split, seen.get("task.data") or {}
-    last = next((record for record in seen.history if record["step"] == facts.step), {})
+    task, split, sources = str(overview.get("task.name", "?")), overview.split, overview.get("task.data") or {}
+    last = next((record for record in overview.history if record["step"] == facts.step), {})
     results = [
         EvalResult(
             task_type="text-generation",
@@ -135,12 +137,12 @@ def _front_matter(seen: Overview, facts: CardFacts) -> ModelCardData:
             metric_type=name,
             metric_value=round(value, 4),
         )
-        for name in seen.metric_names(split)
+        for name in overview.metric_names(split)
         if (value := number(last.get(f"eval/{split}/{name}"))) is not None
     ]
     return _head(
-        str(seen.get("model.path", "")),
-        str(seen.get("algo.name", "?")),
+        str(overview.get("model.path", "")),
+        str(overview.get("algo.name", "?")),
         adapter=facts.kind == "adapter",
         datasets=list(dict.fromkeys(facts.data.values())) or None,
         license=facts.licence,
@@ -172,7 +174,7 @@ def _on_hub(base: str) -> str:
 
 
 def is_hub_id(base: str) -> bool:
-    """Whether a model's name is one of the hub's and not a folder's."""
+    """Return True for a model's name on the hub, False for a folder's."""
     return (
         base not in SHIPPED and base not in FETCHED and not Path(base).exists() and not base.startswith((".", "/", "~"))
     )
@@ -186,7 +188,7 @@ def shown_path(text: str) -> str:
 
 
 def _how(algorithm: str) -> str:
-    """How weights were trained, in words."""
+    """The way weights were trained, in words."""
     if algorithm == SFT:
         return f"by supervised training (`{SFT}`)"
     number = PAPERS.get(algorithm)
@@ -207,9 +209,9 @@ def _published(value: object) -> object:
 
 
 ADDRESS = "http://127.0.0.1:8000/v1"
-"""Where `mmrl serve` listens where no other address is set."""
+"""Default address of `mmrl serve`."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Those of adapters that vLLM takes."""
+"""Ranks of adapters that vLLM takes."""
 
 
 def snippets(

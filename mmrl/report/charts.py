@@ -145,7 +145,7 @@ def _point(values: np.ndarray) -> str:
 
 
 def _layers(curves: Sequence[np.ndarray]) -> list[dict[str, Any]]:
-    """How curves are drawn so that none hides another: the first lies on top, and one below it that agrees is wider."""
+    """Line styles with which no curve hides another: the first lies on top, and one below it that agrees is wider."""
     span = max((float(np.ptp(np.concatenate(curves))), 1e-12))
     layers = []
     for place, own in enumerate(curves):

@@ -25,7 +25,7 @@ VERSION = 1
 FAILURES = tuple(
     sorted({kind.kind for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "kind")})
 )
-"""What `rollouts[].error` may say."""
+"""Values of `rollouts[].error`."""
 MOST = 10_000_000
 """Largest count (tokens of a call, fields, turns): what is credited per token must fit into memory."""
 SUGGESTIONS = 10

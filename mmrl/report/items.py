@@ -1,4 +1,4 @@
-"""What a step or an evaluation holds, example by example: tables, and the tree of one, for `mmrl show`.
+"""A step or an evaluation, example by example: tables, and the tree of one, for `mmrl show`.
 
 Part of `report`. A directory of `mmrl eval` has a journal for each part of its items; of the evaluations in training
 only results of items are stored.
@@ -28,27 +28,27 @@ COLUMNS = 3
 """Metrics of a table of items."""
 
 
-def run_facts(seen: Overview) -> list[str]:
+def run_facts(overview: Overview) -> list[str]:
     """Algorithm, task and model, how far the run is, and what it has cost."""
-    steps = [] if seen.evaluates else [f"{seen.done}{f' of {seen.total}' if seen.total else ''} steps"]
-    seconds = number(seen.summary.get("seconds"))
-    return [seen.what, *steps, *([] if seconds is None else [duration(seconds)]), seen.state]
+    steps = [] if overview.evaluates else [f"{overview.done}{f' of {overview.total}' if overview.total else ''} steps"]
+    seconds = number(overview.summary.get("seconds"))
+    return [overview.what, *steps, *([] if seconds is None else [duration(seconds)]), overview.state]
 
 
-def evaluation_text(seen: Overview, width: int) -> str:
+def evaluation_text(overview: Overview, width: int) -> str:
     """An evaluation of `mmrl eval`: scores, behaviour, and the items with the lowest scores."""
-    evaluated = [(step, items) for steps in seen.items.values() for step, items in steps.items() if items]
-    parts = [f"{seen.name}: {', '.join(run_facts(seen))}\n{seen.run.path}"]
+    evaluated = [(step, items) for steps in overview.items.values() for step, items in steps.items() if items]
+    parts = [f"{overview.name}: {', '.join(run_facts(overview))}\n{overview.run.path}"]
     if not evaluated:
         return "\n\n".join([*parts, "no item is evaluated yet"])
-    (step, items), metrics = evaluated[-1], seen.summary.get("metrics") or {}
+    (step, items), metrics = evaluated[-1], overview.summary.get("metrics") or {}
     parts.append(align(score_rows(items, metrics)))
     parts.append(facts_table({name: value for name, value in metrics.items() if name.startswith("module/")}))
-    parts.append(facts_table(seen.summary.get("facts") or {}))
+    parts.append(facts_table(overview.summary.get("facts") or {}))
     parts.append(_items_text(items, width, worst=WORST))
     example = clean(items[0]["id"])
-    further = [f"all items:        mmrl show {seen.run.path} step={step}"] if len(items) > WORST else []
-    parts.append("\n".join([*further, f"one item's calls: mmrl show {seen.run.path} example='{example}'"]))
+    further = [f"all items:        mmrl show {overview.run.path} step={step}"] if len(items) > WORST else []
+    parts.append("\n".join([*further, f"one item's calls: mmrl show {overview.run.path} example='{example}'"]))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -102,13 +102,13 @@ def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> Ro
     return rows
 
 
-def step_text(seen: Overview, step: int, width: int) -> str:
+def step_text(overview: Overview, step: int, width: int) -> str:
     """The examples that a step trained on, and the items that were evaluated after it.
 
     Raises:
         CheckpointError: it has neither; names the steps that have one.
     """
-    run, evaluated, parts = seen.run, _evaluated(seen), []
+    run, evaluated, parts = overview.run, _evaluated(overview), []
     if run.journal_path(step).is_file():
         forest, _ = read_step(run, step)
         parts.append(_examples_table(run, forest, step, width))
@@ -116,16 +116,16 @@ def step_text(seen: Overview, step: int, width: int) -> str:
     for (split, at), items in evaluated.items():
         if at == step:
             when = "after it" if training else f"after step {step}" if step else "before training"
-            title = f"evaluation on {split} {'' if seen.evaluates else when}".strip()
+            title = f"evaluation on {split} {'' if overview.evaluates else when}".strip()
             parts.append(f"{title}\n{_items_text(items, width, worst=WORST if training else None)}")
     if parts:
         example = "" if training else next(iter(evaluated[key][0]["id"] for key in evaluated if key[1] == step))
         more = f"one item: mmrl show {run.path} step={step} example='{clean(example)}'"
         return "\n\n".join([*parts, *([] if training else [more])])
-    raise CheckpointError(f"{run.path}: no journal of step {step}; {_steps(seen)}")
+    raise CheckpointError(f"{run.path}: no journal of step {step}; {_steps(overview)}")
 
 
-def example_text(seen: Overview, example: str, step: int | None, width: int) -> str:
+def example_text(overview: Overview, example: str, step: int | None, width: int) -> str:
     """The calls of a training example at a step, or what evaluations say of an item.
 
     Args:
@@ -135,11 +135,11 @@ def example_text(seen: Overview, example: str, step: int | None, width: int) -> 
         ConfigError: nothing has such an example.
         CheckpointError: the step has neither a journal nor an evaluation, or there are none at all.
     """
-    run = seen.run
-    evaluated = {key: items for key, items in _evaluated(seen).items() if step in (None, key[1])}
+    run = overview.run
+    evaluated = {key: items for key, items in _evaluated(overview).items() if step in (None, key[1])}
     steps = [at for at in reversed(run.journal_steps()) if step in (None, at)]
     if not steps and not evaluated:
-        which = "the run has no journals yet" if step is None else f"no journal of step {step}; {_steps(seen)}"
+        which = "the run has no journals yet" if step is None else f"no journal of step {step}; {_steps(overview)}"
         raise CheckpointError(f"{run.path}: {which}")
     ids: dict[str, None] = {}
     # From the newest step back: a journal is read whole, so the first match ends the search.
@@ -191,14 +191,14 @@ def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
     )
 
 
-def _evaluated(seen: Overview) -> dict[tuple[str, int], Sequence[Item]]:
+def _evaluated(overview: Overview) -> dict[tuple[str, int], Sequence[Item]]:
     """(split, step) -> results of its items, of evaluations that have some."""
-    return {(split, step): items for split, steps in seen.items.items() for step, items in steps.items() if items}
+    return {(split, step): items for split, steps in overview.items.items() for step, items in steps.items() if items}
 
 
-def _steps(seen: Overview) -> str:
-    """Which steps have something to show."""
-    steps, evaluations = seen.run.journal_steps(), sorted({step for _, step in _evaluated(seen)})
+def _steps(overview: Overview) -> str:
+    """The steps that have something to show."""
+    steps, evaluations = overview.run.journal_steps(), sorted({step for _, step in _evaluated(overview)})
     have = [f"journals exist for steps {steps[0]} to {steps[-1]}"] if steps else []
     have += [f"evaluations of step {', '.join(map(str, evaluations))}"] if evaluations else []
     return ", ".join(have) or "the run has no journals yet"

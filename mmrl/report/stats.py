@@ -63,7 +63,7 @@ def failed_text(shares: Mapping[str, float]) -> str:
 
 
 def learning(history: History) -> tuple[str, np.ndarray, np.ndarray]:
-    """What tells whether training gets on, its steps and values: the reward, of a supervised stage the loss."""
+    """The metric by which training gets on, its steps and values: the reward, or a supervised stage's loss."""
     steps, rewards = series(history, "reward/mean")
     # Of reinforcement learning the loss says nothing about success; only a supervised stage has this accuracy.
     if len(rewards) or not any("train/token_accuracy" in record for record in history):
@@ -231,12 +231,12 @@ class Difference:
 
     @property
     def certain(self) -> bool:
-        """Whether the interval excludes 0."""
+        """True where the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
     @property
     def verdict(self) -> str:
-        """What a reader should know beside the numbers; empty for a certain difference."""
+        """A remark beside the numbers; empty for a certain difference."""
         if self.certain:
             return ""
         return "unchanged" if self.low == self.high == 0 else "may be chance"

@@ -27,9 +27,9 @@ def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None =
     # The widest cell of each column, head included.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     blocks: list[list[int]] = [[]]
-    for column, own in enumerate(widths[1:], start=1):
+    for column, needed in enumerate(widths[1:], start=1):
         taken = len(indent) + widths[0] + sum(2 + widths[other] for other in blocks[-1])
-        if width is not None and own and blocks[-1] and taken + 2 + own > width:
+        if width is not None and needed and blocks[-1] and taken + 2 + needed > width:
             blocks.append([])
         blocks[-1].append(column)
     last = len(widths) - 1
@@ -45,14 +45,14 @@ def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None =
 def clean(text: object) -> str:
     """Text that cannot move the cursor: line ends become ⏎, other control characters are made visible."""
     # A model may write escape sequences: shown as text they cannot drive a terminal.
-    shown = str(text).replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
-    return "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in shown)
+    line = str(text).replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
+    return "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in line)
 
 
 def filled(text: str, width: int | None) -> str:
     """A paragraph of at most `width` columns (None: one line)."""
-    shown = clean(text)
-    return shown if width is None else fill(shown, width, subsequent_indent="  ", break_on_hyphens=False)
+    text = clean(text)
+    return text if width is None else fill(text, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def wrapped_rows(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
@@ -70,14 +70,14 @@ def wrapped_rows(rows: Sequence[Sequence[str]], width: int | None = None) -> lis
             widths[max(wider, key=widths.__getitem__)] -= 1
     lines = []
     for row in rows:
-        cells = [wrap(cell, own, break_on_hyphens=False) for cell, own in zip(row, widths, strict=True)]
+        cells = [wrap(cell, size, break_on_hyphens=False) for cell, size in zip(row, widths, strict=True)]
         for parts in zip_longest(*cells, fillvalue=""):
-            lines.append("  ".join(part.ljust(own) for part, own in zip(parts, widths, strict=True)).rstrip())
+            lines.append("  ".join(part.ljust(size) for part, size in zip(parts, widths, strict=True)).rstrip())
     return lines
 
 
 def drawn(parts: Sequence[RenderableType], width: int) -> str:
-    """What rich draws, as plain text: what is copied or piped is the same."""
+    """Plain text of what rich draws: what is copied or piped is the same."""
     from rich.console import Console
 
     screen = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False, emoji=False)

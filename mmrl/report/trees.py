@@ -114,7 +114,7 @@ class Node:
     facts: str
     """Length and end of the reply, its attempts, what the program noted of it, and its rewards."""
     state: str
-    """Of a reply that could not be parsed; empty of one that could."""
+    """A remark on a reply that could not be parsed; empty for one that could."""
     entries: Sequence[EntryFields]
     credit: Sequence[str]
     """A line for each entry; none in an evaluation, which gives no credit."""
@@ -200,12 +200,12 @@ def made_of(reward: object, parts: Mapping[str, object]) -> str:
     """The parts of a reward: as a sum where they add up to it, else beside it (`turn -0.400, own_advantage -0.691`)."""
     if not parts:
         return ""
-    shown = [f"{name} {short(value)}" for name, value in parts.items()]
-    whole, terms = number(reward), [number(value) for value in parts.values()]
+    texts = [f"{name} {short(value)}" for name, value in parts.items()]
+    total, terms = number(reward), [number(value) for value in parts.values()]
     # Turn-level rewards have parts that are no addends; those stand in brackets instead.
-    if whole is not None and None not in terms and math.isclose(sum(filter(None, terms)), whole, abs_tol=1e-9):
-        return " = " + " + ".join(shown)
-    return f" ({', '.join(shown)})"
+    if total is not None and None not in terms and math.isclose(sum(filter(None, terms)), total, abs_tol=1e-9):
+        return " = " + " + ".join(texts)
+    return f" ({', '.join(texts)})"
 
 
 def shown_prediction(prediction: object, head: int = 30, tail: int = 10) -> str:
@@ -216,7 +216,7 @@ def shown_prediction(prediction: object, head: int = 30, tail: int = 10) -> str:
 
 
 def credit_line(entry: EntryFields) -> str:
-    """What one entry says: reward with its parts, group, advantage, weight."""
+    """One entry: reward with its parts, group, advantage, weight."""
     line = f"reward {short(entry.get('reward'))}{made_of(entry.get('reward'), entry.get('parts') or {})}"
     group = entry.get("group")
     if group is not None:
@@ -252,7 +252,7 @@ def rollout_line(rollout: Rollout) -> str:
 
 
 def asked_lines(texts: JsonObject | None) -> list[str]:
-    """What an example asked, a line for each input, and what its reward goes by; [] where that was not kept."""
+    """An example's inputs, a line for each, and what its reward goes by; [] where that was not kept."""
     asked, gold = ((texts or {}).get(key) or {} for key in ("asked", "gold"))
     parts = " · ".join(f"{name} {clean(text)}" for name, text in gold.items() if text)
     return [f"{name}: {clean(text)}" for name, text in asked.items()] + ([f"gold: {parts}"] if parts else [])

@@ -1,4 +1,4 @@
-"""What a run that optimised prompts has tried and changed, as text: `mmrl show RUN`."""
+"""Trials of a run that optimises prompts, and its changes to them, as text: `mmrl show RUN`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def prompts_text(run: Path, width: int = 100) -> str:
 
 
 def nothing_went_well(trial: JsonObject) -> str:
-    """What went wrong in a trial whose rollouts have all failed, with an example; empty for any other trial."""
+    """The failure of a trial whose rollouts have all failed, with an example; empty for any other trial."""
     example = trial.get("unusable")
     if not example:
         return ""
@@ -95,9 +95,9 @@ def _read(path: Path) -> JsonObject:
 
 
 def _table(trials: Sequence[JsonObject]) -> str:
-    shown = [trial for trial in trials if trial["full"]] if len(trials) > MOST_ROWS else trials
+    listed = [trial for trial in trials if trial["full"]] if len(trials) > MOST_ROWS else trials
     rows = [["trial", "candidate", "examples", "reward", "best", "demonstrations", "failed"]]
-    for trial in shown:
+    for trial in listed:
         counts = [len(prompt["demonstrations"]) for prompt in trial["modules"].values()]
         failed = ", ".join(f"{clean(kind)} {count}" for kind, count in trial["failed"].items())
         best = "-" if trial["best"] is None else f"{trial['best']:.4f}"
@@ -109,7 +109,7 @@ def _table(trials: Sequence[JsonObject]) -> str:
                 *(items, f"{trial['score']:.4f}", best, " ".join(map(str, counts)), failed or "-"),
             ]
         )
-    left_out = len(trials) - len(shown)
+    left_out = len(trials) - len(listed)
     note = f"\n{left_out} trials on some of the examples are in {FOLDER}/{TRIALS}" if left_out else ""
     return align(rows) + note
 

@@ -35,7 +35,7 @@ TURN_REWARD_SETS = ("outcome", "turn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditRequest:
-    """What `mmrl credit` computes."""
+    """The settings of an `mmrl credit`."""
 
     algos: Sequence[AlgoConfig]
     seed: int
@@ -67,11 +67,11 @@ class Source:
     """Recorded rollouts, and what their source says of how they are credited."""
 
     forest: Forest
-    """Of a run: the part that the step trained on."""
+    """The part that a run's step trained on, or all of a file."""
     frozen: tuple[str, ...] = ()
     """Modules that are out of the loss, whatever the algorithm says."""
     entries: Sequence[JsonObject] = ()
-    """What the journal has as trained."""
+    """The entries of the journal, as trained."""
 
 
 def credit_command(request: CreditRequest, as_json: bool) -> int:
@@ -99,7 +99,7 @@ def credit_command(request: CreditRequest, as_json: bool) -> int:
 
 
 def _origin(request: CreditRequest, source: Source, width: int | None) -> list[str]:
-    """What was credited and how, for a step of a run."""
+    """The step of a run that was credited, and the settings."""
     if request.run is None:
         return []
     facts = [f"{request.folder} step {request.step}", f"seed {request.seed}"]
@@ -112,7 +112,7 @@ def _origin(request: CreditRequest, source: Source, width: int | None) -> list[s
 
 
 def recorded_step(request: CreditRequest) -> Source:
-    """What a step of a run trained on.
+    """Read what a step of a run trained on.
 
     Raises:
         ConfigError: the run has no such step.
@@ -176,17 +176,17 @@ def credit_all(
 
 
 def unlike_journal(credit: Credit, recorded: Sequence[JsonObject]) -> str:
-    """How a credit differs from the journal's entries, compared to the bit; empty where it does not."""
+    """Compare a credit with the journal's entries, to the bit: the difference in a sentence, empty without any."""
     nothing = Forest(calls={}, rollouts=(), modules=())
     _, *lines = encode_step(nothing, credit.entries)
-    own = [{key: value for key, value in line.items() if key != "line"} for line in lines]
-    if len(own) != len(recorded):
-        return f"{len(own)} entries, the journal has {len(recorded)}; another version of mmrl may have written it"
-    other = [str(mine["call"]) for mine, theirs in zip(own, recorded, strict=True) if dumps(mine) != dumps(theirs)]
+    derived = [{key: value for key, value in line.items() if key != "line"} for line in lines]
+    if len(derived) != len(recorded):
+        return f"{len(derived)} entries, the journal has {len(recorded)}; another version of mmrl may have written it"
+    other = [str(new["call"]) for new, old in zip(derived, recorded, strict=True) if dumps(new) != dumps(old)]
     if not other:
         return ""
     return (
-        f"{len(other)} of {len(own)} entries differ from the journal's, the first of call {other[0]}; "
+        f"{len(other)} of {len(derived)} entries differ from the journal's, the first of call {other[0]}; "
         "another version of mmrl may have written it, or the run's config.yaml was changed"
     )
 
@@ -289,10 +289,10 @@ def _number(value: float | None) -> str:
 
 def _per_token(values: Sequence[float]) -> str:
     """`0.5 x4` for four numbers that print alike, else each."""
-    shown = [_number(value) for value in values]
-    if len(shown) > 1 and len(set(shown)) == 1:
-        return f"{shown[0]} x{len(shown)}"
-    return " ".join(shown) or "-"
+    texts = [_number(value) for value in values]
+    if len(texts) > 1 and len(set(texts)) == 1:
+        return f"{texts[0]} x{len(texts)}"
+    return " ".join(texts) or "-"
 
 
 # --- all steps of a run
@@ -304,17 +304,17 @@ Push = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """How another algorithm's credit of a step stands to what was trained; shares are of the calls that both push."""
+    """Comparison of another algorithm's credit of a step with what was trained; shares are of calls that both push."""
 
     algo: str
     pushed: int
     """Calls with some weight times advantage that is not 0."""
     both: int
-    """Of these, calls that the trained credit pushes too."""
+    """Calls that the trained credit pushes too."""
     same: float | None
     """Share that both push in the same direction, up or down; None: there is no call that both push."""
     cosine: float | None
-    """Of all tokens' pushes, as vectors; None: one of them is 0."""
+    """Cosine of the vectors of all tokens' pushes; None: one of them is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ class CreditedStep:
     pushed: int
     """Calls that were trained with something other than 0."""
     problem: str
-    """How the credit differs from what was trained on; empty where it is equal, to the bit."""
+    """Difference to what was trained on; empty where it is equal, to the bit."""
     others: tuple[Likeness, ...] = ()
 
 
@@ -349,20 +349,20 @@ def _credit_steps(request: CreditRequest, as_json: bool) -> int:
 def _credited(request: CreditRequest, trained: AlgoConfig, others: Sequence[AlgoConfig]) -> CreditedStep:
     assert request.run is not None and request.step is not None
     source = recorded_step(request)
-    (own,) = credit_all([trained], source, request.run.seed)
-    pushes = _pushes(own)
+    (again,) = credit_all([trained], source, request.run.seed)
+    pushes = _pushes(again)
     credits = credit_all(others, source, request.seed, request.typed)
     return CreditedStep(
         step=request.step,
-        entries=len(own.entries),
+        entries=len(again.entries),
         pushed=len(pushes),
-        problem=unlike_journal(own, source.entries),
+        problem=unlike_journal(again, source.entries),
         others=tuple(_likeness(credit, pushes) for credit in credits),
     )
 
 
 def _pushes(credit: Credit) -> Push:
-    """Those of calls with something other than 0."""
+    """Pushes of the calls that have something other than 0."""
     pushes: Push = {}
     for entry in credit.entries:
         tokens = [a * w for a, w in zip(entry.advantages, entry.weights, strict=True)]

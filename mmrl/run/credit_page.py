@@ -81,7 +81,7 @@ def _depth_first(forest: Forest) -> list[tuple[str, int]]:
 
 
 def _pushes(credit: Credit) -> Mapping[str, tuple[float, float]]:
-    """Of each call with an entry: its share of the largest push of the algorithm, and its mean advantage."""
+    """Share of the algorithm's largest push, and mean advantage, of each call with an entry."""
     entries: dict[str, list[Entry]] = {}
     for entry in credit.entries:
         entries.setdefault(entry.call, []).append(entry)
