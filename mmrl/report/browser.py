@@ -70,12 +70,10 @@ def blocks(overview: Overview, tokenizer: Tokenizer | None, damaged: list[str]) 
     Args:
         damaged: gets a sentence for each that cannot be read.
     """
-    run, split, examples = overview.run, overview.split, overview.run.examples
-    evaluated = run.journal_steps(split) if overview.evaluates else overview.items.get(split, {})
-    places: list[Place] = [*((step, None) for step in run.journal_steps()), *((step, split) for step in evaluated)]
+    examples = overview.run.examples
     fitting: dict[Place, Block] = {}
     rollouts = size = 0
-    for count, place in enumerate(spread(places)):
+    for count, place in enumerate(spread(places(overview))):
         if count > 1 and (rollouts >= ROLLOUTS or size >= SIZE):
             break
         try:
@@ -88,6 +86,13 @@ def blocks(overview: Overview, tokenizer: Tokenizer | None, damaged: list[str]) 
             rollouts += one.rollouts
             size += len(one.data)
     return [fitting[place] for place in _in_order(fitting)]
+
+
+def places(overview: Overview) -> list[Place]:
+    """Every step and evaluation of a run that a block can be made of."""
+    run, split = overview.run, overview.split
+    evaluated = run.journal_steps(split) if overview.evaluates else overview.items.get(split, {})
+    return [*((step, None) for step in run.journal_steps()), *((step, split) for step in evaluated)]
 
 
 def _block_at(

@@ -72,10 +72,10 @@ def overview_text(overview: Overview, width: int = 100) -> str:
             "first against last evaluation, " + before_after_table(overview.differences, overview.split, width)
         )
     if overview.modules:
-        first, last = overview.training[0], overview.training[-1]
+        first, last = overview.training[0]["step"], overview.training[-1]["step"]
         facts = [fact for fact in MODULE_FACTS if fact in module_facts(overview.training)]
-        table = align(module_rows(first, last, facts), width=width)
-        parts.append(f"modules, step {first['step']} → step {last['step']}\n{table}")
+        table = align(module_rows(overview.training, facts), width=width)
+        parts.append(f"modules, step {first} → step {last}\n{table}")
     parts += [alarm_text(overview.alarms, width), fill(overview.unscored, max(width, 40))]
     parts += [prompts_text(overview.run.path, width), _further(overview)]
     return "\n\n".join(part for part in parts if part)

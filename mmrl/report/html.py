@@ -59,19 +59,14 @@ TIMES = ("generate", "retrieve", "credit", "update", "overhead")
 
 def write_report(overview: Overview) -> Path:
     """Write `report.html` into the run directory; returns its path."""
-    folders = [
-        *sorted(overview.run.checkpoints.glob("checkpoint-*")),
-        Path(located(str(overview.get("model.path", "")))),
-    ]
+    run, training = overview.run, overview.training
+    folders = [*sorted(run.checkpoints.glob("checkpoint-*")), Path(located(str(overview.get("model.path", ""))))]
     damaged: list[str] = []
     blocks, script = browser.blocks(overview, read_tokenizer(folders), damaged), _script()
     page = rendered(
         "run.html",
         blocks=blocks,
-        all_blocks=len(overview.run.journal_steps())
-        + len(
-            overview.run.journal_steps(overview.split) if overview.evaluates else overview.items.get(overview.split, {})
-        ),
+        all_blocks=len(browser.places(overview)),
         script=script,
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         overview=overview,
@@ -82,20 +77,18 @@ def write_report(overview: Overview) -> Path:
         scores=list(_scores(overview)) if overview.evaluates else [],
         curves=_curves(overview),
         module_curves=_module_curves(overview),
-        modules=module_rows(overview.training[0], overview.training[-1], module_facts(overview.training))
-        if overview.modules
-        else [],
+        modules=module_rows(training, module_facts(training)) if overview.modules else [],
         health=_changing(overview, {label: {key: key} for key, label in HEALTH.items()}),
-        prompts=prompts_text(overview.run.path),
+        prompts=prompts_text(run.path),
         damaged=damaged,
-        newest=max(overview.run.journal_steps(), default=0),
+        newest=max(run.journal_steps(), default=0),
         times=_times(overview),
         command=clean(" ".join(map(str, overview.environment.get("command", [])))),
         config=yaml.safe_dump(dict(overview.config), sort_keys=False, allow_unicode=True),
         environment=yaml.safe_dump(dict(overview.environment), sort_keys=False, allow_unicode=True),
     )
-    atomic_write(overview.run.report_path, page)
-    return overview.run.report_path
+    atomic_write(run.report_path, page)
+    return run.report_path
 
 
 def report_run(path: Path | str) -> Path:

@@ -45,11 +45,12 @@ def before_after_table(differences: Mapping[str, Difference], split: str, width:
     return f"{split} ({counted} items)\n{align(before_after_rows(differences), width=width)}"
 
 
-def module_rows(first: Metrics, last: Metrics, facts: Sequence[str]) -> Rows:
-    """A row per module with its facts at two steps, `0.441→0.776`; one number where they agree."""
+def module_rows(history: Sequence[Metrics], facts: Sequence[str]) -> Rows:
+    """A row per module with its facts at the first and the last step, `0.441→0.776`; one number where they agree."""
+    ends_of = (history[0], history[-1])
     rows = [["module", *facts, ""]]
-    for name in modules_in([first, last]):
-        ends = [[short(record.get(f"module/{name}/{fact}")) for record in (first, last)] for fact in facts]
+    for name in modules_in(ends_of):
+        ends = [[short(record.get(f"module/{name}/{fact}")) for record in ends_of] for fact in facts]
         rows.append([name, *(new if old == new else f"{old}→{new}" for old, new in ends), ""])
     return rows
 
