@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from mmrl import errors
 from mmrl.errors import DataError, nearest, unknown
-from mmrl.records import LARGEST, Call, Forest, Rollout
+from mmrl.records import EMPTY, LARGEST, Call, Forest, Rollout
 from mmrl.system.files import JsonObject
 
 VERSION = 1
@@ -59,33 +58,37 @@ class _Form(BaseModel):
 
 
 class _Call(_Form):
-    """The fields of a `Call` that the form has; null stands for the field's default."""
+    """The fields of a `Call` that the form has."""
 
     id: _Name
     example: _Name
     parent: _Name | None = None
     module: _Name
-    invocation: _Count | None = None
-    turn: _Count | None = None
+    invocation: _Count = 0
+    turn: _Count = 0
     prompt_tokens: _Count | None = None
     teacher: _Name | None = None
     completion_tokens: _Count | None = None
-    completion_ids: _Ids | None = None
-    observation_tokens: _Count | None = None
+    completion_ids: _Ids = ()
+    observation_tokens: _Count = 0
     ok: bool = True
-    present_fields: _Count | None = None
-    expected_fields: _Count | None = None
-    penalty: _Number | None = None
+    present_fields: _Count = 0
+    expected_fields: _Count = 0
+    penalty: _Number = 0.0
     turn_reward: _Number | None = None
     values: _Numbers | None = None
     logprobs: _Numbers | None = None
     ref_logprobs: _Numbers | None = None
-    facts: Annotated[Mapping[str, Any], Strict(False)] | None = None
+    facts: Annotated[Mapping[str, Any], Strict(False)] = EMPTY
+
+    @property
+    def tokens(self) -> int:
+        """The number of its ids, where they are known."""
+        return len(self.completion_ids) or self.completion_tokens or 0
 
     def record(self) -> Call:
         """The call, with the length of its completion."""
-        values = {"parent": None, **{key: value for key, value in self if value is not None}}
-        return Call(**{"completion_tokens": len(self.completion_ids or ()), **values})
+        return Call(**(dict(self) | {"completion_tokens": self.tokens}))
 
 
 class _Rollout(_Form):
@@ -97,12 +100,12 @@ class _Rollout(_Form):
     reward: _Number | None = None
     error: _Name | None = None
     fork: _Name | None = None
-    counterfactuals: Annotated[Mapping[str, _Number], Strict(False)] | None = None
+    counterfactuals: Annotated[Mapping[str, _Number], Strict(False)] = EMPTY
 
-    def record(self) -> Rollout:
+    def record(self, teacher: str | None) -> Rollout:
         """The rollout; the default failure score stands for a reward, as if the run had scored it."""
-        failure = 0.0 if self.error in errors.MODEL_CAUSED else None
-        return Rollout(**{"leaf": None, "reward": failure, **{key: value for key, value in self if value is not None}})
+        failed = self.reward is None and self.error in errors.MODEL_CAUSED
+        return Rollout(**(dict(self) | {"reward": 0.0 if failed else self.reward, "teacher": teacher}))
 
 
 class _File(_Form):
@@ -136,13 +139,13 @@ def parse_forest(text: str, source: str) -> Forest:
 def dump_forest(forest: Forest) -> JsonObject:
     """The JSON form of a forest; what the form has no place for (texts, prompts, metrics) is left out."""
     teachers = {call.id: rollout.teacher for rollout in forest.rollouts for call in forest.path(rollout)}
-    form = _File.model_validate(_records(forest)).model_dump(mode="json", exclude_none=True)
+    form = _File.model_validate(_records(forest)).model_dump(mode="json", exclude_defaults=True)
     for call in form["calls"]:
         # A call without a teacher of its own has that of its rollout.
         if teachers.get(call["id"]) is not None:
             call.setdefault("teacher", teachers[call["id"]])
-        # Ids say how many they are; none: they are not known.
-        del call["completion_tokens" if call["completion_ids"] else "completion_ids"]
+        if "completion_ids" in call:
+            del call["completion_tokens"]
     return form
 
 
@@ -167,13 +170,10 @@ def _read(raw: Any, source: str) -> Forest:
         raise DataError([f"{source}: {problem}" for problem in _refused(error, raw)]) from None
     _refuse(_faults(file), source)
     calls = {call.id: call.record() for call in file.calls}
-    rollouts = tuple(rollout.record() for rollout in file.rollouts)
-    _refuse(_links(calls, rollouts), source)
+    _refuse(_links(file), source)
     calls = _ordered(calls, source)
-    rollouts = tuple(
-        replace(rollout, teacher=calls[rollout.leaf].teacher) if rollout.leaf is not None else rollout
-        for rollout in rollouts
-    )
+    teachers = {call.id: call.teacher for call in file.calls}
+    rollouts = tuple(rollout.record(teachers.get(rollout.leaf or "")) for rollout in file.rollouts)
     forest = Forest(calls=calls, rollouts=rollouts, modules=tuple(file.modules), step=file.step)
     _refuse(_paths(forest), source)
     return forest
@@ -224,22 +224,20 @@ def _faults(file: _File) -> Iterator[str]:
 def _call_faults(call: _Call, modules: Sequence[str]) -> Iterator[str]:
     if call.module not in modules:
         yield unknown("module", call.module, modules)
-    tokens, ids, observed = call.completion_tokens, call.completion_ids, call.observation_tokens or 0
-    if tokens is None and ids is None:
+    if not {"completion_tokens", "completion_ids"} & call.model_fields_set:
         yield "expected completion_tokens or completion_ids"
         return
-    # No ids beside a number of tokens: they are not known.
-    count = len(ids) if ids or tokens is None else tokens
-    if tokens is not None and tokens != count:
-        yield f"completion_tokens: got {tokens}, completion_ids has {count}"
+    count, observed = call.tokens, call.observation_tokens
+    if call.completion_tokens not in (None, count):
+        yield f"completion_tokens: got {call.completion_tokens}, completion_ids has {count}"
     for key in ("values", "logprobs", "ref_logprobs"):
         numbers = getattr(call, key)
         # With `algo.obs=all` a critic also has a value for each observation token.
         if numbers is not None and len(numbers) not in (count, count + observed):
             also = f" (or {count + observed} with observation tokens)" if observed else ""
             yield f"{key}: got {len(numbers)} numbers, expected {count}, one per completion token{also}"
-    if (call.present_fields or 0) > (call.expected_fields or 0):
-        yield f"present_fields: got {call.present_fields} of {call.expected_fields or 0} expected_fields"
+    if call.present_fields > call.expected_fields:
+        yield f"present_fields: got {call.present_fields} of {call.expected_fields} expected_fields"
 
 
 def _rollout_faults(rollout: _Rollout, modules: Sequence[str]) -> Iterator[str]:
@@ -254,10 +252,11 @@ def _rollout_faults(rollout: _Rollout, modules: Sequence[str]) -> Iterator[str]:
         yield "leaf: got null without an error, expected the id of its last call"
 
 
-def _links(calls: Mapping[str, Call], rollouts: Sequence[Rollout]) -> Iterator[str]:
+def _links(file: _File) -> Iterator[str]:
     """Parents and leaves that are no calls."""
-    links = [(f"call '{call.id}': parent", call.parent) for call in calls.values()]
-    links += [(f"rollout '{rollout.id}': leaf", rollout.leaf) for rollout in rollouts]
+    calls = dict.fromkeys(call.id for call in file.calls)
+    links = [(f"call '{call.id}': parent", call.parent) for call in file.calls]
+    links += [(f"rollout '{rollout.id}': leaf", rollout.leaf) for rollout in file.rollouts]
     broken = [(where, name) for where, name in links if name is not None and name not in calls]
     for number, (where, name) in enumerate(broken):
         # Of the first problems alone: it looks at every choice, and a file may be wrong throughout.

@@ -71,7 +71,7 @@ def test_token_ids_start_at_zero_and_lists_may_be_empty():
         parse(raw)
 
 
-def test_what_is_written_is_json_without_nulls():
+def test_what_is_written_is_json_without_defaults():
     written = dump_forest(parse(small()))
     assert json.loads(json.dumps(written)) == written
     assert "null" not in json.dumps(written)
