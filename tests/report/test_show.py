@@ -46,15 +46,15 @@ def test_a_running_and_a_finished_run_say_so(tmp_path):
     assert "finished" in show_run(run.path).splitlines()[0]
 
 
-def test_a_run_without_steps_is_shown(tmp_path):
+def test_runs_that_hardly_began_are_shown(tmp_path):
     RunDir.create(tmp_path / "run", CONFIG, []).close()
     assert "0 of 40 steps" in show_run(tmp_path / "run")
-
-
-def test_a_run_that_only_evaluated_before_training_is_shown(tmp_path):
-    run = fake_run(tmp_path / "run", steps=0)
-    assert "evaluations on dev" in show_run(run.path)
-    assert "first against last" not in show_run(run.path)
+    with pytest.raises(CheckpointError, match="no journals yet"):
+        show_run(tmp_path / "run", example="q0")
+    text = show_run(fake_run(tmp_path / "evaluated", steps=0).path)
+    assert "evaluations on dev" in text and "first against last" not in text
+    with pytest.raises(CheckpointError, match="not a run directory"):
+        show_run(tmp_path)
 
 
 def test_the_examples_of_a_step(run):
@@ -128,51 +128,42 @@ def test_what_is_not_there_is_one_clear_error(run, arguments, error, message):
     assert raised.value.exit_code == 2
 
 
-def test_not_a_run(tmp_path):
-    with pytest.raises(CheckpointError, match="not a run directory"):
-        show_run(tmp_path)
-
-
-def test_a_run_without_journals_has_no_examples(tmp_path):
-    RunDir.create(tmp_path / "run", CONFIG, []).close()
-    with pytest.raises(CheckpointError, match="no journals yet"):
-        show_run(tmp_path / "run", example="q0")
-
-
 def test_an_uncredited_call_says_so(tmp_path):
     with RunDir.create(tmp_path / "run", CONFIG, []) as run:
         write_step(run, forest(1)[0], [])
         assert "no credit" in show_run(run.path, example="q0")
 
 
-def test_a_long_text_keeps_its_ends():
-    assert abridged("a" * 50 + "b" * 500 + "c" * 50, 50, 50) == "a" * 50 + " […500 characters…] " + "c" * 50
-    assert abridged("short", 1, 1) == "short"
-
-
-def test_advantages_and_credit_in_words():
-    assert advantage_of({"advantages": (0.5, 0.5)}) == "+0.500"
-    assert advantage_of({"advantages": (-1.0, 1.0)}) == "-1.000 … +1.000 (mean +0.000)"
-    assert advantage_of({}) == "-"
-    line = credit_line({"reward": 1.0, "advantages": (1.0,), "weights": (0.0,), "filler_of": "x"})
-    assert "left out of the loss" in line and "repeated to fill its group" in line
-
-
-def test_parts_are_a_sum_only_where_they_add_up():
-    assert made_of(1.25, {"f1": 0.75, "form": 0.5}) == " = f1 0.750 + form 0.500"
-    assert made_of(-0.4, {"turn": -0.4, "own_advantage": -0.5}) == " (turn -0.400, own_advantage -0.500)"
-    assert made_of(None, {"f1": 0.0}) == " (f1 0.000)" and made_of(1.0, {}) == ""
-    assert credit_line({"reward": 0.2, "parts": {"turn": 0.2, "own_advantage": 1.0}}).startswith("reward 0.200 (turn")
-
-
-def test_a_sum_of_zero_does_not_show_its_rounding():
-    assert 0.3 - 0.2 - 0.1 != 0.0 and made_of(0.0, {"turn": 0.3 - 0.2 - 0.1}) == " = turn 0.000"
-
-
-def test_the_prediction_of_an_agent_is_shown_by_its_answer():
-    assert shown_prediction({"answer": "Fonen", "actions": ["search"]}) == "Fonen"
-    assert shown_prediction({"answer": None, "ended": "limit"}) == "{'answer': None, 'ended': 'limit'}"
-    assert shown_prediction({"label": "refund"}) == "{'label': 'refund'}" and shown_prediction("harp") == "harp"
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (abridged("a" * 50 + "b" * 500 + "c" * 50, 50, 50), "a" * 50 + " […500 characters…] " + "c" * 50),
+        (abridged("short", 1, 1), "short"),
+        (advantage_of({"advantages": (0.5, 0.5)}), "+0.500"),
+        (advantage_of({"advantages": (-1.0, 1.0)}), "-1.000 … +1.000 (mean +0.000)"),
+        (advantage_of({}), "-"),
+        (made_of(1.25, {"f1": 0.75, "form": 0.5}), " = f1 0.750 + form 0.500"),
+        (made_of(-0.4, {"turn": -0.4, "own_advantage": -0.5}), " (turn -0.400, own_advantage -0.500)"),
+        (made_of(None, {"f1": 0.0}), " (f1 0.000)"),
+        (made_of(1.0, {}), ""),
+        # a sum of zero does not show its rounding
+        (made_of(0.0, {"turn": 0.3 - 0.2 - 0.1}), " = turn 0.000"),
+        (shown_prediction({"answer": "Fonen", "actions": ["search"]}), "Fonen"),
+        (shown_prediction({"answer": None, "ended": "limit"}), "{'answer': None, 'ended': 'limit'}"),
+        (shown_prediction({"label": "refund"}), "{'label': 'refund'}"),
+        (shown_prediction("harp"), "harp"),
+        (
+            credit_line({"reward": 1.0, "advantages": (1.0,), "weights": (0.0,), "filler_of": "x"}),
+            "reward 1.000 · advantage +1.000 · left out of the loss · repeated to fill its group",
+        ),
+        (
+            credit_line({"reward": 0.2, "parts": {"turn": 0.2, "own_advantage": 1.0}}),
+            "reward 0.200 (turn 0.200, own_advantage 1.000) · advantage -",
+        ),
+    ],
+)
+def test_calls_in_words(shown, text):
+    assert shown == text
 
 
 def test_penalties_are_shown_where_there_are_some():

@@ -75,12 +75,6 @@ def test_what_several_algorithms_lack_is_said_with_their_names(forest):
     assert second.startswith("algo=mappo: call 'q/0#0': logprobs: missing")
 
 
-def test_table_of_one_algorithm(forest):
-    text = credit_report([section("mhgpo_fof", group_size=2)], forest, seed=0, as_json=False)
-    assert text.splitlines()[0] == "mhgpo_fof: 4 entries"
-    assert "q:a:0" in text and "0.125 x2" in text
-
-
 def test_problems_with_the_forests_modules_are_config_errors(forest):
     algo = section("mhgpo_fof", train_modules=("answerer",))
     with pytest.raises(ConfigError, match=r"algo\.train_modules: got 'answerer'"):
@@ -125,35 +119,32 @@ def test_names_that_no_terminal_shows_are_escaped():
     text.encode()
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(DataError) as caught:
-        load_rollouts(tmp_path / "none")
-    assert str(caught.value) == f"rollouts: {tmp_path / 'none'} cannot be read (No such file or directory)"
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, r"rollouts: .*/file cannot be read \(No such file or directory\)$"),
+        (b"\xff\xff", "not UTF-8"),
+        (b"{}", r"/file: version: missing"),
+        (gzip.compress(b'{"line": "call"}'), "damaged journal"),
+        (gzip.compress(b"{}")[:-4], r"damaged journal \(EOFError: "),
+        (
+            b'{"line": "forest", "step": 1}\n{"line": "prompt", "ids": [1',
+            r"file:2: got b.*, expected one JSON object per",
+        ),
+        (DEEP, "file: "),
+        (b'{"line": "head"}\n' + DEEP, r"file:2: got b'\[\[.*, expected one JSON object per line"),
+    ],
+)
+def test_files_that_cannot_be_read(content, says, tmp_path):
+    if content is not None:
+        (tmp_path / "file").write_bytes(content)
+    with pytest.raises(DataError, match=says):
+        load_rollouts(tmp_path / "file")
     with pytest.raises(DataError, match=r"Is a directory\); a journal is a file in RUN_DIR/journal$"):
         load_rollouts(tmp_path)
-    bad = tmp_path / "bad"
-    bad.write_bytes(b"\xff\xff")
-    with pytest.raises(DataError, match="not UTF-8"):
-        load_rollouts(bad)
-    bad.write_text("{}")
-    with pytest.raises(DataError, match="version: missing"):
-        load_rollouts(bad)
-    bad.write_bytes(gzip.compress(b'{"line": "call"}'))
-    with pytest.raises(DataError, match="damaged journal"):
-        load_rollouts(bad)
-    bad.write_bytes(gzip.compress(b"{}")[:-4])
-    with pytest.raises(DataError, match=r"damaged journal \(EOFError: "):
-        load_rollouts(bad)
-    bad.write_text('{"line": "forest", "step": 1}\n{"line": "prompt", "ids": [1')
-    with pytest.raises(DataError, match=r"bad:2: got b.*, expected one JSON object per line"):
-        load_rollouts(bad)
-    deep = "[" * 100_000
-    bad.write_text(deep)
-    with pytest.raises(DataError, match="bad: "):
-        load_rollouts(bad)
-    bad.write_text('{"line": "head"}\n' + deep)
-    with pytest.raises(DataError, match=r"bad:2: got b'\[\[.*, expected one JSON object per line"):
-        load_rollouts(bad)
 
 
 @pytest.mark.parametrize(
@@ -250,13 +241,6 @@ def test_the_seed_reaches_random_choices():
     grow.chain("q/r1", "aaa", 0.0)
     reports = [credit_report([section("mmgrpo")], grow.forest, seed=s, as_json=True) for s in (0, 1, 1)]
     assert reports[0] != reports[1] == reports[2]
-
-
-def test_bad_forests_are_named_by_their_file(tmp_path):
-    path = tmp_path / "mine.json"
-    path.write_text("{}")
-    with pytest.raises(DataError, match=r"mine\.json: version: missing"):
-        load_rollouts(path)
 
 
 def test_mini_batches_split_the_examples_in_order_and_weigh_each_by_itself():
