@@ -108,21 +108,21 @@ def step_text(overview: Overview, step: int, width: int) -> str:
     Raises:
         CheckpointError: it has neither; names the steps that have one.
     """
-    run, evaluated, parts = overview.run, _evaluated(overview), []
-    if run.journal_path(step).is_file():
-        forest, _ = read_step(run, step)
-        parts.append(_examples_table(run, forest, step, width))
-    training = bool(parts)
-    for (split, at), items in evaluated.items():
-        if at == step:
-            when = "after it" if training else f"after step {step}" if step else "before training"
-            title = f"evaluation on {split} {'' if overview.evaluates else when}".strip()
-            parts.append(f"{title}\n{_items_text(items, width, worst=WORST if training else None)}")
-    if parts:
-        example = "" if training else next(iter(evaluated[key][0]["id"] for key in evaluated if key[1] == step))
-        more = f"one item: mmrl show {run.path} step={step} example='{clean(example)}'"
-        return "\n\n".join([*parts, *([] if training else [more])])
-    raise CheckpointError(f"{run.path}: no journal of step {step}; {_steps(overview)}")
+    run, parts = overview.run, []
+    training = run.journal_path(step).is_file()
+    if training:
+        parts.append(_examples_table(run, read_step(run, step)[0], step, width))
+    evaluated = {split: items for (split, at), items in _evaluated(overview).items() if at == step}
+    for split, items in evaluated.items():
+        when = "" if overview.evaluates else f" after step {step}" if step else " before training"
+        table = _items_text(items, width, worst=WORST if training else None)
+        parts.append(f"evaluation on {split}{when}\n{table}")
+    if not parts:
+        raise CheckpointError(f"{run.path}: no journal of step {step}; {_steps(overview)}")
+    if not training:
+        example = next(iter(evaluated.values()))[0]["id"]
+        parts.append(f"one item: mmrl show {run.path} step={step} example='{clean(example)}'")
+    return "\n\n".join(parts)
 
 
 def example_text(overview: Overview, example: str, step: int | None, width: int) -> str:

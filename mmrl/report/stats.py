@@ -297,11 +297,10 @@ def compare_items(
     pairs = [(item["metrics"], later[item["id"]]) for item in before if item["id"] in later]
     if not pairs:
         return {}
-    names = sorted(set().union(*(first.keys() & second.keys() for first, second in pairs)))
-    # The main metric, then answers, then behaviour; reward last, since training changes it by design.
-    names.sort(key=lambda name: (name != main_metric, name not in FIRST, name == "reward", name))
+    names = set().union(*(first.keys() & second.keys() for first, second in pairs))
     differences = {}
-    for name in names:
+    # The main metric, then answers, then behaviour; reward last, since training changes it by design.
+    for name in sorted(names, key=lambda name: (name != main_metric, name not in FIRST, name == "reward", name)):
         shared = [(first[name], second[name]) for first, second in pairs if name in first and name in second]
         old, new = zip(*shared, strict=True)
         differences[name] = paired_difference(old, new, (seed, "compare", name), resamples)

@@ -268,7 +268,7 @@ def test_an_evaluation_without_items_is_passed_over(tmp_path):
 
 def test_the_evaluations_of_a_training_run(run):
     assert show_run(run.path, step=0).startswith("evaluation on dev before training\n60 items\n")
-    assert "evaluation on dev after it\nthe 10 of 60 items with the lowest scores" in show_run(run.path, step=40)
+    assert "evaluation on dev after step 40\nthe 10 of 60 items with the lowest scores" in show_run(run.path, step=40)
     text = show_run(run.path, example="d7")
     assert text.startswith("item d7\n") and [f"dev, step {step}" in text for step in (0, 10, 20, 40)] == [True] * 4
 
