@@ -74,10 +74,9 @@ def model_card(overview: Overview, facts: CardFacts) -> str:
     sections = {
         name: overview.config[name] for name in ("algo", "train", "task", "model", "eval") if name in overview.config
     }
-    text = (
-        _templates()
-        .get_template("card.md")
-        .render(
+    template = _templates().get_template("card.md")
+    return readable(
+        template.render(
             overview=overview,
             facts=facts,
             front=_front_matter(overview, facts).to_yaml(),
@@ -90,7 +89,6 @@ def model_card(overview: Overview, facts: CardFacts) -> str:
             command=shlex.join(shown_path(str(word)) for word in overview.environment.get("command") or ()),
         )
     )
-    return readable(text)
 
 
 @cache
@@ -113,7 +111,7 @@ def checkpoint_card(config: JsonObject, step: int) -> str:
     model, task, algo = (config.get(section) or {} for section in ("model", "task", "algo"))
     base, algorithm = str(model.get("path", "")), str(algo.get("name", ""))
     how = f" {_how(algorithm)} on the task `{task.get('name')}`" if algorithm else ""
-    named = f"`{shown_path(_on_hub(base))}`" if base else "a model"
+    named = f"`{shown_path(FETCHED.get(base, base))}`" if base else "a model"
     return (
         f"---\n{_head(base, algorithm, adapter=bool(model.get('lora'))).to_yaml()}\n---\n\n# Step {step}\n\n{named}, "
         f"trained for {step} steps{how}, with mmrl. A checkpoint holds the state of the optimizer too. The weights for "
@@ -156,7 +154,7 @@ def _head(base: str, algorithm: str, *, adapter: bool, **more: Any) -> ModelCard
 
     kind = ["supervised"] if algorithm == SFT else ["reinforcement-learning"]
     paper = [f"arxiv:{PAPERS[algorithm]}"] if algorithm in PAPERS else []
-    on_hub = _on_hub(base)
+    on_hub = FETCHED.get(base, base)
     # The hub takes names of its own alone here, so a folder's is left out.
     if on_hub and is_hub_id(on_hub):
         more |= {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
@@ -166,11 +164,6 @@ def _head(base: str, algorithm: str, *, adapter: bool, **more: Any) -> ModelCard
         tags=[tag for tag in ("mmrl", *kind, algorithm, *paper) if tag],
         **more,
     )
-
-
-def _on_hub(base: str) -> str:
-    """The hub id of a fetched model, else the base as it is."""
-    return FETCHED.get(base, base)
 
 
 def is_hub_id(base: str) -> bool:
@@ -228,24 +221,19 @@ def snippets(
         program: `task.prompt_layout` of the folder's `program.json`; None: it has none.
     """
     weights = f"{folder}/{names[0]}" if names else str(folder)
-    code = (
-        _templates()
-        .get_template("snippets.jinja")
-        .make_module(
-            {
-                "folder": folder,
-                "weights": weights,
-                "lora": Path(weights).name,
-                "base": located(base) if base in SHIPPED or base in FETCHED else base,
-                "rank": None if rank is None else next((known for known in RANKS if known >= rank), rank),
-                # Whole models of several modules are served one at a time.
-                "policy": weights if names and not modules else str(folder),
-                "served": f"policy/{modules[0]}" if modules else "policy",
-                "apart": bool(modules),
-                "program": program,
-                "address": ADDRESS,
-            }
-        )
-    )
-    for name, macro in (("transformers", "transformers"), ("vLLM", "vllm"), ("DSPy", "dspy"), ("openai", "openai")):
-        yield name, str(getattr(code, macro)())
+    values = {
+        "folder": folder,
+        "weights": weights,
+        "lora": Path(weights).name,
+        "base": located(base) if base in SHIPPED or base in FETCHED else base,
+        "rank": None if rank is None else next((known for known in RANKS if known >= rank), rank),
+        # Whole models of several modules are served one at a time.
+        "policy": weights if names and not modules else str(folder),
+        "served": f"policy/{modules[0]}" if modules else "policy",
+        "apart": bool(modules),
+        "program": program,
+        "address": ADDRESS,
+    }
+    code = _templates().get_template("snippets.jinja").make_module(values)
+    for name in ("transformers", "vLLM", "DSPy", "openai"):
+        yield name, str(getattr(code, name.lower())())
