@@ -11,7 +11,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -102,14 +102,11 @@ def evaluation_curve(curves: Mapping[str, Points], split: str) -> str:
     if not curves:
         return ""
     with drawing() as (axes, svg):
-        layers = _layers([np.array([value for _, value, _, _ in points]) for points in curves.values()])
-        for color, marker, layer, (name, points) in zip(LINES, MARKERS, layers, curves.items(), strict=False):
-            steps, values, _, _ = zip(*points, strict=True)
-            axes.plot(steps, values, color=color, marker=marker, label=_label(name), **layer)
-            bounded = [(step, low, high) for step, _, low, high in points if low is not None and high is not None]
-            if color == LINES[0] and bounded:
-                axes.fill_between(*zip(*bounded, strict=True), color=color, alpha=0.18, linewidth=0)
-        _legend(axes)
+        first = next(iter(curves.values()))
+        bounded = [(step, low, high) for step, _, low, high in first if low is not None and high is not None]
+        if bounded:
+            axes.fill_between(*zip(*bounded, strict=True), color=LINES[0], alpha=0.18, linewidth=0)
+        _draw(axes, {name: np.array([point[:2] for point in points]).T for name, points in curves.items()}, MARKERS)
         _by_step(axes, f"score on {split}")
         return svg(f"score on {split} by step")
 
@@ -122,38 +119,43 @@ def lines_over_steps(history: History, keys: Mapping[str, str], label: str) -> s
         label: what is drawn, for screen readers (others read the caption).
     """
     curves = {name: series(history, key) for name, key in keys.items()}
-    curves = {name: (steps, trailing_mean(values, WINDOW)) for name, (steps, values) in curves.items() if len(values)}
+    curves = {
+        name: _thin(steps, trailing_mean(values, WINDOW)) for name, (steps, values) in curves.items() if len(values)
+    }
     if not curves:
         return ""
-    curves = {name: _thin(steps, means) for name, (steps, means) in curves.items()}
     with drawing() as (axes, svg):
-        layers = _layers([means for _, means in curves.values()])
-        for index, (name, (steps, means)) in enumerate(curves.items()):
-            color, dash = LINES[index % len(LINES)], DASHES[index // len(LINES) % len(DASHES)]
-            axes.plot(
-                steps, means, color=color, linestyle=dash, marker=_point(means), label=_label(name), **layers[index]
-            )
-        if len(curves) > 1:
-            _legend(axes)
+        _draw(axes, curves)
         _by_step(axes, "")
         return svg(label)
+
+
+def _draw(axes: Axes, curves: Mapping[str, Sequence[np.ndarray]], markers: Sequence[str] = ()) -> None:
+    """Steps and values of each curve, so that none hides another, and a legend of several."""
+    span = max(float(np.ptp(np.concatenate([values for _, values in curves.values()]))), 1e-12)
+    drawn: list[np.ndarray] = []
+    for place, (name, (steps, values)) in enumerate(curves.items()):
+        # The first lies on top, and one below it that agrees with it is wider.
+        alike = sum(len(other) == len(values) and abs(other - values).max() < 0.02 * span for other in drawn)
+        drawn.append(values)
+        axes.plot(
+            steps,
+            values,
+            color=LINES[place % len(LINES)],
+            linestyle="-" if markers else DASHES[place // len(LINES) % len(DASHES)],
+            marker=markers[place] if markers else _point(values),
+            label=_label(name),
+            linewidth=1.6 + 2.4 * alike,
+            markersize=5 + 3 * alike,
+            zorder=3 - 0.01 * place,
+        )
+    if markers or len(curves) > 1:
+        _legend(axes)
 
 
 def _point(values: np.ndarray) -> str:
     """The marker of a curve: a line of one point would not be seen."""
     return "o" if len(values) == 1 else ""
-
-
-def _layers(curves: Sequence[np.ndarray]) -> list[dict[str, Any]]:
-    """Line styles with which no curve hides another: the first lies on top, and one below it that agrees is wider."""
-    span = max((float(np.ptp(np.concatenate(curves))), 1e-12))
-    layers = []
-    for place, own in enumerate(curves):
-        alike = [other for other in curves[:place] if len(other) == len(own) and abs(other - own).max() < 0.02 * span]
-        layers.append(
-            {"linewidth": 1.6 + 2.4 * len(alike), "markersize": 5 + 3 * len(alike), "zorder": 3 - 0.01 * place}
-        )
-    return layers
 
 
 def _legend(axes: Axes) -> None:
