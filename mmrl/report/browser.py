@@ -179,7 +179,7 @@ def block(
                 "scored": "reward",
                 "rewards": [number(rollout.reward) for rollout in rollouts],
                 "failed": sum(rollout.error is not None for rollout in rollouts),
-                "calls": list(_calls(trees(forest, entries, example), prompts, tokenizer, largest)),
+                "calls": [_call(node, prompts, tokenizer, largest) for node in trees(forest, entries, example)],
                 "lost": [rollout_line(rollout) for rollout in rollouts if rollout.leaf is None],
             }
         )
@@ -199,22 +199,18 @@ def _packed(key: str, label: str, examples: Sequence[JsonObject], prompts: Seque
     )
 
 
-def _calls(
-    nodes: Iterable[Node], prompts: dict[str, int], tokenizer: Tokenizer | None, largest: float, depth: int = 0
-) -> Iterator[JsonObject]:
-    for node in nodes:
-        prompt = abridged(visible(node.call.prompt_text), *PROMPT)
-        yield {
-            "depth": depth,
-            "module": node.call.module,
-            "name": node.name,
-            "facts": node.facts,
-            "state": node.state,
-            "prompt": prompts.setdefault(prompt, len(prompts)),
-            "pieces": coloured(node.call, node.entries, tokenizer, largest),
-            "credit": node.credit,
-            "groups": [str(entry["group"]) for entry in node.entries if entry.get("group") is not None],
-            "reward": number(node.entries[0].get("reward")) if node.entries else None,
-            "outcomes": node.outcomes,
-        }
-        yield from _calls(node.children, prompts, tokenizer, largest, depth + 1)
+def _call(node: Node, prompts: dict[str, int], tokenizer: Tokenizer | None, largest: float) -> JsonObject:
+    prompt = abridged(visible(node.call.prompt_text), *PROMPT)
+    return {
+        "depth": node.depth,
+        "module": node.call.module,
+        "name": node.name,
+        "facts": node.facts,
+        "state": node.state,
+        "prompt": prompts.setdefault(prompt, len(prompts)),
+        "pieces": coloured(node.call, node.entries, tokenizer, largest),
+        "credit": node.credit,
+        "groups": [str(entry["group"]) for entry in node.entries if entry.get("group") is not None],
+        "reward": number(node.entries[0].get("reward")) if node.entries else None,
+        "outcomes": node.outcomes,
+    }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from rich.text import Text
 from rich.tree import Tree
 
-from mmrl.errors import ParseFailure
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.stats import number, short, signed
 from mmrl.report.text import clean, drawn
@@ -109,6 +108,8 @@ class Node:
     """A call in its tree, and what there is to say of it, in the terminal and on the page."""
 
     call: Call
+    depth: int
+    """The number of calls before it."""
     name: str
     """Module, and where it has more than one, invocation and turn."""
     facts: str
@@ -120,11 +121,19 @@ class Node:
     """A line for each entry; none in an evaluation, which gives no credit."""
     outcomes: Sequence[str]
     """A line for each rollout that ends here."""
-    children: Sequence[Node]
 
 
-def trees(forest: Forest, entries: Sequence[EntryFields] | None, example: str) -> list[Node]:
-    """The trees of one example, in forest order.
+def depth_first(forest: Forest) -> Iterator[tuple[Call, int]]:
+    """Calls with their depths, every call before those that follow it."""
+    pending = [(call, 0) for call in reversed(list(forest.calls.values())) if call.parent is None]
+    while pending:
+        call, depth = pending.pop()
+        yield call, depth
+        pending += [(forest.calls[child], depth + 1) for child in reversed(forest.children[call.id])]
+
+
+def trees(forest: Forest, entries: Sequence[EntryFields] | None, example: str) -> Iterator[Node]:
+    """The calls of one example, depth first.
 
     Args:
         entries: None: of an evaluation.
@@ -137,36 +146,32 @@ def trees(forest: Forest, entries: Sequence[EntryFields] | None, example: str) -
     for rollout in forest.rollouts:
         ends[rollout.leaf].append(rollout)
 
-    def node(call: Call) -> Node:
-        ended = any(rollout.error == ParseFailure.kind for rollout in ends[call.id])
-        lines = [credit_line(entry) for entry in by_call[call.id]] or ["no credit"]
-        return Node(
+    for call, depth in depth_first(forest):
+        if call.example != example:
+            continue
+        credit = [credit_line(entry) for entry in by_call[call.id]] or ["no credit"]
+        failed = "could not be parsed" + (", which the program caught" if call.id in forest.caught else "")
+        counts = {" #": call.invocation, " turn ": call.turn}
+        yield Node(
             call=call,
-            name=call.module + f" #{call.invocation}" * bool(call.invocation) + f" turn {call.turn}" * bool(call.turn),
+            depth=depth,
+            name=call.module + "".join(f"{of}{count}" for of, count in counts.items() if count),
             facts=_facts(call),
-            state="" if call.ok else "could not be parsed" + ", which the program caught" * (not ended),
+            state="" if call.ok else failed,
             entries=by_call[call.id],
-            credit=[] if entries is None else lines,
+            credit=[] if entries is None else credit,
             outcomes=[rollout_line(rollout) for rollout in ends[call.id]],
-            children=[node(forest.calls[child]) for child in forest.children[call.id]],
         )
-
-    return [node(call) for call in forest.calls.values() if call.example == example and call.parent is None]
 
 
 def _facts(call: Call) -> str:
     noted = {"penalty": call.penalty or None, "turn reward": call.turn_reward, **call.facts}
-    return " · ".join(
-        [
-            f"{call.completion_tokens} tokens, {call.finish}",
-            *([f"attempt {call.attempts}"] if call.attempts > 1 else []),
-            *(
-                f"{name} {short(value) if number(value) is not None else abridged(clean(value), 200, 60)}"
-                for name, value in noted.items()
-                if isinstance(value, int | float | str)
-            ),
-        ]
-    )
+    facts = [f"{call.completion_tokens} tokens, {call.finish}"]
+    facts += [f"attempt {call.attempts}"] if call.attempts > 1 else []
+    for name, value in noted.items():
+        if isinstance(value, int | float | str):
+            facts.append(f"{name} {short(value) if number(value) is not None else abridged(clean(value), 200, 60)}")
+    return " · ".join(facts)
 
 
 def telling_examples(forest: Forest, count: int) -> list[str]:
@@ -275,8 +280,16 @@ def render_example(
     where = f"example {example} · step {forest.step} · " if entries is not None else ""
     head = f"{where}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"
     parts: list[str | Tree] = ["\n".join([head, *asked_lines(texts)])]
-    for root in trees(forest, entries, example):
-        parts += ["", _tree(root, None)]
+    above: list[Tree] = []
+    before: dict[str | None, Call] = {}
+    for node in trees(forest, entries, example):
+        tree = Tree(Text(_node_text(node, before.get(node.call.parent))))
+        if node.depth:
+            above[node.depth - 1].children.append(tree)
+            before[node.call.parent] = node.call
+        else:
+            parts += ["", tree]
+        above[node.depth :] = [tree]
     # A rollout that failed before its first call is on no path of the tree.
     if lost := [f"  {rollout_line(rollout)}" for rollout in rollouts if rollout.leaf is None]:
         parts += ["", "\n".join(["without any call:", *lost])]
@@ -285,12 +298,8 @@ def render_example(
     return drawn(parts, max(width, 4 * deepest + 30))
 
 
-def _tree(node: Node, before: Call | None) -> Tree:
-    """A call and those after it.
-
-    Args:
-        before: the sibling before: where this call has its prompt too, it is not shown again.
-    """
+def _node_text(node: Node, before: Call | None) -> str:
+    """Lines of a call; `before`: the sibling before it, whose prompt is not shown again."""
     call = node.call
     lines = [f"{node.name} · {node.facts}{f' · {node.state}' if node.state else ''}  [{call.id}]"]
     if before is not None and (call.prompt_ids, call.prompt_text) == (before.prompt_ids, before.prompt_text):
@@ -298,12 +307,7 @@ def _tree(node: Node, before: Call | None) -> Tree:
     elif call.prompt_text:
         lines.append(f"asked: {abridged(clean(call.prompt_text))}")
     lines.append(f"said:  {abridged(clean(call.text), 300, 100) or '(nothing)'}")
-    lines += [*node.credit, *(f"⇒ {outcome}" for outcome in node.outcomes)]
-    tree, before = Tree(Text("\n".join(lines))), None
-    for child in node.children:
-        tree.children.append(_tree(child, before))
-        before = child.call
-    return tree
+    return "\n".join([*lines, *node.credit, *(f"⇒ {outcome}" for outcome in node.outcomes)])
 
 
 def visible(value: str) -> str:

@@ -15,6 +15,7 @@ from mmrl.credit.entries import Credit, Entry
 from mmrl.records import Forest
 from mmrl.report.charts import INK, drawing, standalone
 from mmrl.report.html import rendered
+from mmrl.report.trees import depth_first
 from mmrl.system.files import atomic_write
 
 UP, DOWN = "#168c48", "#cd3228"
@@ -41,7 +42,7 @@ def write_page(path: Path, forest: Forest, credits: Sequence[Credit], tables: Se
 
 def _picture(forest: Forest, credits: Sequence[Credit], title: str) -> str:
     """SVG: the calls' trees at the left, a cell for each call and algorithm."""
-    calls = _depth_first(forest)
+    calls = list(depth_first(forest))
     rewards = {rollout.leaf: rollout.reward for rollout in forest.rollouts}
     columns = [_pushes(credit) for credit in credits]
     with drawing((3.2 + 1.02 * len(credits), 1.1 + 0.3 * len(calls))) as (axes, svg):
@@ -53,31 +54,16 @@ def _picture(forest: Forest, credits: Sequence[Credit], title: str) -> str:
         axes.grid(False)
         axes.spines[:].set_visible(False)
         for row, (call, depth) in enumerate(calls):
-            reward = f"  R = {rewards[call]:g}" if rewards.get(call) is not None else ""
-            name = f"{'└ ' if depth else ''}{call} {forest.calls[call].module}{reward}"
+            reward = f"  R = {rewards[call.id]:g}" if rewards.get(call.id) is not None else ""
+            name = f"{'└ ' if depth else ''}{call.id} {call.module}{reward}"
             axes.text(-3.2 + 0.22 * depth, row + 0.5, name, va="center")
             for column, pushes in enumerate(columns):
-                share, advantage = pushes.get(call, (0.0, None))
+                share, advantage = pushes.get(call.id, (0.0, None))
                 text = "·" if advantage is None else "0" if abs(advantage) < 0.005 else f"{advantage:+.2f}"
                 axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", color=INK)
                 ends, color = [column + 0.03, column + 0.97], UP if share > 0 else DOWN
                 axes.fill_between(ends, row + 0.06, row + 0.94, color=color, alpha=0.6 * abs(share))
         return svg(title)
-
-
-def _depth_first(forest: Forest) -> list[tuple[str, int]]:
-    """Calls with their depth, every call before those that follow it."""
-    found: list[tuple[str, int]] = []
-
-    def visit(call: str, depth: int) -> None:
-        found.append((call, depth))
-        for child in forest.children[call]:
-            visit(child, depth + 1)
-
-    for call in forest.calls.values():
-        if call.parent is None:
-            visit(call.id, 0)
-    return found
 
 
 def _pushes(credit: Credit) -> Mapping[str, tuple[float, float]]:
