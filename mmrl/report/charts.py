@@ -105,8 +105,10 @@ def evaluation_curve(curves: Mapping[str, Points], split: str) -> str:
         first = next(iter(curves.values()))
         bounded = [(step, low, high) for step, _, low, high in first if low is not None and high is not None]
         if bounded:
-            axes.fill_between(*zip(*bounded, strict=True), color=LINES[0], alpha=0.18, linewidth=0)
-        _draw(axes, {name: np.array([point[:2] for point in points]).T for name, points in curves.items()}, MARKERS)
+            steps, lows, highs = zip(*bounded, strict=True)
+            axes.fill_between(steps, lows, highs, color=LINES[0], alpha=0.18, linewidth=0)
+        columns = {name: np.array([point[:2] for point in points]).T for name, points in curves.items()}
+        _draw(axes, {name: (steps, values) for name, (steps, values) in columns.items()}, MARKERS)
         _by_step(axes, f"score on {split}")
         return svg(f"score on {split} by step")
 
@@ -130,7 +132,7 @@ def lines_over_steps(history: History, keys: Mapping[str, str], label: str) -> s
         return svg(label)
 
 
-def _draw(axes: Axes, curves: Mapping[str, Sequence[np.ndarray]], markers: Sequence[str] = ()) -> None:
+def _draw(axes: Axes, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], markers: Sequence[str] = ()) -> None:
     """Steps and values of each curve, so that none hides another, and a legend of several."""
     span = max(float(np.ptp(np.concatenate([values for _, values in curves.values()]))), 1e-12)
     drawn: list[np.ndarray] = []
