@@ -350,7 +350,7 @@ def _credited(request: CreditRequest, trained: AlgoConfig, others: Sequence[Algo
     assert request.run is not None and request.step is not None
     source = recorded_step(request)
     (again,) = credit_all([trained], source, request.run.seed)
-    pushes = _pushes(again)
+    pushes = _pushed(again)
     credits = credit_all(others, source, request.seed, request.typed)
     return CreditedStep(
         step=request.step,
@@ -361,18 +361,22 @@ def _credited(request: CreditRequest, trained: AlgoConfig, others: Sequence[Algo
     )
 
 
-def _pushes(credit: Credit) -> Push:
-    """Pushes of the calls that have something other than 0."""
+def pushes_of(credit: Credit) -> Push:
+    """Pushes of all calls with an entry."""
     pushes: Push = {}
     for entry in credit.entries:
         tokens = [a * w for a, w in zip(entry.advantages, entry.weights, strict=True)]
         before = pushes.get(entry.call)
         pushes[entry.call] = tokens if before is None else [a + b for a, b in zip(before, tokens, strict=True)]
-    return {call: tokens for call, tokens in pushes.items() if any(tokens)}
+    return pushes
+
+
+def _pushed(credit: Credit) -> Push:
+    return {call: tokens for call, tokens in pushes_of(credit).items() if any(tokens)}
 
 
 def _likeness(credit: Credit, trained: Push) -> Likeness:
-    pushes = _pushes(credit)
+    pushes = _pushed(credit)
     both = [call for call in pushes if call in trained]
     same = [sum(pushes[call]) * sum(trained[call]) > 0 for call in both]
     # A call may have more tokens to one algorithm than to another, which leaves some out: those are 0.

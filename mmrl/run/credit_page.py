@@ -7,15 +7,17 @@ share of the largest of that algorithm. So colours compare within a column, and 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from mmrl.credit.entries import Credit, Entry
+from mmrl.credit.entries import Credit
 from mmrl.records import Forest
 from mmrl.report.charts import INK, drawing, standalone
 from mmrl.report.html import rendered
 from mmrl.report.trees import depth_first
+from mmrl.run.credit import pushes_of
 from mmrl.system.files import atomic_write
 
 UP, DOWN = "#168c48", "#cd3228"
@@ -44,7 +46,7 @@ def _picture(forest: Forest, credits: Sequence[Credit], title: str) -> str:
     """SVG: the calls' trees at the left, a cell for each call and algorithm."""
     calls = list(depth_first(forest))
     rewards = {rollout.leaf: rollout.reward for rollout in forest.rollouts}
-    columns = [_pushes(credit) for credit in credits]
+    columns = [_shares(credit) for credit in credits]
     with drawing((3.2 + 1.02 * len(credits), 1.1 + 0.3 * len(calls))) as (axes, svg):
         axes.set(xlim=(-3.2, len(credits)), ylim=(len(calls), 0))
         axes.set_xticks([i + 0.5 for i in range(len(credits))], [c.algo.replace("_", "\n") for c in credits])
@@ -57,8 +59,8 @@ def _picture(forest: Forest, credits: Sequence[Credit], title: str) -> str:
             reward = f"  R = {rewards[call.id]:g}" if rewards.get(call.id) is not None else ""
             name = f"{'└ ' if depth else ''}{call.id} {call.module}{reward}"
             axes.text(-3.2 + 0.22 * depth, row + 0.5, name, va="center")
-            for column, pushes in enumerate(columns):
-                share, advantage = pushes.get(call.id, (0.0, None))
+            for column, shares in enumerate(columns):
+                share, advantage = shares.get(call.id, (0.0, None))
                 text = "·" if advantage is None else "0" if abs(advantage) < 0.005 else f"{advantage:+.2f}"
                 axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", color=INK)
                 ends, color = [column + 0.03, column + 0.97], UP if share > 0 else DOWN
@@ -66,17 +68,11 @@ def _picture(forest: Forest, credits: Sequence[Credit], title: str) -> str:
         return svg(title)
 
 
-def _pushes(credit: Credit) -> Mapping[str, tuple[float, float]]:
+def _shares(credit: Credit) -> Mapping[str, tuple[float, float]]:
     """Share of the algorithm's largest push, and mean advantage, of each call with an entry."""
-    entries: dict[str, list[Entry]] = {}
+    pushes = {call: sum(tokens) for call, tokens in pushes_of(credit).items()}
+    largest = max(map(abs, pushes.values()), default=0.0) or 1.0
+    advantages: defaultdict[str, list[float]] = defaultdict(list)
     for entry in credit.entries:
-        entries.setdefault(entry.call, []).append(entry)
-    pushes = {
-        call: sum(a * w for entry in own for a, w in zip(entry.advantages, entry.weights, strict=True))
-        for call, own in entries.items()
-    }
-    largest = max((abs(push) for push in pushes.values()), default=0.0) or 1.0
-    return {
-        call: (push / largest, fmean([a for entry in entries[call] for a in entry.advantages] or [0.0]))
-        for call, push in pushes.items()
-    }
+        advantages[entry.call] += entry.advantages
+    return {call: (push / largest, fmean(advantages[call] or [0.0])) for call, push in pushes.items()}
