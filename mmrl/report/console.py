@@ -118,10 +118,6 @@ def finish(
     facts: Mapping[str, object],
     before: Sequence[Item],
     after: Sequence[Item],
-    *,
-    seed: int,
-    split: str,
-    bootstrap: int,
     seconds: float,
     main_metric: str | None = None,
 ) -> str:
@@ -129,13 +125,14 @@ def finish(
 
     Args:
         facts, main_metric: the task's (`describe()`, `main_metric`).
-        before, after: per-item results on `split`, with `id` and `metrics`, compared as `eval.*` says.
+        before, after: per-item results on `eval.split`, with `id` and `metrics`, compared as `eval.*` says.
         seconds: wall-clock time of this process's part of the run.
     """
-    differences = compare_items(before, after, seed, bootstrap, main_metric)
+    overview = Overview.of(run)
+    seed, split = overview.get("seed"), overview.split
+    differences = compare_items(before, after, seed, overview.get("eval.bootstrap"), main_metric)
     if ends := [segment["done"] for segment in run.segments]:
         facts = {**facts, "extended": f"after step {', '.join(map(str, ends))} (segments.jsonl)"}
-    overview = Overview.of(run)
     # First the numbers, then the page: a page that fails to draw loses nothing.
     run.write_summary(
         {

@@ -129,10 +129,8 @@ def parse_forest(text: str, source: str) -> Forest:
     """
     try:
         raw = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{source}:{error.lineno}: not JSON ({error.msg})") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{source}: {error}") from None
+        raise DataError(f"{source}: not JSON ({error})") from None
     return _read(raw, source)
 
 
