@@ -126,6 +126,6 @@ def _prompt_lines(prompt: Mapping[str, Any], width: int) -> list[str]:
     """The lines of its instructions, and one for each demonstration."""
     lines = str(prompt.get("instructions", "")).splitlines()
     for demo in prompt.get("demonstrations", ()):
-        fields = "  ".join(f"{key}: {value}" for key, value in demo.items() if key != "augmented")
-        lines.append(shorten(f"demonstration  {fields}", max(width - 3, 40), placeholder=" …"))
+        fields = " · ".join(f"{key}: {value}" for key, value in demo.items() if key != "augmented")
+        lines.append(shorten(f"demonstration: {fields}", max(width - 3, 40), placeholder=" …"))
     return lines
