@@ -20,8 +20,8 @@ from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.config.other_stages import SFT
 from mmrl.models.load import located
 from mmrl.report.overview import Item, Overview
-from mmrl.report.stats import Difference, number, signed
-from mmrl.report.tables import Rows, interval, markdown, with_interval
+from mmrl.report.stats import number
+from mmrl.report.tables import before_after_rows, markdown
 from mmrl.system.files import JsonObject
 from mmrl.system.objects import readable
 
@@ -45,17 +45,17 @@ PAPERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
-    """What a card says beside what is in the run directory."""
+    """Facts of a card that are not in the run directory."""
 
     title: str
     step: int
     """Training steps done."""
     holds: str
-    """What the folder holds, one sentence."""
+    """A sentence about the contents of the folder."""
     kind: str = "merged"
     """`merged` (full weights) or `adapter` (LoRA adapters)."""
     licence: str | None = None
-    """Of the base model, as the hub abbreviates it; None: not known."""
+    """The base model's, as the hub abbreviates it; None: not known."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Module -> what it speaks with, in words; empty where all share one policy."""
     prompts: Sequence[str] = ()
@@ -66,34 +66,34 @@ class CardFacts:
     """Split -> hub id of the data set, where it has one."""
 
 
-def model_card(seen: Overview, facts: CardFacts) -> str:
+def model_card(overview: Overview, facts: CardFacts) -> str:
     """The text of `README.md`."""
-    evaluated: Mapping[int, Sequence[Item]] = seen.items.get(seen.split, {})
+    evaluated: Mapping[int, Sequence[Item]] = overview.items.get(overview.split, {})
     # Both evaluations of the split, or no numbers.
-    compared = seen.compared(0, facts.step) if {0, facts.step} <= evaluated.keys() else {}
-    sections = {name: seen.config[name] for name in ("algo", "train", "task", "model", "eval") if name in seen.config}
-    text = (
-        _templates()
-        .get_template("card.md")
-        .render(
-            seen=seen,
+    compared = overview.compared(0, facts.step) if {0, facts.step} <= evaluated.keys() else {}
+    sections = {
+        name: overview.config[name] for name in ("algo", "train", "task", "model", "eval") if name in overview.config
+    }
+    template = _templates().get_template("card.md")
+    return readable(
+        template.render(
+            overview=overview,
             facts=facts,
-            front=_front_matter(seen, facts).to_yaml(),
-            base=str(seen.get("model.path", "?")),
-            how=_how(str(seen.get("algo.name", "?"))),
-            compared=_result_rows(seen, facts.step, compared),
+            front=_front_matter(overview, facts).to_yaml(),
+            base=str(overview.get("model.path", "?")),
+            how=_how(str(overview.get("algo.name", "?"))),
+            compared=before_after_rows(compared),
             count=next((difference.n for difference in compared.values()), 0),
             evaluated=sorted(evaluated),
             settings=yaml.safe_dump(_published(sections), sort_keys=False, allow_unicode=True).rstrip("\n"),
-            command=shlex.join(map(_word, seen.environment.get("command") or ())),
+            command=shlex.join(shown_path(str(word)) for word in overview.environment.get("command") or ()),
         )
     )
-    return readable(text)
 
 
 @cache
 def _templates() -> Environment:
-    """Of text, in which nothing is escaped."""
+    """Templates of text, in which nothing is escaped."""
     templates = Environment(
         loader=PackageLoader("mmrl.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -111,7 +111,7 @@ def checkpoint_card(config: JsonObject, step: int) -> str:
     model, task, algo = (config.get(section) or {} for section in ("model", "task", "algo"))
     base, algorithm = str(model.get("path", "")), str(algo.get("name", ""))
     how = f" {_how(algorithm)} on the task `{task.get('name')}`" if algorithm else ""
-    named = f"`{shown_path(_on_hub(base))}`" if base else "a model"
+    named = f"`{shown_path(FETCHED.get(base, base))}`" if base else "a model"
     return (
         f"---\n{_head(base, algorithm, adapter=bool(model.get('lora'))).to_yaml()}\n---\n\n# Step {step}\n\n{named}, "
         f"trained for {step} steps{how}, with mmrl. A checkpoint holds the state of the optimizer too. The weights for "
@@ -120,12 +120,12 @@ def checkpoint_card(config: JsonObject, step: int) -> str:
     )
 
 
-def _front_matter(seen: Overview, facts: CardFacts) -> ModelCardData:
+def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
     """The block between `---` that the hub reads."""
     from huggingface_hub import EvalResult
 
-    task, split, sources = str(seen.get("task.name", "?")), seen.split, seen.get("task.data") or {}
-    last = next((record for record in seen.history if record["step"] == facts.step), {})
+    task, split, sources = str(overview.get("task.name", "?")), overview.split, overview.get("task.data") or {}
+    last = next((record for record in overview.history if record["step"] == facts.step), {})
     results = [
         EvalResult(
             task_type="text-generation",
@@ -135,12 +135,12 @@ def _front_matter(seen: Overview, facts: CardFacts) -> ModelCardData:
             metric_type=name,
             metric_value=round(value, 4),
         )
-        for name in seen.metric_names(split)
+        for name in overview.metric_names(split)
         if (value := number(last.get(f"eval/{split}/{name}"))) is not None
     ]
     return _head(
-        str(seen.get("model.path", "")),
-        str(seen.get("algo.name", "?")),
+        str(overview.get("model.path", "")),
+        str(overview.get("algo.name", "?")),
         adapter=facts.kind == "adapter",
         datasets=list(dict.fromkeys(facts.data.values())) or None,
         license=facts.licence,
@@ -154,7 +154,7 @@ def _head(base: str, algorithm: str, *, adapter: bool, **more: Any) -> ModelCard
 
     kind = ["supervised"] if algorithm == SFT else ["reinforcement-learning"]
     paper = [f"arxiv:{PAPERS[algorithm]}"] if algorithm in PAPERS else []
-    on_hub = _on_hub(base)
+    on_hub = FETCHED.get(base, base)
     # The hub takes names of its own alone here, so a folder's is left out.
     if on_hub and is_hub_id(on_hub):
         more |= {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
@@ -166,39 +166,27 @@ def _head(base: str, algorithm: str, *, adapter: bool, **more: Any) -> ModelCard
     )
 
 
-def _on_hub(base: str) -> str:
-    """The hub id of a fetched model, else the base as it is."""
-    return FETCHED.get(base, base)
-
-
 def is_hub_id(base: str) -> bool:
-    """Whether a model's name is one of the hub's and not a folder's."""
+    """Return True for a model's name on the hub, False for a folder's."""
     return (
         base not in SHIPPED and base not in FETCHED and not Path(base).exists() and not base.startswith((".", "/", "~"))
     )
 
 
 def shown_path(text: str) -> str:
-    """A path without the folders of this machine: of a file or a folder its name alone."""
-    return Path(text).name if text.startswith(("/", "~", "./", "../")) or Path(text).exists() else text
+    """A path, or that of `KEY=PATH`, without the folders of this machine: of a file or a folder its name alone."""
+    key, equals, path = text.rpartition("=")
+    local = path.startswith(("/", "~", "./", "../")) or Path(path).exists()
+    return f"{key}{equals}{Path(path).name}" if local else text
 
 
 def _how(algorithm: str) -> str:
-    """How weights were trained, in words."""
+    """The way weights were trained, in words."""
     if algorithm == SFT:
         return f"by supervised training (`{SFT}`)"
     number = PAPERS.get(algorithm)
     link = f" ([arXiv {number}](https://arxiv.org/abs/{number}))" if number else ""
     return f"by reinforcement learning with `{algorithm}`{link}"
-
-
-def _result_rows(seen: Overview, step: int, compared: Mapping[str, Difference]) -> Rows:
-    records = {record["step"]: record for record in seen.history}
-    rows = [["metric", "before", "after", "difference", ""]]
-    for name, change in compared.items():
-        ends = [with_interval(records.get(at, {}), f"eval/{seen.split}/{name}") for at in (0, step)]
-        rows.append([f"`{name}`", *ends, f"{signed(change.difference)} {interval(change)}", change.verdict])
-    return rows
 
 
 def _published(value: object) -> object:
@@ -213,16 +201,10 @@ def _published(value: object) -> object:
     return shown_path(value) if isinstance(value, str) and "/" in value else value
 
 
-def _word(word: object) -> str:
-    """A word of a command line without folders of this machine."""
-    key, equals, value = str(word).partition("=")
-    return f"{key}={shown_path(value)}" if equals else shown_path(str(word))
-
-
 ADDRESS = "http://127.0.0.1:8000/v1"
-"""Where `mmrl serve` listens where no other address is set."""
+"""Default address of `mmrl serve`."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Those of adapters that vLLM takes."""
+"""Ranks of adapters that vLLM takes."""
 
 
 def snippets(
@@ -239,24 +221,19 @@ def snippets(
         program: `task.prompt_layout` of the folder's `program.json`; None: it has none.
     """
     weights = f"{folder}/{names[0]}" if names else str(folder)
-    code = (
-        _templates()
-        .get_template("snippets.jinja")
-        .make_module(
-            {
-                "folder": folder,
-                "weights": weights,
-                "lora": Path(weights).name,
-                "base": located(base) if base in SHIPPED or base in FETCHED else base,
-                "rank": None if rank is None else next((known for known in RANKS if known >= rank), rank),
-                # Whole models of several modules are served one at a time.
-                "policy": weights if names and not modules else str(folder),
-                "served": f"policy/{modules[0]}" if modules else "policy",
-                "apart": bool(modules),
-                "program": program,
-                "address": ADDRESS,
-            }
-        )
-    )
-    for name, macro in (("transformers", "transformers"), ("vLLM", "vllm"), ("DSPy", "dspy"), ("openai", "openai")):
-        yield name, str(getattr(code, macro)())
+    values = {
+        "folder": folder,
+        "weights": weights,
+        "lora": Path(weights).name,
+        "base": located(base) if base in SHIPPED or base in FETCHED else base,
+        "rank": None if rank is None else next((known for known in RANKS if known >= rank), rank),
+        # Whole models of several modules are served one at a time.
+        "policy": weights if names and not modules else str(folder),
+        "served": f"policy/{modules[0]}" if modules else "policy",
+        "apart": bool(modules),
+        "program": program,
+        "address": ADDRESS,
+    }
+    code = _templates().get_template("snippets.jinja").make_module(values)
+    for name in ("transformers", "vLLM", "DSPy", "openai"):
+        yield name, str(getattr(code, name.lower())())

@@ -1,8 +1,7 @@
 """Curves of a run and of a set, as SVG that follows light and dark themes (and PNG).
 
-All figures are drawn in one palette and one matplotlib style. An SVG from matplotlib knows one theme only, so `themed`
-replaces its colours by the CSS variables that `THEME_CSS` defines: once for a page, or inside an SVG that serves alone.
-matplotlib (Agg) is imported when the first figure is drawn.
+All figures are drawn in one palette and one matplotlib style, on transparent ground; in the dark a stylesheet inverts
+their lightness and keeps their hues. matplotlib (Agg) is imported when the first figure is drawn.
 """
 
 from __future__ import annotations
@@ -10,39 +9,26 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mmrl.report.stats import WINDOW, History, learning, series, trailing_mean
+from mmrl.report.stats import ROUNDING, WINDOW, History, learning, series, trailing_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.typing import RcKeyType
 
-PAGE, INK, FAINT = "#fffffe", "#1c2431", "#c9d0d8"
-COLORS = {
-    "#0072b2": "#56b4f5",
-    "#d55e00": "#ff8d4d",
-    "#00875f": "#3fd0a4",
-    "#b0529a": "#e79bd2",
-    "#a87b00": "#e6b422",
-    "#3d9bd6": "#a5d8ff",
-    "#5b6675": "#b5bcc6",
-    "#8c2d2d": "#e88a80",
-}
-"""Light -> dark; after M. Okabe and K. Ito's palette, whose hues stay apart for colour-blind readers."""
-DARK = {PAGE: "#14181d", INK: "#e4e8ed", FAINT: "#3d4651", **COLORS}
+PAGE, INK, FAINT = "#ffffff", "#1c2431", "#c9d0d8"
+LINES = ("#0072b2", "#d55e00", "#00875f", "#b0529a", "#a87b00", "#3d9bd6", "#5b6675", "#8c2d2d")
+"""After M. Okabe and K. Ito's palette, whose hues stay apart for colour-blind readers."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 Dash: TypeAlias = Literal["-", "--", ":", "-."]
-LINES, MARKERS = tuple(COLORS), ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
-VARIABLES = {color: f"--c{place}" for place, color in enumerate(DARK)}
-_LIGHT_VALUES = "".join(f"{name}:{color};" for color, name in VARIABLES.items())
-_DARK_VALUES = "".join(f"{name}:{DARK[color]};" for color, name in VARIABLES.items())
-THEME_CSS = f".theme{{{_LIGHT_VALUES}}}@media (prefers-color-scheme:dark){{.theme{{{_DARK_VALUES}}}}}"
-"""The variables, for a page or an SVG of class `theme`."""
+DARK_CSS = "@media (prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}"
+"""For a page with figures, or inside an SVG that serves alone."""
 
 STYLE: dict[RcKeyType, object] = {
     "text.parse_math": False,
@@ -97,17 +83,17 @@ def reward_curve(history: History) -> str:
     name, steps, values = learning(history)
     if not len(values):
         return ""
-    with _axes(f"training {name}") as (axes, result):
+    with drawing() as (axes, svg):
         # Below one window the mean would only repeat the points, which then are all that is seen.
         faint = 0.35 if len(values) > WINDOW else 1
-        axes.plot(
-            *_thin(steps, values), color=LINES[0], alpha=faint, linewidth=1, marker=_point(values), label="per step"
-        )
+        thinned = _thin(steps, values)
+        axes.plot(*thinned, color=LINES[0], alpha=faint, linewidth=1, marker=_point(values), label="per step")
         if len(values) > WINDOW:
             mean = trailing_mean(values, WINDOW)
             axes.plot(*_thin(steps, mean), color=LINES[0], linewidth=2, label=f"mean of {WINDOW} steps")
             _legend(axes)
-    return result[0]
+        _by_step(axes, f"training {name}")
+        return svg(f"training {name} by step")
 
 
 def evaluation_curve(curves: Mapping[str, Points], split: str) -> str:
@@ -115,22 +101,16 @@ def evaluation_curve(curves: Mapping[str, Points], split: str) -> str:
     curves = {name: points for name, points in curves.items() if points}
     if not curves:
         return ""
-    with _axes(f"score on {split}") as (axes, result):
-        layers = _layers([np.array([value for _, value, _, _ in points]) for points in curves.values()])
-        for color, marker, layer, (name, points) in zip(LINES, MARKERS, layers, curves.items(), strict=False):
-            axes.plot(
-                *zip(*(point[:2] for point in points), strict=True),
-                color=color,
-                marker=marker,
-                label=_label(name),
-                **layer,
-            )
-            bounded = [(step, low, high) for step, _, low, high in points if low is not None and high is not None]
-            if color == LINES[0] and bounded:
-                at, lows, highs = zip(*bounded, strict=True)
-                axes.fill_between(at, lows, highs, color=color, alpha=0.18, linewidth=0)
-        _legend(axes)
-    return result[0]
+    with drawing() as (axes, svg):
+        first = next(iter(curves.values()))
+        bounded = [(step, low, high) for step, _, low, high in first if low is not None and high is not None]
+        if bounded:
+            steps, lows, highs = zip(*bounded, strict=True)
+            axes.fill_between(steps, lows, highs, color=LINES[0], alpha=0.18, linewidth=0)
+        columns = {name: np.array([point[:2] for point in points]).T for name, points in curves.items()}
+        _draw(axes, {name: (steps, values) for name, (steps, values) in columns.items()}, MARKERS)
+        _by_step(axes, f"score on {split}")
+        return svg(f"score on {split} by step")
 
 
 def lines_over_steps(history: History, keys: Mapping[str, str], label: str) -> str:
@@ -141,35 +121,43 @@ def lines_over_steps(history: History, keys: Mapping[str, str], label: str) -> s
         label: what is drawn, for screen readers (others read the caption).
     """
     curves = {name: series(history, key) for name, key in keys.items()}
-    curves = {name: (steps, values) for name, (steps, values) in curves.items() if len(values)}
+    curves = {
+        name: _thin(steps, trailing_mean(values, WINDOW)) for name, (steps, values) in curves.items() if len(values)
+    }
     if not curves:
         return ""
-    drawn = {name: _thin(steps, trailing_mean(values, WINDOW)) for name, (steps, values) in curves.items()}
-    with _axes("", label) as (axes, result):
-        layers = _layers([means for _, means in drawn.values()])
-        for index, (name, means) in enumerate(drawn.items()):
-            color, dash = LINES[index % len(LINES)], DASHES[index // len(LINES) % len(DASHES)]
-            axes.plot(*means, color=color, linestyle=dash, marker=_point(means[1]), label=_label(name), **layers[index])
-        if len(curves) > 1:
-            _legend(axes)
-    return result[0]
+    with drawing() as (axes, svg):
+        _draw(axes, curves)
+        _by_step(axes, "")
+        return svg(label)
+
+
+def _draw(axes: Axes, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], markers: Sequence[str] = ()) -> None:
+    """Steps and values of each curve, so that none hides another, and a legend of several."""
+    span = max(float(np.ptp(np.concatenate([values for _, values in curves.values()]))), 1e-12)
+    drawn: list[np.ndarray] = []
+    for place, (name, (steps, values)) in enumerate(curves.items()):
+        # The first lies on top, and one below it that agrees with it is wider.
+        alike = sum(len(other) == len(values) and abs(other - values).max() < 0.02 * span for other in drawn)
+        drawn.append(values)
+        axes.plot(
+            steps,
+            values,
+            color=LINES[place % len(LINES)],
+            linestyle="-" if markers else DASHES[place // len(LINES) % len(DASHES)],
+            marker=markers[place] if markers else _point(values),
+            label=_label(name),
+            linewidth=1.6 + 2.4 * alike,
+            markersize=5 + 3 * alike,
+            zorder=3 - 0.01 * place,
+        )
+    if markers or len(curves) > 1:
+        _legend(axes)
 
 
 def _point(values: np.ndarray) -> str:
     """The marker of a curve: a line of one point would not be seen."""
     return "o" if len(values) == 1 else ""
-
-
-def _layers(curves: Sequence[np.ndarray]) -> list[dict[str, Any]]:
-    """How curves are drawn so that none hides another: the first lies on top, and one below it that agrees is wider."""
-    span = max((float(np.ptp(np.concatenate(curves))), 1e-12))
-    layers = []
-    for place, own in enumerate(curves):
-        alike = [other for other in curves[:place] if len(other) == len(own) and abs(other - own).max() < 0.02 * span]
-        layers.append(
-            {"linewidth": 1.6 + 2.4 * len(alike), "markersize": 5 + 3 * len(alike), "zorder": 3 - 0.01 * place}
-        )
-    return layers
 
 
 def _legend(axes: Axes) -> None:
@@ -184,46 +172,26 @@ def _legend(axes: Axes) -> None:
     )
 
 
-@contextmanager
-def _axes(ylabel: str, title: str | None = None) -> Iterator[tuple[Axes, list[str]]]:
-    """Axes over steps to draw on, and a list that holds the finished SVG afterwards."""
-    import matplotlib
-
-    # A Figure of its own: pyplot's global state would leak figures and pick a display backend.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        axes.set(xlabel="step", ylabel=ylabel)
-        whole_steps(axes)
-        result: list[str] = []
-        yield axes, result
-        widen(axes)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        result.append(themed(buffer.getvalue(), title or f"{ylabel} by step"))
-
-
-def whole_steps(axes: Axes) -> None:
-    """Mark whole numbers on the axis of steps."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
-
-
-def widen(axes: Axes) -> None:
-    """Widen a vertical range so small that rounding would look like a change, and a horizontal one below a step."""
+def _by_step(axes: Axes, label: str) -> None:
+    """Name the axes, and widen a vertical range so small that rounding would look like a change, and a single step."""
+    axes.set(ylabel=label)
+    whole_steps(axes)
     low, high = axes.get_ylim()
-    least = 0.02 * max(abs(low), abs(high))
+    least = max(0.02 * max(abs(low), abs(high)), 10 * ROUNDING)
     if high - low < least:
         middle = (low + high) / 2
         axes.set_ylim(middle - least / 2, middle + least / 2)
     first, last = axes.get_xlim()
     if last - first < 1:
         axes.set_xlim(first - 0.5, last + 0.5)
+
+
+def whole_steps(axes: Axes) -> None:
+    """Mark whole numbers on the axis of steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(xlabel="step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
 
 
 def _label(name: str) -> str:
@@ -239,12 +207,35 @@ def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return np.array([steps[part[-1]] for part in parts]), np.array([values[part].mean() for part in parts])
 
 
-def themed(svg: str, title: str, standalone: bool = False) -> str:
-    """The bare, scalable `<svg>` element of matplotlib's output in the fonts and colours around it.
+# --- SVG
+
+
+@contextmanager
+def drawing(size: tuple[float, float] = SIZE) -> Iterator[tuple[Axes, Callable[[str], str]]]:
+    """Axes to draw on, and a function that then gives the SVG under a name for screen readers."""
+    import matplotlib
+
+    # A Figure of its own: pyplot's global state would leak figures and pick a display backend.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+
+        def svg(title: str) -> str:
+            buffer = io.StringIO()
+            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+            return bare_svg(buffer.getvalue(), title)
+
+        yield figure.add_subplot(), svg
+
+
+def bare_svg(svg: str, title: str) -> str:
+    """The scalable `<svg>` element of matplotlib's output, in the font around it.
 
     Args:
         title: its name for screen readers.
-        standalone: True: it defines its own colours and font.
     """
     # Without XML head: the element stands inside an HTML page.
     svg = svg[svg.index("<svg") :]
@@ -256,14 +247,13 @@ def themed(svg: str, title: str, standalone: bool = False) -> str:
     svg = re.sub(r'(<svg[^>]*?) width="[^"]+" height="[^"]+"', r"\1", svg, count=1)
     # The family comes from the page; matplotlib's may not be installed there.
     svg = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", svg)
-    svg = re.sub(
-        r"#[0-9a-f]{6}\b", lambda match: f"var({VARIABLES[match[0]]})" if match[0] in VARIABLES else match[0], svg
-    )
-    attributes = f'role="img" aria-label="{html.escape(title)}"'
-    if not standalone:
-        return svg.replace("<svg", f"<svg {attributes}", 1)
-    head, _, rest = svg.replace("<svg", f'<svg class="theme" {attributes}', 1).partition(">")
-    return f"{head}><style>.theme{{font-family:system-ui,sans-serif;}}{THEME_CSS}</style>{rest}"
+    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
+
+
+def standalone(svg: str) -> str:
+    """An SVG of `bare_svg` that serves alone, with a font and for both themes."""
+    head, _, rest = svg.partition(">")
+    return f"{head}><style>svg{{font-family:system-ui,sans-serif}}{DARK_CSS}</style>{rest}"
 
 
 # --- curves over seeds

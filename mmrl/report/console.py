@@ -17,7 +17,7 @@ from textwrap import fill
 from mmrl.errors import MODEL_CAUSED, failed_how
 from mmrl.report.alarms import Alarm
 from mmrl.report.html import write_report
-from mmrl.report.items import evaluation_text, example_text, step_text
+from mmrl.report.items import evaluation_text, example_text, run_facts, step_text
 from mmrl.report.overview import Item, Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import (
@@ -50,53 +50,49 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
         ConfigError: no such example.
     """
     with damage_named(path):
-        seen, width = Overview.of(RunDir.read(path)), shutil.get_terminal_size((100, 24)).columns
+        overview, width = Overview.of(RunDir.read(path)), shutil.get_terminal_size((100, 24)).columns
         if example is not None:
-            return example_text(seen, example, step, width)
+            return example_text(overview, example, step, width)
         if step is not None:
-            return step_text(seen, step, width)
-        return evaluation_text(seen, width) if seen.evaluates else overview_text(seen, width)
+            return step_text(overview, step, width)
+        return evaluation_text(overview, width) if overview.evaluates else overview_text(overview, width)
 
 
-def overview_text(seen: Overview, width: int = 100) -> str:
+def overview_text(overview: Overview, width: int = 100) -> str:
     """Curve, evaluations, modules and alarms of a run."""
-    total = f" of {seen.total}" if seen.total is not None else ""
-    parts = [
-        f"{seen.name}: {seen.what}, {seen.done}{total} steps, {seen.state}",
-        _kind_text(seen, width),
-        _curve_text(seen),
-    ]
-    evaluations = {split: seen.evaluation_rows(split) for split in seen.splits}
+    parts = [f"{overview.name}: {', '.join(run_facts(overview))}", _kind_text(overview, width), _curve_text(overview)]
+    evaluations = {split: overview.evaluation_rows(split) for split in overview.splits}
     parts += [
         f"evaluations on {split} (with 95 % intervals)\n{align(rows, width=width)}"
         for split, rows in evaluations.items()
         if rows
     ]
-    if seen.differences:
-        parts.append("first against last evaluation, " + before_after_table(seen.differences, seen.split, width))
-    if seen.modules:
-        first, last = seen.training[0], seen.training[-1]
-        facts = [fact for fact in MODULE_FACTS if fact in module_facts(seen.training)]
-        table = align(module_rows(first, last, facts), width=width)
-        parts.append(f"modules, step {first['step']} → step {last['step']}\n{table}")
-    parts += [alarm_text(seen.alarms, width), fill(seen.unscored, max(width, 40))]
-    parts.append(prompts_text(seen.run.path, width))
-    parts.append(_further(seen))
+    if overview.differences:
+        parts.append(
+            "first against last evaluation, " + before_after_table(overview.differences, overview.split, width)
+        )
+    if overview.modules:
+        first, last = overview.training[0]["step"], overview.training[-1]["step"]
+        facts = [fact for fact in MODULE_FACTS if fact in module_facts(overview.training)]
+        table = align(module_rows(overview.training, facts), width=width)
+        parts.append(f"modules, step {first} → step {last}\n{table}")
+    parts += [alarm_text(overview.alarms, width), fill(overview.unscored, max(width, 40))]
+    parts += [prompts_text(overview.run.path, width), _further(overview)]
     return "\n\n".join(part for part in parts if part)
 
 
-def _kind_text(seen: Overview, width: int) -> str:
-    """What the run was and was not, and the facts of its task."""
-    facts = facts_table(seen.summary.get("facts") or {})
-    return "\n".join([*(fill(sentence, width) for sentence in seen.kind), *filter(None, [facts])])
+def _kind_text(overview: Overview, width: int) -> str:
+    """The kind of run, and the facts of its task."""
+    facts = facts_table(overview.summary.get("facts") or {})
+    return "\n".join([*(fill(sentence, width) for sentence in overview.kind), *filter(None, [facts])])
 
 
-def _curve_text(seen: Overview) -> str:
+def _curve_text(overview: Overview) -> str:
     """The reward (of a supervised stage the loss) in training: its means and a curve; empty before the first step."""
-    name, _, values = learning(seen.training)
+    name, _, values = learning(overview.training)
     if not len(values):
         return ""
-    first, last, best = (short(seen.curve[key]) for key in ("first", "last", "best"))
+    first, last, best = (short(overview.curve[key]) for key in ("first", "last", "best"))
     ascii_only = not (sys.stdout.encoding or "").lower().startswith("utf")
     curve = sparkline(values.tolist(), 60, ascii_only=ascii_only)
     return f"training {name}  {first} → {last} (best {best}, means of {WINDOW} steps)\n  {curve}"
@@ -122,10 +118,6 @@ def finish(
     facts: Mapping[str, object],
     before: Sequence[Item],
     after: Sequence[Item],
-    *,
-    seed: int,
-    split: str,
-    bootstrap: int,
     seconds: float,
     main_metric: str | None = None,
 ) -> str:
@@ -133,82 +125,83 @@ def finish(
 
     Args:
         facts, main_metric: the task's (`describe()`, `main_metric`).
-        before, after: per-item results on `split`, with `id` and `metrics`, compared as `eval.*` says.
+        before, after: per-item results on `eval.split`, with `id` and `metrics`, compared as `eval.*` says.
         seconds: wall-clock time of this process's part of the run.
     """
-    differences = compare_items(before, after, seed, bootstrap, main_metric)
+    overview = Overview.of(run)
+    seed, split = overview.get("seed"), overview.split
+    differences = compare_items(before, after, seed, overview.get("eval.bootstrap"), main_metric)
     if ends := [segment["done"] for segment in run.segments]:
         facts = {**facts, "extended": f"after step {', '.join(map(str, ends))} (segments.jsonl)"}
-    seen = Overview.of(run)
     # First the numbers, then the page: a page that fails to draw loses nothing.
     run.write_summary(
         {
-            "name": seen.name,
-            "algo": seen.get("algo.name"),
-            "task": seen.get("task.name"),
-            "model": seen.get("model.name"),
+            "name": overview.name,
+            "algo": overview.get("algo.name"),
+            "task": overview.get("task.name"),
+            "model": overview.get("model.name"),
             "seed": seed,
-            "steps": seen.done,
+            "steps": overview.done,
             "seconds": seconds,
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             "split": split,
             "main_metric": main_metric,
             "comparison": {key: asdict(change) | {"certain": change.certain} for key, change in differences.items()},
-            "reward": seen.curve if learning(seen.training)[0] == "reward" else {},
-            "alarms": [asdict(alarm) for alarm in seen.alarms],
+            "reward": overview.curve if learning(overview.training)[0] == "reward" else {},
+            "alarms": [asdict(alarm) for alarm in overview.alarms],
             "facts": facts,
-            "what": seen.kind,
+            "what": overview.kind,
         }
     )
-    seen = Overview.of(run)
+    overview = Overview.of(run)
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)  # wider paragraphs are hard to read
-    trouble = _write_report(seen)
+    trouble = _write_report(overview)
     parts = [
-        f"{seen.name}: {seen.done} steps of {seen.what} in {duration(seconds)}",
-        _kind_text(seen, width),
+        f"{overview.name}: {overview.done} steps of {overview.what} in {duration(seconds)}",
+        _kind_text(overview, width),
         before_after_table(differences, split, width),
-        _curve_text(seen),
+        _curve_text(overview),
+        _failures_text({"before": before, "after": after}),
+        alarm_text(overview.alarms, width),
+        fill(overview.unscored, max(width, 40)),
+        _further(overview, trouble),
     ]
-    parts += [_failures_text({"before": before, "after": after}), alarm_text(seen.alarms, width)]
-    parts.append(fill(seen.unscored, max(width, 40)))
-    parts.append(_further(seen, trouble))
     return "\n\n".join(part for part in parts if part)
 
 
 def _failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
-    """Which evaluations have rollouts that failed by no doing of the model, each counted as 0; empty where none has."""
+    """Evaluations with rollouts that failed by no doing of the model, each counted as 0; empty where none has."""
     lines = []
     for when, items in evaluations.items():
         share = sum(item.get("failed_share", 0.0) for item in items) / max(len(items), 1)
         how = failed_how(kind for item in items for kind in item.get("errors", ()) if kind not in MODEL_CAUSED)
-        lines += (
-            [f"evaluation {when} training: {share:.1%} of the rollouts failed {how} and count as 0"] if share else []
-        )
+        if share:
+            lines.append(f"evaluation {when} training: {share:.1%} of the rollouts failed {how} and count as 0")
     return "\n".join(lines)
 
 
-def _write_report(seen: Overview) -> str:
+def _write_report(overview: Overview) -> str:
     """Write the report; what went wrong, if anything did."""
     try:
-        write_report(seen)
+        write_report(overview)
     except OSError:
         raise  # a full disk is no drawing problem
     except Exception as error:  # the run is done and its numbers are safe: a drawing problem must not lose the summary
-        return f"report not written ({type(error).__name__}: {error}); try again: mmrl report {seen.run.path}"
+        return f"report not written ({type(error).__name__}: {error}); try again: mmrl report {overview.run.path}"
     return ""
 
 
-def _further(seen: Overview, trouble: str = "") -> str:
-    """Where everything is, and the commands to look further."""
-    path, steps, report = seen.run.path, seen.run.journal_steps(), seen.run.report_path
+def _further(overview: Overview, trouble: str = "") -> str:
+    """Paths of everything, and the commands to look further."""
+    path, steps, report = overview.run.path, overview.run.journal_steps(), overview.run.report_path
     rows = {"run directory": str(path), "report": trouble or (str(report) if report.is_file() else "not yet")}
     rows["look further"] = f"mmrl show {path}"
     if steps:
         rows["a step"] = f"mmrl show {path} step={steps[-1]}"
         rows["an example"] = f"mmrl show {path} step={steps[-1]} example=<id>"
     # Objects of a Python process have names that no command can import.
-    if not str(seen.get("task.program") or "").startswith("mmrl.system.objects:"):
+    if not str(overview.get("task.program") or "").startswith("mmrl.system.objects:"):
         # On test, or, of the user's data, dev or train.
-        mine = [split for split in ("test", "dev", "train") if seen.get(f"task.data.{split}") not in (None, "mini")]
+        mine = [split for split in ("test", "dev", "train") if overview.get(f"task.data.{split}") not in (None, "mini")]
         rows["evaluate"] = f"mmrl eval policy={shlex.quote(str(path))} split={mine[0] if mine else 'test'}"
     return facts_table(rows, indent="")

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from mmrl import errors
 from mmrl.errors import DataError, nearest, unknown
-from mmrl.records import LARGEST, Call, Forest, Rollout
+from mmrl.records import EMPTY, LARGEST, Call, Forest, Rollout
 from mmrl.system.files import JsonObject
 
 VERSION = 1
 FAILURES = tuple(
     sorted({kind.kind for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "kind")})
 )
-"""What `rollouts[].error` may say."""
+"""Values of `rollouts[].error`."""
 MOST = 10_000_000
 """Largest count (tokens of a call, fields, turns): what is credited per token must fit into memory."""
 SUGGESTIONS = 10
@@ -48,43 +47,48 @@ def _bounded(number: float) -> float:
 _Name = Annotated[str, AfterValidator(_not_empty)]
 _Count = Annotated[int, Field(ge=0, le=MOST)]
 _Number = Annotated[float, AfterValidator(_bounded)]
-# The models are strict; JSON has no tuples, so the tuple itself may come as a list.
+# The models are strict; a tuple may come as a list, which JSON has in its place, and a mapping be of any kind.
 _Numbers = Annotated[tuple[_Number, ...], Strict(False)]
 _Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)]
 
 
 class _Form(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    # From attributes: records of a journal are checked as those of a file are.
+    model_config = ConfigDict(strict=True, extra="forbid", from_attributes=True)
 
 
 class _Call(_Form):
-    """The fields of a `Call` that the form has; null stands for the field's default."""
+    """The fields of a `Call` that the form has."""
 
     id: _Name
     example: _Name
     parent: _Name | None = None
     module: _Name
-    invocation: _Count | None = None
-    turn: _Count | None = None
+    invocation: _Count = 0
+    turn: _Count = 0
     prompt_tokens: _Count | None = None
     teacher: _Name | None = None
     completion_tokens: _Count | None = None
-    completion_ids: _Ids | None = None
-    observation_tokens: _Count | None = None
+    completion_ids: _Ids = ()
+    observation_tokens: _Count = 0
     ok: bool = True
-    present_fields: _Count | None = None
-    expected_fields: _Count | None = None
-    penalty: _Number | None = None
+    present_fields: _Count = 0
+    expected_fields: _Count = 0
+    penalty: _Number = 0.0
     turn_reward: _Number | None = None
     values: _Numbers | None = None
     logprobs: _Numbers | None = None
     ref_logprobs: _Numbers | None = None
-    facts: dict[str, Any] | None = None
+    facts: Annotated[Mapping[str, Any], Strict(False)] = EMPTY
+
+    @property
+    def tokens(self) -> int:
+        """The number of its ids, where they are known."""
+        return len(self.completion_ids) or self.completion_tokens or 0
 
     def record(self) -> Call:
         """The call, with the length of its completion."""
-        values = {"parent": None, **{key: value for key, value in self if value is not None}}
-        return Call(**{"completion_tokens": len(self.completion_ids or ()), **values})
+        return Call(**(dict(self) | {"completion_tokens": self.tokens}))
 
 
 class _Rollout(_Form):
@@ -96,12 +100,12 @@ class _Rollout(_Form):
     reward: _Number | None = None
     error: _Name | None = None
     fork: _Name | None = None
-    counterfactuals: dict[str, _Number] | None = None
+    counterfactuals: Annotated[Mapping[str, _Number], Strict(False)] = EMPTY
 
-    def record(self) -> Rollout:
+    def record(self, teacher: str | None) -> Rollout:
         """The rollout; the default failure score stands for a reward, as if the run had scored it."""
-        failure = 0.0 if self.error in errors.MODEL_CAUSED else None
-        return Rollout(**{"leaf": None, "reward": failure, **{key: value for key, value in self if value is not None}})
+        failed = self.reward is None and self.error in errors.MODEL_CAUSED
+        return Rollout(**(dict(self) | {"reward": 0.0 if failed else self.reward, "teacher": teacher}))
 
 
 class _File(_Form):
@@ -125,21 +129,19 @@ def parse_forest(text: str, source: str) -> Forest:
     """
     try:
         raw = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{source}:{error.lineno}: not JSON ({error.msg})") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{source}: {error}") from None
+        raise DataError(f"{source}: not JSON ({error})") from None
     return _read(raw, source)
 
 
 def dump_forest(forest: Forest) -> JsonObject:
     """The JSON form of a forest; what the form has no place for (texts, prompts, metrics) is left out."""
-    form = _form(forest)
     teachers = {call.id: rollout.teacher for rollout in forest.rollouts for call in forest.path(rollout)}
+    form = _File.model_validate(_records(forest)).model_dump(mode="json", exclude_defaults=True)
     for call in form["calls"]:
         # A call without a teacher of its own has that of its rollout.
-        if "teacher" not in call and teachers.get(call["id"]) is not None:
-            call["teacher"] = teachers[call["id"]]
+        if teachers.get(call["id"]) is not None:
+            call.setdefault("teacher", teachers[call["id"]])
         if "completion_ids" in call:
             del call["completion_tokens"]
     return form
@@ -151,44 +153,25 @@ def check_forest(forest: Forest, source: str) -> None:
     Raises:
         DataError: as `parse_forest`.
     """
-    _read(_form(forest), source)
+    _read(_records(forest), source)
 
 
-def _form(forest: Forest) -> JsonObject:
-    """The form with all that it has a place for."""
-    # From single records, not along paths: a damaged forest may have cycles.
-    calls = [_written(call, _Call, ("parent", "turn_reward")) for call in forest.calls.values()]
-    rollouts = [_written(rollout, _Rollout, ("leaf", "reward", "error", "fork")) for rollout in forest.rollouts]
-    head = {"version": VERSION, "step": forest.step, "modules": list(forest.modules)}
-    return head | {"calls": calls, "rollouts": rollouts}
+def _records(forest: Forest) -> JsonObject:
+    records = {"calls": list(forest.calls.values()), "rollouts": list(forest.rollouts)}
+    return {"version": VERSION, "step": forest.step, "modules": list(forest.modules), **records}
 
 
-def _written(record: Call | Rollout, form: type[_Form], nullable: Sequence[str]) -> JsonObject:
-    """Without nulls, but for keys that say so, and without empty mappings and token ids."""
-    values = {key: getattr(record, key) for key in form.model_fields}
-    values = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-    kept = {key for key in values if values[key] not in (None, {}) and (key, values[key]) != ("completion_ids", ())}
-    return {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in values.items()
-        if key in kept or key in nullable
-    }
-
-
-def _read(raw: object, source: str) -> Forest:
+def _read(raw: Any, source: str) -> Forest:
     try:
         file = _File.model_validate(raw)
     except ValidationError as error:
         raise DataError([f"{source}: {problem}" for problem in _refused(error, raw)]) from None
     _refuse(_faults(file), source)
     calls = {call.id: call.record() for call in file.calls}
-    rollouts = tuple(rollout.record() for rollout in file.rollouts)
-    _refuse(_links(calls, rollouts), source)
+    _refuse(_links(file), source)
     calls = _ordered(calls, source)
-    rollouts = tuple(
-        replace(rollout, teacher=calls[rollout.leaf].teacher) if rollout.leaf is not None else rollout
-        for rollout in rollouts
-    )
+    teachers = {call.id: call.teacher for call in file.calls}
+    rollouts = tuple(rollout.record(teachers.get(rollout.leaf or "")) for rollout in file.rollouts)
     forest = Forest(calls=calls, rollouts=rollouts, modules=tuple(file.modules), step=file.step)
     _refuse(_paths(forest), source)
     return forest
@@ -199,29 +182,21 @@ def _refuse(problems: Iterable[str], source: str) -> None:
         raise DataError(told)
 
 
-def _refused(error: ValidationError, raw: object) -> Iterator[str]:
+def _refused(error: ValidationError, raw: Any) -> Iterable[str]:
     """One sentence per field that pydantic refuses; several wrong elements of a list are one problem."""
-    told = set()
+    problems: dict[tuple[object, ...], str] = {}
     for item in error.errors(include_url=False):
-        kind, place = item["type"], list(item["loc"])
-        where, fields = "", _File.model_fields
-        if len(place) > 1 and place[0] in ("calls", "rollouts") and isinstance(raw, dict):
+        where, place = "", item["loc"]
+        if len(place) > 1 and place[0] in ("calls", "rollouts"):
             record = raw[place[0]][place[1]]
-            named = isinstance(record, dict) and isinstance(record.get("id"), str)
-            where = f"{str(place[0])[:-1]} {record['id']!r}: " if named else f"{place[0]}[{place[1]}]: "
-            fields = (_Call if place[0] == "calls" else _Rollout).model_fields
+            name = record.get("id") if isinstance(record, dict) else getattr(record, "id", None)
+            where = f"{str(place[0])[:-1]} {name!r}: " if isinstance(name, str) else f"{place[0]}[{place[1]}]: "
             place = place[2:]
-        if (place_told := (where, *place[:1])) in told:
-            continue
-        told.add(place_told)
         path = where + f"{'.'.join(map(str, place))}: " * bool(place)
-        if kind == "extra_forbidden":
-            yield f"{path}unknown key{nearest(str(place[-1]), list(fields))} (known: {', '.join(fields)})"
-        elif kind == "missing":
-            yield f"{path}missing"
-        else:
-            message = str(item["ctx"]["error"]) if kind == "value_error" else item["msg"].replace("Input", "input", 1)
-            yield f"{path}got {item['input']!r}, {'expected an object' if kind == 'model_type' else message}"
+        message = item["msg"].removeprefix("Value error, ")
+        said = "missing" if item["type"] == "missing" else f"got {item['input']!r}, {message[0].lower()}{message[1:]}"
+        problems.setdefault((where, *place[:1]), f"{path}{said}")
+    return problems.values()
 
 
 # --- what records say of each other
@@ -247,21 +222,20 @@ def _faults(file: _File) -> Iterator[str]:
 def _call_faults(call: _Call, modules: Sequence[str]) -> Iterator[str]:
     if call.module not in modules:
         yield unknown("module", call.module, modules)
-    tokens, ids, observed = call.completion_tokens, call.completion_ids, call.observation_tokens or 0
-    if tokens is None and ids is None:
+    if not {"completion_tokens", "completion_ids"} & call.model_fields_set:
         yield "expected completion_tokens or completion_ids"
         return
-    count = len(ids) if ids is not None else tokens or 0
-    if tokens is not None and tokens != count:
-        yield f"completion_tokens: got {tokens}, completion_ids has {count}"
+    count, observed = call.tokens, call.observation_tokens
+    if call.completion_tokens not in (None, count):
+        yield f"completion_tokens: got {call.completion_tokens}, completion_ids has {count}"
     for key in ("values", "logprobs", "ref_logprobs"):
         numbers = getattr(call, key)
         # With `algo.obs=all` a critic also has a value for each observation token.
         if numbers is not None and len(numbers) not in (count, count + observed):
             also = f" (or {count + observed} with observation tokens)" if observed else ""
             yield f"{key}: got {len(numbers)} numbers, expected {count}, one per completion token{also}"
-    if (call.present_fields or 0) > (call.expected_fields or 0):
-        yield f"present_fields: got {call.present_fields} of {call.expected_fields or 0} expected_fields"
+    if call.present_fields > call.expected_fields:
+        yield f"present_fields: got {call.present_fields} of {call.expected_fields} expected_fields"
 
 
 def _rollout_faults(rollout: _Rollout, modules: Sequence[str]) -> Iterator[str]:
@@ -276,10 +250,11 @@ def _rollout_faults(rollout: _Rollout, modules: Sequence[str]) -> Iterator[str]:
         yield "leaf: got null without an error, expected the id of its last call"
 
 
-def _links(calls: Mapping[str, Call], rollouts: Sequence[Rollout]) -> Iterator[str]:
+def _links(file: _File) -> Iterator[str]:
     """Parents and leaves that are no calls."""
-    links = [(f"call '{call.id}': parent", call.parent) for call in calls.values()]
-    links += [(f"rollout '{rollout.id}': leaf", rollout.leaf) for rollout in rollouts]
+    calls = dict.fromkeys(call.id for call in file.calls)
+    links = [(f"call '{call.id}': parent", call.parent) for call in file.calls]
+    links += [(f"rollout '{rollout.id}': leaf", rollout.leaf) for rollout in file.rollouts]
     broken = [(where, name) for where, name in links if name is not None and name not in calls]
     for number, (where, name) in enumerate(broken):
         # Of the first problems alone: it looks at every choice, and a file may be wrong throughout.

@@ -14,23 +14,20 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mmrl.models.load import located
 from mmrl.report import browser
-from mmrl.report.charts import (
-    THEME_CSS,
-    evaluation_curve,
-    lines_over_steps,
-    reward_curve,
-)
-from mmrl.report.items import item_rows, score_rows
+from mmrl.report.charts import DARK_CSS, evaluation_curve, lines_over_steps, reward_curve
+from mmrl.report.items import item_rows, run_facts, score_rows
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import duration, fixed, learning, module_facts, number, series, signed
+from mmrl.report.stats import ROUNDING, duration, fixed, learning, module_facts, series, signed
 from mmrl.report.tables import before_after_rows, interval, module_rows
-from mmrl.report.trees import clean, read_tokenizer
+from mmrl.report.text import clean
+from mmrl.report.trees import read_tokenizer
 from mmrl.report.trials import prompts_text
 from mmrl.secrets import hide
 from mmrl.system.files import atomic_write
@@ -60,38 +57,38 @@ HEALTH = {
 TIMES = ("generate", "retrieve", "credit", "update", "overhead")
 
 
-def write_report(seen: Overview) -> Path:
+def write_report(overview: Overview) -> Path:
     """Write `report.html` into the run directory; returns its path."""
-    folders = [*sorted(seen.run.checkpoints.glob("checkpoint-*")), Path(located(str(seen.get("model.path", ""))))]
+    run, training = overview.run, overview.training
+    folders = [*sorted(run.checkpoints.glob("checkpoint-*")), Path(located(str(overview.get("model.path", ""))))]
     damaged: list[str] = []
-    blocks, script = browser.blocks(seen, read_tokenizer(folders), damaged), _script()
+    blocks, script = browser.blocks(overview, read_tokenizer(folders), damaged), _script()
     page = rendered(
         "run.html",
         blocks=blocks,
-        all_blocks=len(seen.run.journal_steps())
-        + len(seen.run.journal_steps(seen.split) if seen.evaluates else seen.items.get(seen.split, {})),
+        all_blocks=len(browser.places(overview)),
         script=script,
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        seen=seen,
-        title=seen.name,
-        facts=" · ".join(_run_facts(seen)),
-        differences=before_after_rows(seen.differences),
-        evaluations={split: rows for split in seen.splits if (rows := seen.evaluation_rows(split))},
-        scores=list(_scores(seen)) if seen.evaluates else [],
-        curves=_curves(seen),
-        module_curves=_module_curves(seen),
-        modules=module_rows(seen.training[0], seen.training[-1], module_facts(seen.training)) if seen.modules else [],
-        health=_changing(seen, {label: {key: key} for key, label in HEALTH.items()}),
-        prompts=prompts_text(seen.run.path),
+        overview=overview,
+        title=overview.name,
+        facts=" · ".join(run_facts(overview)),
+        differences=before_after_rows(overview.differences),
+        evaluations={split: rows for split in overview.splits if (rows := overview.evaluation_rows(split))},
+        scores=list(_scores(overview)) if overview.evaluates else [],
+        curves=_curves(overview),
+        module_curves=_module_curves(overview),
+        modules=module_rows(training, module_facts(training)) if overview.modules else [],
+        health=_changing(overview, {label: {key: key} for key, label in HEALTH.items()}),
+        prompts=prompts_text(run.path),
         damaged=damaged,
-        newest=max(seen.run.journal_steps(), default=0),
-        times=_times(seen),
-        command=clean(" ".join(map(str, seen.environment.get("command", [])))),
-        config=yaml.safe_dump(dict(seen.config), sort_keys=False, allow_unicode=True),
-        environment=yaml.safe_dump(dict(seen.environment), sort_keys=False, allow_unicode=True),
+        newest=max(run.journal_steps(), default=0),
+        times=_times(overview),
+        command=clean(" ".join(map(str, overview.environment.get("command", [])))),
+        config=yaml.safe_dump(dict(overview.config), sort_keys=False, allow_unicode=True),
+        environment=yaml.safe_dump(dict(overview.environment), sort_keys=False, allow_unicode=True),
     )
-    atomic_write(seen.run.report_path, page)
-    return seen.run.report_path
+    atomic_write(run.report_path, page)
+    return run.report_path
 
 
 def report_run(path: Path | str) -> Path:
@@ -124,7 +121,7 @@ def _script() -> str:
 
 def rendered(template: str, **values: object) -> bytes:
     """A page of `templates/`, as UTF-8."""
-    page = _templates().get_template(template).render(theme_css=THEME_CSS, **values)
+    page = _templates().get_template(template).render(dark_css=DARK_CSS, **values)
     # A model may have written a lone surrogate, which UTF-8 cannot hold.
     return hide(readable(page)).encode("utf-8", "replace")
 
@@ -132,71 +129,61 @@ def rendered(template: str, **values: object) -> bytes:
 # --- parts of a run's page
 
 
-def _run_facts(seen: Overview) -> list[str]:
-    facts = [seen.what]
-    if not seen.evaluates:
-        facts.append(f"{seen.done} of {seen.total} steps" if seen.total else f"{seen.done} steps")
-    seconds = number(seen.summary.get("seconds"))
-    if seconds is not None:
-        facts.append(duration(seconds))
-    return [*facts, f"seed {seen.get('seed')}", seen.state]
-
-
-def _scores(seen: Overview) -> Iterator[dict[str, object]]:
-    """Of `mmrl eval`: scores with their intervals, and the items with the lowest ones."""
-    for split, steps in seen.items.items():
+def _scores(overview: Overview) -> Iterator[dict[str, object]]:
+    """Scores of an `mmrl eval` with their intervals, and the items with the lowest ones."""
+    for split, steps in overview.items.items():
         for items in filter(None, steps.values()):
             title, rows = item_rows(items, ITEMS)
-            metrics = seen.summary.get("metrics") or {}
+            metrics = overview.summary.get("metrics") or {}
             yield {"split": split, "means": score_rows(items, metrics), "title": title, "items": rows}
 
 
-def _curves(seen: Overview) -> dict[str, str]:
-    offered = seen.metric_names(seen.split)
-    names = dict.fromkeys([seen.main_metric, "em", "f1", "accuracy", "reward"])
+def _curves(overview: Overview) -> dict[str, str]:
+    offered = overview.metric_names(overview.split)
+    names = dict.fromkeys([overview.main_metric, "em", "f1", "accuracy", "reward"])
     shown = [name for name in names if name is not None and name in offered][:4]
-    curves = {name: seen.evaluations(seen.split, name) for name in shown}
+    curves = {name: overview.evaluations(overview.split, name) for name in shown}
     return {
-        f"{learning(seen.training)[0].capitalize()} in training": reward_curve(seen.training),
-        f"Evaluation on {seen.split} (band: 95 % interval of {shown[0] if shown else ''})": evaluation_curve(
-            curves, seen.split
+        f"{learning(overview.training)[0].capitalize()} in training": reward_curve(overview.training),
+        f"Evaluation on {overview.split} (band: 95 % interval of {shown[0] if shown else ''})": evaluation_curve(
+            curves, overview.split
         ),
     }
 
 
-def _module_curves(seen: Overview) -> dict[str, str]:
-    facts = [fact for fact in module_facts(seen.training) if fact not in ("calls", "attempts", "clip_share")]
+def _module_curves(overview: Overview) -> dict[str, str]:
+    facts = [fact for fact in module_facts(overview.training) if fact not in ("calls", "attempts", "clip_share")]
     known = [fact for fact in MODULE_LABELS if fact in facts]
     figures = {}
     for fact in [*known, *sorted(set(facts) - set(known))]:
-        keys = {name: f"module/{name}/{fact}" for name in seen.modules}
-        having = [name for name, key in keys.items() if len(series(seen.training, key)[1])]
+        keys = {name: f"module/{name}/{fact}" for name in overview.modules}
+        having = [name for name, key in keys.items() if len(series(overview.training, key)[1])]
         label = MODULE_LABELS.get(fact, fact.replace("_", " "))
         label += f" ({having[0]})" if len(having) == 1 < len(keys) else ""
         figures[label] = keys
-    return _changing(seen, figures)
+    return _changing(overview, figures)
 
 
-def _changing(seen: Overview, figures: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Those figures (label -> name of a line -> metric) in which a metric changed by more than rounding.
+def _changing(overview: Overview, figures: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Draw the figures (label -> name of a line -> metric) in which a metric changed by more than rounding.
 
     A flat line tells nothing; its number is in the table.
     """
     drawn = {}
     for label, keys in figures.items():
-        curves = [values for key in keys.values() if len(values := series(seen.training, key)[1]) > 1]
-        if any(values.max() - values.min() > 1e-4 * abs(values).max() for values in curves):
-            drawn[label[0].upper() + label[1:]] = lines_over_steps(seen.training, keys, label)
+        curves = [values for key in keys.values() if len(values := series(overview.training, key)[1]) > 1]
+        if any(np.ptp(values) > max(1e-4 * abs(values).max(), ROUNDING) for values in curves):
+            drawn[label[0].upper() + label[1:]] = lines_over_steps(overview.training, keys, label)
     return drawn
 
 
-def _times(seen: Overview) -> list[list[str]]:
-    _, steps = series(seen.training, "time/step")
+def _times(overview: Overview) -> list[list[str]]:
+    _, steps = series(overview.training, "time/step")
     if not len(steps):
         return []
     rows = []
     for name in TIMES:
-        _, values = series(seen.training, f"time/{name}")
+        _, values = series(overview.training, f"time/{name}")
         if len(values):
             rows.append([name, duration(median(values)), f"{sum(values) / max(sum(steps), 1e-12):.0%}"])
     return [*rows, ["step", duration(median(steps)), ""]]

@@ -1,4 +1,4 @@
-"""What a step or an evaluation holds, example by example: tables, and the tree of one, for `mmrl show`.
+"""A step or an evaluation, example by example: tables, and the tree of one, for `mmrl show`.
 
 Part of `report`. A directory of `mmrl eval` has a journal for each part of its items; of the evaluations in training
 only results of items are stored.
@@ -10,16 +10,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from mmrl.errors import CheckpointError, ConfigError, nearest
+from mmrl.errors import CheckpointError, ConfigError, unknown
 from mmrl.records import Forest
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import FIRST, short
-from mmrl.report.tables import facts_table, with_interval
-from mmrl.report.text import align
-from mmrl.report.trees import asked_lines, clean, render_example, shown_prediction
-from mmrl.system.files import JsonObject
+from mmrl.report.stats import FIRST, duration, number, short
+from mmrl.report.tables import Rows, facts_table, with_interval
+from mmrl.report.text import align, clean
+from mmrl.report.trees import asked_lines, render_example, shown_prediction
 
 WORST = 10
 """Items that an overview lists."""
@@ -29,24 +28,31 @@ COLUMNS = 3
 """Metrics of a table of items."""
 
 
-def evaluation_text(seen: Overview, width: int) -> str:
+def run_facts(overview: Overview) -> list[str]:
+    """Algorithm, task and model, how far the run is, and what it has cost."""
+    steps = [] if overview.evaluates else [f"{overview.done}{f' of {overview.total}' if overview.total else ''} steps"]
+    seconds = number(overview.summary.get("seconds"))
+    return [overview.what, *steps, *([] if seconds is None else [duration(seconds)]), overview.state]
+
+
+def evaluation_text(overview: Overview, width: int) -> str:
     """An evaluation of `mmrl eval`: scores, behaviour, and the items with the lowest scores."""
-    evaluated = [(step, items) for steps in seen.items.values() for step, items in steps.items() if items]
-    parts = [f"{seen.name}: {seen.what}, {seen.state}\n{seen.run.path}"]
+    evaluated = [(step, items) for steps in overview.items.values() for step, items in steps.items() if items]
+    parts = [f"{overview.name}: {', '.join(run_facts(overview))}\n{overview.run.path}"]
     if not evaluated:
         return "\n\n".join([*parts, "no item is evaluated yet"])
-    (step, items), metrics = evaluated[-1], seen.summary.get("metrics") or {}
+    (step, items), metrics = evaluated[-1], overview.summary.get("metrics") or {}
     parts.append(align(score_rows(items, metrics)))
     parts.append(facts_table({name: value for name, value in metrics.items() if name.startswith("module/")}))
-    parts.append(facts_table(seen.summary.get("facts") or {}))
-    parts.append(items_table(items, width, worst=WORST))
+    parts.append(facts_table(overview.summary.get("facts") or {}))
+    parts.append(_items_text(items, width, worst=WORST))
     example = clean(items[0]["id"])
-    further = [f"all items:        mmrl show {seen.run.path} step={step}"] if len(items) > WORST else []
-    parts.append("\n".join([*further, f"one item's calls: mmrl show {seen.run.path} example='{example}'"]))
+    further = [f"all items:        mmrl show {overview.run.path} step={step}"] if len(items) > WORST else []
+    parts.append("\n".join([*further, f"one item's calls: mmrl show {overview.run.path} example='{example}'"]))
     return "\n\n".join(part for part in parts if part)
 
 
-def score_rows(items: Sequence[Item], metrics: Mapping[str, object]) -> list[list[str]]:
+def score_rows(items: Sequence[Item], metrics: Mapping[str, object]) -> Rows:
     """A row per metric: mean and 95 % interval; of an evaluation that is not finished, the means so far.
 
     Args:
@@ -64,18 +70,12 @@ def metric_names(items: Sequence[Item]) -> list[str]:
     return sorted(names, key=lambda name: (name not in FIRST, name != "reward", name))
 
 
-def items_table(items: Sequence[Item], width: int, worst: int | None = None) -> str:
-    """Scores and a prediction of each item, in the order of the split.
+def item_rows(items: Sequence[Item], worst: int | None = None) -> tuple[str, Rows]:
+    """A title, and scores and a prediction of each item, in the order of the split.
 
     Args:
         worst: how many are listed, those with the lowest scores first; None: all.
     """
-    title, rows = item_rows(items, worst)
-    return f"{title}\n{align(rows, width=width)}"
-
-
-def item_rows(items: Sequence[Item], worst: int | None = None) -> tuple[str, list[list[str]]]:
-    """`items_table` as a title and its rows."""
     names = metric_names(items)[:COLUMNS]
     title = f"{len(items)} items"
     if worst is not None and len(items) > worst:
@@ -84,43 +84,48 @@ def item_rows(items: Sequence[Item], worst: int | None = None) -> tuple[str, lis
     return title, _item_rows("item", {clean(item["id"]): item for item in items}, names)
 
 
-def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> list[list[str]]:
+def _items_text(items: Sequence[Item], width: int, worst: int | None = None) -> str:
+    title, rows = item_rows(items, worst)
+    return f"{title}\n{align(rows, width=width)}"
+
+
+def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> Rows:
     """A row for each named item; how it failed where one has, and how many parse failures its program caught."""
-    how = {name: clean(", ".join(dict.fromkeys(map(str, item.get("errors") or ())))) for name, item in items.items()}
-    caught = {name: str(item.get("caught_parse", "")) for name, item in items.items()}
-    further = {title: column for title, column in (("failed", how), (CAUGHT, caught)) if any(column.values())}
-    rows = [[head, *names, *further, "a prediction"]]
-    for name, item in items.items():
+    kinds = [Counter(map(clean, item.get("errors") or ())) for item in items.values()]
+    failed = [", ".join(f"{kind} {count}" if count > 1 else kind for kind, count in of.items()) for of in kinds]
+    caught = [str(item.get("caught_parse", "")) for item in items.values()]
+    columns = {title: cells for title, cells in (("failed", failed), (CAUGHT, caught)) if any(cells)}
+    rows = [[head, *names, *columns, "a prediction"]]
+    for (name, item), *cells in zip(items.items(), *columns.values(), strict=True):
         scores = [short(item["metrics"].get(metric)) for metric in names]
-        columns = [column[name] for column in further.values()]
-        rows.append([name, *scores, *columns, shown_prediction((item.get("predictions") or [""])[0])])
+        rows.append([name, *scores, *cells, shown_prediction((item.get("predictions") or [""])[0])])
     return rows
 
 
-def step_text(seen: Overview, step: int, width: int) -> str:
+def step_text(overview: Overview, step: int, width: int) -> str:
     """The examples that a step trained on, and the items that were evaluated after it.
 
     Raises:
         CheckpointError: it has neither; names the steps that have one.
     """
-    run, evaluated, parts = seen.run, _evaluated(seen), []
-    if run.journal_path(step).is_file():
-        forest, _ = read_step(run, step)
-        parts.append(_examples_table(run, forest, step, width))
-    training = bool(parts)
-    for (split, at), items in evaluated.items():
-        if at == step:
-            when = "after it" if training else f"after step {step}" if step else "before training"
-            title = f"evaluation on {split} {'' if seen.evaluates else when}".strip()
-            parts.append(f"{title}\n{items_table(items, width, worst=WORST if training else None)}")
-    if parts:
-        example = "" if training else next(iter(evaluated[key][0]["id"] for key in evaluated if key[1] == step))
-        more = f"one item: mmrl show {run.path} step={step} example='{clean(example)}'"
-        return "\n\n".join([*parts, *([] if training else [more])])
-    raise CheckpointError(f"{run.path}: no journal of step {step}; {_steps(seen)}")
+    run, parts = overview.run, []
+    training = run.journal_path(step).is_file()
+    if training:
+        parts.append(_examples_table(run, read_step(run, step)[0], step, width))
+    evaluated = {split: items for (split, at), items in _evaluated(overview).items() if at == step}
+    for split, items in evaluated.items():
+        when = "" if overview.evaluates else f" after step {step}" if step else " before training"
+        table = _items_text(items, width, worst=WORST if training else None)
+        parts.append(f"evaluation on {split}{when}\n{table}")
+    if not parts:
+        raise CheckpointError(f"{run.path}: no journal of step {step}; {_steps(overview)}")
+    if not training:
+        example = next(iter(evaluated.values()))[0]["id"]
+        parts.append(f"one item: mmrl show {run.path} step={step} example='{clean(example)}'")
+    return "\n\n".join(parts)
 
 
-def example_text(seen: Overview, example: str, step: int | None, width: int) -> str:
+def example_text(overview: Overview, example: str, step: int | None, width: int) -> str:
     """The calls of a training example at a step, or what evaluations say of an item.
 
     Args:
@@ -130,11 +135,11 @@ def example_text(seen: Overview, example: str, step: int | None, width: int) -> 
         ConfigError: nothing has such an example.
         CheckpointError: the step has neither a journal nor an evaluation, or there are none at all.
     """
-    run = seen.run
-    evaluated = {key: items for key, items in _evaluated(seen).items() if step in (None, key[1])}
+    run = overview.run
+    evaluated = {key: items for key, items in _evaluated(overview).items() if step in (None, key[1])}
     steps = [at for at in reversed(run.journal_steps()) if step in (None, at)]
     if not steps and not evaluated:
-        which = "the run has no journals yet" if step is None else f"no journal of step {step}; {_steps(seen)}"
+        which = "the run has no journals yet" if step is None else f"no journal of step {step}; {_steps(overview)}"
         raise CheckpointError(f"{run.path}: {which}")
     ids: dict[str, None] = {}
     # From the newest step back: a journal is read whole, so the first match ends the search.
@@ -144,51 +149,41 @@ def example_text(seen: Overview, example: str, step: int | None, width: int) -> 
             return render_example(forest, entries, example, width, run.examples.get(("train", example)))
         ids |= dict.fromkeys(forest.examples)
     results = {key: item for key, items in evaluated.items() for item in items if item["id"] == example}
-    if results:
-        texts = run.examples.get((next(iter(results))[0], example))
-        return "\n\n".join([_item_text(example, results, width, texts), *_item_trees(run, example, results, width)])
-    ids |= dict.fromkeys(item["id"] for items in evaluated.values() for item in items)
-    at = step if step is not None else steps[0] if steps else next(iter(evaluated))[1]
-    where = f"step {step}" if step is not None else f"{len(steps)} journals and {len(evaluated)} evaluations"
-    first, near = ", ".join(map(clean, list(ids)[:3])), nearest(example, list(ids))
-    raise ConfigError(
-        f"example: got '{example}', which is not in {where}{near} (first: {first}; all: mmrl show {run.path} step={at})"
+    if not results:
+        ids |= dict.fromkeys(item["id"] for items in evaluated.values() for item in items)
+        raise ConfigError(clean(unknown("example", example, ids)))
+    rows = _item_rows(
+        "evaluation",
+        {f"{split}, step {at}": item for (split, at), item in results.items()},
+        metric_names(list(results.values()))[:COLUMNS],
     )
-
-
-def _item_text(example: str, results: Mapping[tuple[str, int], Item], width: int, texts: JsonObject | None) -> str:
-    """Scores and prediction of an item in each evaluation."""
-    names = metric_names(list(results.values()))[:COLUMNS]
-    rows = _item_rows("evaluation", {f"{split}, step {step}": item for (split, step), item in results.items()}, names)
-    return "\n".join([f"item {clean(example)}", *asked_lines(texts), align(rows, width=width)])
-
-
-def _item_trees(run: RunDir, example: str, results: Mapping[tuple[str, int], Item], width: int) -> list[str]:
-    """Its calls, where an evaluation has stored them."""
-    texts = []
+    asked = asked_lines(run.examples.get((next(iter(results))[0], example)))
+    parts = ["\n".join([f"item {clean(example)}", *asked, align(rows, width=width)])]
+    # Its calls, where an evaluation has stored them.
     for split in dict.fromkeys(split for split, _ in results):
         # An item that was evaluated again, after a failure, is in a later journal.
         for part in reversed(run.journal_steps(split)):
             forest, _ = read_step(run, part, evaluation=split)
             if example in forest.examples:
-                texts.append(render_example(forest, None, example, width))
+                parts.append(render_example(forest, None, example, width))
                 break
-    return texts
+    return "\n\n".join(parts)
 
 
 def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
     caught = Counter(call.example for call in forest.caught.values())
-    head = ["example", "rollouts", "reward", "lowest", "highest", "failed", *([CAUGHT] if caught else [])]
-    rows = [[*head, "a prediction"]]
+    items: dict[str, Item] = {}
     for example in forest.examples:
         rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        kinds = Counter(rollout.error for rollout in rollouts if rollout.error is not None)
-        failed = ", ".join(f"{clean(kind)} {count}" for kind, count in kinds.most_common()) or "0"
-        numbers = (short(fmean(rewards)), short(min(rewards)), short(max(rewards))) if rewards else ("-", "-", "-")
-        shown = next((rollout.prediction for rollout in rollouts if rollout.prediction is not None), "")
-        counts = [failed, *([str(caught[example])] if caught else [])]
-        rows.append([clean(example), str(len(rollouts)), *numbers, *counts, shown_prediction(shown)])
+        ends = {"reward": fmean(rewards), "lowest": min(rewards), "highest": max(rewards)} if rewards else {}
+        items[clean(example)] = {
+            "metrics": {"rollouts": len(rollouts), **ends},
+            "errors": [rollout.error for rollout in rollouts if rollout.error is not None],
+            "predictions": [rollout.prediction for rollout in rollouts if rollout.prediction is not None],
+            **({"caught_parse": caught[example]} if caught else {}),
+        }
+    rows = _item_rows("example", items, ("rollouts", "reward", "lowest", "highest"))
     example = clean(forest.examples[0]) if forest.examples else "<id>"
     return (
         f"step {step}: {len(forest.examples)} examples, {len(forest.rollouts)} rollouts, {len(forest.calls)} calls\n"
@@ -196,14 +191,14 @@ def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
     )
 
 
-def _evaluated(seen: Overview) -> dict[tuple[str, int], Sequence[Item]]:
+def _evaluated(overview: Overview) -> dict[tuple[str, int], Sequence[Item]]:
     """(split, step) -> results of its items, of evaluations that have some."""
-    return {(split, step): items for split, steps in seen.items.items() for step, items in steps.items() if items}
+    return {(split, step): items for split, steps in overview.items.items() for step, items in steps.items() if items}
 
 
-def _steps(seen: Overview) -> str:
-    """Which steps have something to show."""
-    steps, evaluations = seen.run.journal_steps(), sorted({step for _, step in _evaluated(seen)})
+def _steps(overview: Overview) -> str:
+    """The steps that have something to show."""
+    steps, evaluations = overview.run.journal_steps(), sorted({step for _, step in _evaluated(overview)})
     have = [f"journals exist for steps {steps[0]} to {steps[-1]}"] if steps else []
     have += [f"evaluations of step {', '.join(map(str, evaluations))}"] if evaluations else []
     return ", ".join(have) or "the run has no journals yet"

@@ -19,6 +19,8 @@ from mmrl.system.files import JsonObject
 
 WINDOW = 5
 """Steps that curves are averaged over, backwards."""
+ROUNDING = 1e-6
+"""Differences of at most this size are what rounding leaves of log-probabilities that are equal."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-~=+*#"
 
@@ -61,7 +63,7 @@ def failed_text(shares: Mapping[str, float]) -> str:
 
 
 def learning(history: History) -> tuple[str, np.ndarray, np.ndarray]:
-    """What tells whether training gets on, its steps and values: the reward, of a supervised stage the loss."""
+    """The metric by which training gets on, its steps and values: the reward, or a supervised stage's loss."""
     steps, rewards = series(history, "reward/mean")
     # Of reinforcement learning the loss says nothing about success; only a supervised stage has this accuracy.
     if len(rewards) or not any("train/token_accuracy" in record for record in history):
@@ -142,20 +144,14 @@ def short(value: object, digits: int = 3) -> str:
     size = abs(finite)
     if size < 1e-12:
         return f"{0.0:.{digits}f}"
-    if size >= 1e15:
+    if size >= 1e15 or size < 10**-digits:
         return f"{finite:.1e}"
     for least, scale, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if size >= least:
             return f"{finite / scale:.1f}{unit}"
-    if finite == int(finite) and size >= 2:
-        return str(int(finite))
-    if size >= 100:
+    if size >= 100 or (finite == int(finite) and size >= 2):
         return f"{finite:.0f}"
-    if size >= 10:
-        return f"{finite:.1f}"
-    if size < 10**-digits:
-        return f"{finite:.1e}"
-    return f"{finite:.{digits}f}"
+    return f"{finite:.1f}" if size >= 10 else f"{finite:.{digits}f}"
 
 
 def fixed(value: float, digits: int = 3) -> str:
@@ -174,14 +170,13 @@ def duration(seconds: float) -> str:
         return "-"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
 # --- intervals over items
@@ -236,12 +231,12 @@ class Difference:
 
     @property
     def certain(self) -> bool:
-        """Whether the interval excludes 0."""
+        """True where the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
     @property
     def verdict(self) -> str:
-        """What a reader should know beside the numbers; empty for a certain difference."""
+        """A remark beside the numbers; empty for a certain difference."""
         if self.certain:
             return ""
         return "unchanged" if self.low == self.high == 0 else "may be chance"
@@ -270,13 +265,7 @@ def stratified_interval(
 def paired_difference(
     before: Sequence[float], after: Sequence[float], key: rng.Key, resamples: int = 1000
 ) -> Difference:
-    """Compare two results per item, resampling items (so both values of an item stay together).
-
-    Raises:
-        ValueError: lengths differ, or there are no items.
-    """
-    if len(before) != len(after) or not len(before):
-        raise ValueError(f"got {len(before)} and {len(after)} results, expected as many of both, at least one")
+    """Compare two results of the same items, at least one, resampling items."""
     first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     # The difference per item is resampled, so that both values of an item stay together.
     low, high = bootstrap_interval((second - first).tolist(), key, resamples)
@@ -308,11 +297,10 @@ def compare_items(
     pairs = [(item["metrics"], later[item["id"]]) for item in before if item["id"] in later]
     if not pairs:
         return {}
-    names = sorted(set().union(*(first.keys() & second.keys() for first, second in pairs)))
-    # The main metric, then answers, then behaviour; reward last, since training changes it by design.
-    names.sort(key=lambda name: (name != main_metric, name not in FIRST, name == "reward", name))
+    names = set().union(*(first.keys() & second.keys() for first, second in pairs))
     differences = {}
-    for name in names:
+    # The main metric, then answers, then behaviour; reward last, since training changes it by design.
+    for name in sorted(names, key=lambda name: (name != main_metric, name not in FIRST, name == "reward", name)):
         shared = [(first[name], second[name]) for first, second in pairs if name in first and name in second]
         old, new = zip(*shared, strict=True)
         differences[name] = paired_difference(old, new, (seed, "compare", name), resamples)

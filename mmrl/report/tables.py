@@ -5,6 +5,7 @@ The first row is the head. Terminal tables stay plain text, not rich's, so that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -44,11 +45,12 @@ def before_after_table(differences: Mapping[str, Difference], split: str, width:
     return f"{split} ({counted} items)\n{align(before_after_rows(differences), width=width)}"
 
 
-def module_rows(first: Metrics, last: Metrics, facts: Sequence[str]) -> Rows:
-    """A row per module with its facts at two steps, `0.441→0.776`; one number where they agree."""
+def module_rows(history: Sequence[Metrics], facts: Sequence[str]) -> Rows:
+    """A row per module with its facts at the first and the last step, `0.441→0.776`; one number where they agree."""
+    ends_of = (history[0], history[-1])
     rows = [["module", *facts, ""]]
-    for name in modules_in([first, last]):
-        ends = [[short(record.get(f"module/{name}/{fact}")) for record in (first, last)] for fact in facts]
+    for name in modules_in(ends_of):
+        ends = [[short(record.get(f"module/{name}/{fact}")) for record in ends_of] for fact in facts]
         rows.append([name, *(new if old == new else f"{old}→{new}" for old, new in ends), ""])
     return rows
 
@@ -62,11 +64,8 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def facts_table(facts: Mapping[str, object], indent: str = "  ") -> str:
     """Names and values, one per line."""
-    if not facts:
-        return ""
-    width = max(len(name) for name in facts)
-    values = {name: short(value) if isinstance(value, float) else str(value) for name, value in facts.items()}
-    return "\n".join(f"{indent}{name.ljust(width)}  {value}" for name, value in values.items())
+    rows = [[name, short(value) if isinstance(value, float) else str(value)] for name, value in facts.items()]
+    return align(rows, indent) if rows else ""
 
 
 def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:
@@ -77,19 +76,11 @@ def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:
     """
     # What all jobs have in common says nothing of a column.
     shared = set(jobs[0]).intersection(*jobs[1:]) if jobs else set()
-    differing = [
-        [override.lstrip("+").removeprefix("task=") for override in job if override not in shared] for job in jobs
-    ]
-    brief = [" ".join(_last_part(override) for override in different) or "all" for different in differing]
-    # Short names only where they are still different from each other.
-    if len(set(brief)) == len(jobs):
-        return brief
-    return [" ".join(different) or "all" for different in differing]
-
-
-def _last_part(override: str) -> str:
-    _, equals, value = override.partition("=")
-    return value.rstrip("/").rpartition("/")[2] if equals and "/" in value and not set(value) & set("[{") else override
+    differing = [[word.lstrip("+").removeprefix("task=") for word in job if word not in shared] for job in jobs]
+    names = [" ".join(words) or "all" for words in differing]
+    # `KEY=FOLDERS/` before a last part, but not of lists.
+    brief = [re.sub(r"[^ =]+=[^ =\[{]*/(?=[^ ])", "", name) for name in names]
+    return brief if len(set(brief)) == len(jobs) else names
 
 
 LABELS = ("partial corpus", "corpus coverage", "judge")
@@ -102,16 +93,11 @@ def columns_text(summaries: Mapping[str, JsonObject]) -> str:
     Args:
         summaries: column name -> `summary.json` of an evaluation: `metrics`, and `facts` of its task.
     """
-    columns: dict[str, Mapping[str, float]] = {name: summary["metrics"] for name, summary in summaries.items()}
-    names = dict.fromkeys(
-        name for metrics in columns.values() for name in metrics if f"{name}_low" in metrics and name != "n"
-    )
-    rows = [["", *columns]]
-    rows += [[name, *(with_interval(metrics, name) for metrics in columns.values())] for name in names]
-    rows.append(["items", *(f"{metrics.get('n', 0):.0f}" for metrics in columns.values())])
-    rows.append(
-        ["failed from outside", *(f"{metrics.get('failed_share', 0):.1%}" for metrics in columns.values())],
-    )
+    columns: list[Mapping[str, float]] = [summary["metrics"] for summary in summaries.values()]
+    names = dict.fromkeys(name for metrics in columns for name in metrics if f"{name}_low" in metrics)
+    rows = [["", *summaries], *([name, *(with_interval(metrics, name) for metrics in columns)] for name in names)]
+    rows.append(["items", *(f"{metrics.get('n', 0):.0f}" for metrics in columns)])
+    rows.append(["failed from outside", *(f"{metrics.get('failed_share', 0):.1%}" for metrics in columns)])
     # Where data are partial or a judge is a rule, the numbers need that beside them.
     notes = [
         f"{name}: {label}: {summary['facts'][label]}"

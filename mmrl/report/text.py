@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from itertools import zip_longest
 from textwrap import fill, wrap
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,9 @@ def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None =
     # The widest cell of each column, head included.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     blocks: list[list[int]] = [[]]
-    for column, own in enumerate(widths[1:], start=1):
+    for column, needed in enumerate(widths[1:], start=1):
         taken = len(indent) + widths[0] + sum(2 + widths[other] for other in blocks[-1])
-        if width is not None and own and blocks[-1] and taken + 2 + own > width:
+        if width is not None and needed and blocks[-1] and taken + 2 + needed > width:
             blocks.append([])
         blocks[-1].append(column)
     last = len(widths) - 1
@@ -41,68 +42,42 @@ def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None =
     return "\n".join(lines)
 
 
-def _printable(text: str) -> str:
-    """Line breaks, terminal codes and lone surrogates of a name as escapes: a row is one line on every terminal."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+def clean(text: object) -> str:
+    """Text that cannot move the cursor: line ends become ⏎, other control characters are made visible."""
+    # A model may write escape sequences: shown as text they cannot drive a terminal.
+    line = str(text).replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
+    return "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in line)
 
 
 def filled(text: str, width: int | None) -> str:
     """A paragraph of at most `width` columns (None: one line)."""
-    shown = _printable(text)
-    return shown if width is None else fill(shown, width, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def joined(facts: Sequence[str], width: int | None) -> str:
-    """Facts with dots between them, where lines end if they can; at most `width` columns (None: one line)."""
-    if width is None:
-        return " · ".join(map(_printable, facts))
-    lines = [_printable(facts[0])]
-    for fact in map(_printable, facts[1:]):
-        if len(lines[-1]) + len(fact) + 5 > width:  # a dot on either side, so that no line looks like the end
-            lines[-1] += " ·"
-            lines.append("  " + fact)
-        else:
-            lines[-1] += f" · {fact}"
-    return "\n".join(fill(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+    text = clean(text)
+    return text if width is None else fill(text, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def wrapped_rows(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """Rows in columns; where they are wider than `width` the cells of the widest columns are wrapped."""
-    rows = [[_printable(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    if width is not None:
-        # Ids may be cut anywhere; other cells are wrapped between words as long as that is enough.
-        words = [
-            max(len(word) for row in rows for word in row[column].split() or [""]) for column in range(len(widths))
-        ]
-        _narrowed(widths, [LEAST, *words[1:]], width)
-        _narrowed(widths, [LEAST] * len(widths), width)
+    """Rows in columns, all to the left; where they are wider than `width` the widest columns are wrapped."""
+    rows = [[clean(cell) for cell in row] for row in rows]
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    # Ids in the first column may be cut anywhere; others are wrapped between words as long as that is enough.
+    words = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    for least in ([LEAST, *words[1:]], [LEAST] * len(columns)):
+        while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+            wider = [column for column, limit in enumerate(least) if widths[column] > limit]
+            if not wider:
+                break
+            widths[max(wider, key=widths.__getitem__)] -= 1
     lines = []
     for row in rows:
-        cells = [_wrapped(cell, own) for cell, own in zip(row, widths, strict=True)]
-        for number in range(max(map(len, cells))):
-            parts = [cell[number] if number < len(cell) else "" for cell in cells]
-            lines.append("  ".join(part.ljust(own) for part, own in zip(parts, widths, strict=True)).rstrip())
+        cells = [wrap(cell, size, break_on_hyphens=False) for cell, size in zip(row, widths, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            lines.append("  ".join(part.ljust(size) for part, size in zip(parts, widths, strict=True)).rstrip())
     return lines
 
 
-def _narrowed(widths: list[int], least: Sequence[int], width: int) -> None:
-    """Take from the widest columns, of those above `least`, until a table has `width` columns."""
-    while sum(widths) + 2 * (len(widths) - 1) > width:
-        free = [(own, -column) for column, own in enumerate(widths) if own > least[column]]
-        if not free:
-            return
-        widths[-max(free)[1]] -= 1
-
-
-def _wrapped(cell: str, width: int) -> list[str]:
-    return [cell] if len(cell) <= width else wrap(cell, width, break_on_hyphens=False)
-
-
 def drawn(parts: Sequence[RenderableType], width: int) -> str:
-    """What rich draws, as plain text: what is copied or piped is the same."""
+    """Plain text of what rich draws: what is copied or piped is the same."""
     from rich.console import Console
 
     screen = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False, emoji=False)

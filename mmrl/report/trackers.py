@@ -22,7 +22,8 @@ from mmrl.config import RunConfig
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number, short
-from mmrl.report.trees import abridged, clean
+from mmrl.report.text import clean
+from mmrl.report.trees import abridged
 from mmrl.secrets import add_secret, hide, secret_name
 from mmrl.system.files import dumps, plain
 

@@ -6,9 +6,10 @@ Part of `report`; pure. Credit entries are the mappings that the journal returns
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeAlias
@@ -16,11 +17,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from rich.text import Text
 from rich.tree import Tree
 
-from mmrl.errors import ParseFailure
 from mmrl.records import Call, Forest, Rollout
-from mmrl.report.journal import Prompt
 from mmrl.report.stats import number, short, signed
-from mmrl.report.text import drawn
+from mmrl.report.text import clean, drawn
 from mmrl.system.files import JsonObject
 
 if TYPE_CHECKING:
@@ -58,17 +57,15 @@ def read_tokenizer(folders: Iterable[Path]) -> Tokenizer | None:
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, int]]:
     """Texts whose sequence is the completion, each with how many tokens it has.
 
-    A letter may be spread over several tokens, which are then one piece.
+    A letter may be spread over several tokens, which are then one piece; half a letter at the end is left out.
     """
-    parts: list[tuple[str, int]] = []
-    before, first = "", 0
-    for at in range(1, len(ids) + 1):
-        # With the token before: some tokenizers drop the space of a text's first token.
-        text = tokenizer.decode(list(ids[max(first - 1, 0) : at]), skip_special_tokens=False)
-        if text.endswith("\ufffd") and at < len(ids):
-            continue
-        parts.append((text[len(before) :], at - first))
-        before, first = tokenizer.decode([ids[at - 1]], skip_special_tokens=False), at
+    from tokenizers.decoders import DecodeStream
+
+    stream, parts, done = DecodeStream(skip_special_tokens=False), [], 0
+    for count, token in enumerate(ids, start=1):
+        if (text := stream.step(tokenizer, token)) is not None:
+            parts.append((text, count - done))
+            done = count
     return parts
 
 
@@ -94,110 +91,96 @@ def coloured(call: Call, entries: Sequence[EntryFields], tokenizer: Tokenizer | 
     apart = len(set(values)) > 1 and len(values) == len(call.completion_ids)
     if tokenizer is None or not apart:
         return [(abridged(clean(call.text), 1200, 400), shade(fmean(values), largest) if values else 0)]
-    pieces: list[Piece] = []
-    at, left_out, (head, tail) = 0, False, TOKENS
+    shown: list[Piece] = []
+    (head, tail), at, left_out = TOKENS, 0, len(values) - sum(TOKENS)
     for text, count in token_texts(call.completion_ids, tokenizer):
-        level = shade(fmean(values[at : at + count]), largest)
         if at < head or at >= len(values) - tail:
-            same = bool(pieces) and pieces[-1][1] == level
-            pieces[-1:] = [(pieces[-1][0] + clean(text), level)] if same else [*pieces[-1:], (clean(text), level)]
-        elif not left_out:
-            left_out = True
-            pieces.append((f" […{len(values) - head - tail} tokens…] ", 0))
+            shown.append((clean(text), shade(fmean(values[at : at + count]), largest)))
+        elif left_out > 0:
+            shown.append((f" […{left_out} tokens…] ", 0))
+            left_out = 0
         at += count
-    return pieces
+    return [("".join(text for text, _ in pieces), level) for level, pieces in groupby(shown, lambda piece: piece[1])]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A call in its tree."""
+    """A call in its tree, and what there is to say of it, in the terminal and on the page."""
 
     call: Call
-    entries: tuple[EntryFields, ...]
-    rollouts: tuple[Rollout, ...]
-    """Rollouts that end here."""
-    children: tuple[Node, ...]
-
-    @property
-    def state(self) -> str:
-        """What there is to say of a reply that could not be parsed; empty of one that could."""
-        if self.call.ok:
-            return ""
-        ended = any(rollout.error == ParseFailure.kind for rollout in self.rollouts)
-        return "could not be parsed" if ended else "could not be parsed, which the program caught"
-
-    @property
-    def name(self) -> str:
-        """Module, and where it has more than one, invocation and turn."""
-        call = self.call
-        return (
-            call.module
-            + (f" #{call.invocation}" if call.invocation else "")
-            + (f" turn {call.turn}" if call.turn else "")
-        )
-
-    @property
-    def ended(self) -> str:
-        """Length and end of the reply, and the attempt that it is."""
-        attempt = f" · attempt {self.call.attempts}" if self.call.attempts > 1 else ""
-        return f"{self.call.completion_tokens} tokens, {self.call.finish}{attempt}"
-
-    @property
-    def facts(self) -> str:
-        """What the program noted of the call, and its rewards; empty without any."""
-        found = {"penalty": self.call.penalty or None, "turn reward": self.call.turn_reward, **self.call.facts}
-        return " · ".join(
-            f"{name} {short(value) if number(value) is not None else abridged(clean(value), 200, 60)}"
-            for name, value in found.items()
-            if isinstance(value, int | float | str)
-        )
-
-    @property
-    def credit(self) -> list[str]:
-        """A line for each entry."""
-        return [credit_line(entry) for entry in self.entries] or ["no credit"]
-
-    @property
-    def outcomes(self) -> list[str]:
-        """A line for each rollout that ends here."""
-        return [rollout_line(rollout) for rollout in self.rollouts]
+    depth: int
+    """The number of calls before it."""
+    name: str
+    """Module, and where it has more than one, invocation and turn."""
+    facts: str
+    """Length and end of the reply, its attempts, what the program noted of it, and its rewards."""
+    state: str
+    """A remark on a reply that could not be parsed; empty for one that could."""
+    entries: Sequence[EntryFields]
+    credit: Sequence[str]
+    """A line for each entry; none in an evaluation, which gives no credit."""
+    outcomes: Sequence[str]
+    """A line for each rollout that ends here."""
 
 
-def trees(forest: Forest, entries: Sequence[EntryFields], example: str) -> list[Node]:
-    """The trees of one example, in forest order."""
+def depth_first(forest: Forest) -> Iterator[tuple[Call, int]]:
+    """Calls with their depths, every call before those that follow it."""
+    pending = [(call, 0) for call in reversed(list(forest.calls.values())) if call.parent is None]
+    while pending:
+        call, depth = pending.pop()
+        yield call, depth
+        pending += [(forest.calls[child], depth + 1) for child in reversed(forest.children[call.id])]
+
+
+def trees(forest: Forest, entries: Sequence[EntryFields] | None, example: str) -> Iterator[Node]:
+    """The calls of one example, depth first.
+
+    Args:
+        entries: None: of an evaluation.
+    """
     # A call has several entries where padding repeats it, none where it is not trained.
-    by_call: dict[str, list[EntryFields]] = {}
-    for entry in entries:
-        by_call.setdefault(str(entry["call"]), []).append(entry)
-    ends: dict[str, list[Rollout]] = {}
+    by_call: defaultdict[str, list[EntryFields]] = defaultdict(list)
+    for entry in entries or ():
+        by_call[str(entry["call"])].append(entry)
+    ends: defaultdict[str | None, list[Rollout]] = defaultdict(list)
     for rollout in forest.rollouts:
-        if rollout.leaf is not None:
-            ends.setdefault(rollout.leaf, []).append(rollout)
+        ends[rollout.leaf].append(rollout)
 
-    def node(call: Call) -> Node:
-        below = tuple(node(forest.calls[child]) for child in forest.children[call.id])
-        return Node(call, tuple(by_call.get(call.id, ())), tuple(ends.get(call.id, ())), below)
+    for call, depth in depth_first(forest):
+        if call.example != example:
+            continue
+        credit = [credit_line(entry) for entry in by_call[call.id]] or ["no credit"]
+        failed = "could not be parsed" + (", which the program caught" if call.id in forest.caught else "")
+        counts = {" #": call.invocation, " turn ": call.turn}
+        yield Node(
+            call=call,
+            depth=depth,
+            name=call.module + "".join(f"{of}{count}" for of, count in counts.items() if count),
+            facts=_facts(call),
+            state="" if call.ok else failed,
+            entries=by_call[call.id],
+            credit=[] if entries is None else credit,
+            outcomes=[rollout_line(rollout) for rollout in ends[call.id]],
+        )
 
-    return [node(call) for call in forest.calls.values() if call.example == example and call.parent is None]
+
+def _facts(call: Call) -> str:
+    noted = {"penalty": call.penalty or None, "turn reward": call.turn_reward, **call.facts}
+    facts = [f"{call.completion_tokens} tokens, {call.finish}"]
+    facts += [f"attempt {call.attempts}"] if call.attempts > 1 else []
+    for name, value in noted.items():
+        if isinstance(value, int | float | str):
+            facts.append(f"{name} {short(value) if number(value) is not None else abridged(clean(value), 200, 60)}")
+    return " · ".join(facts)
 
 
 def telling_examples(forest: Forest, count: int) -> list[str]:
-    """Examples worth reading first: rewards that differ between rollouts, then a failure, then any."""
-    rewards: dict[str, list[float]] = {}
+    """Examples worth reading first: those whose rewards differ most between rollouts (None counts as 0)."""
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in forest.rollouts:
-        rewards.setdefault(rollout.example, []).append(rollout.reward or 0.0)
+        rewards[rollout.example].append(rollout.reward or 0.0)
     # Where rollouts of one question differ, there is something to learn from.
-    by_range = sorted(rewards, key=lambda example: min(rewards[example]) - max(rewards[example]))
-    failed = Counter(rollout.example for rollout in forest.rollouts if rollout.error is not None)
-    by_failure = [example for example, _ in failed.most_common(1)]
-    return list(dict.fromkeys([*by_range[: max(count - 1, 1)], *by_failure, *by_range]))[:count]
-
-
-def clean(text: object) -> str:
-    """Text that cannot move the cursor: line ends become ⏎, other control characters are made visible."""
-    # A model may write escape sequences: shown as text they cannot drive a terminal.
-    shown = str(text).replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
-    return "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in shown)
+    return sorted(rewards, key=lambda example: min(rewards[example]) - max(rewards[example]))[:count]
 
 
 def abridged(text: str, head: int = PROMPT_HEAD, tail: int = PROMPT_TAIL) -> str:
@@ -222,12 +205,12 @@ def made_of(reward: object, parts: Mapping[str, object]) -> str:
     """The parts of a reward: as a sum where they add up to it, else beside it (`turn -0.400, own_advantage -0.691`)."""
     if not parts:
         return ""
-    shown = [f"{name} {short(value)}" for name, value in parts.items()]
-    whole, terms = number(reward), [number(value) for value in parts.values()]
+    texts = [f"{name} {short(value)}" for name, value in parts.items()]
+    total, terms = number(reward), [number(value) for value in parts.values()]
     # Turn-level rewards have parts that are no addends; those stand in brackets instead.
-    if whole is not None and None not in terms and math.isclose(sum(filter(None, terms)), whole, abs_tol=1e-9):
-        return " = " + " + ".join(shown)
-    return f" ({', '.join(shown)})"
+    if total is not None and None not in terms and math.isclose(sum(filter(None, terms)), total, abs_tol=1e-9):
+        return " = " + " + ".join(texts)
+    return f" ({', '.join(texts)})"
 
 
 def shown_prediction(prediction: object, head: int = 30, tail: int = 10) -> str:
@@ -238,7 +221,7 @@ def shown_prediction(prediction: object, head: int = 30, tail: int = 10) -> str:
 
 
 def credit_line(entry: EntryFields) -> str:
-    """What one entry says: reward with its parts, group, advantage, weight."""
+    """One entry: reward with its parts, group, advantage, weight."""
     line = f"reward {short(entry.get('reward'))}{made_of(entry.get('reward'), entry.get('parts') or {})}"
     group = entry.get("group")
     if group is not None:
@@ -258,11 +241,12 @@ def credit_line(entry: EntryFields) -> str:
 
 def rollout_line(rollout: Rollout) -> str:
     """The outcome of one rollout."""
+    message = f": {clean(rollout.error_message)}" if rollout.error_message else ""
     if rollout.error is not None and rollout.reward is None:
-        return f"{rollout.id} failed ({rollout.error}): {clean(rollout.error_message)}; not credited"
+        return f"{rollout.id} failed ({rollout.error}){message}; not credited"
     line = f"{rollout.id} reward {short(rollout.reward)}{made_of(rollout.reward, rollout.parts)}"
     if rollout.error is not None:
-        line += f" · {rollout.error} failure: {clean(rollout.error_message)}"
+        line += f" · {rollout.error} failure{message}"
     # A metric that is a part of the reward too stands there.
     metrics = {name: value for name, value in rollout.metrics.items() if rollout.parts.get(name) != value}
     if metrics:
@@ -273,7 +257,7 @@ def rollout_line(rollout: Rollout) -> str:
 
 
 def asked_lines(texts: JsonObject | None) -> list[str]:
-    """What an example asked, a line for each input, and what its reward goes by; [] where that was not kept."""
+    """An example's inputs, a line for each, and what its reward goes by; [] where that was not kept."""
     asked, gold = ((texts or {}).get(key) or {} for key in ("asked", "gold"))
     parts = " · ".join(f"{name} {clean(text)}" for name, text in gold.items() if text)
     return [f"{name}: {clean(text)}" for name, text in asked.items()] + ([f"gold: {parts}"] if parts else [])
@@ -296,35 +280,34 @@ def render_example(
     where = f"example {example} · step {forest.step} · " if entries is not None else ""
     head = f"{where}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"
     parts: list[str | Tree] = ["\n".join([head, *asked_lines(texts)])]
-    for root in trees(forest, entries or (), example):
-        parts += ["", _tree(root, None, credited=entries is not None)]
+    above: list[Tree] = []
+    before: dict[str | None, Call] = {}
+    for node in trees(forest, entries, example):
+        tree = Tree(Text(_node_text(node, before.get(node.call.parent))))
+        if node.depth:
+            above[node.depth - 1].children.append(tree)
+            before[node.call.parent] = node.call
+        else:
+            parts += ["", tree]
+        above[node.depth :] = [tree]
     # A rollout that failed before its first call is on no path of the tree.
-    if lost := [rollout for rollout in rollouts if rollout.leaf is None]:
-        parts += ["", "\n".join(["without any call:", *(f"  {rollout_line(rollout)}" for rollout in lost)])]
+    if lost := [f"  {rollout_line(rollout)}" for rollout in rollouts if rollout.leaf is None]:
+        parts += ["", "\n".join(["without any call:", *lost])]
     # A level takes four columns: lines of deep trees overflow.
     deepest = max((len(forest.path(rollout)) for rollout in rollouts), default=0)
     return drawn(parts, max(width, 4 * deepest + 30))
 
 
-def _tree(node: Node, shared: Prompt | None, credited: bool) -> Tree:
-    """A call and those after it.
-
-    Args:
-        shared: prompt of the sibling before: where this call has it too, it is not shown again.
-    """
+def _node_text(node: Node, before: Call | None) -> str:
+    """Lines of a call; `before`: the sibling before it, whose prompt is not shown again."""
     call = node.call
-    prompt = (call.prompt_ids, call.prompt_text)
-    lines = [f"{node.name} · {node.ended}{f' · {node.state}' if node.state else ''}  [{call.id}]"]
-    if prompt == shared or call.prompt_text:
-        lines.append(f"asked: {'as above' if prompt == shared else abridged(clean(call.prompt_text))}")
+    lines = [f"{node.name} · {node.facts}{f' · {node.state}' if node.state else ''}  [{call.id}]"]
+    if before is not None and (call.prompt_ids, call.prompt_text) == (before.prompt_ids, before.prompt_text):
+        lines.append("asked: as above")
+    elif call.prompt_text:
+        lines.append(f"asked: {abridged(clean(call.prompt_text))}")
     lines.append(f"said:  {abridged(clean(call.text), 300, 100) or '(nothing)'}")
-    lines += [f"facts: {node.facts}"] if node.facts else []
-    lines += [*(node.credit if credited else []), *(f"⇒ {outcome}" for outcome in node.outcomes)]
-    tree, before = Tree(Text("\n".join(lines))), None
-    for child in node.children:
-        tree.children.append(_tree(child, before, credited))
-        before = (child.call.prompt_ids, child.call.prompt_text)
-    return tree
+    return "\n".join([*lines, *node.credit, *(f"⇒ {outcome}" for outcome in node.outcomes)])
 
 
 def visible(value: str) -> str:

@@ -1,19 +1,19 @@
-"""What a run that optimised prompts has tried and changed, as text: `mmrl show RUN`."""
+"""Trials of a run that optimises prompts, and its changes to them, as text: `mmrl show RUN`."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from textwrap import indent, shorten
+from textwrap import shorten
+from typing import Any
 
 from mmrl.errors import DataError
 from mmrl.report.advice import ADVICE
 from mmrl.report.alarms import Alarm
-from mmrl.report.text import align
-from mmrl.report.trees import clean
+from mmrl.report.text import align, clean
 from mmrl.system.files import JsonObject, read_jsonl
 
 FOLDER = "prompts"
@@ -52,7 +52,7 @@ def prompts_text(run: Path, width: int = 100) -> str:
 
 
 def nothing_went_well(trial: JsonObject) -> str:
-    """What went wrong in a trial whose rollouts have all failed, with an example; empty for any other trial."""
+    """The failure of a trial whose rollouts have all failed, with an example; empty for any other trial."""
     example = trial.get("unusable")
     if not example:
         return ""
@@ -95,9 +95,9 @@ def _read(path: Path) -> JsonObject:
 
 
 def _table(trials: Sequence[JsonObject]) -> str:
-    shown = [trial for trial in trials if trial["full"]] if len(trials) > MOST_ROWS else trials
+    listed = [trial for trial in trials if trial["full"]] if len(trials) > MOST_ROWS else trials
     rows = [["trial", "candidate", "examples", "reward", "best", "demonstrations", "failed"]]
-    for trial in shown:
+    for trial in listed:
         counts = [len(prompt["demonstrations"]) for prompt in trial["modules"].values()]
         failed = ", ".join(f"{clean(kind)} {count}" for kind, count in trial["failed"].items())
         best = "-" if trial["best"] is None else f"{trial['best']:.4f}"
@@ -109,32 +109,23 @@ def _table(trials: Sequence[JsonObject]) -> str:
                 *(items, f"{trial['score']:.4f}", best, " ".join(map(str, counts)), failed or "-"),
             ]
         )
-    left_out = len(trials) - len(shown)
+    left_out = len(trials) - len(listed)
     note = f"\n{left_out} trials on some of the examples are in {FOLDER}/{TRIALS}" if left_out else ""
     return align(rows) + note
 
 
 def _difference(name: str, before: Mapping[str, object], after: Mapping[str, object], width: int) -> str:
-    lines = [f"{name}", *_instructions(str(before.get("instructions", "")), str(after["instructions"]))]
-    old, new = (json.loads(json.dumps(prompt.get("demonstrations", []))) for prompt in (before, after))
+    old, new = _prompt_lines(before, width), _prompt_lines(after, width)
     if old == new:
-        lines.append(f"  {len(new)} demonstrations, as at the start" if new else "  no demonstrations")
-    else:
-        lines.append(f"  demonstrations: {len(old)} at the start, {len(new)} now")
-        lines += [f"  - {_line(demo, width)}" for demo in old if demo not in new]
-        lines += [f"  + {_line(demo, width)}" for demo in new if demo not in old]
-    return "\n".join(map(clean, lines))
+        return f"{name}\n  as at the start"
+    changes = list(difflib.unified_diff(old, new, lineterm="", n=2))[2:]
+    return "\n".join([clean(name), *(f"  {clean(line)}" for line in changes if not line.startswith("@@"))])
 
 
-def _instructions(before: str, after: str) -> Iterator[str]:
-    if before == after:
-        yield "  instructions as at the start"
-        return
-    yield "  instructions:"
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2)
-    yield from (indent(line, "  ") for line in list(lines)[2:] if not line.startswith("@@"))
-
-
-def _line(demo: Mapping[str, object], width: int) -> str:
-    fields = [f"{key}: {value}" for key, value in demo.items() if key != "augmented"]
-    return shorten("  ".join(fields), max(width - 6, 40), placeholder=" …")
+def _prompt_lines(prompt: Mapping[str, Any], width: int) -> list[str]:
+    """The lines of its instructions, and one for each demonstration."""
+    lines = str(prompt.get("instructions", "")).splitlines()
+    for demo in prompt.get("demonstrations", ()):
+        fields = " · ".join(f"{key}: {value}" for key, value in demo.items() if key != "augmented")
+        lines.append(shorten(f"demonstration: {fields}", max(width - 3, 40), placeholder=" …"))
+    return lines

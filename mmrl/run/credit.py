@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import chain, zip_longest
 from math import sqrt
 from pathlib import Path
 
@@ -25,16 +24,18 @@ from mmrl.records import Forest
 from mmrl.report.forest import VERSION, check_forest
 from mmrl.report.journal import encode_step, load_rollouts, read_step
 from mmrl.report.rundir import RunDir
-from mmrl.report.text import align, filled, joined, wrapped_rows
+from mmrl.report.text import align, filled, wrapped_rows
 from mmrl.system.files import JsonObject, dumps
 
+CALL, GROUP = ("call", "module", "minibatch", "reward", "parts"), ("minibatch", "group", "size", "mean", "std")
+"""Columns that stand above the rows where a table with a critic, or one without, is too wide."""
 TURN_REWARD_SETS = ("outcome", "turn")
 """A file may hold both kinds of reward; whether it does is its own matter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditRequest:
-    """What `mmrl credit` computes."""
+    """The settings of an `mmrl credit`."""
 
     algos: Sequence[AlgoConfig]
     seed: int
@@ -66,11 +67,11 @@ class Source:
     """Recorded rollouts, and what their source says of how they are credited."""
 
     forest: Forest
-    """Of a run: the part that the step trained on."""
+    """The part that a run's step trained on, or all of a file."""
     frozen: tuple[str, ...] = ()
     """Modules that are out of the loss, whatever the algorithm says."""
     entries: Sequence[JsonObject] = ()
-    """What the journal has as trained."""
+    """The entries of the journal, as trained."""
 
 
 def credit_command(request: CreditRequest, as_json: bool) -> int:
@@ -98,7 +99,7 @@ def credit_command(request: CreditRequest, as_json: bool) -> int:
 
 
 def _origin(request: CreditRequest, source: Source, width: int | None) -> list[str]:
-    """What was credited and how, for a step of a run."""
+    """The step of a run that was credited, and the settings."""
     if request.run is None:
         return []
     facts = [f"{request.folder} step {request.step}", f"seed {request.seed}"]
@@ -107,11 +108,11 @@ def _origin(request: CreditRequest, source: Source, width: int | None) -> list[s
     left_out = len(_left_out(source.forest))
     facts += [f"{left_out} examples sampled and not trained on"] if left_out else []
     facts.append("as trained" if request.as_trained else "not as trained: settings were changed")
-    return [joined(facts, width)]
+    return [filled(" · ".join(facts), width)]
 
 
 def recorded_step(request: CreditRequest) -> Source:
-    """What a step of a run trained on.
+    """Read what a step of a run trained on.
 
     Raises:
         ConfigError: the run has no such step.
@@ -175,17 +176,17 @@ def credit_all(
 
 
 def unlike_journal(credit: Credit, recorded: Sequence[JsonObject]) -> str:
-    """How a credit differs from the journal's entries, compared to the bit; empty where it does not."""
+    """Compare a credit with the journal's entries, to the bit: the difference in a sentence, empty without any."""
     nothing = Forest(calls={}, rollouts=(), modules=())
     _, *lines = encode_step(nothing, credit.entries)
-    own = [{key: value for key, value in line.items() if key != "line"} for line in lines]
-    if len(own) != len(recorded):
-        return f"{len(own)} entries, the journal has {len(recorded)}; another version of mmrl may have written it"
-    other = [str(mine["call"]) for mine, theirs in zip(own, recorded, strict=True) if dumps(mine) != dumps(theirs)]
+    derived = [{key: value for key, value in line.items() if key != "line"} for line in lines]
+    if len(derived) != len(recorded):
+        return f"{len(derived)} entries, the journal has {len(recorded)}; another version of mmrl may have written it"
+    other = [str(new["call"]) for new, old in zip(derived, recorded, strict=True) if dumps(new) != dumps(old)]
     if not other:
         return ""
     return (
-        f"{len(other)} of {len(own)} entries differ from the journal's, the first of call {other[0]}; "
+        f"{len(other)} of {len(derived)} entries differ from the journal's, the first of call {other[0]}; "
         "another version of mmrl may have written it, or the run's config.yaml was changed"
     )
 
@@ -212,105 +213,65 @@ def _credit_json(algo: AlgoConfig, forest: Forest, credit: Credit) -> dict[str, 
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """What one algorithm has in the table."""
-
-    name: str
-    columns: Sequence[str]
-    cells: Mapping[str, Sequence[Sequence[str]]]
-    """Call -> a row of cells for each of its entries."""
-    shared: Sequence[str]
-    """Columns that stand above the rows where the table is too wide."""
-
-    @property
-    def title(self) -> str:
-        return f"{self.name}: {sum(map(len, self.cells.values()))} entries"
-
-    @classmethod
-    def of(cls, forest: Forest, credit: Credit, split: Mapping[str, int]) -> _Block:
-        """Args: split: example -> mini-batch."""
-        critic, several = any(entry.returns is not None for entry in credit.entries), any(split.values())
-        columns = ["reward"]  # of no entries, for the algorithm's name to stand above
-        cells: dict[str, list[list[str]]] = {}
-        for entry in credit.entries:
-            named = {"minibatch": str(split[forest.calls[entry.call].example])} if several else {}
-            named |= {"reward": _number(entry.reward), "parts": _parts(entry.parts)}
-            named |= _estimated(entry) if critic else _compared(entry)
-            columns = list(named)
-            cells.setdefault(entry.call, []).append(list(named.values()))
-        shared = ("call", "module", "minibatch", "reward", "parts")
-        return cls(credit.algo, columns, cells, shared if critic else ("minibatch", "group", "size", "mean", "std"))
-
-
-def _compared(entry: Entry) -> dict[str, str]:
-    return {
-        "group": (entry.group or "-") + (" (filler)" if entry.filler_of else ""),
-        "size": str(entry.group_size),
-        "mean": _number(entry.mean),
-        "std": _number(entry.std),
-        "advantage": _per_token(entry.advantages),
-        "weight": _per_token(entry.weights),
-    }
-
-
-def _estimated(entry: Entry) -> dict[str, str]:
-    """With a critic."""
-    return {
-        "token rewards": _per_token(entry.token_rewards or ()),
-        "raw advantage": _per_token(entry.raw_advantages or ()),
-        "advantage": _per_token(entry.advantages),
-        "returns": _per_token(entry.returns or ()),
-        "weight": _per_token(entry.weights),
-    }
-
-
 def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit], width: int | None = None) -> str:
-    """One row per entry: calls in the forest's order, algorithms side by side; then the calls without credit.
+    """A table per algorithm, with a row per entry in the forest's order of calls; then the calls without credit.
 
     Args:
-        width: columns of the terminal; None: any number. A wider table is printed in parts, one algorithm after the
-            other: a small table per group, or per call where there is a critic.
+        width: columns of the terminal; None: any number. A wider table is printed in parts: a small table per group,
+            or per call where there is a critic.
     """
-    blocks = [
-        _Block.of(forest, credit, minibatches(forest.examples, algo.minibatches))
-        for algo, credit in zip(algos, credits, strict=True)
-    ]
-    rows = _rows(forest, blocks)
-    if len(blocks) == 1:
-        lines = [blocks[0].title, *wrapped_rows(rows)]
-    else:
-        titles = [title for block in blocks for title in [block.name, *[""] * (len(block.columns) - 1)]]
-        lines = wrapped_rows([["", "", *titles], *rows])
-    if width is not None and max(map(len, lines)) > width:
-        lines = [line for block in blocks for line in [block.title, *_in_parts(forest, block, width), ""]]
-    if missing := [call for call in forest.calls if not any(call in block.cells for block in blocks)]:
+    lines: list[str] = []
+    for algo, credit in zip(algos, credits, strict=True):
+        rows = _rows(forest, credit, minibatches(forest.examples, algo.minibatches))
+        lines += [f"{credit.algo}: {len(rows)} entries", *_laid_out(rows, width)]
+        lines += [""] * (len(credits) > 1)
+    credited = {entry.call for credit in credits for entry in credit.entries}
+    if missing := [call for call in forest.calls if call not in credited]:
         lines.append(filled(f"calls without an entry: {', '.join(missing)}", width))
     return "\n".join(lines).rstrip("\n")
 
 
-def _rows(forest: Forest, blocks: Sequence[_Block]) -> list[list[str]]:
-    rows = [["call", "module", *(column for block in blocks for column in block.columns)]]
-    for call in forest.calls.values():
-        for entries in zip_longest(*(block.cells.get(call.id, ()) for block in blocks)):
-            # An algorithm without an entry there has blanks.
-            cells = [e or [""] * len(block.columns) for e, block in zip(entries, blocks, strict=True)]
-            rows.append([call.id, call.module, *chain.from_iterable(cells)])
+def _rows(forest: Forest, credit: Credit, split: Mapping[str, int]) -> list[dict[str, str]]:
+    """Column -> cell, for each entry; `split` maps examples to mini-batches."""
+    critic, several = any(entry.returns is not None for entry in credit.entries), any(split.values())
+    place = {call: number for number, call in enumerate(forest.calls)}
+    rows = []
+    for entry in sorted(credit.entries, key=lambda entry: place[entry.call]):
+        call = forest.calls[entry.call]
+        row = {"call": call.id, "module": call.module}
+        row |= {"minibatch": str(split[call.example])} if several else {}
+        row |= {"reward": _number(entry.reward), "parts": _parts(entry.parts)}
+        if critic:
+            row["token rewards"] = _per_token(entry.token_rewards or ())
+            row["raw advantage"] = _per_token(entry.raw_advantages or ())
+            row["advantage"] = _per_token(entry.advantages)
+            row["returns"] = _per_token(entry.returns or ())
+        else:
+            row["group"] = (entry.group or "-") + (" (filler)" if entry.filler_of else "")
+            row |= {"size": str(entry.group_size), "mean": _number(entry.mean), "std": _number(entry.std)}
+            row["advantage"] = _per_token(entry.advantages)
+        rows.append(row | {"weight": _per_token(entry.weights)})
     return rows
 
 
-def _in_parts(forest: Forest, block: _Block, width: int) -> list[str]:
-    """Headings with what the rows below them share, and the rows, for a terminal of `width` columns."""
-    head, *rows = _rows(forest, [block])
-    kept = [column for column, name in enumerate(head) if name not in block.shared]
-    parts: dict[tuple[str, ...], list[list[str]]] = {}
+def _laid_out(rows: Sequence[Mapping[str, str]], width: int | None) -> list[str]:
+    """One table, or where that is too wide, headings with what the rows below them share, and these rows."""
+    if not rows:
+        return []
+    lines = wrapped_rows([list(rows[0]), *(list(row.values()) for row in rows)])
+    if width is None or max(map(len, lines)) <= width:
+        return lines
+    shared = CALL if "returns" in rows[0] else GROUP
+    head = [name for name in rows[0] if name not in shared]
+    parts: dict[str, list[list[str]]] = {}
     for row in rows:
-        heading = tuple(f"{name} {row[column]}" for column, name in enumerate(head) if column not in kept)
-        parts.setdefault(heading, [[head[column] for column in kept]]).append([row[column] for column in kept])
-    lines = []
-    for facts, part in parts.items():
-        lines += ["", joined(facts, width), *("  " + line for line in wrapped_rows(part, width - 2))]
-    return lines
+        heading = " · ".join(f"{name} {cell}" for name, cell in row.items() if name in shared)
+        parts.setdefault(heading, [head]).append([row[name] for name in head])
+    return [
+        line
+        for heading, part in parts.items()
+        for line in ("", filled(heading, width), *("  " + line for line in wrapped_rows(part, width - 2)))
+    ]
 
 
 def _parts(parts: Mapping[str, float]) -> str:
@@ -328,10 +289,10 @@ def _number(value: float | None) -> str:
 
 def _per_token(values: Sequence[float]) -> str:
     """`0.5 x4` for four numbers that print alike, else each."""
-    shown = [_number(value) for value in values]
-    if len(shown) > 1 and len(set(shown)) == 1:
-        return f"{shown[0]} x{len(shown)}"
-    return " ".join(shown) or "-"
+    texts = [_number(value) for value in values]
+    if len(texts) > 1 and len(set(texts)) == 1:
+        return f"{texts[0]} x{len(texts)}"
+    return " ".join(texts) or "-"
 
 
 # --- all steps of a run
@@ -343,17 +304,17 @@ Push = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """How another algorithm's credit of a step stands to what was trained; shares are of the calls that both push."""
+    """Comparison of another algorithm's credit of a step with what was trained; shares are of calls that both push."""
 
     algo: str
     pushed: int
     """Calls with some weight times advantage that is not 0."""
     both: int
-    """Of these, calls that the trained credit pushes too."""
+    """Calls that the trained credit pushes too."""
     same: float | None
     """Share that both push in the same direction, up or down; None: there is no call that both push."""
     cosine: float | None
-    """Of all tokens' pushes, as vectors; None: one of them is 0."""
+    """Cosine of the vectors of all tokens' pushes; None: one of them is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +326,7 @@ class CreditedStep:
     pushed: int
     """Calls that were trained with something other than 0."""
     problem: str
-    """How the credit differs from what was trained on; empty where it is equal, to the bit."""
+    """Difference to what was trained on; empty where it is equal, to the bit."""
     others: tuple[Likeness, ...] = ()
 
 
@@ -388,30 +349,34 @@ def _credit_steps(request: CreditRequest, as_json: bool) -> int:
 def _credited(request: CreditRequest, trained: AlgoConfig, others: Sequence[AlgoConfig]) -> CreditedStep:
     assert request.run is not None and request.step is not None
     source = recorded_step(request)
-    (own,) = credit_all([trained], source, request.run.seed)
-    pushes = _pushes(own)
+    (again,) = credit_all([trained], source, request.run.seed)
+    pushes = _pushed(again)
     credits = credit_all(others, source, request.seed, request.typed)
     return CreditedStep(
         step=request.step,
-        entries=len(own.entries),
+        entries=len(again.entries),
         pushed=len(pushes),
-        problem=unlike_journal(own, source.entries),
+        problem=unlike_journal(again, source.entries),
         others=tuple(_likeness(credit, pushes) for credit in credits),
     )
 
 
-def _pushes(credit: Credit) -> Push:
-    """Those of calls with something other than 0."""
+def pushes_of(credit: Credit) -> Push:
+    """Pushes of all calls with an entry."""
     pushes: Push = {}
     for entry in credit.entries:
         tokens = [a * w for a, w in zip(entry.advantages, entry.weights, strict=True)]
         before = pushes.get(entry.call)
         pushes[entry.call] = tokens if before is None else [a + b for a, b in zip(before, tokens, strict=True)]
-    return {call: tokens for call, tokens in pushes.items() if any(tokens)}
+    return pushes
+
+
+def _pushed(credit: Credit) -> Push:
+    return {call: tokens for call, tokens in pushes_of(credit).items() if any(tokens)}
 
 
 def _likeness(credit: Credit, trained: Push) -> Likeness:
-    pushes = _pushes(credit)
+    pushes = _pushed(credit)
     both = [call for call in pushes if call in trained]
     same = [sum(pushes[call]) * sum(trained[call]) > 0 for call in both]
     # A call may have more tokens to one algorithm than to another, which leaves some out: those are 0.
@@ -445,7 +410,7 @@ def _steps_text(request: CreditRequest, steps: Sequence[CreditedStep]) -> str:
     equal = sum(not step.problem for step in steps)
     width = shutil.get_terminal_size((0, 0)).columns or None
     facts = [request.folder, request.run.algo.name, f"seed {request.run.seed}"]
-    lines = [joined(facts, width), "", align(rows), ""]
+    lines = [filled(" · ".join(facts), width), "", align(rows), ""]
     lines.append(f"{equal} of {len(steps)} steps: the credit derived again equals what was trained on, to the bit")
     if steps[0].others:
         lines.append(

@@ -7,26 +7,28 @@ share of the largest of that algorithm. So colours compare within a column, and 
 
 from __future__ import annotations
 
-import io
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from mmrl.credit.entries import Credit, Entry
+from mmrl.credit.entries import Credit
 from mmrl.records import Forest
-from mmrl.report.charts import INK, STYLE, themed
+from mmrl.report.charts import INK, drawing, standalone
 from mmrl.report.html import rendered
+from mmrl.report.trees import depth_first
+from mmrl.run.credit import pushes_of
 from mmrl.system.files import atomic_write
 
 UP, DOWN = "#168c48", "#cd3228"
-TITLE = "The same rollouts under {} algorithms"
 
 
 def write_page(path: Path, forest: Forest, credits: Sequence[Credit], tables: Sequence[str]) -> None:
     """Write the picture alone (`.svg`), or a page with the picture, the rollouts and a table of each algorithm."""
-    title = TITLE.format(len(credits))
+    title = f"The same rollouts under {len(credits)} algorithms"
+    figure = _picture(forest, credits, title)
     if path.suffix == ".svg":
-        atomic_write(path, themed(_picture(forest, credits), title, standalone=True).encode())
+        atomic_write(path, standalone(figure).encode())
         return
     rollouts = [
         [
@@ -37,81 +39,40 @@ def write_page(path: Path, forest: Forest, credits: Sequence[Credit], tables: Se
         ]
         for rollout in forest.rollouts
     ]
-    figure = themed(_picture(forest, credits), title)
     atomic_write(path, rendered("credit.html", title=title, figure=figure, rollouts=rollouts, tables=tables))
 
 
-def _picture(forest: Forest, credits: Sequence[Credit]) -> str:
-    """SVG of matplotlib: the calls' trees at the left, a cell for each call and algorithm."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    calls = _depth_first(forest)
-    rewards = {r.leaf: r.reward for r in forest.rollouts}
-    columns = [_pushes(credit) for credit in credits]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(3.2 + 1.02 * len(credits), 1.1 + 0.3 * len(calls)), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
+def _picture(forest: Forest, credits: Sequence[Credit], title: str) -> str:
+    """SVG: the calls' trees at the left, a cell for each call and algorithm."""
+    calls = list(depth_first(forest))
+    rewards = {rollout.leaf: rollout.reward for rollout in forest.rollouts}
+    columns = [_shares(credit) for credit in credits]
+    with drawing((3.2 + 1.02 * len(credits), 1.1 + 0.3 * len(calls))) as (axes, svg):
         axes.set(xlim=(-3.2, len(credits)), ylim=(len(calls), 0))
         axes.set_xticks([i + 0.5 for i in range(len(credits))], [c.algo.replace("_", "\n") for c in credits])
         axes.tick_params(
             length=0, top=True, labeltop=True, bottom=False, labelbottom=False, left=False, labelleft=False
         )
         axes.grid(False)
-        for row, (call, depth) in enumerate(calls):
-            made = forest.calls[call]
-            reward = f"  R = {rewards[call]:g}" if rewards.get(call) is not None else ""
-            axes.text(
-                -3.2 + 0.22 * depth, row + 0.5, f"{'└ ' if depth else ''}{call} {made.module}{reward}", va="center"
-            )
-            for column, pushes in enumerate(columns):
-                if call not in pushes:
-                    axes.text(column + 0.5, row + 0.5, "·", ha="center", va="center")
-                    continue
-                share, advantage = pushes[call]
-                color = UP if share > 0 else DOWN
-                axes.fill_between(
-                    [column + 0.03, column + 0.97], row + 0.06, row + 0.94, color=color, alpha=0.6 * abs(share)
-                )
-                axes.text(column + 0.5, row + 0.5, _number(advantage), ha="center", va="center", color=INK)
         axes.spines[:].set_visible(False)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return buffer.getvalue()
+        for row, (call, depth) in enumerate(calls):
+            reward = f"  R = {rewards[call.id]:g}" if rewards.get(call.id) is not None else ""
+            name = f"{'└ ' if depth else ''}{call.id} {call.module}{reward}"
+            axes.text(-3.2 + 0.22 * depth, row + 0.5, name, va="center")
+            for column, shares in enumerate(columns):
+                share, advantage = shares.get(call.id, (0.0, None))
+                text = "·" if advantage is None else "0" if abs(advantage) < 0.005 else f"{advantage:+.2f}"
+                axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", color=INK)
+                ends, color = [column + 0.03, column + 0.97], UP if share > 0 else DOWN
+                axes.fill_between(ends, row + 0.06, row + 0.94, color=color, alpha=0.6 * abs(share))
+        return svg(title)
 
 
-def _number(value: float) -> str:
-    return "0" if abs(value) < 0.005 else f"{value:+.2f}"
-
-
-def _depth_first(forest: Forest) -> list[tuple[str, int]]:
-    """Calls with their depth, every call before those that follow it."""
-    found: list[tuple[str, int]] = []
-
-    def visit(call: str, depth: int) -> None:
-        found.append((call, depth))
-        for child in forest.children[call]:
-            visit(child, depth + 1)
-
-    for call in forest.calls.values():
-        if call.parent is None:
-            visit(call.id, 0)
-    return found
-
-
-def _pushes(credit: Credit) -> Mapping[str, tuple[float, float]]:
-    """Of each call with an entry: its share of the largest push of the algorithm, and its mean advantage."""
-    entries: dict[str, list[Entry]] = {}
+def _shares(credit: Credit) -> Mapping[str, tuple[float, float]]:
+    """Share of the algorithm's largest push, and mean advantage, of each call with an entry."""
+    pushes = {call: sum(tokens) for call, tokens in pushes_of(credit).items()}
+    largest = max(map(abs, pushes.values()), default=0.0) or 1.0
+    advantages: defaultdict[str, list[float]] = defaultdict(list)
     for entry in credit.entries:
-        entries.setdefault(entry.call, []).append(entry)
-    pushes = {
-        call: sum(a * w for entry in own for a, w in zip(entry.advantages, entry.weights, strict=True))
-        for call, own in entries.items()
-    }
-    largest = max((abs(push) for push in pushes.values()), default=0.0) or 1.0
-    return {
-        call: (push / largest, fmean([a for entry in entries[call] for a in entry.advantages] or [0.0]))
-        for call, push in pushes.items()
-    }
+        advantages[entry.call] += entry.advantages
+    return {call: (push / largest, fmean(advantages[call] or [0.0])) for call, push in pushes.items()}

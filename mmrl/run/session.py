@@ -321,9 +321,6 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
                     {**task.describe(), **drawn, **stage.describe()},
                     before,
                     after,
-                    seed=config.seed,
-                    split=config.eval.split,
-                    bootstrap=config.eval.bootstrap,
                     seconds=time.perf_counter() - started,
                     main_metric=metric,
                 )

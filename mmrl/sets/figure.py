@@ -27,8 +27,9 @@ from mmrl.report.charts import (
     WINDOW,
     Band,
     LineStyle,
+    bare_svg,
     draw_band,
-    themed,
+    standalone,
     whole_steps,
 )
 from mmrl.report.rundir import RunDir
@@ -265,7 +266,7 @@ class SetFigure:
             svg, png = io.StringIO(), io.BytesIO()
             canvas.savefig(png, format="png", dpi=130)
             canvas.savefig(svg, format="svg", metadata={"Date": None})
-        return themed(svg.getvalue(), f"{self.result.name}: {self.caption}", standalone=True), png.getvalue()
+        return standalone(bare_svg(svg.getvalue(), f"{self.result.name}: {self.caption}")), png.getvalue()
 
 
 def _in_turn(histories: Sequence[History]) -> History:
@@ -284,7 +285,6 @@ def _style(place: int) -> LineStyle:
 
 
 def _draw_curves(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineStyle], scaled: bool) -> None:
-    axes.set(xlabel="step")
     whole_steps(axes)
     for line in lines:
         if line.plain is not None:

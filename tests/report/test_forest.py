@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -16,33 +15,18 @@ from tests.helpers.forests import Grow
 
 
 def small():
-    return {
-        "version": 1,
-        "modules": ["a", "b"],
-        "calls": [
-            {
-                "id": "c0",
-                "example": "q",
-                "parent": None,
-                "module": "a",
-                "completion_tokens": 3,
-                "logprobs": [-1, -2, -3],
-            },
-            {
-                "id": "c1",
-                "example": "q",
-                "parent": "c0",
-                "module": "b",
-                "invocation": 0,
-                "turn": 1,
-                "completion_ids": [5, 6],
-                "observation_tokens": 1,
-                "values": [0.1, 0.2, 0.3],
-                "penalty": -0.5,
-            },
-        ],
-        "rollouts": [{"id": "r0", "example": "q", "leaf": "c1", "reward": 1, "error": None, "fork": "a"}],
+    first = {
+        "id": "c0",
+        "example": "q",
+        "parent": None,
+        "module": "a",
+        "completion_tokens": 3,
+        "logprobs": [-1, -2, -3],
     }
+    second = {"id": "c1", "example": "q", "parent": "c0", "module": "b", "invocation": 0, "turn": 1, "penalty": -0.5}
+    second |= {"completion_ids": [5, 6], "observation_tokens": 1, "values": [0.1, 0.2, 0.3]}
+    rollout = {"id": "r0", "example": "q", "leaf": "c1", "reward": 1, "error": None, "fork": "a"}
+    return {"version": 1, "modules": ["a", "b"], "calls": [first, second], "rollouts": [rollout]}
 
 
 def parse(raw):
@@ -71,19 +55,14 @@ def test_round_trip():
     grow.call("q/1", "q/0", "b", 0, ok=False, present_fields=1, expected_fields=2, penalty=-1.0, observation_tokens=4)
     grow.end("q/1", 0.0, error="parse", fork="a")
     grow.end(None, None, error="tool")
-    assert parse(dump_forest(grow.forest)) == grow.forest
-
-
-def test_repeated_modules_count_their_invocations():
-    grow = Grow(("a", "b"))
-    grow.chain("q/0", "abaab", 1.0)
+    grow.chain("r/0", "abaab", 1.0)
     read = parse(dump_forest(grow.forest))
-    assert [call.invocation for call in read.calls.values()] == [0, 0, 1, 2, 1]
     assert read == grow.forest
+    assert [call.invocation for call in read.calls.values() if call.example == "r"] == [0, 0, 1, 2, 1]
 
 
 def test_token_ids_start_at_zero_and_lists_may_be_empty():
-    raw = change(["calls", 1, "completion_ids"], [0, 1])
+    raw = change("calls.1.completion_ids", [0, 1])
     assert parse(raw).calls["c1"].completion_ids == (0, 1)
     raw["calls"][1] |= {"completion_ids": [], "observation_tokens": 0, "values": []}
     assert parse(raw).calls["c1"].completion_tokens == 0
@@ -92,10 +71,10 @@ def test_token_ids_start_at_zero_and_lists_may_be_empty():
         parse(raw)
 
 
-def test_what_is_written_is_json_with_its_nulls():
+def test_what_is_written_is_json_without_defaults():
     written = dump_forest(parse(small()))
     assert json.loads(json.dumps(written)) == written
-    assert written["calls"][0]["parent"] is None and written["calls"][0]["turn_reward"] is None
+    assert "null" not in json.dumps(written)
     assert "values" not in written["calls"][0] and written["calls"][1]["values"] == [0.1, 0.2, 0.3]
     assert written["calls"][1]["completion_ids"] == [5, 6] and "completion_tokens" not in written["calls"][1]
 
@@ -132,135 +111,92 @@ def test_a_rollout_that_failed_before_its_first_call():
 
 def change(path, value):
     """A copy of `small()` with one value replaced (or removed: value is ...)."""
-    raw = deepcopy(small())
-    at = raw
-    for part in path[:-1]:
+    at = raw = small()
+    *above, last = (int(part) if part.isdigit() else part for part in path.split("."))
+    for part in above:
         at = at[part]
     if value is ...:
-        del at[path[-1]]
+        del at[last]
     else:
-        at[path[-1]] = value
+        at[last] = value
     return raw
 
 
-MALFORMED = {
-    "not an object": ([], "got [], expected an object"),
-    "version": (change(["version"], 2), "version: got 2, input should be 1"),
-    "version missing": (change(["version"], ...), "version: missing"),
-    "unknown key above": (small() | {"extra": 1}, "extra: unknown key"),
-    "no modules": (change(["modules"], []), "modules: got [], List should have at least 1 item"),
-    "modules twice": (change(["modules"], ["a", "a"]), "modules: got"),
-    "module not text": (change(["modules"], ["a", 1]), "modules.1: got 1, input should be a valid string"),
-    "calls no list": (change(["calls"], {}), "calls: got {}, input should be a valid list"),
-    "rollouts no list": (change(["rollouts"], None), "rollouts: got None, input should be a valid list"),
-    "call no object": (change(["calls", 0], 3), "calls[0]: got 3, expected an object"),
-    "rollout no object": (change(["rollouts", 0], "r"), "rollouts[0]: got 'r', expected an object"),
-    "unknown call key": (
-        change(["calls", 0, "penalti"], 1),
-        "call 'c0': penalti: unknown key; did you mean 'penalty'?",
-    ),
-    "unknown rollout key": (change(["rollouts", 0, "rewards"], 1), "rollout 'r0': rewards: unknown key"),
-    "id missing": (change(["calls", 0, "id"], ...), "calls[0]: id: missing"),
-    "unknown module": (change(["calls", 1, "module"], "c"), "call 'c1': module: got 'c', expected one of a, b"),
-    "unknown fork": (change(["rollouts", 0, "fork"], "x"), "rollout 'r0': fork: got 'x', expected one of a, b"),
-    "unknown error": (
-        change(["rollouts", 0, "error"], "prase"),
-        "rollout 'r0': error: got 'prase', expected one of engine, judge",
-    ),
-    "unknown parent": (change(["calls", 1, "parent"], "c9"), "call 'c1': parent: got 'c9', which is no call"),
-    "cycle": (change(["calls", 0, "parent"], "c1"), "call 'c0': parent: a cycle (c0 -> c1)"),
-    "own parent": (change(["calls", 0, "parent"], "c0"), "call 'c0': parent: a cycle (c0)"),
-    "unknown leaf": (change(["rollouts", 0, "leaf"], "c7"), "rollout 'r0': leaf: got 'c7', which is no call"),
-    "nearly a leaf": (change(["rollouts", 0, "leaf"], "c11"), "leaf: got 'c11', which is no call; did you mean 'c1'?"),
-    "no leaf, no error": (change(["rollouts", 0, "leaf"], None), "rollout 'r0': leaf: got null without an error"),
-    "example of the parent": (change(["calls", 1, "example"], "p"), "call 'c1': example: got 'p', its parent has 'q'"),
-    "example of the leaf": (
-        change(["rollouts", 0, "example"], "p"),
-        "rollout 'r0': example: got 'p', its leaf has 'q'",
-    ),
-    "invocation": (change(["calls", 1, "invocation"], 1), "call 'c1': invocation: got 1, its path has 0 earlier calls"),
-    "negative": (
-        change(["calls", 0, "turn"], -1),
-        "call 'c0': turn: got -1, input should be greater than or equal to 0",
-    ),
-    "bool for number": (change(["calls", 0, "turn"], True), "call 'c0': turn: got True"),
-    "no length": (change(["calls", 0, "completion_tokens"], ...), "call 'c0': expected completion_tokens or"),
-    "lengths differ": (change(["calls", 1, "completion_tokens"], 3), "completion_tokens: got 3, completion_ids has 2"),
-    "ids": (
-        change(["calls", 1, "completion_ids"], ["x"]),
-        "call 'c1': completion_ids.0: got 'x', input should be a valid integer",
-    ),
-    "values too short": (
-        change(["calls", 1, "values"], [1.0]),
-        "call 'c1': values: got 1 numbers, expected 2, one per",
-    ),
-    "logprobs too long": (
-        change(["calls", 0, "logprobs"], [1.0] * 4),
-        "call 'c0': logprobs: got 4 numbers, expected 3",
-    ),
-    "values not numbers": (
-        change(["calls", 1, "values"], ["x", 1]),
-        "call 'c1': values.0: got 'x', input should be a valid",
-    ),
-    "values NaN": (
-        change(["calls", 1, "values"], [float("nan"), 1]),
-        "call 'c1': values.0: got nan, expected a finite",
-    ),
-    "reward NaN": (change(["rollouts", 0, "reward"], float("nan")), "rollout 'r0': reward: got nan, expected a finite"),
-    "reward inf": (change(["rollouts", 0, "reward"], float("inf")), "rollout 'r0': reward: got inf"),
-    "reward too large": (change(["rollouts", 0, "reward"], 10**400), "rollout 'r0': reward: got 1000"),
-    "reward whose square is no number": (
-        change(["rollouts", 0, "reward"], 1e200),
-        "rollout 'r0': reward: got 1e+200, expected a finite number, of at most 1e+100 in size",
-    ),
-    "value whose square is no number": (
-        change(["calls", 1, "values"], [-1e200, 1]),
-        "call 'c1': values.0: got -1e+200, expected a finite number",
-    ),
-    "more tokens than fit": (
-        change(["calls", 0, "completion_tokens"], 10**12),
-        "call 'c0': completion_tokens: got 1000000000000, input should be less than or equal to 10000000",
-    ),
-    "rewarded, and failed from outside": (
-        change(["rollouts", 0, "error"], "tool"),
-        "rollout 'r0': reward: got 1 with error 'tool', which is never credited; expected null",
-    ),
-    "reward text": (change(["rollouts", 0, "reward"], "1"), "rollout 'r0': reward: got '1'"),
-    "penalty inf": (change(["calls", 0, "penalty"], float("-inf")), "call 'c0': penalty: got -inf"),
-    "turn reward on the leaf": (
-        change(["calls", 1, "turn_reward"], 0.1),
-        "call 'c1': turn_reward: got a number on the",
-    ),
-    "more fields than there are": (
-        change(["calls", 0, "present_fields"], 2),
-        "call 'c0': present_fields: got 2 of 0 expected_fields",
-    ),
-    "observed values": (
-        change(["calls", 1, "values"], [1.0] * 5),
-        "values: got 5 numbers, expected 2, one per completion token (or 3 with observation tokens)",
-    ),
-    "negative id": (
-        change(["calls", 1, "completion_ids"], [0, -1]),
-        "completion_ids.1: got -1, input should be greater",
-    ),
-    "empty text": (
-        change(["calls", 0, "example"], ""),
-        "call 'c0': example: got '', expected a text that is not empty",
-    ),
-    "null example": (change(["calls", 0, "example"], None), "call 'c0': example: got None"),
-    "ok": (change(["calls", 0, "ok"], 1), "call 'c0': ok: got 1, input should be a valid boolean"),
-    "call twice": (change(["calls", 1, "id"], "c0"), "call 'c0': this id occurs twice"),
-    "parent number": (change(["calls", 1, "parent"], 0), "call 'c1': parent: got 0, input should be a valid string"),
-}
-
-
-@pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_files_are_refused_with_file_and_record(case):
-    raw, message = MALFORMED[case]
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("version", 2, "version: got 2, input should be 1"),
+        ("version", ..., "version: missing"),
+        ("extra", 1, "extra: got 1, extra inputs are not permitted"),
+        ("modules", [], "modules: got [], list should have at least 1 item"),
+        ("modules", ["a", "a"], "modules: got ['a', 'a'], expected a list of different names"),
+        ("modules", ["a", 1], "modules.1: got 1, input should be a valid string"),
+        ("calls", {}, "calls: got {}, input should be a valid list"),
+        ("rollouts", None, "rollouts: got None, input should be a valid list"),
+        ("calls.0", 3, "calls[0]: got 3, input should be a valid dictionary"),
+        ("rollouts.0", "r", "rollouts[0]: got 'r', input should be a valid dictionary"),
+        ("calls.0.penalti", 1, "call 'c0': penalti: got 1, extra inputs are not permitted"),
+        ("rollouts.0.rewards", 1, "rollout 'r0': rewards: got 1, extra inputs"),
+        ("calls.0.id", ..., "calls[0]: id: missing"),
+        ("calls.1.module", "c", "call 'c1': module: got 'c', expected one of a, b"),
+        ("rollouts.0.fork", "x", "rollout 'r0': fork: got 'x', expected one of a, b"),
+        ("rollouts.0.error", "prase", "rollout 'r0': error: got 'prase', expected one of engine, judge"),
+        ("calls.1.parent", "c9", "call 'c1': parent: got 'c9', which is no call"),
+        ("calls.0.parent", "c1", "call 'c0': parent: a cycle (c0 -> c1)"),
+        ("calls.0.parent", "c0", "call 'c0': parent: a cycle (c0)"),
+        ("rollouts.0.leaf", "c7", "rollout 'r0': leaf: got 'c7', which is no call"),
+        ("rollouts.0.leaf", "c11", "leaf: got 'c11', which is no call; did you mean 'c1'?"),
+        ("rollouts.0.leaf", None, "rollout 'r0': leaf: got null without an error"),
+        ("calls.1.example", "p", "call 'c1': example: got 'p', its parent has 'q'"),
+        ("rollouts.0.example", "p", "rollout 'r0': example: got 'p', its leaf has 'q'"),
+        ("calls.1.invocation", 1, "call 'c1': invocation: got 1, its path has 0 earlier calls"),
+        ("calls.0.turn", -1, "call 'c0': turn: got -1, input should be greater than or equal to 0"),
+        ("calls.0.turn", True, "call 'c0': turn: got True"),
+        ("calls.0.completion_tokens", ..., "call 'c0': expected completion_tokens or"),
+        ("calls.1.completion_tokens", 3, "completion_tokens: got 3, completion_ids has 2"),
+        ("calls.1.completion_ids", ["x"], "call 'c1': completion_ids.0: got 'x', input should be a valid integer"),
+        ("calls.1.completion_ids", [0, -1], "completion_ids.1: got -1, input should be greater"),
+        ("calls.1.values", [1.0], "call 'c1': values: got 1 numbers, expected 2, one per"),
+        ("calls.1.values", [1.0] * 5, "got 5 numbers, expected 2, one per completion token (or 3 with observation"),
+        ("calls.0.logprobs", [1.0] * 4, "call 'c0': logprobs: got 4 numbers, expected 3"),
+        ("calls.1.values", ["x", 1], "call 'c1': values.0: got 'x', input should be a valid"),
+        ("calls.1.values", [float("nan"), 1], "call 'c1': values.0: got nan, expected a finite"),
+        ("calls.1.values", [-1e200, 1], "call 'c1': values.0: got -1e+200, expected a finite number"),
+        ("rollouts.0.reward", float("nan"), "rollout 'r0': reward: got nan, expected a finite"),
+        ("rollouts.0.reward", float("inf"), "rollout 'r0': reward: got inf"),
+        ("rollouts.0.reward", 10**400, "rollout 'r0': reward: got 1000"),
+        ("rollouts.0.reward", 1e200, "got 1e+200, expected a finite number, of at most 1e+100 in size"),
+        ("rollouts.0.reward", "1", "rollout 'r0': reward: got '1'"),
+        ("calls.0.completion_tokens", 10**12, "got 1000000000000, input should be less than or equal to 10000000"),
+        ("rollouts.0.error", "tool", "reward: got 1 with error 'tool', which is never credited; expected null"),
+        ("calls.0.penalty", float("-inf"), "call 'c0': penalty: got -inf"),
+        ("calls.1.turn_reward", 0.1, "call 'c1': turn_reward: got a number on the"),
+        ("calls.0.present_fields", 2, "call 'c0': present_fields: got 2 of 0 expected_fields"),
+        ("calls.0.example", "", "call 'c0': example: got '', expected a text that is not empty"),
+        ("calls.0.example", None, "call 'c0': example: got None"),
+        ("calls.0.ok", 1, "call 'c0': ok: got 1, input should be a valid boolean"),
+        ("calls.1.id", "c0", "call 'c0': this id occurs twice"),
+        ("calls.1.parent", 0, "call 'c1': parent: got 0, input should be a valid string"),
+    ],
+)
+def test_malformed_files_are_refused_with_file_and_record(path, value, message):
     with pytest.raises(DataError) as caught:
-        parse(raw)
+        parse(change(path, value))
     assert any(message in problem for problem in caught.value.problems), caught.value.problems
     assert all(problem.startswith("f.json: ") for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", r"f\.json: got \[\], input should be a valid dictionary"),
+        ('{"version": 1,\n "modules": }', r"f\.json: not JSON \(Expecting value: line 2 "),
+        ("[" * 100_000, "f.json: "),
+    ],
+)
+def test_broken_text_is_refused(text, message):
+    with pytest.raises(DataError, match=message):
+        parse_forest(text, "f.json")
 
 
 def test_rollout_ids_occur_once():
@@ -271,7 +207,7 @@ def test_rollout_ids_occur_once():
 
 
 def test_the_largest_count_and_the_largest_number_are_read():
-    raw = change(["calls", 0, "prompt_tokens"], 10_000_000)
+    raw = change("calls.0.prompt_tokens", 10_000_000)
     raw["calls"][0]["penalty"], raw["rollouts"][0]["reward"] = -1e100, 1e100
     forest = parse(raw)
     assert forest.calls["c0"].prompt_tokens == 10_000_000
@@ -286,7 +222,7 @@ def test_the_largest_count_and_the_largest_number_are_read():
 
 
 def test_all_problems_of_a_file_are_told_at_once():
-    raw = change(["calls", 0, "penalty"], "x")
+    raw = change("calls.0.penalty", "x")
     raw["rollouts"][0]["reward"] = "y"
     with pytest.raises(DataError) as caught:
         parse(raw)
@@ -309,28 +245,16 @@ def test_problems_of_several_records_are_told_each():
 
 def test_an_unknown_error_is_one_problem_whatever_its_reward():
     with pytest.raises(DataError) as caught:
-        parse(change(["rollouts", 0, "error"], "prase"))
+        parse(change("rollouts.0.error", "prase"))
     (problem,) = caught.value.problems
     assert problem.endswith("; did you mean 'parse'?")
 
 
 def test_a_wrong_invocation_is_told_with_the_right_one():
-    raw = change(["calls", 1, "module"], "a")
+    raw = change("calls.1.module", "a")
     says = r"call 'c1': invocation: got 0, its path has 1 earlier calls of 'a'"
     with pytest.raises(DataError, match=says):
         parse(raw)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"version": 1,\n "modules": }', "f.json:2: not JSON"),
-        ("[" * 100_000, "f.json: "),
-    ],
-)
-def test_broken_text_is_refused(text, message):
-    with pytest.raises(DataError, match=message):
-        parse_forest(text, "f.json")
 
 
 def test_texts_and_prompts_are_left_out_of_the_form():

@@ -13,8 +13,8 @@ from mmrl.report.items import item_rows
 from mmrl.report.journal import read_step, write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import module_facts
-from mmrl.report.text import align
-from mmrl.report.trees import abridged, advantage_of, clean, credit_line, made_of, shown_prediction
+from mmrl.report.text import align, clean
+from mmrl.report.trees import abridged, advantage_of, credit_line, made_of, shown_prediction
 from mmrl.stages.evaluate import evaluation_metrics, item_results
 from mmrl.stages.step_metrics import forest_metrics
 from mmrl.system.files import append_jsonl
@@ -46,22 +46,22 @@ def test_a_running_and_a_finished_run_say_so(tmp_path):
     assert "finished" in show_run(run.path).splitlines()[0]
 
 
-def test_a_run_without_steps_is_shown(tmp_path):
+def test_runs_that_hardly_began_are_shown(tmp_path):
     RunDir.create(tmp_path / "run", CONFIG, []).close()
     assert "0 of 40 steps" in show_run(tmp_path / "run")
-
-
-def test_a_run_that_only_evaluated_before_training_is_shown(tmp_path):
-    run = fake_run(tmp_path / "run", steps=0)
-    assert "evaluations on dev" in show_run(run.path)
-    assert "first against last" not in show_run(run.path)
+    with pytest.raises(CheckpointError, match="no journals yet"):
+        show_run(tmp_path / "run", example="q0")
+    text = show_run(fake_run(tmp_path / "evaluated", steps=0).path)
+    assert "evaluations on dev" in text and "first against last" not in text
+    with pytest.raises(CheckpointError, match="not a run directory"):
+        show_run(tmp_path)
 
 
 def test_the_examples_of_a_step(run):
     lines = show_run(run.path, step=40).splitlines()
     assert lines[0] == "step 40: 3 examples, 6 rollouts, 10 calls"
-    assert next(line for line in lines if line.lstrip().startswith("q2")).split()[:7] == [
-        *("q2", "3", "0.500", "0.000", "1.000", "tool", "1"),
+    assert next(line for line in lines if line.lstrip().startswith("q2")).split()[:6] == [
+        *("q2", "3", "0.500", "0.000", "1.000", "tool"),
     ]
 
 
@@ -111,12 +111,12 @@ def test_a_models_text_cannot_drive_the_terminal(run):
         (
             {"example": "q11"},
             ConfigError,
-            r"got 'q11', which is not in 3 journals and 5 evaluations; did you mean",
+            r"example: got 'q11', expected one of 63 names, the nearest are q1, .*; did you mean 'q1'",
         ),
         (
             {"example": "Q0", "step": 40},
             ConfigError,
-            r"got 'Q0', which is not in step 40 \(first: q0, q1, q2; all: mmrl",
+            r"example: got 'Q0', expected one of 63 names, the nearest are q0",
         ),
         ({"step": 7}, CheckpointError, r"no journal of step 7; journals exist for steps 38 to 40"),
         ({"example": "q0", "step": 7}, CheckpointError, r"no journal of step 7"),
@@ -128,51 +128,42 @@ def test_what_is_not_there_is_one_clear_error(run, arguments, error, message):
     assert raised.value.exit_code == 2
 
 
-def test_not_a_run(tmp_path):
-    with pytest.raises(CheckpointError, match="not a run directory"):
-        show_run(tmp_path)
-
-
-def test_a_run_without_journals_has_no_examples(tmp_path):
-    RunDir.create(tmp_path / "run", CONFIG, []).close()
-    with pytest.raises(CheckpointError, match="no journals yet"):
-        show_run(tmp_path / "run", example="q0")
-
-
 def test_an_uncredited_call_says_so(tmp_path):
     with RunDir.create(tmp_path / "run", CONFIG, []) as run:
         write_step(run, forest(1)[0], [])
         assert "no credit" in show_run(run.path, example="q0")
 
 
-def test_a_long_text_keeps_its_ends():
-    assert abridged("a" * 50 + "b" * 500 + "c" * 50, 50, 50) == "a" * 50 + " […500 characters…] " + "c" * 50
-    assert abridged("short", 1, 1) == "short"
-
-
-def test_advantages_and_credit_in_words():
-    assert advantage_of({"advantages": (0.5, 0.5)}) == "+0.500"
-    assert advantage_of({"advantages": (-1.0, 1.0)}) == "-1.000 … +1.000 (mean +0.000)"
-    assert advantage_of({}) == "-"
-    line = credit_line({"reward": 1.0, "advantages": (1.0,), "weights": (0.0,), "filler_of": "x"})
-    assert "left out of the loss" in line and "repeated to fill its group" in line
-
-
-def test_parts_are_a_sum_only_where_they_add_up():
-    assert made_of(1.25, {"f1": 0.75, "form": 0.5}) == " = f1 0.750 + form 0.500"
-    assert made_of(-0.4, {"turn": -0.4, "own_advantage": -0.5}) == " (turn -0.400, own_advantage -0.500)"
-    assert made_of(None, {"f1": 0.0}) == " (f1 0.000)" and made_of(1.0, {}) == ""
-    assert credit_line({"reward": 0.2, "parts": {"turn": 0.2, "own_advantage": 1.0}}).startswith("reward 0.200 (turn")
-
-
-def test_a_sum_of_zero_does_not_show_its_rounding():
-    assert 0.3 - 0.2 - 0.1 != 0.0 and made_of(0.0, {"turn": 0.3 - 0.2 - 0.1}) == " = turn 0.000"
-
-
-def test_the_prediction_of_an_agent_is_shown_by_its_answer():
-    assert shown_prediction({"answer": "Fonen", "actions": ["search"]}) == "Fonen"
-    assert shown_prediction({"answer": None, "ended": "limit"}) == "{'answer': None, 'ended': 'limit'}"
-    assert shown_prediction({"label": "refund"}) == "{'label': 'refund'}" and shown_prediction("harp") == "harp"
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (abridged("a" * 50 + "b" * 500 + "c" * 50, 50, 50), "a" * 50 + " […500 characters…] " + "c" * 50),
+        (abridged("short", 1, 1), "short"),
+        (advantage_of({"advantages": (0.5, 0.5)}), "+0.500"),
+        (advantage_of({"advantages": (-1.0, 1.0)}), "-1.000 … +1.000 (mean +0.000)"),
+        (advantage_of({}), "-"),
+        (made_of(1.25, {"f1": 0.75, "form": 0.5}), " = f1 0.750 + form 0.500"),
+        (made_of(-0.4, {"turn": -0.4, "own_advantage": -0.5}), " (turn -0.400, own_advantage -0.500)"),
+        (made_of(None, {"f1": 0.0}), " (f1 0.000)"),
+        (made_of(1.0, {}), ""),
+        # a sum of zero does not show its rounding
+        (made_of(0.0, {"turn": 0.3 - 0.2 - 0.1}), " = turn 0.000"),
+        (shown_prediction({"answer": "Fonen", "actions": ["search"]}), "Fonen"),
+        (shown_prediction({"answer": None, "ended": "limit"}), "{'answer': None, 'ended': 'limit'}"),
+        (shown_prediction({"label": "refund"}), "{'label': 'refund'}"),
+        (shown_prediction("harp"), "harp"),
+        (
+            credit_line({"reward": 1.0, "advantages": (1.0,), "weights": (0.0,), "filler_of": "x"}),
+            "reward 1.000 · advantage +1.000 · left out of the loss · repeated to fill its group",
+        ),
+        (
+            credit_line({"reward": 0.2, "parts": {"turn": 0.2, "own_advantage": 1.0}}),
+            "reward 0.200 (turn 0.200, own_advantage 1.000) · advantage -",
+        ),
+    ],
+)
+def test_calls_in_words(shown, text):
+    assert shown == text
 
 
 def test_penalties_are_shown_where_there_are_some():
@@ -253,8 +244,8 @@ def test_the_items_of_an_evaluation_and_the_calls_of_one(evaluated):
     assert "rewriter · 3 tokens" in one and "credit" not in one
     for arguments, words in (
         ({"step": 3}, "no journal of step 3; evaluations of step 0"),
-        ({"example": "d77"}, "which is not in 0 journals and 1 evaluations; did you mean"),
-        ({"example": "q7", "step": 0}, "which is not in step 0"),
+        ({"example": "d77"}, "example: got 'd77', expected one of d0, d1, .*; did you mean 'd7'"),
+        ({"example": "q7", "step": 0}, "example: got 'q7', expected one of d0, "),
     ):
         with pytest.raises((CheckpointError, ConfigError), match=words):
             show_run(evaluated.path, **arguments)
@@ -277,7 +268,7 @@ def test_an_evaluation_without_items_is_passed_over(tmp_path):
 
 def test_the_evaluations_of_a_training_run(run):
     assert show_run(run.path, step=0).startswith("evaluation on dev before training\n60 items\n")
-    assert "evaluation on dev after it\nthe 10 of 60 items with the lowest scores" in show_run(run.path, step=40)
+    assert "evaluation on dev after step 40\nthe 10 of 60 items with the lowest scores" in show_run(run.path, step=40)
     text = show_run(run.path, example="d7")
     assert text.startswith("item d7\n") and [f"dev, step {step}" in text for step in (0, 10, 20, 40)] == [True] * 4
 
@@ -300,10 +291,11 @@ def test_parse_failures_that_a_program_caught_are_counted_apart(tmp_path):
     write_step(run, forest, entries)
     text = show_run(run.path, step=2)
     assert re.search(r"failed  parse failures caught  a prediction", text)
-    assert re.search(r"\n  q0 .* 0 +1 ", text) and re.search(r"\n  q1 .* 1 +0\s", text)
+    assert re.search(r"\n  q0 .*0  +1 ", text) and re.search(r"\n  q1 .* parse +0\s", text)
     assert "parse failures caught" not in show_run(run.path, step=1)
-    assert "could not be parsed, which the program caught  [q0/0#1]" in show_run(run.path, step=2, example="q0")
-    assert "could not be parsed  [q1/0#1]" in show_run(run.path, step=2, example="q1")
+    texts = [" ".join(re.sub("[│├└─]", " ", show_run(run.path, step=2, example=q)).split()) for q in ("q0", "q1")]
+    assert "could not be parsed, which the program caught [q0/0#1]" in texts[0]
+    assert "could not be parsed [q1/0#1]" in texts[1]
 
 
 def test_an_evaluation_counts_them_by_item():

@@ -23,7 +23,6 @@ from mmrl.report.stats import (
     trailing_mean,
 )
 from mmrl.report.tables import before_after_table
-from mmrl.report.text import align
 
 
 def test_the_interval_is_that_of_a_plain_bootstrap():
@@ -58,10 +57,11 @@ def test_resampling_in_pieces_is_the_same(monkeypatch):
     assert (stats.bootstrap_means(values, (1,), 500) == whole).all()
 
 
-def test_edges_of_an_interval():
-    assert all(math.isnan(end) for end in bootstrap_interval([], (1,)))
-    assert bootstrap_interval([0.5], (1,)) == (0.5, 0.5)
-    assert bootstrap_interval([1.0] * 20, (1,)) == (1.0, 1.0)
+@pytest.mark.parametrize(
+    ("values", "ends"), [([], (math.nan, math.nan)), ([0.5], (0.5, 0.5)), ([1.0] * 20, (1.0, 1.0))]
+)
+def test_edges_of_an_interval(values, ends):
+    assert bootstrap_interval(values, (1,)) == pytest.approx(ends, nan_ok=True)
 
 
 def test_pairing_sees_a_small_steady_gain_that_two_intervals_cannot():
@@ -82,12 +82,6 @@ def test_no_difference_is_not_certain():
     assert not shuffled.certain and shuffled.verdict == "may be chance"
     same = paired_difference(values, values, (0,))
     assert (same.low, same.high, same.verdict) == (0, 0, "unchanged")
-
-
-@pytest.mark.parametrize(("before", "after"), [([], []), ([1.0], [1.0, 2.0])])
-def test_unequal_results_are_refused(before, after):
-    with pytest.raises(ValueError, match="expected as many of both"):
-        paired_difference(before, after, (0,))
 
 
 def test_items_are_matched_by_id_not_by_place():
@@ -127,11 +121,6 @@ def test_scores_of_any_size_keep_a_table_narrow(size):
     assert len(row) < 100
     small = Difference(n=6, before=1e14, after=-0.5, difference=0.0, low=-0.5, high=0.5)
     assert "100000000000000.000  -0.500" in before_after_table({"x": small}, "dev")
-
-
-def test_columns_line_up():
-    lines = align([["", "x", ""], ["long name", "1.000", "yes"]], indent="").splitlines()
-    assert lines == ["               x", "long name  1.000  yes"]
 
 
 def test_series_skips_what_is_no_number():

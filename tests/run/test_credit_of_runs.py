@@ -238,8 +238,8 @@ def test_the_table_says_what_was_credited(run, capsys, monkeypatch):
         assert main(["credit", f"run={run}", f"step={STEP}"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= width
-        text = " ".join(lines[:4])
-        assert "seed 3" in text and "mmgrpo: 2 mini-batches" in text and "· as trained" in " ".join(text.split())
+        text = " ".join(" ".join(lines[:4]).split())
+        assert "seed 3" in text and "mmgrpo: 2 mini-batches" in text and "· as trained" in text
         assert main(["credit", f"run={run}", f"step={STEP}", "algo.eps=0.5"]) == 0
         assert "not as trained" in " ".join(capsys.readouterr().out.split())
 

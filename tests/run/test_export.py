@@ -279,7 +279,7 @@ def test_the_card_is_filled_in(by_module: Path, random_model: str, tmp_path: Pat
     assert "license" not in head and "is not known to mmrl" in card
     for text in (
         "trained for 2 steps by reinforcement learning with `mhgpo_fof`",
-        "| metric | before | after | difference |",
+        "| before | after | difference | 95 % interval |",
         "95 % bootstrap intervals",
         "| `reranker` | the base model",
         "LoRA, r 4, alpha 8",

@@ -294,9 +294,7 @@ def test_show_prints_trials_and_the_difference_to_the_start(whole):
         f"prompts: reward {result.start:.4f} at the start, {result.best:.4f} with the best candidate"
     )
     assert "  1      " in text and "19 (all)" in text
-    assert (
-        "classify.predict\n  instructions" in text and "demonstrations: 0 at the start, " in text and "\n  + " in text
-    )
+    assert "\n\nclassify.predict\n  " in text and "\n  +demonstration: " in text
     (folder / "summary.json").write_text("{}")
     assert text in show_run(folder)
 
