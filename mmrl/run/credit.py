@@ -216,11 +216,13 @@ def _credit_json(algo: AlgoConfig, forest: Forest, credit: Credit) -> dict[str, 
 def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit], width: int | None = None) -> str:
     """A table per algorithm, with a row per entry in the forest's order of calls; then the calls without credit.
 
+    Several algorithms have a table before these, with the advantages of each side by side.
+
     Args:
         width: columns of the terminal; None: any number. A wider table is printed in parts: a small table per group,
             or per call where there is a critic.
     """
-    lines: list[str] = []
+    lines = ["advantages", *_side_by_side(forest, credits, width), ""] if len(credits) > 1 else []
     for algo, credit in zip(algos, credits, strict=True):
         rows = _rows(forest, credit, minibatches(forest.examples, algo.minibatches))
         lines += [f"{credit.algo}: {len(rows)} entries", *_laid_out(rows, width)]
@@ -229,6 +231,18 @@ def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit]
     if missing := [call for call in forest.calls if call not in credited]:
         lines.append(filled(f"calls without an entry: {', '.join(missing)}", width))
     return "\n".join(lines).rstrip("\n")
+
+
+def _side_by_side(forest: Forest, credits: Sequence[Credit], width: int | None) -> list[str]:
+    """A row per call, a column per algorithm; a call with several entries has all their advantages."""
+    columns = []
+    for credit in credits:
+        advantages: dict[str, list[str]] = {}
+        for entry in credit.entries:
+            advantages.setdefault(entry.call, []).append(_per_token(entry.advantages))
+        columns.append([" | ".join(advantages.get(call, ["-"])) for call in forest.calls])
+    calls = [[call.id, call.module, *cells] for call, *cells in zip(forest.calls.values(), *columns, strict=True)]
+    return wrapped_rows([["call", "module", *(credit.algo for credit in credits)], *calls], width)
 
 
 def _rows(forest: Forest, credit: Credit, split: Mapping[str, int]) -> list[dict[str, str]]:

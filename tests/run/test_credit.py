@@ -55,11 +55,16 @@ def test_json_of_one_algorithm(forest):
     assert found["calls_without_entry"] == ["q/2#0", "q/2#1"]
 
 
-def test_several_algorithms_have_a_table_each(forest):
+def test_advantages_of_several_algorithms_stand_side_by_side_before_a_table_of_each(forest):
     algos = [section("mhgpo_fof", group_size=2), section("mhgpo_is", group_size=2)]
     found = json.loads(credit_report(algos, forest, seed=0, as_json=True))
     assert [item["algo"] for item in found] == ["mhgpo_fof", "mhgpo_is"]
-    lines = credit_report(algos, forest, seed=0, as_json=False).splitlines()
+    beside, *rest = credit_report(algos, forest, seed=0, as_json=False).split("\n\n")
+    assert [line.split() for line in beside.splitlines()[1:3]] == [
+        ["call", "module", "mhgpo_fof", "mhgpo_is"],
+        ["q/0#0", "a", "0.707106", "x2", "0.707106", "x2"],
+    ]
+    lines = "\n\n".join(rest).splitlines()
     assert [lines[0], lines[7]] == ["mhgpo_fof: 4 entries", "mhgpo_is: 4 entries"]
     for head, first in (lines[1:3], lines[8:10]):
         assert head.split()[-2:] == ["advantage", "weight"] and first.startswith("q/0#0") and "0.707106 x2" in first
@@ -194,7 +199,7 @@ def test_a_table_shows_what_a_critic_estimates_and_what_padding_repeats():
     assert alone[1].split()[:4] == ["call", "module", "reward", "parts"]
     assert "0.75 0.5" in alone[2] and "1 x2" in alone[2] and "0.333333 x2" in alone[2]
     both = credit_report([ppo, mmgrpo], grow.forest, seed=0, as_json=False).splitlines()
-    assert sum(line.startswith("q/1") for line in both) == 3 and sum("(filler)" in line for line in both) == 1
+    assert sum(line.startswith("q/1") for line in both) == 4 and sum("(filler)" in line for line in both) == 1
     assert "0.00025" in both[-1]
     found = json.loads(credit_report([ppo], grow.forest, seed=0, as_json=True))["calls"][0]
     assert found["returns"] == [1.0, 1.0] and found["raw_advantages"] == [0.75, 0.5]
