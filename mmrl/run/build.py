@@ -153,6 +153,7 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> Stage:
     initial = config.model.path if assignment.copied and serves else None
     policy = Policy(base=config.model.path, modules=assignment.served, initial=initial)
     model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
+    recorded = _recorded(config, assignment, log)
     trainer = MmrlTrainer(
         model,
         tokenizer,
@@ -161,7 +162,7 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> Stage:
         # The stage needs the engine, which needs the trainer's model: so these two look the stage up when called.
         next_batch=lambda step: stage.next_batch(step),
         on_step_end=lambda step, update: stage.on_step_end(step, update),
-        extra=_recorded(config, assignment, log),
+        extra=lambda step: {**recorded(step), **stage.recorded()},
         adapters=make_adapters(assignment),
     )
     engines: Sequence[Engine] = [NullEngine()]

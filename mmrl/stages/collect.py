@@ -100,6 +100,18 @@ class Prefetch(Generic[Batch]):
         if self.step is not None:
             futures.wait([self._batch])
 
+    def sampled(self) -> Batch | None:
+        """The batch, once it is there; None where none was begun, or sampling it failed."""
+        if self.step is None:
+            return None
+        self.wait()
+        return None if self._batch.cancelled() or self._batch.exception() is not None else self._batch.result()
+
+    def put(self, step: int, batch: Batch) -> None:
+        """Have the batch of `step`, which a checkpoint holds, for `take`."""
+        self.step, self._batch = step, Future()
+        self._batch.set_result(batch)
+
     def take(self, step: int) -> Batch:
         """The batch of `step`; raises what sampling it raised."""
         if self.step != step:
@@ -165,14 +177,16 @@ class Collector(Stage[TrainCommandConfig]):
     def _prefetched(self, examples: Sequence[Example], step: int) -> Forest:
         """The forest of rollouts made while the step before trained; starts those of the next step.
 
-        The first batch of a run, or after a resume, is sampled here, from the newest weights.
+        The first batch of a run is sampled here, from the newest weights; that after a resume is in the checkpoint.
         """
         started = time.perf_counter()
         if self.prefetch.step == step:
-            # Taken before the push: its rollouts still ran on the weights that the push replaces.
-            rollouts = self.prefetch.take(step)
+            # All sampled before the push, from the weights that it replaces; taken after it, so that a run that stops
+            # at a failed push saves its batch.
+            self.prefetch.wait()
             self.log.add("wait", time.perf_counter() - started)
             self.sync(step - 1)
+            rollouts = self.prefetch.take(step)
         else:
             self.sync(step - 1)
             rollouts = asyncio.run(self._roll_out(examples, step))

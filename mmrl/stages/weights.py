@@ -15,12 +15,17 @@ from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine, total_usage
 from mmrl.errors import SyncFailure
 from mmrl.records import Forest
-from mmrl.report.journal import JournalWriter
+from mmrl.report.journal import JournalWriter, decode_step, encode_step
 from mmrl.report.stats import modules_in
 from mmrl.stages.collect import Collector, train_calls
 from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.step_metrics import credit_metrics, forest_metrics, never
+from mmrl.system.files import JsonObject
+from mmrl.trainer.checkpoint import saved_extra
 from mmrl.trainer.objective import StepBatch
+
+AHEAD = "sampled_ahead"
+"""Key of the next step's rollouts in a checkpoint."""
 
 
 @dataclass(kw_only=True)
@@ -40,9 +45,18 @@ class WeightStage(Collector):
     def improve(self, evaluations: Evaluations, checkpoint: Path | None) -> None:
         """Train to `train.steps`, from a checkpoint where there is one; a stop (`system.stop`) saves first."""
         self.evaluations = evaluations
+        if checkpoint is not None and (lines := saved_extra(checkpoint).get(AHEAD)):
+            forest, _ = decode_step(lines)
+            # The other processes sampled nothing of it.
+            self.prefetch.put(forest.step, (forest if self.log.processes.main else forest.part(()), {}))
         with self.log.stop.held():
             self.trainer.train(checkpoint)
         self.log.obey_stop()
+
+    def recorded(self) -> JsonObject:
+        """For a checkpoint: the batch that is sampled ahead, so that a resumed run trains on it as this one will."""
+        ahead = self.prefetch.sampled()
+        return {} if ahead is None else {AHEAD: encode_step(ahead[0], ())}
 
     def next_batch(self, step: int) -> StepBatch:
         """Sample and credit step number `step` (from 1); raises as `Collector.collect`."""

@@ -148,26 +148,27 @@ def test_without_staleness_nothing_runs_beside_the_trainer(random_model: str, tm
     assert all("rollouts/policy_lag" not in record for record in RunDir.read(tmp_path / "run").history())
 
 
-def test_a_stopped_run_goes_on_with_a_batch_of_the_newest_weights(
-    random_model: str, tmp_path: Path, capsys: Any
+def test_a_stopped_run_goes_on_with_the_batch_that_it_had_sampled_ahead(
+    stale: Any, random_model: str, tmp_path: Path, capsys: Any
 ) -> None:
     folder, real = tmp_path / "run", OwnWeights.set_version
 
     def broken(self: Any, version: int, state: Any = None) -> None:
-        if version == 2:
+        if version == 3:
             raise SyncFailure("the server said no")
         real(self, version, state)
 
-    options = ["algo=mhgpo_fof", "train.staleness=1", "train.steps=4", "train.save_every=10", "eval.every=0"]
+    options = [*OPTIONS, f"train.steps={STEPS}", "train.save_every=10"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OwnWeights, "set_version", broken)
         assert main(command(random_model, folder, *options)) != 0
     said = capsys.readouterr().err
     assert "the server said no" in said and f"mmrl train resume={folder}" in said
     assert not [thread for thread in threading.enumerate() if thread.name == "mmrl-prefetch"]
-    assert (folder / "checkpoints" / "checkpoint-2").is_dir(), "the state after the last finished step is saved"
+    assert (folder / "checkpoints" / "checkpoint-3").is_dir(), "the state after the last finished step is saved"
     assert main(["train", f"resume={folder}"]) == 0
-    assert [versions(folder, step) for step in (1, 2, 3, 4)] == [{0}, {0}, {2}, {2}]
+    assert [versions(folder, step) for step in range(1, STEPS + 1)] == [{0}, {0}, {1}, {2}]
+    assert numbers(folder) == numbers(stale[0])
 
 
 def test_dspy_programs_are_sampled_in_the_other_thread_too(random_model: str, tmp_path: Path) -> None:
