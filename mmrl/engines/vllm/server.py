@@ -60,17 +60,17 @@ class VllmServerEngine(VllmEngine):
         self._clock = BusyClock()
         self._deadline = 0.0
         """When the push under way is given up."""
-        self._recovering: asyncio.Lock | None = None
+        self._recovering = asyncio.Lock()
         self._process = None if config.url is not None else self._managed(model_path(self.weights))
         url = config.url.removesuffix("/").removesuffix("/v1") if config.url is not None else ""
         self._api = VllmApi(url, config.timeout_s, config.concurrency)
         self._base = BASE
-        self._server_context: int | None = None
         try:
             if self._process is not None:
                 LOG.info("starting vLLM; its log: %s", self._process.log)
-            self._api.io.wait(self._first_boot())
-            self.rules = self._rules(self._server_context)
+            self.rules = self._rules(self._api.io.wait(self._boot()))
+            if self.names:
+                self._base_probe = self._api.io.wait(self._api.probe(self._base, self.probe_ids))
         except BaseException:
             self.close()
             raise
@@ -225,8 +225,8 @@ class VllmServerEngine(VllmEngine):
             limit="engine.start_timeout_s",
         )
 
-    async def _boot(self) -> None:
-        """Start the server, or reach the given one, and read what it serves."""
+    async def _boot(self) -> int | None:
+        """Start the server, or reach the given one, and read what it serves; returns the limit of its context."""
         if self._process is not None:
             await asyncio.to_thread(self._process.start)
             self._api.url = self._process.url
@@ -235,12 +235,8 @@ class VllmServerEngine(VllmEngine):
         except (HttpFailure, EngineFailure) as error:
             raise EngineFailure(f"engine.url: no vLLM server answers at {self._api.url}: {error}") from error
         self._base = BASE if BASE in cards else next(iter(cards), BASE)
-        self._server_context = cards.get(self._base, {}).get("max_model_len")
-
-    async def _first_boot(self) -> None:
-        await self._boot()
-        if self.names:
-            self._base_probe = await self._api.probe(self._base, self.probe_ids)
+        context: int | None = cards.get(self._base, {}).get("max_model_len")
+        return context
 
     async def _restart(self) -> None:
         """Start a server that died, with the newest weights: calls of older ones died with it and are sent again."""
@@ -263,8 +259,6 @@ class VllmServerEngine(VllmEngine):
         if process is not None:
             await self._ended(process)
             # All calls in flight fail together when a server dies; the first one here starts it again for all of them.
-            if self._recovering is None:
-                self._recovering = asyncio.Lock()
             async with self._recovering:
                 if not process.alive and process is self._process:
                     self._spend_restart(error)
