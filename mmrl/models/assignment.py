@@ -42,7 +42,7 @@ class ModuleAssignment:
         """Module -> LoRA adapter; empty where all modules share one policy."""
         # A module that `model.modules` leaves out still gets an adapter: weights per module means all of them.
         if self.model.modules is not None:
-            return {m: _given(self.model, m).adapter or adapter_name(m) for m in self.modules}
+            return {m: _weights_of(self.model, m).adapter or adapter_name(m) for m in self.modules}
         # Two adapters on one base, of which one is never trained, cost less than a second copy of the model.
         if self.initial and self.model.lora is not None:
             return {m: INITIAL if m in self.initial else TRAINED for m in self.modules}
@@ -51,7 +51,7 @@ class ModuleAssignment:
     @cached_property
     def frozen(self) -> tuple[str, ...]:
         """Modules that `model.modules` leaves out of the loss, or that an endpoint answers for."""
-        return tuple(m for m in self.modules if m in self.answered or _given(self.model, m).frozen)
+        return tuple(m for m in self.modules if m in self.answered or _weights_of(self.model, m).frozen)
 
     @cached_property
     def initial(self) -> tuple[str, ...]:
@@ -89,8 +89,8 @@ class ModuleAssignment:
     @property
     def rates(self) -> Mapping[str, float]:
         """Adapter -> learning rate, where it is not `train.lr`."""
-        given = [(adapter, _given(self.model, m).lr) for m, adapter in self.adapters.items()]
-        return {adapter: lr for adapter, lr in given if lr is not None}
+        rates = [(adapter, _weights_of(self.model, m).lr) for m, adapter in self.adapters.items()]
+        return {adapter: lr for adapter, lr in rates if lr is not None}
 
     def describe(self) -> dict[str, str]:
         """The line of a summary that says which module speaks with what; empty for one shared policy."""
@@ -167,7 +167,7 @@ class ModuleAssignment:
                     f"model.modules.{sharing[0]}.adapter: got '{adapter}', expected letters, digits, _ and -, and no "
                     "name that mmrl or the model has for something else"
                 )
-            settings = {m: _given(self.model, m) for m in sharing}
+            settings = {m: _weights_of(self.model, m) for m in sharing}
             unnamed = [m for m in sharing if settings[m].adapter is None]
             if len(unnamed) > 1:
                 yield (
@@ -199,5 +199,5 @@ def adapter_name(module: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", module)
 
 
-def _given(model: ModelConfig, module: str) -> ModuleWeights:
+def _weights_of(model: ModelConfig, module: str) -> ModuleWeights:
     return (model.modules or {}).get(module) or ModuleWeights()

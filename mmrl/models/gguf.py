@@ -87,8 +87,8 @@ def convert(file: Path, folder: Path, end_of_turn: str) -> None:
     # It is plain by now; transformers would refuse to save what it takes for a quantised model.
     model.hf_quantizer = None  # type: ignore[assignment]
     model.save_pretrained(folder)
-    said = (
+    summary = (
         f"llama of {model.num_parameters() / 1e6:.1f} M parameters (float32, de-quantised from a GGUF file), "
         f"vocabulary {len(tokens):,}, chat template, end of turn {end_of_turn} ({written.eos_token_id})"
     )
-    (folder / FACTS).write_text(json.dumps({"source": file.name, "said": said}, indent=1), encoding="utf-8")
+    (folder / FACTS).write_text(json.dumps({"source": file.name, "said": summary}, indent=1), encoding="utf-8")

@@ -78,22 +78,20 @@ def encoder_problems(key: str, model: str) -> list[str]:
     What only loading can tell (a folder with other weights) is no problem here.
     """
     package = PACKAGES.get(model) or of_hub_id(model)
-    given, model = model, encoder_source(model)
+    word, model = model, encoder_source(model)
     folder = user_path(model)
-    if folder.is_dir():
-        files = ("config.json", "modules.json")
-        if any((folder / name).is_file() for name in files):
-            return []
-        return [f"{key}: '{model}' has no {' and no '.join(files)}; expected the folder of a saved encoder"]
     if folder.exists() or not HUB_ID.fullmatch(model):
-        what = "is a file" if folder.exists() else "no such folder"
+        if any((folder / name).is_file() for name in ("config.json", "modules.json")):
+            return []
+        missing = "has no config.json and no modules.json" if folder.is_dir() else "no such folder"
+        what = "is a file" if folder.is_file() else missing
         return [f"{key}: '{model}': {what}; expected the folder of an encoder, or a hub id owner/name"]
     from huggingface_hub import try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(model, "config.json"), str) or hub_answers():
         return []
     instead = "" if package is None else f"; {package.missing}"
-    return [f"{key}: '{given}' is no folder and not in the hub's local cache, and the hub does not answer{instead}"]
+    return [f"{key}: '{word}' is no folder and not in the hub's local cache, and the hub does not answer{instead}"]
 
 
 def licence_of(model: str, revision: str | None = None) -> str | None:

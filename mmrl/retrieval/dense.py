@@ -75,8 +75,8 @@ def treatment_of(config: DenseConfig, model: str) -> Treatment:
     name = Path(model).name.lower()
     family = next((family for family, names in FAMILIES.items() if names.fullmatch(name)), "own")
     base = PRESETS.get(config.encoder or family, Treatment(encoder="own"))
-    typed = config.model_dump(include={"normalise", "query_prompt", "passage_prompt"}, exclude_none=True)
-    return replace(base, **typed)
+    fields = config.model_dump(include={"normalise", "query_prompt", "passage_prompt"}, exclude_none=True)
+    return replace(base, **fields)
 
 
 class Encoder:
@@ -102,24 +102,24 @@ class Encoder:
         trust, source = {"trust_remote_code": False}, encoder_source(self.model)
         try:
             if self.treatment.encoder == "own":
-                made = SentenceTransformer(source, device=self.device, trust_remote_code=False)
+                encoder = SentenceTransformer(source, device=self.device, trust_remote_code=False)
             else:
                 network = Transformer(source, model_kwargs=trust, processor_kwargs=trust, config_kwargs=trust)
                 pooling = Pooling(network.get_embedding_dimension(), "mean")
-                made = SentenceTransformer(modules=[network, pooling], device=self.device)
+                encoder = SentenceTransformer(modules=[network, pooling], device=self.device)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise DataError(f"encoder '{self.model}': cannot be loaded by sentence-transformers: {error}") from None
-        if made.similarity_fn_name not in (None, "cosine", "dot"):
-            how = f"is compared by {made.similarity_fn_name}, expected cosine or dot (inner product)"
+        if encoder.similarity_fn_name not in (None, "cosine", "dot"):
+            how = f"is compared by {encoder.similarity_fn_name}, expected cosine or dot (inner product)"
             raise DataError(f"encoder '{self.model}': {how}")
-        if self.treatment.normalise is False and any(isinstance(module, Normalize) for module in made):
+        if self.treatment.normalise is False and any(isinstance(module, Normalize) for module in encoder):
             raise DataError(f"encoder '{self.model}': normalise=false has no effect: its own files normalise")
-        return made
+        return encoder
 
     @property
     def _normalise(self) -> bool:
-        chosen = self.treatment.normalise
-        return self._network.similarity_fn_name != "dot" if chosen is None else chosen
+        normalise = self.treatment.normalise
+        return self._network.similarity_fn_name != "dot" if normalise is None else normalise
 
     def load(self) -> None:
         """Load the weights, if they are not."""

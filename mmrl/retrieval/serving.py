@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mmrl.retrieval.base import Document, Retriever
@@ -102,42 +103,36 @@ def make_app(
         require_token(app, token, {"error": True, "message": "a token is needed: Authorization: Bearer TOKEN"})
 
     # Requests are validated in here, not by FastAPI's parameters, whose refusals have a form of their own.
-    async def retrieve(request: Request) -> Response:
-        async def search() -> object:
-            parsed = read_request(SearchR1Request, await _json(request))
-            results = await batches.search(parsed.queries, parsed.topk)
-            return {"result": [[search_r1_item(d, parsed.return_scores) for d in result] for result in results]}
+    async def retrieve(request: Request) -> object:
+        parsed = read_request(SearchR1Request, await _json(request))
+        results = await batches.search(parsed.queries, parsed.topk)
+        return {"result": [[search_r1_item(d, parsed.return_scores) for d in result] for result in results]}
 
-        return await _respond(search())
-
-    async def dspy(request: Request) -> Response:
-        async def search() -> object:
-            posted = request.method == "POST"
-            fields = await _json(request) if posted else dict(request.query_params)
-            parsed = read_request(DspyRequest, fields)
-            (documents,) = await batches.search([parsed.query], parsed.k)
-            return {"topk": [dspy_item(d, rank, posted=posted) for rank, d in enumerate(documents, 1)]}
-
-        return await _respond(search())
+    async def dspy(request: Request) -> object:
+        posted = request.method == "POST"
+        fields = await _json(request) if posted else dict(request.query_params)
+        parsed = read_request(DspyRequest, fields)
+        (documents,) = await batches.search([parsed.query], parsed.k)
+        return {"topk": [dspy_item(d, rank, posted=posted) for rank, d in enumerate(documents, 1)]}
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok", **facts})
 
-    app.add_route("/retrieve", retrieve, methods=["POST"])
+    app.add_route("/retrieve", partial(_respond, retrieve), methods=["POST"])
     for path in ("/", "/api/search"):
-        app.add_route(path, dspy, methods=["GET", "POST"])
+        app.add_route(path, partial(_respond, dspy), methods=["GET", "POST"])
     app.add_route("/health", health)
     return app
 
 
-async def _respond(work: Awaitable[object]) -> Response:
-    """The reply of `work`, or its error."""
+async def _respond(answer: Callable[[Request], Awaitable[object]], request: Request) -> Response:
+    """The reply to a request, or its error."""
     from fastapi.responses import Response
 
     status = 200
     reply: object
     try:
-        reply = await work
+        reply = await answer(request)
     except (BadRequest, BodyRefused) as error:
         status, reply = error.status, {"error": True, "message": str(error)}
     # Whatever a retriever raises must reach the client as a status, and the server must go on.

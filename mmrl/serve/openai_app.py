@@ -11,10 +11,11 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl import rng
@@ -58,8 +59,9 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The objects of one kind of completion."""
+    """The request and the objects of one kind of completion."""
 
+    schema: type[ChatRequest] | type[CompletionRequest]
     prefix: str
     whole: str
     part: str
@@ -70,6 +72,7 @@ class _Shape:
 
 
 CHAT = _Shape(
+    ChatRequest,
     "chatcmpl",
     "chat.completion",
     "chat.completion.chunk",
@@ -78,6 +81,7 @@ CHAT = _Shape(
     {"delta": {"role": "assistant", "content": ""}},
 )
 PLAIN = _Shape(
+    CompletionRequest,
     *("cmpl", "text_completion", "text_completion"),
     lambda text: {"text": text, "logprobs": None},
     lambda text: {"text": text, "logprobs": None},
@@ -100,12 +104,6 @@ def make_app(served: Served, token: str | None = None) -> FastAPI:
         require_token(app, token, refusal)
     server, started = _Server(served), int(time.time())
 
-    async def chat(request: HttpRequest) -> Response:
-        return await server.answer(request, CHAT, lambda body: server.chat(parse_request(ChatRequest, body)))
-
-    async def completions(request: HttpRequest) -> Response:
-        return await server.answer(request, PLAIN, lambda body: server.plain(parse_request(CompletionRequest, body)))
-
     async def models(request: HttpRequest) -> Response:
         data = [{"id": name, "object": "model", "created": started, "owned_by": "mmrl"} for name in served.models]
         return JSONResponse({"object": "list", "data": data})
@@ -118,17 +116,13 @@ def make_app(served: Served, token: str | None = None) -> FastAPI:
         return JSONResponse(error_object(status, f"{request.method} {request.url.path}: not here"), status_code=status)
 
     # Plain routes, not FastAPI's typed ones: its own 422 bodies are not errors as OpenAI's clients read them.
-    app.add_route("/v1/chat/completions", chat, methods=["POST"])
-    app.add_route("/v1/completions", completions, methods=["POST"])
+    app.add_route("/v1/chat/completions", partial(server.answer, CHAT), methods=["POST"])
+    app.add_route("/v1/completions", partial(server.answer, PLAIN), methods=["POST"])
     app.add_route("/v1/models", models)
     app.add_route("/health", health)
     for status in (404, 405):
         app.add_exception_handler(status, missing)
     return app
-
-
-Prepared = tuple[SamplingRequest, Request]
-"""A request, and what the engine gets of it."""
 
 
 class _Server:
@@ -142,9 +136,7 @@ class _Server:
         # As the vocabulary spells tokens: a byte is at least one character there, so no token stands for more text.
         self._longest = max(map(len, served.tokenizer.get_vocab()))
 
-    async def answer(
-        self, request: HttpRequest, shape: _Shape, prepare: Callable[[bytes], Awaitable[Prepared]]
-    ) -> Response:
+    async def answer(self, shape: _Shape, request: HttpRequest) -> Response:
         """The reply to a request, or its refusal as an OpenAI error object."""
         from fastapi.responses import JSONResponse
 
@@ -153,13 +145,13 @@ class _Server:
             self._refuse_crowd()
             body = await read_body(request, LARGEST_REQUEST)
             self._refuse_crowd()
-            return await self._reply(request, shape, prepare(body))
+            return await self._reply(request, shape, parse_request(shape.schema, body))
         # Whatever goes wrong must reach the client as a status, and the server must go on.
         except Exception as error:
             status, refusal = _failed(error)
             return JSONResponse(refusal, status, headers={"Retry-After": "1"} if status == 429 else None)
 
-    async def _reply(self, request: HttpRequest, shape: _Shape, prepared: Awaitable[Prepared]) -> Response:
+    async def _reply(self, request: HttpRequest, shape: _Shape, parsed: ChatRequest | CompletionRequest) -> Response:
         from fastapi.responses import JSONResponse
 
         self.in_flight += 1
@@ -172,10 +164,10 @@ class _Server:
                 running.task.cancel()
 
         try:
-            running = _Running(self.served, *await prepared)
+            running = _Running(self.served, parsed, await self._generation(parsed))
             # Once a stream has begun its status is sent, so what is refused at once must come before.
             await running.begun()
-            if running.parsed.stream:
+            if parsed.stream:
                 streams = True
                 return _stream_response(self._stream(running, shape), release)
             await _until_done(running.task, request)
@@ -184,38 +176,51 @@ class _Server:
             if not streams:
                 release()
 
-    async def chat(self, parsed: ChatRequest) -> Prepared:
-        """A chat request for the engine.
+    async def _generation(self, parsed: ChatRequest | CompletionRequest) -> Request:
+        """The request to the engine.
 
         Raises:
-            Refused: an unknown model, or messages that the chat template does not take.
+            Refused: an unknown model, messages that the chat template does not take, or several prompts.
         """
+        if parsed.model not in self.served.models:
+            text = f"model: got '{parsed.model[:100]}', expected one of {', '.join(self.served.models)}"
+            raise Refused(404, text, "model", "model_not_found")
+        ids = await (self._chat(parsed) if isinstance(parsed, ChatRequest) else self._plain(parsed.prompt))
+        # Without a seed a repeated request must give another completion; with one, the same.
+        seed = secrets.randbits(64) if parsed.seed is None else parsed.seed
+        sampling = Sampling(
+            max_tokens=parsed.limit,
+            temperature=parsed.temperature,
+            top_p=parsed.top_p,
+            top_k=parsed.top_k,
+            stop=parsed.stops,
+            seed=rng.digest("serve", seed),
+        )
+        return Request(prompt_ids=tuple(ids), sampling=sampling, module=self.served.models[parsed.model])
+
+    async def _chat(self, parsed: ChatRequest) -> Sequence[int]:
         from jinja2 import TemplateError
 
-        module, messages = self._module(parsed), parsed.rendered()
+        messages = parsed.rendered()
         self._refuse_endless(sum(len(message["content"]) for message in messages))
         try:
             # A long conversation takes a while to encode, in which no other request's token could be sent.
-            ids = await self._in_thread(lambda: render_prompt(self.served.tokenizer, messages))
+            return await self._in_thread(lambda: render_prompt(self.served.tokenizer, messages))
         except TemplateError as error:
             raise Refused(400, f"messages: the model's chat template refuses them: {error}", "messages") from None
-        return parsed, self._generation(parsed, module, ids)
 
-    async def plain(self, parsed: CompletionRequest) -> Prepared:
-        """A request for a plain completion, for the engine; raises as `chat`."""
-        module, prompt = self._module(parsed), parsed.prompt
+    async def _plain(self, prompt: str | list[int] | list[str]) -> Sequence[int]:
         # OpenAI's clients send one text as a list of one as often as they send it bare.
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
         if isinstance(prompt, str):
             text = prompt
             self._refuse_endless(len(text))
-            ids = tuple(await self._in_thread(lambda: self.served.tokenizer.encode(text)))
-        elif all(isinstance(token, int) for token in prompt):
-            ids = tuple(int(token) for token in prompt)
-        else:
+            return await self._in_thread(lambda: self.served.tokenizer.encode(text))
+        ids = [token for token in prompt if isinstance(token, int)]
+        if len(ids) < len(prompt):
             raise Refused(400, "prompt: got several texts, expected one", "prompt")
-        return parsed, self._generation(parsed, module, ids)
+        return ids
 
     def _refuse_crowd(self) -> None:
         if self.in_flight >= MOST_REQUESTS:
@@ -229,25 +234,6 @@ class _Server:
                 f"a prompt of {characters:,} characters leaves no room in a context of {context} tokens of at most "
                 f"{self._longest} characters"
             )
-
-    def _module(self, parsed: SamplingRequest) -> str:
-        if parsed.model not in self.served.models:
-            text = f"model: got '{parsed.model[:100]}', expected one of {', '.join(self.served.models)}"
-            raise Refused(404, text, "model", "model_not_found")
-        return self.served.models[parsed.model]
-
-    def _generation(self, parsed: SamplingRequest, module: str, ids: Sequence[int]) -> Request:
-        # Without a seed a repeated request must give another completion; with one, the same.
-        seed = secrets.randbits(64) if parsed.seed is None else parsed.seed
-        sampling = Sampling(
-            max_tokens=parsed.limit,
-            temperature=parsed.temperature,
-            top_p=parsed.top_p,
-            top_k=parsed.top_k,
-            stop=parsed.stops,
-            seed=rng.digest("serve", seed),
-        )
-        return Request(prompt_ids=tuple(ids), sampling=sampling, module=module)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._renderer, work)

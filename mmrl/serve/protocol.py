@@ -117,17 +117,17 @@ class SamplingRequest(_Body):
     def limit(self) -> int:
         """New tokens at most."""
         # Two names of one limit, of older and newer clients; where both are sent the lower one holds.
-        given = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
-        return min([*given, MOST_TOKENS])
+        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
+        return min([*limits, MOST_TOKENS])
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings, without empty ones."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(given) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in given):
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(texts) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in texts):
             raise Refused(400, f"stop: expected at most {MOST_STOPS} texts of {LONGEST_STOP} characters", "stop")
         # An empty text is in every text, and would end each completion before it begins.
-        return tuple(text for text in given if text)
+        return tuple(text for text in texts if text)
 
 
 class ChatRequest(SamplingRequest):
@@ -159,23 +159,23 @@ def parse_request(schema: type[BodyT], body: bytes) -> BodyT:
         Refused: it is none, or asks for what cannot be had.
     """
     try:
-        given = json.loads(body)
+        fields = json.loads(body)
     except (ValueError, RecursionError):
         raise Refused(400, "the body is not JSON") from None
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         raise Refused(400, "the body is no JSON object")
     try:
-        json.dumps(given, ensure_ascii=False).encode()
+        json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         # No tokenizer takes it, and no reply could quote it.
         raise Refused(400, "a text of the body has half a character (a lone surrogate)") from None
     # Clients send many fields at their default; refusing those would refuse most clients.
     for name, harmless in NEUTRAL.items():
-        value = given.pop(name, None)
+        value = fields.pop(name, None)
         if value is not None and value not in harmless:
             raise Refused(400, f"{name}: this server does not have it; leave it out", name, "unsupported_parameter")
     # null stands for a field that is left out
-    known = {name: value for name, value in given.items() if value is not None and name not in WITHOUT_EFFECT}
+    known = {name: value for name, value in fields.items() if value is not None and name not in WITHOUT_EFFECT}
     try:
         return schema.model_validate(known)
     except ValidationError as error:

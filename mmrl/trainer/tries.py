@@ -110,8 +110,8 @@ def build_tries(rows: Sequence[Ids]) -> list[TrieNode]:
     # prefixes, so the common prefix with the next row says which open nodes end here. Linear in tokens once sorted.
     # From the root down to where the newest row left the one before it; the depths where they fork rise strictly.
     path = [_OpenNode(-1, 0, [])]
-    for at, row in enumerate(order):
-        fork = common_prefix(rows[row], rows[order[at + 1]]) if at + 1 < len(order) else 0
+    for index, row in enumerate(order):
+        fork = common_prefix(rows[row], rows[order[index + 1]]) if index + 1 < len(order) else 0
         node = _OpenNode(row, len(rows[row]), [])
         # Nodes that reach deeper than the fork get no further branch: they are closed, deepest first.
         while path[-1].end > fork:
@@ -185,10 +185,10 @@ def _fill(parts: Sequence[TrieNode], budget: int, count: int) -> list[list[TrieN
         open_packs = [i for i in range(count) if not packs[i] or tokens[i] + part.tokens <= budget]
         if not open_packs:
             return None
-        at = min(open_packs, key=lambda i: costs[i])
-        packs[at].append(part)
-        tokens[at] += part.tokens
-        costs[at] += part.cost
+        index = min(open_packs, key=lambda i: costs[i])
+        packs[index].append(part)
+        tokens[index] += part.tokens
+        costs[index] += part.cost
     return packs
 
 
@@ -227,8 +227,8 @@ def flatten(tries: Sequence[TrieNode], rows: Sequence[Ids]) -> TrieLayout:
     stack: list[tuple[TrieNode, tuple[NodeSpan, ...]]] = [(trie, ()) for trie in reversed(tries)]
     while stack:
         node, above = stack.pop()
-        at = len(ids)
-        span = NodeSpan(at, at + node.length, at + node.tokens, node.begin)
+        begin = len(ids)
+        span = NodeSpan(begin, begin + node.length, begin + node.tokens, node.begin)
         spans.append(span)
         ids += rows[node.row][node.begin : node.end]
         depths += range(node.begin, node.end)

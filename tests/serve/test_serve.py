@@ -256,6 +256,23 @@ class Templated:
         return made
 
 
+def app_of(engine: Engine, names: dict[str, str] | None = None) -> Any:
+    return make_app(Served(engine=engine, tokenizer=Templated(), models=names or {"policy": ""}))
+
+
+def requests_now(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/health", timeout=10) as reply:
+        return int(json.loads(reply.read())["requests"])
+
+
+def none_left(url: str) -> bool:
+    for _ in range(500):
+        if not requests_now(url):
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def test_each_module_is_a_model_of_its_own_and_requests_wait_together() -> None:
     policy = Policy(base="x", modules={"rewriter": "one", "answerer": "two", "broken": "one"})
     names = models("policy", policy)
@@ -269,7 +286,7 @@ def test_each_module_is_a_model_of_its_own_and_requests_wait_together() -> None:
                 return_exceptions=True,
             )
 
-    with listening(make_app(Served(engine=engine, tokenizer=Templated(), models=names))) as url:
+    with listening(app_of(engine, names)) as url:
         one, other, broken = asyncio.run(asked(url))
     assert [one.choices[0].message.content, other.choices[0].message.content] == ["rewriter", "answerer"]
     assert max(engine.asked) == 3, "all three were in the engine at once"
@@ -303,27 +320,9 @@ def test_more_requests_than_allowed_are_told_to_come_back_and_who_goes_away_is_f
             first.cancel()
             await until(lambda gone=gone: engine.cancelled == gone)  # type: ignore[misc]
 
-    with listening(make_app(Served(engine=engine, tokenizer=Templated(), models={"policy": ""}))) as url:
+    with listening(app_of(engine)) as url:
         asyncio.run(asked(f"{url}/v1"))
-        for _ in range(500):
-            with urllib.request.urlopen(f"{url}/health", timeout=10) as reply:
-                left = json.loads(reply.read())["requests"]
-            if not left:
-                break
-    assert left == 0, "whoever has gone makes room for others"
-
-
-def requests_now(url: str) -> int:
-    with urllib.request.urlopen(f"{url}/health", timeout=10) as reply:
-        return int(json.loads(reply.read())["requests"])
-
-
-def none_left(url: str) -> bool:
-    for _ in range(500):
-        if not requests_now(url):
-            return True
-        time.sleep(0.01)
-    return False
+        assert none_left(url), "whoever has gone makes room for others"
 
 
 def post(url: str, body: bytes, announced: int | None = None, path: str = "/v1/chat/completions") -> socket.socket:
@@ -338,7 +337,7 @@ def post(url: str, body: bytes, announced: int | None = None, path: str = "/v1/c
 def test_clients_that_leave_before_a_streams_first_byte_leave_nothing_behind() -> None:
     engine = Gate(together=99)
     ask = json.dumps({"model": "policy", "messages": ASK, "stream": True}).encode()
-    app = make_app(Served(engine=engine, tokenizer=Templated(), models={"policy": ""}))
+    app = app_of(engine)
 
     async def gone_at_once() -> None:
         """The application as its server calls it, with a client to whom nothing can be sent any more."""
@@ -369,7 +368,7 @@ def test_clients_that_leave_before_a_streams_first_byte_leave_nothing_behind() -
 def test_bodies_that_do_not_come_hold_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmrl.serve.openai_app.MOST_REQUESTS", 2)
     monkeypatch.setattr("mmrl.system.http_server.BODY_S", 1.0)
-    app = make_app(Served(engine=Gate(together=1), tokenizer=Templated(), models={"policy": ""}))
+    app = app_of(Gate(together=1))
     with listening(app) as url:
         slow = [post(url, b"{", announced=100) for _ in range(10)]
         with client(f"{url}/v1") as asking:
@@ -382,7 +381,7 @@ def test_bodies_that_do_not_come_hold_no_place(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_client_that_leaves_while_its_body_is_read_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    app = make_app(Served(engine=Gate(together=1), tokenizer=Templated(), models={"policy": ""}))
+    app = app_of(Gate(together=1))
     with listening(app) as url:
         post(url, b"{", announced=100).close()
         time.sleep(0.3)

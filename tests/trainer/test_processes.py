@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.trainer_cases import LORA, make_calls, make_trainer, two_processes
+from tests.helpers.trainer_cases import LORA, make_calls, trained, two_processes
 
 SCRIPT = """
 import json, sys
@@ -46,16 +45,14 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_two_processes_equal_one(kind: str, two: Path, tmp_path: Path) -> None:
-    seen: list[dict[str, Any]] = []
-    make_trainer(
+    _, seen = trained(
         tmp_path,
         calls=lambda step: make_calls(7, seed=step),
-        on_step_end=lambda step, metrics: seen.append(metrics),
         steps=3,
         microbatch_tokens=64,
         lora=LORA if kind == "lora" else None,
         algo={"beta": 0.1, "epochs": 2},
-    ).train()
+    )
     name = "adapter_model.safetensors" if kind == "lora" else "model.safetensors"
     mine, theirs = (load_file(folder / "checkpoint-3" / name) for folder in (tmp_path, two / kind))
     assert mine.keys() == theirs.keys()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from peft.tuners.lora import Linear as LoraLinear
     from transformers import LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
 
 PLAIN = (nn.Linear, OneDnnLinear)
 """Linear layers that the fused products stand for."""
@@ -150,7 +150,9 @@ class Linear:
         if self.folded and self.scale_by is not None:  # (out, in) times (in,): a norm's weight scales the input columns
             self.weight.mul_(self.scale_by.weight)
         self.transposed = self.weight.t()
-        biases = [torch.zeros_like(base.weight[:, 0]) if base.bias is None else base.bias for base in bases]
+        biases: list[Tensor] = [
+            torch.zeros_like(base.weight[:, 0]) if base.bias is None else base.bias for base in bases
+        ]
         self.bias = torch.cat(biases) if any(base.bias is not None for base in bases) else None
 
     def _copy(self, weights: list[Tensor]) -> Tensor:
@@ -314,6 +316,7 @@ class Weights:
 
 def _layer(module: LlamaDecoderLayer, adapter: str | None, base: Layer | None, merge: bool) -> Layer:
     attention, mlp = module.self_attn, module.mlp
+    qwen = cast("Qwen3Attention", attention)
 
     def linear(sources: list[nn.Module], shared: Linear | None, scale_by: LlamaRMSNorm | None = None) -> Linear:
         return Linear(sources, scale_by, adapter, shared, merge)
@@ -329,5 +332,5 @@ def _layer(module: LlamaDecoderLayer, adapter: str | None, base: Layer | None, m
         before_mlp=Norm(module.post_attention_layernorm, gate_up),
         gate_up=gate_up,
         down=linear([mlp.down_proj], base.down if base else None),
-        qk_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None,
+        qk_norms=(qwen.q_norm, qwen.k_norm) if hasattr(attention, "q_norm") else None,
     )

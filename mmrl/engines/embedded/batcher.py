@@ -225,7 +225,8 @@ class Batcher(Engine):
     async def _burst(self, pool: ThreadPoolExecutor | None) -> None:
         """Admit what may join now, then decode until a row is done or someone asks for the decoder's attention."""
         # Before anything is admitted: rows whose callers are gone would take room, and their tokens would be lost.
-        self._drop_cancelled()
+        self.waiting = [job for job in self.waiting if not job.future.done()]
+        self._drop([job for job in self.active if job.future.done()])
         admitted: list[PendingRequest] = []
         if self.waiting and (self.decoder.refills or not self.active):
             # By the request's own key, not by arrival: asyncio wakes programs in an order that tools and timers decide.
@@ -257,22 +258,17 @@ class Batcher(Engine):
             self._since = None
             self.busy_s += time.perf_counter() - started
 
-    def _drop_cancelled(self) -> None:
-        self.waiting = [job for job in self.waiting if not job.future.done()]
-        gone = [job for job in self.active if job.future.done()]
-        if gone:
-            self.decoder.drop(gone)
-            self.active = [job for job in self.active if not job.future.done()]
+    def _drop(self, jobs: Sequence[PendingRequest]) -> None:
+        if jobs:
+            started = time.perf_counter()
+            self.decoder.drop(jobs)
+            self.busy_s += time.perf_counter() - started
+            self.active = [job for job in self.active if job not in jobs]
 
     def _deliver(self) -> None:
         done = [job for job in self.active if job.outcome is not None]
-        if not done:
-            return
         # Dropped before programs hear of it: the next request finds the cache without the rows that are done.
-        started = time.perf_counter()
-        self.decoder.drop(done)
-        self.busy_s += time.perf_counter() - started
-        self.active = [job for job in self.active if job.outcome is None]
+        self._drop(done)
         for job in done:
             if job.future.done():  # cancelled meanwhile
                 continue

@@ -34,7 +34,7 @@ def sample(logits: torch.Tensor, rows: Sequence[BatchRow]) -> tuple[list[int], l
     # ratio, and bfloat16 resolves values near -20 to 0.125 only.
     scores = logits.float()  # (B, V)
     settings = [row.request.sampling for row in rows]
-    temperatures = [one.temperature or 1.0 for one in settings]
+    temperatures = [setting.temperature or 1.0 for setting in settings]
     if any(temperature != 1.0 for temperature in temperatures):
         scores = scores / torch.tensor(temperatures, device=scores.device).unsqueeze(1)
     scores = scores - scores.amax(dim=-1, keepdim=True)  # the largest exponential is 1: none overflows
@@ -43,7 +43,7 @@ def sample(logits: torch.Tensor, rows: Sequence[BatchRow]) -> tuple[list[int], l
     # Over the full vocabulary, so before _draw takes filtered tokens out of the sums: the recorded log-probability is
     # that of the policy which the trainer differentiates, and the trainer knows no top-k or top-p.
     log_total = sums.sum(dim=-1).log()  # (B,)
-    random = [index for index, one in enumerate(settings) if one.temperature > 0]  # the others are greedy
+    random = [index for index, setting in enumerate(settings) if setting.temperature > 0]  # the others are greedy
     if not random:
         ids = scores.argmax(dim=-1)
     elif len(random) == len(rows):
@@ -81,10 +81,10 @@ def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows:
     # float64, or with 150,000 terms rounding would decide between tokens.
     size = scores.shape[1]
     settings = [row.request.sampling for row in rows]
-    filtered = [index for index, one in enumerate(settings) if one.top_p < 1 or 0 < one.top_k < size]
+    filtered = [index for index, setting in enumerate(settings) if setting.top_p < 1 or 0 < setting.top_k < size]
     if filtered:
         cut = [settings[index] for index in filtered]
-        keep = surviving(scores[filtered], [one.top_k for one in cut], [one.top_p for one in cut])
+        keep = surviving(scores[filtered], [setting.top_k for setting in cut], [setting.top_p for setting in cut])
         some = weights[filtered]
         some.flatten(1)[:, :size].mul_(keep)
         sums[filtered] = some.sum(dim=-1, dtype=torch.float64)

@@ -146,14 +146,14 @@ class VllmEngine(Engine):
         """Have vLLM serve the weights of `version`, and check that it does."""
         if self.names:
             saved = self._save(version, state)
-            made = {}
+            pushed = {}
             for index, (name, folder) in enumerate(saved.items()):
                 full = "-".join(filter(None, [f"v{version}", name, self._nonce, str(self._pushes)]))
                 number = self._pushes * len(saved) + index + 1
-                made[name] = PushedAdapter(full, number, str(folder.resolve()))
-                self._load(made[name])
-            self._served = made
-            self._loaded.append(list(made.values()))
+                pushed[name] = PushedAdapter(full, number, str(folder.resolve()))
+                self._load(pushed[name])
+            self._served = pushed
+            self._loaded.append(list(pushed.values()))
             # The version before stays loaded, for calls that are still in flight.
             while len(self._loaded) > STORED_VERSIONS:
                 for old in self._loaded.pop(0):
@@ -230,8 +230,8 @@ class VllmEngine(Engine):
             finish = self.rules.append(row, token, logprob)
             if finish is not None:
                 break
-        made = self.rules.completion(row, finish or ("length" if reason == "length" else "stop"), version)
-        return made if exact(self.mode, row.request.sampling) else replace(made, logprobs=None)
+        completion = self.rules.completion(row, finish or ("length" if reason == "length" else "stop"), version)
+        return completion if exact(self.mode, row.request.sampling) else replace(completion, logprobs=None)
 
     def _adapter_names(self) -> list[str]:
         """Adapters that modules speak with, or the active one; empty without peft."""
@@ -244,8 +244,8 @@ class VllmEngine(Engine):
         return [cast("PeftModel", self.model).active_adapters[0]]
 
 
-def _largest_gap(some: Sequence[float], other: Sequence[float]) -> float:
-    return max(abs(a - b) for a, b in zip(some, other, strict=True))
+def _largest_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
 def save_weights(
