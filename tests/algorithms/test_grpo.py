@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from mmrl.algorithms import ALGORITHMS, assign_credit
+from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms import problems as problems_of
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.rollout.plans import Tree
 from tests.helpers.forests import Grow, advantage, by_call, total_weight
+from tests.helpers.forests import credit as credit_by
 
 TURNS = [0.7, 0.2, None, 0.0]
 OUTCOMES = [1.7, 0.1, 1.4, 0.3]
 
 
-def credit(forest, name, minibatch=None, **options):
-    algo = ALGO_SCHEMAS[name].model_validate({"name": name, "eps": 1e-4, **options})
-    return assign_credit(forest, algo, 0, minibatch)
+credit = partial(credit_by, eps=1e-4)
 
 
 def search(tokens=(3, 2)):

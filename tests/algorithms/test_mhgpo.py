@@ -6,18 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from mmrl.algorithms import ALGORITHMS, assign_credit
+from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import ConfigError, DataError
 from mmrl.rollout.plans import Fork, Tree
-from tests.helpers.forests import Grow, advantage, by_call, total_weight
+from tests.helpers.forests import Grow, advantage, by_call, credit, total_weight
 
 AGENTS = ("rewriter", "reranker", "answerer")
-
-
-def credit(forest, name, seed=0, minibatch=None, **options):
-    algo = ALGO_SCHEMAS[name].model_validate({"name": name, **options})
-    return assign_credit(forest, algo, seed, minibatch)
 
 
 def fof(f1=(1.0, 0.4, 0.0), penalties=True):

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl import rng
-from tests.algorithms.test_mhgpo import AGENTS, credit, fof, round_robin_forest
-from tests.helpers.forests import Grow, advantage, by_call, chains, forked
+from tests.algorithms.test_mhgpo import AGENTS, fof, round_robin_forest
+from tests.helpers.forests import Grow, advantage, by_call, chains, credit, forked
 
 
 def singles(count, forks):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from pydantic import ValidationError
 
-from mmrl.algorithms import ALGORITHMS, assign_credit
+from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms.mmgrpo import most_diverse
 from mmrl.config.algo import MmgrpoConfig
+from mmrl.credit.entries import Member, Reward
 from mmrl.rollout.plans import Tree
 from tests.helpers.forests import Grow, advantage, total_weight
+from tests.helpers.forests import credit as credit_by
 
 MAX = {"eps": 1e-4, "filler": "max"}
 
 
-def credit(forest, seed=0, minibatch=None, **options):
-    return assign_credit(forest, MmgrpoConfig(name="mmgrpo", **options), seed, minibatch)
+credit = partial(credit_by, name="mmgrpo")
 
 
 def worked(tokens=1):
@@ -241,13 +245,9 @@ def test_selection_takes_even_ranks():
 
 
 def test_more_places_than_members_repeat_ranks():
-    from mmrl.algorithms.mmgrpo import most_diverse
-
     grow = Grow(("A",))
     grow.chain("q/r0", "A", 1.0)
     grow.chain("q/r1", "A", 0.0)
-    from mmrl.credit.entries import Member, Reward
-
     members = [Member((call,), Reward(reward)) for call, reward in zip(grow.calls.values(), (1.0, 0.0), strict=True)]
     picked = most_diverse(members, 4)
     assert [m.reward.total for m in picked] == [1.0, 1.0, 0.0, 0.0]

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from pydantic import ValidationError
 
-from mmrl.algorithms import ALGORITHMS, assign_credit
+from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms import problems as problems_of
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import DataError
 from mmrl.rollout.plans import Tree
 from tests.helpers.forests import Grow, by_call, total_weight
+from tests.helpers.forests import credit as credit_by
 
 VALUES = (0.4, 0.5, 0.1, 0.6, 0.3, 0.2, 0.8, 0.7)
 
 
-def credit(forest, name, minibatch=None, **options):
-    algo = ALGO_SCHEMAS[name].model_validate({"name": name, "beta": 0, **options})
-    return assign_credit(forest, algo, 0, minibatch)
+credit = partial(credit_by, beta=0)
 
 
 def search(observed, turns=(0.0, 0.2), outcome=1.0):

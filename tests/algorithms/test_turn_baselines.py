@@ -7,6 +7,7 @@ import random
 import statistics
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
 from tests.helpers.forests import Grow, advantage, by_call, chains, numbers
+from tests.helpers.forests import credit as credit_by
 
 TOLERANCE = 1e-9
 PLAIN = {"scale": False, "alpha": 1.0}
 
 
-def credit(forest, **options):
-    algo = ALGO_SCHEMAS["mt_grpo_variable"].model_validate({"name": "mt_grpo_variable", **options})
-    return ALGORITHMS["mt_grpo_variable"].credit(forest, algo, 0, None)
+credit = partial(credit_by, name="mt_grpo_variable")
 
 
 def forest_of(*rollouts):
@@ -213,9 +212,8 @@ def estimate(name, examples):
     algorithm, options = ESTIMATORS[name]
     forest, scores = stopping(examples, algorithm)
     algorithm = algorithm.partition(" ")[0]
-    algo = ALGO_SCHEMAS[algorithm].model_validate({"name": algorithm, **UNBIASED, **options})
     groups = defaultdict(float)
-    for entry in ALGORITHMS[algorithm].credit(forest, algo, 0, None).entries:
+    for entry in credit_by(forest, algorithm, **UNBIASED, **options).entries:
         groups[entry.call.partition("/")[0]] += scores[entry.call] * entry.advantages[0] * entry.weights[0] * examples
     return statistics.fmean(groups.values()), statistics.stdev(groups.values())
 

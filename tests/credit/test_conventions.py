@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from mmrl.algorithms import ALGORITHMS, assign_credit, minibatches
-from mmrl.config import ALGO_SCHEMAS
-from tests.helpers.forests import Grow, advantage, by_call, total_weight
+from mmrl.algorithms import ALGORITHMS, minibatches
+from tests.helpers.forests import Grow, advantage, by_call, credit, total_weight
 
 GROUPED = sorted(name for name in ALGORITHMS if not ALGORITHMS[name].needs_critic)
 SMALL = {
@@ -24,8 +23,7 @@ SMALL = {
 
 
 def credited(forest, name, minibatch=None, **options):
-    algo = ALGO_SCHEMAS[name].model_validate({"name": name, **SMALL.get(name, {"group_size": 2}), **options})
-    return assign_credit(forest, algo, 0, minibatch)
+    return credit(forest, name, minibatch=minibatch, **SMALL.get(name, {"group_size": 2}) | options)
 
 
 def pairs(*examples, tokens=(2, 2)):

@@ -8,6 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from mmrl.algorithms import assign_credit
+from mmrl.config import ALGO_SCHEMAS
 from mmrl.credit.entries import Credit, Entry
 from mmrl.records import Call, Forest, Rollout
 
@@ -59,6 +61,20 @@ class Grow:
     @property
     def forest(self) -> Forest:
         return Forest(calls=self.calls, rollouts=tuple(self.rollouts), modules=self.modules, step=self.step)
+
+
+def credit(
+    forest: Forest,
+    name: str,
+    *,
+    seed: int = 0,
+    minibatch: Mapping[str, int] | None = None,
+    frozen: Sequence[str] = (),
+    **options: Any,
+) -> Credit:
+    """The credit that the algorithm `name` with these options gives a forest."""
+    algo = ALGO_SCHEMAS[name].model_validate({"name": name, **options})
+    return assign_credit(forest, algo, seed, minibatch, frozen)
 
 
 def by_call(credit: Credit) -> dict[str, Entry]:
