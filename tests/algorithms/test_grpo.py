@@ -143,32 +143,6 @@ def test_weights_divide_by_the_rollouts_trained_tokens():
         assert {w for entry in token.values() for w in entry.weights} == {1 / 17}
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"])
-def test_a_single_scored_rollout_is_compared_with_nothing(name):
-    grow = Grow(("a",))
-    grow.chain("q/0", "a", 1.0)
-    grow.chain("q/1", "a", None, error="tool")
-    grow.end(None, 0.0, error="length", example="q")
-    grow.chain("p/0", "a", 1.0)
-    grow.chain("p/1", "a", 0.0)
-    result = credit(grow.forest, name)
-    entries = by_call(result)
-    assert entries["q/0#0"].weights == (0.0,) and entries["q/0#0"].advantages == (0.0,)
-    assert entries["p/0#0"].weights == pytest.approx([0.25]) and "q/1#0" not in entries
-    assert result.metrics["credit/groups_of_one"] == (2.0 if name == "mt_grpo" else 1.0), "outcome, and merged"
-
-
-@pytest.mark.parametrize("name", ["grpo", "mt_grpo", "mt_grpo_variable"])
-def test_zero_variance_examples_can_be_dropped(name):
-    grow = Grow(("a",))
-    for example, outcomes in (("q", (1.0, 1.0)), ("p", (1.0, 0.0))):
-        for index, outcome in enumerate(outcomes):
-            grow.chain(f"{example}/{index}", "a", outcome)
-    kept, dropped = (by_call(credit(grow.forest, name, zero_variance=how)) for how in ("keep", "drop"))
-    assert kept["q/0#0"].weights == kept["p/0#0"].weights == (0.25,)
-    assert dropped["q/0#0"].weights == (0.0,) and dropped["p/0#0"].weights == (0.5,)
-
-
 def test_a_turn_with_signal_keeps_its_example():
     entries = by_call(credit(search(), "mt_grpo", zero_variance="drop"))
     assert all(entry.weights[0] > 0 for entry in entries.values())
@@ -218,20 +192,6 @@ def test_plans_and_checks():
         assert bool(problems) == algorithm.needs_turn_rewards == (name != "grpo")
         if problems:
             assert "use algo=grpo" in problems[0] and "outcome, judge_outcome" in problems[0]
-
-
-@pytest.mark.parametrize("name", ["grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"])
-def test_weights_within_each_minibatch_and_by_a_constant(name):
-    grow = Grow(("a",))
-    for call, tokens, outcome in (("q/0", 2, 1.0), ("q/1", 4, 0.0), ("p/0", 3, 1.0), ("p/1", 3, 0.5)):
-        grow.chain(call, "a", outcome, tokens)
-    steps = {"q": 0, "p": 1}
-    split = by_call(credit(grow.forest, name, minibatch=steps))
-    assert split["q/0#0"].weights == pytest.approx([1 / 4] * 2) and split["p/0#0"].weights == pytest.approx([1 / 6] * 3)
-    token = by_call(credit(grow.forest, name, minibatch={"q": 0, "p": 0}, loss_mean="token"))
-    assert token["q/0#0"].weights == pytest.approx([1 / 12] * 2)
-    constant = by_call(credit(grow.forest, name, loss_mean="constant", loss_length=10))
-    assert constant["q/1#0"].weights == pytest.approx([1 / 40] * 4)
 
 
 def test_entries_say_what_they_were_compared_on():

@@ -235,17 +235,6 @@ def test_weights_are_normalised_within_each_minibatch():
     assert entries["q1/w"].group == entries["q2/w"].group, "the pool of round robin is the whole batch"
 
 
-@pytest.mark.parametrize(("mean", "length"), [("token", None), ("constant", 7), ("constant", None)])
-def test_loss_means(mean, length):
-    options = {"loss_length": length} if length else {}
-    entries = by_call(credit(fof(), "mhgpo_fof", group_size=3, loss_mean=mean, **options))
-    found = {agent: entries[f"q/1{agent}"].weights[0] for agent in "wra"}
-    if mean == "token":
-        assert found == pytest.approx(dict.fromkeys("wra", 1 / 30))
-    else:
-        assert found == pytest.approx(dict.fromkeys("wra", 1 / (9 * (length or 5))))
-
-
 def test_plans():
     def plan(name, modules=AGENTS, key=(0, 0, "q"), **options):
         algo = ALGO_SCHEMAS[name].model_validate({"name": name, "group_size": 3, **options})
@@ -327,14 +316,6 @@ def test_frozen_slots_without_tokens_and_later_invocations_do_not_count_in_n():
     assert result["q/0#0"].weights == pytest.approx([0.5]) and result["q/0#1"].weights == (0.0,)
     frozen = by_call(credit(repeated.forest, "mhgpo_is", freeze_modules=("a",)))
     assert not any(any(entry.weights) for entry in frozen.values())
-
-
-def test_token_means_are_taken_within_each_minibatch():
-    minibatch = {"q0": 0, "q1": 1, "q2": 1}
-    forest = round_robin_forest()
-    entries = by_call(credit(forest, "mhgpo_rr", group_size=2, minibatch=minibatch, loss_mean="token"))
-    assert entries["q0/0w"].weights == pytest.approx([1 / 20] * 5)
-    assert entries["q1/w"].weights == pytest.approx([1 / 30] * 5)
 
 
 def test_two_modules_are_enough_for_oversampling():

@@ -220,20 +220,6 @@ def test_weights_are_the_mean_over_groups_of_the_mean_over_members():
     assert total_weight(split) == pytest.approx(2.0)
 
 
-def test_zero_variance_groups_can_be_dropped():
-    grow = Grow(("A",))
-    for example, outcomes in (("q", (1.0, 1.0)), ("p", (1.0, 0.0))):
-        for index, outcome in enumerate(outcomes):
-            grow.chain(f"{example}/{index}", "A", outcome)
-    result = credit(grow.forest, zero_variance="drop")
-    assert {e.call: e.weights for e in result.entries} == {
-        "q/0#0": (0.0,),
-        "q/1#0": (0.0,),
-        "p/0#0": (0.5,),
-        "p/1#0": (0.5,),
-    }
-
-
 def test_selection_takes_even_ranks():
     grow = Grow(("A",))
     for index in range(6):
@@ -284,18 +270,10 @@ def test_combinations_without_effect_are_refused(options, message):
         MmgrpoConfig(name="mmgrpo", **options)
 
 
-def test_token_means_metrics_and_parts():
+def test_metrics_and_parts():
     grow = Grow(("A",))
-    for name, tokens, outcome in (("q/0", 2, 1.0), ("q/1", 4, 0.0), ("p/0", 3, 1.0), ("p/1", 3, 1.0)):
-        grow.chain(name, "A", outcome, tokens)
-    result = credit(grow.forest, minibatch={"q": 0, "p": 1}, loss_mean="token")
-    assert {e.call: e.weights[0] for e in result.entries} == {
-        "q/0#0": 1 / 6,
-        "q/1#0": 1 / 6,
-        "p/0#0": 1 / 6,
-        "p/1#0": 1 / 6,
-    }
-    whole = {e.weights[0] for e in credit(grow.forest, loss_mean="token").entries}
-    assert whole == {1 / 12}
+    for name, outcome in (("q/0", 1.0), ("q/1", 0.0), ("p/0", 1.0), ("p/1", 1.0)):
+        grow.chain(name, "A", outcome)
+    result = credit(grow.forest)
     assert result.metrics["credit/groups"] == 2.0 and result.metrics["credit/zero_variance_share"] == 0.5
     assert result.entries[0].parts == {"outcome": 1.0} and result.algo == "mmgrpo"

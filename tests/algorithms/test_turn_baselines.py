@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
 from collections import defaultdict
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ TOLERANCE = 1e-9
 PLAIN = {"scale": False, "alpha": 1.0}
 
 
-credit = partial(credit_by, name="mt_grpo_variable")
+credit = functools.partial(credit_by, name="mt_grpo_variable")
 
 
 def forest_of(*rollouts):
@@ -179,7 +179,8 @@ ESTIMATORS = {
 }
 
 
-def stopping(examples, algorithm):
+@functools.cache
+def stopping(examples, turns, critic_says_0):
     """Groups of 8: before each of 4 turns a policy goes on with probability p; each turn earns 0.5.
 
     With each call the derivative of its decision's log-probability by the logit of p. What has no turn rewards gets
@@ -187,7 +188,6 @@ def stopping(examples, algorithm):
     """
     draws = random.Random(0)
     grow, scores = Grow(("agent",)), {}
-    turns = algorithm.startswith("mt_")
     to_come = [REWARD * sum(GOES_ON**n for n in range(1, TURNS - turn + 1)) for turn in range(TURNS + 1)]
     for example in range(examples):
         for index in range(ROLLOUTS):
@@ -199,7 +199,7 @@ def stopping(examples, algorithm):
                 reward = REWARD if goes_on and turns else None
                 # At the end everything is paid that was earned before, so a critic of the outcome adds it.
                 earned = 0.0 if turns else REWARD * turn
-                value = 0.0 if algorithm.endswith("zero") else to_come[turn] + earned
+                value = 0.0 if critic_says_0 else to_come[turn] + earned
                 leaf = grow.call(name, leaf, "agent", turn_reward=reward, values=(value,))
                 if not goes_on:
                     grow.end(leaf, earned)
@@ -210,7 +210,7 @@ def stopping(examples, algorithm):
 def estimate(name, examples):
     """Mean and standard deviation, over groups of 8 rollouts, of the gradient of the expected return."""
     algorithm, options = ESTIMATORS[name]
-    forest, scores = stopping(examples, algorithm)
+    forest, scores = stopping(examples, algorithm.startswith("mt_"), algorithm.endswith("zero"))
     algorithm = algorithm.partition(" ")[0]
     groups = defaultdict(float)
     for entry in credit_by(forest, algorithm, **UNBIASED, **options).entries:

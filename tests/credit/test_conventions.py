@@ -13,6 +13,8 @@ from mmrl.algorithms import ALGORITHMS, minibatches
 from tests.helpers.forests import Grow, advantage, by_call, credit, total_weight
 
 GROUPED = sorted(name for name in ALGORITHMS if not ALGORITHMS[name].needs_critic)
+GROUPS_OF_ONE = {"mt_grpo": 2, "gigpo": 4, "tree_grpo": 4}
+"""Two rewards are compared; each of three calls has a state, and each of three rollouts a tree, of its own."""
 SMALL = {
     "mmgrpo": {"rollouts": 2},
     "ccpo": {"group_size": 2, "scale": True},
@@ -51,6 +53,35 @@ def test_a_group_of_one_is_out_of_the_loss(name, mean, weight):
     assert "q1/1" not in entries
     assert entries["q0/0"].weights == pytest.approx((weight, weight))
     assert total_weight(found) == pytest.approx(4 * weight)
+    assert found.metrics["credit/groups_of_one"] == GROUPS_OF_ONE.get(name, 1)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_examples_that_tell_nothing_can_be_dropped(name):
+    forest = pairs((1.0, 1.0), (1.0, 0.0))
+    kept, dropped = (by_call(credited(forest, name, zero_variance=how)) for how in ("keep", "drop"))
+    assert kept["q0/0"].weights == kept["q1/0"].weights == pytest.approx((1 / 8, 1 / 8))
+    assert dropped["q0/0"].weights == (0, 0) and dropped["q1/0"].weights == pytest.approx((1 / 4, 1 / 4))
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize(
+    ("options", "weights", "of_minibatches"),
+    [
+        ({"loss_mean": "seq"}, (1 / 8, 1 / 16), (1 / 4, 1 / 8)),
+        ({"loss_mean": "token"}, (1 / 12, 1 / 12), (1 / 6, 1 / 6)),
+        ({"loss_mean": "constant", "loss_length": 10}, (1 / 40, 1 / 40), (1 / 20, 1 / 20)),
+        ({"loss_mean": "constant"}, (1 / 16, 1 / 16), (1 / 8, 1 / 8)),  # the longest completion has 4
+    ],
+)
+def test_loss_means_over_the_step_and_over_each_minibatch(name, options, weights, of_minibatches):
+    """Two examples of two completions, of 2 and of 4 tokens."""
+    forest = pairs((1.0, 0.0), (0.0, 1.0), tokens=(2, 4))
+    for split, expected in ((None, weights), ({"q0": 0, "q1": 1}, of_minibatches)):
+        entries = by_call(credited(forest, name, split, **options))
+        for call, entry in entries.items():
+            short = call.endswith("0")
+            assert entry.weights == pytest.approx([expected[0]] * 2 if short else [expected[1]] * 4)
 
 
 @pytest.mark.parametrize(("padding", "weight"), [("fill", 1 / 8), ("truncate", 1 / 8), ("ragged", 0.0)])
