@@ -13,8 +13,9 @@ from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, evaluated
 from mmrl.run.check import check
 from mmrl.run.eval import unsuited
+from tests.helpers.programs import saved
 from tests.models.test_templates import RAISING
-from tests.tasks.test_data import record, saved
+from tests.tasks.test_data import record
 
 HF = ("model=hf", "model.path=a/b")
 
@@ -82,7 +83,7 @@ def problems(command, *words):
 
 
 def test_an_absent_split_is_refused_by_name_where_it_is_needed(tmp_path):
-    path = saved(tmp_path, [record(number) for number in range(4)])
+    path = saved(tmp_path / "data.json", [record(number) for number in range(4)])
     small = ("train.batch_size=2",)
     assert (
         problems("train", *HF, *small, f"task.data.train={path}", f"task.data.dev={path}", "task.data.test=null") == []

@@ -11,7 +11,7 @@ from mmrl.rollout.plans import fork_on
 from mmrl.tasks.dspy.built_in import needed
 from scripts.tiny_model.mini.questions import make_claims
 from scripts.tiny_model.mini.world import make_world
-from tests.helpers.programs import by_prompt, filled, problems, write_json
+from tests.helpers.programs import by_prompt, filled, problems, saved
 from tests.helpers.programs import make_dspy as make
 from tests.helpers.programs import play_dspy as play
 
@@ -30,7 +30,7 @@ def claim(number, question=None, hops=3, titles=("A", "B"), **changes):
 
 @pytest.fixture
 def corpus(tmp_path):
-    return write_json(tmp_path / "corpus.json", [{"title": t, "text": f"{t} is here"} for t in "ABC"])
+    return saved(tmp_path / "corpus.json", [{"title": t, "text": f"{t} is here"} for t in "ABC"])
 
 
 def test_the_default_is_the_mini_world():
@@ -108,7 +108,7 @@ def scripted(queries):
 
 
 def test_passages_per_hop_and_in_all(tmp_path, corpus):
-    path = write_json(tmp_path / "hover.json", [claim(n) for n in range(3)])
+    path = saved(tmp_path / "hover.json", [claim(n) for n in range(3)])
     task = make("hover", data={"dev": path}, corpus=corpus, sample="all")
     task.tools = {"search": (search := Search())}
     example = task.examples("dev")[0]
@@ -126,7 +126,7 @@ def test_passages_per_hop_and_in_all(tmp_path, corpus):
 
 
 def test_no_query_at_all_searches_nothing_and_goes_on(tmp_path, corpus):
-    path = write_json(tmp_path / "hover.json", [claim(0)])
+    path = saved(tmp_path / "hover.json", [claim(0)])
     task = make("hover", data={"dev": path}, corpus=corpus, sample="all")
     task.tools = {"search": (search := Search())}
     (rollout,) = play(task, scripted([("None", "NONE", " ")]), task.examples("dev")).rollouts
@@ -136,7 +136,7 @@ def test_no_query_at_all_searches_nothing_and_goes_on(tmp_path, corpus):
 
 def test_a_predictor_keeps_the_key_facts_of_its_own_hop(tmp_path, corpus):
     # DSPy's traces, and with them demonstrations, hold the inputs until the rollout has ended.
-    path = write_json(tmp_path / "hover.json", [claim(0)])
+    path = saved(tmp_path / "hover.json", [claim(0)])
     task = make("hover", data={"dev": path}, corpus=corpus, sample="all")
     task.tools = {"search": Search()}
     trace = []
@@ -201,7 +201,7 @@ def test_recall_and_the_strict_score():
 
 def test_the_papers_sample(tmp_path, corpus):
     rows = [claim(n, question=f"q{n // 2}", hops=3 if n % 4 < 2 else 2) for n in range(2400)]
-    path = write_json(tmp_path / "hover.json", rows)
+    path = saved(tmp_path / "hover.json", rows)
     task = make("hover", data={"train": path, "dev": path}, corpus=corpus)
     expected = [f"u{n}" for n in range(0, 2400, 4)]  # three hops, the first claim of each question
     random.Random(0).shuffle(expected)
@@ -227,12 +227,12 @@ def test_the_papers_sample(tmp_path, corpus):
     ],
 )
 def test_bad_records_are_told_by_place(tmp_path, corpus, rows, message):
-    path = write_json(tmp_path / "hover.json", rows)
+    path = saved(tmp_path / "hover.json", rows)
     assert message in problems("hover", data={"dev": path}, corpus=corpus, sample="all")
 
 
 def test_claims_without_a_corpus_and_options_without_effect(tmp_path, corpus):
-    path = write_json(tmp_path / "hover.json", [claim(0)])
+    path = saved(tmp_path / "hover.json", [claim(0)])
     assert "task.corpus: got null" in problems("hover", data={"dev": path}, sample="all")
     told = problems("hover", retriever={"top_k": 5, "dedup": True}, claim_hops=4)
     assert "use task.hop_top_k" in told and "task.retriever.dedup" in told
@@ -244,7 +244,7 @@ def test_claims_without_a_corpus_and_options_without_effect(tmp_path, corpus):
 
 def test_a_corpus_without_the_gold_titles_is_labelled(tmp_path, corpus):
     rows = [claim(0), claim(1, titles=("A", "Z")), claim(2, titles=("Z",)), claim(3, titles=("C",))]
-    task = make("hover", data={"dev": write_json(tmp_path / "h.json", rows)}, corpus=corpus, sample="all")
+    task = make("hover", data={"dev": saved(tmp_path / "h.json", rows)}, corpus=corpus, sample="all")
     assert task.describe()["partial corpus"] == (
         "claims with all gold titles in it: dev 50.0%; gold titles in it, about the most that recall can be: dev 66.7%"
     )

@@ -205,12 +205,6 @@ def test_a_date_beyond_the_year_9999_is_told_with_its_row(own, tmp_path):
     assert f"task.data.train: {tmp_path}/late.parquet row 1: when: a timestamp[us] that cannot be read: " in said
 
 
-def test_an_id_of_zero_is_an_id(own, tmp_path):
-    data = tmp_path / "ids.jsonl"
-    data.write_text("".join(json.dumps({"question": "q", "gold": "a", "id": name}) + "\n" for name in (0, 1, "")))
-    assert [example.id for example in task(str(data)).examples("train")] == ["0", "1", "train-2"]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
