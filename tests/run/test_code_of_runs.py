@@ -34,7 +34,7 @@ def run(trained, tmp_path):
 
 @pytest.fixture
 def said_in(monkeypatch, capsys):
-    """Exit code and errors of a command that stands in a folder, as whoever was sent one may: nothing of it is known."""
+    """Exit code and errors of a command that stands in a folder, as whoever was sent one may."""
 
     def said(folder, *words):
         monkeypatch.chdir(folder)

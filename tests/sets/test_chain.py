@@ -225,9 +225,7 @@ def test_a_chain_in_place_of_a_run_is_refused_with_its_runs(words, says, whole, 
 
 
 @pytest.mark.parametrize("stopped", ["1_sft", "2_mmgrpo"])
-def test_a_chain_stopped_in_any_run_goes_on_to_the_same_numbers(
-    stopped, whole, tmp_path, monkeypatch, capsys, request
-):
+def test_a_chain_stopped_in_any_run_goes_on_to_the_same_numbers(stopped, whole, tmp_path, monkeypatch, capsys, request):
     """The one stopped first goes on in a process for each run, as every command does."""
     folder = tmp_path / "run"
     write = RunDir.append_metrics
@@ -275,7 +273,9 @@ def test_a_run_that_lost_its_config_is_not_removed(whole, tmp_path, capsys):
     assert (folder / "2_mmgrpo" / "checkpoints").is_dir()
 
 
-def test_a_run_under_way_goes_on_where_the_whole_was_moved_and_a_changed_start_is_refused(whole, here, tmp_path, capsys):
+def test_a_run_under_way_goes_on_where_the_whole_was_moved_and_a_changed_start_is_refused(
+    whole, here, tmp_path, capsys
+):
     folder = shutil.copytree(whole, tmp_path / "run")
     (folder / "2_mmgrpo" / "summary.json").unlink()
     checkpoint = folder / "1_sft" / "checkpoints" / "checkpoint-2"
