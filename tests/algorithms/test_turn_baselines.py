@@ -226,7 +226,7 @@ def documented():
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_the_gradient_of_a_policy_that_decides_when_to_stop(name):
-    examples = 1500
+    examples = 500
     mean, deviation = estimate(name, examples)
     expected_mean, expected_deviation = documented()[name]
     assert mean == pytest.approx(expected_mean, abs=4 * expected_deviation / math.sqrt(examples) + 0.001)
