@@ -231,6 +231,21 @@ def test_bad_records_are_told_by_place(tmp_path, corpus, rows, message):
     assert message in problems("hover", data={"dev": path}, corpus=corpus, sample="all")
 
 
+@pytest.mark.parametrize(
+    "facts", [[["Thing", 0]], [{"key": "Thing", "value": 0}], {"key": ["Thing"], "value": [0]}], ids=str
+)
+def test_forms_of_gold_titles(tmp_path, corpus, facts):
+    path = saved(tmp_path / "hover.json", [claim(0, supporting_facts=facts)])
+    (example,) = make("hover", data={"dev": path}, corpus=corpus, sample="all").examples("dev")
+    assert example.metadata["titles"] == ["Thing"]
+
+
+@pytest.mark.parametrize("facts", ["Thing", [[None, 0]], [["", 0]], [[]], ["Thing"], {"title": ["Thing"]}, 7], ids=str)
+def test_other_forms_of_gold_titles_are_refused(tmp_path, corpus, facts):
+    path = saved(tmp_path / "hover.json", [claim(0, supporting_facts=facts)])
+    assert "record 0: supporting_facts: " in problems("hover", data={"dev": path}, corpus=corpus, sample="all")
+
+
 def test_claims_without_a_corpus_and_options_without_effect(tmp_path, corpus):
     path = saved(tmp_path / "hover.json", [claim(0)])
     assert "task.corpus: got null" in problems("hover", data={"dev": path}, sample="all")
@@ -240,6 +255,8 @@ def test_claims_without_a_corpus_and_options_without_effect(tmp_path, corpus):
     with pytest.raises(ValidationError, match="punctuation"):
         make("hover", punctuation="space")
     assert "has 1 claims of task.claim_hops=3" in problems("hover", data={"dev": path}, corpus=corpus)
+    path = saved(tmp_path / "two.json", [claim(0, hops=2)])
+    assert "two.json has no claims of task.claim_hops=3" in problems("hover", data={"dev": path}, corpus=corpus)
 
 
 def test_a_corpus_without_the_gold_titles_is_labelled(tmp_path, corpus):
