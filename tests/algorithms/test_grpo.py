@@ -10,7 +10,7 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms import problems as problems_of
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.rollout.plans import Tree
-from tests.helpers.forests import Grow, advantage, by_call, total_weight
+from tests.helpers.forests import Grow, advantage, by_call, singles, total_weight
 from tests.helpers.forests import credit as credit_by
 
 TURNS = [0.7, 0.2, None, 0.0]
@@ -149,15 +149,11 @@ def test_a_turn_with_signal_keeps_its_example():
 
 
 def test_standard_deviation_over_the_batch():
-    grow = Grow(("a",))
-    for example, outcomes in (("q", (1.0, 0.0)), ("p", (4.0, 0.0))):
-        for index, outcome in enumerate(outcomes):
-            grow.chain(f"{example}/{index}", "a", outcome)
     for name in ("grpo", "mt_grpo"):
-        entries = by_call(credit(grow.forest, name, std_over="batch", eps=0))
+        entries = by_call(credit(singles((1.0, 0.0), (4.0, 0.0)), name, std_over="batch", eps=0))
         std = ((0.25**2 + 1.25**2 + 2.75**2 + 1.25**2) / 3) ** 0.5
-        assert advantage(entries["q/0#0"]) == pytest.approx(0.5 / std)
-        assert advantage(entries["p/0#0"]) == pytest.approx(2.0 / std)
+        assert advantage(entries["q0/0"]) == pytest.approx(0.5 / std)
+        assert advantage(entries["q1/0"]) == pytest.approx(2.0 / std)
 
 
 def test_the_merged_advantage_is_that_of_merged_grpo_over_the_whole_batch_too():
@@ -229,11 +225,11 @@ def test_a_turn_without_a_reward_has_no_advantage_of_its_own():
 
 
 def test_a_single_rollout_counts_in_b_even_where_flat_examples_are_dropped():
-    grow = Grow(("a",))
-    for name, outcome in (("q/0", 1.0), ("p/0", 1.0), ("p/1", 0.0)):
-        grow.chain(name, "a", outcome)
     for name in ("grpo", "mt_grpo"):
-        assert by_call(credit(grow.forest, name, zero_variance="drop"))["p/0#0"].weights == (0.25,)
+        assert by_call(credit(singles((1.0,), (1.0, 0.0)), name, zero_variance="drop"))["q1/0"].weights == (
+            0.125,
+            0.125,
+        )
 
 
 def test_the_share_of_examples_in_which_a_turn_tells_nothing():

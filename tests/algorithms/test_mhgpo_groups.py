@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from mmrl import rng
 from tests.algorithms.test_mhgpo import AGENTS, fof, round_robin_forest
-from tests.helpers.forests import Grow, advantage, by_call, chains, credit, forked
+from tests.helpers.forests import Grow, advantage, by_call, chains, credit, forked, singles
 
 
-def singles(count, forks):
+def single_rewriters(count, forks):
     """`count` round-robin trees with one single rewriter each; two reranker branches."""
     grow = Grow(AGENTS, step=4)
     for index in range(count):
@@ -28,7 +28,7 @@ def singles(count, forks):
 
 @pytest.mark.parametrize("regroup", ["alg3", "agent_chunks"])
 def test_chunked_regrouping(regroup):
-    forest = singles(5, ["answerer"])
+    forest = single_rewriters(5, ["answerer"])
     entries = by_call(credit(forest, "mhgpo_rr", group_size=3, regroup=regroup))
     chunks: dict[str, list[str]] = {}
     for entry in entries.values():
@@ -46,7 +46,7 @@ def test_chunked_regrouping(regroup):
 
 def test_singles_whose_trees_forked_elsewhere_are_not_compared():
     entries = by_call(credit(round_robin_forest(), "mhgpo_rr", group_size=2))
-    other = by_call(credit(singles(4, ["answerer"]), "mhgpo_rr", group_size=2))
+    other = by_call(credit(single_rewriters(4, ["answerer"]), "mhgpo_rr", group_size=2))
     assert entries["q1/w"].group == "RR:rewriter:0:reranker"
     assert {other[f"q{i}/w"].group for i in range(4)} == {"RR:rewriter:0:answerer"}
 
@@ -83,14 +83,14 @@ def test_zero_variance_groups_can_be_dropped_as_if_never_sampled():
 
 
 def test_chunks_cover_a_pool_that_divides_evenly():
-    entries = by_call(credit(singles(6, ["answerer"]), "mhgpo_rr", group_size=3, regroup="agent_chunks"))
+    entries = by_call(credit(single_rewriters(6, ["answerer"]), "mhgpo_rr", group_size=3, regroup="agent_chunks"))
     groups = [e.group for call, e in entries.items() if call.endswith("/w")]
     assert sorted(groups) == ["RR:rewriter:0:0"] * 3 + ["RR:rewriter:0:1"] * 3
 
 
 def test_permutations_differ_between_steps_and_between_slots():
     def order(step):
-        forest = replace(singles(6, ["answerer"]), step=step)
+        forest = replace(single_rewriters(6, ["answerer"]), step=step)
         entries = by_call(credit(forest, "mhgpo_rr", group_size=3, regroup="agent_chunks"))
         return [[entries[f"q{i}/{agent}"].group[-1] for i in range(6)] for agent in "wr"]
 
@@ -100,7 +100,7 @@ def test_permutations_differ_between_steps_and_between_slots():
 
 
 def test_a_pool_for_every_module_and_fork():
-    entries = by_call(credit(singles(6, ["answerer", "reranker"]), "mhgpo_rr", group_size=2))
+    entries = by_call(credit(single_rewriters(6, ["answerer", "reranker"]), "mhgpo_rr", group_size=2))
     assert {e.group for call, e in entries.items() if call.endswith("/w")} == {
         "RR:rewriter:0:answerer",
         "RR:rewriter:0:reranker",
@@ -108,11 +108,8 @@ def test_a_pool_for_every_module_and_fork():
 
 
 def test_a_batch_standard_deviation_leaves_groups_of_one_out():
-    grow = Grow(("a",))
-    for name, outcome in (("q/0", 1.0), ("q/1", 0.0), ("p/0", 50.0)):
-        grow.chain(name, "a", outcome, fork="a")
-    entries = by_call(credit(grow.forest, "mhgpo_fof", std_over="batch", eps=0))
-    assert advantage(entries["q/0#0"]) == pytest.approx(0.5 / 0.5**0.5)
+    entries = by_call(credit(singles((1.0, 0.0), (50.0,)), "mhgpo_fof", std_over="batch", eps=0))
+    assert advantage(entries["q0/0"]) == pytest.approx(0.5 / 0.5**0.5)
 
 
 @pytest.mark.parametrize("options", [{"freeze_modules": ("a",)}, {"zero_variance": "drop"}])

@@ -12,7 +12,7 @@ from mmrl.algorithms.mmgrpo import most_diverse
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.credit.entries import Member, Reward
 from mmrl.rollout.plans import Tree
-from tests.helpers.forests import Grow, advantage, total_weight
+from tests.helpers.forests import Grow, advantage, singles, total_weight
 from tests.helpers.forests import credit as credit_by
 
 MAX = {"eps": 1e-4, "filler": "max"}
@@ -165,12 +165,8 @@ def test_other_model_caused_failures_take_the_rollouts_reward_on_every_call():
 
 
 def test_outside_failures_leave_a_place_that_padding_fills():
-    grow = Grow(("A",))
-    grow.chain("q/r0", "A", 1.0)
-    grow.chain("q/r1", "A", 0.0)
-    grow.chain("q/r2", "A", None, error="tool")
-    found = groups(credit(grow.forest))
-    assert column(found["q:A:0"], 0) == ["r0#0", "r1#0", "r0#0"]
+    found = groups(credit(singles((1.0, 0.0, None))))
+    assert column(found["q0:a:0"], 0) == ["q0/0", "q0/1", "q0/0"]
 
 
 def overlong():
@@ -271,9 +267,6 @@ def test_combinations_without_effect_are_refused(options, message):
 
 
 def test_metrics_and_parts():
-    grow = Grow(("A",))
-    for name, outcome in (("q/0", 1.0), ("q/1", 0.0), ("p/0", 1.0), ("p/1", 1.0)):
-        grow.chain(name, "A", outcome)
-    result = credit(grow.forest)
+    result = credit(singles((1.0, 0.0), (1.0, 1.0)))
     assert result.metrics["credit/groups"] == 2.0 and result.metrics["credit/zero_variance_share"] == 0.5
     assert result.entries[0].parts == {"outcome": 1.0} and result.algo == "mmgrpo"

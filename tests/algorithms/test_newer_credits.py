@@ -18,7 +18,7 @@ from mmrl.credit.backward import tree_values
 from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.stages.information_gain import gold_problems, with_gains
-from tests.helpers.forests import Grow, advantage, by_call, chains, credit, forked, numbers
+from tests.helpers.forests import Grow, advantage, by_call, chains, credit, forked, numbers, singles
 
 LAW = settings(max_examples=60, deadline=None)
 TREES = st.one_of(forked(sampler="is"), forked(sampler="os"))
@@ -351,23 +351,13 @@ def test_tree_values_are_local_plus_global_advantages(forest):
 
 
 def test_maxrl_divides_by_the_mean_reward():
-    grow = Grow(("agent",))
-    for index, reward in enumerate((1.0, 0.0, 0.0, 0.0)):
-        grow.chain(f"q/{index}", ("agent",), reward)
-    found = by_call(credit(grow.forest, "grpo", scale="mean"))
-    assert [advantage(found[f"q/{i}#0"]) for i in range(4)] == [3.0, -1.0, -1.0, -1.0]
-    nothing = Grow(("agent",))
-    for index in range(2):
-        nothing.chain(f"q/{index}", ("agent",), 0.0)
-    assert {advantage(entry) for entry in credit(nothing.forest, "grpo", scale="mean").entries} == {0.0}
+    found = credit(singles((1.0, 0.0, 0.0, 0.0), (0.0, 0.0)), "grpo", scale="mean")
+    assert [advantage(entry) for entry in found.entries] == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0]
 
 
 def test_maxrl_refuses_negative_rewards():
-    grow = Grow(("agent",))
-    for index, reward in enumerate((1.0, -0.5)):
-        grow.chain(f"q/{index}", ("agent",), reward)
-    with pytest.raises(DataError, match=r"algo\.scale: mean needs rewards of 0 or more; group 'q' has -0\.5"):
-        credit(grow.forest, "grpo", scale="mean")
+    with pytest.raises(DataError, match=r"algo\.scale: mean needs rewards of 0 or more; group 'q0' has -0\.5"):
+        credit(singles((1.0, -0.5)), "grpo", scale="mean")
 
 
 @LAW

@@ -77,6 +77,17 @@ def credit(
     return assign_credit(forest, algo, seed, minibatch, frozen)
 
 
+def singles(*examples: Sequence[float | None], tokens: Sequence[int] = (2, 2, 2, 2)) -> Forest:
+    """Rollouts of one call: for each example their rewards (None: failed from outside), of `tokens` in turn."""
+    grow = Grow(("a",))
+    for example, rewards in enumerate(examples):
+        for branch, reward in enumerate(rewards):
+            size = tokens[branch]
+            call = grow.call(f"q{example}/{branch}", None, "a", size, values=(0.0,) * size)
+            grow.end(call, reward, fork="a", error="tool" if reward is None else None)
+    return grow.forest
+
+
 def by_call(credit: Credit) -> dict[str, Entry]:
     """Entries of an algorithm that has one per call."""
     found = {entry.call: entry for entry in credit.entries}
