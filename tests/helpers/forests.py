@@ -24,8 +24,7 @@ class Grow:
         self.rollouts: list[Rollout] = []
 
     def call(self, call_id: str, parent: str | None, module: str, tokens: int = 1, **fields: Any) -> str:
-        path = []
-        above = parent
+        path, above = [], parent
         while above is not None:
             path.append(self.calls[above])
             above = self.calls[above].parent
@@ -227,7 +226,7 @@ def relabelled(
             parent=None if call.parent is None else calls[call.parent],
             module=modules[call.module],
         )
-        for call in sorted(forest.calls.values(), key=lambda call: (len(_above(forest, call)), order(call.id)))
+        for call in sorted(forest.calls.values(), key=lambda call: (call.turn, order(call.id)))
     ]
     rollouts = [
         replace(
@@ -243,11 +242,3 @@ def relabelled(
         modules=tuple(modules[name] for name in forest.modules),
         step=forest.step,
     )
-
-
-def _above(forest: Forest, call: Call) -> list[Call]:
-    found = []
-    while call.parent is not None:
-        call = forest.calls[call.parent]
-        found.append(call)
-    return found

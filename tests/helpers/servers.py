@@ -21,6 +21,7 @@ from typing import Any
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.serving import make_app
+from tests.helpers.programs import DOCUMENTS as PASSAGES
 
 
 @dataclass
@@ -122,12 +123,7 @@ def serving(script: list[Scripted] | Callable[[Seen], Scripted]) -> Iterator[tup
         server.server_close()
 
 
-TEXTS = {
-    "Lisbon": "Lisbon is the capital of Portugal, on the river Tagus.",
-    "Porto": "Porto is a city on the river Douro.",
-    "Tagus": "The Tagus is a river of Iberia.",
-}
-DOCUMENTS = [Document(id=f"d{n}", title=title, text=text) for n, (title, text) in enumerate(TEXTS.items())]
+DOCUMENTS = [Document(id=f"d{n}", **fields) for n, fields in enumerate(PASSAGES)]
 
 
 @contextmanager
