@@ -33,6 +33,17 @@ def corpus(tmp_path):
     return saved(tmp_path / "corpus.json", [{"title": t, "text": f"{t} is here"} for t in "ABC"])
 
 
+@pytest.fixture
+def of(tmp_path, corpus):
+    """Options of the task with these claims as its dev split."""
+
+    def of(*claims, **more):
+        path = saved(tmp_path / "hover.json", [*claims])
+        return {"data": {"dev": path}, "corpus": corpus, "sample": "all"} | more
+
+    return of
+
+
 def test_the_default_is_the_mini_world():
     task = make("hover")
     assert task.program.modules == ("generate_query.predict", "append_notes.predict")
@@ -107,9 +118,8 @@ def scripted(queries):
     return answer
 
 
-def test_passages_per_hop_and_in_all(tmp_path, corpus):
-    path = saved(tmp_path / "hover.json", [claim(n) for n in range(3)])
-    task = make("hover", data={"dev": path}, corpus=corpus, sample="all")
+def test_passages_per_hop_and_in_all(of):
+    task = make("hover", **of(*map(claim, range(3))))
     task.tools = {"search": (search := Search())}
     example = task.examples("dev")[0]
     queries = [("x", "y", "x"), ("None", "z", "none."), ("u", "v", "w")]
@@ -125,19 +135,17 @@ def test_passages_per_hop_and_in_all(tmp_path, corpus):
     assert rollout.metrics["passages"] == 100.0
 
 
-def test_no_query_at_all_searches_nothing_and_goes_on(tmp_path, corpus):
-    path = saved(tmp_path / "hover.json", [claim(0)])
-    task = make("hover", data={"dev": path}, corpus=corpus, sample="all")
+def test_no_query_at_all_searches_nothing_and_goes_on(of):
+    task = make("hover", **of(claim(0)))
     task.tools = {"search": (search := Search())}
     (rollout,) = play(task, scripted([("None", "NONE", " ")]), task.examples("dev")).rollouts
     assert rollout.error is None and search.asked == [(["claim 0"], 10)]
     assert len(rollout.prediction["retrieved_docs"]) == 10 and len(rollout.prediction["key_facts"]) == 3
 
 
-def test_a_predictor_keeps_the_key_facts_of_its_own_hop(tmp_path, corpus):
+def test_a_predictor_keeps_the_key_facts_of_its_own_hop(of):
     # DSPy's traces, and with them demonstrations, hold the inputs until the rollout has ended.
-    path = saved(tmp_path / "hover.json", [claim(0)])
-    task = make("hover", data={"dev": path}, corpus=corpus, sample="all")
+    task = make("hover", **of(claim(0)))
     task.tools = {"search": Search()}
     trace = []
 
@@ -226,42 +234,37 @@ def test_the_papers_sample(tmp_path, corpus):
         ([claim(0, hpqa_id=...)], "hpqa_id is missing"),
     ],
 )
-def test_bad_records_are_told_by_place(tmp_path, corpus, rows, message):
-    path = saved(tmp_path / "hover.json", rows)
-    assert message in problems("hover", data={"dev": path}, corpus=corpus, sample="all")
+def test_bad_records_are_told_by_place(of, rows, message):
+    assert message in problems("hover", **of(*rows))
 
 
 @pytest.mark.parametrize(
     "facts", [[["Thing", 0]], [{"key": "Thing", "value": 0}], {"key": ["Thing"], "value": [0]}], ids=str
 )
-def test_forms_of_gold_titles(tmp_path, corpus, facts):
-    path = saved(tmp_path / "hover.json", [claim(0, supporting_facts=facts)])
-    (example,) = make("hover", data={"dev": path}, corpus=corpus, sample="all").examples("dev")
+def test_forms_of_gold_titles(of, facts):
+    (example,) = make("hover", **of(claim(0, supporting_facts=facts))).examples("dev")
     assert example.metadata["titles"] == ["Thing"]
 
 
 @pytest.mark.parametrize("facts", ["Thing", [[None, 0]], [["", 0]], [[]], ["Thing"], {"title": ["Thing"]}, 7], ids=str)
-def test_other_forms_of_gold_titles_are_refused(tmp_path, corpus, facts):
-    path = saved(tmp_path / "hover.json", [claim(0, supporting_facts=facts)])
-    assert "record 0: supporting_facts: " in problems("hover", data={"dev": path}, corpus=corpus, sample="all")
+def test_other_forms_of_gold_titles_are_refused(of, facts):
+    assert "record 0: supporting_facts: " in problems("hover", **of(claim(0, supporting_facts=facts)))
 
 
-def test_claims_without_a_corpus_and_options_without_effect(tmp_path, corpus):
-    path = saved(tmp_path / "hover.json", [claim(0)])
-    assert "task.corpus: got null" in problems("hover", data={"dev": path}, sample="all")
+def test_claims_without_a_corpus_and_options_without_effect(of):
+    assert "task.corpus: got null" in problems("hover", **of(claim(0), corpus=None))
     told = problems("hover", retriever={"top_k": 5, "dedup": True}, claim_hops=4)
     assert "use task.hop_top_k" in told and "task.retriever.dedup" in told
     assert "claims of the mini world have 3 hops" in told
     with pytest.raises(ValidationError, match="punctuation"):
         make("hover", punctuation="space")
-    assert "has 1 claims of task.claim_hops=3" in problems("hover", data={"dev": path}, corpus=corpus)
-    path = saved(tmp_path / "two.json", [claim(0, hops=2)])
-    assert "two.json has no claims of task.claim_hops=3" in problems("hover", data={"dev": path}, corpus=corpus)
+    assert "has 1 claims of task.claim_hops=3" in problems("hover", **of(claim(0), sample="paper"))
+    assert "hover.json has no claims of task.claim_hops=3" in problems("hover", **of(claim(0, hops=2)))
 
 
-def test_a_corpus_without_the_gold_titles_is_labelled(tmp_path, corpus):
+def test_a_corpus_without_the_gold_titles_is_labelled(of):
     rows = [claim(0), claim(1, titles=("A", "Z")), claim(2, titles=("Z",)), claim(3, titles=("C",))]
-    task = make("hover", data={"dev": saved(tmp_path / "h.json", rows)}, corpus=corpus, sample="all")
+    task = make("hover", **of(*rows))
     assert task.describe()["partial corpus"] == (
         "claims with all gold titles in it: dev 50.0%; gold titles in it, about the most that recall can be: dev 66.7%"
     )
