@@ -163,21 +163,25 @@ def test_given_labels_are_in_the_prompt_in_their_order(tmp_path):
     assert "one of: z; b; a" in forest.path(rollout)[0].prompt_text
 
 
-def test_bad_data_is_told_by_file_and_row(tmp_path):
-    missing = saved(tmp_path / "missing.csv", [{"text": "x", "kind": "a"}])
-    assert "line 2: category or label_text or label is missing (fields: text, kind)" in problems(
-        "banking77", data={"train": missing}
-    )
-    empty = saved(tmp_path / "empty.csv", [{"text": " ", "category": "a"}])
-    assert "line 2: text: is empty" in problems("banking77", data={"train": empty})
-    gold = saved(tmp_path / "gold.csv", [{"text": "x", "category": ""}])
-    assert "line 2: category: is empty" in problems("banking77", data={"train": gold})
-    twice = saved(tmp_path / "twice.csv", [{"id": "q", "text": t, "category": "a"} for t in "xy"])
-    assert "line 3: duplicate id 'q'" in problems("banking77", data={"train": twice})
-    numbers = saved(tmp_path / "numbers.json", [{"text": "x", "label": 3}])
-    assert "label: got int, expected text" in problems("banking77", data={"train": numbers})
-    (tmp_path / "list.jsonl").write_text("[1]\n")
-    assert "line 1: got list, expected an object" in problems("banking77", data={"train": str(tmp_path / "list.jsonl")})
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        (
+            "a.csv",
+            [{"text": "x", "kind": "a"}],
+            "line 2: category or label_text or label is missing (fields: text, kind)",
+        ),
+        ("a.csv", [{"text": " ", "category": "a"}], "line 2: text: is empty"),
+        ("a.csv", [{"text": "x", "category": ""}], "line 2: category: is empty"),
+        ("a.csv", [{"id": "q", "text": text, "category": "a"} for text in "xy"], "line 3: duplicate id 'q'"),
+        ("a.json", [{"text": "x", "label": 3}], "label: got int, expected text"),
+        ("a.jsonl", "[1]\n", "line 1: got list, expected an object"),
+    ],
+)
+def test_bad_data_is_told_by_file_and_row(tmp_path, name, content, says):
+    path = saved(tmp_path / name, content)
+    told = problems("banking77", data={"train": path})
+    assert path in told and says in told
 
 
 def test_labels_that_the_label_set_lacks_are_refused(tmp_path):
