@@ -10,20 +10,11 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import ConfigError, DataError
 from mmrl.rollout.plans import Fork, Tree
-from tests.helpers.forests import Grow, advantage, by_call, credit, total_weight
+from tests.helpers.forests import Grow, advantage, by_call, credit, documented, total_weight
 
 AGENTS = ("rewriter", "reranker", "answerer")
-
-
-def fof(f1=(1.0, 0.4, 0.0), penalties=True):
-    """Three branches; reranker of branch 2 has penalty -0.5, answerer of branch 3 has -1."""
-    grow = Grow(AGENTS)
-    for branch, outcome in enumerate(f1, 1):
-        grow.call(f"q/{branch}w", None, "rewriter", 5)
-        grow.call(f"q/{branch}r", f"q/{branch}w", "reranker", 3, penalty=-0.5 if penalties and branch == 2 else 0.0)
-        grow.call(f"q/{branch}a", f"q/{branch}r", "answerer", 2, penalty=-1.0 if penalties and branch == 3 else 0.0)
-        grow.end(f"q/{branch}a", outcome, fork="rewriter")
-    return grow.forest
+BRANCHES = documented("agents")
+"""Outcomes 1, 0.4 and 0; the reranker of branch 2 has penalty -0.5, the answerer of branch 3 has -1."""
 
 
 @pytest.mark.parametrize(
@@ -38,8 +29,8 @@ def fof(f1=(1.0, 0.4, 0.0), penalties=True):
     ],
 )
 def test_fof_worked_example(propagate, agent, rewards, advantages):
-    entries = by_call(credit(fof(), "mhgpo_fof", group_size=3, propagate=propagate))
-    own = [entries[f"q/{branch}{agent}"] for branch in (1, 2, 3)]
+    entries = by_call(credit(BRANCHES, "mhgpo_fof", group_size=3, propagate=propagate))
+    own = [entries[f"{branch}{agent}"] for branch in (1, 2, 3)]
     assert [entry.reward for entry in own] == pytest.approx(rewards, abs=1e-12)
     assert [advantage(entry) for entry in own] == pytest.approx(advantages, abs=5e-7)
     assert {entry.group_size for entry in own} == {3}
@@ -191,18 +182,18 @@ def test_model_caused_failures_are_credited_where_they_ended():
 
 
 def test_frozen_modules_have_no_weight_and_do_not_count_in_n():
-    starred = by_call(credit(fof(), "mhgpo_fof", group_size=3, train_modules=("reranker",)))
-    minus = credit(fof(), "mhgpo_fof", group_size=3, freeze_modules=("reranker",))
+    starred = by_call(credit(BRANCHES, "mhgpo_fof", group_size=3, train_modules=("reranker",)))
+    minus = credit(BRANCHES, "mhgpo_fof", group_size=3, freeze_modules=("reranker",))
     assert {entry.call[-1] for entry in starred.values() if any(entry.weights)} == {"r"}
-    assert starred["q/1r"].weights == pytest.approx([1 / 9] * 3)
-    assert by_call(minus)["q/1w"].weights == pytest.approx([1 / (2 * 3 * 5)] * 5)
+    assert starred["1r"].weights == pytest.approx([1 / 9] * 3)
+    assert by_call(minus)["1w"].weights == pytest.approx([1 / (2 * 3 * 5)] * 5)
     assert total_weight(minus) == pytest.approx(1.0)
-    assert advantage(by_call(minus)["q/1r"]) == pytest.approx(1.150791, abs=5e-7)
+    assert advantage(by_call(minus)["1r"]) == pytest.approx(1.150791, abs=5e-7)
 
 
 def test_final_reward_only():
-    entries = by_call(credit(fof(), "mhgpo_fof", group_size=3, penalties=False))
-    assert [entries[f"q/3{agent}"].reward for agent in "wra"] == [0.0, 0.0, 0.0]
+    entries = by_call(credit(BRANCHES, "mhgpo_fof", group_size=3, penalties=False))
+    assert [entries[f"3{agent}"].reward for agent in "wra"] == [0.0, 0.0, 0.0]
 
 
 def test_a_module_that_an_example_never_calls_is_no_slot_of_it():
@@ -276,7 +267,7 @@ def test_check():
 def test_a_section_of_another_algorithm_is_refused():
     algo = ALGO_SCHEMAS["mhgpo_fof"].model_validate({"name": "mhgpo_fof"})
     with pytest.raises(ConfigError, match="expected one of type MhgpoRrConfig"):
-        ALGORITHMS["mhgpo_rr"].credit(fof(), algo, 0)
+        ALGORITHMS["mhgpo_rr"].credit(BRANCHES, algo, 0)
 
 
 def forest_with(field, value):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl import rng
-from tests.algorithms.test_mhgpo import AGENTS, fof, round_robin_forest
+from tests.algorithms.test_mhgpo import AGENTS, BRANCHES, round_robin_forest
 from tests.helpers.forests import Grow, advantage, by_call, chains, credit, forked, singles
 
 
@@ -52,19 +52,19 @@ def test_singles_whose_trees_forked_elsewhere_are_not_compared():
 
 
 def test_group_options():
-    constant = by_call(credit(fof((0.5, 0.5, 0.5), penalties=False), "mhgpo_fof", group_size=3))
-    assert advantage(constant["q/1w"]) == 0.0 and constant["q/1w"].weights[0] > 0
-    unscaled = by_call(credit(fof(), "mhgpo_fof", group_size=3, scale=False))
-    assert advantage(unscaled["q/1r"]) == pytest.approx(0.7) and unscaled["q/1r"].std is None
-    rloo = by_call(credit(fof(), "mhgpo_fof", group_size=3, scale=False, baseline="leave_one_out"))
-    assert advantage(rloo["q/1r"]) == pytest.approx(1.0 - (-0.1 + 0.0) / 2)
-    batch = by_call(credit(fof(), "mhgpo_fof", group_size=3, std_over="batch", eps=0))
+    constant = by_call(credit(singles((0.5, 0.5, 0.5)), "mhgpo_fof", group_size=3))
+    assert advantage(constant["q0/1"]) == 0.0 and constant["q0/1"].weights[0] > 0
+    unscaled = by_call(credit(BRANCHES, "mhgpo_fof", group_size=3, scale=False))
+    assert advantage(unscaled["1r"]) == pytest.approx(0.7) and unscaled["1r"].std is None
+    rloo = by_call(credit(BRANCHES, "mhgpo_fof", group_size=3, scale=False, baseline="leave_one_out"))
+    assert advantage(rloo["1r"]) == pytest.approx(1.0 - (-0.1 + 0.0) / 2)
+    batch = by_call(credit(BRANCHES, "mhgpo_fof", group_size=3, std_over="batch", eps=0))
     values = [1, 0.4, 0, 1, -0.1, 0, 1, 0.4, -1]
     mean = sum(values) / 9
     std = (sum((v - mean) ** 2 for v in values) / 8) ** 0.5
-    assert advantage(batch["q/1r"]) == pytest.approx(0.7 / std)
-    population = by_call(credit(fof(), "mhgpo_fof", group_size=3, ddof=0, eps=0))
-    assert population["q/1w"].std == pytest.approx((((1 - 7 / 15) ** 2 + (1 / 15) ** 2 + (7 / 15) ** 2) / 3) ** 0.5)
+    assert advantage(batch["1r"]) == pytest.approx(0.7 / std)
+    population = by_call(credit(BRANCHES, "mhgpo_fof", group_size=3, ddof=0, eps=0))
+    assert population["1w"].std == pytest.approx((((1 - 7 / 15) ** 2 + (1 / 15) ** 2 + (7 / 15) ** 2) / 3) ** 0.5)
 
 
 def test_zero_variance_groups_can_be_dropped_as_if_never_sampled():

@@ -12,6 +12,8 @@ from mmrl.algorithms import assign_credit
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.credit.entries import Credit, Entry
 from mmrl.records import Call, Forest, Rollout
+from mmrl.report.forest import parse_forest
+from tests.helpers import TOP
 
 
 class Grow:
@@ -74,6 +76,11 @@ def credit(
     """The credit that the algorithm `name` with these options gives a forest."""
     algo = ALGO_SCHEMAS[name].model_validate({"name": name, **options})
     return assign_credit(forest, algo, seed, minibatch, frozen)
+
+
+def documented(name: str) -> Forest:
+    """A worked example of docs/algorithms.md."""
+    return parse_forest((TOP / "scripts" / "forests" / f"{name}.json").read_text(encoding="utf-8"), name)
 
 
 def singles(*examples: Sequence[float | None], tokens: Sequence[int] = (2, 2, 2, 2)) -> Forest:
