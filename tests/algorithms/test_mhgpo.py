@@ -36,44 +36,31 @@ def test_fof_worked_example(propagate, agent, rewards, advantages):
     assert {entry.group_size for entry in own} == {3}
 
 
-def round_robin_forest(rewriter_tokens=5):
-    """q0 forks at the rewriter, q1 and q2 at the reranker."""
-    grow = Grow(AGENTS)
-    for branch, outcome in enumerate((0.0, 1.0)):
-        grow.call(f"q0/{branch}w", None, "rewriter", rewriter_tokens)
-        grow.call(f"q0/{branch}r", f"q0/{branch}w", "reranker", 3)
-        grow.call(f"q0/{branch}a", f"q0/{branch}r", "answerer", 2)
-        grow.end(f"q0/{branch}a", outcome, fork="rewriter")
-    for example, outcomes, penalty in (("q1", (0.6, 0.2), -0.5), ("q2", (1.0, 0.5), 0.0)):
-        grow.call(f"{example}/w", None, "rewriter", rewriter_tokens, penalty=penalty)
-        for branch, outcome in enumerate(outcomes):
-            grow.call(f"{example}/{branch}r", f"{example}/w", "reranker", 3)
-            grow.call(f"{example}/{branch}a", f"{example}/{branch}r", "answerer", 2)
-            grow.end(f"{example}/{branch}a", outcome, fork="reranker")
-    return grow.forest
+ROUND_ROBIN = documented("round_robin")
+"""q0 forks at the rewriter (0), q1 and q2 at the reranker (1); a call is EXAMPLE.AGENT.BRANCH."""
 
 
 def test_round_robin_worked_example():
-    result = credit(round_robin_forest(), "mhgpo_rr", group_size=2)
+    result = credit(ROUND_ROBIN, "mhgpo_rr", group_size=2)
     entries = by_call(result)
-    assert entries["q1/w"].parts == pytest.approx({"shared": 0.4, "penalty": -0.5})
-    assert entries["q1/w"].reward == pytest.approx(-0.1)
-    assert entries["q2/w"].reward == pytest.approx(0.75)
-    assert entries["q1/w"].group == entries["q2/w"].group
-    assert advantage(entries["q1/w"]) == pytest.approx(-0.707106, abs=5e-7)
-    assert advantage(entries["q2/w"]) == pytest.approx(0.707106, abs=5e-7)
+    assert entries["q1.0"].parts == pytest.approx({"shared": 0.4, "penalty": -0.5})
+    assert entries["q1.0"].reward == pytest.approx(-0.1)
+    assert entries["q2.0"].reward == pytest.approx(0.75)
+    assert entries["q1.0"].group == entries["q2.0"].group
+    assert advantage(entries["q1.0"]) == pytest.approx(-0.707106, abs=5e-7)
+    assert advantage(entries["q2.0"]) == pytest.approx(0.707106, abs=5e-7)
     for example, size in (("q0", 0.707106), ("q1", 0.707104), ("q2", 0.707105)):
         high, low = (1, 0) if example == "q0" else (0, 1)
-        for agent in "ra":
-            assert advantage(entries[f"{example}/{high}{agent}"]) == pytest.approx(size, abs=5e-7)
-            assert advantage(entries[f"{example}/{low}{agent}"]) == pytest.approx(-size, abs=5e-7)
-    assert entries["q1/w"].weights == pytest.approx([1 / 45] * 5, abs=1e-12)
-    assert entries["q0/0w"].weights == pytest.approx([1 / 90] * 5, abs=1e-12)
+        for agent in (1, 2):
+            assert advantage(entries[f"{example}.{agent}.{high}"]) == pytest.approx(size, abs=5e-7)
+            assert advantage(entries[f"{example}.{agent}.{low}"]) == pytest.approx(-size, abs=5e-7)
+    assert entries["q1.0"].weights == pytest.approx([1 / 45] * 5, abs=1e-12)
+    assert entries["q0.0.0"].weights == pytest.approx([1 / 90] * 5, abs=1e-12)
     assert total_weight(result) == pytest.approx(1.0, abs=1e-12)
 
 
 def test_round_robin_reads_the_fork_from_the_tree_when_it_is_not_recorded():
-    forest = round_robin_forest()
+    forest = ROUND_ROBIN
     bare = replace(forest, rollouts=tuple(replace(rollout, fork=None) for rollout in forest.rollouts))
     assert credit(bare, "mhgpo_rr", group_size=2) == credit(forest, "mhgpo_rr", group_size=2)
 
@@ -218,12 +205,12 @@ def test_ragged_invocations_form_their_own_slots():
 
 def test_weights_are_normalised_within_each_minibatch():
     minibatch = {"q0": 0, "q1": 1, "q2": 1}
-    forest = round_robin_forest()
+    forest = ROUND_ROBIN
     entries = by_call(credit(forest, "mhgpo_rr", group_size=2, minibatch=minibatch))
     for index in (0, 1):
         own = [e for e in entries.values() if minibatch[forest.calls[e.call].example] == index]
         assert sum(sum(e.weights) for e in own) == pytest.approx(1.0)
-    assert entries["q1/w"].group == entries["q2/w"].group, "the pool of round robin is the whole batch"
+    assert entries["q1.0"].group == entries["q2.0"].group, "the pool of round robin is the whole batch"
 
 
 def test_plans():

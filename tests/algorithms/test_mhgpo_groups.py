@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl import rng
-from tests.algorithms.test_mhgpo import AGENTS, BRANCHES, round_robin_forest
+from tests.algorithms.test_mhgpo import AGENTS, BRANCHES, ROUND_ROBIN
 from tests.helpers.forests import Grow, advantage, by_call, chains, credit, forked, singles
 
 
@@ -45,9 +45,9 @@ def test_chunked_regrouping(regroup):
 
 
 def test_singles_whose_trees_forked_elsewhere_are_not_compared():
-    entries = by_call(credit(round_robin_forest(), "mhgpo_rr", group_size=2))
+    entries = by_call(credit(ROUND_ROBIN, "mhgpo_rr", group_size=2))
     other = by_call(credit(single_rewriters(4, ["answerer"]), "mhgpo_rr", group_size=2))
-    assert entries["q1/w"].group == "RR:rewriter:0:reranker"
+    assert entries["q1.0"].group == "RR:rewriter:0:reranker"
     assert {other[f"q{i}/w"].group for i in range(4)} == {"RR:rewriter:0:answerer"}
 
 
