@@ -125,8 +125,6 @@ def test_leakage_by_matching_pieces(units, request_text, leaked):
 class Verdicts:
     """Judges that say what they are told to."""
 
-    asked = unreadable = 0
-
     def __init__(self, good, count):
         self.good, self.count = good, count
 
@@ -171,10 +169,7 @@ def test_only_a_clear_preference_for_the_reference_is_a_loss(first, second, qual
 def test_the_composite_reward_and_its_limits(count, leakage):
     task = make("papillon")
     task.judges = Verdicts(True, count)
-    assert score(task).metrics["leakage"] == leakage
-    task.judges = Verdicts(True, count)
-    assert score(task).reward == (1 + 1 - leakage) / 2
-    task.judges = Verdicts(True, count)
+    assert (score(task).metrics["leakage"], score(task).reward) == (leakage, (1 + 1 - leakage) / 2)
     assert score(task, units=()).metrics["leakage"] == 0
 
 
