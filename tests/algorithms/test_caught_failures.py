@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.algorithms import ALGORITHMS, assign_credit
-from mmrl.config import ALGO_SCHEMAS
+from mmrl.algorithms import ALGORITHMS
 from mmrl.records import Forest, caught
 from tests.helpers.forests import MODULES, Grow, advantage, chains, numbers, with_unread
+from tests.helpers.forests import credit as credit_by
 
 RANDOM = settings(max_examples=80, deadline=None)
 
 
-def credit(forest, name="mmgrpo", **options):
-    return assign_credit(forest, ALGO_SCHEMAS[name].model_validate({"name": name, **options}), 0)
+credit = partial(credit_by, name="mmgrpo")
 
 
 def path(grow, name, calls, reward, **fields):
@@ -150,9 +150,9 @@ def test_its_penalty_counts_where_calls_have_penalties(name):
         for number in range(2):
             call = grow.calls[f"q/{rollout}#{number}"]
             grow.calls[call.id] = replace(call, penalty=0.0 if call.ok else -0.25, **fields)
-    rewards = {entry.call: entry.reward for entry in credit(grow.forest, name).entries}
+    rewards = {entry.call: entry.reward for entry in credit(grow.forest, name=name).entries}
     assert rewards == {"q/r0#0": 0.75, "q/r0#1": 1.0, "q/r1#0": -0.25, "q/r1#1": 0.0}
-    off = {entry.call: entry.reward for entry in credit(grow.forest, name, penalties=False).entries}
+    off = {entry.call: entry.reward for entry in credit(grow.forest, name=name, penalties=False).entries}
     assert off == {"q/r0#0": 1.0, "q/r0#1": 1.0, "q/r1#0": 0.0, "q/r1#1": 0.0}
 
 
@@ -272,4 +272,5 @@ def test_elsewhere_the_call_has_the_rollouts_reward(forest, name):
     """Only mmGRPO has a reward of the form: to the others a failing call is a call like any other."""
     forest = replace(forest, rollouts=tuple(replace(r, fork=MODULES[0]) for r in forest.rollouts))
     read = replace(forest, calls={key: replace(call, ok=True) for key, call in forest.calls.items()})
-    assert credit(forest, name) == replace(credit(read, name), groups=credit(forest, name).groups)
+    found = credit(forest, name=name)
+    assert found == replace(credit(read, name=name), groups=found.groups)

@@ -2,63 +2,52 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from mmrl.algorithms import ALGORITHMS, assign_credit
+from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms import problems as problems_of
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.rollout.plans import Tree
-from tests.helpers.forests import Grow, advantage, by_call, total_weight
+from tests.helpers.forests import Grow, advantage, by_call, documented, singles, total_weight
+from tests.helpers.forests import credit as credit_by
 
-TURNS = [0.7, 0.2, None, 0.0]
-OUTCOMES = [1.7, 0.1, 1.4, 0.3]
-
-
-def credit(forest, name, minibatch=None, **options):
-    algo = ALGO_SCHEMAS[name].model_validate({"name": name, "eps": 1e-4, **options})
-    return assign_credit(forest, algo, 0, minibatch)
-
-
-def search(tokens=(3, 2)):
-    """Four rollouts of a two-turn search; the third never calls the tool."""
-    grow = Grow(("agent",))
-    for index, (turn, outcome) in enumerate(zip(TURNS, OUTCOMES, strict=True)):
-        leaf = None
-        if turn is not None:
-            leaf = grow.call(f"q/{index}s", None, "agent", tokens[0], observation_tokens=2, turn_reward=turn)
-        leaf = grow.call(f"q/{index}a", leaf, "agent", tokens[1])
-        grow.end(leaf, outcome)
-    return grow.forest
+SEARCH = documented("turns")
+"""Four rollouts of a two-turn search: outcomes 1.7, 0.1, 1.4 and 0.3, turn rewards 0.7, 0.2, none (no tool) and 0."""
+THREE_TURNS = documented("more_turns")
+"""Outcomes 1, 0.2 and -1, turn rewards 0.2 and -0.1, 0.2 and 0.1, and -0.3 alone."""
+credit = partial(credit_by, eps=1e-4)
 
 
 def test_outcome_only_and_merged_worked_example():
-    outcome = by_call(credit(search(), "grpo"))
-    assert [advantage(outcome[f"q/{i}a"]) for i in range(4)] == pytest.approx(
+    outcome = by_call(credit(SEARCH, "grpo"))
+    assert [advantage(outcome[f"{i}a"]) for i in range(4)] == pytest.approx(
         [1.039959, -0.976931, 0.661792, -0.724820], abs=5e-7
     )
-    merged = by_call(credit(search(), "grpo_mr"))
-    assert [advantage(merged[f"q/{i}a"]) for i in range(4)] == pytest.approx(
+    merged = by_call(credit(SEARCH, "grpo_mr"))
+    assert [advantage(merged[f"{i}a"]) for i in range(4)] == pytest.approx(
         [1.287064, -0.792040, 0.297015, -0.792040], abs=5e-7
     )
     for entries in (outcome, merged):
-        assert all(entries[f"q/{i}s"].advantages[0] == entries[f"q/{i}a"].advantages[0] for i in (0, 1, 3))
-    assert merged["q/0a"].parts == pytest.approx({"outcome": 1.7, "turn": 0.7})
-    assert merged["q/2a"].parts == pytest.approx({"outcome": 1.4, "turn": 0.0})
+        assert all(entries[f"{i}s"].advantages[0] == entries[f"{i}a"].advantages[0] for i in (0, 1, 3))
+    assert merged["0a"].parts == pytest.approx({"outcome": 1.7, "turn": 0.7})
+    assert merged["2a"].parts == pytest.approx({"outcome": 1.4, "turn": 0.0})
 
 
 def test_two_turn_worked_example():
-    entries = by_call(credit(search(), "mt_grpo"))
+    entries = by_call(credit(SEARCH, "mt_grpo"))
     first = {0: 2.477159, 1: -1.052574, 3: -1.405599}
     own = {0: 1.437200, 1: -0.075642, 3: -0.680779}
     second = {0: 1.039959, 1: -0.976931, 2: 0.297015, 3: -0.724820}
     for index, value in first.items():
-        assert entries[f"q/{index}s"].advantages == pytest.approx([value] * 3, abs=5e-7)
-        assert entries[f"q/{index}s"].parts["own_advantage"] == pytest.approx(own[index], abs=5e-7)
-        assert entries[f"q/{index}s"].reward == TURNS[index]
+        assert entries[f"{index}s"].advantages == pytest.approx([value] * 3, abs=5e-7)
+        assert entries[f"{index}s"].parts["own_advantage"] == pytest.approx(own[index], abs=5e-7)
+        assert entries[f"{index}s"].reward == {0: 0.7, 1: 0.2, 3: 0.0}[index]
     for index, value in second.items():
-        assert entries[f"q/{index}a"].advantages == pytest.approx([value] * 2, abs=5e-7)
-    assert entries["q/0s"].group_size == 4, "the rollout without a tool call enters with 0"
-    assert entries["q/2a"].reward == pytest.approx(1.4) and entries["q/2a"].group == "q:combined"
+        assert entries[f"{index}a"].advantages == pytest.approx([value] * 2, abs=5e-7)
+    assert entries["0s"].group_size == 4, "the rollout without a tool call enters with 0"
+    assert entries["2a"].reward == pytest.approx(1.4) and entries["2a"].group == "q:combined"
 
 
 def test_everything_up_to_the_first_tool_result_is_the_first_turn():
@@ -77,30 +66,17 @@ def test_everything_up_to_the_first_tool_result_is_the_first_turn():
 
 
 def test_rollouts_without_a_tool_call_by_option():
-    plain = by_call(credit(search(), "mt_grpo", no_tool="outcome"))
-    assert advantage(plain["q/2a"]) == pytest.approx(0.661792, abs=5e-7)
-    excluded = by_call(credit(search(), "mt_grpo", missing_turn="exclude"))
-    assert excluded["q/0s"].group_size == 3 and excluded["q/0s"].mean == pytest.approx(0.3)
+    plain = by_call(credit(SEARCH, "mt_grpo", no_tool="outcome"))
+    assert advantage(plain["2a"]) == pytest.approx(0.661792, abs=5e-7)
+    excluded = by_call(credit(SEARCH, "mt_grpo", missing_turn="exclude"))
+    assert excluded["0s"].group_size == 3 and excluded["0s"].mean == pytest.approx(0.3)
 
 
 def test_turn_coefficient_and_discount():
-    base = by_call(credit(search(), "mt_grpo"))["q/0s"]
+    base = by_call(credit(SEARCH, "mt_grpo"))["0s"]
     own = base.parts["own_advantage"]
-    assert advantage(by_call(credit(search(), "mt_grpo", turn_coef=0.5))["q/0s"]) == pytest.approx(own / 2 + 1.039959)
-    assert advantage(by_call(credit(search(), "mt_grpo", alpha=0.5))["q/0s"]) == pytest.approx(
-        own + 1.039959 / 2, abs=1e-6
-    )
-
-
-def three_turns():
-    grow = Grow(("agent",))
-    for index, (turns, outcome) in enumerate((((0.2, -0.1), 1.0), ((0.2, 0.1), 0.2), ((-0.3,), -1.0))):
-        leaf = None
-        for turn, reward in enumerate(turns):
-            leaf = grow.call(f"q/{index}t{turn}", leaf, "agent", turn_reward=reward)
-        leaf = grow.call(f"q/{index}t{len(turns)}", leaf, "agent")
-        grow.end(leaf, outcome)
-    return grow.forest
+    assert advantage(by_call(credit(SEARCH, "mt_grpo", turn_coef=0.5))["0s"]) == pytest.approx(own / 2 + 1.039959)
+    assert advantage(by_call(credit(SEARCH, "mt_grpo", alpha=0.5))["0s"]) == pytest.approx(own + 1.039959 / 2, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -116,73 +92,43 @@ def three_turns():
     ],
 )
 def test_variable_turns_worked_example(missing, expected):
-    entries = by_call(credit(three_turns(), "mt_grpo_variable", missing_turn=missing))
+    entries = by_call(credit(THREE_TURNS, "mt_grpo_variable", missing_turn=missing))
     for index, advantages in enumerate(expected):
-        found = [advantage(entries[f"q/{index}t{turn}"]) for turn in range(len(advantages))]
+        found = [advantage(entries[f"{index}.{turn}"]) for turn in range(len(advantages))]
         assert found == pytest.approx(advantages, abs=5e-7)
 
 
 def test_variable_turns_discounted_by_hand():
-    plain = by_call(credit(three_turns(), "mt_grpo_variable"))
-    own = [plain[f"q/0t{turn}"].parts["own_advantage"] for turn in range(3)]
-    entries = by_call(credit(three_turns(), "mt_grpo_variable", alpha=0.9))
-    assert advantage(entries["q/0t0"]) == pytest.approx(own[0] + 0.9 * own[1] + 0.81 * own[2])
-    assert advantage(entries["q/0t2"]) == pytest.approx(own[2])
+    plain = by_call(credit(THREE_TURNS, "mt_grpo_variable"))
+    own = [plain[f"0.{turn}"].parts["own_advantage"] for turn in range(3)]
+    entries = by_call(credit(THREE_TURNS, "mt_grpo_variable", alpha=0.9))
+    assert advantage(entries["0.0"]) == pytest.approx(own[0] + 0.9 * own[1] + 0.81 * own[2])
+    assert advantage(entries["0.2"]) == pytest.approx(own[2])
 
 
 def test_weights_divide_by_the_rollouts_trained_tokens():
-    forest = search()
+    forest = SEARCH
     for name in ("grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"):
         result = credit(forest, name)
         entries = by_call(result)
-        assert entries["q/0s"].weights == pytest.approx([1 / (4 * 5)] * 3)
-        assert entries["q/2a"].weights == pytest.approx([1 / (4 * 2)] * 2)
+        assert entries["0s"].weights == pytest.approx([1 / (4 * 5)] * 3)
+        assert entries["2a"].weights == pytest.approx([1 / (4 * 2)] * 2)
         assert total_weight(result) == pytest.approx(1.0)
         token = by_call(credit(forest, name, loss_mean="token"))
         assert {w for entry in token.values() for w in entry.weights} == {1 / 17}
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"])
-def test_a_single_scored_rollout_is_compared_with_nothing(name):
-    grow = Grow(("a",))
-    grow.chain("q/0", "a", 1.0)
-    grow.chain("q/1", "a", None, error="tool")
-    grow.end(None, 0.0, error="length", example="q")
-    grow.chain("p/0", "a", 1.0)
-    grow.chain("p/1", "a", 0.0)
-    result = credit(grow.forest, name)
-    entries = by_call(result)
-    assert entries["q/0#0"].weights == (0.0,) and entries["q/0#0"].advantages == (0.0,)
-    assert entries["p/0#0"].weights == pytest.approx([0.25]) and "q/1#0" not in entries
-    assert result.metrics["credit/groups_of_one"] == (2.0 if name == "mt_grpo" else 1.0), "outcome, and merged"
-
-
-@pytest.mark.parametrize("name", ["grpo", "mt_grpo", "mt_grpo_variable"])
-def test_zero_variance_examples_can_be_dropped(name):
-    grow = Grow(("a",))
-    for example, outcomes in (("q", (1.0, 1.0)), ("p", (1.0, 0.0))):
-        for index, outcome in enumerate(outcomes):
-            grow.chain(f"{example}/{index}", "a", outcome)
-    kept, dropped = (by_call(credit(grow.forest, name, zero_variance=how)) for how in ("keep", "drop"))
-    assert kept["q/0#0"].weights == kept["p/0#0"].weights == (0.25,)
-    assert dropped["q/0#0"].weights == (0.0,) and dropped["p/0#0"].weights == (0.5,)
-
-
 def test_a_turn_with_signal_keeps_its_example():
-    entries = by_call(credit(search(), "mt_grpo", zero_variance="drop"))
+    entries = by_call(credit(SEARCH, "mt_grpo", zero_variance="drop"))
     assert all(entry.weights[0] > 0 for entry in entries.values())
 
 
 def test_standard_deviation_over_the_batch():
-    grow = Grow(("a",))
-    for example, outcomes in (("q", (1.0, 0.0)), ("p", (4.0, 0.0))):
-        for index, outcome in enumerate(outcomes):
-            grow.chain(f"{example}/{index}", "a", outcome)
     for name in ("grpo", "mt_grpo"):
-        entries = by_call(credit(grow.forest, name, std_over="batch", eps=0))
+        entries = by_call(credit(singles((1.0, 0.0), (4.0, 0.0)), name, std_over="batch", eps=0))
         std = ((0.25**2 + 1.25**2 + 2.75**2 + 1.25**2) / 3) ** 0.5
-        assert advantage(entries["q/0#0"]) == pytest.approx(0.5 / std)
-        assert advantage(entries["p/0#0"]) == pytest.approx(2.0 / std)
+        assert advantage(entries["q0/0"]) == pytest.approx(0.5 / std)
+        assert advantage(entries["q1/0"]) == pytest.approx(2.0 / std)
 
 
 def test_the_merged_advantage_is_that_of_merged_grpo_over_the_whole_batch_too():
@@ -219,42 +165,28 @@ def test_plans_and_checks():
             assert "use algo=grpo" in problems[0] and "outcome, judge_outcome" in problems[0]
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"])
-def test_weights_within_each_minibatch_and_by_a_constant(name):
-    grow = Grow(("a",))
-    for call, tokens, outcome in (("q/0", 2, 1.0), ("q/1", 4, 0.0), ("p/0", 3, 1.0), ("p/1", 3, 0.5)):
-        grow.chain(call, "a", outcome, tokens)
-    steps = {"q": 0, "p": 1}
-    split = by_call(credit(grow.forest, name, minibatch=steps))
-    assert split["q/0#0"].weights == pytest.approx([1 / 4] * 2) and split["p/0#0"].weights == pytest.approx([1 / 6] * 3)
-    token = by_call(credit(grow.forest, name, minibatch={"q": 0, "p": 0}, loss_mean="token"))
-    assert token["q/0#0"].weights == pytest.approx([1 / 12] * 2)
-    constant = by_call(credit(grow.forest, name, loss_mean="constant", loss_length=10))
-    assert constant["q/1#0"].weights == pytest.approx([1 / 40] * 4)
-
-
 def test_entries_say_what_they_were_compared_on():
-    entry = by_call(credit(search(), "grpo"))["q/0s"]
+    entry = by_call(credit(SEARCH, "grpo"))["0s"]
     assert (entry.reward, entry.group, entry.group_size) == (1.7, "q", 4)
     assert entry.mean == pytest.approx(0.875) and entry.std == pytest.approx(0.7932, abs=1e-4)
     assert entry.parts == {"outcome": 1.7}
-    turn = by_call(credit(search(), "mt_grpo"))
-    assert turn["q/0s"].std == pytest.approx(0.330404, abs=1e-6)
-    assert turn["q/0s"].parts == pytest.approx({"turn": 0.7, "own_advantage": 1.4372}, abs=1e-4)
-    assert turn["q/0a"].parts == pytest.approx({"outcome": 1.7, "own_advantage": 1.039959}, abs=1e-6)
-    assert turn["q/0a"].reward == 1.7
+    turn = by_call(credit(SEARCH, "mt_grpo"))
+    assert turn["0s"].std == pytest.approx(0.330404, abs=1e-6)
+    assert turn["0s"].parts == pytest.approx({"turn": 0.7, "own_advantage": 1.4372}, abs=1e-4)
+    assert turn["0a"].parts == pytest.approx({"outcome": 1.7, "own_advantage": 1.039959}, abs=1e-6)
+    assert turn["0a"].reward == 1.7
 
 
 def test_merged_rewards_count_every_intermediate_turn():
-    merged = by_call(credit(three_turns(), "grpo_mr"))
-    assert merged["q/0t0"].reward == pytest.approx(1.0 + 0.2 - 0.1)
-    assert merged["q/1t0"].reward == pytest.approx(0.2 + 0.2 + 0.1)
+    merged = by_call(credit(THREE_TURNS, "grpo_mr"))
+    assert merged["0.0"].reward == pytest.approx(1.0 + 0.2 - 0.1)
+    assert merged["1.0"].reward == pytest.approx(0.2 + 0.2 + 0.1)
 
 
 def test_the_turn_coefficient_leaves_merged_advantages_alone():
-    entries = by_call(credit(search(), "mt_grpo", turn_coef=0.0))
-    assert advantage(entries["q/2a"]) == pytest.approx(0.297015, abs=5e-7)
-    assert advantage(entries["q/0s"]) == pytest.approx(1.039959, abs=5e-7)
+    entries = by_call(credit(SEARCH, "mt_grpo", turn_coef=0.0))
+    assert advantage(entries["2a"]) == pytest.approx(0.297015, abs=5e-7)
+    assert advantage(entries["0s"]) == pytest.approx(1.039959, abs=5e-7)
 
 
 def test_a_turn_without_a_reward_has_no_advantage_of_its_own():
@@ -268,11 +200,11 @@ def test_a_turn_without_a_reward_has_no_advantage_of_its_own():
 
 
 def test_a_single_rollout_counts_in_b_even_where_flat_examples_are_dropped():
-    grow = Grow(("a",))
-    for name, outcome in (("q/0", 1.0), ("p/0", 1.0), ("p/1", 0.0)):
-        grow.chain(name, "a", outcome)
     for name in ("grpo", "mt_grpo"):
-        assert by_call(credit(grow.forest, name, zero_variance="drop"))["p/0#0"].weights == (0.25,)
+        assert by_call(credit(singles((1.0,), (1.0, 0.0)), name, zero_variance="drop"))["q1/0"].weights == (
+            0.125,
+            0.125,
+        )
 
 
 def test_the_share_of_examples_in_which_a_turn_tells_nothing():

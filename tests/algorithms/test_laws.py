@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.records import Forest
-from tests.helpers.forests import MODULES, chains, forked, numbers, relabelled
+from tests.helpers.forests import MODULES, chains, credit, forked, numbers, relabelled
 
 TOLERANCE = 1e-9
 LAW = settings(max_examples=50, deadline=None)
@@ -40,11 +40,6 @@ GROUPED = (
 CRITIC = ("ppo", "mt_ppo", "mappo")
 
 
-def credit(forest, name, minibatch=None, **options):
-    algo = ALGO_SCHEMAS[name].model_validate({"name": name, **options})
-    return ALGORITHMS[name].credit(forest, algo, 0, minibatch)
-
-
 def table(result, call=lambda name: name):
     """What each call's tokens are multiplied with, entries sorted so that their order does not matter."""
     found = defaultdict(list)
@@ -53,7 +48,7 @@ def table(result, call=lambda name: name):
     return {name: sorted(rows) for name, rows in found.items()}
 
 
-def assert_same(first, second, advantages_only=False):
+def assert_same(first, second):
     assert first.keys() == second.keys()
     for name, rows in first.items():
         for one, other in zip(rows, second[name], strict=True):
@@ -70,31 +65,41 @@ def advantages(result):
 # -- 1 and 2: one algorithm is a special case of another ---------------------------------------------------------------
 
 
+ONCE = chains(modules=("only",), linear=True)
+RAGGED = SHARED | {"padding_mode": "ragged"}
+REDUCTIONS = {
+    "1: mmGRPO on one module called once": (
+        chains(modules=("only",), linear=True, rollouts=(2, 5), failures=False),
+        ("mmgrpo", SHARED),
+        ("grpo", SHARED),
+    ),
+    "1: also with failures when nothing is padded": (ONCE, ("mmgrpo", RAGGED), ("grpo", SHARED)),
+    "2: fork-on-first with one agent": (ONCE, ("mhgpo_fof", SHARED), ("grpo", SHARED)),
+    "2: fork-on-first without penalties": (chains(linear=True), ("mmgrpo", RAGGED), ("mhgpo_fof", SHARED)),
+    "2: oversampling once per branch": (
+        chains(linear=True, penalties=True),
+        ("mhgpo_fof_os", {}),
+        ("mhgpo_fof", {}),
+    ),
+    # As p = (1, 0, 0) makes them; programs may start elsewhere.
+    "2: round robin that always forks first": (
+        chains(penalties=True).map(lambda forest: with_forks_at_the_root(forest)),
+        ("mhgpo_rr", {}),
+        ("mhgpo_fof", {}),
+    ),
+    "5: one turn": (ONCE, ("mt_grpo", SHARED), ("grpo", SHARED)),
+    "5: one turn of any number": (ONCE, ("mt_grpo_variable", SHARED), ("grpo", SHARED)),
+}
+"""Law -> forests on which the first algorithm with its options is the second."""
+
+
+@pytest.mark.parametrize("law", REDUCTIONS)
 @LAW
-@given(chains(modules=("only",), linear=True, rollouts=(2, 5), failures=False))
-def test_law_1_mmgrpo_on_one_module_called_once_is_grpo(forest):
-    assert_same(table(credit(forest, "mmgrpo", **SHARED)), table(credit(forest, "grpo", **SHARED)))
-
-
-@LAW
-@given(chains(modules=("only",), linear=True))
-def test_law_1_also_with_failures_when_nothing_is_padded(forest):
-    ragged = credit(forest, "mmgrpo", padding_mode="ragged", **SHARED)
-    assert_same(table(ragged), table(credit(forest, "grpo", **SHARED)))
-
-
-@LAW
-@given(chains(modules=("only",), linear=True))
-def test_law_2_fork_on_first_with_one_agent_is_grpo(forest):
-    assert_same(table(credit(forest, "mhgpo_fof", **SHARED)), table(credit(forest, "grpo", **SHARED)))
-
-
-@LAW
-@given(chains(penalties=True))
-def test_law_2_round_robin_that_always_forks_first_is_fork_on_first(forest):
-    """Every rollout forked at its first module, as p = (1, 0, 0) makes them; programs may start elsewhere."""
-    forest = with_forks_at_the_root(forest)
-    assert_same(table(credit(forest, "mhgpo_rr")), table(credit(forest, "mhgpo_fof")))
+@given(data=st.data())
+def test_one_algorithm_is_a_special_case_of_another(law, data):
+    forests, (first, of_first), (second, of_second) = REDUCTIONS[law]
+    forest = data.draw(forests)
+    assert_same(table(credit(forest, first, **of_first)), table(credit(forest, second, **of_second)))
 
 
 def test_law_2_round_robin_plan_with_all_probability_on_the_first_is_fork_on_first():
@@ -108,23 +113,10 @@ def test_law_2_round_robin_plan_with_all_probability_on_the_first_is_fork_on_fir
 
 
 @LAW
-@given(chains(linear=True, penalties=True))
-def test_law_2_oversampling_once_per_branch_is_fork_on_first(forest):
-    assert_same(table(credit(forest, "mhgpo_fof_os")), table(credit(forest, "mhgpo_fof")))
-
-
-@LAW
-@given(chains(linear=True))
-def test_law_2_fork_on_first_without_penalties_is_ragged_mmgrpo(forest):
-    ragged = credit(forest, "mmgrpo", padding_mode="ragged", **SHARED)
-    assert_same(table(ragged), table(credit(forest, "mhgpo_fof", **SHARED)))
-
-
-@LAW
 @given(chains())
 def test_law_2_the_groups_agree_on_ragged_programs_too(forest):
     """Weights then differ: Eq. 6 averages over the slots of an example first, mmGRPO over all groups."""
-    ragged = credit(forest, "mmgrpo", padding_mode="ragged", **SHARED)
+    ragged = credit(forest, "mmgrpo", **RAGGED)
     for one, other in zip(*map(advantage_rows, (ragged, credit(forest, "mhgpo_fof", **SHARED))), strict=True):
         assert one == pytest.approx(other, abs=TOLERANCE)
 
@@ -149,17 +141,7 @@ def test_law_3_every_token_has_grpos_advantage(forest):
 
 
 @LAW
-@given(chains(modules=("agent",), linear=True), st.sampled_from(["mt_grpo", "mt_grpo_variable"]))
-def test_law_5_one_turn_is_grpo(forest, name):
-    assert_same(table(credit(forest, name, **SHARED)), table(credit(forest, "grpo", **SHARED)))
-
-
-@LAW
-@given(
-    st.data(),
-    st.sampled_from(["mt_grpo", "mt_grpo_variable"]),
-    numbers,
-)
+@given(st.data(), st.sampled_from(["mt_grpo", "mt_grpo_variable"]), numbers)
 def test_law_5_equal_intermediate_rewards_give_grpos_advantage_on_every_turn(data, name, reward):
     forest = data.draw(chains(modules=("search", "answer"), linear=True, turn_rewards=st.just(reward)))
     turns, outcome = advantages(credit(forest, name, **SHARED)), advantages(credit(forest, "grpo", **SHARED))
@@ -261,16 +243,20 @@ def with_forks_at_the_root(forest: Forest) -> Forest:
     return replace(forest, rollouts=tuple(rollouts))
 
 
+def forests_of(name, failures=True, **options):
+    """Forests as the algorithm `name` samples them; `options` are those of `chains`."""
+    if sampler := {"mhgpo_rr": "rr", "mhgpo_is": "is", "mhgpo_fof_os": "os"}.get(name):
+        return forked(sampler=sampler, failures=failures)
+    return chains(turn_rewards=numbers, penalties=True, critic=name in CRITIC, failures=failures, **options)
+
+
 # -- 8: equivariance ---------------------------------------------------------------------------------------------------
 
 
 @LAW
 @given(st.data(), st.sampled_from([*GROUPED, *CRITIC]))
 def test_law_8_names_and_orders_carry_no_meaning(data, name):
-    sampler = {"mhgpo_rr": "rr", "mhgpo_is": "is", "mhgpo_fof_os": "os"}.get(name)
-    forest = data.draw(
-        forked(sampler=sampler) if sampler else chains(turn_rewards=numbers, penalties=True, critic=name in CRITIC)
-    )
+    forest = data.draw(forests_of(name))
     shuffle = data.draw(st.randoms(use_true_random=False))
     places = {identifier: shuffle.random() for identifier in [*forest.calls, *(r.id for r in forest.rollouts)]}
     calls = {old: f"c{number}" for number, old in enumerate(sorted(forest.calls, key=places.__getitem__))}
@@ -287,20 +273,7 @@ def test_law_8_names_and_orders_carry_no_meaning(data, name):
 @LAW
 @given(st.data(), st.sampled_from([*GROUPED, *CRITIC]), st.sampled_from(["seq", "token"]))
 def test_law_9_the_weights_of_an_optimizer_step_sum_to_one(data, name, mean):
-    sampler = {"mhgpo_rr": "rr", "mhgpo_is": "is", "mhgpo_fof_os": "os"}.get(name)
-    if sampler:
-        forest = data.draw(forked(sampler=sampler, failures=False))
-    else:
-        forest = data.draw(
-            chains(
-                rollouts=(2, 5),
-                turn_rewards=numbers,
-                penalties=True,
-                failures=False,
-                linear=True,
-                critic=name in CRITIC,
-            )
-        )
+    forest = data.draw(forests_of(name, failures=False, rollouts=(2, 5), linear=True))
     steps = {example: data.draw(st.integers(0, 1)) for example in forest.examples}
     result = credit(forest, name, minibatch=steps, loss_mean=mean)
     lost = lost_shares(forest, result, steps) if mean == "seq" else {}

@@ -6,29 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from mmrl.algorithms import ALGORITHMS, assign_credit
+from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import ConfigError, DataError
 from mmrl.rollout.plans import Fork, Tree
-from tests.helpers.forests import Grow, advantage, by_call, total_weight
+from tests.helpers.forests import Grow, advantage, by_call, credit, documented, total_weight
 
 AGENTS = ("rewriter", "reranker", "answerer")
-
-
-def credit(forest, name, seed=0, minibatch=None, **options):
-    algo = ALGO_SCHEMAS[name].model_validate({"name": name, **options})
-    return assign_credit(forest, algo, seed, minibatch)
-
-
-def fof(f1=(1.0, 0.4, 0.0), penalties=True):
-    """Three branches; reranker of branch 2 has penalty -0.5, answerer of branch 3 has -1."""
-    grow = Grow(AGENTS)
-    for branch, outcome in enumerate(f1, 1):
-        grow.call(f"q/{branch}w", None, "rewriter", 5)
-        grow.call(f"q/{branch}r", f"q/{branch}w", "reranker", 3, penalty=-0.5 if penalties and branch == 2 else 0.0)
-        grow.call(f"q/{branch}a", f"q/{branch}r", "answerer", 2, penalty=-1.0 if penalties and branch == 3 else 0.0)
-        grow.end(f"q/{branch}a", outcome, fork="rewriter")
-    return grow.forest
+BRANCHES = documented("agents")
+"""Outcomes 1, 0.4 and 0; the reranker of branch 2 has penalty -0.5, the answerer of branch 3 has -1."""
 
 
 @pytest.mark.parametrize(
@@ -43,51 +29,38 @@ def fof(f1=(1.0, 0.4, 0.0), penalties=True):
     ],
 )
 def test_fof_worked_example(propagate, agent, rewards, advantages):
-    entries = by_call(credit(fof(), "mhgpo_fof", group_size=3, propagate=propagate))
-    own = [entries[f"q/{branch}{agent}"] for branch in (1, 2, 3)]
+    entries = by_call(credit(BRANCHES, "mhgpo_fof", group_size=3, propagate=propagate))
+    own = [entries[f"{branch}{agent}"] for branch in (1, 2, 3)]
     assert [entry.reward for entry in own] == pytest.approx(rewards, abs=1e-12)
     assert [advantage(entry) for entry in own] == pytest.approx(advantages, abs=5e-7)
     assert {entry.group_size for entry in own} == {3}
 
 
-def round_robin_forest(rewriter_tokens=5):
-    """q0 forks at the rewriter, q1 and q2 at the reranker."""
-    grow = Grow(AGENTS)
-    for branch, outcome in enumerate((0.0, 1.0)):
-        grow.call(f"q0/{branch}w", None, "rewriter", rewriter_tokens)
-        grow.call(f"q0/{branch}r", f"q0/{branch}w", "reranker", 3)
-        grow.call(f"q0/{branch}a", f"q0/{branch}r", "answerer", 2)
-        grow.end(f"q0/{branch}a", outcome, fork="rewriter")
-    for example, outcomes, penalty in (("q1", (0.6, 0.2), -0.5), ("q2", (1.0, 0.5), 0.0)):
-        grow.call(f"{example}/w", None, "rewriter", rewriter_tokens, penalty=penalty)
-        for branch, outcome in enumerate(outcomes):
-            grow.call(f"{example}/{branch}r", f"{example}/w", "reranker", 3)
-            grow.call(f"{example}/{branch}a", f"{example}/{branch}r", "answerer", 2)
-            grow.end(f"{example}/{branch}a", outcome, fork="reranker")
-    return grow.forest
+ROUND_ROBIN = documented("round_robin")
+"""q0 forks at the rewriter (0), q1 and q2 at the reranker (1); a call is EXAMPLE.AGENT.BRANCH."""
 
 
 def test_round_robin_worked_example():
-    result = credit(round_robin_forest(), "mhgpo_rr", group_size=2)
+    result = credit(ROUND_ROBIN, "mhgpo_rr", group_size=2)
     entries = by_call(result)
-    assert entries["q1/w"].parts == pytest.approx({"shared": 0.4, "penalty": -0.5})
-    assert entries["q1/w"].reward == pytest.approx(-0.1)
-    assert entries["q2/w"].reward == pytest.approx(0.75)
-    assert entries["q1/w"].group == entries["q2/w"].group
-    assert advantage(entries["q1/w"]) == pytest.approx(-0.707106, abs=5e-7)
-    assert advantage(entries["q2/w"]) == pytest.approx(0.707106, abs=5e-7)
+    assert entries["q1.0"].parts == pytest.approx({"shared": 0.4, "penalty": -0.5})
+    assert entries["q1.0"].reward == pytest.approx(-0.1)
+    assert entries["q2.0"].reward == pytest.approx(0.75)
+    assert entries["q1.0"].group == entries["q2.0"].group
+    assert advantage(entries["q1.0"]) == pytest.approx(-0.707106, abs=5e-7)
+    assert advantage(entries["q2.0"]) == pytest.approx(0.707106, abs=5e-7)
     for example, size in (("q0", 0.707106), ("q1", 0.707104), ("q2", 0.707105)):
         high, low = (1, 0) if example == "q0" else (0, 1)
-        for agent in "ra":
-            assert advantage(entries[f"{example}/{high}{agent}"]) == pytest.approx(size, abs=5e-7)
-            assert advantage(entries[f"{example}/{low}{agent}"]) == pytest.approx(-size, abs=5e-7)
-    assert entries["q1/w"].weights == pytest.approx([1 / 45] * 5, abs=1e-12)
-    assert entries["q0/0w"].weights == pytest.approx([1 / 90] * 5, abs=1e-12)
+        for agent in (1, 2):
+            assert advantage(entries[f"{example}.{agent}.{high}"]) == pytest.approx(size, abs=5e-7)
+            assert advantage(entries[f"{example}.{agent}.{low}"]) == pytest.approx(-size, abs=5e-7)
+    assert entries["q1.0"].weights == pytest.approx([1 / 45] * 5, abs=1e-12)
+    assert entries["q0.0.0"].weights == pytest.approx([1 / 90] * 5, abs=1e-12)
     assert total_weight(result) == pytest.approx(1.0, abs=1e-12)
 
 
 def test_round_robin_reads_the_fork_from_the_tree_when_it_is_not_recorded():
-    forest = round_robin_forest()
+    forest = ROUND_ROBIN
     bare = replace(forest, rollouts=tuple(replace(rollout, fork=None) for rollout in forest.rollouts))
     assert credit(bare, "mhgpo_rr", group_size=2) == credit(forest, "mhgpo_rr", group_size=2)
 
@@ -196,18 +169,18 @@ def test_model_caused_failures_are_credited_where_they_ended():
 
 
 def test_frozen_modules_have_no_weight_and_do_not_count_in_n():
-    starred = by_call(credit(fof(), "mhgpo_fof", group_size=3, train_modules=("reranker",)))
-    minus = credit(fof(), "mhgpo_fof", group_size=3, freeze_modules=("reranker",))
+    starred = by_call(credit(BRANCHES, "mhgpo_fof", group_size=3, train_modules=("reranker",)))
+    minus = credit(BRANCHES, "mhgpo_fof", group_size=3, freeze_modules=("reranker",))
     assert {entry.call[-1] for entry in starred.values() if any(entry.weights)} == {"r"}
-    assert starred["q/1r"].weights == pytest.approx([1 / 9] * 3)
-    assert by_call(minus)["q/1w"].weights == pytest.approx([1 / (2 * 3 * 5)] * 5)
+    assert starred["1r"].weights == pytest.approx([1 / 9] * 3)
+    assert by_call(minus)["1w"].weights == pytest.approx([1 / (2 * 3 * 5)] * 5)
     assert total_weight(minus) == pytest.approx(1.0)
-    assert advantage(by_call(minus)["q/1r"]) == pytest.approx(1.150791, abs=5e-7)
+    assert advantage(by_call(minus)["1r"]) == pytest.approx(1.150791, abs=5e-7)
 
 
 def test_final_reward_only():
-    entries = by_call(credit(fof(), "mhgpo_fof", group_size=3, penalties=False))
-    assert [entries[f"q/3{agent}"].reward for agent in "wra"] == [0.0, 0.0, 0.0]
+    entries = by_call(credit(BRANCHES, "mhgpo_fof", group_size=3, penalties=False))
+    assert [entries[f"3{agent}"].reward for agent in "wra"] == [0.0, 0.0, 0.0]
 
 
 def test_a_module_that_an_example_never_calls_is_no_slot_of_it():
@@ -232,23 +205,12 @@ def test_ragged_invocations_form_their_own_slots():
 
 def test_weights_are_normalised_within_each_minibatch():
     minibatch = {"q0": 0, "q1": 1, "q2": 1}
-    forest = round_robin_forest()
+    forest = ROUND_ROBIN
     entries = by_call(credit(forest, "mhgpo_rr", group_size=2, minibatch=minibatch))
     for index in (0, 1):
         own = [e for e in entries.values() if minibatch[forest.calls[e.call].example] == index]
         assert sum(sum(e.weights) for e in own) == pytest.approx(1.0)
-    assert entries["q1/w"].group == entries["q2/w"].group, "the pool of round robin is the whole batch"
-
-
-@pytest.mark.parametrize(("mean", "length"), [("token", None), ("constant", 7), ("constant", None)])
-def test_loss_means(mean, length):
-    options = {"loss_length": length} if length else {}
-    entries = by_call(credit(fof(), "mhgpo_fof", group_size=3, loss_mean=mean, **options))
-    found = {agent: entries[f"q/1{agent}"].weights[0] for agent in "wra"}
-    if mean == "token":
-        assert found == pytest.approx(dict.fromkeys("wra", 1 / 30))
-    else:
-        assert found == pytest.approx(dict.fromkeys("wra", 1 / (9 * (length or 5))))
+    assert entries["q1.0"].group == entries["q2.0"].group, "the pool of round robin is the whole batch"
 
 
 def test_plans():
@@ -292,7 +254,7 @@ def test_check():
 def test_a_section_of_another_algorithm_is_refused():
     algo = ALGO_SCHEMAS["mhgpo_fof"].model_validate({"name": "mhgpo_fof"})
     with pytest.raises(ConfigError, match="expected one of type MhgpoRrConfig"):
-        ALGORITHMS["mhgpo_rr"].credit(fof(), algo, 0)
+        ALGORITHMS["mhgpo_rr"].credit(BRANCHES, algo, 0)
 
 
 def forest_with(field, value):
@@ -332,14 +294,6 @@ def test_frozen_slots_without_tokens_and_later_invocations_do_not_count_in_n():
     assert result["q/0#0"].weights == pytest.approx([0.5]) and result["q/0#1"].weights == (0.0,)
     frozen = by_call(credit(repeated.forest, "mhgpo_is", freeze_modules=("a",)))
     assert not any(any(entry.weights) for entry in frozen.values())
-
-
-def test_token_means_are_taken_within_each_minibatch():
-    minibatch = {"q0": 0, "q1": 1, "q2": 1}
-    forest = round_robin_forest()
-    entries = by_call(credit(forest, "mhgpo_rr", group_size=2, minibatch=minibatch, loss_mean="token"))
-    assert entries["q0/0w"].weights == pytest.approx([1 / 20] * 5)
-    assert entries["q1/w"].weights == pytest.approx([1 / 30] * 5)
 
 
 def test_two_modules_are_enough_for_oversampling():

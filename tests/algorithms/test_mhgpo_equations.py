@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.algorithms.test_laws import LAW, TOLERANCE, credit
-from tests.helpers.forests import MODULES, forked
+from tests.algorithms.test_laws import LAW, TOLERANCE
+from tests.helpers.forests import MODULES, credit, forked
 
 
 @LAW

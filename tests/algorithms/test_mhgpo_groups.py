@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl import rng
-from tests.algorithms.test_mhgpo import AGENTS, credit, fof, round_robin_forest
-from tests.helpers.forests import Grow, advantage, by_call, chains, forked
+from tests.algorithms.test_mhgpo import AGENTS, BRANCHES, ROUND_ROBIN
+from tests.helpers.forests import Grow, advantage, by_call, chains, credit, forked, singles
 
 
-def singles(count, forks):
+def single_rewriters(count, forks):
     """`count` round-robin trees with one single rewriter each; two reranker branches."""
     grow = Grow(AGENTS, step=4)
     for index in range(count):
@@ -28,7 +28,7 @@ def singles(count, forks):
 
 @pytest.mark.parametrize("regroup", ["alg3", "agent_chunks"])
 def test_chunked_regrouping(regroup):
-    forest = singles(5, ["answerer"])
+    forest = single_rewriters(5, ["answerer"])
     entries = by_call(credit(forest, "mhgpo_rr", group_size=3, regroup=regroup))
     chunks: dict[str, list[str]] = {}
     for entry in entries.values():
@@ -45,26 +45,26 @@ def test_chunked_regrouping(regroup):
 
 
 def test_singles_whose_trees_forked_elsewhere_are_not_compared():
-    entries = by_call(credit(round_robin_forest(), "mhgpo_rr", group_size=2))
-    other = by_call(credit(singles(4, ["answerer"]), "mhgpo_rr", group_size=2))
-    assert entries["q1/w"].group == "RR:rewriter:0:reranker"
+    entries = by_call(credit(ROUND_ROBIN, "mhgpo_rr", group_size=2))
+    other = by_call(credit(single_rewriters(4, ["answerer"]), "mhgpo_rr", group_size=2))
+    assert entries["q1.0"].group == "RR:rewriter:0:reranker"
     assert {other[f"q{i}/w"].group for i in range(4)} == {"RR:rewriter:0:answerer"}
 
 
 def test_group_options():
-    constant = by_call(credit(fof((0.5, 0.5, 0.5), penalties=False), "mhgpo_fof", group_size=3))
-    assert advantage(constant["q/1w"]) == 0.0 and constant["q/1w"].weights[0] > 0
-    unscaled = by_call(credit(fof(), "mhgpo_fof", group_size=3, scale=False))
-    assert advantage(unscaled["q/1r"]) == pytest.approx(0.7) and unscaled["q/1r"].std is None
-    rloo = by_call(credit(fof(), "mhgpo_fof", group_size=3, scale=False, baseline="leave_one_out"))
-    assert advantage(rloo["q/1r"]) == pytest.approx(1.0 - (-0.1 + 0.0) / 2)
-    batch = by_call(credit(fof(), "mhgpo_fof", group_size=3, std_over="batch", eps=0))
+    constant = by_call(credit(singles((0.5, 0.5, 0.5)), "mhgpo_fof", group_size=3))
+    assert advantage(constant["q0/1"]) == 0.0 and constant["q0/1"].weights[0] > 0
+    unscaled = by_call(credit(BRANCHES, "mhgpo_fof", group_size=3, scale=False))
+    assert advantage(unscaled["1r"]) == pytest.approx(0.7) and unscaled["1r"].std is None
+    rloo = by_call(credit(BRANCHES, "mhgpo_fof", group_size=3, scale=False, baseline="leave_one_out"))
+    assert advantage(rloo["1r"]) == pytest.approx(1.0 - (-0.1 + 0.0) / 2)
+    batch = by_call(credit(BRANCHES, "mhgpo_fof", group_size=3, std_over="batch", eps=0))
     values = [1, 0.4, 0, 1, -0.1, 0, 1, 0.4, -1]
     mean = sum(values) / 9
     std = (sum((v - mean) ** 2 for v in values) / 8) ** 0.5
-    assert advantage(batch["q/1r"]) == pytest.approx(0.7 / std)
-    population = by_call(credit(fof(), "mhgpo_fof", group_size=3, ddof=0, eps=0))
-    assert population["q/1w"].std == pytest.approx((((1 - 7 / 15) ** 2 + (1 / 15) ** 2 + (7 / 15) ** 2) / 3) ** 0.5)
+    assert advantage(batch["1r"]) == pytest.approx(0.7 / std)
+    population = by_call(credit(BRANCHES, "mhgpo_fof", group_size=3, ddof=0, eps=0))
+    assert population["1w"].std == pytest.approx((((1 - 7 / 15) ** 2 + (1 / 15) ** 2 + (7 / 15) ** 2) / 3) ** 0.5)
 
 
 def test_zero_variance_groups_can_be_dropped_as_if_never_sampled():
@@ -83,14 +83,14 @@ def test_zero_variance_groups_can_be_dropped_as_if_never_sampled():
 
 
 def test_chunks_cover_a_pool_that_divides_evenly():
-    entries = by_call(credit(singles(6, ["answerer"]), "mhgpo_rr", group_size=3, regroup="agent_chunks"))
+    entries = by_call(credit(single_rewriters(6, ["answerer"]), "mhgpo_rr", group_size=3, regroup="agent_chunks"))
     groups = [e.group for call, e in entries.items() if call.endswith("/w")]
     assert sorted(groups) == ["RR:rewriter:0:0"] * 3 + ["RR:rewriter:0:1"] * 3
 
 
 def test_permutations_differ_between_steps_and_between_slots():
     def order(step):
-        forest = replace(singles(6, ["answerer"]), step=step)
+        forest = replace(single_rewriters(6, ["answerer"]), step=step)
         entries = by_call(credit(forest, "mhgpo_rr", group_size=3, regroup="agent_chunks"))
         return [[entries[f"q{i}/{agent}"].group[-1] for i in range(6)] for agent in "wr"]
 
@@ -100,7 +100,7 @@ def test_permutations_differ_between_steps_and_between_slots():
 
 
 def test_a_pool_for_every_module_and_fork():
-    entries = by_call(credit(singles(6, ["answerer", "reranker"]), "mhgpo_rr", group_size=2))
+    entries = by_call(credit(single_rewriters(6, ["answerer", "reranker"]), "mhgpo_rr", group_size=2))
     assert {e.group for call, e in entries.items() if call.endswith("/w")} == {
         "RR:rewriter:0:answerer",
         "RR:rewriter:0:reranker",
@@ -108,11 +108,8 @@ def test_a_pool_for_every_module_and_fork():
 
 
 def test_a_batch_standard_deviation_leaves_groups_of_one_out():
-    grow = Grow(("a",))
-    for name, outcome in (("q/0", 1.0), ("q/1", 0.0), ("p/0", 50.0)):
-        grow.chain(name, "a", outcome, fork="a")
-    entries = by_call(credit(grow.forest, "mhgpo_fof", std_over="batch", eps=0))
-    assert advantage(entries["q/0#0"]) == pytest.approx(0.5 / 0.5**0.5)
+    entries = by_call(credit(singles((1.0, 0.0), (50.0,)), "mhgpo_fof", std_over="batch", eps=0))
+    assert advantage(entries["q0/0"]) == pytest.approx(0.5 / 0.5**0.5)
 
 
 @pytest.mark.parametrize("options", [{"freeze_modules": ("a",)}, {"zero_variance": "drop"}])

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from pydantic import ValidationError
 
-from mmrl.algorithms import ALGORITHMS, assign_credit
+from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms.mmgrpo import most_diverse
 from mmrl.config.algo import MmgrpoConfig
+from mmrl.credit.entries import Member, Reward
 from mmrl.rollout.plans import Tree
-from tests.helpers.forests import Grow, advantage, total_weight
+from tests.helpers.forests import Grow, advantage, documented, singles, total_weight
+from tests.helpers.forests import credit as credit_by
 
 MAX = {"eps": 1e-4, "filler": "max"}
+PROGRAM = documented("program")
+"""r0 calls A, B, B: 1.0. r1 A, B: 0.0. r2 A, B, B, B: 0.5. r3: A, and B, which fails with 1 of 2 fields."""
 
 
-def credit(forest, seed=0, minibatch=None, **options):
-    return assign_credit(forest, MmgrpoConfig(name="mmgrpo", **options), seed, minibatch)
-
-
-def worked(tokens=1):
-    """r0 ABB 1.0; r1 AB 0.0; r2 ABBB 0.5; r3: A ok, B fails with 1 of 2 fields."""
-    grow = Grow(("A", "B"))
-    grow.chain("q/r0", "ABB", 1.0, tokens)
-    grow.chain("q/r1", "AB", 0.0, tokens)
-    grow.chain("q/r2", "ABBB", 0.5, tokens)
-    grow.call("q/r3#0", None, "A", tokens)
-    grow.call("q/r3#1", "q/r3#0", "B", tokens, ok=False, present_fields=1, expected_fields=2)
-    grow.end("q/r3#1", 0.0, id="q/r3", error="parse")
-    return grow.forest
+credit = partial(credit_by, name="mmgrpo")
 
 
 def groups(result):
@@ -44,16 +38,16 @@ def column(members, index):
 
 
 def test_worked_example_fill():
-    found = groups(credit(worked(), **MAX))
+    found = groups(credit(PROGRAM, **MAX))
     assert list(found) == ["q:A:0", "q:B:0", "q:B:1", "q:B:2"]
-    assert column(found["q:A:0"], 0) == ["r0#0", "r1#0", "r2#0", "r0#0"]
+    assert column(found["q:A:0"], 0) == ["r0.A0", "r1.A0", "r2.A0", "r0.A0"]
     assert column(found["q:A:0"], 1) == [1, 0, 0.5, 1]
     assert column(found["q:A:0"], 2) == pytest.approx([0.783186, -1.305310, -0.261062, 0.783186], abs=5e-7)
     assert column(found["q:A:0"], 3) == [False, False, False, True]
     expected = {
-        "q:B:0": (["r0#1", "r1#1", "r2#1", "r3#1"], [False] * 4),
-        "q:B:1": (["r0#2", "r1#1", "r2#2", "r3#1"], [False, True, False, True]),
-        "q:B:2": (["r0#2", "r1#1", "r2#3", "r3#1"], [True, True, False, True]),
+        "q:B:0": (["r0.B0", "r1.B0", "r2.B0", "r3.B0"], [False] * 4),
+        "q:B:1": (["r0.B1", "r1.B0", "r2.B1", "r3.B0"], [False, True, False, True]),
+        "q:B:2": (["r0.B1", "r1.B0", "r2.B2", "r3.B0"], [True, True, False, True]),
     }
     for group, (calls, fillers) in expected.items():
         assert column(found[group], 0) == calls
@@ -63,15 +57,15 @@ def test_worked_example_fill():
 
 
 def test_worked_example_variants():
-    trajectory = groups(credit(worked(), failing_traces="trajectory", on_missing="skip_example", **MAX))
-    assert column(trajectory["q:A:0"], 0) == ["r0#0", "r1#0", "r2#0", "r3#0"]
+    trajectory = groups(credit(PROGRAM, failing_traces="trajectory", on_missing="skip_example", **MAX))
+    assert column(trajectory["q:A:0"], 0) == ["r0.A0", "r1.A0", "r2.A0", "r3.A0"]
     assert column(trajectory["q:A:0"], 1) == [1, 0, 0.5, -0.5]
-    assert "q:A:0" not in groups(credit(worked(), on_missing="skip_example", **MAX))
-    assert list(groups(credit(worked(), padding_mode="truncate", eps=1e-4))) == ["q:A:0", "q:B:0"]
-    selected = groups(credit(worked(), group_size=3, rollouts=4, **MAX))
-    assert column(selected["q:A:0"], 0) == ["r0#0", "r2#0", "r1#0"]
+    assert "q:A:0" not in groups(credit(PROGRAM, on_missing="skip_example", **MAX))
+    assert list(groups(credit(PROGRAM, padding_mode="truncate", eps=1e-4))) == ["q:A:0", "q:B:0"]
+    selected = groups(credit(PROGRAM, group_size=3, rollouts=4, **MAX))
+    assert column(selected["q:A:0"], 0) == ["r0.A0", "r2.A0", "r1.A0"]
     assert column(selected["q:A:0"], 2) == pytest.approx([0.999800, 0, -0.999800], abs=5e-7)
-    assert column(selected["q:B:0"], 0) == ["r0#1", "r1#1", "r3#1"]
+    assert column(selected["q:B:0"], 0) == ["r0.B0", "r1.B0", "r3.B0"]
     assert column(selected["q:B:0"], 2) == pytest.approx([1.090947, -0.218189, -0.872757], abs=5e-7)
 
 
@@ -107,23 +101,23 @@ def test_random_fillers_are_own_calls_and_follow_the_seed():
 
 
 def test_fill_from_the_group_repeats_its_head():
-    found = groups(credit(worked(), fill_source="group", eps=1e-4))
-    assert column(found["q:B:1"], 0) == ["r0#2", "r2#2", "r0#2", "r2#2"]
-    assert column(found["q:B:2"], 0) == ["r2#3"] * 4
+    found = groups(credit(PROGRAM, fill_source="group", eps=1e-4))
+    assert column(found["q:B:1"], 0) == ["r0.B1", "r2.B1", "r0.B1", "r2.B1"]
+    assert column(found["q:B:2"], 0) == ["r2.B2"] * 4
     assert column(found["q:B:2"], 2) == [0, 0, 0, 0]
 
 
 def test_ragged_groups_have_their_true_size():
-    result = credit(worked(), padding_mode="ragged")
+    result = credit(PROGRAM, padding_mode="ragged")
     found = groups(result)
-    assert column(found["q:A:0"], 0) == ["r0#0", "r1#0", "r2#0"]
-    assert column(found["q:B:1"], 0) == ["r0#2", "r2#2"]
-    assert column(found["q:B:2"], 0) == ["r2#3"]
+    assert column(found["q:A:0"], 0) == ["r0.A0", "r1.A0", "r2.A0"]
+    assert column(found["q:B:1"], 0) == ["r0.B1", "r2.B1"]
+    assert column(found["q:B:2"], 0) == ["r2.B2"]
     alone = [e for e in result.entries if e.group == "q:B:2"]
     assert alone[0].weights == (0.0,), "a group of one is not trained"
     assert total_weight(result) == pytest.approx(3 / 4), "and its share is not given to others"
-    large = groups(credit(worked(), padding_mode="ragged", rollouts=4, group_size=2))
-    assert column(large["q:A:0"], 0) == ["r0#0", "r1#0"] and column(large["q:B:2"], 0) == ["r2#3"]
+    large = groups(credit(PROGRAM, padding_mode="ragged", rollouts=4, group_size=2))
+    assert column(large["q:A:0"], 0) == ["r0.A0", "r1.A0"] and column(large["q:B:2"], 0) == ["r2.B2"]
 
 
 def test_the_invocation_of_a_failing_call():
@@ -161,12 +155,8 @@ def test_other_model_caused_failures_take_the_rollouts_reward_on_every_call():
 
 
 def test_outside_failures_leave_a_place_that_padding_fills():
-    grow = Grow(("A",))
-    grow.chain("q/r0", "A", 1.0)
-    grow.chain("q/r1", "A", 0.0)
-    grow.chain("q/r2", "A", None, error="tool")
-    found = groups(credit(grow.forest))
-    assert column(found["q:A:0"], 0) == ["r0#0", "r1#0", "r0#0"]
+    found = groups(credit(singles((1.0, 0.0, None))))
+    assert column(found["q0:a:0"], 0) == ["q0/0", "q0/1", "q0/0"]
 
 
 def overlong():
@@ -216,20 +206,6 @@ def test_weights_are_the_mean_over_groups_of_the_mean_over_members():
     assert total_weight(split) == pytest.approx(2.0)
 
 
-def test_zero_variance_groups_can_be_dropped():
-    grow = Grow(("A",))
-    for example, outcomes in (("q", (1.0, 1.0)), ("p", (1.0, 0.0))):
-        for index, outcome in enumerate(outcomes):
-            grow.chain(f"{example}/{index}", "A", outcome)
-    result = credit(grow.forest, zero_variance="drop")
-    assert {e.call: e.weights for e in result.entries} == {
-        "q/0#0": (0.0,),
-        "q/1#0": (0.0,),
-        "p/0#0": (0.5,),
-        "p/1#0": (0.5,),
-    }
-
-
 def test_selection_takes_even_ranks():
     grow = Grow(("A",))
     for index in range(6):
@@ -241,13 +217,9 @@ def test_selection_takes_even_ranks():
 
 
 def test_more_places_than_members_repeat_ranks():
-    from mmrl.algorithms.mmgrpo import most_diverse
-
     grow = Grow(("A",))
     grow.chain("q/r0", "A", 1.0)
     grow.chain("q/r1", "A", 0.0)
-    from mmrl.credit.entries import Member, Reward
-
     members = [Member((call,), Reward(reward)) for call, reward in zip(grow.calls.values(), (1.0, 0.0), strict=True)]
     picked = most_diverse(members, 4)
     assert [m.reward.total for m in picked] == [1.0, 1.0, 0.0, 0.0]
@@ -284,18 +256,7 @@ def test_combinations_without_effect_are_refused(options, message):
         MmgrpoConfig(name="mmgrpo", **options)
 
 
-def test_token_means_metrics_and_parts():
-    grow = Grow(("A",))
-    for name, tokens, outcome in (("q/0", 2, 1.0), ("q/1", 4, 0.0), ("p/0", 3, 1.0), ("p/1", 3, 1.0)):
-        grow.chain(name, "A", outcome, tokens)
-    result = credit(grow.forest, minibatch={"q": 0, "p": 1}, loss_mean="token")
-    assert {e.call: e.weights[0] for e in result.entries} == {
-        "q/0#0": 1 / 6,
-        "q/1#0": 1 / 6,
-        "p/0#0": 1 / 6,
-        "p/1#0": 1 / 6,
-    }
-    whole = {e.weights[0] for e in credit(grow.forest, loss_mean="token").entries}
-    assert whole == {1 / 12}
+def test_metrics_and_parts():
+    result = credit(singles((1.0, 0.0), (1.0, 1.0)))
     assert result.metrics["credit/groups"] == 2.0 and result.metrics["credit/zero_variance_share"] == 0.5
     assert result.entries[0].parts == {"outcome": 1.0} and result.algo == "mmgrpo"

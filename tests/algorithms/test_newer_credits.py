@@ -12,20 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.algorithms import ALGORITHMS, assign_credit
+from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.credit.backward import tree_values
 from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.stages.information_gain import gold_problems, with_gains
-from tests.helpers.forests import Grow, advantage, by_call, chains, forked, numbers
+from tests.helpers.forests import Grow, advantage, by_call, chains, credit, forked, numbers, singles
 
 LAW = settings(max_examples=60, deadline=None)
 TREES = st.one_of(forked(sampler="is"), forked(sampler="os"))
-
-
-def credit(forest, name, **options):
-    return assign_credit(forest, ALGO_SCHEMAS[name].model_validate({"name": name, **options}), 0)
 
 
 def rows(result):
@@ -53,6 +49,29 @@ def normal(values, eps=1e-6):
 
 def scored(forest):
     return [rollout for rollout in forest.rollouts if rollout.reward is not None and rollout.leaf is not None]
+
+
+ONE_CALL = chains(modules=("only",), linear=True)
+SPECIAL = {
+    "dr_mas with one call a rollout": (ONE_CALL, "dr_mas", {}, {}),
+    "dr_mas with one call a rollout, unscaled": (ONE_CALL, "dr_mas", {"scale": False}, {"scale": False}),
+    "tree_grpo with one leaf a tree": (chains(), "tree_grpo", {}, {}),
+    "gigpo where no state or prompt repeats": (chains(), "gigpo", {}, {}),
+    "gigpo where steps count nothing": (chains(), "gigpo", {"step_coef": 0.0}, {}),
+    "igpo without turn rewards": (chains(failures=False), "igpo", {}, {"eps": 1e-6}),
+}
+"""Case -> forests on which the algorithm with its options has the advantages of GRPO with others."""
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+@LAW
+@given(data=st.data())
+def test_a_special_case_of_it_is_grpo(case, data):
+    forests, name, options, of_grpo = SPECIAL[case]
+    forest = data.draw(forests)
+    found = credit(forest, name, **options)
+    assert found.metrics.get("credit/anchored_share", 0) == 0
+    assert_same(rows(found), rows(credit(forest, "grpo", **of_grpo)))
 
 
 # -- Dr.MAS ------------------------------------------------------------------------------------------------------------
@@ -88,12 +107,6 @@ def test_dr_mas_is_a_comparison_of_all_calls_of_a_module(forest):
         expected |= dict(zip([call for call, _ in group], normal([reward for _, reward in group]), strict=True))
     found = by_call(credit(forest, "dr_mas"))
     assert {call: advantage(entry) for call, entry in found.items()} == pytest.approx(expected, abs=1e-9)
-
-
-@LAW
-@given(chains(modules=("only",), linear=True), st.booleans())
-def test_dr_mas_with_one_call_a_rollout_is_grpo(forest, scale):
-    assert_same(rows(credit(forest, "dr_mas", scale=scale)), rows(credit(forest, "grpo", scale=scale)))
 
 
 @LAW
@@ -213,12 +226,6 @@ def test_tree_grpo_adds_two_comparisons(forest):
 
 
 @LAW
-@given(chains())
-def test_tree_grpo_with_one_leaf_a_tree_is_grpo(forest):
-    assert_same(rows(credit(forest, "tree_grpo")), rows(credit(forest, "grpo")))
-
-
-@LAW
 @given(TREES)
 def test_tree_grpo_on_one_tree_is_twice_grpo(forest):
     first = {example: {} for example in forest.examples}
@@ -286,16 +293,6 @@ def test_gigpo_adds_the_comparison_of_returns_within_a_state(forest, gamma, coef
 
 @LAW
 @given(chains())
-def test_gigpo_where_nothing_repeats_or_counts_is_grpo(forest):
-    grpo = rows(credit(forest, "grpo"))
-    result = credit(forest, "gigpo")
-    assert result.metrics.get("credit/anchored_share", 0) == 0, "no state and no prompt"
-    assert_same(rows(result), grpo)
-    assert_same(rows(credit(forest, "gigpo", step_coef=0.0)), grpo)
-
-
-@LAW
-@given(chains())
 def test_gigpo_anchored_at_the_first_call_alone_is_grpo_after_it(forest):
     for call in list(forest.calls.values()):
         state = "start" if call.parent is None else call.id
@@ -354,23 +351,13 @@ def test_tree_values_are_local_plus_global_advantages(forest):
 
 
 def test_maxrl_divides_by_the_mean_reward():
-    grow = Grow(("agent",))
-    for index, reward in enumerate((1.0, 0.0, 0.0, 0.0)):
-        grow.chain(f"q/{index}", ("agent",), reward)
-    found = by_call(credit(grow.forest, "grpo", scale="mean"))
-    assert [advantage(found[f"q/{i}#0"]) for i in range(4)] == [3.0, -1.0, -1.0, -1.0]
-    nothing = Grow(("agent",))
-    for index in range(2):
-        nothing.chain(f"q/{index}", ("agent",), 0.0)
-    assert {advantage(entry) for entry in credit(nothing.forest, "grpo", scale="mean").entries} == {0.0}
+    found = credit(singles((1.0, 0.0, 0.0, 0.0), (0.0, 0.0)), "grpo", scale="mean")
+    assert [advantage(entry) for entry in found.entries] == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0]
 
 
 def test_maxrl_refuses_negative_rewards():
-    grow = Grow(("agent",))
-    for index, reward in enumerate((1.0, -0.5)):
-        grow.chain(f"q/{index}", ("agent",), reward)
-    with pytest.raises(DataError, match=r"algo\.scale: mean needs rewards of 0 or more; group 'q' has -0\.5"):
-        credit(grow.forest, "grpo", scale="mean")
+    with pytest.raises(DataError, match=r"algo\.scale: mean needs rewards of 0 or more; group 'q0' has -0\.5"):
+        credit(singles((1.0, -0.5)), "grpo", scale="mean")
 
 
 @LAW
@@ -456,12 +443,6 @@ def test_igpo_is_one_comparison_of_all_turns_added_up_from_the_end(forest, gamma
                 expected[call.id] = [running]
     found = rows(credit(forest, "igpo", gamma=gamma))
     assert_same({call: expected[call] for call in found}, found)
-
-
-@LAW
-@given(chains(failures=False))
-def test_igpo_without_turn_rewards_is_grpo(forest):
-    assert_same(rows(credit(forest, "igpo")), rows(credit(forest, "grpo", eps=1e-6)))
 
 
 class Closed:

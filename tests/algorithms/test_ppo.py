@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 from pydantic import ValidationError
 
-from mmrl.algorithms import ALGORITHMS, assign_credit
+from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms import problems as problems_of
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import DataError
 from mmrl.rollout.plans import Tree
-from tests.helpers.forests import Grow, by_call, total_weight
+from tests.helpers.forests import Grow, by_call, documented
+from tests.helpers.forests import credit as credit_by
 
+AGENTS = documented("critic")
+"""F1 0.6; the answerer has penalty -1."""
 VALUES = (0.4, 0.5, 0.1, 0.6, 0.3, 0.2, 0.8, 0.7)
 
 
-def credit(forest, name, minibatch=None, **options):
-    algo = ALGO_SCHEMAS[name].model_validate({"name": name, "beta": 0, **options})
-    return assign_credit(forest, algo, 0, minibatch)
+credit = partial(credit_by, beta=0)
 
 
-def search(observed, turns=(0.0, 0.2), outcome=1.0):
+def search(observed):
     """Two searches and an answer: mask 1 1 0 1 1 0 1 1."""
-    values = [VALUES[0:3], VALUES[3:6], VALUES[6:8]]
-    grow = Grow(("agent",))
-    leaf = None
-    for index, own in enumerate(values):
-        leaf = grow.call(
-            f"q/{index}",
-            leaf,
-            "agent",
-            2,
-            observation_tokens=1 if index < 2 else 0,
-            turn_reward=turns[index] if index < 2 else None,
-            values=own if observed else own[:2],
-        )
-    grow.end(leaf, outcome)
-    return grow.forest
+    forest = documented("observed")
+    calls = {name: call if observed else replace(call, values=call.values[:2]) for name, call in forest.calls.items()}
+    return replace(forest, calls=calls)
 
 
 def flat(entries, field):
-    return [value for index in range(3) for value in getattr(entries[f"q/{index}"], field)]
+    return [value for index in range(3) for value in getattr(entries[f"{index}"], field)]
 
 
 @pytest.mark.parametrize(
@@ -66,8 +58,8 @@ def test_mt_ppo_returns_and_whitening_worked_example():
         [0.777454, 0.418629, 0.059804, 1.136279, -1.375496, -1.016671], abs=5e-7
     )
     assert flat(entries, "token_rewards") == pytest.approx([0, 0, 0, 0.2, 0, 1])
-    assert [entries[f"q/{i}"].parts for i in range(3)] == [{"turn": 0.0}, {"turn": 0.2}, {"outcome": 1.0}]
-    assert entries["q/1"].reward == pytest.approx(0.2)
+    assert [entries[f"{i}"].parts for i in range(3)] == [{"turn": 0.0}, {"turn": 0.2}, {"outcome": 1.0}]
+    assert entries["1"].reward == pytest.approx(0.2)
 
 
 def test_whitening_over_all_tokens_counts_observations():
@@ -87,30 +79,12 @@ def test_ppo_places_the_outcome_on_the_last_token():
     assert flat(entries, "token_rewards") == [0, 0, 0, 0, 0, 1]
     sampled = [VALUES[t] for t in (0, 1, 3, 4, 6, 7)]
     assert flat(entries, "raw_advantages") == pytest.approx([1 - value for value in sampled])
-    assert [entries[f"q/{i}"].parts for i in range(3)] == [{}, {}, {"outcome": 1.0}]
-
-
-def agents():
-    """F1 0.6, beta 0.1; the answerer has penalty -1."""
-    grow = Grow(("rewriter", "answerer"))
-    grow.call("q/w", None, "rewriter", 2, values=(0.3, 0.2), logprobs=(-1.0, -0.5), ref_logprobs=(-1.2, -0.5))
-    grow.call(
-        "q/a",
-        "q/w",
-        "answerer",
-        3,
-        penalty=-1.0,
-        values=(0.5, 0.1, 0.4),
-        logprobs=(-0.2, -0.3, -0.9),
-        ref_logprobs=(-0.2, -0.8, -0.4),
-    )
-    grow.end("q/a", 0.6)
-    return grow.forest
+    assert [entries[f"{i}"].parts for i in range(3)] == [{}, {}, {"outcome": 1.0}]
 
 
 def test_mappo_worked_example():
-    entries = by_call(credit(agents(), "mappo", beta=0.1))
-    writer, answerer = entries["q/w"], entries["q/a"]
+    entries = by_call(credit(AGENTS, "mappo", beta=0.1))
+    writer, answerer = entries["w"], entries["a"]
     assert writer.token_rewards == pytest.approx([-0.02, 0.6])
     assert answerer.token_rewards == pytest.approx([0, -0.05, -0.35])
     assert writer.raw_advantages == pytest.approx([0.28, 0.4])
@@ -120,18 +94,18 @@ def test_mappo_worked_example():
     assert writer.advantages == pytest.approx([0.960436, 1.161224], abs=5e-7)
     assert answerer.advantages == pytest.approx([-1.013979, -0.344686, -0.762994], abs=5e-7)
     assert answerer.parts == pytest.approx({"shared": 0.6, "penalty": -1.0, "kl": 0.0})
-    lower = by_call(credit(agents(), "mappo", beta=0.1, gae_lambda=0.95))
-    assert lower["q/w"].raw_advantages == pytest.approx([0.26, 0.4])
-    assert lower["q/a"].raw_advantages == pytest.approx([-0.839375, -0.4625, -0.75])
+    lower = by_call(credit(AGENTS, "mappo", beta=0.1, gae_lambda=0.95))
+    assert lower["w"].raw_advantages == pytest.approx([0.26, 0.4])
+    assert lower["a"].raw_advantages == pytest.approx([-0.839375, -0.4625, -0.75])
 
 
 def test_mappo_options():
-    final = by_call(credit(agents(), "mappo", penalties=False))
-    assert final["q/a"].token_rewards == pytest.approx([0, 0, 0.6])
-    unwhitened = by_call(credit(agents(), "mappo", whiten="none"))
-    assert unwhitened["q/a"].advantages == unwhitened["q/a"].raw_advantages
-    in_loss = by_call(credit(agents(), "mappo", beta=0.1, kl="loss"))
-    assert in_loss["q/w"].token_rewards == pytest.approx([0, 0.6])
+    final = by_call(credit(AGENTS, "mappo", penalties=False))
+    assert final["a"].token_rewards == pytest.approx([0, 0, 0.6])
+    unwhitened = by_call(credit(AGENTS, "mappo", whiten="none"))
+    assert unwhitened["a"].advantages == unwhitened["a"].raw_advantages
+    in_loss = by_call(credit(AGENTS, "mappo", beta=0.1, kl="loss"))
+    assert in_loss["w"].token_rewards == pytest.approx([0, 0.6])
 
 
 def test_mappo_leaves_out_what_no_scored_rollout_reaches_and_empty_calls():
@@ -178,13 +152,6 @@ def test_weights_are_the_token_mean():
         grow.end(grow.call(f"{example}/0", None, "agent", tokens, values=(0.0,) * tokens), 1.0)
     for name in ("ppo", "mappo"):
         assert {w for e in credit(grow.forest, name).entries for w in e.weights} == {1 / 8}
-        by_sequence = credit(grow.forest, name, loss_mean="seq")
-        assert by_call(by_sequence)["p/0"].weights == pytest.approx([1 / 10] * 5)
-        split = by_call(credit(grow.forest, name, minibatch={"q": 0, "p": 1}, loss_mean="seq"))
-        assert split["q/0"].weights == pytest.approx([1 / 3] * 3) and split["p/0"].weights == pytest.approx([1 / 5] * 5)
-        constant = by_call(credit(grow.forest, name, loss_mean="constant", loss_length=10))
-        assert constant["q/0"].weights == pytest.approx([1 / 20] * 3)
-        assert total_weight(credit(grow.forest, name)) == pytest.approx(1.0)
         assert credit(grow.forest, name).algo == name
 
 
@@ -207,9 +174,9 @@ def test_what_the_critic_and_the_kl_term_need_is_asked_for_by_call(name):
 
 
 def test_values_must_cover_observations_exactly_when_they_take_part():
-    with pytest.raises(DataError, match=r"call 'q/0': values: got 3 numbers, expected 2"):
+    with pytest.raises(DataError, match=r"call '0': values: got 3 numbers, expected 2"):
         credit(search(observed=True), "mt_ppo")
-    with pytest.raises(DataError, match=r"call 'q/0': values: got 2 numbers, expected 3"):
+    with pytest.raises(DataError, match=r"call '0': values: got 2 numbers, expected 3"):
         credit(search(observed=False), "mt_ppo", obs="all")
 
 

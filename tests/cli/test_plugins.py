@@ -1,15 +1,15 @@
 """The documented plug point works as documented: the task in docs/extending.md trains."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from mmrl.cli import main
 
 DOC = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
-def test_the_documented_task_trains_from_the_users_own_folder(tmp_path, random_model):
+def test_the_documented_task_trains_from_the_users_own_folder(tmp_path, random_model, monkeypatch, capsys):
     code = re.search(r"```python\n(.*?)```", DOC.read_text(), re.S)[1]
     yaml = re.search(r"```yaml\n(.*?)```", DOC.read_text(), re.S)[1]
     (tmp_path / "shout.py").write_text(code)
@@ -25,27 +25,20 @@ def test_the_documented_task_trains_from_the_users_own_folder(tmp_path, random_m
         "eval.items=2",
     ]
     arguments += ["model=hf", f"model.path={random_model}", "task.max_tokens=4", "run.dir=run"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mmrl", "train", *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(DOC.parents[1])])},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "loud" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    code = main(["train", *arguments])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "loud" in said.out
 
 
 def test_a_plugin_that_cannot_be_imported_is_a_config_error(capsys):
-    from mmrl.cli import main
-
     assert main(["train", "plugins=[nowhere_to_be_found]"]) == 2
     assert "plugins: cannot import 'nowhere_to_be_found'" in capsys.readouterr().err
 
 
 def test_a_plugin_that_raises_is_a_config_error_with_its_line(tmp_path, monkeypatch, capsys):
-    from mmrl.cli import main
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "raises_at_import.py").write_text("one = 1\nundefined_name\n")
     (tmp_path / "broken_syntax.py").write_text("one = 1\ntwo = = 2\n")

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from mmrl.algorithms import ALGORITHMS, assign_credit, minibatches
-from mmrl.config import ALGO_SCHEMAS
-from tests.helpers.forests import Grow, advantage, by_call, total_weight
+from mmrl.algorithms import ALGORITHMS, minibatches
+from tests.helpers.forests import Grow, advantage, by_call, credit, singles, total_weight
 
 GROUPED = sorted(name for name in ALGORITHMS if not ALGORITHMS[name].needs_critic)
+GROUPS_OF_ONE = {"mt_grpo": 2, "gigpo": 4, "tree_grpo": 4}
+"""Two rewards are compared; each of three calls has a state, and each of three rollouts a tree, of its own."""
 SMALL = {
     "mmgrpo": {"rollouts": 2},
     "ccpo": {"group_size": 2, "scale": True},
@@ -24,20 +25,7 @@ SMALL = {
 
 
 def credited(forest, name, minibatch=None, **options):
-    algo = ALGO_SCHEMAS[name].model_validate({"name": name, **SMALL.get(name, {"group_size": 2}), **options})
-    return assign_credit(forest, algo, 0, minibatch)
-
-
-def pairs(*examples, tokens=(2, 2)):
-    """Two rollouts of one call for each example, with its two rewards (None: failed from outside)."""
-    grow = Grow(("a",))
-    for example, rewards in enumerate(examples):
-        for branch, reward in enumerate(rewards):
-            error = "tool" if reward is None else None
-            values = (0.0,) * tokens[branch]
-            call = grow.call(f"q{example}/{branch}", None, "a", tokens[branch], values=values)
-            grow.end(call, reward, fork="a", error=error)
-    return grow.forest
+    return credit(forest, name, minibatch=minibatch, **SMALL.get(name, {"group_size": 2}) | options)
 
 
 # -- groups of one
@@ -47,18 +35,47 @@ def pairs(*examples, tokens=(2, 2)):
 @pytest.mark.parametrize(("mean", "weight"), [("seq", 1 / 8), ("token", 1 / 4), ("constant", 1 / 8)])
 def test_a_group_of_one_is_out_of_the_loss(name, mean, weight):
     """Its share, 1/2 of the step, is lost; but for `token`, where it counts no tokens and the others weigh more."""
-    found = credited(pairs((1.0, 0.0), (0.7, None)), name, loss_mean=mean)
+    found = credited(singles((1.0, 0.0), (0.7, None)), name, loss_mean=mean)
     entries = by_call(found)
     assert advantage(entries["q1/0"]) == 0 and entries["q1/0"].weights == (0.0, 0.0)
     assert "q1/1" not in entries
     assert entries["q0/0"].weights == pytest.approx((weight, weight))
     assert total_weight(found) == pytest.approx(4 * weight)
+    assert found.metrics["credit/groups_of_one"] == GROUPS_OF_ONE.get(name, 1)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_examples_that_tell_nothing_can_be_dropped(name):
+    forest = singles((1.0, 1.0), (1.0, 0.0))
+    kept, dropped = (by_call(credited(forest, name, zero_variance=how)) for how in ("keep", "drop"))
+    assert kept["q0/0"].weights == kept["q1/0"].weights == pytest.approx((1 / 8, 1 / 8))
+    assert dropped["q0/0"].weights == (0, 0) and dropped["q1/0"].weights == pytest.approx((1 / 4, 1 / 4))
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize(
+    ("options", "weights", "of_minibatches"),
+    [
+        ({"loss_mean": "seq"}, (1 / 8, 1 / 16), (1 / 4, 1 / 8)),
+        ({"loss_mean": "token"}, (1 / 12, 1 / 12), (1 / 6, 1 / 6)),
+        ({"loss_mean": "constant", "loss_length": 10}, (1 / 40, 1 / 40), (1 / 20, 1 / 20)),
+        ({"loss_mean": "constant"}, (1 / 16, 1 / 16), (1 / 8, 1 / 8)),  # the longest completion has 4
+    ],
+)
+def test_loss_means_over_the_step_and_over_each_minibatch(name, options, weights, of_minibatches):
+    """Two examples of two completions, of 2 and of 4 tokens."""
+    forest = singles((1.0, 0.0), (0.0, 1.0), tokens=(2, 4))
+    for split, expected in ((None, weights), ({"q0": 0, "q1": 1}, of_minibatches)):
+        entries = by_call(credited(forest, name, split, **options))
+        for call, entry in entries.items():
+            short = call.endswith("0")
+            assert entry.weights == pytest.approx([expected[0]] * 2 if short else [expected[1]] * 4)
 
 
 @pytest.mark.parametrize(("padding", "weight"), [("fill", 1 / 8), ("truncate", 1 / 8), ("ragged", 0.0)])
 def test_mmgrpo_repeats_a_single_rollout_to_r_equal_ones(padding, weight):
     """R = 2, one of which has failed: the other is there twice, with equal rewards; `ragged` repeats nothing."""
-    found = credited(pairs((1.0, 0.0), (0.7, None)), "mmgrpo", padding_mode=padding)
+    found = credited(singles((1.0, 0.0), (0.7, None)), "mmgrpo", padding_mode=padding)
     alone = [e for e in found.entries if e.call == "q1/0"]
     assert [e.filler_of for e in alone] == ([None] if padding == "ragged" else [None, "q1/0"])
     assert all(advantage(e) == 0 and e.weights == pytest.approx((weight, weight)) for e in alone)
@@ -141,7 +158,7 @@ def test_what_single_calls_are_compared_with(regroup, groups):
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_completion_without_tokens_is_compared_and_takes_no_weight(name):
     """G counts the sequences that have tokens: the other one of the group has all of its share."""
-    forest = pairs((1.0, 0.0), (0.0, 1.0), tokens=(2, 0))
+    forest = singles((1.0, 0.0), (0.0, 1.0), tokens=(2, 0))
     found = credited(forest, name)
     entries = by_call(found)
     assert entries["q0/0"].mean == 0.5 and advantage(entries["q0/0"]) == pytest.approx(0.7071, abs=1e-3)
@@ -151,7 +168,7 @@ def test_a_completion_without_tokens_is_compared_and_takes_no_weight(name):
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_an_example_without_any_token_is_not_counted(name):
-    forest = pairs((1.0, 0.0), (0.0, 1.0))
+    forest = singles((1.0, 0.0), (0.0, 1.0))
     empty = {name: replace(call, completion_tokens=0) for name, call in forest.calls.items() if call.example == "q1"}
     found = credited(replace(forest, calls={**forest.calls, **empty}), name)
     assert by_call(found)["q0/0"].weights == pytest.approx((1 / 4, 1 / 4)) and total_weight(found) == pytest.approx(1)
@@ -194,7 +211,7 @@ def test_a_turns_reward_falls_on_the_token_before_it_and_at_the_start_on_the_fir
 @pytest.mark.parametrize("name", ["ppo", "mt_ppo", "mappo"])
 def test_a_sequence_without_tokens_has_no_place_for_a_reward(name):
     """A rollout (MAPPO: a call) without tokens has an entry, and changes nothing of the others."""
-    alone, beside = credited(pairs((1.0,)), name), credited(pairs((1.0,), (0.0, 1.0), tokens=(2, 0)), name)
+    alone, beside = credited(singles((1.0,)), name), credited(singles((1.0,), (0.0, 1.0), tokens=(2, 0)), name)
     assert by_call(beside)["q1/1"].token_rewards == () and by_call(beside)["q1/1"].weights == ()
     assert by_call(alone)["q0/0"].returns == by_call(beside)["q0/0"].returns
     assert by_call(beside)["q0/0"].weights == pytest.approx((1 / 4, 1 / 4))
@@ -205,7 +222,7 @@ def test_a_sequence_without_tokens_has_no_place_for_a_reward(name):
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_an_example_without_a_scored_rollout_is_as_if_it_had_not_been_drawn(name):
-    whole, beside = pairs((1.0, 0.0), (0.2, 0.4)), pairs((1.0, 0.0), (0.2, 0.4), (None, None))
+    whole, beside = singles((1.0, 0.0), (0.2, 0.4)), singles((1.0, 0.0), (0.2, 0.4), (None, None))
     assert credited(beside, name).entries == credited(whole, name).entries
     assert total_weight(credited(beside, name)) == pytest.approx(1.0)
 
@@ -213,7 +230,7 @@ def test_an_example_without_a_scored_rollout_is_as_if_it_had_not_been_drawn(name
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_it_keeps_its_place_among_the_mini_batches(name):
     """Three examples in three mini-batches, the middle one without a scored rollout: its step has no weight at all."""
-    forest = pairs((1.0, 0.0), (None, None), (0.2, 0.4))
+    forest = singles((1.0, 0.0), (None, None), (0.2, 0.4))
     split = minibatches(forest.examples, 3)
     assert split == {"q0": 0, "q1": 1, "q2": 2}
     weight = [0.0, 0.0, 0.0]

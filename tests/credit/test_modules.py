@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from mmrl.algorithms import ALGORITHMS, assign_credit, problems
+from mmrl.cli import main
 from mmrl.config.algo import ALGO_SCHEMAS
 from mmrl.errors import DataError
+from mmrl.report.forest import dump_forest
 from tests.helpers.forests import Grow
 
 MODULES = ("rewriter", "answerer")
@@ -76,22 +79,14 @@ def test_unknown_modules_and_wrong_factors_are_named(name):
     assert "algo.advantage_scale.answerer: got -1.0, expected a finite number from 0" in found
 
 
-def test_a_factor_of_zero_is_a_choice():
-    algo = ALGO_SCHEMAS["mhgpo_fof"](
-        name="mhgpo_fof", advantage_scale={"answerer": 0.0}, penalty_scale={"rewriter": 0.0}
+@pytest.mark.parametrize("key", ["advantage_scale", "penalty_scale"])
+def test_factors_from_zero_to_the_largest_are_taken_and_what_is_beyond_refused(key):
+    zero, largest, beyond = (
+        problems(ALGO_SCHEMAS["mhgpo_fof"](name="mhgpo_fof", **{key: {"answerer": factor}}), MODULES, ("outcome",))
+        for factor in (0.0, 1e30, 1.1e30)
     )
-    assert problems(algo, MODULES, ("outcome",)) == []
-
-
-def test_the_largest_factor_is_taken_and_what_is_beyond_refused():
-    for key in ("advantage_scale", "penalty_scale"):
-        largest, beyond = (
-            ALGO_SCHEMAS["mhgpo_fof"](name="mhgpo_fof", **{key: {"answerer": factor}}) for factor in (1e30, 1.1e30)
-        )
-        assert problems(largest, MODULES, ("outcome",)) == []
-        assert problems(beyond, MODULES, ("outcome",)) == [
-            f"algo.{key}.answerer: got 1.1e+30, expected a finite number from 0 to 1e+30"
-        ]
+    assert zero == largest == []
+    assert beyond == [f"algo.{key}.answerer: got 1.1e+30, expected a finite number from 0 to 1e+30"]
 
 
 def test_a_factor_of_advantages_that_nothing_takes_is_refused():
@@ -128,26 +123,13 @@ def test_factors_of_penalties_that_are_off_are_refused():
 
 
 def test_mmrl_credit_takes_the_factors(tmp_path, capsys):
-    import json
-
-    from mmrl.cli import main
-
     path = tmp_path / "f.json"
-    calls = [
-        {"id": f"{i}{m[0]}", "example": "q", "parent": None if m == "rewriter" else f"{i}r", "module": m}
-        | {"invocation": 0, "turn": 0, "completion_tokens": 1, "penalty": -0.5 if (i, m) == (1, "rewriter") else 0.0}
-        for i in (0, 1)
-        for m in MODULES
-    ]
-    rollouts = [
-        {"id": f"q/{i}", "example": "q", "leaf": f"{i}a", "reward": float(1 - i), "error": None} for i in (0, 1)
-    ]
-    path.write_text(json.dumps({"version": 1, "modules": MODULES, "calls": calls, "rollouts": rollouts}))
+    path.write_text(json.dumps(dump_forest(forest())))
     arguments = ["credit", "algo=mhgpo_fof", f"rollouts={path}", "--json"]
     assert main([*arguments, "algo.penalty_scale.rewriter=0.4", "algo.advantage_scale={answerer: 3.0}"]) == 0
     found = {c["id"]: c for c in json.loads(capsys.readouterr().out)["calls"]}
-    assert found["1r"]["reward"] == pytest.approx(-0.2)
-    assert found["0a"]["advantages"] == pytest.approx([2.121320], abs=1e-5)
+    assert found["q/1#0"]["reward"] == pytest.approx(-0.2)
+    assert found["q/0#1"]["advantages"] == pytest.approx([2.121320], abs=1e-5)
     assert main([*arguments, "algo.penalty_scale.rewritr=0.4"]) == 2
     assert "did you mean 'rewriter'" in capsys.readouterr().err
 

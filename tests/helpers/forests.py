@@ -8,8 +8,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from mmrl.algorithms import assign_credit
+from mmrl.config import ALGO_SCHEMAS
 from mmrl.credit.entries import Credit, Entry
 from mmrl.records import Call, Forest, Rollout
+from mmrl.report.forest import parse_forest
+from tests.helpers import TOP
 
 
 class Grow:
@@ -22,8 +26,7 @@ class Grow:
         self.rollouts: list[Rollout] = []
 
     def call(self, call_id: str, parent: str | None, module: str, tokens: int = 1, **fields: Any) -> str:
-        path = []
-        above = parent
+        path, above = [], parent
         while above is not None:
             path.append(self.calls[above])
             above = self.calls[above].parent
@@ -59,6 +62,36 @@ class Grow:
     @property
     def forest(self) -> Forest:
         return Forest(calls=self.calls, rollouts=tuple(self.rollouts), modules=self.modules, step=self.step)
+
+
+def credit(
+    forest: Forest,
+    name: str,
+    *,
+    seed: int = 0,
+    minibatch: Mapping[str, int] | None = None,
+    frozen: Sequence[str] = (),
+    **options: Any,
+) -> Credit:
+    """The credit that the algorithm `name` with these options gives a forest."""
+    algo = ALGO_SCHEMAS[name].model_validate({"name": name, **options})
+    return assign_credit(forest, algo, seed, minibatch, frozen)
+
+
+def documented(name: str) -> Forest:
+    """A worked example of docs/algorithms.md."""
+    return parse_forest((TOP / "scripts" / "forests" / f"{name}.json").read_text(encoding="utf-8"), name)
+
+
+def singles(*examples: Sequence[float | None], tokens: Sequence[int] = (2, 2, 2, 2)) -> Forest:
+    """Rollouts of one call: for each example their rewards (None: failed from outside), of `tokens` in turn."""
+    grow = Grow(("a",))
+    for example, rewards in enumerate(examples):
+        for branch, reward in enumerate(rewards):
+            size = tokens[branch]
+            call = grow.call(f"q{example}/{branch}", None, "a", size, values=(0.0,) * size)
+            grow.end(call, reward, fork="a", error="tool" if reward is None else None)
+    return grow.forest
 
 
 def by_call(credit: Credit) -> dict[str, Entry]:
@@ -200,7 +233,7 @@ def relabelled(
             parent=None if call.parent is None else calls[call.parent],
             module=modules[call.module],
         )
-        for call in sorted(forest.calls.values(), key=lambda call: (len(_above(forest, call)), order(call.id)))
+        for call in sorted(forest.calls.values(), key=lambda call: (call.turn, order(call.id)))
     ]
     rollouts = [
         replace(
@@ -216,11 +249,3 @@ def relabelled(
         modules=tuple(modules[name] for name in forest.modules),
         step=forest.step,
     )
-
-
-def _above(forest: Forest, call: Call) -> list[Call]:
-    found = []
-    while call.parent is not None:
-        call = forest.calls[call.parent]
-        found.append(call)
-    return found

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from mmrl.models.gguf import package
 
 
-def llama_like(folder, source):
-    """A small random Llama with the tokenizer of `source`, as a folder."""
+def llama_like(folder, source, template=None):
+    """A small random Llama with the tokenizer of `source` and its chat template, or another one, as a folder."""
     tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = template or tokenizer.chat_template
     torch.manual_seed(0)
     LlamaForCausalLM(
         LlamaConfig(
@@ -22,7 +23,7 @@ def llama_like(folder, source):
             num_attention_heads=2,
             num_key_value_heads=1,
             intermediate_size=64,
-            max_position_embeddings=512,
+            max_position_embeddings=4096,
             tie_word_embeddings=True,
         )
     ).save_pretrained(folder)

@@ -5,13 +5,14 @@ scripted replies, DSPy's and agents'.
 from __future__ import annotations
 
 import asyncio
-import csv
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pandas
+import pyarrow.parquet
 import yaml
 from pydantic import ValidationError
 
@@ -232,18 +233,19 @@ def by_prompt(task, examples):
     return lambda request: shown[request.module, "".join(map(chr, request.prompt_ids))]
 
 
-def write_csv(path: Path, rows):
-    """Rows (mappings with equal keys) as CSV; returns the path as text."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return str(path)
-
-
-def write_json(path: Path, content):
-    """Any JSON value; returns the path as text."""
-    path.write_text(json.dumps(content), encoding="utf-8")
+def saved(path: Path, content):
+    """Rows in the form of the path's suffix, any other JSON value, or a text as it is; returns the path as text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), path)
+    elif isinstance(content, str):
+        path.write_text(content, encoding="utf-8")
+    elif path.suffix == ".csv":
+        pandas.DataFrame(content).to_csv(path, index=False)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n\n" for row in content), encoding="utf-8")
+    else:
+        path.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return str(path)
 
 

@@ -3,9 +3,6 @@
 import json
 import math
 import random
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 from mmrl.records import Call, Forest, Rollout
@@ -214,19 +211,3 @@ def contents(run):
     }
     folders = sorted(path.name for path in (run / "checkpoints").iterdir())
     return numbers(run), kept, data, folders, (run / "report.html").is_file(), sorted(p.name for p in run.iterdir())
-
-
-def start(arguments):
-    return subprocess.Popen(
-        [sys.executable, "-m", "mmrl", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-
-
-def wait_for_progress(process, run_dir):
-    """Until the run has trained at least one step more, or ended."""
-    metrics = run_dir / "metrics.jsonl"
-    seen = metrics.read_bytes() if metrics.exists() else b""
-    while process.poll() is None:
-        if metrics.exists() and len(metrics.read_bytes()) > len(seen):
-            return
-        time.sleep(0.02)

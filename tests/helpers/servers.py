@@ -14,12 +14,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.serving import make_app
+from tests.helpers.programs import DOCUMENTS as PASSAGES
 
 
 @dataclass
@@ -36,10 +38,15 @@ class Scripted:
 class Seen:
     """One request as it arrived."""
 
+    method: str
     path: str
-    headers: dict[str, str]
-    body: Any
+    headers: Message
+    raw: bytes
     time: float
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.raw) if self.raw else None
 
 
 class ScriptedServer:
@@ -80,11 +87,11 @@ def serving(script: list[Scripted] | Callable[[Seen], Scripted]) -> Iterator[tup
 
         def do_POST(self) -> None:
             raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            seen = Seen(self.command, self.path, self.headers, raw, time.monotonic())
             with state.lock:
                 state.in_flight += 1
                 state.most_in_flight = max(state.most_in_flight, state.in_flight)
-            body = json.loads(raw) if raw else None
-            reply = state.reply(Seen(self.path, dict(self.headers), body, time.monotonic()))
+            reply = state.reply(seen)
             time.sleep(reply.delay)
             with state.lock:
                 state.in_flight -= 1
@@ -100,7 +107,7 @@ def serving(script: list[Scripted] | Callable[[Seen], Scripted]) -> Iterator[tup
             except OSError:
                 pass  # the client has given up waiting
 
-        do_GET = do_POST
+        do_GET = do_PUT = do_POST
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -116,12 +123,7 @@ def serving(script: list[Scripted] | Callable[[Seen], Scripted]) -> Iterator[tup
         server.server_close()
 
 
-TEXTS = {
-    "Lisbon": "Lisbon is the capital of Portugal, on the river Tagus.",
-    "Porto": "Porto is a city on the river Douro.",
-    "Tagus": "The Tagus is a river of Iberia.",
-}
-DOCUMENTS = [Document(id=f"d{n}", title=title, text=text) for n, (title, text) in enumerate(TEXTS.items())]
+DOCUMENTS = [Document(id=f"d{n}", **fields) for n, fields in enumerate(PASSAGES)]
 
 
 @contextmanager
@@ -211,6 +213,13 @@ class Hub:
         self.refuse = ""
         self.url = ""
 
+    def reply(self, seen: Seen) -> Scripted:
+        if "/lfs/" not in seen.path:
+            self.tokens.add(seen.headers.get("Authorization", ""))
+        status, body = self.answer(seen.method, seen.path.partition("?")[0], seen.raw)
+        headers = {"Content-Type": "application/json"} | ({"X-Error-Code": "RepoNotFound"} if status == 404 else {})
+        return Scripted(body, status, headers)
+
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
         """Status and JSON of a request."""
         if path.startswith("/lfs/"):
@@ -271,34 +280,6 @@ def mode(path: str) -> str:
 def serving_hub() -> Iterator[Hub]:
     """A hub that listens until the block ends."""
     hub = Hub()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            """Nothing is printed for each request."""
-
-        def _reply(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if "/lfs/" not in self.path:
-                hub.tokens.add(self.headers.get("Authorization", ""))
-            status, reply = hub.answer(self.command, self.path.partition("?")[0], body)
-            data = json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            if status == 404:
-                self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        do_GET = do_POST = do_PUT = _reply
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with serving(hub.reply) as (url, _):
+        hub.url = url.removesuffix("/v1")
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()

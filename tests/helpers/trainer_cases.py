@@ -7,6 +7,7 @@ does, with gloo for NCCL.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -403,6 +404,7 @@ def run(folder: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # each training ends by collecting garbage, of which imports leave none
     shard_on_cpu()
     for case in CASES:
         run(Path(sys.argv[1]), case)

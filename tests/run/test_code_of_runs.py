@@ -1,10 +1,9 @@
 """What a run directory names is somebody's code: reading it imports nothing that it need not, and says what it does."""
 
+import importlib
 import json
-import os
-import subprocess
+import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -12,33 +11,42 @@ import yaml
 from mmrl.cli import main
 from tests.helpers.runs import command
 
-ROOT = Path(__file__).parents[2]
 EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
 
 
-@pytest.fixture
-def run(random_model, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def trained(random_model, tmp_path_factory):
     """A finished run of a built-in task whose config names a package that lies in its folder."""
-    folder = tmp_path / "run"
-    (tmp_path / "evil.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "evil", raising=False)
-    assert main(command(random_model, folder, "algo=mhgpo_fof", "train.steps=1", "plugins=[evil]")) == 0
-    (tmp_path / "evil.py").rename(folder / "evil.py")
-    (folder / "evil.py").write_text(EVIL)
-    return folder
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "evil.py").write_text("")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        patched.setattr(sys, "path", [*sys.path])
+        assert main(command(random_model, folder / "run", "algo=mhgpo_fof", "train.steps=1", "plugins=[evil]")) == 0
+    (folder / "run" / "evil.py").write_text(EVIL)
+    return folder / "run"
 
 
-def in_its_folder(run, *words):
-    """A command in a process of its own that stands in the run directory, as whoever was sent one may."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from mmrl.cli import main; raise SystemExit(main())", *words],
-        cwd=run,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
-    )
-    return done.returncode, done.stderr
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.fixture
+def said_in(monkeypatch, capsys):
+    """Exit code and errors of a command that stands in a folder, as whoever was sent one may."""
+
+    def said(folder, *words):
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", [place for place in sys.path if place != ""])
+        monkeypatch.setattr("mmrl.run.build._TASKS", {})
+        for name in ("evil", "mine"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        capsys.readouterr()
+        return main([*words]), capsys.readouterr().err
+
+    return said
 
 
 @pytest.mark.parametrize(
@@ -53,35 +61,35 @@ def in_its_folder(run, *words):
     ],
     ids=lambda words: " ".join(words[:2]),
 )
-def test_reading_a_run_imports_nothing_for_what_is_built_in(run, words):
-    code, said = in_its_folder(run, *words)
+def test_reading_a_run_imports_nothing_for_what_is_built_in(run, said_in, words):
+    code, said = said_in(run, *words)
     assert code == 0, said
     assert not (run / "ran").exists() and "names code" not in said
 
 
-def test_continuing_a_run_names_its_code_before_it_is_imported(run):
-    code, said = in_its_folder(run, "train", "resume=.", "train.steps=+1")
+def test_continuing_a_run_names_its_code_before_it_is_imported(run, said_in):
+    code, said = said_in(run, "train", "resume=.", "train.steps=+1")
     assert code == 0, said
     assert (run / "ran").exists()
     assert said.index("config.yaml names code that is imported and run now: plugins=evil") < said.index("step 2/2")
 
 
-def test_an_interpreter_that_a_run_would_start_is_named(run):
+def test_an_interpreter_that_a_run_would_start_is_named(run, said_in):
     path = run / "config.yaml"
     stored = yaml.safe_load(path.read_text())
     stored["engine"] = {"name": "vllm_server", "python": "./evil"}
     path.write_text(yaml.safe_dump({**stored, "plugins": []}))
     named = "config.yaml names code that is imported and run now: engine.python=./evil"
-    assert named in in_its_folder(run, "train", "resume=.", "train.steps=+1")[1]
-    assert named not in in_its_folder(run, "credit", "run=.", "step=1")[1]
+    assert named in said_in(run, "train", "resume=.", "train.steps=+1")[1]
+    assert named not in said_in(run, "credit", "run=.", "step=1")[1]
 
 
-def test_an_unknown_name_needs_its_plugin(run):
+def test_an_unknown_name_needs_its_plugin(run, said_in):
     path = run / "config.yaml"
     stored = yaml.safe_load(path.read_text())
     stored["task"] = {"name": "mine", "data": stored["task"]["data"]}
     path.write_text(yaml.safe_dump(stored))
-    code, said = in_its_folder(run, "credit", "run=.", "step=1")
+    code, said = said_in(run, "credit", "run=.", "step=1")
     assert (code, (run / "ran").exists()) == (0, True)
     assert "names code that is imported and run now: plugins=evil" in said
 
@@ -121,23 +129,23 @@ OWN = ["task=dspy", "task.inputs=[question]", "task.data.train=rows.jsonl", "tas
 SHORT = ["algo=mmgrpo", "algo.rollouts=2", "train.steps=1", "train.batch_size=2", "eval.items=2", "task.max_tokens=4"]
 
 
-def train(folder, model, *words):
+def training(model, *words):
     model_words = ["model=hf", f"model.path={model}", "hardware=cpu", "hardware.threads=1"]
-    return in_its_folder(folder, "train", *OWN, *SHORT, *model_words, "run.dir=run", *words)
+    return ["train", *OWN, *SHORT, *model_words, "run.dir=run", *words]
 
 
-def test_a_users_modules_lie_in_the_current_folder(written, random_model):
+def test_a_users_modules_lie_in_the_current_folder(written, random_model, said_in):
     names = ["task.program=mine:Answerer", "task.metric=mine:metric"]
-    code, said = train(written, random_model, *names)
+    code, said = said_in(written, *training(random_model, *names))
     assert code == 0, said
     assert "names code" not in said, "it was typed"
     (written / "ran").unlink()
-    code, said = in_its_folder(written, "export", "run", "out=exported")
+    code, said = said_in(written, "export", "run", "out=exported")
     assert code == 0, said
     assert "names code that is imported and run now: task.program=mine:Answerer, task.metric=mine:metric" in said
     (written / "ran").unlink()
     for words in (["credit", "run=run", "step=1"], ["credit", "run=run"]):
-        assert in_its_folder(written, *words)[0] == 0 and not (written / "ran").exists()
+        assert said_in(written, *words)[0] == 0 and not (written / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -154,8 +162,8 @@ def test_a_users_modules_lie_in_the_current_folder(written, random_model):
         ),
     ],
 )
-def test_a_wrong_name_gets_the_near_one(written, random_model, names, says):
-    code, said = train(written, random_model, *names)
+def test_a_wrong_name_gets_the_near_one(written, random_model, said_in, names, says):
+    code, said = said_in(written, *training(random_model, *names))
     assert code == 2 and says.format(folder=written) in said, said
 
 

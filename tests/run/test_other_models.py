@@ -13,8 +13,10 @@ from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, evaluated
 from mmrl.run.check import check
 from mmrl.run.eval import unsuited
+from tests.helpers.gguf import llama_like
+from tests.helpers.programs import saved
 from tests.models.test_templates import RAISING
-from tests.tasks.test_data import record, saved
+from tests.tasks.test_data import record
 
 HF = ("model=hf", "model.path=a/b")
 
@@ -22,19 +24,7 @@ HF = ("model=hf", "model.path=a/b")
 @pytest.fixture(scope="module")
 def random_llama(random_model, tmp_path_factory):
     """Folder of a random Llama whose chat template takes no system message."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    folder = str(tmp_path_factory.mktemp("random_llama"))
-    tokenizer = AutoTokenizer.from_pretrained(random_model)
-    tokenizer.chat_template = RAISING
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, max_position_embeddings=4096)).save_pretrained(
-        folder
-    )
-    return folder
+    return llama_like(tmp_path_factory.mktemp("random_llama"), random_model, RAISING)
 
 
 def test_any_causal_model_is_trained_and_evaluated_by_its_path_alone(random_llama, tmp_path, capsys, caplog):
@@ -82,7 +72,7 @@ def problems(command, *words):
 
 
 def test_an_absent_split_is_refused_by_name_where_it_is_needed(tmp_path):
-    path = saved(tmp_path, [record(number) for number in range(4)])
+    path = saved(tmp_path / "data.json", [record(number) for number in range(4)])
     small = ("train.batch_size=2",)
     assert (
         problems("train", *HF, *small, f"task.data.train={path}", f"task.data.dev={path}", "task.data.test=null") == []

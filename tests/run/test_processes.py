@@ -249,9 +249,10 @@ def alive(pid):
         return False
 
 
-def started(*arguments):
+def started(*words):
+    """A command in processes of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "mmrl", "train", *later_wins([*SMALL, *arguments])],
+        [sys.executable, "-m", "mmrl", *words],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -260,49 +261,58 @@ def started(*arguments):
     )
 
 
-@pytest.mark.parametrize(
-    "algo", [("algo=mhgpo_rr",), ("task=tool_agent", "algo=ppo", "algo.critic_warmup_steps=0")], ids=["mhgpo_rr", "ppo"]
-)
-def test_two_processes_give_the_numbers_of_one(algo, tmp_path, capsys):
-    out, err = started(*algo, "hardware=cpu2", f"run.dir={tmp_path / 'two'}").communicate(timeout=600)
-    assert "before" in out, err
-    assert out.count("training reward") == 1  # one process speaks
-    assert "Warning" not in err
-    assert main(["train", *later_wins([*SMALL, *algo, "hardware=cpu", f"run.dir={tmp_path / 'one'}"])]) == 0
-    assert capsys.readouterr().out.count("training reward") == 1
-    one, two = (RunDir.read(tmp_path / name) for name in ("one", "two"))
-    for mine, theirs in zip(one.history(), two.history(), strict=True):
-        assert mine.keys() == theirs.keys()
-        for key, value in comparable(mine).items():
-            if key != "train/tokens_forwarded" and not key.startswith("train/logprob_gap"):
-                assert theirs[key] == pytest.approx(value, rel=1e-4, abs=1e-4, nan_ok=True), key
-    assert one.journal_steps() == two.journal_steps() == [1, 2]
-
-
-def test_a_killed_process_ends_the_run_and_it_continues(tmp_path):
-    run = tmp_path / "run"
-    process = started("hardware=cpu2", f"run.dir={run}", "train.steps=3")
+def wait_until(ready, process):
     deadline = time.monotonic() + 300
-    while not (run / "checkpoints" / "checkpoint-1").is_dir():
+    while not ready():
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
+
+
+def assert_numbers_of_one(two, *words):
+    """A run of two processes has the numbers that the same command gives in this one, which evaluates at its end."""
+    folder = two.with_name("one")
+    assert main(["train", *later_wins([*SMALL, *words, "hardware=cpu", f"run.dir={folder}"])]) == 0
+    one, two = RunDir.read(folder), RunDir.read(two)
+    for mine, theirs in zip(one.history(), two.history(), strict=True):
+        assert all(key.startswith(("eval/", "time/eval")) for key in mine.keys() ^ theirs.keys())
+        for key, value in comparable(theirs).items():
+            if key != "train/tokens_forwarded" and not key.startswith("train/logprob_gap"):
+                assert mine[key] == pytest.approx(value, rel=1e-4, abs=1e-4, nan_ok=True), key
+    assert one.journal_steps() == two.journal_steps() == [record["step"] for record in one.history()[1:]]
+
+
+def test_two_processes_that_are_terminated_save_and_have_the_numbers_of_one(tmp_path):
+    run = tmp_path / "two"
+    words = ["task=tool_agent", "algo=ppo", "algo.critic_warmup_steps=0", "train.schedule=constant"]
+    words += ["train.warmup_steps=0", "train.save_every=100"]
+    process = started("train", *later_wins([*SMALL, *words, "train.steps=50", "hardware=cpu2", f"run.dir={run}"]))
+    wait_until(lambda: (run / "metrics.jsonl").exists() and len(RunDir.read(run).history()) > 2, process)
+    process.terminate()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    assert f"mmrl train resume={run}" in err and "Traceback" not in out + err
+    steps = RunDir.read(run).history()[-1]["step"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"checkpoint-{steps}"]
+    assert_numbers_of_one(run, *words, f"train.steps={steps}")
+
+
+def test_a_killed_process_ends_the_run_and_it_continues_to_the_numbers_of_one(tmp_path, capsys):
+    run, words = tmp_path / "two", ("algo=mhgpo_rr", "train.steps=3")
+    process = started("train", *later_wins([*SMALL, *words, "hardware=cpu2", f"run.dir={run}"]))
+    wait_until((run / "checkpoints" / "checkpoint-1").is_dir, process)
     workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
     os.kill(int(workers.split()[1]), signal.SIGKILL)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "killed by signal 9 (SIGKILL)" in err and f"mmrl train resume={run}" in err
     assert "Traceback" not in out + err
-    resumed = subprocess.run(
-        [sys.executable, "-m", "mmrl", "train", f"resume={run}"],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = started("train", f"resume={run}")
+    out, err = resumed.communicate(timeout=600)
+    assert resumed.returncode == 0 and "Warning" not in err, err
+    assert "before" in out and out.count("training reward") == 1  # one process speaks
     assert json.loads((run / "summary.json").read_text())
-    assert [record["step"] for record in RunDir.read(run).history()] == [0, 1, 2, 3]
+    assert_numbers_of_one(run, *words)
+    assert capsys.readouterr().out.count("training reward") == 1
 
 
 def test_a_run_resumed_where_its_gpu_is_not_is_refused(random_model, tmp_path, capsys, monkeypatch):

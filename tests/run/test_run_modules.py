@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import zlib
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,10 @@ from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
 from mmrl.tasks.base import Score
 from mmrl.tasks.search_program.task import MultihopQaTask
-from tests.helpers.runs import command, numbers, start, wait_for_progress
+from tests.helpers.runs import command, numbers
 
 MODULES = ("rewriter", "reranker", "answerer")
 LORA = ["model.lora.r=4", "model.lora.alpha=8"]
-EACH = [*LORA, "model.modules={}"]
 EVAL = ["eval.items=4", "task.max_tokens=6", "task.retriever.top_k=2", "hardware=cpu", "hardware.threads=1"]
 
 
@@ -143,29 +141,12 @@ def still_at(run: Path, name: str) -> bool:
     return not any(bool(tensor.any()) for key, tensor in weights(run, name, 1).items() if "lora_B" in key)
 
 
-@pytest.mark.slow
-def test_killed_and_resumed_adapters_per_module_give_bit_equal_numbers(random_model: str, tmp_path: Path) -> None:
-    extra = ["train.steps=4", *LORA, "model.modules.rewriter.lr=0.1", "model.modules.reranker.frozen=true"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    # only what is killed needs a process of its own
-    assert main(command(random_model, whole, *extra)) == 0
-    process = start(command(random_model, killed, *extra))
-    for _ in range(2):
-        wait_for_progress(process, killed)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert main(["train", f"resume={killed}"]) == 0
-    assert numbers(whole) == numbers(killed)
-    for name in MODULES:
-        one, two = weights(whole, name, 4), weights(killed, name, 4)
-        assert all(torch.equal(one[key], two[key]) for key in one)
-
-
 def test_stopped_and_resumed_adapters_per_module_give_bit_equal_numbers(
     varied: None, random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a kill, in one process: the sampler of step 4 stops the run; step 2 was saved."""
-    extra = ["algo=mhgpo_fof", *EACH, "model.modules.reranker.frozen=true", "train.steps=4", "eval.items=2"]
+    extra = ["algo=mhgpo_fof", *LORA, "model.modules.reranker.frozen=true", "train.steps=4", "eval.items=2"]
+    extra.append("model.modules.rewriter.lr=0.1")
     assert main(command(random_model, tmp_path / "whole", *extra)) == 0
     works = rng.stream
 

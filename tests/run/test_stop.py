@@ -12,7 +12,6 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.errors import Stopped
-from mmrl.report.rundir import RunDir
 from mmrl.stages.collect import Collector
 from mmrl.system.stop import quiet_loops, stoppable
 from mmrl.trainer.trl_trainer import MmrlTrainer
@@ -137,26 +136,3 @@ def test_the_process_that_starts_others_passes_a_stop_on(number, code, tmp_path)
         time.sleep(0.05)
     process.send_signal(number)
     assert process.wait(30) == code
-
-
-def test_a_run_of_two_processes_saves_when_it_is_terminated(tmp_path):
-    run = tmp_path / "run"
-    words = ["hardware=cpu2", "hardware.threads=1", "train.steps=50", "train.save_every=100", "train.batch_size=2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mmrl", "train", f"run.dir={run}", *words, "eval.items=2", "algo.beta=0.001"],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 300
-    while not (run / "metrics.jsonl").exists() or len(RunDir.read(run).history()) < 2:
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
-    process.terminate()
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 143, err
-    assert f"mmrl train resume={run}" in err and "Traceback" not in out + err
-    (saved,) = checkpoints(run)
-    assert saved == f"checkpoint-{RunDir.read(run).history()[-1]['step']}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from mmrl.models.policy import prompts_of, resolve, write_policy
 from mmrl.report.rundir import RunDir, rows_of
 from mmrl.run.check import check
 from mmrl.run.settle import weight_run
-from mmrl.sets.chain import begin, chain_page
+from mmrl.sets.chain import begin, chain_page, go_on
 from mmrl.sets.found import found_set
 from mmrl.sets.page import parts_of
 from mmrl.system.files import append_jsonl, digests
@@ -142,8 +143,14 @@ def trained(folder: Path) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chain") / "run"
-    assert main(["train", "stages=[sft,mmgrpo]", *SMALL, f"run.dir={folder}"]) == 0
+    assert begin(staged("stages=[sft,mmgrpo]", *SMALL, f"run.dir={folder}"), ["mmrl"], here=True) == 0
     return folder
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """What is missing of a chain runs in this process, where everything is imported already."""
+    monkeypatch.setattr("mmrl.sets.chain.go_on", partial(go_on, here=True))
 
 
 def test_the_second_run_starts_from_what_the_first_has_made(whole):
@@ -218,7 +225,8 @@ def test_a_chain_in_place_of_a_run_is_refused_with_its_runs(words, says, whole, 
 
 
 @pytest.mark.parametrize("stopped", ["1_sft", "2_mmgrpo"])
-def test_a_chain_stopped_in_any_run_goes_on_to_the_same_numbers(stopped, whole, tmp_path, monkeypatch, capsys):
+def test_a_chain_stopped_in_any_run_goes_on_to_the_same_numbers(stopped, whole, tmp_path, monkeypatch, capsys, request):
+    """The one stopped first goes on in a process for each run, as every command does."""
     folder = tmp_path / "run"
     write = RunDir.append_metrics
 
@@ -233,6 +241,8 @@ def test_a_chain_stopped_in_any_run_goes_on_to_the_same_numbers(stopped, whole, 
     monkeypatch.setattr(RunDir, "append_metrics", write)
     before = {path: path.stat().st_mtime_ns for path in (folder / "1_sft").rglob("*") if path.is_file()}
     assert f"mmrl train resume={folder}\n" in "".join(capsys.readouterr()), "the whole, not the run that was under way"
+    if stopped == "2_mmgrpo":
+        request.getfixturevalue("here")
     assert main(["train", f"resume={folder}"]) == 0
     if stopped == "2_mmgrpo":
         kept = {path: path.stat().st_mtime_ns for path in before}
@@ -240,14 +250,17 @@ def test_a_chain_stopped_in_any_run_goes_on_to_the_same_numbers(stopped, whole, 
     assert trained(folder) == trained(whole)
 
 
-def test_a_page_that_cannot_be_drawn_ends_no_chain(tmp_path, monkeypatch, capsys):
+@pytest.mark.usefixtures("here")
+def test_a_page_that_cannot_be_drawn_ends_no_chain(whole, tmp_path, monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("no fonts")
 
     monkeypatch.setattr("mmrl.sets.page.SetPage.write", broken)
-    config = staged("stages=[sft,mmgrpo]", *SMALL, f"run.dir={tmp_path / 'run'}")
-    assert begin(config, ["mmrl"], here=True) == 0
-    assert capsys.readouterr().err.count("page not written (RuntimeError: no fonts)") == 2
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (folder / "2_mmgrpo" / "summary.json").unlink()
+    assert main(["train", f"resume={folder}"]) == 0
+    assert "page not written (RuntimeError: no fonts)" in capsys.readouterr().err
+    assert (folder / "2_mmgrpo" / "summary.json").is_file()
 
 
 def test_a_chain_that_was_moved_has_its_policy(whole, tmp_path):
@@ -263,7 +276,9 @@ def test_a_run_that_lost_its_config_is_not_removed(whole, tmp_path, capsys):
     assert (folder / "2_mmgrpo" / "checkpoints").is_dir()
 
 
-def test_a_run_under_way_goes_on_where_the_whole_was_moved_and_a_changed_start_is_refused(whole, tmp_path, capsys):
+def test_a_run_under_way_goes_on_where_the_whole_was_moved_and_a_changed_start_is_refused(
+    whole, here, tmp_path, capsys
+):
     folder = shutil.copytree(whole, tmp_path / "run")
     (folder / "2_mmgrpo" / "summary.json").unlink()
     checkpoint = folder / "1_sft" / "checkpoints" / "checkpoint-2"

@@ -1,5 +1,6 @@
 """conf/set: the papers' facts, stated once each, and what a wrong file is told."""
 
+import functools
 import gzip
 import json
 import os
@@ -291,9 +292,10 @@ def test_the_words_of_all_runs_are_those_of_the_two_readers_before():
     """Frozen when comparisons and tables became sets: 827 lists of words, and 63 runs and stages."""
     before = json.loads(gzip.decompress((Path(__file__).parent / "words_before.json.gz").read_bytes()))
     compared = 0
+    read = functools.cache(lambda name: read_set(name, [CONF]))
     for place, words in before.items():
         name, *rest = place.split("|")
-        spec = read_set(name, [CONF])
+        spec = read(name)
         if len(rest) == 4:
             scale, row, column, command = rest
             if command == "train0":

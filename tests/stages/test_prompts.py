@@ -82,7 +82,7 @@ class SlowEngine(ScriptedEngine):
     async def generate(self, request):
         self.waiting += 1
         self.most = max(self.most, self.waiting)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.05)
         self.waiting -= 1
         return await super().generate(request)
 

@@ -11,7 +11,7 @@ from mmrl.records import Example
 from mmrl.tasks.mini.teach import demonstrations
 from scripts.tiny_model.mini.messages import INTENTS, make_support
 from scripts.tiny_model.mini.world import make_world
-from tests.helpers.programs import by_prompt, filled, problems, write_csv, write_json
+from tests.helpers.programs import by_prompt, filled, problems, saved
 from tests.helpers.programs import make_dspy as make
 from tests.helpers.programs import play_dspy as play
 
@@ -81,8 +81,8 @@ def test_exact_match_and_labels_outside_the_set(label, error, reward):
 
 
 def test_the_papers_sample_of_files_is_the_same_for_every_seed(tmp_path):
-    train = write_csv(tmp_path / "train.csv", rows(600))
-    dev = write_csv(tmp_path / "test.csv", rows(800, start=600))
+    train = saved(tmp_path / "train.csv", rows(600))
+    dev = saved(tmp_path / "test.csv", rows(800, start=600))
     tasks = [make("banking77", seed, data={"train": train, "dev": dev}) for seed in (0, 1)]
     for task in tasks:
         assert [len(task.examples(split)) for split in ("train", "dev", "test")] == [250, 500, 0]
@@ -94,18 +94,18 @@ def test_the_papers_sample_of_files_is_the_same_for_every_seed(tmp_path):
 
 
 def test_a_source_with_fewer_rows_than_the_papers_sample_is_told(tmp_path, caplog):
-    path = write_csv(tmp_path / "short.csv", rows(300))
+    path = saved(tmp_path / "short.csv", rows(300))
     task = make("banking77", data={"dev": path})
     facts = task.describe()
     assert (len(task.examples("dev")), facts["dev items"]) == (50, 50)
     assert facts["sample"] == "50 dev (the paper: 500) drawn with seed 0"
     assert "has 300 rows, so the sample is 50 items instead of the paper's 500" in caplog.text
-    part = make("banking77", data={"dev": write_csv(tmp_path / "all.csv", rows(800)), "dev_items": 20})
+    part = make("banking77", data={"dev": saved(tmp_path / "all.csv", rows(800)), "dev_items": 20})
     assert part.describe()["sample"] == "20 dev (the paper: 500) drawn with seed 0"
 
 
 def test_one_file_for_train_and_dev_is_shared_out(tmp_path):
-    path = write_csv(tmp_path / "all.csv", rows(800))
+    path = saved(tmp_path / "all.csv", rows(800))
     task = make("banking77", data={"train": path, "dev": path})
     train, dev = ({e.inputs["text"] for e in task.examples(split)} for split in ("train", "dev"))
     assert (len(train), len(dev)) == (250, 500) and not train & dev
@@ -114,7 +114,7 @@ def test_one_file_for_train_and_dev_is_shared_out(tmp_path):
     told = problems("banking77", data={"train": path, "dev": path}, sample="all")
     assert "train and dev are all of" in told and "task.sample=paper" in told
     assert "train and test are all of" in problems("banking77", data={"train": path, "test": path})
-    few = write_csv(tmp_path / "few.csv", rows(20))
+    few = saved(tmp_path / "few.csv", rows(20))
     assert "has 20 rows" in problems("banking77", data={"dev": few})
 
 
@@ -148,8 +148,8 @@ def test_a_parquet_column_that_nobody_needs_may_hold_what_python_has_no_value_fo
 
 
 def test_given_labels_are_in_the_prompt_in_their_order(tmp_path):
-    train = write_csv(tmp_path / "train.csv", rows(4))
-    labels = write_json(tmp_path / "labels.json", ["z", "b", "a"])
+    train = saved(tmp_path / "train.csv", rows(4))
+    labels = saved(tmp_path / "labels.json", ["z", "b", "a"])
     task = make("banking77", data={"train": train}, labels=labels)
     forest = play(task, lambda request: filled(reasoning="so", label="z"), task.examples("train")[:1])
     (rollout,) = forest.rollouts
@@ -157,32 +157,36 @@ def test_given_labels_are_in_the_prompt_in_their_order(tmp_path):
     assert "one of: z; b; a" in forest.path(rollout)[0].prompt_text
 
 
-def test_bad_data_is_told_by_file_and_row(tmp_path):
-    missing = write_csv(tmp_path / "missing.csv", [{"text": "x", "kind": "a"}])
-    assert "line 2: category or label_text or label is missing (fields: text, kind)" in problems(
-        "banking77", data={"train": missing}
-    )
-    empty = write_csv(tmp_path / "empty.csv", [{"text": " ", "category": "a"}])
-    assert "line 2: text: is empty" in problems("banking77", data={"train": empty})
-    gold = write_csv(tmp_path / "gold.csv", [{"text": "x", "category": ""}])
-    assert "line 2: category: is empty" in problems("banking77", data={"train": gold})
-    twice = write_csv(tmp_path / "twice.csv", [{"id": "q", "text": t, "category": "a"} for t in "xy"])
-    assert "line 3: duplicate id 'q'" in problems("banking77", data={"train": twice})
-    numbers = write_json(tmp_path / "numbers.json", [{"text": "x", "label": 3}])
-    assert "label: got int, expected text" in problems("banking77", data={"train": numbers})
-    (tmp_path / "list.jsonl").write_text("[1]\n")
-    assert "line 1: got list, expected an object" in problems("banking77", data={"train": str(tmp_path / "list.jsonl")})
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        (
+            "a.csv",
+            [{"text": "x", "kind": "a"}],
+            "line 2: category or label_text or label is missing (fields: text, kind)",
+        ),
+        ("a.csv", [{"text": " ", "category": "a"}], "line 2: text: is empty"),
+        ("a.csv", [{"text": "x", "category": ""}], "line 2: category: is empty"),
+        ("a.csv", [{"id": "q", "text": text, "category": "a"} for text in "xy"], "line 3: duplicate id 'q'"),
+        ("a.json", [{"text": "x", "label": 3}], "label: got int, expected text"),
+        ("a.jsonl", "[1]\n", "line 1: got list, expected an object"),
+    ],
+)
+def test_bad_data_is_told_by_file_and_row(tmp_path, name, content, says):
+    path = saved(tmp_path / name, content)
+    told = problems("banking77", data={"train": path})
+    assert path in told and says in told
 
 
 def test_labels_that_the_label_set_lacks_are_refused(tmp_path):
-    train = write_csv(tmp_path / "train.csv", rows(4))
-    dev = write_csv(tmp_path / "dev.csv", rows(4, labels=("a", "c")))
+    train = saved(tmp_path / "train.csv", rows(4))
+    dev = saved(tmp_path / "dev.csv", rows(4, labels=("a", "c")))
     assert "task.data.dev: 1 labels are not among the 2 of task.data.train: 'c'" in problems(
         "banking77", data={"train": train, "dev": dev}, sample="all"
     )
-    labels = write_json(tmp_path / "labels.json", ["a"])
+    labels = saved(tmp_path / "labels.json", ["a"])
     assert "not among the 1 of task.labels: 'b'" in problems("banking77", data={"train": train}, labels=labels)
-    bad = write_json(tmp_path / "bad.json", {"a": 1})
+    bad = saved(tmp_path / "bad.json", {"a": 1})
     assert "task.labels" in problems("banking77", data={"train": train}, labels=bad)
     assert "task.labels: has no effect on the mini world" in problems("banking77", labels=labels)
 

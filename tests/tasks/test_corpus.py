@@ -10,7 +10,8 @@ from mmrl.config import DataConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.tasks.data.layouts import load_corpus
 from mmrl.tasks.mini.teach import demonstrations
-from tests.tasks.test_data import FOLDER, make, needs_data, record, saved
+from tests.helpers.programs import saved
+from tests.tasks.test_data import FOLDER, make, needs_data, record
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_a_corpus_is_read_without_the_columns_that_no_passage_has(tmp_path):
 
 
 def test_corpus_parquet(tmp_path):
-    path = saved(tmp_path, [{"title": "A", "text": "one"}], "c.parquet")
+    path = saved(tmp_path / "c.parquet", [{"title": "A", "text": "one"}])
     assert load_corpus("task.corpus", path)[0].title == "A"
 
 
@@ -63,8 +64,10 @@ def test_bad_corpora(tmp_path, name, content, expected):
 
 
 def test_the_corpus_is_the_union_of_the_paragraphs_of_the_files(tmp_path):
-    first = saved(tmp_path, [record(0)], "a.json")
-    second = saved(tmp_path, [record(1, context=[["Thing", ["Made by Ada.", " In Porto."]], ["New", ["n"]]])], "b.json")
+    first = saved(tmp_path / "a.json", [record(0)])
+    second = saved(
+        tmp_path / "b.json", [record(1, context=[["Thing", ["Made by Ada.", " In Porto."]], ["New", ["n"]]])]
+    )
     alone = make(data=DataConfig(train=first, dev=second))
     (documents,) = alone.search_tool.corpora.values()  # no document of the mini world
     assert [d.title for d in documents] == ["Thing", "Ada", "Other", "New"] and alone.examples("test") == []
@@ -80,7 +83,7 @@ def test_the_corpus_is_the_union_of_the_paragraphs_of_the_files(tmp_path):
 
 
 def test_same_title_with_other_text_is_kept(tmp_path):
-    path = saved(tmp_path, [record(0), record(1, context=[["Thing", ["Something else."]]])])
+    path = saved(tmp_path / "data.json", [record(0), record(1, context=[["Thing", ["Something else."]]])])
     task = make(data=DataConfig(train=path, dev=path, test=path))
     (documents,) = task.search_tool.corpora.values()
     assert [d.title for d in documents].count("Thing") == 2
@@ -88,8 +91,8 @@ def test_same_title_with_other_text_is_kept(tmp_path):
 
 
 def test_a_given_corpus_serves_every_split(tmp_path):
-    corpus = saved(tmp_path, [{"title": "Ada", "text": "Ada of Porto"}], "c.json")
-    own = saved(tmp_path, [record(0)])
+    corpus = saved(tmp_path / "c.json", [{"title": "Ada", "text": "Ada of Porto"}])
+    own = saved(tmp_path / "data.json", [record(0)])
     task = make(data=DataConfig(train=own, dev=own), corpus=corpus)
     assert {example.inputs["corpus"] for split in ("train", "dev") for example in task.examples(split)} == {"given"}
     assert task.search(["porto"], "given")[0]["title"] == "Ada"
@@ -102,14 +105,17 @@ def test_a_given_corpus_serves_every_split(tmp_path):
 def test_missing_gold_titles_warn_with_the_share(tmp_path, caplog):
     rows = [record(0), record(1), record(2, supporting_facts=[["Thing", 0], ["Nowhere", 0]])]
     with caplog.at_level(logging.WARNING):
-        task = make(data=DataConfig(dev=saved(tmp_path, rows)))
+        task = make(data=DataConfig(dev=saved(tmp_path / "data.json", rows)))
     assert "task.data.dev: only 66.7 % of the questions" in caplog.text
     assert "dev 66.7%" in task.describe()["partial corpus"]
     assert "train" not in task.gold_shares
 
 
 def test_bad_corpus_and_bad_data_are_config_errors(tmp_path):
-    for options in ({"corpus": "no.jsonl"}, {"data": DataConfig(test=saved(tmp_path, [record(0, answer="")]))}):
+    for options in (
+        {"corpus": "no.jsonl"},
+        {"data": DataConfig(test=saved(tmp_path / "data.json", [record(0, answer="")]))},
+    ):
         with pytest.raises(ConfigError):
             make(**options)
 

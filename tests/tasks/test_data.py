@@ -1,4 +1,3 @@
-import json
 import os
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from mmrl.errors import DataError
 from mmrl.tasks import TASKS
 from mmrl.tasks.data.layouts import LAYOUTS, load_records, subset, to_example
 from mmrl.tasks.data.rows import Source
+from tests.helpers.programs import saved
 
 FOLDER = Path(os.environ.get("MMRL_DATA") or Path(__file__).parents[3] / "shared" / "data")
 needs_data = pytest.mark.skipif(not (FOLDER / "hotpotqa").is_dir(), reason="no public data: set MMRL_DATA")
@@ -43,18 +43,6 @@ def hub_columns(row):
     }
 
 
-def saved(tmp_path, rows, name="data.json"):
-    path = tmp_path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n\n" for row in rows), encoding="utf-8")
-    else:
-        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    return str(path)
-
-
 def make(**options):
     return TASKS["hotpotqa"](MultihopQaConfig(name="hotpotqa", **options), 0)
 
@@ -66,7 +54,7 @@ def load(spec, layout="hotpotqa", split="dev"):
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.parquet"])
 def test_official_records(tmp_path, name):
     rows = [record(0), record(1)]
-    found = load(saved(tmp_path, rows if name != "a.parquet" else [hub_columns(row) for row in rows], name))
+    found = load(saved(tmp_path / name, rows if name != "a.parquet" else [hub_columns(row) for row in rows]))
     assert [r.id for r in found] == ["r0", "r1"]
     assert found[0].titles == ("Thing", "Ada")
     assert found[0].answers == ("Ada",)
@@ -87,11 +75,11 @@ def test_musique_records(tmp_path):
             {"idx": 1, "title": "U", "paragraph_text": "y", "is_supporting": False},
         ],
     }
-    found = load(saved(tmp_path, [row], "m.jsonl"), "musique")[0]
+    found = load(saved(tmp_path / "m.jsonl", [row]), "musique")[0]
     assert (found.answers, found.titles, found.kind) == (("Ada", "Ada L."), ("T",), "2hop")
     assert found.paragraphs == (("T", "x"), ("U", "y"))
     with pytest.raises(DataError, match=r"misses the field 'context'"):
-        load(saved(tmp_path, [row], "m.jsonl"), "hotpotqa")
+        load(saved(tmp_path / "m.jsonl", [row]), "hotpotqa")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +105,7 @@ def test_musique_records(tmp_path):
     ],
 )
 def test_bad_records_name_file_and_record(tmp_path, rows, expected):
-    path = saved(tmp_path, rows)
+    path = saved(tmp_path / "data.json", rows)
     with pytest.raises(DataError) as caught:
         load(path)
     message = str(caught.value)
@@ -159,7 +147,7 @@ def test_a_folder_is_no_file(tmp_path):
 
 def test_ids_of_several_sets_in_one_are_told_apart(tmp_path):
     rows = [{"id": "train_0", "data_source": name, "question": "Q?", "golden_answers": ["A"]} for name in ("nq", "h")]
-    assert [r.id for r in load(saved(tmp_path, rows, "mix.parquet"), "nq")] == ["nq-train_0", "h-train_0"]
+    assert [r.id for r in load(saved(tmp_path / "mix.parquet", rows), "nq")] == ["nq-train_0", "h-train_0"]
 
 
 @pytest.mark.parametrize("layout", ["hotpotqa", "nq"])
@@ -181,7 +169,7 @@ def test_parquet_columns_are_read_where_they_are_needed(tmp_path, layout):
 
 
 def test_what_pyarrow_cannot_decode_is_told_with_its_row(tmp_path):
-    path = Path(saved(tmp_path, [{"question": "Q?" * 2000, "answer": "A", "id": n} for n in range(2000)], "a.parquet"))
+    path = Path(saved(tmp_path / "a.parquet", [{"question": "Q?" * 2000, "answer": "A", "id": n} for n in range(2000)]))
     data = bytearray(path.read_bytes())
     data[200:1200] = bytes(1000)
     path.write_bytes(data)
@@ -192,9 +180,9 @@ def test_what_pyarrow_cannot_decode_is_told_with_its_row(tmp_path):
 @pytest.mark.parametrize("layout", ["hotpotqa", "nq"])
 def test_an_id_of_zero_is_an_id(tmp_path, layout):
     rows = [record(_id=0), record(1)] if layout == "hotpotqa" else [{"id": 0, "question": "Q?", "answer": "A"}]
-    assert load(saved(tmp_path, rows), layout)[0].id == "0"
+    assert load(saved(tmp_path / "data.json", rows), layout)[0].id == "0"
     bare = [{"id": "", "question": "Q?", "answer": "A"}, {"id": None, "question": "R?", "answer": "A"}]
-    assert [r.id for r in load(saved(tmp_path, bare), "nq")] == ["dev-0", "dev-1"]
+    assert [r.id for r in load(saved(tmp_path / "data.json", bare), "nq")] == ["dev-0", "dev-1"]
 
 
 def test_subset_is_stable_and_seeded():
@@ -246,7 +234,7 @@ def test_official_files(dataset, file, count, share):
     ],
 )
 def test_records_of_questions_alone_are_read_under_any_layout(tmp_path, layout, row, answers):
-    found = load(saved(tmp_path, [row, row], "q.jsonl"), layout)
+    found = load(saved(tmp_path / "q.jsonl", [row, row]), layout)
     assert [r.id for r in found] == ["dev-0", "dev-1"]
     assert (found[0].question, found[0].answers, found[0].titles, found[0].paragraphs) == ("Q?", answers, (), ())
 
@@ -262,7 +250,7 @@ def test_popqa_with_passages(tmp_path):
             {"title": "U", "text": "y", "is_supporting": False},
         ],
     }
-    (found,) = load(saved(tmp_path, [row]), "popqa")
+    (found,) = load(saved(tmp_path / "data.json", [row]), "popqa")
     assert (found.id, found.titles, found.kind) == ("7", ("T",), "author")
     assert found.paragraphs == (("T", "x"), ("U", "y"))
 
@@ -289,7 +277,7 @@ def test_dpr_topics(tmp_path):
 )
 def test_bad_questions_name_file_and_record(tmp_path, row, expected):
     with pytest.raises(DataError) as caught:
-        load(saved(tmp_path, [row]), "nq")
+        load(saved(tmp_path / "data.json", [row]), "nq")
     assert expected in str(caught.value)
     assert "record 0" in str(caught.value)
 

@@ -8,17 +8,18 @@ from mmrl.config.tasks import Banking77Config
 from mmrl.errors import ConfigError, DataError
 from mmrl.tasks import TASKS
 from mmrl.tasks.data.rows import Source
-from tests.tasks.test_data import hub_columns, load, record, saved
+from tests.helpers.programs import saved
+from tests.tasks.test_data import hub_columns, load, record
 
 
 def test_hub_data_set_through_local_parquet_of_the_same_schema(tmp_path, monkeypatch):
     # `datasets` takes a local folder by the same call as a hub id; nothing is fetched
     for split, rows in (("train", [record(0), record(1)]), ("validation", [record(2)])):
-        saved(tmp_path, [hub_columns(row) for row in rows], f"hotpotqa/hotpot_qa/{split}.parquet")
+        saved(tmp_path / f"hotpotqa/hotpot_qa/{split}.parquet", [hub_columns(row) for row in rows])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
     assert [r.id for r in load("hotpotqa/hotpot_qa", split="train")] == ["r0", "r1"]
-    assert load("hotpotqa/hotpot_qa", split="dev")[0] == load(saved(tmp_path, [record(2)]))[0]
+    assert load("hotpotqa/hotpot_qa", split="dev")[0] == load(saved(tmp_path / "data.json", [record(2)]))[0]
     assert [r.id for r in load("hotpotqa/hotpot_qa:default:train", split="dev")] == ["r0", "r1"]
     with pytest.raises(DataError, match=r"split test\) from the hub"):
         load("hotpotqa/hotpot_qa", split="test")
@@ -80,7 +81,7 @@ HUB = [
 
 @pytest.mark.parametrize(("name", "split", "layout", "row", "answers"), HUB)
 def test_columns_of_the_hub_data_sets_through_local_parquet(tmp_path, monkeypatch, name, split, layout, row, answers):
-    saved(tmp_path, [row], f"{name}/{split}.parquet")
+    saved(tmp_path / f"{name}/{split}.parquet", [row])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
     (found,) = load(f"{name}::{split}", layout)
@@ -125,7 +126,7 @@ def test_splits_of_one_hub_id_are_sources_of_their_own(tmp_path, monkeypatch):
     one, other = identities("mteb/banking77", "mteb/banking77::train")
     assert one == other, "whatever way it is typed"
     monkeypatch.chdir(tmp_path)
-    path = saved(tmp_path, [{"text": "hi", "label": "a"}])
+    path = saved(tmp_path / "data.json", [{"text": "hi", "label": "a"}])
     one, other = identities(path, "data.json")
     assert one == other
     with pytest.raises(ConfigError, match=r"task\.data: train and test are all of .*data\.json"):

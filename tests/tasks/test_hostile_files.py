@@ -6,9 +6,10 @@ import pytest
 
 from mmrl.errors import ConfigError, DataError
 from mmrl.tasks import TASKS
-from mmrl.tasks.data.layouts import LAYOUTS, load_corpus, load_records
+from mmrl.tasks.data.layouts import load_corpus
 from mmrl.tasks.data.rows import Source
-from tests.helpers.programs import default_config
+from tests.helpers.programs import default_config, saved
+from tests.tasks.test_data import load, record
 
 DEEP = "[" * 100_000 + "]" * 100_000
 MUSIQUE = {
@@ -18,44 +19,16 @@ MUSIQUE = {
     "answer_aliases": ["A. L."],
     "paragraphs": [{"title": "Thing", "paragraph_text": "Made by Ada.", "is_supporting": True}],
 }
-HOTPOT = {
-    "_id": "r",
-    "question": "Who made it?",
-    "answer": "Ada",
-    "type": "bridge",
-    "supporting_facts": [["Thing", 0]],
-    "context": [["Thing", ["Made by Ada."]]],
-}
 POPQA = {
     "id": 1,
     "question": "Who?",
     "possible_answers": '["Ada"]',
     "paragraphs": [{"title": "Thing", "text": "x", "is_supporting": True}],
 }
-CLAIM = {
-    "uid": "u",
-    "claim": "It was made.",
-    "supporting_facts": [["Thing", 0]],
-    "label": "SUPPORTED",
-    "num_hops": 3,
-    "hpqa_id": "h",
-}
-
-
-def written(folder, content, name="data.json"):
-    path = folder / name
-    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-    return str(path)
-
-
-def hover(tmp_path, *claims):
-    corpus = written(tmp_path, [{"title": "Thing", "text": "x"}], "corpus.json")
-    data = {"dev": written(tmp_path, list(claims))}
-    return TASKS["hover"](default_config("hover", data=data, corpus=corpus, sample="all"), 0)
 
 
 @pytest.mark.parametrize(
-    ("layout", "record", "says"),
+    ("layout", "row", "says"),
     [
         # an empty alias would be matched by every answer that normalises to nothing, a text by its letters
         ("musique", MUSIQUE | {"answer_aliases": [""]}, "answer_aliases: is empty"),
@@ -63,25 +36,25 @@ def hover(tmp_path, *claims):
         ("musique", MUSIQUE | {"answer_aliases": "Ada"}, "answer_aliases: got str, expected a list of texts"),
         ("musique", MUSIQUE | {"paragraphs": [MUSIQUE["paragraphs"][0] | {"title": None}]}, "title: got NoneType"),
         ("musique", MUSIQUE | {"paragraphs": [MUSIQUE["paragraphs"][0] | {"paragraph_text": None}]}, "paragraph_text"),
-        ("hotpotqa", HOTPOT | {"context": [[None, ["x"]]]}, "context: expected"),
-        ("hotpotqa", HOTPOT | {"context": [["Thing", [1]]]}, "context: expected"),
-        ("hotpotqa", HOTPOT | {"supporting_facts": [[None, 0]]}, "supporting_facts: expected"),
+        ("hotpotqa", record(context=[[None, ["x"]]]), "context: expected"),
+        ("hotpotqa", record(context=[["Thing", [1]]]), "context: expected"),
+        ("hotpotqa", record(supporting_facts=[[None, 0]]), "supporting_facts: expected"),
         ("popqa", POPQA | {"paragraphs": [{"title": None, "text": "x"}]}, "paragraphs: title: got NoneType"),
         ("popqa", POPQA | {"paragraphs": [{"title": "Thing", "text": 7}]}, "paragraphs: text: got int"),
         ("popqa", POPQA | {"possible_answers": DEEP}, "recursion"),
     ],
 )
-def test_what_is_no_text_is_refused_and_never_becomes_the_text_none(tmp_path, layout, record, says):
-    path = written(tmp_path, [record])
+def test_what_is_no_text_is_refused_and_never_becomes_the_text_none(tmp_path, layout, row, says):
+    path = saved(tmp_path / "data.json", [row])
     with pytest.raises(DataError) as error:
-        load_records(Source("task.data.dev", path), "dev", LAYOUTS[layout])
+        load(path, layout)
     assert f"task.data.dev: {path} record 0" in str(error.value) and says in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["data.json", "data.jsonl"])
 @pytest.mark.parametrize("content", [DEEP, '[{"_id": ' + "9" * 5000 + "}]"], ids=["brackets", "digits"])
 def test_json_that_python_cannot_read_is_told_by_its_file(tmp_path, name, content):
-    path = written(tmp_path, content, name)
+    path = saved(tmp_path / name, content)
     with pytest.raises(DataError, match="not JSON") as error:
         Source("task.data.dev", path).rows("dev")
     assert path in str(error.value)
@@ -89,37 +62,21 @@ def test_json_that_python_cannot_read_is_told_by_its_file(tmp_path, name, conten
 
 @pytest.mark.parametrize("option", ["labels", "prompts"])
 def test_the_same_of_other_files(tmp_path, option):
-    given = {option: written(tmp_path, DEEP, "deep.json")}
+    given = {option: saved(tmp_path / "deep.json", DEEP)}
     if option == "labels":
-        given |= {"data": {"dev": written(tmp_path, [{"text": "hi", "label": "a"}])}, "sample": "all"}
+        given |= {"data": {"dev": saved(tmp_path / "data.json", [{"text": "hi", "label": "a"}])}, "sample": "all"}
     with pytest.raises(ConfigError, match=rf"task\.{option}: .*deep\.json is not JSON"):
         TASKS["banking77"](default_config("banking77", **given), 0)
 
 
 def test_passages_whose_id_is_null_are_numbered(tmp_path):
     rows = [{"id": None, "title": title, "text": "x"} for title in "ab"]
-    assert [document.id for document in load_corpus("task.corpus", written(tmp_path, rows))] == ["0", "1"]
-
-
-@pytest.mark.parametrize(
-    "facts", [[["Thing", 0]], [{"key": "Thing", "value": 0}], {"key": ["Thing"], "value": [0]}], ids=str
-)
-def test_gold_titles_of_hovers_forms(tmp_path, facts):
-    (example,) = hover(tmp_path, CLAIM | {"supporting_facts": facts}).examples("dev")
-    assert example.metadata["titles"] == ["Thing"]
-
-
-@pytest.mark.parametrize("facts", ["Thing", [[None, 0]], [["", 0]], [[]], ["Thing"], {"title": ["Thing"]}, 7], ids=str)
-def test_other_forms_of_gold_titles_are_refused(tmp_path, facts):
-    with pytest.raises(ConfigError, match="record 0: supporting_facts: "):
-        hover(tmp_path, CLAIM | {"supporting_facts": facts})
+    assert [document.id for document in load_corpus("task.corpus", saved(tmp_path / "data.json", rows))] == ["0", "1"]
 
 
 def test_a_file_of_which_nothing_is_left_says_why(tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.json has no claims of task\.claim_hops=3"):
-        hover(tmp_path, CLAIM | {"num_hops": 2})
     rows = [{"user_query": "q", "target_response": " ", "pii_units": ""}]
-    config = default_config("papillon", data={"dev": written(tmp_path, rows)}, sample="all")
+    config = default_config("papillon", data={"dev": saved(tmp_path / "data.json", rows)}, sample="all")
     with pytest.raises(ConfigError, match="target_response is empty in every row"):
         TASKS["papillon"](config, 0)
 
@@ -128,7 +85,7 @@ def test_a_file_of_which_nothing_is_left_says_why(tmp_path):
 def test_half_a_utf16_pair_is_shown_as_no_character_and_told(tmp_path, caplog, name):
     rows = [{"question": "a\ud800b", "more": [{"\udfff": ["\ud83d\ude00"]}]}, {"question": "\U0001f600 é"}]
     text = json.dumps(rows) if name.endswith("json") else "\n".join(map(json.dumps, rows))
-    path = written(tmp_path, text, name)
+    path = saved(tmp_path / name, text)
     values = [row.values for row in Source("task.data.dev", path).rows("dev")]
     assert values == [{"question": "a\ufffdb", "more": [{"\ufffd": ["\U0001f600"]}]}, {"question": "\U0001f600 é"}]
     (warning,) = caplog.records
@@ -136,7 +93,7 @@ def test_half_a_utf16_pair_is_shown_as_no_character_and_told(tmp_path, caplog, n
 
 
 def test_questions_that_are_trained_and_evaluated_on_are_told(tmp_path, caplog):
-    path = written(tmp_path, [HOTPOT])
+    path = saved(tmp_path / "data.json", [record()])
     TASKS["hotpotqa"](default_config("hotpotqa", data={"train": path, "dev": path}), 0)
     assert [r.message for r in caplog.records] == [
         f"task.data: train and dev are both {path}: what is evaluated may have been trained on"
@@ -148,6 +105,6 @@ def test_questions_that_are_trained_and_evaluated_on_are_told(tmp_path, caplog):
 
 def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path):
     """Either could be meant, and reading one of them would train on a guess."""
-    path = written(tmp_path, "text,category,text\na,card_arrival,b\n", "train.csv")
+    path = saved(tmp_path / "train.csv", "text,category,text\na,card_arrival,b\n")
     with pytest.raises(ConfigError, match=r"train\.csv line 1: more than one column is called 'text'"):
         TASKS["banking77"](default_config("banking77", data={"train": path}), 0)

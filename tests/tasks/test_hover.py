@@ -11,7 +11,7 @@ from mmrl.rollout.plans import fork_on
 from mmrl.tasks.dspy.built_in import needed
 from scripts.tiny_model.mini.questions import make_claims
 from scripts.tiny_model.mini.world import make_world
-from tests.helpers.programs import by_prompt, filled, problems, write_json
+from tests.helpers.programs import by_prompt, filled, problems, saved
 from tests.helpers.programs import make_dspy as make
 from tests.helpers.programs import play_dspy as play
 
@@ -30,7 +30,18 @@ def claim(number, question=None, hops=3, titles=("A", "B"), **changes):
 
 @pytest.fixture
 def corpus(tmp_path):
-    return write_json(tmp_path / "corpus.json", [{"title": t, "text": f"{t} is here"} for t in "ABC"])
+    return saved(tmp_path / "corpus.json", [{"title": t, "text": f"{t} is here"} for t in "ABC"])
+
+
+@pytest.fixture
+def of(tmp_path, corpus):
+    """Options of the task with these claims as its dev split."""
+
+    def of(*claims, **more):
+        path = saved(tmp_path / "hover.json", [*claims])
+        return {"data": {"dev": path}, "corpus": corpus, "sample": "all"} | more
+
+    return of
 
 
 def test_the_default_is_the_mini_world():
@@ -107,9 +118,8 @@ def scripted(queries):
     return answer
 
 
-def test_passages_per_hop_and_in_all(tmp_path, corpus):
-    path = write_json(tmp_path / "hover.json", [claim(n) for n in range(3)])
-    task = make("hover", data={"dev": path}, corpus=corpus, sample="all")
+def test_passages_per_hop_and_in_all(of):
+    task = make("hover", **of(*map(claim, range(3))))
     task.tools = {"search": (search := Search())}
     example = task.examples("dev")[0]
     queries = [("x", "y", "x"), ("None", "z", "none."), ("u", "v", "w")]
@@ -125,19 +135,17 @@ def test_passages_per_hop_and_in_all(tmp_path, corpus):
     assert rollout.metrics["passages"] == 100.0
 
 
-def test_no_query_at_all_searches_nothing_and_goes_on(tmp_path, corpus):
-    path = write_json(tmp_path / "hover.json", [claim(0)])
-    task = make("hover", data={"dev": path}, corpus=corpus, sample="all")
+def test_no_query_at_all_searches_nothing_and_goes_on(of):
+    task = make("hover", **of(claim(0)))
     task.tools = {"search": (search := Search())}
     (rollout,) = play(task, scripted([("None", "NONE", " ")]), task.examples("dev")).rollouts
     assert rollout.error is None and search.asked == [(["claim 0"], 10)]
     assert len(rollout.prediction["retrieved_docs"]) == 10 and len(rollout.prediction["key_facts"]) == 3
 
 
-def test_a_predictor_keeps_the_key_facts_of_its_own_hop(tmp_path, corpus):
+def test_a_predictor_keeps_the_key_facts_of_its_own_hop(of):
     # DSPy's traces, and with them demonstrations, hold the inputs until the rollout has ended.
-    path = write_json(tmp_path / "hover.json", [claim(0)])
-    task = make("hover", data={"dev": path}, corpus=corpus, sample="all")
+    task = make("hover", **of(claim(0)))
     task.tools = {"search": Search()}
     trace = []
 
@@ -201,7 +209,7 @@ def test_recall_and_the_strict_score():
 
 def test_the_papers_sample(tmp_path, corpus):
     rows = [claim(n, question=f"q{n // 2}", hops=3 if n % 4 < 2 else 2) for n in range(2400)]
-    path = write_json(tmp_path / "hover.json", rows)
+    path = saved(tmp_path / "hover.json", rows)
     task = make("hover", data={"train": path, "dev": path}, corpus=corpus)
     expected = [f"u{n}" for n in range(0, 2400, 4)]  # three hops, the first claim of each question
     random.Random(0).shuffle(expected)
@@ -226,26 +234,38 @@ def test_the_papers_sample(tmp_path, corpus):
         ([claim(0, hpqa_id=...)], "hpqa_id is missing"),
     ],
 )
-def test_bad_records_are_told_by_place(tmp_path, corpus, rows, message):
-    path = write_json(tmp_path / "hover.json", rows)
-    assert message in problems("hover", data={"dev": path}, corpus=corpus, sample="all")
+def test_bad_records_are_told_by_place(of, rows, message):
+    assert message in problems("hover", **of(*rows))
 
 
-def test_claims_without_a_corpus_and_options_without_effect(tmp_path, corpus):
-    path = write_json(tmp_path / "hover.json", [claim(0)])
-    assert "task.corpus: got null" in problems("hover", data={"dev": path}, sample="all")
+@pytest.mark.parametrize(
+    "facts", [[["Thing", 0]], [{"key": "Thing", "value": 0}], {"key": ["Thing"], "value": [0]}], ids=str
+)
+def test_forms_of_gold_titles(of, facts):
+    (example,) = make("hover", **of(claim(0, supporting_facts=facts))).examples("dev")
+    assert example.metadata["titles"] == ["Thing"]
+
+
+@pytest.mark.parametrize("facts", ["Thing", [[None, 0]], [["", 0]], [[]], ["Thing"], {"title": ["Thing"]}, 7], ids=str)
+def test_other_forms_of_gold_titles_are_refused(of, facts):
+    assert "record 0: supporting_facts: " in problems("hover", **of(claim(0, supporting_facts=facts)))
+
+
+def test_claims_without_a_corpus_and_options_without_effect(of):
+    assert "task.corpus: got null" in problems("hover", **of(claim(0), corpus=None))
     told = problems("hover", retriever={"top_k": 5, "dedup": True}, claim_hops=4)
     assert "use task.hop_top_k" in told and "task.retriever.dedup" in told
     assert "claims of the mini world have 3 hops" in told
     with pytest.raises(ValidationError, match="punctuation"):
         make("hover", punctuation="space")
-    assert "has 1 claims of task.claim_hops=3" in problems("hover", data={"dev": path}, corpus=corpus)
+    assert "has 1 claims of task.claim_hops=3" in problems("hover", **of(claim(0), sample="paper"))
+    assert "hover.json has no claims of task.claim_hops=3" in problems("hover", **of(claim(0, hops=2)))
 
 
-def test_a_corpus_without_the_gold_titles_is_labelled(tmp_path, corpus):
+def test_a_corpus_without_the_gold_titles_is_labelled(of):
     rows = [claim(0), claim(1, titles=("A", "Z")), claim(2, titles=("Z",)), claim(3, titles=("C",))]
-    task = make("hover", data={"dev": write_json(tmp_path / "h.json", rows)}, corpus=corpus, sample="all")
-    assert task.describe()["partial corpus"] == ("claims with all gold titles in it: dev 50.0%")
+    task = make("hover", **of(*rows))
+    assert task.describe()["partial corpus"] == "claims with all gold titles in it: dev 50.0%"
 
 
 @pytest.mark.parametrize(("module", "calls"), [("generate_query.predict", 1 + 2 * 5), ("append_notes.predict", 2 * 6)])

@@ -38,41 +38,31 @@ def test_the_default_is_the_mini_world():
         assert all(set(example.inputs) == {"question", "corpus"} for example in examples)
 
 
+def selected(documents, penalty):
+    return {"selected_documents": documents, "invalid_selection": float(penalty < 0)}
+
+
 @pytest.mark.parametrize(
-    ("text", "penalty", "facts"),
+    ("module", "text", "candidates", "penalty", "facts"),
     [
-        ("### a; b; c; d ###", 0.0, {"sub_queries": 4, "unparsable": 0}),
-        ("### a; b; c; d; e ###", -0.5, {"sub_queries": 5, "unparsable": 0}),
-        ("### a;b;c;d;e;f;g;h;i ###", -0.5, {"sub_queries": 9, "unparsable": 0}),
-        ("a; b", -0.5, {"sub_queries": 0, "unparsable": 1}),
+        ("rewriter", "### a; b; c; d ###", None, 0.0, {"sub_queries": 4, "unparsable": 0}),
+        ("rewriter", "### a; b; c; d; e ###", None, -0.5, {"sub_queries": 5, "unparsable": 0}),
+        ("rewriter", "### a;b;c;d;e;f;g;h;i ###", None, -0.5, {"sub_queries": 9, "unparsable": 0}),
+        ("rewriter", "a; b", None, -0.5, {"sub_queries": 0, "unparsable": 1}),
+        ("reranker", "1, 2", 10, 0.0, selected(2, 0.0)),
+        ("reranker", "1, 1", 10, -0.5, selected(1, -0.5)),
+        ("reranker", "1, 10", 10, -0.5, selected(1, -0.5)),
+        ("reranker", "1, 1, 11, 12", 10, -0.5, selected(1, -0.5)),  # flat, not per fault
+        ("reranker", "none", 10, -0.5, selected(0, -0.5)),
+        ("reranker", "none", 0, 0.0, selected(0, 0.0)),
+        ("answerer", "", None, 0.0, {"answer_words": 0}),
+        ("answerer", " word" * 30, None, 0.0, {"answer_words": 30}),
+        ("answerer", " word" * 31, None, -1.0, {"answer_words": 31}),
     ],
 )
-def test_rewriter_penalty(text, penalty, facts):
-    score = make().score_call(called("rewriter", text))
+def test_penalties(module, text, candidates, penalty, facts):
+    score = make().score_call(called(module, text, **({} if candidates is None else {"candidates": candidates})))
     assert (score.penalty, dict(score.facts)) == (penalty, facts)
-
-
-@pytest.mark.parametrize(
-    ("text", "candidates", "penalty", "selected"),
-    [
-        ("1, 2", 10, 0.0, 2),
-        ("1, 1", 10, -0.5, 1),
-        ("1, 10", 10, -0.5, 1),
-        ("1, 1, 11, 12", 10, -0.5, 1),  # flat, not per fault
-        ("none", 10, -0.5, 0),
-        ("none", 0, 0.0, 0),
-    ],
-)
-def test_reranker_penalty(text, candidates, penalty, selected):
-    score = make().score_call(called("reranker", text, candidates=candidates))
-    assert score.penalty == penalty
-    assert dict(score.facts) == {"selected_documents": selected, "invalid_selection": float(penalty < 0)}
-
-
-@pytest.mark.parametrize(("words", "penalty"), [(0, 0.0), (30, 0.0), (31, -1.0)])
-def test_answerer_penalty(words, penalty):
-    score = make().score_call(called("answerer", " word" * words))
-    assert (score.penalty, dict(score.facts)) == (penalty, {"answer_words": words})
 
 
 def predicted(answer, candidates=(), selected=()):

@@ -230,49 +230,39 @@ def test_what_is_missing_is_told_at_once():
     assert "has no mini world" in problems("dspy", program="json:dumps", metric="json:dumps", inputs=("a",))
 
 
+FUNCTION = "expected a function (record, prediction) -> number"
+
+
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "key", "says"),
     [
-        ({"program": "Wants"}, "task.inputs: got question, but Wants.forward takes (query, k=3)"),
-        ({"program": "WantsAsync"}, "task.inputs: got question, but WantsAsync.aforward takes (*, query)"),
-        (
-            {"program": "Answerer", "inputs": ("question", "gold")},
-            "task.inputs: got question, gold, but Answerer.forward takes (question)",
-        ),
-        (
-            {"program": "makes"},
-            "task.program: own_program:makes() raised TypeError: makes() missing 1 required",
-        ),
-        (
-            {"program": "Sized"},
-            "task.program: own_program:Sized() raised TypeError: Sized.__init__() missing 1 required",
-        ),
+        ({"program": "Wants"}, "inputs", "got question, but Wants.forward takes (query, k=3)"),
+        ({"program": "WantsAsync"}, "inputs", "got question, but WantsAsync.aforward takes (*, query)"),
+        ({"inputs": ("question", "gold")}, "inputs", "got question, gold, but Answerer.forward takes (question)"),
+        ({"program": "makes"}, "program() raised", "TypeError: makes() missing 1 required"),
+        ({"program": "Sized"}, "program() raised", "TypeError: Sized.__init__() missing 1 required"),
         (
             {"program": "asks", "modules": ("a",)},
-            "task.program: own_program:asks takes (question), expected an async function (example, ctx)",
+            "program",
+            "takes (question), expected an async function (example, ctx)",
         ),
-        (
-            {"metric": "one"},
-            "task.metric: own_program:one takes (example), expected a function (record, prediction) -> number",
-        ),
-        (
-            {"metric": "keyword"},
-            "task.metric: own_program:keyword takes (example, prediction, *, strict), "
-            "expected a function (record, prediction) -> number",
-        ),
+        ({"metric": "one"}, "metric", f"takes (example), {FUNCTION}"),
+        ({"metric": "keyword"}, "metric", f"takes (example, prediction, *, strict), {FUNCTION}"),
         (
             {"program": "plain", "modules": ("speaker",), "metric": "three"},
-            "task.metric: own_program:three takes (record, prediction, third), "
-            "expected a function (record, prediction) -> number",
+            "metric",
+            f"takes (record, prediction, third), {FUNCTION}",
         ),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_before_anything_runs(own, options, sentence):
+def test_arguments_that_do_not_fit_are_refused_before_anything_runs(own, options, key, says):
     named = {key: f"own_program:{value}" if key in ("program", "metric") else value for key, value in options.items()}
     with pytest.raises(ConfigError) as caught:
         task(own, **named)
     (problem,) = caught.value.problems
-    assert problem.startswith(sentence)
+    name, _, raised = key.partition("()")
+    named_first = "" if key == "inputs" else f"{named[name]}()" + raised if raised else named[name]
+    assert problem.startswith(f"task.{name}: {f'{named_first} {says}'.strip()}")
 
 
 def test_metrics_and_programs_of_any_fitting_form_are_taken(own):

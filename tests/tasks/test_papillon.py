@@ -13,7 +13,7 @@ from mmrl.tasks.dspy.papillon import EndpointJudges, RuleJudges
 from mmrl.tasks.mini.examples import UNNAMED, make_external
 from scripts.tiny_model.mini.messages import make_requests
 from scripts.tiny_model.mini.world import make_world
-from tests.helpers.programs import by_prompt, filled, problems, write_csv
+from tests.helpers.programs import by_prompt, filled, problems, saved
 from tests.helpers.programs import make_dspy as make
 from tests.helpers.programs import play_dspy as play
 from tests.helpers.servers import Scripted, chat_reply, serving
@@ -125,8 +125,6 @@ def test_leakage_by_matching_pieces(units, request_text, leaked):
 class Verdicts:
     """Judges that say what they are told to."""
 
-    asked = unreadable = 0
-
     def __init__(self, good, count):
         self.good, self.count = good, count
 
@@ -171,10 +169,7 @@ def test_only_a_clear_preference_for_the_reference_is_a_loss(first, second, qual
 def test_the_composite_reward_and_its_limits(count, leakage):
     task = make("papillon")
     task.judges = Verdicts(True, count)
-    assert score(task).metrics["leakage"] == leakage
-    task.judges = Verdicts(True, count)
-    assert score(task).reward == (1 + 1 - leakage) / 2
-    task.judges = Verdicts(True, count)
+    assert (score(task).metrics["leakage"], score(task).reward) == (leakage, (1 + 1 - leakage) / 2)
     assert score(task, units=()).metrics["leakage"] == 0
 
 
@@ -300,7 +295,7 @@ def test_endpoints_without_keys_are_all_told_before_anything_runs(monkeypatch):
 
 
 def test_the_papers_rows_in_file_order(tmp_path):
-    path = write_csv(tmp_path / "pupa.csv", rows(664))
+    path = saved(tmp_path / "pupa.csv", rows(664))
     task = make("papillon", data={"train": path, "dev": path, "test": path})
     ids = {split: [e.id for e in task.examples(split)] for split in ("train", "dev", "test")}
     assert [len(ids[split]) for split in ids] == [111, 221, 221]
@@ -311,7 +306,7 @@ def test_the_papers_rows_in_file_order(tmp_path):
     assert task.describe()["sample"] == "train rows 0 to 110, dev rows 222 to 442, test rows 443 to 663"
     fewer = make("papillon", data={"dev": path, "dev_items": 7})
     assert fewer.describe()["sample"] == "dev rows 222 to 442; used: 7 dev (the paper: 221)"
-    short = write_csv(tmp_path / "short.csv", rows(300))
+    short = saved(tmp_path / "short.csv", rows(300))
     assert "has 300 rows, the paper's dev split is rows 222 to 442" in problems("papillon", data={"dev": short})
     whole = make("papillon", data={"dev": short}, sample="all")
     assert len(whole.examples("dev")) == 300 and "sample" not in whole.describe()
@@ -321,14 +316,14 @@ def test_rows_without_target_are_left_out_and_counted_and_bad_ones_refused(tmp_p
     content = rows(3)
     content[1]["target_response"] = ""
     content[2]["pii_units"] = ""
-    task = make("papillon", data={"dev": write_csv(tmp_path / "a.csv", content)}, sample="all")
+    task = make("papillon", data={"dev": saved(tmp_path / "a.csv", content)}, sample="all")
     assert [e.id for e in task.examples("dev")] == ["row-0", "row-2"]
     assert task.describe()["rows without a target, left out"] == 1
     assert task.examples("dev")[1].metadata["units"] == []
     content[0]["user_query"] = " "
-    told = problems("papillon", data={"dev": write_csv(tmp_path / "b.csv", content)}, sample="all")
+    told = problems("papillon", data={"dev": saved(tmp_path / "b.csv", content)}, sample="all")
     assert "line 2: user_query: is empty" in told
-    lacking = write_csv(tmp_path / "c.csv", [{"user_query": "q", "target_response": "t"}])
+    lacking = saved(tmp_path / "c.csv", [{"user_query": "q", "target_response": "t"}])
     assert "pii_units or pii_str is missing" in problems("papillon", data={"dev": lacking}, sample="all")
 
 

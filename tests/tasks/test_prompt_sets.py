@@ -18,7 +18,7 @@ from mmrl.tasks.agents.tool_agent import turns_of
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Prompts, Shot, Template, last_user, load_prompts
 from mmrl.tasks.search_program.program import TEMPLATES, SearchProgram
-from tests.helpers.programs import EXAMPLE, Script, default_config, environment, make, play
+from tests.helpers.programs import EXAMPLE, Script, default_config, environment, make, play, saved
 
 PROMPTED = {
     "hotpotqa": ("rewriter", "reranker", "answerer"),
@@ -30,19 +30,13 @@ PROMPTED = {
 }
 
 
-def written(tmp_path, text):
-    path = tmp_path / "prompts.yaml"
-    path.write_text(text, encoding="utf-8")
-    return str(path)
-
-
 def message(role, content):
     return {"role": role, "content": content}
 
 
 def test_demonstrations_stand_between_system_message_and_question(tmp_path):
-    path = written(
-        tmp_path,
+    path = saved(
+        tmp_path / "prompts.yaml",
         """
 rewriter:
   system: "Split. Shape: {{a}}"
@@ -69,7 +63,9 @@ rewriter:
 
 def test_the_demonstrations_of_a_growing_context_hold_the_transcript(tmp_path):
     transcript = "<think> a </think>\n<search> b </search>\n\n<information>Doc</information>\n\n<answer> c </answer>"
-    path = written(tmp_path, json.dumps({"agent": {"demonstrations": [{"user": "Q1", "assistant": transcript}]}}))
+    path = saved(
+        tmp_path / "prompts.yaml", json.dumps({"agent": {"demonstrations": [{"user": "Q1", "assistant": transcript}]}})
+    )
     task = TASKS["search_agent"](default_config("search_agent", prompts=path), 0)
     plain = TASKS["search_agent"](default_config("search_agent"), 0)
     (question,) = plain.program.question("Q2")
@@ -90,7 +86,9 @@ def test_the_tool_agent_shows_results_as_user_messages(tmp_path):
         message("assistant", "<answer>c</answer>"),
         message("user", "Q2"),
     ]
-    path = written(tmp_path, "agent: {demonstrations: [{user: q, assistant: '<tool>x</tool><result>a</result>'}]}")
+    path = saved(
+        tmp_path / "prompts.yaml", "agent: {demonstrations: [{user: q, assistant: '<tool>x</tool><result>a</result>'}]}"
+    )
     with pytest.raises(ConfigError) as caught:
         make("tool_agent", tmp_path, prompts=path)
     assert caught.value.problems[0].startswith(
@@ -99,8 +97,8 @@ def test_the_tool_agent_shows_results_as_user_messages(tmp_path):
 
 
 def test_all_problems_of_demonstrations_at_once(tmp_path):
-    path = written(
-        tmp_path,
+    path = saved(
+        tmp_path / "prompts.yaml",
         """
 rewriter: {demonstrations: {user: a, assistant: b}}
 reranker:
@@ -129,7 +127,7 @@ answerer: {demonstrations: , sistem: x}
 
 @pytest.mark.parametrize(("name", "module"), [("search_agent", "judge"), ("banking77", "classify.predict")])
 def test_who_takes_no_demonstrations_says_so(tmp_path, name, module):
-    path = written(tmp_path, f"{module}: {{demonstrations: [{{user: a, assistant: b}}]}}")
+    path = saved(tmp_path / "prompts.yaml", f"{module}: {{demonstrations: [{{user: a, assistant: b}}]}}")
     with pytest.raises(ConfigError) as caught:
         TASKS[name](default_config(name, prompts=path), 0)
     (problem,) = caught.value.problems
@@ -161,7 +159,7 @@ def test_other_texts_of_a_file_stay_and_unchanged_instructions_keep_their_templa
     given_text = (
         "rewriter: {system: 'Plain {{question}}, filled {question}'}\nanswerer: {document: '[{index}] {text}'}\n"
     )
-    prompts = load_prompts(TEMPLATES, written(tmp_path, given_text))
+    prompts = load_prompts(TEMPLATES, saved(tmp_path / "prompts.yaml", given_text))
     now = prompts.by_module()
     assert now["rewriter"].instructions == "Plain {question}, filled {question}"
     assert prompts.replaced(now) == prompts

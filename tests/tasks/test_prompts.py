@@ -3,12 +3,7 @@ import pytest
 from mmrl.errors import ConfigError
 from mmrl.tasks.prompts import load_prompts, messages
 from mmrl.tasks.search_program.program import TEMPLATES, SearchProgram
-
-
-def written(tmp_path, text):
-    path = tmp_path / "prompts.yaml"
-    path.write_text(text, encoding="utf-8")
-    return str(path)
+from tests.helpers.programs import saved
 
 
 def problems(path):
@@ -27,8 +22,8 @@ def test_defaults_fill_their_own_placeholders():
 
 
 def test_a_file_replaces_what_it_names(tmp_path):
-    path = written(
-        tmp_path,
+    path = saved(
+        tmp_path / "prompts.yaml",
         "rewriter:\n  user: 'Frage: {question} {{json}}'\nanswerer:\n  system: ''\n  document: '[{index}] {text}'\n",
     )
     prompts = SearchProgram(load_prompts(TEMPLATES, path), 5)
@@ -41,8 +36,8 @@ def test_a_file_replaces_what_it_names(tmp_path):
 
 
 def test_all_problems_at_once_each_with_its_place(tmp_path):
-    path = written(
-        tmp_path,
+    path = saved(
+        tmp_path / "prompts.yaml",
         """
 rewritter: {user: "{question}"}
 rewriter: {user: "no placeholder", sistem: "x"}
@@ -79,7 +74,7 @@ answerer: {user: "{question", system: 3, user_without_documents: "{question:>9}"
     ],
 )
 def test_malformed_files(tmp_path, content, expected):
-    found = problems(written(tmp_path, content))
+    found = problems(saved(tmp_path / "prompts.yaml", content))
     assert len(found) == 1
     assert expected in found[0]
     assert "\n" not in found[0]

@@ -4,9 +4,9 @@ from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
-from tests.helpers.programs import default_config, task_section
+from tests.helpers.programs import default_config, saved, task_section
 from tests.helpers.programs import play as played
-from tests.tasks.test_data import record, saved
+from tests.tasks.test_data import record
 
 EXAMPLE = Example(
     id="e", inputs={"question": "Who is older, Ada or Bob?", "corpus": "none"}, metadata={"answers": ["Ada"]}
@@ -56,11 +56,11 @@ def test_the_two_prompts_differ_and_both_hold_the_question():
 
 
 def test_it_reads_files_without_a_corpus(tmp_path, caplog):
-    path = saved(tmp_path, [record(0)])
+    path = saved(tmp_path / "data.json", [record(0)])
     task = make(data={"train": path, "dev": path, "test": path})
     assert task.examples("dev")[0].inputs["question"] == record(0)["question"]
     assert not [record for record in caplog.records if "corpus" in record.message]
-    bare = saved(tmp_path, [{"question": "Q?", "answer": ["A"]}], "bare.jsonl")
+    bare = saved(tmp_path / "bare.jsonl", [{"question": "Q?", "answer": ["A"]}])
     assert make(dataset="nq", data={"train": bare, "dev": bare, "test": bare}).examples("train")
 
 

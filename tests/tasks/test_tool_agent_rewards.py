@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from mmrl.tasks.agents.rewards import tag_usage, xml_format
+from mmrl.tasks.agents.tool_agent import OWN_TAGS
 from tests.helpers.programs import EXAMPLE, make, play
 from tests.tasks.test_tool_agent import ASK, MISS, RIGHT, ROOMY, WRONG, call, command
 
@@ -71,69 +72,20 @@ def test_listing_every_candidate_is_seen(task):
 
 
 @pytest.mark.parametrize(
-    ("messages", "expected"),
-    [
-        ([RIGHT], 1.0),
-        ([ASK, RIGHT], 1.0),
-        (["hm"], 0.0),
-        (["hm", RIGHT], 0.5),
-        (["<answer>x</answer>"], 1.0),
-        (["<answer>x"], 0.5),  # opens once (1), never closes (1 - |0 - 1| = 0)
-        (["<answer>x</answer></answer>"], 0.5),
-        (["<answer>x</answer></answer></answer>"], 0.0),
-        (["<answer></answer></answer></answer></answer></answer></answer>"], 0.0),  # not below 0
-        (["<reasoning>a</reasoning><answer>x"], 0.75),
-        (["<result>x</result>"], 0.0),  # not a tag of the model's
-        ([], 0.0),
-    ],
-)
-def test_tag_usage(messages, expected):
-    assert tag_usage(messages, ("reasoning", "tool", "answer")) == pytest.approx(0.2 * expected)
-
-
-@pytest.mark.parametrize(
-    ("messages", "expected"),
-    [
-        ([RIGHT], 1.0),
-        ([f"\n {ASK}\n"], 1.0),
-        (["hm"], 0.0),
-        (["<answer>x</answer>"], 0.2 + 0.2 + 0.2),
-        (["so <reasoning>a</reasoning> then"], 0.2 + 0.2),
-        (["<reasoning>a</reasoning><answer>x"], 0.4 + 0.2 + 0.2),
-        (["<reasoning>a"], 0.2),
-        (["<reasoning>a</answer>"], 0.4),  # no whole pair
-        ([RIGHT, "hm"], 0.5),
-        ([], 0.0),
-    ],
-)
-def test_xml_format(messages, expected):
-    assert xml_format(messages) == pytest.approx(0.2 * expected)
-
-
-@pytest.mark.parametrize(
     ("messages", "strict", "released"),
     [
-        # Strict / released, per message. Both whole: 1 / 1.
-        ([RIGHT], 1.0, 1.0),
-        # No pair at all: 0 / 0.2, which the check that cannot fail gives. 0.2 x 0.2 = 0.04.
-        (["hm"], 0.0, 0.2),
-        # Begins with <reasoning>: 0.2 / 0.4.
-        (["<reasoning>a"], 0.2, 0.4),
-        # One of two messages without a whole pair: (1 + 0) / 2 and (1 + 0.2) / 2, which is 0.04 x its share more.
-        ([RIGHT, "hm"], 0.5, 0.6),
-        # Two of three: (1 + 0 + 0.2) / 3 and (1 + 0.2 + 0.4) / 3.
-        ([RIGHT, "hm", "<reasoning>a"], 0.4, 1.6 / 3),
-        ([], 0.0, 0.0),
-    ],
-)
-def test_xml_format_as_the_authors_code_has_it(messages, strict, released):
-    assert xml_format(messages) == pytest.approx(0.2 * strict)
-    assert xml_format(messages, released=True) == pytest.approx(0.2 * released)
-
-
-@pytest.mark.parametrize(
-    ("messages", "strict", "released"),
-    [
+        ([RIGHT], 1.0, None),
+        ([ASK, RIGHT], 1.0, None),
+        (["hm"], 0.0, None),
+        (["hm", RIGHT], 0.5, 0.5),
+        (["<answer>x</answer>"], 1.0, None),
+        (["<answer>x"], 0.5, None),  # opens once (1), never closes (1 - |0 - 1| = 0)
+        (["<answer>x</answer></answer>"], 0.5, None),
+        (["<answer>x</answer></answer></answer>"], 0.0, None),
+        (["<answer></answer></answer></answer></answer></answer></answer>"], 0.0, None),  # not below 0
+        (["<reasoning>a</reasoning><answer>x"], 0.75, None),
+        (["<result>x</result>"], 0.0, None),  # not a tag of the model's
+        ([], 0.0, None),
         # Opens once (1), closes five times (1 - 4 = -3): (1 - 3) / 2 = -1, which strict takes for 0.
         (["<answer>" + "</answer>" * 5], 0.0, 0.0),
         # Beside a message of 1: (1 + 0) / 2, and (1 - 1) / 2.
@@ -142,13 +94,39 @@ def test_xml_format_as_the_authors_code_has_it(messages, strict, released):
         ([RIGHT, ASK, "<answer>" + "</answer>" * 5], 2 / 3, 1 / 3),
         # Four answers: opens four times (1 - 3 = -2), closes four times: -2; with one that is right (1 - 2) / 2 < 0.
         ([RIGHT, "<answer>x</answer>" * 4], 0.5, 0.0),
-        # Nothing below 0: the same.
-        (["hm", RIGHT], 0.5, 0.5),
     ],
 )
-def test_tag_usage_as_the_authors_code_has_it(messages, strict, released):
-    assert tag_usage(messages, ("reasoning", "tool", "answer")) == pytest.approx(0.2 * strict)
-    assert tag_usage(messages, ("reasoning", "tool", "answer"), released=True) == pytest.approx(0.2 * released)
+def test_tag_usage_in_the_strict_form_and_as_the_authors_code_has_it(messages, strict, released):
+    assert tag_usage(messages, OWN_TAGS) == pytest.approx(0.2 * strict)
+    if released is not None:
+        assert tag_usage(messages, OWN_TAGS, released=True) == pytest.approx(0.2 * released)
+
+
+@pytest.mark.parametrize(
+    ("messages", "strict", "released"),
+    [
+        # Strict / released, per message. Both whole: 1 / 1.
+        ([RIGHT], 1.0, 1.0),
+        ([f"\n {ASK}\n"], 1.0, None),
+        # No pair at all: 0 / 0.2, which the check that cannot fail gives. 0.2 x 0.2 = 0.04.
+        (["hm"], 0.0, 0.2),
+        (["<answer>x</answer>"], 0.2 + 0.2 + 0.2, None),
+        (["so <reasoning>a</reasoning> then"], 0.2 + 0.2, None),
+        (["<reasoning>a</reasoning><answer>x"], 0.4 + 0.2 + 0.2, None),
+        # Begins with <reasoning>: 0.2 / 0.4.
+        (["<reasoning>a"], 0.2, 0.4),
+        (["<reasoning>a</answer>"], 0.4, None),  # no whole pair
+        # One of two messages without a whole pair: (1 + 0) / 2 and (1 + 0.2) / 2, which is 0.04 x its share more.
+        ([RIGHT, "hm"], 0.5, 0.6),
+        # Two of three: (1 + 0 + 0.2) / 3 and (1 + 0.2 + 0.4) / 3.
+        ([RIGHT, "hm", "<reasoning>a"], 0.4, 1.6 / 3),
+        ([], 0.0, 0.0),
+    ],
+)
+def test_xml_format_in_the_strict_form_and_as_the_authors_code_has_it(messages, strict, released):
+    assert xml_format(messages) == pytest.approx(0.2 * strict)
+    if released is not None:
+        assert xml_format(messages, released=True) == pytest.approx(0.2 * released)
 
 
 def test_the_authors_format_rewards_are_an_option(tmp_path):

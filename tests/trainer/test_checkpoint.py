@@ -174,7 +174,7 @@ def test_a_checkpoint_that_is_not_complete_is_refused(tmp_path: Path) -> None:
 
 MOMENTS = ["save_model", "_save_optimizer_and_scheduler", "_save_rng_state", "commit"]
 KILLED = """
-import os, signal, sys
+import gc, os, signal, sys
 from pathlib import Path
 from mmrl.trainer import checkpoint
 from tests.helpers.trainer_cases import make_calls, make_trainer
@@ -187,6 +187,7 @@ def dies_at_step_4(name, victim, trainer):
         return original(*args, **kwargs)
     setattr(victim, name, wrapped)
 
+gc.freeze()
 # a process for each moment, forked where all is imported, since that is what takes time
 for moment in sys.argv[2:]:
     if os.fork() == 0:

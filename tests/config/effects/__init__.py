@@ -32,7 +32,7 @@ from mmrl.config import (
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SftConfig
 from mmrl.config.tasks import BUILT_IN
 from mmrl.tasks import TASKS
-from tests.helpers.programs import write_csv
+from tests.helpers.programs import saved
 
 Options = dict[str, Any]
 Observe = Callable[[str, Options, Path], object]
@@ -228,7 +228,7 @@ def records_of(name: str, start: int) -> list[dict[str, Any]]:
 def file_of(name: str, folder: Path, start: int) -> str:
     records = records_of(name, start)
     if name in ("banking77", "papillon"):
-        return write_csv(folder / f"{start}.csv", records)
+        return saved(folder / f"{start}.csv", records)
     path = folder / f"{start}.{'jsonl' if name == 'dspy' else 'json'}"
     path.write_text("\n".join(map(json.dumps, records)) if name == "dspy" else json.dumps(records), encoding="utf-8")
     return str(path)
