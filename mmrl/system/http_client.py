@@ -67,13 +67,13 @@ class HttpFailure(Exception):
     transient: bool = False
     """The same request may succeed."""
     status: int = 0
-    """Of the reply."""
+    """HTTP status of the reply."""
     text: str = ""
     """The beginning of an error's page."""
     pause: float | None = None
     """Seconds that the server asks to wait."""
     reached: bool = True
-    """Whether there was a connection."""
+    """There was a connection."""
     tries: int = 1
 
     def __str__(self) -> str:
@@ -101,11 +101,11 @@ class Breaker:
 
     @property
     def open(self) -> bool:
-        """Whether too many have failed, and none has succeeded since."""
+        """True once too many have failed, until one succeeds."""
         return self._opened is not None
 
     def refuses(self) -> bool:
-        """Whether a request must not be sent now. A request let through has to report `success` or `failure`."""
+        """True where a request must not be sent now; one that is let through has to report `success` or `failure`."""
         if self._opened is None:
             return False
         if self._probing or self._clock() - self._opened < self._wait_s:
@@ -182,7 +182,7 @@ class HttpClient:
         return await asyncio.wrap_future(self._start(work))
 
     def wait(self, work: Coroutine[object, object, T], timeout: float | None = None) -> T:
-        """The same for code without a loop; blocks.
+        """Wait for `work` in the I/O loop, for code without a loop; blocks.
 
         Raises:
             TimeoutError: after `timeout` seconds; the work is cancelled.
@@ -236,7 +236,7 @@ class HttpClient:
         limit: int,
         before: Callable[[int], Awaitable[None]] | None = None,
     ) -> T:
-        """What `parse` makes of the reply: in a slot, behind the breaker, with retries.
+        """Request and parse a reply: in a slot, behind the breaker, with retries.
 
         Args:
             parse: raises `ValueError` and the like for a reply that is none; it is then requested again.

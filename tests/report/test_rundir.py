@@ -41,26 +41,17 @@ def test_a_folder_with_something_in_it_is_refused_and_untouched(path):
     with pytest.raises(ConfigError, match=r"run\.dir: .*first exists and is not empty"):
         create(path)
     assert [file.name for file in path.iterdir()] == ["notes.txt"]
-
-
-def test_an_existing_run_is_refused_with_the_way_to_continue_it(path):
-    create(path).close()
-    with pytest.raises(ConfigError, match="mmrl train resume="):
-        create(path)
-
-
-def test_an_existing_evaluation_is_refused_with_its_own_command(path):
-    create(path, policy="tiny").close()
-    with pytest.raises(ConfigError, match="mmrl eval resume="):
-        create(path)
-
-
-def test_an_empty_folder_is_used_and_a_file_is_refused(tmp_path):
-    (tmp_path / "empty").mkdir()
-    create(tmp_path / "empty").close()
-    (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file"):
-        create(tmp_path / "file")
+        create(path / "notes.txt")
+    (path / "notes.txt").unlink()
+    create(path).close()
+
+
+@pytest.mark.parametrize(("config", "command"), [({}, "train"), ({"policy": "tiny"}, "eval")])
+def test_an_existing_run_is_refused_with_the_way_to_continue_it(path, config, command):
+    create(path, **config).close()
+    with pytest.raises(ConfigError, match=f"mmrl {command} resume="):
+        create(path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not os.path.isdir("/proc"), reason="needs a place that refuses writes")
