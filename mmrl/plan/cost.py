@@ -6,11 +6,12 @@ GPUs are rows of a table; this machine's CPU is measured.
 from __future__ import annotations
 
 import math
-import os
 import re
-import time
-from collections.abc import Callable, Mapping
+import timeit
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+import psutil
 
 from mmrl.config import RootConfig, TrainCommandConfig
 from mmrl.config.engines import VllmConfig
@@ -106,23 +107,17 @@ def measured_cpu(threads: int) -> Device:
     try:
         left, right = (torch.randn(512, 512, generator=draws) for _ in range(2))
         block = torch.zeros(8_000_000)
-        product = min(_seconds(lambda: left @ right) for _ in range(20))
-        copy = min(_seconds(block.clone) for _ in range(8))
+        product = min(timeit.repeat(lambda: left @ right, number=1, repeat=20))
+        copy = min(timeit.repeat(block.clone, number=1, repeat=8))
     finally:
         torch.set_num_threads(before)
     return Device(
         name="cpu",
         flops=2 * 512**3 / product,
         bandwidth=2 * block.nbytes / copy,
-        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory=psutil.virtual_memory().total,
         utilisation=0.35,
     )
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 CHUNK = 1024
