@@ -88,14 +88,6 @@ def run_at(tmp_path, next_step=0, config=None):
     )
 
 
-def test_wandb_is_offline_without_a_key(tmp_path, wandb, monkeypatch):
-    opened(tmp_path, "wandb")
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    opened(tmp_path, "wandb")
-    assert [arguments["mode"] for arguments in wandb.inits] == ["offline", None]
-    assert "x" * 40 not in str(wandb.inits)
-
-
 def test_a_login_of_wandb_is_respected_and_the_mode_is_said(tmp_path, wandb, monkeypatch):
     """`wandb login` leaves its key in a netrc file, for the server in use."""
     said = []
@@ -106,12 +98,14 @@ def test_a_login_of_wandb_is_respected_and_the_mode_is_said(tmp_path, wandb, mon
     opened(tmp_path, "wandb", warn=said.append)
     (tmp_path / "netrc").write_text(f"machine wandb.example.org login user password {'k3' * 20}\n")
     opened(tmp_path, "wandb", warn=said.append)
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    opened(tmp_path, "wandb", warn=said.append)
     monkeypatch.setenv("WANDB_MODE", "shared")
     opened(tmp_path, "wandb", warn=said.append)
-    assert [arguments["mode"] for arguments in wandb.inits] == ["offline", None, "offline", None, None]
-    assert [text.split(",")[0] for text in said] == [
-        f"wandb: {mode}" for mode in (*("offline", "online") * 2, "shared")
-    ]
+    modes = ["offline", "online", "offline", "online", "online", "shared"]
+    assert [text.split(",")[0] for text in said] == [f"wandb: {mode}" for mode in modes]
+    inits = [arguments["mode"] for arguments in wandb.inits]
+    assert inits == [mode if mode == "offline" else None for mode in modes] and "x" * 40 not in str(wandb.inits)
     assert "wandb sync" in said[0] and str(tmp_path / "netrc") in said[1] and "k3k3" not in str(said)
     assert hidden.hide(f"refused {'k3' * 20}") == "refused ${oc.env:WANDB_API_KEY}"
 
