@@ -101,7 +101,7 @@ def declared(config: TrainCommandConfig, modules: Sequence[str], overrides: Mapp
     for number in range(draws):
         trees = algorithm.plan(config.algo, modules, (config.seed, 1, f"plan-{number}"))
         for module, load in _trees(trees, modules, lengths, config).items():
-            total[module] = total[module] + load
+            total[module] += load
     steps = {module: float(lengths[module].completion * lengths[module].calls) for module in modules}
     share = config.train.batch_size / draws
     return {module: replace(load.scaled(share), decode_steps=steps[module]) for module, load in total.items()}
@@ -154,32 +154,29 @@ def _trees(
 ) -> dict[str, Load]:
     """Load of one example."""
     loads = {module: Load() for module in modules}
-    # All trees of an example start with the same prompt, which is prefilled and forwarded once.
-    first_prompt_counted = False
     count = sum(lengths[module].calls for module in modules)
     frozen = frozen_modules(config)
     in_loss = [module for module in modules if config.algo.trains(module) and module not in frozen]
-    for tree in trees:
+    for number, tree in enumerate(trees):
         branches, before = Fraction(1), 0
         for index, module in enumerate(modules):
-            prompts = branches
+            # All trees of an example start with the same prompt, which is prefilled and forwarded once.
+            prompts = Fraction(0) if number and not index else branches
             for fork in tree.forks:
                 if fork.module == module or (fork.module is None and index == 0):
                     branches *= fork.width
-            own = lengths[module].calls
+            size = lengths[module]
             # A growing tree goes on from each of a rollout's `count` nodes equally often: its call number j is sampled
             # again from the j nodes before it.
             drawn = tree.growth.rounds * tree.growth.nodes if tree.growth else 0
-            grown = branches * (1 + Fraction(drawn * (2 * before + own + 1), 2 * count))
-            before += own
-            fresh = Fraction(0) if index == 0 and first_prompt_counted else prompts
+            grown = branches * (1 + Fraction(drawn * (2 * before + size.calls + 1), 2 * count))
+            before += size.calls
             trained = module in in_loss and (config.algo.name != "mhgpo_is" or tree.fork_name == module)
-            loads[module] = loads[module] + path_load(lengths[module], float(grown), float(fresh), trained)
+            loads[module] += path_load(size, float(grown), float(prompts), trained)
             # Played again with the replies of a module exchanged: what comes after that module is sampled anew.
             again = branches * sum(name in modules[:index] for name in tree.exchange.modules) if tree.exchange else 0
             if again:
-                loads[module] = loads[module] + path_load(lengths[module], float(again), float(again), False)
-        first_prompt_counted = True
+                loads[module] += path_load(size, float(again), float(again), False)
     return loads
 
 
