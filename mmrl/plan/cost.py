@@ -5,15 +5,17 @@ GPUs are rows of a table; this machine's CPU is measured.
 
 from __future__ import annotations
 
-import os
+import math
 import re
-import time
-from collections.abc import Callable, Mapping
+import timeit
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+import psutil
 
 from mmrl.config import RootConfig, TrainCommandConfig
 from mmrl.config.engines import VllmConfig
-from mmrl.errors import ConfigError, unknown
+from mmrl.errors import ConfigError
 from mmrl.plan.shapes import Shape
 from mmrl.plan.workload import Load
 
@@ -46,16 +48,8 @@ NAMES = ("cpu", *GPUS)
 
 
 def device(name: str, threads: int = 1) -> Device:
-    """The device called `name`; `cpu` is measured (a quarter of a second).
-
-    Raises:
-        ConfigError: an unknown name.
-    """
-    if name == "cpu":
-        return measured_cpu(threads)
-    if name not in GPUS:
-        raise ConfigError(unknown("device", name, NAMES))
-    return GPUS[name]
+    """The device called `name`, one of `NAMES`; `cpu` is measured (a quarter of a second)."""
+    return measured_cpu(threads) if name == "cpu" else GPUS[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +80,7 @@ def gpus() -> list[Gpu]:
 
 
 def known_gpu(gpu: Gpu) -> Device:
-    """What a GPU of this machine reaches, with its own memory.
+    """Speed of a GPU of this machine by the table, with the memory that it has.
 
     Raises:
         ConfigError: it is none of the table; a slice of one (MIG) has a share that is not known.
@@ -113,23 +107,17 @@ def measured_cpu(threads: int) -> Device:
     try:
         left, right = (torch.randn(512, 512, generator=draws) for _ in range(2))
         block = torch.zeros(8_000_000)
-        product = min(_seconds(lambda: left @ right) for _ in range(20))
-        copy = min(_seconds(block.clone) for _ in range(8))
+        product = min(timeit.repeat(lambda: left @ right, number=1, repeat=20))
+        copy = min(timeit.repeat(block.clone, number=1, repeat=8))
     finally:
         torch.set_num_threads(before)
     return Device(
         name="cpu",
         flops=2 * 512**3 / product,
         bandwidth=2 * block.nbytes / copy,
-        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory=psutil.virtual_memory().total,
         utilisation=0.35,
     )
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 CHUNK = 1024
@@ -138,51 +126,21 @@ DECODE_OVERHEAD_S = {"cpu": 1.1e-3}
 """Seconds per layer and decode step that no arithmetic accounts for (kernel starts, Python); measured on the CPU."""
 PREFILL_UTILISATION = {"cpu": 0.2}
 """Share of the device's FLOP/s in the prefill; measured on the CPU with the tiny model, 0.5 assumed elsewhere."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightLayout:
-    """What the config says about weights."""
-
-    width: int
-    """Bytes of a number that the model computes with, and of frozen weights."""
-    trained_parameters: int
-    weights_width: int
-    """Bytes of a number of the policy's weights: trained ones are float32 (`trainer.trl_trainer`)."""
-    copies: int
-    """Frozen copies of the whole model (the reference of full fine-tuning)."""
-    critic: str | None
-    """`separate`, `adapter`, `head`, or None."""
-    processes: int
-    """Of all nodes."""
-    weights_over: int
-    """Processes that share the trained weights (FSDP2, ZeRO 3)."""
-    states_over: int
-    """Processes that share gradients and optimizer (FSDP2, ZeRO)."""
-    others_over: int
-    """Processes that share the reference and the critic (FSDP2)."""
-    generating: int
-    """Devices that generate: those for rollouts alone, else those that train (of the main node, with one server)."""
-    offloaded: frozenset[str]
-    """Parts of `memory` that wait in host memory (`hardware.cpu_offload`)."""
-
-
-OFFLOADED = {
+SHARDED = {
+    "none": frozenset[str](),
     "fsdp2": frozenset({"weights", "reference", "adapter", "gradients", "optimizer", "critic"}),
     "zero2": frozenset({"gradients", "optimizer"}),
     "zero3": frozenset({"weights", "adapter", "gradients", "optimizer"}),
 }
-"""What `hardware.cpu_offload` moves under each way of sharding (FSDP2's policy; ZeRO's optimizer and parameters)."""
+"""Parts of `states` that processes share, by `hardware.sharding`; `hardware.cpu_offload` moves the same to the host."""
 GATHERED_LAYERS = 2
 """Layers whose sharded weights are whole at once: the one that computes, and the next one."""
-
-
 TRAINED_WIDTH = 4
-"""Bytes of a trained number, its gradient and each of its two moments: float32."""
+"""Bytes of a trained number, its gradient and each of its two moments: float32 (`trainer.trl_trainer`)."""
 
 
 def computing_width(config: RootConfig) -> int:
-    """Bytes of a number that the model computes with."""
+    """Bytes of a number that the model computes with, and of frozen weights."""
     dtype, on_gpu = config.model.dtype, config.hardware.device != "cpu"
     return (2 if on_gpu else 4) if dtype == "auto" else 4 if dtype == "float32" else 2
 
@@ -194,26 +152,43 @@ def generating_devices(config: RootConfig) -> int:
     return hardware.rollout_devices or hardware.processes * nodes
 
 
-def weight_layout(config: TrainCommandConfig, shape: Shape) -> WeightLayout:
-    """Read a config."""
-    lora, width = config.model.lora, computing_width(config)
-    # Frozen weights stay in the computing dtype; trained ones are float32, whatever computes with them.
-    parameters = shape.parameters if lora is None else shape.lora_parameters(lora.r, lora.targets)
-    processes = config.hardware.processes * config.hardware.nodes
-    hardware, sharding = config.hardware, config.hardware.sharding
-    return WeightLayout(
-        width=width,
-        trained_parameters=parameters,
-        weights_width=TRAINED_WIDTH if lora is None else width,
-        copies=1 if lora is None and config.algo.beta > 0 else 0,
-        critic=getattr(config.algo, "critic", None),
-        processes=processes,
-        weights_over=processes if sharding in ("fsdp2", "zero3") else 1,
-        states_over=processes if sharding != "none" else 1,
-        others_over=processes if sharding == "fsdp2" else 1,
-        generating=generating_devices(config),
-        offloaded=OFFLOADED.get(sharding, frozenset()) if hardware.cpu_offload else frozenset(),
-    )
+def training_processes(config: TrainCommandConfig) -> int:
+    """Processes of all nodes, each with a device."""
+    return config.hardware.processes * config.hardware.nodes
+
+
+def trained_parameters(config: TrainCommandConfig, shape: Shape) -> int:
+    """Parameters of the policy that the update changes."""
+    lora = config.model.lora
+    return shape.parameters if lora is None else shape.lora_parameters(lora.r, lora.targets)
+
+
+def states(config: TrainCommandConfig, shape: Shape) -> dict[str, float]:
+    """Bytes per process of what the trainer holds of weights, critic, gradients and optimizer, by part."""
+    lora, critic, width = config.model.lora, getattr(config.algo, "critic", None), computing_width(config)
+    trained = trained_parameters(config, shape) * TRAINED_WIDTH
+    critic_parameters = shape.parameters if critic == "separate" else 0
+    if critic == "adapter":
+        rank, targets = (lora.r, lora.targets) if lora else (16, ("q_proj", "v_proj"))
+        critic_parameters = shape.lora_parameters(rank, targets)
+    sizes = {
+        "weights": shape.parameters * (width if lora else TRAINED_WIDTH),
+        # Full fine-tuning keeps a frozen copy of the whole model; without its adapter a model is its own reference.
+        "reference": shape.parameters * width if not lora and config.algo.beta > 0 else 0,
+        "adapter": trained if lora else 0,
+        "optimizer": 2 * trained,
+        # Weights, gradient and AdamW's two moments.
+        "critic": 4 * TRAINED_WIDTH * critic_parameters,
+        "gradients": trained,
+    }
+    shared, processes = SHARDED[config.hardware.sharding], training_processes(config)
+    return {part: size / processes if part in shared else float(size) for part, size in sizes.items()}
+
+
+def host_memory(config: TrainCommandConfig, shape: Shape) -> dict[str, float]:
+    """Bytes per process of the parts that wait in host memory (`hardware.cpu_offload`)."""
+    moved = SHARDED[config.hardware.sharding] if config.hardware.cpu_offload else ()
+    return {part: size for part, size in states(config, shape).items() if part in moved}
 
 
 def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float, device: Device) -> dict[str, float]:
@@ -226,27 +201,27 @@ def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float,
         load: of a whole step.
         longest: tokens of the longest call.
     """
-    made = weight_layout(config, shape)
     # A pack holds at least the longest call, since a call is never cut; and no more than a process has to forward.
-    budget = pack_tokens(config, shape, device, made)
+    budget = pack_tokens(config, shape, device)
     if 2 * longest > budget and load.trained > 2 * load.trained_unique:
         # Calls share most of what they have, and a pack of the budget would repeat it for every few of them.
-        budget = pack_tokens(config, shape, device, made, wide=True)
-    pack = max(min(float(budget), load.trained_unique / made.processes), longest)
-    trained = made.trained_parameters * TRAINED_WIDTH
-    parts = {part: size for part, size in _states(config, shape, made).items() if part not in made.offloaded}
+        budget = pack_tokens(config, shape, device, wide=True)
+    processes, width = training_processes(config), computing_width(config)
+    pack = max(min(float(budget), load.trained_unique / processes), longest)
+    offloaded = host_memory(config, shape)
+    parts = {part: size for part, size in states(config, shape).items() if part not in offloaded}
     lora, checkpointed = config.model.lora, config.model.gradient_checkpointing
     dropped = lora.targets if lora is not None and lora.dropout else ()
     update = {
-        "gradients": 0.0 if "gradients" in made.offloaded else trained / made.states_over,
-        "activations": pack * shape.activation_bytes(made.width, checkpointed, dropped),
+        "gradients": parts.pop("gradients", 0.0),
+        "activations": pack * shape.activation_bytes(width, checkpointed, dropped),
         # Logits, their softmax and its gradient, in float32, of one chunk of scored positions.
         "logits": min(CHUNK, pack) * shape.vocab * 4.0 * 3,
     }
-    if made.weights_over > 1:
+    if processes > 1 and "weights" in SHARDED[config.hardware.sharding]:
         outer = shape.parameters - shape.block_parameters
         layers = shape.block_parameters * min(GATHERED_LAYERS, shape.layers) / shape.layers
-        update["gathered layers"] = (layers + outer) * made.width
+        update["gathered layers"] = (layers + outer) * width
     engine = {} if config.hardware.rollout_devices else engine_memory(config, shape, load, device)
     if sleeps(config):
         # Whichever phase is larger: a sleeping vLLM has given its memory back while the update runs.
@@ -256,29 +231,9 @@ def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float,
     return {part: float(size) for part, size in parts.items() if size}
 
 
-def host_memory(config: TrainCommandConfig, shape: Shape) -> float:
-    """Bytes of host memory that offloaded parts of all processes of one machine take."""
-    made = weight_layout(config, shape)
-    gradients = made.trained_parameters * TRAINED_WIDTH / made.states_over
-    parts = _states(config, shape, made) | {"gradients": gradients}
-    return config.hardware.processes * sum(size for part, size in parts.items() if part in made.offloaded)
-
-
 def sleeps(config: TrainCommandConfig) -> bool:
-    """Whether vLLM gives its memory back during the update."""
+    """True where vLLM gives its memory back during the update."""
     return config.hardware.device != "cpu" and getattr(config.engine, "sleep", False) is not False
-
-
-def _states(config: TrainCommandConfig, shape: Shape, made: WeightLayout) -> dict[str, float]:
-    """Bytes per device of what stays between steps."""
-    trained = made.trained_parameters * TRAINED_WIDTH
-    return {
-        "weights": shape.parameters * made.weights_width / made.weights_over,
-        "reference": made.copies * shape.parameters * made.width / made.others_over,
-        "adapter": trained / made.weights_over if config.model.lora else 0.0,
-        "optimizer": 2 * trained / made.states_over,
-        "critic": _critic_bytes(config, shape, made) / made.others_over,
-    }
 
 
 def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: Device) -> dict[str, float]:
@@ -287,15 +242,14 @@ def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: 
     vLLM fills the rest of its share of the memory with its KV cache, whatever the step asks for. A server that is given
     (`engine.urls`) has devices that nobody here knows.
     """
-    engine = config.engine
+    engine, width = config.engine, computing_width(config)
     if engine.servers:
         return {}
-    made = weight_layout(config, shape)
     if (vllm := engine.as_vllm) is None:
-        held = min((load.prompt_unique + load.completion) / made.generating, float(engine.in_process.batch_tokens))
-        return {"KV cache": held * shape.kv_bytes(made.width)}
+        tokens = (load.prompt_unique + load.completion) / generating_devices(config)
+        return {"KV cache": min(tokens, float(engine.in_process.batch_tokens)) * shape.kv_bytes(width)}
     # Whole on each device that generates: mmrl's vLLM uses no tensor parallelism.
-    copy = float(shape.parameters * made.width)
+    copy = float(shape.parameters * width)
     return {"KV cache": max(0.0, cache_room(vllm, device, copy)), "engine's copy": copy}
 
 
@@ -304,10 +258,8 @@ def cache_room(vllm: VllmConfig, device: Device, weights: float) -> float:
     return float(vllm.kv_cache_gb * GIB) if device.name == "cpu" else vllm.gpu_memory * device.memory - weights
 
 
-def pack_tokens(
-    config: TrainCommandConfig, shape: Shape, device: Device, made: WeightLayout, wide: bool = False
-) -> int:
-    """Tokens forwarded at once: as typed, else by the trainer's rule from the device's memory.
+def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, wide: bool = False) -> int:
+    """Tokens forwarded at once: `train.microbatch_tokens`, else by the trainer's rule from the device's memory.
 
     Args:
         wide: of a pack that would otherwise repeat more than it adds.
@@ -318,38 +270,27 @@ def pack_tokens(
     from mmrl.trainer.packing import CPU_SHARE, CPU_TOKENS, GPU_SHARE, GPU_TOKENS, LEAST_TOKENS, WIDER_ON_CPU
 
     # The same rule as `trainer.packing`, from the device's memory instead of what happens to be free here.
-    cpu = device.name == "cpu"
-    memory, most = (CPU_SHARE, CPU_TOKENS) if cpu else (GPU_SHARE, GPU_TOKENS)
-    layer = made.width * (12 * shape.hidden + 4 * shape.intermediate)
-    checkpointed = layer + shape.layers * made.width * shape.hidden
+    cpu, width = device.name == "cpu", computing_width(config)
+    share, most = (CPU_SHARE, CPU_TOKENS) if cpu else (GPU_SHARE, GPU_TOKENS)
+    layer = width * (12 * shape.hidden + 4 * shape.intermediate)
+    checkpointed = layer + shape.layers * width * shape.hidden
     per_token = checkpointed if config.model.gradient_checkpointing else shape.layers * layer
-    budget = max(LEAST_TOKENS, min(most, int(memory * device.memory / per_token) // LEAST_TOKENS * LEAST_TOKENS))
+    budget = max(LEAST_TOKENS, min(most, int(share * device.memory / per_token) // LEAST_TOKENS * LEAST_TOKENS))
     return WIDER_ON_CPU * budget if wide and cpu else budget
-
-
-def _critic_bytes(config: TrainCommandConfig, shape: Shape, made: WeightLayout) -> float:
-    if made.critic == "separate":
-        # Weights, gradient and AdamW's two moments.
-        return 4.0 * TRAINED_WIDTH * shape.parameters
-    if made.critic == "adapter":
-        rank = config.model.lora.r if config.model.lora else 16
-        targets = config.model.lora.targets if config.model.lora else ("q_proj", "v_proj")
-        return 16.0 * shape.lora_parameters(rank, targets)
-    return 0.0
 
 
 def seconds(
     config: TrainCommandConfig, shape: Shape, loads: Mapping[str, Load], step: Load, device: Device
 ) -> dict[str, float]:
     """Expected seconds of one step by phase, on the devices that generate and those that train."""
-    made = weight_layout(config, shape)
     forward = 2.0 * shape.block_parameters * step.trained_unique + 2.0 * shape.vocab * shape.hidden * step.completion
     # A backward costs two forwards, one with frozen weights (no gradient of them); checkpointing forwards once more.
     times = (2 if config.model.lora else 3) + (1 if config.model.gradient_checkpointing else 0)
     passes = times * config.algo.epochs + (1 if config.algo.beta > 0 else 0)
-    passes += {"separate": times + 1, "adapter": times + 1, "head": 0}.get(made.critic or "", 0)
-    reach = device.flops * device.utilisation * made.processes
-    generated = generation_seconds(shape, loads, device, made.width, made.generating)
+    if getattr(config.algo, "critic", None) in ("separate", "adapter"):
+        passes += times + 1
+    reach = device.flops * device.utilisation * training_processes(config)
+    generated = generation_seconds(shape, loads, device, computing_width(config), generating_devices(config))
     return {**generated, "update": passes * forward / reach}
 
 
@@ -358,18 +299,15 @@ def generation_seconds(
 ) -> dict[str, float]:
     """Expected seconds of what `devices` generate, by phase.
 
+    Each module's calls decode together, one token after the other: weights and caches are read once per token.
+
     Args:
         width: bytes of a number that the model computes with.
     """
     prompts = sum(load.prompt_unique for load in loads.values())
     reach = device.flops * PREFILL_UTILISATION.get(device.name, 0.5) * devices
-    decode = _decode(shape, loads, device, width, devices)
-    return {"prefill": 2.0 * shape.block_parameters * prompts / reach, "decode": decode}
-
-
-def _decode(shape: Shape, loads: Mapping[str, Load], device: Device, width: int, devices: int) -> float:
-    """Each module's calls together, one token after the other: weights and caches are read once per step."""
-    spent = 0.0
+    floor = DECODE_OVERHEAD_S.get(device.name, 0.0) * shape.layers
+    decode = 0.0
     for load in loads.values():
         if not load.calls:
             continue
@@ -379,6 +317,47 @@ def _decode(shape: Shape, loads: Mapping[str, Load], device: Device, width: int,
         context = (load.prompt + load.completion) / load.calls
         traffic = shape.parameters * width + rows * context * shape.kv_bytes(width)
         arithmetic = 2.0 * shape.parameters * rows / device.flops
-        floor = DECODE_OVERHEAD_S.get(device.name, 0.0) * shape.layers
-        spent += load.decode_steps * (max(traffic / device.bandwidth, arithmetic) + floor)
+        decode += load.decode_steps * (max(traffic / device.bandwidth, arithmetic) + floor)
+    return {"prefill": 2.0 * shape.block_parameters * prompts / reach, "decode": decode}
+
+
+def evaluation_seconds(
+    config: RootConfig, shape: Shape, rollout: Mapping[str, Load], rollouts: int, device: Device, devices: int
+) -> float:
+    """Expected seconds of `rollouts` rollouts of an evaluation on so many `devices`; 0 where a server or endpoints that
+    are not ours answer.
+
+    Args:
+        rollout: of one of them, by module.
+
+    Raises:
+        ConfigError: the weights leave no room for the cache of one call.
+    """
+    engine, width = config.engine, computing_width(config)
+    if engine.servers or engine.name == "openai":
+        return 0.0
+    copy, vllm = float(shape.parameters * width), engine.as_vllm
+    if vllm is not None and any("tensor-parallel-size" in word for word in vllm.args):
+        # All devices together are one.
+        fields = {name: devices * getattr(device, name) for name in ("memory", "bandwidth", "flops")}
+        device, devices = replace(device, **fields), 1
+    spent = 0.0
+    for load in rollout.values():
+        if not load.calls:
+            continue
+        longest = (load.prompt + load.completion) / load.calls
+        if vllm is None:
+            room = max(longest, engine.in_process.batch_tokens)
+        else:
+            room = cache_room(vllm, device, copy) / shape.kv_bytes(width)
+        if room < longest:
+            key = "kv_cache_gb" if device.name == "cpu" else "gpu_memory"
+            raise ConfigError(
+                f"engine.{key}: got {getattr(engine, key):g}, which leaves no room for a call beside weights of "
+                f"{copy / GIB:.0f} GiB; raise it, or spread them (engine.args=['--tensor-parallel-size=8'])"
+            )
+        # What does not fit in the KV cache waits, and the weights are read again for it.
+        rounds = max(1, math.ceil(rollouts / devices * longest / room))
+        all_rows = replace(load.scaled(rollouts), decode_steps=load.decode_steps * rounds)
+        spent += sum(generation_seconds(shape, {"": all_rows}, device, width, devices).values())
     return spent

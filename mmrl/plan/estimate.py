@@ -1,9 +1,8 @@
-"""What a run will do and cost: its work, memory and time together, with what cannot work, as text or as JSON."""
+"""The plan of a run: work, memory and time together, with what cannot work, as text or as JSON."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
@@ -13,41 +12,51 @@ from mmrl.plan.cost import (
     GIB,
     Device,
     engine_memory,
+    evaluation_seconds,
     generating_devices,
     host_memory,
     memory,
     seconds,
     sleeps,
-    weight_layout,
+    trained_parameters,
+    training_processes,
 )
-from mmrl.plan.evaluation import Evaluations, evaluation_seconds, times_of
 from mmrl.plan.shapes import Shape
-from mmrl.plan.workload import Load, total
+from mmrl.plan.workload import Load
+from mmrl.report.stats import duration, short
 from mmrl.report.text import align
 
-DURATIONS = (("min", 60, 7200), ("hours", 3600, 3 * 86400), ("days", 86400, math.inf))
-"""Unit, seconds of one, seconds up to which it is used; below two minutes seconds are."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluations:
+    """The evaluations of one training run."""
+
+    times: int
+    rollouts: int
+    """Rollouts of each."""
+    seconds: float
+    """Expected seconds of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run will do and cost."""
+    """Work, memory and time of a training run."""
 
     config: TrainCommandConfig
     shape: Shape
     device: Device
     loads: Mapping[str, Load]
     source: str
-    """Where the tokens come from, in words."""
+    """Source of the numbers of tokens, in words."""
     rollout: Mapping[str, Load]
     """By module, one rollout of an evaluation."""
     items: int | None = None
-    """Of an evaluation; None: all of a split that nobody has counted yet."""
+    """Items of an evaluation; None: all of a split that nobody has counted yet."""
 
     @property
     def step(self) -> Load:
         """One step, all modules."""
-        return total(self.loads)
+        return sum(self.loads.values(), Load())
 
     def memory(self) -> dict[str, float]:
         """Bytes per training device by part."""
@@ -57,9 +66,12 @@ class Plan:
 
     def rollout_memory(self) -> dict[str, float]:
         """Bytes per device reserved for rollouts, by part; empty without such devices."""
-        if not self.config.hardware.rollout_devices:
-            return {}
-        return engine_memory(self.config, self.shape, self.step, self.device)
+        reserved = self.config.hardware.rollout_devices
+        return engine_memory(self.config, self.shape, self.step, self.device) if reserved else {}
+
+    def host_memory(self) -> float:
+        """Bytes of host memory that offloaded parts of all processes of one machine take."""
+        return self.config.hardware.processes * sum(host_memory(self.config, self.shape).values())
 
     def seconds(self) -> dict[str, float]:
         """Seconds of a step by phase."""
@@ -73,6 +85,12 @@ class Plan:
             return max(times["update"], times["prefill"] + times["decode"])
         return sum(times.values())
 
+    @property
+    def evaluation_times(self) -> int:
+        """Evaluations before training, every `eval.every` steps, and after it."""
+        every, steps = self.config.eval.every, self.config.train.steps
+        return 2 + ((steps - 1) // every if every else 0)
+
     def evaluations(self) -> Evaluations | None:
         """Before, during and after training; None where nobody knows of how many items, or how they fit."""
         if self.items is None:
@@ -83,16 +101,16 @@ class Plan:
             spent = evaluation_seconds(self.config, self.shape, self.rollout, rollouts, self.device, devices)
         except ConfigError:  # no room beside the weights: `warnings` says so
             return None
-        return Evaluations(times=times_of(self.config), rollouts=rollouts, seconds=spent)
+        return Evaluations(times=self.evaluation_times, rollouts=rollouts, seconds=spent)
 
     def hours(self) -> float:
-        """Of the whole run, its evaluations included where they can be counted."""
+        """Hours of the whole run, its evaluations included where they can be counted."""
         counted = self.evaluations()
         evaluating = counted.times * counted.seconds if counted else 0.0
         return (self.config.train.steps * self.step_seconds() + evaluating) / 3600
 
     def warnings(self) -> list[str]:
-        """What cannot work or will hurt, with the setting to change."""
+        """Warnings of what cannot work or will hurt, with the setting to change."""
         warnings, parts = [], self.memory()
         need = sum(parts.values())
         if need > self.device.memory:
@@ -126,75 +144,65 @@ class Plan:
             moved = sum(replace(self, config=config.model_copy(update={"hardware": hardware})).memory().values())
             if moved <= self.device.memory:
                 return f"hardware.cpu_offload=true ({moved / GIB:.0f} GiB then), or more devices (hardware=)"
-        states = sum(parts.get(name, 0.0) for name in ("gradients", "optimizer", "reference"))
-        served = parts.get("engine's copy", 0.0)
-        options = [
-            (served, True, "rollouts on devices of their own (hardware.rollout_devices, or engine.urls)"),
-            (states, config.model.lora is None, "train an adapter (model.lora={r: 16, alpha: 64})"),
-            (parts.get("critic", 0.0), "critic" in parts, "algo.critic=adapter or head"),
-            (
-                parts.get("activations", 0.0),
-                not config.model.gradient_checkpointing,
-                "model.gradient_checkpointing=true",
-            ),
-            (
-                parts.get("activations", 0.0),
-                True,
-                f"a smaller train.microbatch_tokens ({config.train.microbatch_tokens or 'auto'} now)",
-            ),
-            (
-                parts.get("KV cache", 0.0),
-                True,
-                f"engine.batch_tokens below {engine.in_process.batch_tokens}"
-                if engine.as_vllm is None
-                else f"engine.gpu_memory below {engine.as_vllm.gpu_memory:g}",
-            ),
-        ]
+        if engine.as_vllm is None:
+            cache = f"engine.batch_tokens below {engine.in_process.batch_tokens}"
+        else:
+            cache = f"engine.gpu_memory below {engine.as_vllm.gpu_memory:g}"
+        microbatch = f"a smaller train.microbatch_tokens ({config.train.microbatch_tokens or 'auto'} now)"
+        checkpointed = config.model.gradient_checkpointing
+        options = {
+            "rollouts on devices of their own (hardware.rollout_devices, or engine.urls)": ["engine's copy"],
+            microbatch if checkpointed else "model.gradient_checkpointing=true": ["activations"],
+            cache: ["KV cache"],
+            "algo.critic=adapter or head": ["critic"],
+        }
+        if config.model.lora is None:
+            options["train an adapter (model.lora={r: 16, alpha: 64})"] = ["gradients", "optimizer", "reference"]
         # The largest part first: a saving elsewhere would not make the run fit.
-        usable = [(size, words) for size, can, words in options if can]
-        return max(usable)[1] + ", or more devices (hardware=)"
+        saved = {words: sum(parts.get(part, 0.0) for part in names) for words, names in options.items()}
+        return max(saved, key=lambda words: saved[words]) + ", or more devices (hardware=)"
 
     def as_json(self) -> str:
         """Everything, for machines."""
-        config, made = self.config, weight_layout(self.config, self.shape)
+        counted = self.evaluations()
         content: dict[str, object] = {
             "version": 1,
             "calls": {module: asdict(load) for module, load in self.loads.items()},
             "tokens_from": self.source,
             "parameters": self.shape.parameters,
-            "trained_parameters": made.trained_parameters,
+            "trained_parameters": trained_parameters(self.config, self.shape),
             "memory_bytes": self.memory(),
             "rollout_memory_bytes": self.rollout_memory(),
-            "host_memory_bytes": host_memory(config, self.shape),
+            "host_memory_bytes": self.host_memory(),
             "seconds_per_step": self.seconds(),
-            "evaluations": asdict(counted) if (counted := self.evaluations()) else None,
+            "evaluations": asdict(counted) if counted else None,
             "hours": self.hours(),
             "device": asdict(self.device),
-            "processes": made.processes,
-            "rollout_devices": config.hardware.rollout_devices,
+            "processes": training_processes(self.config),
+            "rollout_devices": self.config.hardware.rollout_devices,
             "warnings": self.warnings(),
         }
         return json.dumps(content, indent=1)
 
     def text(self) -> str:
         """Everything, for people."""
-        config, made = self.config, weight_layout(self.config, self.shape)
-        step, times, rollout_devices = self.step, self.seconds(), config.hardware.rollout_devices
-        per_step, parts = self.step_seconds(), sum(times.values())
+        config, step, times = self.config, self.step, self.seconds()
+        rollout_devices, parts = config.hardware.rollout_devices, sum(times.values())
         head = (
             f"{config.algo.name} on {config.task.name} with {config.model.path}: {config.train.steps} steps of "
-            f"{config.train.batch_size} examples on {made.processes} x {self.device.name}"
+            f"{config.train.batch_size} examples on {training_processes(config)} x {self.device.name}"
             + (f", rollouts on {rollout_devices} more" if rollout_devices else "")
         )
-        trained = f"{made.trained_parameters:,} of {self.shape.parameters:,} parameters trained"
+        trained = f"{trained_parameters(config, self.shape):,} of {self.shape.parameters:,} parameters trained"
         blocks = [
             head + "\n" + trained,
             f"one step ({self.source})\n" + align(self._work()),
             self._fit("training device" if rollout_devices else "device", self.memory()),
             *([self._fit("rollout device", self.rollout_memory())] if rollout_devices else []),
             *self._outside_devices(),
-            f"time: {duration(per_step)} a step, {duration(3600 * self.hours())} in all, {self._evaluating()}\n"
-            + align([[name, duration(spent), f"{spent / parts:.0%}"] for name, spent in times.items()]),
+            f"time: {short(self.step_seconds())} s a step, {duration(3600 * self.hours())} in all, "
+            f"{self._evaluating()}\n"
+            + align([[name, f"{short(spent)} s", f"{spent / parts:.0%}"] for name, spent in times.items()]),
             f"assumed: {self.device.flops / 1e12:.3g} TFLOP/s, {self.device.bandwidth / 1e9:.0f} GB/s, update at "
             f"{self.device.utilisation:.0%} of it; sharing saves {_ratio(step.trained, step.trained_unique)} of the "
             "update's tokens. Estimates: docs/performance.md says how far off they were.",
@@ -206,15 +214,15 @@ class Plan:
         counted = self.evaluations()
         if counted is None:
             whole = " of the whole split" if self.items is None else ""
-            return f"{times_of(self.config)} evaluations{whole} not counted{' (eval.items)' if whole else ''}"
+            return f"{self.evaluation_times} evaluations{whole} not counted{' (eval.items)' if whole else ''}"
         if not counted.seconds:
             return f"{counted.times} evaluations by a server or endpoints not counted"
         return f"with {counted.times} evaluations of {counted.rollouts:,} rollouts, {duration(counted.seconds)} each"
 
     def _outside_devices(self) -> list[str]:
-        """What is in no table of a device."""
-        lines, host = [], host_memory(self.config, self.shape)
-        if host:
+        """Facts that are in no table of a device."""
+        lines = []
+        if host := self.host_memory():
             lines.append(f"host memory: {_size(host)} per machine for what hardware.cpu_offload keeps there")
         if sleeps(self.config):
             lines.append("vLLM sleeps during the update: the table has the larger of the two phases")
@@ -238,11 +246,3 @@ def _ratio(raw: float, unique: float) -> str:
 
 def _size(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
-
-
-def duration(spent: float) -> str:
-    """Seconds in the unit that a person reads."""
-    if spent < 120:
-        return f"{spent:.2f} s" if spent < 10 else f"{spent:.0f} s"
-    unit, seconds = next((unit, each) for unit, each, most in DURATIONS if spent < most)
-    return f"{spent / seconds:,.{1 if spent / seconds < 100 else 0}f} {unit}"

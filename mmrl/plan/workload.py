@@ -1,4 +1,4 @@
-"""How much one step asks for: calls by module, and their tokens before and after sharing.
+"""Work of one step: calls by module, and their tokens before and after sharing.
 
 Tokens come from dry rollouts (a few examples through the real program and engine; nothing is written, nothing trained)
 where the weights are on this machine, else from lengths declared per module.
@@ -7,10 +7,12 @@ where the weights are on this machine, else from lengths declared per module.
 from __future__ import annotations
 
 import asyncio
+import operator
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
+from itertools import pairwise, takewhile
 
 from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import RootConfig, TrainCommandConfig
@@ -25,10 +27,10 @@ class Lengths:
     """Tokens of one module's calls, and how often it is called."""
 
     prompt: int
-    """Of its first call on a path."""
+    """Tokens of its first prompt on a path."""
     completion: int
     observation: int = 0
-    """What a tool adds between two calls of one growing context; 0 with `calls` > 1: every call has a fresh prompt."""
+    """Tokens that a tool adds between two calls of a growing context; 0 with `calls` > 1: each prompt is fresh."""
     calls: int = 1
     """Calls on a path."""
 
@@ -59,7 +61,7 @@ DECLARED: Mapping[str, Mapping[str, Lengths]] = {
 """Task -> module -> lengths with the papers' models and data (estimates; `lengths=` replaces them)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Load:
     """One module in one step, or the sum over modules. Expected values, so not whole numbers."""
 
@@ -72,36 +74,34 @@ class Load:
     trained: float = 0.0
     """Tokens of the calls that the update reads, prompts included, each call's counted in full."""
     trained_unique: float = 0.0
-    """The same with shared prefixes counted once: what the update forwards."""
+    """`trained` with shared prefixes counted once: what the update forwards."""
     decode_steps: float = 0.0
     """Tokens that have to be decoded one after the other."""
 
     def __add__(self, other: Load) -> Load:
-        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(Load)}
-        return Load(**sums)
+        return Load(*map(operator.add, astuple(self), astuple(other)))
 
     def scaled(self, factor: float) -> Load:
         """`factor` times as much of everything that grows with the batch."""
+        grown = Load(*(factor * number for number in astuple(self)))
         # Rows decode side by side, so more of them need no further steps.
-        return replace(
-            self, **{f.name: getattr(self, f.name) * factor for f in fields(Load) if f.name != "decode_steps"}
-        )
+        return replace(grown, decode_steps=self.decode_steps)
 
 
-def declared(config: TrainCommandConfig, modules: Sequence[str], given: Mapping[str, Lengths]) -> dict[str, Load]:
+def declared(config: TrainCommandConfig, modules: Sequence[str], overrides: Mapping[str, Lengths]) -> dict[str, Load]:
     """Load of each module from lengths: what the algorithm's plans ask for, averaged over the draws of many examples.
 
     Args:
-        given: lengths that the user typed, by module.
+        overrides: lengths of the command line, by module.
     """
     # Plans that draw (round robin) differ from example to example: 200 of them give the mean to within a few percent.
-    lengths = lengths_of(config, modules, given)
+    lengths = lengths_of(config, modules, overrides)
     algorithm, draws = ALGORITHMS[config.algo.name], 200
     total = {module: Load() for module in modules}
     for number in range(draws):
         trees = algorithm.plan(config.algo, modules, (config.seed, 1, f"plan-{number}"))
         for module, load in _trees(trees, modules, lengths, config).items():
-            total[module] = total[module] + load
+            total[module] += load
     steps = {module: float(lengths[module].completion * lengths[module].calls) for module in modules}
     share = config.train.batch_size / draws
     return {module: replace(load.scaled(share), decode_steps=steps[module]) for module, load in total.items()}
@@ -112,24 +112,23 @@ def without_endpoints(loads: Mapping[str, Load], answered: Collection[str]) -> d
     return {module: Load(calls=load.calls) if module in answered else load for module, load in loads.items()}
 
 
-def undeclared(config: RootConfig, modules: Sequence[str], given: Mapping[str, Lengths]) -> list[str]:
+def undeclared(config: RootConfig, modules: Sequence[str], overrides: Mapping[str, Lengths]) -> list[str]:
     """Modules whose lengths nobody has declared."""
-    return [m for m in modules if m not in given and m not in DECLARED.get(config.task.name, {})]
+    return [module for module in modules if module not in {**DECLARED.get(config.task.name, {}), **overrides}]
 
 
-def lengths_of(config: RootConfig, modules: Sequence[str], given: Mapping[str, Lengths]) -> dict[str, Lengths]:
-    """Lengths per module: typed, else declared for the task, else a guess from the task's limits.
+def lengths_of(config: RootConfig, modules: Sequence[str], overrides: Mapping[str, Lengths]) -> dict[str, Lengths]:
+    """Lengths per module: of the command line, else declared for the task, else a guess from the task's limits.
 
     Raises:
-        ConfigError: typed lengths for a module that the program does not have.
+        ConfigError: lengths for a module that the program does not have.
     """
-    strange = [name for name in given if name not in modules]
-    if strange:
+    if strange := [name for name in overrides if name not in modules]:
         raise ConfigError(f"lengths: no module {', '.join(strange)}; expected some of {', '.join(modules)}")
     # A guess is marked as one (`undeclared`): by the task's limits, which bound a completion and not a prompt.
-    known = DECLARED.get(config.task.name, {})
+    known = {**DECLARED.get(config.task.name, {}), **overrides}
     guess = Lengths(prompt=1000, completion=config.task.max_tokens)
-    return {module: given.get(module, known.get(module, guess)) for module in modules}
+    return {module: known.get(module, guess) for module in modules}
 
 
 def parse_lengths(text: str) -> dict[str, Lengths]:
@@ -155,55 +154,44 @@ def _trees(
 ) -> dict[str, Load]:
     """Load of one example."""
     loads = {module: Load() for module in modules}
-    # All trees of an example start with the same prompt, which is prefilled and forwarded once.
-    first_prompt_counted = False
     count = sum(lengths[module].calls for module in modules)
-    for tree in trees:
+    frozen = frozen_modules(config)
+    in_loss = [module for module in modules if config.algo.trains(module) and module not in frozen]
+    for number, tree in enumerate(trees):
         branches, before = Fraction(1), 0
         for index, module in enumerate(modules):
-            prompts = branches
+            # All trees of an example start with the same prompt, which is prefilled and forwarded once.
+            prompts = Fraction(0) if number and not index else branches
             for fork in tree.forks:
                 if fork.module == module or (fork.module is None and index == 0):
                     branches *= fork.width
-            own = lengths[module].calls
+            size = lengths[module]
             # A growing tree goes on from each of a rollout's `count` nodes equally often: its call number j is sampled
             # again from the j nodes before it.
             drawn = tree.growth.rounds * tree.growth.nodes if tree.growth else 0
-            grown = branches * (1 + Fraction(drawn * (2 * before + own + 1), 2 * count))
-            before += own
-            fresh = Fraction(0) if index == 0 and first_prompt_counted else prompts
-            trained = _is_trained(config, tree, module)
-            loads[module] = loads[module] + path_load(lengths[module], float(grown), float(fresh), trained)
+            grown = branches * (1 + Fraction(drawn * (2 * before + size.calls + 1), 2 * count))
+            before += size.calls
+            trained = module in in_loss and (config.algo.name != "mhgpo_is" or tree.fork_name == module)
+            loads[module] += path_load(size, float(grown), float(prompts), trained)
             # Played again with the replies of a module exchanged: what comes after that module is sampled anew.
             again = branches * sum(name in modules[:index] for name in tree.exchange.modules) if tree.exchange else 0
             if again:
-                loads[module] = loads[module] + path_load(lengths[module], float(again), float(again), False)
-        first_prompt_counted = True
+                loads[module] += path_load(size, float(again), float(again), False)
     return loads
 
 
-def _is_trained(config: TrainCommandConfig, tree: Tree, module: str) -> bool:
-    """Whether calls of `module` in `tree` enter the loss."""
-    algo = config.algo
-    if not algo.trains(module):
-        return False
-    if module in (config.engine.endpoints or ()):
-        return False
-    if module in (config.model.modules or {}) and (config.model.modules or {})[module].frozen:
-        return False
-    return algo.name != "mhgpo_is" or tree.fork_name == module
+def frozen_modules(config: TrainCommandConfig) -> list[str]:
+    """Modules that are not trained: by the config, or since an endpoint answers for them."""
+    frozen = [module for module, settings in (config.model.modules or {}).items() if settings.frozen]
+    return [*frozen, *(config.engine.endpoints or ())]
 
 
 def path_load(size: Lengths, paths: float, prompts: float, trained: bool) -> Load:
     """`paths` paths through one module that share `prompts` first prompts."""
     grown = [size.prompt + turn * (size.completion + size.observation) for turn in range(size.calls)]
+    raw_prompt = paths * (sum(grown) if size.observation else size.calls * size.prompt)
     # In a growing context only the observation is new in a later prompt; with contexts of their own, all of it is.
-    if size.observation:
-        raw_prompt = paths * sum(grown)
-        unique = prompts * size.prompt + paths * (size.calls - 1) * size.observation
-    else:
-        raw_prompt = paths * size.calls * size.prompt
-        unique = prompts * size.prompt + paths * (size.calls - 1) * size.prompt
+    unique = prompts * size.prompt + paths * (size.calls - 1) * (size.observation or size.prompt)
     completion = paths * size.calls * size.completion
     return Load(
         calls=paths * size.calls,
@@ -223,56 +211,78 @@ def loads_of(forest: Forest, trained: set[str], factor: float) -> dict[str, Load
     """
     loads = {}
     # The trie of all modules so far: what a later module shares with an earlier one is forwarded once, not per module.
+    read: list[tuple[int, ...]] = []
     shared_before = 0
-    calls: list[Call] = []
     for module in forest.modules:
-        own = [call for call in forest.calls.values() if call.module == module]
-        calls += own
-        prompts = unique_tokens({call.prompt_ids for call in own})
-        completion = sum(call.completion_tokens for call in own)
-        read = [call for call in calls if call.id in trained]
-        shared = unique_tokens(call.prompt_ids + call.completion_ids for call in read)
+        calls = [call for call in forest.calls.values() if call.module == module]
+        read += [call.prompt_ids + call.completion_ids for call in calls if call.id in trained]
+        shared = unique_tokens(read)
+        # Completions that stand again in the prompts of later turns of their own contexts are never prefilled anew.
+        continued = {call.parent for call in calls if call.turn > 0}
+        reread = sum(call.completion_tokens for call in calls if call.id in continued)
         load = Load(
-            calls=len(own),
-            prompt=sum(len(call.prompt_ids) for call in own),
-            prompt_unique=max(0, prompts - _reread(own)),
-            completion=completion,
-            trained=sum(len(c.prompt_ids) + c.completion_tokens for c in own if c.id in trained),
+            calls=len(calls),
+            prompt=sum(len(call.prompt_ids) for call in calls),
+            prompt_unique=max(0, unique_tokens({call.prompt_ids for call in calls}) - reread),
+            completion=sum(call.completion_tokens for call in calls),
+            trained=sum(len(call.prompt_ids) + call.completion_tokens for call in calls if call.id in trained),
             trained_unique=shared - shared_before,
         )
         shared_before = shared
-        steps = max((call.completion_tokens for call in own), default=0) * (1 + max((c.turn for c in own), default=0))
-        loads[module] = replace(load.scaled(factor), decode_steps=float(steps))
+        turns = 1 + max((call.turn for call in calls), default=0)
+        longest = max((call.completion_tokens for call in calls), default=0)
+        loads[module] = replace(load.scaled(factor), decode_steps=float(longest * turns))
     return loads
 
 
-def _reread(calls: list[Call]) -> int:
-    """Completion tokens that stand again in the prompts of later turns of their own contexts: never prefilled anew."""
-    parents = {call.parent for call in calls if call.turn > 0}
-    return sum(call.completion_tokens for call in calls if call.id in parents)
+def declared_rollout(
+    config: RootConfig, modules: Sequence[str], overrides: Mapping[str, Lengths], answered: Collection[str] = ()
+) -> dict[str, Load]:
+    """Load of one rollout of an evaluation by module, from lengths.
+
+    Args:
+        overrides: lengths of the command line, by module.
+        answered: modules whose calls cost these devices nothing: an endpoint answers.
+    """
+    return {
+        module: replace(path_load(size, 1, 1, False), decode_steps=float(size.completion * size.calls))
+        for module, size in lengths_of(config, modules, overrides).items()
+        if module not in answered
+    }
+
+
+def mean_rollout(forest: Forest, answered: Collection[str] = ()) -> dict[str, Load]:
+    """Load of one rollout by module, the mean over a forest; prefixes that rollouts share are not taken off."""
+    loads = {}
+    for module in forest.modules:
+        total, steps = Load(), 0
+        for rollout in forest.rollouts:
+            calls = [call for call in forest.path(rollout) if call.module == module and module not in answered]
+            prompts = [len(call.prompt_ids) for call in calls]
+            completion = sum(call.completion_tokens for call in calls)
+            # Of a later turn of one context only what was added since the turn before is prefilled.
+            before = sum(len(last.prompt_ids) + last.completion_tokens for last, call in pairwise(calls) if call.turn)
+            total += Load(len(calls), sum(prompts), sum(prompts) - before, completion)
+            steps = max(steps, completion)
+        loads[module] = replace(total.scaled(1 / max(1, len(forest.rollouts))), decode_steps=float(steps))
+    return loads
 
 
 def trained_calls(forest: Forest, config: TrainCommandConfig) -> set[str]:
-    """Ids of the calls that carry a weight under the algorithm (values and references taken as zero)."""
-    calls: Mapping[str, Call] = {
-        key: replace(
-            call,
-            values=(0.0,) * (call.completion_tokens + call.observation_tokens),
-            ref_logprobs=call.logprobs,
-        )
-        for key, call in forest.calls.items()
-    }
-    if getattr(config.algo, "obs", "all") != "all":
-        calls = {k: replace(call, values=(0.0,) * call.completion_tokens) for k, call in calls.items()}
-    # Zeros for what only a critic or a reference model would know: who is trained does not depend on them.
-    frozen = [module for module, given in (config.model.modules or {}).items() if given.frozen]
-    frozen += config.engine.endpoints or ()
-    credit = assign_credit(replace(forest, calls=calls), config.algo, config.seed, frozen=frozen)
+    """Ids of the calls that carry a weight under the algorithm."""
+
+    def completed(call: Call) -> Call:
+        """Zeros for what only a critic or a reference model would know: who is trained does not depend on them."""
+        observed = call.observation_tokens if getattr(config.algo, "obs", "all") == "all" else 0
+        return replace(call, values=(0.0,) * (call.completion_tokens + observed), ref_logprobs=call.logprobs)
+
+    calls = {key: completed(call) for key, call in forest.calls.items()}
+    credit = assign_credit(replace(forest, calls=calls), config.algo, config.seed, frozen=frozen_modules(config))
     return {entry.call for entry in credit.entries if any(entry.weights)}
 
 
 def dry_rollouts(config: TrainCommandConfig, task: Task, reward_set: str, examples: int) -> Forest:
-    """What the algorithm samples for `examples` examples, by the weights that are here."""
+    """Sample as the algorithm does, for `examples` examples, by the weights that are here."""
     import torch
 
     from mmrl.engines import EngineSetup, engine_class
@@ -294,23 +304,12 @@ def dry_rollouts(config: TrainCommandConfig, task: Task, reward_set: str, exampl
     )
     settings = sampling_settings(algo, config.task)
     env = make_environment(task, engine, tokenizer, settings, (config.seed, "plan"))
-    chosen = task.examples("train")[:examples]
-    modules = task.program.modules
-    plans = [
-        (example, _students(ALGORITHMS[algo.name].plan(algo, modules, (config.seed, 1, example.id))))
-        for example in chosen
-    ]
+    plans = []
+    for example in task.examples("train")[:examples]:
+        trees = ALGORITHMS[algo.name].plan(algo, task.program.modules, (config.seed, 1, example.id))
+        # The student in the place of teachers, whose calls cost about the same.
+        plans.append((example, [replace(tree, teacher=None) for tree in trees]))
     return asyncio.run(sample(env, plans, reward_set))
-
-
-def _students(trees: Sequence[Tree]) -> list[Tree]:
-    """The plan with the student in the place of teachers, whose calls cost about the same."""
-    return [replace(tree, teacher=None) for tree in trees]
-
-
-def total(loads: Mapping[str, Load]) -> Load:
-    """The sum over modules."""
-    return sum(loads.values(), Load())
 
 
 def unique_tokens(sequences: Iterable[tuple[int, ...]]) -> int:
@@ -319,11 +318,7 @@ def unique_tokens(sequences: Iterable[tuple[int, ...]]) -> int:
     count = 0
     before: tuple[int, ...] = ()
     for sequence in sorted(sequences):
-        shared = 0
-        for left, right in zip(before, sequence, strict=False):
-            if left != right:
-                break
-            shared += 1
-        count += len(sequence) - shared
+        pairs = zip(before, sequence, strict=False)
+        count += len(sequence) - sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         before = sequence
     return count

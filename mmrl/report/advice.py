@@ -1,4 +1,4 @@
-"""The advice for each known trouble of a run: what was seen, and the setting to change; by alarms and `mmrl doctor`.
+"""The advice for each known trouble of a run, symptom and setting to change; for alarms and `mmrl doctor`.
 
 One table, so that a trouble has the same sentence before a run (`report.doctor`) and while it trains
 (`report.alarms`).
@@ -16,17 +16,17 @@ from mmrl.report.stats import short
 class Advice:
     """One trouble."""
 
-    seen: str
-    """What was seen. `{now}` is a number and `{then}` what it is compared with, `{now_share}` and `{then_share}` in
-    percent, `{only_share}` the first where it is small, `{ratio}` the first as a share of the second; `{what}` is a
-    name or a message, left out with its brackets where there is none."""
+    symptom: str
+    """What the metrics show. `{now}` is a number and `{then}` what it is compared with, `{now_share}` and
+    `{then_share}` in percent, `{only_share}` the first where it is small, `{ratio}` the first as a share of the second;
+    `{what}` is a name or a message, left out with its brackets where there is none."""
     change: str
     """The setting to change."""
 
     def text(self, now: float = 0.0, then: float = 0.0, what: str = "") -> str:
         """Both halves as one line, its numbers filled in."""
-        text = self.seen if what else self.seen.replace(" ({what})", "")
-        seen = text.format(
+        text = self.symptom if what else self.symptom.replace(" ({what})", "")
+        symptom = text.format(
             only_share=f"only {now:.0%}" if now else "none",
             now=short(now),
             then=short(then),
@@ -35,7 +35,7 @@ class Advice:
             ratio=f"{now / then:.0%}" if then else "-",
             what=what,
         )
-        return f"{seen}; {self.change}"
+        return f"{symptom}; {self.change}"
 
 
 _LATER = "if reward has stopped rising, raise algo.temperature"
@@ -44,11 +44,6 @@ _FORMAT = (
     "show the form that is expected in the prompt (task.prompts), let replies end (task.max_tokens), or take a model "
     "that keeps to it (model.path)"
 )
-_CONTEXT = (
-    "raise task.max_context up to the model's own limit, take fewer or shorter documents "
-    "(task.retriever.top_k, task.max_observation), or shorten task.prompts"
-)
-_LIMIT = "raise that limit (task.max_turns, task.max_completion)"
 
 FAILURES: Mapping[str, str] = {
     "program": "user_code",
@@ -78,24 +73,18 @@ ADVICE: Mapping[str, Advice] = {
         "take easier or harder examples (task.data), more rollouts per group (algo.group_size; mmgrpo: "
         "algo.rollouts), or a reward with more than one value (task.reward, task.metric)",
     ),
-    "zero_variance_unparsed": Advice(
-        "nearly all groups have equal rewards, since hardly a reply can be parsed", _FORMAT
-    ),
-    "zero_variance_too_long": Advice(
-        "nearly all groups have equal rewards, since most rollouts end at a prompt that leaves no room in the context",
-        _CONTEXT,
-    ),
-    "zero_variance_limits": Advice(
-        "nearly all groups have equal rewards, since most rollouts reach a limit of the program without an answer",
-        _LIMIT,
-    ),
     "unparsed_rollouts": Advice(
         "{now_share} of the rollouts end at a reply that cannot be parsed, so next to nothing is learned", _FORMAT
     ),
     "prompt_too_long": Advice(
-        "{now_share} of the rollouts end at a prompt that leaves no room in the context ({what})", _CONTEXT
+        "{now_share} of the rollouts end at a prompt that leaves no room in the context ({what})",
+        "raise task.max_context up to the model's own limit, take fewer or shorter documents "
+        "(task.retriever.top_k, task.max_observation), or shorten task.prompts",
     ),
-    "limits": Advice("{now_share} of the rollouts reach a limit of the program without an answer ({what})", _LIMIT),
+    "limits": Advice(
+        "{now_share} of the rollouts reach a limit of the program without an answer ({what})",
+        "raise that limit (task.max_turns, task.max_completion)",
+    ),
     "user_code": Advice(
         "{now_share} of the rollouts fail in the program's or the metric's own code ({what})",
         "mend the line that it names (task.program, task.metric)",

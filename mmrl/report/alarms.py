@@ -6,8 +6,9 @@ at trailing means over `window` steps, so that one odd batch does not ring; thre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeAlias
 
 import numpy as np
@@ -21,7 +22,7 @@ VALIDITY_FACTS = ("valid", "valid_share", "format", "format_ok", "format_rate", 
 FAULT_FACTS = ("invalid", "invalid_selection", "invalid_share", "unparsable")
 """Behaviour facts that are shares of ill-formed completions."""
 NEVER_FACTS = (*FAULT_FACTS, "action_none")
-"""Those that are 1 where a module never writes what its program can use."""
+"""Behaviour facts that are 1 where a module never writes what its program can use."""
 MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/kl", "reward/mean")
 
 
@@ -93,7 +94,7 @@ class Alarm:
     until: int | None
     """Last step; None: still on."""
     message: str
-    """What was seen and what to try."""
+    """The symptom and what to try."""
 
 
 def alarms(history: History, thresholds: Thresholds | None = None, more: Sequence[AlarmRule] = ()) -> list[Alarm]:
@@ -103,20 +104,18 @@ def alarms(history: History, thresholds: Thresholds | None = None, more: Sequenc
         more: further rules than `rules`.
     """
     limits = thresholds or Thresholds()
-    raised = [alarm for finding in findings(history, limits, more) for alarm in _stretches(*finding)]
+    table = (*rules(history, limits), *more)
+    raised = [alarm for rule in table for key in rule.keys for alarm in _rung(rule, key, history, limits)]
+    raised += [alarm for key in MUST_BE_FINITE for alarm in _not_finite(history, key)]
     return sorted(_with_causes(raised, history, limits), key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
 
-CAUSES = {
-    "never_parses": "zero_variance_unparsed",
-    "prompt_too_long": "zero_variance_too_long",
-    "limits": "zero_variance_limits",
-}
-"""Alarm that explains equal rewards -> the advice then."""
+CAUSES = ("never_parses", "prompt_too_long", "limits")
+"""Alarms that explain equal rewards."""
 
 
 def _with_causes(raised: Sequence[Alarm], history: History, limits: Thresholds) -> list[Alarm]:
-    """Where nothing parses, or most rollouts fail, equal rewards are no fault of the data or of the size of groups."""
+    """Put equal rewards down to what causes them where nothing parses, or most rollouts fail."""
     last = max((record["step"] for record in history), default=0)
 
     def explains(other: Alarm, alarm: Alarm) -> bool:
@@ -128,8 +127,8 @@ def _with_causes(raised: Sequence[Alarm], history: History, limits: Thresholds) 
         return other.name == "never_parses" or bool(stretch.mean() >= limits.cause)
 
     def message(alarm: Alarm) -> str:
-        names = [other.name for other in raised if explains(other, alarm)] if alarm.name == "zero_variance" else []
-        return ADVICE[CAUSES[names[0]]].text() if names else alarm.message
+        causes = [other.message for other in raised if explains(other, alarm)] if alarm.name == "zero_variance" else []
+        return f"nearly all groups have equal rewards, since {causes[0]}" if causes else alarm.message
 
     return [replace(alarm, message=message(alarm)) for alarm in raised]
 
@@ -149,31 +148,8 @@ def current(history: History, thresholds: Thresholds | None = None) -> list[Alar
     return [alarm for alarm in alarms(history, thresholds) if alarm.until is None]
 
 
-Message: TypeAlias = Callable[[int], str]
-"""The text for one place of a curve."""
-Finding: TypeAlias = tuple[str, str, np.ndarray, np.ndarray, Message]
-"""(alarm name, key, steps, where it rings, message)."""
 Criterion: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Trailing means (n >= 1) -> where it rings, and what the means are compared with; both of length n."""
-
-
-def findings(history: History, limits: Thresholds, more: Sequence[AlarmRule] = ()) -> Iterator[Finding]:
-    """Every rule applied to every metric that it reads, whether it rings or not."""
-    for rule in (*rules(history, limits), *more):
-        for key in rule.keys:
-            steps, values = _curve(history, key)
-            means, first = trailing_mean(values, limits.window), limits.window - 1
-            if not rule.early:
-                steps, means, first = steps[first:], means[first:], 0
-            rings, reference = rule.criterion(means) if len(means) else (np.zeros(0, dtype=bool), means)
-            rings[:first] &= means[:first] >= limits.all_failed
-            yield rule.name, key, steps, rings, _message(rule, key, means, reference)
-    for key in MUST_BE_FINITE:
-        # `series` leaves such values out, so they are looked for in the records, which have null for them in a file.
-        records = [record for record in history if isinstance(record.get(key, ""), float | None)]
-        rings = np.array([number(record[key]) is None for record in records], dtype=bool)
-        steps = np.array([record["step"] for record in records], dtype=np.int64)
-        yield "not_finite", key, steps, rings, _not_finite(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,33 +161,30 @@ class AlarmRule:
     """Metrics that it reads."""
     criterion: Criterion
     advice: str = ""
-    """Its sentence in the table of advice; empty: that of its name."""
+    """Name of its sentence in the table of advice; empty: `name`."""
     what: str | None = None
-    """What the sentence names; None: the last part of the key."""
+    """Name in the sentence; None: the last part of the key."""
     early: bool = False
     """Rings before there are `window` steps, too, where it holds for nearly all rollouts."""
 
 
 def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
     """All rules but `not_finite`, which has no mean."""
-    return (*_update_rules(limits), *_rollout_rules(limits), *_module_rules(history, limits))
-
-
-def _update_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
-    """Rules of credit and update."""
+    # A trainer that computes no entropy leaves the sampler's estimate of it, `surprise`.
+    entropy = module_keys(history, ("entropy",)) or module_keys(history, ("surprise",))
+    similarity = [key for key in keys_in(history) if key.startswith("similarity/")]
+    valid, faulty = module_keys(history, VALIDITY_FACTS), module_keys(history, FAULT_FACTS)
+    useless = module_keys(history, NEVER_FACTS)
+    length, cut = module_keys(history, ("length",)), module_keys(history, ("finish_length_share",))
     return (
+        # Credit and update.
         AlarmRule("reward_collapse", ["reward/mean"], _below_best(limits.reward_drop_least, limits.reward_drop)),
         AlarmRule("zero_variance", ["credit/zero_variance_share"], at_least(limits.zero_variance)),
         AlarmRule("states_never_repeat", ["credit/anchored_later_share"], _at_most(limits.anchored)),
         AlarmRule("logprob_gap", ["train/logprob_gap_mean"], above(limits.logprob_gap)),
         AlarmRule("kl_explosion", ["train/kl"], _exploded(limits)),
         AlarmRule("clipping", ["train/clip_share"], above(limits.clip_share)),
-    )
-
-
-def _rollout_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
-    """Rules of rollouts and their scores."""
-    return (
+        # Rollouts and their scores.
         AlarmRule("failures", ["rollouts/failed_share"], above(limits.failed_share), early=True),
         *(
             AlarmRule(FAILURES[kind], [f"{FAILED}{kind}"], above(limits.failed_share), what="", early=True)
@@ -225,18 +198,7 @@ def _rollout_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
         AlarmRule(
             "calls_falling", ["rollouts/calls_per_rollout"], _below_best(limits.calls_lost_least, limits.calls_lost)
         ),
-    )
-
-
-def _module_rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
-    """Rules of metrics that each module (or turn) has."""
-    # A trainer that computes no entropy leaves the sampler's estimate of it, `surprise`.
-    entropy = module_keys(history, ("entropy",)) or module_keys(history, ("surprise",))
-    similarity = [key for key in keys_in(history) if key.startswith("similarity/")]
-    valid, faulty = module_keys(history, VALIDITY_FACTS), module_keys(history, FAULT_FACTS)
-    useless = module_keys(history, NEVER_FACTS)
-    length, cut = module_keys(history, ("length",)), module_keys(history, ("finish_length_share",))
-    return (
+        # Modules and turns.
         AlarmRule("entropy_collapse", entropy, _below_first(limits.entropy_left)),
         AlarmRule("never_parses", valid, _at_most(limits.never_valid)),
         AlarmRule("never_parses", useless, at_least(1 - limits.never_valid), "never_valid"),
@@ -320,13 +282,29 @@ def _exploded(limits: Thresholds) -> Criterion:
 # --- from curves to alarms
 
 
-def _message(rule: AlarmRule, key: str, means: np.ndarray, reference: np.ndarray) -> Message:
+def _rung(rule: AlarmRule, key: str, history: History, limits: Thresholds) -> list[Alarm]:
+    """The alarms of one rule on one metric."""
+    steps, values = _curve(history, key)
+    means, first = trailing_mean(values, limits.window), limits.window - 1
+    if not rule.early:
+        steps, means, first = steps[first:], means[first:], 0
+    if not len(means):
+        return []
+    rings, reference = rule.criterion(means)
+    rings[:first] &= means[:first] >= limits.all_failed
     advice, what = ADVICE[rule.advice or rule.name], key.rpartition("/")[2] if rule.what is None else rule.what
-    return lambda at: advice.text(float(means[at]), float(reference[at]), what)
+    return _stretches(
+        rule.name, key, steps, rings, lambda at: advice.text(float(means[at]), float(reference[at]), what)
+    )
 
 
-def _not_finite(key: str) -> Message:
-    return lambda at: ADVICE["not_finite"].text(what=f"{key} is NaN or infinite")
+def _not_finite(history: History, key: str) -> list[Alarm]:
+    # `series` leaves such values out, so they are looked for in the records, which have null for them in a file.
+    records = [record for record in history if isinstance(record.get(key, ""), float | None)]
+    rings = np.array([number(record[key]) is None for record in records], dtype=bool)
+    steps = np.array([record["step"] for record in records], dtype=np.int64)
+    message = ADVICE["not_finite"].text(what=f"{key} is NaN or infinite")
+    return _stretches("not_finite", key, steps, rings, lambda at: message)
 
 
 def module_keys(history: Iterable[Metrics], facts: tuple[str, ...]) -> list[str]:
@@ -335,21 +313,14 @@ def module_keys(history: Iterable[Metrics], facts: tuple[str, ...]) -> list[str]
     return [key for key in keys_in(history) if key.startswith(kinds) and key.rsplit("/", 1)[1] in facts]
 
 
-def _stretches(name: str, key: str, steps: np.ndarray, rings: np.ndarray, message: Message) -> list[Alarm]:
-    """One alarm per maximal run of True in `rings`."""
-    if not rings.any():
-        return []
-    # Padded with False, so that every stretch has a rise and a fall.
-    padded = np.concatenate([[False], rings, [False]]).astype(np.int8)
-    starts = np.flatnonzero(np.diff(padded) == 1)
-    ends = np.flatnonzero(np.diff(padded) == -1) - 1
-    return [
-        Alarm(
-            name=name,
-            key=key,
-            step=int(steps[start]),
-            until=None if end == len(rings) - 1 else int(steps[end]),
-            message=message(int(start if end < len(rings) - 1 else end)),
-        )
-        for start, end in zip(starts, ends, strict=True)
-    ]
+def _stretches(name: str, key: str, steps: np.ndarray, rings: np.ndarray, message: Callable[[int], str]) -> list[Alarm]:
+    """One alarm per maximal run of True in `rings`; `message` is the text for one place of the curve."""
+    found = []
+    for on, group in groupby(range(len(rings)), key=lambda at: bool(rings[at])):
+        if on:
+            places = list(group)
+            still = places[-1] == len(rings) - 1
+            until = None if still else int(steps[places[-1]])
+            text = message(places[-1 if still else 0])
+            found.append(Alarm(name=name, key=key, step=int(steps[places[0]]), until=until, message=text))
+    return found

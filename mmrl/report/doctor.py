@@ -1,4 +1,4 @@
-"""What a few rollouts say of a run before it trains: a played step, judged by the rules of alarms and some more.
+"""Findings before a run trains: a step of a few rollouts is played, and judged by the rules of alarms and some more.
 
 Pure: `stages.checkup` plays the rollouts and measures, `mmrl doctor` prints what is made of it here.
 """
@@ -81,7 +81,7 @@ class Played:
     unpacked: str = ""
     """Why packed and padded updates differ; empty where they do not."""
     endpoints: bool = False
-    """Whether endpoints answer for modules."""
+    """Endpoints answer for modules."""
     max_tokens: int
     """`task.max_tokens`."""
     max_context: int | None = None
@@ -98,7 +98,7 @@ class Finding:
     key: str
     """The metric that shows it."""
     useless: bool
-    """Whether training would be useless."""
+    """Training would be useless."""
     message: str
 
     def text(self) -> str:
@@ -113,38 +113,34 @@ def _middle(key: str) -> str:
 
 
 def find(played: Played) -> list[Finding]:
-    """What is wrong, what would make training useless first."""
+    """Findings of a played step, those first that make training useless."""
     raised = alarms([{"step": 0, **played.metrics}], ALARMS, more=tuple(_rules(played)))
-    by_name: dict[str, list[Alarm]] = {}
-    for alarm in raised:
-        by_name.setdefault(alarm.name, []).append(alarm)
+    names = {alarm.name for alarm in raised}
     # Each kind of failure has a sentence of its own here.
-    by_name.pop("failures", None)
-    # Without a rollout that says anything there is nothing to say of replies or of rewards.
+    explained = {"failures"}
+    # Without a rollout that says anything there is nothing to say of rewards.
     shares = failure_shares(played.metrics).items()
     if any(_stops(kind, share, played) for kind, share in shares if kind != ParseFailure.kind):
-        by_name.pop("zero_variance", None)
-    if "no_gold" in by_name:
-        by_name.pop("gold_not_found", None)
-    constant = "zero_variance" in by_name
-    findings = [
-        Finding(
-            name=name,
-            key=alarm.key,
-            useless=_useless(alarm, played, constant),
-            message=alarm.message + _sample(alarm, played),
-        )
-        for name, found in by_name.items()
-        for alarm in ([one for one in found if one.key.startswith("module/")] or found[:1])
-    ]
+        explained.add("zero_variance")
+    constant = "zero_variance" in names - explained
     # What nothing parses explains is no fault of the data.
-    if any(finding.name == "never_parses" for finding in findings):
-        findings = [finding for finding in findings if finding.name != "zero_variance"]
+    if "never_parses" in names:
+        explained.add("zero_variance")
+    if "no_gold" in names:
+        explained.add("gold_not_found")
+    findings = []
+    for name in sorted(names - explained):
+        found = [alarm for alarm in raised if alarm.name == name]
+        of_modules = [alarm for alarm in found if alarm.key.startswith("module/")]
+        for alarm in of_modules or found[:1]:
+            message = alarm.message + _sample(alarm, played)
+            useless = _useless(alarm, played, constant)
+            findings.append(Finding(name=name, key=alarm.key, useless=useless, message=message))
     return sorted(findings, key=lambda finding: not finding.useless)
 
 
 def _stops(kind: str, share: float, played: Played) -> bool:
-    """Whether failures of a kind leave nothing to train on: what the model causes is trained with a failure rule."""
+    """True where failures of a kind leave nothing to train on; those that the model causes have a failure rule."""
     return share >= ALARMS.all_failed if kind in MODEL_CAUSED else share > played.max_failed_share
 
 
@@ -167,13 +163,14 @@ def _useless(alarm: Alarm, played: Played, constant: bool) -> bool:
 
 
 def _sample(alarm: Alarm, played: Played) -> str:
-    tells = alarm.name in ("never_parses", "seldom_parses") and alarm.key.startswith("module/")
-    quoted = played.unread.get(_middle(alarm.key), "") if tells else ""
-    return f"; for example {_quoted(quoted)!r}" if quoted else ""
+    if alarm.name not in ("never_parses", "seldom_parses") or not alarm.key.startswith("module/"):
+        return ""
+    reply = played.unread.get(_middle(alarm.key))
+    return f"; for example {_quoted(reply)!r}" if reply else ""
 
 
 def _rules(played: Played) -> Iterator[AlarmRule]:
-    """Those beside the rules of alarms."""
+    """Rules of the doctor alone."""
     metrics, records = played.metrics, [played.metrics]
     for kind in FAILURES.keys() - MODEL_CAUSED:
         name = "endpoint_faults" if kind == "engine" and played.endpoints else FAILURES[kind]
@@ -188,11 +185,13 @@ def _rules(played: Played) -> Iterator[AlarmRule]:
         room = context - played.max_tokens
         yield AlarmRule("prompt_near_limit", longest, lambda means: (means > room, np.full_like(means, context)))
     for key, share in metrics.items():
-        if key.startswith("tool/") and key.endswith("/share") and share >= SLOW_SHARE:
+        if not key.startswith("tool/"):
+            continue
+        if key.endswith("/share") and share >= SLOW_SHARE:
             tool = _middle(key)
             name = "slow_metric" if tool == "reward" else "slow_tool"
             yield AlarmRule(name, [f"tool/{tool}/seconds"], _slow(share), what=tool)
-        if key.startswith("tool/") and key.endswith("/empty"):
+        if key.endswith("/empty"):
             yield AlarmRule("empty_searches", [key], above(ALARMS.empty_searches), what=_middle(key))
     yield AlarmRule("endpoint_retries", ["endpoint/retried"], above(RETRIES))
     yield AlarmRule("no_gold", ["corpus/coverage"], lambda means: (means < COVERAGE, means))
@@ -215,7 +214,7 @@ def _quoted(text: str) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Whether the run can be trained, in one line."""
+    """The verdict in one line: it can be trained, or not and why."""
     if stopping := dict.fromkeys(finding.name for finding in findings if finding.useless):
         return f"training would be useless: {', '.join(stopping)}"
     return "it can be trained" + (f", with {len(findings)} warning{'s'[: len(findings) > 1]}" if findings else "")
@@ -266,7 +265,7 @@ def _others(metrics: Mapping[str, float]) -> list[str]:
 
 
 def as_object(played: Played, findings: Sequence[Finding]) -> dict[str, object]:
-    """The same for machines."""
+    """Metrics, findings and verdict as JSON."""
     return {
         "version": 2,
         "can_train": not any(finding.useless for finding in findings),

@@ -141,15 +141,11 @@ def decode_step(lines: Sequence[JsonObject]) -> tuple[Forest, list[JsonObject]]:
             prompts.append({"prompt_ids": tuple(record["ids"]), "prompt_text": record["text"]})
         elif kind == "call":
             prompt = prompts[record.pop("prompt")]
-            # Lists of a call are its ids and numbers per token; what facts hold stays as it is.
-            fields: JsonObject = {
-                key: tuple(value) if isinstance(value, list) else value for key, value in record.items()
-            }
-            calls.append(Call(**fields, **prompt))
+            calls.append(Call(**_tuples(record), **prompt))
         elif kind == "rollout":
             rollouts.append(Rollout(**record))
         elif kind == "entry":
-            entries.append({key: tuple(value) if isinstance(value, list) else value for key, value in record.items()})
+            entries.append(_tuples(record))
         else:
             raise ValueError(f"unknown kind of line '{kind}'")
     if head is None:
@@ -162,6 +158,11 @@ def decode_step(lines: Sequence[JsonObject]) -> tuple[Forest, list[JsonObject]]:
         meta=head["meta"],
     )
     return forest, entries
+
+
+def _tuples(record: JsonObject) -> JsonObject:
+    """A call or an entry, whose lists are ids and numbers per token; what facts hold stays as it is."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
 
 
 def _fields(record: object, leave_out: Sequence[str] = ()) -> JsonObject:
@@ -213,7 +214,7 @@ def _unzipped(path: Path) -> bytes:
 
 
 def _is_journal(data: bytes) -> bool:
-    """Whether the first line is a record of its own, as in a journal."""
+    """True where the first line is a record, as in a journal."""
     try:
         first = json.loads(data.partition(b"\n")[0])
     except (ValueError, RecursionError):

@@ -86,18 +86,18 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def versions() -> dict[str, str]:
     """Package -> version, of those that matter and are installed."""
-    installed = {}
-    for package in PACKAGES:
-        try:
-            installed[package] = metadata.version(package)
-        # An optional package that is not installed.
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
+    return {package: version for package in PACKAGES if (version := _version(package)) is not None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def unmet() -> list[str]:
-    """What mmrl requires and this interpreter does not have, one sentence each; imports none of it."""
+    """Requirements of mmrl that this interpreter does not meet, one sentence each; imports none of them."""
     from packaging.requirements import Requirement
 
     try:
@@ -110,22 +110,17 @@ def unmet() -> list[str]:
         # An empty `extra`: what mmrl needs by itself.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
+        version = _version(requirement.name)
+        if version is None:
             problems.append(f"{requirement.name}: is not installed; mmrl needs {requirement}")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
+        elif not requirement.specifier.contains(version, prereleases=True):
             problems.append(f"{requirement.name}: got {version}, mmrl needs {requirement}")
     return problems
 
 
 def cpu_name() -> str:
-    """Its maker's name for it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor()
+    """Name of this machine's CPU."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())

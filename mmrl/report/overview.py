@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.errors import CheckpointError, ConfigError, DataError, MmrlError
 from mmrl.report.alarms import Alarm, Thresholds, alarms
-from mmrl.report.rundir import RunDir, step_of
+from mmrl.report.rundir import RunDir, is_run, step_of
 from mmrl.report.stats import (
     FIRST,
     WINDOW,
@@ -47,7 +47,7 @@ Item: TypeAlias = JsonObject
 
 @contextmanager
 def damage_named(path: Path | str) -> Iterator[None]:
-    """What the files of a run directory make a command run into is damage of the run at `path`, in one line.
+    """Report an error that the files of a run directory cause as damage of the run at `path`, in one line.
 
     The files' own readers name file and line. This is for what only shows when values meet: a number that is too large
     to draw, a name in one file that another one lacks.
@@ -92,7 +92,7 @@ def _is_item(item: Item) -> bool:
 
 @dataclass(frozen=True)
 class Overview:
-    """What is known of a run."""
+    """Config, environment, summary, metrics and evaluations of a run, read once."""
 
     run: RunDir
     config: JsonObject
@@ -122,14 +122,14 @@ class Overview:
 
     @property
     def evaluates(self) -> bool:
-        """Whether it is an evaluation (`mmrl eval`), which trains nothing."""
+        """True for an evaluation (`mmrl eval`), which trains nothing."""
         return "policy" in self.config
 
     @property
     def name(self) -> str:
         """`run.name`, else `<algo>-<task>-s<seed>` (of an evaluation `eval-<task>-s<seed>`)."""
-        given = self.get("run.name")
-        return given or f"{self.get('algo.name', 'eval')}-{self.get('task.name', '?')}-s{self.get('seed', 0)}"
+        name = self.get("run.name")
+        return name or f"{self.get('algo.name', 'eval')}-{self.get('task.name', '?')}-s{self.get('seed', 0)}"
 
     @property
     def what(self) -> str:
@@ -138,8 +138,9 @@ class Overview:
             return f"{self.get('policy')} on {self.get('task.name', '?')}, {self.split}"
         algo, task, model = (self.get(f"{section}.name", "?") for section in ("algo", "task", "model"))
         # `hf` stands for any model, whose folder or hub id tells which
-        shown = str(self.get("model.path")).rstrip("/").rpartition("/")[2] if model == "hf" else model
-        return f"{algo} on {task} with {shown}"
+        if model == "hf":
+            model = str(self.get("model.path")).rstrip("/").rpartition("/")[2]
+        return f"{algo} on {task} with {model}"
 
     @property
     def state(self) -> str:
@@ -203,7 +204,7 @@ class Overview:
 
     @property
     def no_alarm(self) -> str:
-        """What is said where no alarm rang, also because there are too few steps for most of them."""
+        """The sentence where no alarm rang, also because there are too few steps for most of them."""
         steps, window = len(self.training), Thresholds().window
         few = f"; most look at means over {window} steps, and this run has {steps}" if steps < window else ""
         return self.unscored or f"No alarm rang{few}."
@@ -271,7 +272,7 @@ class Overview:
 
     @cached_property
     def kind(self) -> list[str]:
-        """What this run was and was not, in sentences for people."""
+        """Data and model of this run, in sentences for people."""
         sentences = []
         sources = self.get("task.data", {}) or {}
         splits = (*(() if self.evaluates else ("train",)), str(self.split))
@@ -326,11 +327,8 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 
 def _runs_below(path: Path) -> Iterable[Path]:
     for folder, below, _ in os.walk(path):
-        try:
-            RunDir.read(folder)
-        except CheckpointError:
-            # os.walk visits what `below` still names: sorted for a stable order, cleared to stop at a run.
-            below.sort()
-            continue
-        below.clear()
-        yield Path(folder)
+        # os.walk visits what `below` still names: sorted for a stable order, cleared to stop at a run.
+        below.sort()
+        if is_run(Path(folder)):
+            below.clear()
+            yield Path(folder)

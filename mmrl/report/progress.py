@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live display in a terminal, plain lines elsewhere.
+"""Progress of a run while it trains: a live display in a terminal, plain lines elsewhere.
 
 Part of `report`; fed with the metrics of each step. Writes to standard error, so that standard output holds results
 only. A display must never end a run: whatever goes wrong in here switches the display off, once, with one sentence.
@@ -175,7 +175,7 @@ class Progress:
 
     @_harmless
     def status(self, text: str) -> None:
-        """What is being done now ("evaluating dev 40/200"); in the live display only."""
+        """Show the work under way ("evaluating dev 40/200"); in the live display only."""
         self._status = text
         self._draw()
 
@@ -258,7 +258,7 @@ class Progress:
         return rows[1:] or rows
 
     def _costs(self) -> list[str]:
-        """Where the newest step's time went, and the memory of the process."""
+        """Shares of the newest step's time, and the memory of the process."""
         last = self._history[-1]
         total = number(last.get("time/step"))
         shares = {name: number(last.get(f"time/{name}")) for name in ("generate", "retrieve", "update")}

@@ -65,7 +65,7 @@ def rows_of(path: Path) -> list[Path]:
 
 
 def _texts(values: Mapping[str, object]) -> dict[str, str]:
-    """What a person reads of an example: its texts, numbers and lists of them, without the name of a corpus."""
+    """The readable fields of an example: texts, numbers and lists of them, without the name of a corpus."""
     found = {}
     for name, value in values.items():
         parts = value if isinstance(value, list | tuple) else [value]
@@ -73,6 +73,11 @@ def _texts(values: Mapping[str, object]) -> dict[str, str]:
             text = "; ".join(map(str, parts))
             found[name] = text if len(text) <= LONGEST else f"{text[:LONGEST]} […{len(text) - LONGEST} characters…]"
     return found
+
+
+def is_run(path: Path) -> bool:
+    """True for a folder that holds a run; config.yaml alone may be a user's file."""
+    return (path / "config.yaml").is_file() and (path / "journal").is_dir()
 
 
 class RunDir:
@@ -136,10 +141,8 @@ class RunDir:
             folder.mkdir(exist_ok=True)
             remove_leftovers(folder)
         # Append-only files may end in half a line, which would join with the next.
-        repair_jsonl(run.metrics_path)
-        repair_jsonl(run.ledger.path)
-        repair_jsonl(run.path / SEGMENTS)
-        repair_jsonl(run.path / EXAMPLES)
+        for file in (run.metrics_path, run.ledger.path, run.path / SEGMENTS, run.path / EXAMPLES):
+            repair_jsonl(file)
         if command:
             facts = run.environment
             if not facts and (run.path / "environment.json").exists():
@@ -163,10 +166,8 @@ class RunDir:
         if (path / SET).is_file():
             runs = ", ".join(map(str, rows_of(path))) or "none has begun"
             raise CheckpointError(f"{path}: is a set of runs that start from one another; give one of them: {runs}")
-        config, journal = (path / "config.yaml").is_file(), (path / "journal").is_dir()
-        if not config or not journal:
-            missing = "journal/" if config else "config.yaml"
-            raise CheckpointError(f"{path}: not a run directory (no {missing} in it){_run_below(path)}")
+        if not is_run(path):
+            raise CheckpointError(f"{path}: not a run directory, which has config.yaml and journal/{_run_below(path)}")
         return cls(path)
 
     # --- its examples
@@ -201,7 +202,7 @@ class RunDir:
 
     @property
     def resumed_as(self) -> Path:
-        """What a user continues: the run itself, or the set in whose folder it lies (`mmrl train stages=[A,B]`)."""
+        """The folder to resume: the run itself, or the set in whose folder it lies (`mmrl train stages=[A,B]`)."""
         return self.path.parent if (self.path.parent / SET).is_file() else self.path
 
     @property
@@ -213,7 +214,7 @@ class RunDir:
         return config
 
     def _stored_config(self) -> JsonObject:
-        """`config.yaml`."""
+        """The mapping in `config.yaml`."""
         try:
             loaded = read_yaml(self.path / "config.yaml")
         except DataError as error:
@@ -243,12 +244,12 @@ class RunDir:
 
     @property
     def summary(self) -> JsonObject:
-        """What was written at the end; empty while it runs."""
+        """Content of `summary.json`, written at the end; empty while it runs."""
         return _read_object(self.path / "summary.json")
 
     @property
     def finished(self) -> bool:
-        """Whether all is written that a run ends with: the summary and, of a training run, the report."""
+        """True once the summary and, of a training run, the report are written."""
         summary = self.summary
         if (segments := self.segments) and summary.get("steps") != segments[-1]["steps"]:
             return False  # the summary is that of the segment before
@@ -291,7 +292,7 @@ class RunDir:
         atomic_write(self.path / "summary.json", dumps(summary, indent=1) + "\n")
 
     def recorded(self) -> JsonObject:
-        """What a checkpoint stores of the run's other files, for `changed_since`."""
+        """Marks of the run's other files, which a checkpoint stores for `changed_since`."""
         return {"metrics": file_mark(self.metrics_path), "digests": file_mark(self.ledger.path)}
 
     def changed_since(self, record: Mapping[str, Any]) -> dict[Path, str]:
@@ -344,7 +345,7 @@ class RunDir:
 
     @property
     def in_use(self) -> bool:
-        """Whether a process is writing here now."""
+        """True while a process is writing here."""
         return is_locked(self.path / LOCK)
 
     def close(self) -> None:
@@ -376,7 +377,7 @@ def refuse_full(path: Path) -> None:
 
 
 def _way_on(path: Path) -> str:
-    """How to continue what a folder holds; empty where that is nothing of ours."""
+    """Hint with the command that continues the run in a folder; empty without a run."""
     if not (path / "config.yaml").is_file():
         return ""
     try:
@@ -389,12 +390,9 @@ def _way_on(path: Path) -> str:
 
 def _run_below(path: Path) -> str:
     """The newest run at most three levels below, as a hint."""
-    runs: list[tuple[float, Path]] = []
-    for depth in ("*", "*/*", "*/*/*"):
-        for config in path.glob(f"{depth}/config.yaml"):
-            if (config.parent / "journal").is_dir():
-                runs.append((config.stat().st_mtime, config.parent))
-    return f"; the newest run below it is {max(runs)[1]}" if runs else ""
+    runs = [folder for depth in ("*", "*/*", "*/*/*") for folder in path.glob(depth) if is_run(folder)]
+    newest = max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime, default="")
+    return f"; the newest run below it is {newest}" if newest else ""
 
 
 def _read_object(path: Path) -> JsonObject:
@@ -406,7 +404,7 @@ def _read_object(path: Path) -> JsonObject:
 
 
 def holds_only_leftovers(path: Path) -> bool:
-    """Whether only what a run makes before its config is there."""
+    """True where only files are left that a run makes before its config."""
     # What `RunDir.create` makes, in its order; config.yaml comes last and makes it a run.
     for entry in path.iterdir():
         if entry.name in FOLDERS and entry.is_dir() and not any(entry.iterdir()):

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 WITH_TEXTS = ("wandb", "tensorboard")
 """Trackers that get texts of calls."""
 COLUMNS = ("step", "example", "module", "prompt", "completion", "reward", "advantage")
-"""Of a table of calls."""
-PROMPT, COMPLETION = (500, 1500), (1500, 500)
+"""Columns of a table of calls."""
+LONGEST = {"prompt": (500, 1500), "completion": (1500, 500)}
 """Characters at the start and at the end of a long text that are sent."""
 
 
@@ -128,7 +128,7 @@ def trackers(
         raise ConfigError(problems)
     named = settings.model_copy(update={"name": settings.name or name, "group": settings.group or group})
     # Read only where it is sent: most runs have no tracker.
-    shown = without_secrets(run.config) if report_to else {}
+    config = without_secrets(run.config) if report_to else {}
     next_step = max((record["step"] for record in run.history()), default=-1) + 1
     started: dict[str, GeneralTracker] = {}
     # Started before training: a bad key is an error of the config, not of step 1.
@@ -139,9 +139,9 @@ def trackers(
                 warn(wandb_mode(run.path)[1])
             if service == "tensorboard":
                 # As a text: `store_init_configuration` adds a run to the folder at each start, and takes no lists.
-                tracker.log({"config": _block(dumps(shown, indent=1))}, step=next_step)
+                tracker.log({"config": _block(dumps(config, indent=1))}, step=next_step)
             else:
-                tracker.store_init_configuration(shown)
+                tracker.store_init_configuration(config)
         except Exception as error:
             Trackers(started, warn).finish()
             raise ConfigError(f"run.report_to: '{service}' does not start: {type(error).__name__}: {error}") from None
@@ -162,7 +162,7 @@ def missing_trackers(report_to: Sequence[str]) -> list[str]:
 
 
 def wandb_mode(folder: Path) -> tuple[str | None, str]:
-    """What `wandb.init` takes as its mode (None: its own choice), and a sentence that says where the data go.
+    """Mode of `wandb.init` (None: wandb decides), and a sentence that says where the data go.
 
     Args:
         folder: of the run.
@@ -184,33 +184,31 @@ def _wandb_login() -> str:
     home = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     try:
         settings.read([home / "settings", Path("wandb") / "settings"], encoding="utf-8")
-        typed = settings.get("default", "base_url", fallback="https://api.wandb.ai")
+        server = settings.get("default", "base_url", fallback="https://api.wandb.ai")
     except (configparser.Error, UnicodeDecodeError):
-        typed = "https://api.wandb.ai"
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or typed).hostname or ""
-    given = os.environ.get("NETRC")
-    for path in [Path(given).expanduser()] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
-        try:
-            login = netrc.netrc(path).authenticators(host)
-        except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
-            continue
-        if login is not None and login[2]:
-            add_secret("WANDB_API_KEY", login[2])
-            return str(path)
-    return ""
+        server = "https://api.wandb.ai"
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or server).hostname or ""
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        login = netrc.netrc(path).authenticators(host)
+    except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
+        return ""
+    if login is None or not login[2]:
+        return ""
+    add_secret("WANDB_API_KEY", login[2])
+    return str(path)
 
 
 def _sendable(call: Mapping[str, object]) -> list[object]:
     """The cells of a call after its step: texts cut and without secrets."""
-    cut = {"prompt": PROMPT, "completion": COMPLETION}
-    return [
-        hide(abridged(clean(call[name]), *cut[name]))
-        if name in cut
-        else call[name]
-        if isinstance(call[name], float) or call[name] is None
-        else hide(clean(call[name]))
-        for name in COLUMNS[1:]
-    ]
+    cells = []
+    for name in COLUMNS[1:]:
+        value = call[name]
+        if isinstance(value, str):
+            text = clean(value)
+            value = hide(abridged(text, *LONGEST[name]) if name in LONGEST else text)
+        cells.append(value)
+    return cells
 
 
 def _markdown(row: Sequence[object]) -> str:

@@ -24,17 +24,18 @@ from mmrl.config.tasks import BUILT_IN
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
-from mmrl.plan.cost import Device, gpus, known_gpu
+from mmrl.plan.cost import Device, evaluation_seconds, gpus, known_gpu
 from mmrl.plan.cost import device as find_device
 from mmrl.plan.estimate import Plan
-from mmrl.plan.evaluation import declared_rollout, evaluation_seconds, mean_rollout
 from mmrl.plan.shapes import Shape, shape_of
 from mmrl.plan.workload import (
     Lengths,
     Load,
     declared,
+    declared_rollout,
     dry_rollouts,
     loads_of,
+    mean_rollout,
     parse_lengths,
     trained_calls,
     undeclared,

@@ -24,7 +24,7 @@ from mmrl.config import EvalCommandConfig, StageConfig
 from mmrl.config.base import value_at
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.models.policy import complete_checkpoints
-from mmrl.report.rundir import RunDir, holds_only_leftovers
+from mmrl.report.rundir import RunDir, holds_only_leftovers, is_run
 from mmrl.report.stats import duration, number
 from mmrl.sets.spec import Command
 from mmrl.system.child_process import end_with_parent
@@ -302,8 +302,7 @@ def state_of(path: Path, what: str) -> State:
     """
     if not path.exists():
         return "new"
-    # Both, as `RunDir.read` wants them: config.yaml alone may be a user's own file.
-    if (path / "config.yaml").is_file() and (path / "journal").is_dir():
+    if is_run(path):
         run = RunDir.read(path)
         # An evaluation without scores is continued: what failed from outside runs again.
         return "finished" if run.finished and ("policy" not in run.config or has_scores(run)) else "unfinished"

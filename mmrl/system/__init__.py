@@ -1,1 +1,1 @@
-"""What every program needs and no experiment is about: files, processes, child processes, the I/O event loop."""
+"""The operating system, which no experiment is about: files, processes, child processes, the I/O event loop."""

@@ -41,7 +41,7 @@ class ChildProcess:
 
     Args:
         command: given a port, the command line.
-        env: variables added to this process's own.
+        env: variables added to those of this process.
         log: where its output goes, appended.
         timeout_s: until it must answer.
         limit: name of `timeout_s` in an error ("engine.start_timeout_s").
@@ -69,12 +69,12 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """True while the process runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int | None:
-        """Of the process that was started last."""
+        """Process id of the last start."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
@@ -122,7 +122,7 @@ class ChildProcess:
             _end(process)
 
     def log_tail(self) -> str:
-        """Its last log lines, for errors."""
+        """The last log lines, for errors."""
         try:
             with self.log.open("rb") as file:
                 file.seek(0, os.SEEK_END)

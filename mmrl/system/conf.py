@@ -1,4 +1,4 @@
-"""Where configs lie, which choices each group has and what a row (`experiment=`) sets, without Hydra.
+"""Folders of configs, the choices of each group, and words of a command line, without Hydra.
 
 Apart from `config`, whose import loads pydantic: `mmrl --help` lists choices and is to be there at once.
 """

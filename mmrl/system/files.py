@@ -258,7 +258,7 @@ def _written_out(value: object, known: dict[int, float]) -> float:
 
 
 def gunzip(data: bytes, largest: int) -> bytes:
-    """What `data` unpacks to; a few kilobytes may unpack to more than a machine has, so no more than `largest` bytes.
+    """Unpack `data`, a few kilobytes of which may unpack to more than a machine has: to `largest` bytes at most.
 
     Raises:
         ValueError: it unpacks to more.
@@ -345,7 +345,7 @@ def take_lock(path: Path) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock file `path` now."""
+    """True while a process holds the lock file `path`."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

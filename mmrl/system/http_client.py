@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import random
 import ssl
 import time
@@ -67,13 +68,13 @@ class HttpFailure(Exception):
     transient: bool = False
     """The same request may succeed."""
     status: int = 0
-    """Of the reply."""
+    """HTTP status of the reply."""
     text: str = ""
     """The beginning of an error's page."""
     pause: float | None = None
     """Seconds that the server asks to wait."""
     reached: bool = True
-    """Whether there was a connection."""
+    """There was a connection."""
     tries: int = 1
 
     def __str__(self) -> str:
@@ -96,41 +97,38 @@ class Breaker:
     ):
         self._limit, self._wait_s, self._clock = failures, wait_s, clock
         self._failures = 0
-        self._opened: float | None = None
-        self._probing = False
+        self._probe_at = 0.0
+        """Open, the time from which one request is let through; infinite while that one is under way."""
 
     @property
     def open(self) -> bool:
-        """Whether too many have failed, and none has succeeded since."""
-        return self._opened is not None
+        """True once too many have failed, until one succeeds."""
+        return self._failures >= self._limit
 
     def refuses(self) -> bool:
-        """Whether a request must not be sent now. A request let through has to report `success` or `failure`."""
-        if self._opened is None:
+        """True where a request must not be sent now; one that is let through has to report `success` or `failure`."""
+        if not self.open:
             return False
-        if self._probing or self._clock() - self._opened < self._wait_s:
+        if self._clock() < self._probe_at:
             return True
-        self._probing = True
+        self._probe_at = math.inf
         return False
 
     def success(self) -> bool:
         """A request was answered. Returns whether it was open until now."""
-        was_open = self.open
-        self._failures, self._opened, self._probing = 0, None, False
+        was_open, self._failures = self.open, 0
         return was_open
 
     def failure(self) -> bool:
         """A request failed for good. Returns whether it opens by this one."""
-        was_open = self.open
         self._failures += 1
-        self._probing = False
-        if self._failures >= self._limit:
-            self._opened = self._clock()
-        return self.open and not was_open
+        self._probe_at = self._clock() + self._wait_s
+        return self._failures == self._limit
 
     def abandoned(self) -> None:
         """A request was cancelled before its outcome was known."""
-        self._probing = False
+        if self._probe_at == math.inf:
+            self._probe_at = self._clock()
 
 
 class HttpClient:
@@ -182,7 +180,7 @@ class HttpClient:
         return await asyncio.wrap_future(self._start(work))
 
     def wait(self, work: Coroutine[object, object, T], timeout: float | None = None) -> T:
-        """The same for code without a loop; blocks.
+        """Wait for `work` in the I/O loop, for code without a loop; blocks.
 
         Raises:
             TimeoutError: after `timeout` seconds; the work is cancelled.
@@ -236,7 +234,7 @@ class HttpClient:
         limit: int,
         before: Callable[[int], Awaitable[None]] | None = None,
     ) -> T:
-        """What `parse` makes of the reply: in a slot, behind the breaker, with retries.
+        """Request and parse a reply: in a slot, behind the breaker, with retries.
 
         Args:
             parse: raises `ValueError` and the like for a reply that is none; it is then requested again.

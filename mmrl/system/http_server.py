@@ -44,9 +44,9 @@ def require_token(app: FastAPI, token: str, refusal: object) -> None:
 
     @app.middleware("http")
     async def check(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        given = request.headers.get("authorization", "").encode("utf-8", "replace")
+        header = request.headers.get("authorization", "").encode("utf-8", "replace")
         # as long for a wrong first letter as for a wrong last one
-        if not hmac.compare_digest(given, expected):
+        if not hmac.compare_digest(header, expected):
             return JSONResponse(refusal, status_code=401, headers={"WWW-Authenticate": "Bearer"})
         return await call_next(request)
 

@@ -32,7 +32,7 @@ def file_mark(path: Path) -> JsonObject:
 
 
 def begins_with(path: Path, mark: Mapping[str, Any]) -> bool:
-    """Whether a file still begins with what it held when `mark` was made."""
+    """True for a file that still begins with what it held when `mark` was made."""
     data = path.read_bytes()[: mark["bytes"]] if path.is_file() else b""
     return mark_of(data) == {"bytes": mark["bytes"], "sha256": mark["sha256"]}
 
@@ -66,7 +66,7 @@ class Ledger:
             self._noted[name] = line
 
     def has(self, path: Path) -> bool:
-        """Whether a line tells what that file is."""
+        """True for a file that a line describes."""
         return str(path.relative_to(self.folder)) in self._noted
 
     def changed(self, mark: Mapping[str, Any] | None, grown: bool = False) -> dict[Path, str]:
@@ -128,8 +128,8 @@ class Store:
     def append(self, record: Mapping[str, object]) -> JsonObject:
         """Store a record; as a resume will read it, so that both go on with the same."""
         append_jsonl(self.path, [record])
-        made: JsonObject = plain(record)
-        return made
+        stored: JsonObject = plain(record)
+        return stored
 
 
 class Table(Store):
@@ -144,7 +144,7 @@ class Table(Store):
 
     @property
     def again(self) -> bool:
-        """Whether the next line is there already."""
+        """True where the next line is there already."""
         return self.count < len(self.lines)
 
     def add(self, record: Mapping[str, object]) -> None:

@@ -17,7 +17,7 @@ from mmrl.errors import ConfigError, ProgramFailure, nearest
 from mmrl.system.user_code import located
 
 OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-"""What such a name looks like; no path of a file with a format of ours and no hub id of data does."""
+"""Pattern of such a name; no path of a file with a format of ours and no hub id of data does."""
 
 _NAMED = re.compile(rf"{re.escape(__name__)}:(?:program|metric)_\d+_(\w+)")
 _LISTS = re.compile(rf"{re.escape(__name__)}:(?:train|dev)_\d+_\w+")
@@ -30,7 +30,7 @@ def put(name: str, value: object) -> str:
 
 
 def is_given(path: str) -> bool:
-    """Whether a name is that of an object which was put here, perhaps by another process."""
+    """True for the name of an object which was put here, perhaps by another process."""
     return path.startswith(f"{__name__}:")
 
 

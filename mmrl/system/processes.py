@@ -18,7 +18,7 @@ from mmrl.records import Example, Forest
 
 Value = TypeVar("Value")
 WAIT = timedelta(hours=2)
-"""How long a process waits for the others: rollouts and evaluations may differ that much, a dead process is noticed by
+"""Longest wait of a process for the others: rollouts and evaluations may differ that much, a dead process is noticed by
 whoever started it."""
 
 
@@ -29,15 +29,15 @@ class Processes:
     rank: int = 0
     world: int = 1
     one_samples: bool = False
-    """Whether the main process samples for all, since one server generates for all of them."""
+    """The main process samples for all, since one server generates for all of them."""
 
     @property
     def main(self) -> bool:
-        """Whether this process writes, shows and saves."""
+        """True for the process that writes, shows and saves."""
         return self.rank == 0
 
     def share(self, items: Sequence[Value]) -> list[Value]:
-        """What this process samples of `items`; the parts of all processes make up the whole."""
+        """The items that this process samples; the parts of all processes make up the whole."""
         if self.one_samples:
             return list(items) if self.main else []
         return self.part(items)
@@ -66,9 +66,9 @@ class Processes:
 
             PartialState().wait_for_everyone()
 
-    def forest(self, own: Forest, examples: Sequence[Example]) -> Forest:
+    def forest(self, part: Forest, examples: Sequence[Example]) -> Forest:
         """The forest of the whole batch from the processes' shares, in the order of `examples`."""
-        return own if self.world == 1 else merged(self.gather(own), examples)
+        return part if self.world == 1 else merged(self.gather(part), examples)
 
 
 ALONE = Processes()
@@ -109,7 +109,7 @@ def join(expected: int, device: str) -> Processes:
 
 
 def lost_a_process(error: RuntimeError) -> bool:
-    """Whether a collective failed because another process has ended."""
+    """True where a collective failed because another process has ended."""
     from torch import distributed
 
     # NCCL's errors have a type of their own; gloo's are known by the file that they come from.

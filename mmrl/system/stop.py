@@ -1,4 +1,4 @@
-"""How a run is ended from outside: by SIGTERM, at once where nothing is lost by it, after the step elsewhere."""
+"""Ending a run from outside: by SIGTERM, at once where nothing is lost by it, after the step elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmrl.errors import Stopped
 
 
 class Stop:
-    """Whether this process is to end, and whether it may end right now."""
+    """A request that this process ends, and whether it may end right now."""
 
     def __init__(self) -> None:
         self.requested = False

@@ -27,7 +27,7 @@ MOST_AT_ONCE = 32
 """Metrics that run at once; the others wait, each in its thread."""
 MOST_FRAMES = 20
 MOST_CHARACTERS = 4000
-"""Of a traceback that is reported."""
+"""Limits of a traceback that is reported."""
 
 _OWN = Path(__file__).parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -62,7 +62,7 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
 
 async def scored(metric: Callable[..., Any], *args: object) -> Any:
-    """What a metric gives: awaited where it is async, else from a thread, `MOST_AT_ONCE` at a time."""
+    """Call a metric: awaited where it is async, else in a thread, `MOST_AT_ONCE` at a time."""
 
     def bounded() -> object:
         # Metrics wait for none of the others, so that a bound cannot end in all of them waiting.
@@ -120,7 +120,7 @@ def threaded(tool: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine, for a function or an object that is called."""
+    """True for a function, or an object with `__call__`, that gives a coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 

@@ -1,4 +1,4 @@
-"""`mmrl plan`: work counted by hand, known sizes, memory and time that follow the settings, its command line."""
+"""`mmrl plan`: work counted by hand, known sizes, memory and time that follow the settings, evaluations, its words."""
 
 import json
 from dataclasses import replace
@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.cli import main
+from mmrl.cli.configs import configured
 from mmrl.errors import ConfigError
-from mmrl.plan.cost import GIB, GPUS, Gpu, device, known_gpu
-from mmrl.plan.estimate import duration
-from mmrl.plan.shapes import KNOWN, read_shape
-from mmrl.plan.workload import Lengths, parse_lengths, unique_tokens
+from mmrl.plan.cost import GIB, GPUS, Device, Gpu, device, evaluation_seconds, known_gpu
+from mmrl.plan.shapes import KNOWN, Shape, read_shape
+from mmrl.plan.workload import Lengths, Load, declared_rollout, mean_rollout, parse_lengths, unique_tokens
+from mmrl.records import Call, Forest, Rollout
 from mmrl.sets.words import read_set, words_of
 from mmrl.system.conf import conf_dir, later_wins
 
@@ -26,48 +27,30 @@ LENGTHS = "lengths=rewriter:10/2,reranker:50/3,answerer:30/4"
 
 
 @pytest.mark.parametrize(
-    ("algo", "calls"),
-    [("mhgpo_fof", (4, 4, 4)), ("mhgpo_is", (6, 9, 12)), ("mhgpo_fof_os", (4, 4, 16)), ("mappo", (1, 1, 1))],
+    ("words", "calls"),
+    [
+        (["algo=mhgpo_fof", "algo.group_size=4"], (4, 4, 4)),
+        (["algo=mhgpo_is", "algo.group_size=4"], (6, 9, 12)),
+        (["algo=mhgpo_fof_os", "algo.group_size=4"], (4, 4, 16)),
+        (["algo=mappo"], (1, 1, 1)),
+        # the expectation over draws
+        (["algo=mhgpo_rr", "algo.group_size=4", "algo.fork_probs=[0,1,0]"], (1, 4, 4)),
+        # 2 trees, 3 draws, one of them at the question: 1 + 1 rewriters, 1 + 2 rerankers, 1 + 3 answerers
+        (["algo=tree_grpo", "algo.trees=2", "algo.nodes=3", "algo.group_size=4"], (4, 6, 8)),
+        # a second play costs what comes after the exchanged module
+        (["algo=ccpo", "algo.group_size=2"], (2, 2 + 2, 2 + 4)),
+    ],
 )
-def test_calls_of_a_question_are_those_of_the_paper(capsys, algo, calls):
-    extra = [] if algo == "mappo" else ["algo.group_size=4"]
-    plan = planned(capsys, f"algo={algo}", LENGTHS, "train.batch_size=1", *extra)
+def test_calls_of_a_question_are_those_of_the_paper(capsys, words, calls):
+    plan = planned(capsys, *words, LENGTHS, "train.batch_size=1")
     assert tuple(plan["calls"][m]["calls"] for m in ("rewriter", "reranker", "answerer")) == pytest.approx(calls)
-
-
-def test_round_robin_is_the_expectation_over_draws(capsys):
-    plan = planned(
-        capsys, "algo=mhgpo_rr", LENGTHS, "train.batch_size=1", "algo.group_size=4", "algo.fork_probs=[0,1,0]"
-    )
-    assert [plan["calls"][m]["calls"] for m in plan["calls"]] == pytest.approx([1, 4, 4])
-
-
-def test_a_growing_tree_goes_on_from_each_call_equally_often(capsys):
-    """3 modules, 2 trees, 3 draws, one of them at the question: 1 + 1 rewriters, 1 + 2 rerankers, 1 + 3 answerers."""
-    extra = ["algo.trees=2", "algo.nodes=3", "algo.group_size=4", "train.batch_size=1"]
-    plan = planned(capsys, "algo=tree_grpo", LENGTHS, *extra)
-    assert [plan["calls"][m]["calls"] for m in plan["calls"]] == pytest.approx([4, 6, 8])
-
-
-def test_a_second_play_costs_what_comes_after_the_exchanged_module(capsys):
-    plan = planned(capsys, "algo=ccpo", LENGTHS, "algo.group_size=2", "train.batch_size=1")
-    assert [plan["calls"][m]["calls"] for m in plan["calls"]] == pytest.approx([2, 2 + 2, 2 + 4])
 
 
 def test_tokens_by_hand(capsys):
     """FoF, G = 2, one question: the rewriter's prompt is shared, later prompts are not."""
     calls = planned(capsys, "algo=mhgpo_fof", "algo.group_size=2", LENGTHS, "train.batch_size=1")["calls"]
-    assert calls["rewriter"] == pytest.approx(
-        {
-            "calls": 2,
-            "prompt": 20,
-            "prompt_unique": 10,
-            "completion": 4,
-            "trained": 24,
-            "trained_unique": 14,
-            "decode_steps": 2,
-        }
-    )
+    rewriter = {"calls": 2, "prompt": 20, "prompt_unique": 10, "completion": 4, "decode_steps": 2}
+    assert calls["rewriter"] == pytest.approx(rewriter | {"trained": 24, "trained_unique": 14})
     assert calls["answerer"]["trained"] == calls["answerer"]["trained_unique"] == pytest.approx(68)
 
 
@@ -219,11 +202,15 @@ def test_a_gpu_of_the_table_is_planned_with_its_own_memory(name, row, capsys, mo
 @pytest.mark.parametrize(
     "name", ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB", "NVIDIA H200 MIG 1g.18gb", "NVIDIA H20", "NVIDIA B200"]
 )
-def test_a_gpu_of_unknown_speed_is_no_h100(name, capsys, monkeypatch):
-    monkeypatch.setattr("mmrl.run.plan.gpus", lambda: [gpu(name)])
+def test_a_gpu_of_unknown_speed_is_no_h100(name):
+    with pytest.raises(ConfigError, match=f"device: the speed of this machine's GPU, {name}, is not known; expected "):
+        known_gpu(gpu(name))
+
+
+def test_a_device_that_is_named_takes_the_place_of_a_gpu_of_unknown_speed(capsys, monkeypatch):
+    monkeypatch.setattr("mmrl.run.plan.gpus", lambda: [gpu("NVIDIA B200")])
     assert main(["plan", LENGTHS, "hardware=gpu1"]) == 2
-    said = f"device: the speed of this machine's GPU, {name}, is not known; expected one of cpu, h200, h100, a100"
-    assert said in capsys.readouterr().err
+    assert "NVIDIA B200, is not known; expected one of cpu, h200, h100, a100" in capsys.readouterr().err
     assert main(["plan", LENGTHS, "hardware=gpu1", "device=a100"]) == 0
     assert " of 79 GiB per device\n" in capsys.readouterr().out
 
@@ -287,21 +274,6 @@ def test_devices():
     assert measured.flops > 1e8 and measured.bandwidth > 1e8 and measured.memory > GIB
 
 
-@pytest.mark.parametrize(
-    ("spent", "shown"),
-    [
-        (0.5, "0.50 s"),
-        (119, "119 s"),
-        (120, "2.0 min"),
-        (7200, "2.0 hours"),
-        (90 * 3600, "3.8 days"),
-        (1e9, "11,574 days"),
-    ],
-)
-def test_durations_are_shown_in_a_unit_that_a_person_reads(spent, shown):
-    assert duration(spent) == shown
-
-
 EIGHT = ("model=llama31_8b_instruct", LENGTHS, "hardware=h100x8", "device=h100")
 
 
@@ -339,14 +311,8 @@ def test_gathered_layers_of_sharded_weights_by_hand(capsys):
 def test_each_process_s_own_engine_holds_its_share_of_the_cache(capsys):
     """FoF, G = 2, 32 questions: 32 * 188 tokens over two processes, of 147,456 bytes each; `engine.batch_tokens` bounds
     each process on its own."""
-    arguments = [
-        "model=qwen3_8b",
-        LENGTHS,
-        "algo=mhgpo_fof",
-        "algo.group_size=2",
-        "train.batch_size=32",
-        "hardware=h100x2",
-    ]
+    arguments = ["model=qwen3_8b", LENGTHS, "algo=mhgpo_fof", "algo.group_size=2", "train.batch_size=32"]
+    arguments.append("hardware=h100x2")
     assert planned(capsys, *arguments)["memory_bytes"]["KV cache"] == 16 * 188 * 147456
     few = planned(capsys, *arguments, "engine.batch_tokens=1000")
     assert few["memory_bytes"]["KV cache"] == 1000 * 147456
@@ -440,3 +406,78 @@ def test_calls_that_share_most_of_themselves_have_a_wider_pack_on_a_cpu(capsys):
     assert planned(capsys, *words, f"lengths={name}:3000/500")["memory_bytes"]["activations"] == 2 * narrow
     typed = planned(capsys, *words, f"lengths={name}:3000/500", "train.microbatch_tokens=4096")
     assert typed["memory_bytes"]["activations"] == narrow
+
+
+# --- evaluations
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "times"), [(20, 5, 5), (21, 5, 6), (4, 5, 2), (20, 0, 2), (1, 1, 2), (3, 1, 4)]
+)
+def test_before_every_so_many_steps_and_after(capsys, steps, every, times):
+    plan = planned(capsys, LENGTHS, f"train.steps={steps}", f"eval.every={every}", "eval.items=30")
+    assert plan["evaluations"]["times"] == times and plan["evaluations"]["rollouts"] == 30
+    spent = steps * sum(plan["seconds_per_step"].values()) + times * plan["evaluations"]["seconds"]
+    assert plan["hours"] == pytest.approx(spent / 3600)
+
+
+def test_rollouts_are_items_and_samples_of_what_there_is(capsys):
+    samples = ["eval.samples=3", "eval.temperature=1"]
+    assert planned(capsys, LENGTHS, "eval.items=10", *samples)["evaluations"]["rollouts"] == 30
+    whole = planned(capsys, LENGTHS)["evaluations"]["rollouts"]
+    assert planned(capsys, LENGTHS, "eval.items=100000")["evaluations"]["rollouts"] == whole
+
+
+def test_files_that_nobody_has_counted_are_said(capsys):
+    words = ["plan", "dry=0", LENGTHS, "device=h100", "task.data.dev=dev.json", "task.dataset=hotpotqa"]
+    assert main([*words, "train.steps=4", "eval.every=2"]) == 0
+    assert "3 evaluations of the whole split not counted (eval.items)" in capsys.readouterr().out
+    assert main([*words, "train.steps=4", "eval.every=2", "task.data.dev_items=50"]) == 0
+    assert "with 3 evaluations of 50 rollouts, " in capsys.readouterr().out
+    few = planned(capsys, *words[1:], "task.data.dev_items=50", "eval.items=1000")
+    assert few["evaluations"]["rollouts"] == 50, "fewer than asked for are all"
+
+
+def test_one_rollout_by_hand():
+    """Two turns of 5 tokens with 7 observed between them: 20 prompt tokens, then 32, of which 7 are new."""
+    config = configured(["task=tool_agent"])
+    loads = declared_rollout(config, ["agent"], {"agent": Lengths(prompt=20, completion=5, observation=7, calls=2)})
+    expected = Load(calls=2, prompt=52, prompt_unique=27, completion=10, decode_steps=10)
+    assert loads == {"agent": expected}
+    assert declared_rollout(config, ["agent"], {}, answered=["agent"]) == {}
+    ids = tuple(range(100))
+    first = Call(id="a", example="x", module="agent", parent=None, completion_tokens=5, prompt_ids=ids[:20])
+    then = replace(first, id="b", parent="a", turn=1, prompt_ids=ids[:32])
+    short = replace(first, id="c", completion_tokens=3)
+    calls = {call.id: call for call in (first, then, short)}
+    rollouts = tuple(Rollout(id=f"r{leaf}", example="x", leaf=leaf, reward=0.0) for leaf in "bc")
+    forest = Forest(calls=calls, rollouts=rollouts, modules=("agent",))
+    mean = Load(calls=1.5, prompt=36, prompt_unique=23.5, completion=6.5, decode_steps=10)
+    assert mean_rollout(forest) == {"agent": mean}
+    assert mean_rollout(forest, answered=["agent"])["agent"].calls == 0
+
+
+def test_seconds_by_hand():
+    """A device that does 1 GFLOP/s and reads 1 GB/s; a model of one layer of which 4 bytes a number are read."""
+    config = configured(["engine.batch_tokens=6000", "hardware.threads=1"])
+    shape = Shape(layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, intermediate=16, vocab=64, tied=True)
+    device = Device(name="x", flops=1e9, bandwidth=1e9, memory=GIB, utilisation=1.0)
+    rollout = {"agent": Load(calls=1, prompt=100, prompt_unique=100, completion=20, decode_steps=20)}
+    # 100 rollouts of 120 tokens are 12,000, of which 6,000 fit at once: two rounds of 20 steps with 50 rows each.
+    prefill = 2 * shape.block_parameters * 100 * 100 / (1e9 * 0.5)
+    read = (4 * shape.parameters + 50 * 120 * shape.kv_bytes(4)) / 1e9
+    decode = 40 * max(read, 2 * shape.parameters * 50 / 1e9)
+    assert evaluation_seconds(config, shape, rollout, 100, device, 1) == pytest.approx(prefill + decode)
+    assert evaluation_seconds(config, shape, {}, 100, device, 1) == 0
+
+
+def test_no_room_for_a_call_is_said(capsys):
+    words = ["engine=vllm_server", "model=llama31_8b_instruct", "hardware=gpu1", "engine.gpu_memory=0.1"]
+    config = configured(words)
+    rollout = {"agent": Load(calls=1, prompt=100, prompt_unique=100, completion=20, decode_steps=20)}
+    with pytest.raises(ConfigError, match=r"engine\.gpu_memory: got 0\.1, which leaves no room .* 15 GiB"):
+        evaluation_seconds(config, KNOWN["meta-llama/Llama-3.1-8B-Instruct"], rollout, 10, GPUS["h100"], 1)
+    spread = configured([*words, "engine.args=['--tensor-parallel-size=8']"])
+    assert evaluation_seconds(spread, KNOWN["meta-llama/Llama-3.1-8B-Instruct"], rollout, 10, GPUS["h100"], 8) > 0
+    plan = planned(capsys, *words)
+    assert plan["evaluations"] is None and any("engine.gpu_memory" in warning for warning in plan["warnings"])

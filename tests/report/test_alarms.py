@@ -82,15 +82,18 @@ def test_an_illness_rings_its_own_alarm_only(name, key, curve):
     assert len(alarm.message) > 10
 
 
+def messages(records):
+    return {alarm.name: alarm.message for alarm in alarms(records)}
+
+
 def test_equal_rewards_are_blamed_on_what_never_parses():
     unparsed = {"module__m__format_rate": lambda s: 0.0, "credit__zero_variance_share": lambda s: 1.0}
-    found = {alarm.name: alarm.message for alarm in alarms(history(**unparsed))}
+    found = messages(history(**unparsed))
     assert sorted(found) == ["never_parses", "zero_variance"]
     assert "algo.group_size" not in found["zero_variance"] and "parsed" in found["zero_variance"]
     # Once it parses, equal rewards are what they are.
     unparsed["module__m__format_rate"] = lambda s: 0.0 if s < 10 else 1.0
-    late = {alarm.name: alarm.message for alarm in alarms(history(**unparsed))}
-    assert "algo.group_size" in late["zero_variance"]
+    assert "algo.group_size" in messages(history(**unparsed))["zero_variance"]
 
 
 @pytest.mark.parametrize(
@@ -103,13 +106,11 @@ def test_equal_rewards_are_blamed_on_what_never_parses():
 )
 def test_equal_rewards_are_blamed_on_how_most_rollouts_fail(kind, name, word):
     equal = {"credit__zero_variance_share": lambda s: 1.0}
-    found = {
-        alarm.name: alarm.message for alarm in alarms(history(**equal, **{f"rollouts__failed__{kind}": lambda s: 24.0}))
-    }
+    found = messages(history(**equal, **{f"rollouts__failed__{kind}": lambda s: 24.0}))
     assert sorted(found) == sorted([name, "zero_variance"])
     assert word in found[name] and found[name].startswith("100% of the rollouts") and "()" not in found[name]
     assert word in found["zero_variance"] and "algo.group_size" not in found["zero_variance"]
-    some = {alarm.name: alarm.message for alarm in alarms(history(**equal, rollouts__failed__length=lambda s: 8.0))}
+    some = messages(history(**equal, rollouts__failed__length=lambda s: 8.0))
     assert sorted(some) == ["prompt_too_long", "zero_variance"]
     assert "algo.group_size" in some["zero_variance"], "a third that fails does not make the others equal"
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mmrl.credit.entries import Entry
 from mmrl.errors import CheckpointError
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.journal import JournalWriter, decode_step, encode_step, read_step, write_step
@@ -117,20 +118,14 @@ def run(tmp_path):
         yield run
 
 
-def test_a_step_is_written_and_read(run):
-    entries = [{"call": "q/0#0", "reward": 0.1 + 0.2, "advantages": (1.5, 1.5), "weights": (0.25, 0.25)}]
-    write_step(run, small_forest(), entries)
-    forest, got = read_step(run, 3)
-    assert forest == small_forest()
-    assert got == entries
+ENTRY = {"call": "q/0#0", "reward": 0.1 + 0.2, "advantages": (1.5, 1.5), "weights": (0.25, 0.25)}
+
+
+@pytest.mark.parametrize("entry", [ENTRY, Entry(**ENTRY)], ids=["mapping", "dataclass"])
+def test_a_step_is_written_and_read(run, entry):
+    write_step(run, small_forest(), [entry])
+    assert read_step(run, 3) == (small_forest(), [ENTRY])
     assert run.journal_steps() == [3]
-
-
-def test_dataclass_entries_with_a_read_only_mapping_are_accepted(run):
-    from mmrl.credit.entries import Entry  # the caller's type; `report` itself must not know it
-
-    write_step(run, small_forest(), [Entry(call="q/0#0", reward=1.0, advantages=(1.0,), weights=(0.5,))])
-    assert read_step(run, 3)[1] == [{"call": "q/0#0", "reward": 1.0, "advantages": (1.0,), "weights": (0.5,)}]
 
 
 def test_a_shared_prompt_is_stored_once(run):

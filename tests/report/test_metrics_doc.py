@@ -50,7 +50,7 @@ def test_every_key_that_the_report_reads_is_explained(key):
 def test_every_alarm_is_explained():
     keys = ["module/m/entropy", "module/m/ok", "module/m/invalid", "module/m/length", "similarity/m", "rollouts/count"]
     records = [{"step": step} | dict.fromkeys(keys, 1.0) for step in range(1, 9)]
-    names = {name for name, *_ in alarms.findings(records, Thresholds())}
+    names = {rule.name for rule in alarms.rules(records, Thresholds())} | {"not_finite"}
     explained = set(re.findall(r"^\| `(\w+)` \|", DOC.split("## Alarms")[1], flags=re.M))
     # of a run that optimises prompts, whose trials hold more than metrics
     assert names | {"trials_fail"} == explained and len(names) >= 8

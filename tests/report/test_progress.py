@@ -15,8 +15,8 @@ def terminal(width=100, **more):
     return Console(file=io.StringIO(), force_terminal=True, width=width, height=40, legacy_windows=False, **more)
 
 
-def pipe(encoding="utf-8"):
-    return Console(file=io.TextIOWrapper(io.BytesIO(), encoding=encoding), force_terminal=False, width=80)
+def pipe(encoding="utf-8", width=80, **more):
+    return Console(file=io.TextIOWrapper(io.BytesIO(), encoding=encoding), force_terminal=False, width=width, **more)
 
 
 def written(console):
@@ -37,7 +37,7 @@ def played(console, steps=25, total=40):
 
 
 def drawn(progress, width, encoding="utf-8"):
-    console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding=encoding), width=width, color_system=None)
+    console = pipe(encoding, width)
     console.print(progress.render(width))
     return written(console)
 
@@ -89,7 +89,7 @@ def test_short_runs_show_every_step():
 @pytest.mark.parametrize("done", [0, 2])
 def test_the_pace_begins_with_the_first_step_and_has_evaluations_in_it(done):
     now = [0.0]
-    console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), width=80, get_time=lambda: now[0])
+    console = pipe(get_time=lambda: now[0])
     with Progress(total=done + 4, first_step=done, console=console) as progress:
         now[0] = 900  # one before training is no part of a step
         progress.evaluation(done, "dev", evaluation(0))
@@ -106,7 +106,7 @@ def test_the_pace_begins_with_the_first_step_and_has_evaluations_in_it(done):
 
 def test_the_pace_of_a_run_of_one_step_is_that_of_the_step():
     now = [0.0]
-    console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), width=80, get_time=lambda: now[0])
+    console = pipe(get_time=lambda: now[0])
     with Progress(total=1, console=console) as progress:
         progress.evaluation(0, "dev", evaluation(0))
         now[0] = 15

@@ -88,14 +88,6 @@ def run_at(tmp_path, next_step=0, config=None):
     )
 
 
-def test_wandb_is_offline_without_a_key(tmp_path, wandb, monkeypatch):
-    opened(tmp_path, "wandb")
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    opened(tmp_path, "wandb")
-    assert [arguments["mode"] for arguments in wandb.inits] == ["offline", None]
-    assert "x" * 40 not in str(wandb.inits)
-
-
 def test_a_login_of_wandb_is_respected_and_the_mode_is_said(tmp_path, wandb, monkeypatch):
     """`wandb login` leaves its key in a netrc file, for the server in use."""
     said = []
@@ -106,12 +98,14 @@ def test_a_login_of_wandb_is_respected_and_the_mode_is_said(tmp_path, wandb, mon
     opened(tmp_path, "wandb", warn=said.append)
     (tmp_path / "netrc").write_text(f"machine wandb.example.org login user password {'k3' * 20}\n")
     opened(tmp_path, "wandb", warn=said.append)
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    opened(tmp_path, "wandb", warn=said.append)
     monkeypatch.setenv("WANDB_MODE", "shared")
     opened(tmp_path, "wandb", warn=said.append)
-    assert [arguments["mode"] for arguments in wandb.inits] == ["offline", None, "offline", None, None]
-    assert [text.split(",")[0] for text in said] == [
-        f"wandb: {mode}" for mode in (*("offline", "online") * 2, "shared")
-    ]
+    modes = ["offline", "online", "offline", "online", "online", "shared"]
+    assert [text.split(",")[0] for text in said] == [f"wandb: {mode}" for mode in modes]
+    inits = [arguments["mode"] for arguments in wandb.inits]
+    assert inits == [mode if mode == "offline" else None for mode in modes] and "x" * 40 not in str(wandb.inits)
     assert "wandb sync" in said[0] and str(tmp_path / "netrc") in said[1] and "k3k3" not in str(said)
     assert hidden.hide(f"refused {'k3' * 20}") == "refused ${oc.env:WANDB_API_KEY}"
 
@@ -121,14 +115,6 @@ def test_wandb_gets_group_and_tags(tmp_path, wandb):
     opened(tmp_path, "wandb", group="mine", tags=("a", "b"), name="x", wandb_project="p")
     named = [[arguments[key] for key in ("name", "project", "group", "tags")] for arguments in wandb.inits]
     assert named == [["run", "mmrl", "grpo-hotpotqa", []], ["x", "p", "mine", ["a", "b"]]]
-
-
-def test_trackers_with_projects_are_those_that_get_one():
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    kinds = {name: LOGGER_TYPE_TO_CLASS[name] for name in get_args(TrackerName)}
-    first = {name for name, kind in kinds.items() if not kind.requires_logging_directory}
-    assert set(WITH_PROJECTS) == first - {"dvclive"}, "which passes over its first argument"
 
 
 LONG = "word " * 2000
@@ -146,8 +132,6 @@ SECRET = "s3cret-value-of-mine"
 
 
 def test_calls_are_sent_as_texts_so_many_and_so_long(tmp_path, wandb):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     hidden.add_secret("MINE", SECRET)
     both = opened(tmp_path, "wandb", "tensorboard", report_calls=3)
     assert both.calls == 3
@@ -158,8 +142,7 @@ def test_calls_are_sent_as_texts_so_many_and_so_long(tmp_path, wandb):
     assert step == 7 and table["columns"][:3] == ["step", "example", "module"] and len(table["data"]) == 3
     assert table["data"][0][-2:] == [0.5, None] and table["data"][1][-2:] == [0.5, -0.25]
     assert all(len(row[3]) < 2100 for row in table["data"]) and SECRET not in str(table)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    (text,) = events.Tensors("rollouts/text_summary")
+    (text,) = events(tmp_path).Tensors("rollouts/text_summary")
     shown = text.tensor_proto.string_val[0].decode()
     assert shown.count("**m** · q") == 3 and "reward 0.500 · advantage -0.250" in shown and SECRET not in shown
     assert opened(tmp_path, "wandb", report_calls=0).calls == opened(tmp_path).calls == 0
@@ -197,30 +180,22 @@ def test_finite_numbers_are_logged_and_the_summary_written(tmp_path, wandb):
     assert wandb.summary == {"em": 0.5} and wandb.finished == 1
 
 
-def test_tensorboard_files_can_be_read_back(tmp_path):
+def events(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = opened(tmp_path, "tensorboard")
-    found.log(1, {"reward/mean": 0.25})
-    found.log(2, {"reward/mean": 0.5})
-    found.finish()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
-    (config,) = events.Tensors("config/text_summary")
-    assert config.tensor_proto.string_val[0] == b'    {\n     "seed": 1\n    }'
+    return EventAccumulator(str(tmp_path / "tensorboard")).Reload()
 
 
-def test_steps_that_a_killed_run_logged_are_replaced(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+def test_tensorboard_files_can_be_read_back_and_steps_of_a_killed_run_are_replaced(tmp_path):
     for done, steps in ((0, (0, 1, 2, 3)), (2, (2, 3, 4))):
-        with_steps = opened(tmp_path, "tensorboard", next_step=done)
+        found = opened(tmp_path, "tensorboard", next_step=done)
         for step in steps:
-            with_steps.log(step, {"reward/mean": done + step})
-        with_steps.finish()
+            found.log(step, {"reward/mean": done + step})
+        found.finish()
     # One event file per start; their names end in the second, the process and a counter.
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0), (1, 1), (2, 4), (3, 5), (4, 6)]
+    read = events(tmp_path)
+    assert [(e.step, e.value) for e in read.Scalars("reward/mean")] == [(0, 0), (1, 1), (2, 4), (3, 5), (4, 6)]
+    assert read.Tensors("config/text_summary")[0].tensor_proto.string_val[0] == b'    {\n     "seed": 1\n    }'
 
 
 def test_wandb_itself_offline_in_the_run_directory(tmp_path, monkeypatch):
@@ -235,17 +210,15 @@ def test_wandb_itself_offline_in_the_run_directory(tmp_path, monkeypatch):
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{kept}"))) >= 1
 
 
-def test_every_tracker_of_accelerate_can_be_named():
+def test_trackers_are_those_of_accelerate_and_have_its_projects_and_extras():
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    assert set(get_args(TrackerName)) == set(LOGGER_TYPE_TO_CLASS)
-
-
-def test_each_extra_that_is_named_for_a_missing_tracker_is_one():
-    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    assert set(get_args(TrackerName)) - set(extras) == {"wandb", "tensorboard"}  # always installed
+    names = set(get_args(TrackerName))
+    assert names == set(LOGGER_TYPE_TO_CLASS)
+    first = {name for name, kind in LOGGER_TYPE_TO_CLASS.items() if not kind.requires_logging_directory}
+    assert set(WITH_PROJECTS) == first - {"dvclive"}, "which passes over its first argument"
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert names - set(project["optional-dependencies"]) == {"wandb", "tensorboard"}  # always installed
 
 
 def test_a_tracker_that_fails_is_switched_off_once():

@@ -28,9 +28,9 @@ def test_json_is_strict_and_floats_read_back_bit_equal():
         "a": math.nan,
         "b": [math.inf, np.float32("-inf"), 0.1],
         "c": {"d": np.array([1.0, math.nan])},
-        "e": 5e-324,
+        "e": [5e-324, 0.1 + 0.2, np.float64(1 / 7), float(np.float32(1 / 3))],
     }
-    expected = {"a": None, "b": [None, None, 0.1], "c": {"d": [1.0, None]}, "e": 5e-324}
+    expected = {"a": None, "b": [None, None, 0.1], "c": {"d": [1.0, None]}, "e": numbers["e"]}
     for indent in (None, 1):
         text = dumps(numbers, indent=indent)
         assert json.loads(text, parse_constant=pytest.fail) == expected
