@@ -6,8 +6,8 @@ its seeds differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache, cached_property
 from itertools import pairwise
@@ -29,7 +29,7 @@ from mmrl.report.stats import (
     stratified_interval,
 )
 from mmrl.sets.queue import Run, SetRun, has_scores
-from mmrl.sets.spec import SCALES, Cell, Claim, SetSpec
+from mmrl.sets.spec import MAIN, SCALES, Cell, Claim, SetSpec
 from mmrl.system.files import JsonObject
 
 VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "start.", "task.prompts", "model.")
@@ -200,11 +200,6 @@ class Value:
         """Sample standard deviation over seeds; None for fewer than two."""
         return stdev(self.seeds.values()) if len(self.seeds) > 1 else None
 
-    @property
-    def difference(self) -> float | None:
-        """Ours minus the paper's."""
-        return None if self.mean is None or self.paper is None else self.mean - self.paper
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -233,8 +228,6 @@ class SetResult:
     scale: str
     rows: Sequence[str]
     columns: Sequence[str]
-    metrics: Mapping[tuple[str, str], Mapping[str, str]]
-    """(row, column) -> score -> metric."""
     runs: Mapping[tuple[str, str], Sequence[Run]]
     """(row, column) -> the runs with its scores, one per seed: evaluations, or in a set without scores trainings."""
     queue: Sequence[SetRun] = ()
@@ -246,30 +239,25 @@ class SetResult:
         """(row, column) -> seed -> what a run that has begun has, and what is wrong or missing, in words."""
         begun: dict[tuple[str, str], dict[int, Scored]] = {}
         troubles: list[str] = []
-
-        @cache
-        def overview(path: Path) -> Overview | None:
-            return Overview.of(RunDir.read(path)) if (path / "config.yaml").is_file() else None
-
+        overview = cache(lambda path: Overview.of(RunDir.read(path)))
         for place, runs in self.runs.items():
             here: dict[int, Scored] = {}
             missing = []
             for run in runs:
-                where = f"{self._named(place)}, seed {run.seed}"
+                trouble = run.trouble()
                 try:
-                    if overview(run.path) is not None:
-                        chain = [one for before in run.chain if (one := overview(before.path)) is not None]
+                    if (run.path / "config.yaml").is_file():
+                        chain = [overview(one.path) for one in run.chain if (one.path / "config.yaml").is_file()]
                         here[run.seed] = Scored(run.seed, self.metric(*place), chain[-1], chain[0], _costs(chain))
                 except MmrlError as error:
-                    troubles.append(f"{where}: {error}")
-                    continue
+                    trouble = str(error)
                 scored = here.get(run.seed)
-                if trouble := run.trouble():
-                    troubles.append(f"{where}: {trouble}")
-                elif scored is None or not scored.finished:
+                if not trouble and (scored is None or not scored.finished):
                     missing.append(run.seed)
-                elif failed := (scored.overview.summary.get("metrics") or {}).get("failed_share", 0):
-                    troubles.append(f"{where}: {failed:.1%} of the rollouts failed from outside and count 0")
+                elif scored and (failed := (scored.overview.summary.get("metrics") or {}).get("failed_share", 0)):
+                    trouble = trouble or f"{failed:.1%} of the rollouts failed from outside and count 0"
+                if trouble:
+                    troubles.append(f"{self._named(place)}, seed {run.seed}: {trouble}")
             finished = [scored.overview for scored in here.values() if scored.finished]
             if missing and finished:
                 troubles.append(f"{self._named(place)}: seeds {', '.join(map(str, missing))} are missing")
@@ -283,17 +271,19 @@ class SetResult:
         """The runs of a cell that have begun, by seed."""
         return [scored for _, scored in sorted(self.read[0].get((row, column), {}).items())]
 
-    def finished(self, row: str, column: str) -> dict[int, Scored]:
-        """Seed -> a finished run of a cell."""
-        return {scored.seed: scored for scored in self.begun(row, column) if scored.finished}
+    def finished(self, row: str, column: str) -> list[Scored]:
+        """The runs of a cell that have ended with scores, by seed."""
+        return [scored for scored in self.begun(row, column) if scored.finished]
 
-    def rows_of(self, column: str) -> list[str]:
-        """Rows with a cell in a column."""
-        return [row for row in self.rows if (row, column) in self.runs]
+    def begun_in(self, column: str) -> dict[str, list[Scored]]:
+        """Row -> its runs, of the rows of a column that have begun."""
+        return {row: runs for row in self.rows if (runs := self.begun(row, column))}
 
-    def metric(self, row: str, column: str) -> str:
-        """The metric of a cell of a set without scores of its own."""
-        return next(iter(self.metrics[row, column].values()))
+    def metric(self, row: str, column: str, score: str | None = None) -> str:
+        """The metric of a score (None: the first one) on a cell."""
+        measured = self.spec.measured
+        metric = measured[score or next(iter(measured))]
+        return self.runs[row, column][0].metric if metric == MAIN else metric
 
     def _named(self, place: tuple[str, str]) -> str:
         row, column = place
@@ -325,15 +315,13 @@ class SetResult:
 
     def _value(self, row: str, place: Place, cells: Sequence[Cell]) -> Value:
         spec, cell = self.spec, place if isinstance(place, Cell) else None
-        together = self._together([row], cells)
-        strata = self._strata(row, together)
+        (strata,), weights = self._strata([row], cells)
         percent = spec.source is not None and spec.source.percent
         unit = 100.0 if percent and not (cell and cell.score in spec.counts) else 1.0
-        weights = {column: len(group) / len(cells) for column, group in together.items()}
         means = unit * _seed_means(strata, weights)
         items = {column: _item_means(block.loc[means.index]) for column, block in strata.items()} if len(means) else {}
         interval = stratified_interval({c: unit * m for c, m in items.items()}, weights, (row, str(place)))
-        paper = spec.reported(row).get(place)
+        paper, paper_std = spec.reported(row).get(place, (None, None))
         agrees = None
         if self.scale == "paper" and paper is not None and interval is not None:
             agrees = bool(abs(means.mean() - paper) <= spec.agree or interval[0] <= paper <= interval[1])
@@ -347,43 +335,40 @@ class SetResult:
             interval=interval,
             items=sum(map(len, items.values())),
             paper=paper,
-            paper_std=spec.deviations(row).get(place),
+            paper_std=paper_std,
             agrees=agrees,
         )
 
-    def _together(self, rows: Sequence[str], cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-        """The cells of each set of items, by its first column.
+    def _strata(
+        self, rows: Sequence[str], cells: Sequence[Cell]
+    ) -> tuple[list[dict[str, pandas.DataFrame]], dict[str, float]]:
+        """Blocks of each row by column, none where a cell has no evaluation; and the weight of each column.
 
-        Several columns may ask the same questions, of one policy (on the mini world) or of several: an item counts
-        once, with the mean of its cells, or an interval over them would come out too narrow.
+        Several columns may ask the same questions, of one policy (on the mini world) or of several: they are one block,
+        named by the first of them, where an item counts once with the mean of its cells. Else an interval over them
+        would come out too narrow.
         """
         first: dict[object, str] = {}
-        together: dict[str, list[Cell]] = {}
+        groups: dict[str, list[Cell]] = {}
         for cell in sorted(cells):
-            asked = frozenset(one.questions for row in rows for one in self.finished(row, cell.column).values())
-            together.setdefault(first.setdefault(asked or cell.column, cell.column), []).append(cell)
-        return together
+            asked = frozenset(run.questions for row in rows for run in self.finished(row, cell.column))
+            groups.setdefault(first.setdefault(asked or cell.column, cell.column), []).append(cell)
+        strata = []
+        for row in rows:
+            blocks = {column: self._block(row, group) for column, group in groups.items()}
+            strata.append(blocks if not any(block.empty for block in blocks.values()) else {})
+        return strata, {column: len(group) / len(cells) for column, group in groups.items()}
 
-    def _block(self, row: str, column: str, metric: str) -> pandas.DataFrame:
-        """(seeds, items) of a cell after training; NaN where a module was not called on an item."""
-        values = {seed: values_of(one.after, metric).to_dict() for seed, one in self.finished(row, column).items()}
-        return pandas.DataFrame.from_dict(values, orient="index", dtype=float)
-
-    def _strata(self, row: str, together: Mapping[str, Sequence[Cell]]) -> dict[str, pandas.DataFrame]:
-        """Column -> (seeds, items), the mean of its cells' scores; empty where a column has no evaluation."""
-        strata: dict[str, pandas.DataFrame] = {}
-        for column, group in together.items():
-            blocks = [
-                self._block(row, cell.column, self.metrics[row, cell.column][cell.score])
-                for cell in group
-                if self.finished(row, cell.column)
-            ]
-            seeds = sorted(set.intersection(*(set(block.index) for block in blocks))) if blocks else []
-            if not seeds or len(blocks) < len(group):
-                return {}
-            first, *others = (block.loc[seeds] for block in blocks)
-            strata[column] = sum(others, first) / len(blocks)
-        return strata
+    def _block(self, row: str, cells: Sequence[Cell]) -> pandas.DataFrame:
+        """(seeds, items) after training, the mean of some cells; NaN where a module was not called on an item."""
+        blocks = []
+        for column, score in cells:
+            runs = self.finished(row, column)
+            values = {run.seed: values_of(run.after, self.metric(row, column, score)).to_dict() for run in runs}
+            blocks.append(pandas.DataFrame.from_dict(values, orient="index", dtype=float))
+        seeds = sorted(set.intersection(*(set(block.index) for block in blocks)))
+        first, *others = (block.loc[seeds] for block in blocks)
+        return sum(others, first) / len(blocks)
 
     # --- row against row
 
@@ -393,7 +378,8 @@ class SetResult:
         An item's score is its mean over the seeds that both finished; the interval is over items. None without a seed
         or an item in common.
         """
-        blocks = [self._block(row, column, self.metric(row, column)) for row in (first, second)]
+        (cell,) = (Cell(column, score) for score in self.spec.measured)
+        blocks = [self._block(row, [cell]) for row in (first, second)]
         seeds = sorted(set(blocks[0].index) & set(blocks[1].index))
         mine, others = (_item_means(block.loc[seeds]) for block in blocks)
         shared = sorted(mine.index.intersection(others.index))
@@ -409,57 +395,49 @@ class SetResult:
         return [self._judged(claim) for claim in shown]
 
     def _judged(self, claim: Claim) -> Verdict:
+        rows = (claim.more, claim.than)
         cells = [cell for cell in self.spec.selected(claim.cells) if cell.column in self.columns]
-        together = self._together([claim.more, claim.than], cells)
-        more, than = self._strata(claim.more, together), self._strata(claim.than, together)
-        if not more or not than:
-            return Verdict(claim, "not run")
-        pairs = {column: _paired(more[column], than[column]) for column in more}
-        if any(pair.empty for pair in pairs.values()):
+        (more, than), weights = self._strata(rows, cells)
+        pairs = {column: _paired(more[column], than[column]) for column in more if than}
+        if not pairs or any(pair.empty for pair in pairs.values()):
             return Verdict(claim, "not run")
 
-        def judged(weights: Mapping[str, float]) -> tuple[str, Interval | None, int, Interval | None]:
+        def judged(weights: Mapping[str, float]) -> Verdict:
             strata = {column: pairs[column] for column in weights}
-            interval = stratified_interval(strata, weights, (claim.more, claim.than, *claim.cells))
-            seeds, between = _between_seeds(more, than, weights)
-            return _verdict(interval, between, seeds), interval, seeds, between
+            interval = stratified_interval(strata, weights, (*rows, *claim.cells))
+            seeds, over_seeds = _between_seeds(more, than, weights)
+            difference = float(sum(weight * strata[column].mean() for column, weight in weights.items()))
+            verdict = _verdict(interval, over_seeds, seeds)
+            return Verdict(claim, verdict, difference, interval, over_seeds, sum(map(len, strata.values())), seeds)
 
-        weights = {column: len(group) / len(cells) for column, group in together.items()}
-        verdict, interval, seeds, between = judged(weights)
-        difference = float(sum(weight * pairs[column].mean() for column, weight in weights.items()))
-        rests = []
-        models = [{self.models.get((row, cell.column)) for cell in cells} for row in (claim.more, claim.than)]
+        verdict = judged(weights)
+        models = [{self.models.get((row, cell.column)) for cell in cells} for row in rows]
         if self.scale == "mini" and models[0] != models[1]:
-            verdict = "not comparable at mini"
-        elif verdict == "held" and len(pairs) > 1:
+            return replace(verdict, verdict="not comparable at mini")
+        rests = []
+        if verdict.verdict == "held" and len(pairs) > 1:
             for left_out in pairs:
                 others = {column: weight for column, weight in weights.items() if column != left_out}
                 shares = {column: weight / sum(others.values()) for column, weight in others.items()}
-                rests += [left_out] if judged(shares)[0] != "held" else []
-        return Verdict(
-            claim, verdict, difference, interval, between, sum(map(len, pairs.values())), seeds, tuple(rests)
-        )
+                rests += [left_out] if judged(shares).verdict != "held" else []
+        return replace(verdict, rests_on=tuple(rests))
 
     # --- what the numbers rest on
 
     @cached_property
     def models(self) -> dict[tuple[str, str], str]:
         """(row, column) -> the model that plays the row, before training."""
-        played = {}
-        for place in self.runs:
-            for scored in self.begun(*place)[:1]:
-                start = scored.first
-                played[place] = str(start.get("policy") if start.evaluates else start.get("model.path"))
-        return played
+        first = {place: runs[0].first for place in self.runs if (runs := self.begun(*place))}
+        return {place: str(run.get("policy" if run.evaluates else "model.path")) for place, run in first.items()}
 
     @cached_property
     def head(self) -> dict[str, str]:
-        """What the numbers rest on."""
-        begun, _ = self.read
-        known = [one.overview for by_seed in begun.values() for one in by_seed.values()]
-        prompts = [Path(str(path)).name if (path := one.get("task.prompts")) else "mmrl's own" for one in known]
-        commits = [str((one.environment.get("mmrl_git") or {}).get("commit", "-"))[:10] for one in known]
-        judges = [str((one.summary.get("facts") or {}).get("judge", "")) for one in known]
+        """Set, scale and state, and what its runs ran on."""
+        known = [scored.overview for by_seed in self.read[0].values() for scored in by_seed.values()]
+
+        def listed(of: Callable[[Overview], object]) -> str:
+            return "; ".join(dict.fromkeys(str(text) for run in known if (text := of(run))))
+
         source = self.spec.source
         every = {
             "paper": f"arXiv {source.arxiv}, {source.at}: {self.spec.shows}" if source else "",
@@ -467,34 +445,33 @@ class SetResult:
             "scale": SCALES.get(self.scale, ""),
             "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "cells": f"{self.done} of {self.total}",
-            "commit": _listed(commits),
-            "machine": _listed(str(one.environment.get("cpu", "-")) for one in known),
-            "engine": _listed(str(one.get("engine.name", "-")) for one in known),
-            "prompts": _listed(prompts),
-            "retriever": _listed(filter(None, map(_retriever, known))),
-            "judge": _listed(filter(None, judges)),
+            "commit": listed(lambda run: str((run.environment.get("mmrl_git") or {}).get("commit", "-"))[:10]),
+            "machine": listed(lambda run: run.environment.get("cpu", "-")),
+            "engine": listed(lambda run: run.get("engine.name", "-")),
+            "prompts": listed(lambda run: Path(str(run.get("task.prompts") or "mmrl's own")).name),
+            "retriever": listed(_retriever),
+            "judge": listed(lambda run: (run.summary.get("facts") or {}).get("judge")),
         }
         return {name: text for name, text in every.items() if text}
 
     @cached_property
     def notes(self) -> list[str]:
         """Below the tables: shared runs, what is missing or wrong, the rows' notes and the set's."""
-        _, troubles = self.read
         places: dict[tuple[Path, ...], list[str]] = {}
         for (row, column), runs in self.runs.items():
-            paths = tuple(run.path for run in runs)
-            places.setdefault(paths, []).append(row if len(self.columns) == 1 else self._named((row, column)))
+            name = row if len(self.columns) == 1 else self._named((row, column))
+            places.setdefault(tuple(run.path for run in runs), []).append(name)
         groups = [", ".join(names) for names in places.values() if len(names) > 1]
+        notes = [*self.read[1], *self.more_notes]
         # One note: a table whose columns name the same data at this scale has a dozen of these.
-        shared = [f"the same runs: {'; '.join(groups)}"] if groups else []
-        rows = {row: self.spec.rows[row] for row in self.rows}
-        starts = [f"{name}: starts from the policy of {row.from_}" for name, row in rows.items() if row.from_]
-        rules = [
-            f"{name}: the last checkpoint before the evaluations of training collapse (half of the best, and no return)"
-            for name, row in rows.items()
-            if row.checkpoint == "before_collapse"
-        ]
-        return [*troubles, *self.more_notes, *shared, *starts, *rules, *self.spec.notes]
+        notes += [f"the same runs: {'; '.join(groups)}"] if groups else []
+        for name, row in ((name, self.spec.rows[name]) for name in self.rows):
+            if row.from_:
+                notes.append(f"{name}: starts from the policy of {row.from_}")
+            if row.checkpoint == "before_collapse":
+                rule = "before the evaluations of training collapse (half of the best, and no return)"
+                notes.append(f"{name}: the last checkpoint {rule}")
+        return [*notes, *self.spec.notes]
 
 
 def _costs(chain: Sequence[Overview]) -> dict[str, float]:
@@ -589,7 +566,3 @@ def _retriever(overview: Overview) -> str:
     facts = overview.summary.get("facts") or {}
     more = [str(facts[key]) for key in ("corpus", "partial corpus", "corpus coverage") if key in facts]
     return ", ".join([str(name), *more]) if name is not None else ""
-
-
-def _listed(texts: Iterable[str]) -> str:
-    return "; ".join(dict.fromkeys(texts))

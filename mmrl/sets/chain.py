@@ -23,7 +23,7 @@ from mmrl.run.settle import run_folder
 from mmrl.sets.cells import SetResult
 from mmrl.sets.found import found_set
 from mmrl.sets.page import SetPage, redrawn
-from mmrl.sets.plan import Planner, main_metrics
+from mmrl.sets.plan import Planner
 from mmrl.sets.queue import RunQueue, SetRun, State
 from mmrl.sets.words import read_file
 from mmrl.system.conf import later_wins
@@ -102,7 +102,7 @@ def chain_page(folder: Path) -> SetPage:
         raise CheckpointError(f"{folder}: none of its runs has begun; continue it with: mmrl train resume={folder}")
     with damage_named(folder):
         shows = read_file(folder / SET).shows
-        return SetPage(found_set(folder.resolve().name, begun, main_metrics(), shows))
+        return SetPage(found_set(folder.resolve().name, begun, shows))
 
 
 def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = (), *, here: bool = False) -> int:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
 from mmrl.config.base import value_at
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, gathered
 from mmrl.sets.cells import SetResult
 from mmrl.sets.queue import SetRun
-from mmrl.sets.spec import MAIN, Command, SetSpec
+from mmrl.sets.spec import Command, SetSpec
 from mmrl.sets.words import TRAINING_ALONE, is_below, words_of
 from mmrl.system.conf import later_wins, options
 from mmrl.tasks import TASKS
@@ -58,8 +58,7 @@ class Planner:
         rows = [row for row in rows if spec.rows[row].shown]
         pairs = [(row, column) for row, column in spec.pairs if row in rows and column in columns]
         cells: dict[tuple[str, str], list[SetRun]] = {pair: [] for pair in pairs}
-        metrics: dict[tuple[str, str], Mapping[str, str]] = {}
-        problems: dict[str, None] = {}
+        problems: list[str] = []
         # A row that needs fewer seeds than others (nothing of it is drawn) has its own, whatever was chosen.
         of_row = {row: tuple(spec.rows[row].seeds or seeds or spec.seeds) for row in rows}
         # Seed by seed, so that one seed of everything is there early.
@@ -67,32 +66,20 @@ class Planner:
             for row, column in pairs:
                 if seed not in of_row[row]:
                     continue
-                try:
-                    run = self._run("eval" if spec.scores else "train", row, column, seed)
-                except ConfigError as error:
-                    place = f"{row} on {column}" if len(spec.columns) > 1 else row
-                    problems |= dict.fromkeys(f"{place}: {problem}" for problem in error.problems)
-                    continue
-                cells[row, column].append(run)
-                metrics[row, column] = {score: run.metric if m == MAIN else m for score, m in spec.measured.items()}
+                found: list[str] = []
+                with gathered(found):
+                    cells[row, column].append(self._run("eval" if spec.scores else "train", row, column, seed))
+                place = f"{row} on {column}" if len(spec.columns) > 1 else row
+                problems += [f"{place}: {problem}" for problem in found]
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(dict.fromkeys(problems))
         queue = list(self.runs.values())
         trained = Counter((run.row, run.seed) for run in queue if run.command == "train")
         for run in queue:
             # Named by its column only where columns are trained apart.
             if run.command == "train" and trained[run.row, run.seed] == 1:
                 run.column = ""
-        return SetResult(
-            name=name,
-            spec=spec,
-            scale=self.scale,
-            rows=rows,
-            columns=columns,
-            metrics=metrics,
-            runs=cells,
-            queue=queue,
-        )
+        return SetResult(name=name, spec=spec, scale=self.scale, rows=rows, columns=columns, runs=cells, queue=queue)
 
     def _run(self, command: Command, row: str, column: str, seed: int) -> SetRun:
         """A run of a row, with those that it comes from."""

@@ -8,6 +8,7 @@ so on. A row may start from the policy that another row has trained.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -128,15 +129,10 @@ class Claim(Section):
 class Diagram(Section):
     """One part of a figure: a metric of training by step, a line for each row."""
 
-    metric: str | tuple[str, ...] = Field(
+    metric: Annotated[tuple[str, ...], BeforeValidator(lambda raw: (raw,) if isinstance(raw, str) else raw)] = Field(
         description="of metrics.jsonl; eval/METRIC: of evaluations during training; of several the first that is there"
     )
     label: str = Field(description="what its axis is called")
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """In the order in which they are looked for."""
-        return (self.metric,) if isinstance(self.metric, str) else self.metric
 
 
 class Figure(Section):
@@ -223,17 +219,10 @@ class SetSpec(Base):
                     chosen[cell] = None
         return list(chosen)
 
-    def reported(self, row: str) -> dict[Cell | str, float]:
-        """The paper's values of a row, by cell and by the name of a mean."""
-        return dict(zip([*self.cells, *self.means], self.rows[row].values, strict=False))
-
-    def deviations(self, row: str) -> dict[Cell | str, float]:
-        """The paper's standard deviations of a row."""
-        return dict(zip([*self.cells, *self.means], self.rows[row].std, strict=False))
-
-    def seeds_of(self, row: str) -> tuple[int, ...]:
-        """The seeds of a row."""
-        return self.rows[row].seeds or self.seeds
+    def reported(self, row: str) -> dict[Cell | str, tuple[float, float | None]]:
+        """The paper's values of a row with their standard deviations, by cell and by the name of a mean."""
+        method = self.rows[row]
+        return dict(zip([*self.cells, *self.means], zip_longest(method.values, method.std), strict=False))
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -267,22 +256,13 @@ class SetSpec(Base):
         for name, row in self.rows.items():
             if row.policy and not self.scores:
                 yield f"rows.{name}.policy: nothing is trained, and the set has no scores to evaluate"
-            if not row.from_:
-                continue
-            start, chain = self.rows[row.from_], [name]
-            if row.policy or start.policy:
-                both = f"rows.{name}: has policy= too" if row.policy else f"rows.{name}.from: {row.from_} has policy="
-                yield f"{both}, and only what is trained starts from a row or is started from"
+            if row.from_ and (row.policy or self.rows[row.from_].policy):
+                yield f"rows.{name}.from: only what is trained starts from a row or is started from; one has policy="
+            chain = [name]
             while (before := self.rows[chain[-1]].from_) and before not in chain:
                 chain.append(before)
             if before:
                 yield f"rows.{name}.from: {' starts from '.join([*chain, before])}"
-            columns = [column for of, column in self.pairs if of == name and (row.from_, column) not in self.pairs]
-            yield from (
-                f"rows.{name}.from: {row.from_} has no cell in column {column}, and {name} has" for column in columns
-            )
-            if seeds := sorted(set(self.seeds_of(name)) - set(self.seeds_of(row.from_))):
-                yield f"rows.{name}.from: {row.from_} has no seed {', '.join(map(str, seeds))}, and {name} has"
 
     def _number_problems(self) -> Iterator[str]:
         """Rows with some values only, and values without a source."""

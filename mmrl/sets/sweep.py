@@ -12,16 +12,16 @@ from uuid import uuid4
 
 from mmrl.config import RootConfig, StageConfig, StagedCommandConfig
 from mmrl.config.base import FETCHED
-from mmrl.errors import CheckpointError, ConfigError, MmrlError, print_error
+from mmrl.errors import CheckpointError, ConfigError, MmrlError, gathered, print_error
 from mmrl.models.policy import SET
 from mmrl.report.rundir import RunDir, rows_of
 from mmrl.report.stats import number
+from mmrl.report.text import align
 from mmrl.run.check import check_all
 from mmrl.run.settle import config_changes, run_folder
 from mmrl.sets.chain import begin, differs, resume, state_of_chain
 from mmrl.sets.found import found_set
-from mmrl.sets.page import summary_text
-from mmrl.sets.plan import main_metrics
+from mmrl.sets.page import learning_part
 from mmrl.sets.queue import State, state_of
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
@@ -93,8 +93,11 @@ def _show(folders: Sequence[Path]) -> None:
     if len(here) < 2:
         return
     try:
+        result = found_set("sweep", here)
         # Without the differences of all pairs: a search has many runs.
-        print(f"\n{summary_text(found_set('sweep', here, main_metrics()))}\n")
+        for part in (learning_part(result, column) for column in result.columns):
+            print(f"\n{part.title}\n{align(part.rows)}")
+        print()
     # All runs have ended by now; which of them cannot be read is printed, and the exit code stays theirs.
     except MmrlError as error:
         print(f"the runs are not shown side by side: {error}", file=sys.stderr)
@@ -107,10 +110,8 @@ def _check_sweep(configs: Sequence[StageConfig | StagedCommandConfig], typed: Co
     check_all([config.in_folder(None) for config in configs] if apart else configs, typed)
     problems: list[str] = []
     for folder, config in folders.items():
-        try:
+        with gathered(problems):
             job_state(Path(folder), config)
-        except ConfigError as error:
-            problems += error.problems
     if problems:
         raise ConfigError(dict.fromkeys(problems))
 
@@ -153,11 +154,9 @@ def job_state(path: Path, config: RootConfig) -> State:
         if differs(path, config):
             raise ConfigError(f"run.dir: {path} holds a set with other words; take another run.dir=, or move it away")
         return state_of_chain(path)
-    try:
-        state = state_of(path, "a run of this sweep")
-        changes = config_changes(RunDir.read(path).config, config.model_dump(mode="json")) if state != "new" else {}
-    except ConfigError as error:
-        raise ConfigError(f"run.dir: {path}: {p.removeprefix(f'{path}: ')}" for p in error.problems) from None
+    if (state := state_of(path, "a run of this sweep")) == "new":
+        return state
+    changes = config_changes(RunDir.read(path).config, config.model_dump(mode="json"))
     # What depends on the machine does not count.
     different = [
         f"{key}={there} (requested: {here})"

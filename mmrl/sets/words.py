@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from mmrl.config.validate import as_tuples, explain
-from mmrl.errors import ConfigError, DataError, unknown
+from mmrl.errors import ConfigError, unknown
 from mmrl.sets.spec import SCALES, Command, Layer, SetSpec
 from mmrl.system.conf import later_wins, options
 from mmrl.system.files import read_yaml
@@ -35,9 +35,9 @@ def read_set(name: str, folders: Sequence[Path], config_dir: str | None = None) 
         ConfigError: there is none of this name, or every problem of the two files.
     """
     path = _file_of(name, FOLDER, folders)
-    content = _content(path)
+    content = read_yaml(path)
     if isinstance(content, dict) and isinstance(base := content.get("base"), str):
-        content["base"] = _content(_file_of(base, f"{FOLDER}/base", folders))
+        content["base"] = read_yaml(_file_of(base, f"{FOLDER}/base", folders))
     spec, known = _validated(content, path), options("algo", config_dir)
     of_algos = (("algos", spec.algos), ("base.algos", spec.base.algos))
     if problems := [unknown(key, algo, known) for key, algos in of_algos for algo in algos if algo not in known]:
@@ -51,7 +51,7 @@ def read_file(path: Path) -> SetSpec:
     Raises:
         ConfigError: it cannot be read, or every problem of it.
     """
-    return _validated(_content(path), path)
+    return _validated(read_yaml(path), path)
 
 
 def set_names(folders: Sequence[Path]) -> list[str]:
@@ -106,13 +106,6 @@ def _file_of(name: str, group: str, folders: Sequence[Path]) -> Path:
     if name not in files:
         raise ConfigError(unknown(group, name, sorted(files)))
     return files[name]
-
-
-def _content(path: Path) -> object:
-    try:
-        return read_yaml(path)
-    except DataError as error:
-        raise ConfigError(f"{FOLDER}: {error}") from None
 
 
 def _validated(content: object, path: Path) -> SetSpec:

@@ -406,7 +406,7 @@ def test_costs_by_hand(tmp_path):
         start = {"run": str(paths[0])} if path == paths[1] else None
         with RunDir.create(path, {**config.model_dump(mode="json"), "start": start}, ["mmrl"]) as run:
             append_jsonl(run.metrics_path, records)
-    result = found_set("x", paths, {})
+    result = found_set("x", paths)
     first, second = (result.begun(row, "banking77")[0].costs for row in ("miprov2", "miprov2+mmgrpo"))
     assert [*first.values()] == [42.0, 49.0, 105.0, 0.0, 0.0, 0.25]
     assert [*second.values()] == [42 + 24, 49 + 24, 105 + 100, 0.0, 7.0, 0.25 + 1.25]

@@ -59,7 +59,6 @@ def result(cells, scale="paper", models=("tiny", "tiny"), claims=({"more": "A", 
         scale=scale,
         rows=rows,
         columns=columns,
-        metrics={place: {"EM": "em"} for place in cells},
         runs=dict.fromkeys(cells, ()),
     )
     vars(made)["read"] = (begun, [])

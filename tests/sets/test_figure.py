@@ -39,7 +39,7 @@ def figure(**given):
 
 
 def numbers(drawn):
-    return list(csv.DictReader(io.StringIO(drawn.files()["figure.csv"])))
+    return list(csv.DictReader(io.StringIO(drawn.files["figure.csv"])))
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_moving_average_starts_at_the_first_value(two):
 def test_a_scaled_line_runs_from_0_to_1_and_the_legend_has_its_ends(two):
     drawn = SetFigure(two, figure(scaled=True))
     assert [row["mean"] for row in numbers(drawn)] == ["0", "1"]
-    assert "0.1–0.6" in drawn.files()["figure.svg"]
+    assert "0.1–0.6" in drawn.files["figure.svg"]
 
 
 def test_bars_are_means_over_the_first_steps(tmp_path):
@@ -98,7 +98,7 @@ def test_columns_that_share_their_training_are_drawn_once(tmp_path):
 
 def test_before_a_run_has_begun_there_is_no_figure(tmp_path):
     nothing = table(runs={("RR", "H"): [tmp_path / "none"]})
-    assert SetFigure(nothing, figure()).files() == {}
+    assert SetFigure(nothing, figure()).files == {}
 
 
 def test_a_damaged_run_is_left_out_and_named(tmp_path, two):
@@ -113,7 +113,7 @@ def test_a_damaged_run_is_left_out_and_named(tmp_path, two):
 def test_a_row_without_runs_leaves_the_others(tmp_path, two):
     two.rows.append("MAPPO")
     two.runs["MAPPO", "HotpotQA"] = [evaluated(0, tmp_path / "none")]
-    files = SetFigure(two, figure()).files()
+    files = SetFigure(two, figure()).files
     assert set(files) == {"figure.svg", "figure.png", "figure.csv"}
     assert files["figure.png"][:4] == b"\x89PNG"
-    assert SetFigure(two, figure()).files()["figure.svg"] == files["figure.svg"], "the same numbers, the same bytes"
+    assert SetFigure(two, figure()).files["figure.svg"] == files["figure.svg"], "the same numbers, the same bytes"

@@ -59,7 +59,7 @@ def made(
 
 
 def found(tmp_path, name="x"):
-    return found_set(name, find_runs([tmp_path]), METRICS)
+    return found_set(name, find_runs([tmp_path]))
 
 
 def parts(result):
@@ -120,8 +120,8 @@ def test_one_column_per_task_and_runs_of_other_settings_apart(tmp_path):
     made(tmp_path / "b", algo="mhgpo_rr", seed=1, group_size=8)
     made(tmp_path / "c", algo="grpo", task="search_agent")
     result = found(tmp_path)
-    assert result.rows_of("hotpotqa") == ["mhgpo_rr algo.group_size=4", "mhgpo_rr algo.group_size=8"]
-    assert result.metric("grpo", "search_agent") == "em" and result.rows_of("search_agent") == ["grpo"]
+    assert [*result.begun_in("hotpotqa")] == ["mhgpo_rr algo.group_size=4", "mhgpo_rr algo.group_size=8"]
+    assert result.metric("grpo", "search_agent") == "em" and [*result.begun_in("search_agent")] == ["grpo"]
 
 
 def test_of_runs_that_repeat_each_other_the_furthest_stays_and_a_note_says_so(tmp_path):
@@ -194,7 +194,7 @@ def test_the_figure_carries_both_themes_and_every_label(tmp_path):
     for number, algo in enumerate(("mhgpo_fof", "mhgpo_is", "<b>")):
         made(tmp_path / f"r{number}", algo=algo)
     made(tmp_path / "none", algo="mmgrpo", before=None, done=False)
-    files = SetPage(found(tmp_path)).drawn
+    files = SetPage(found(tmp_path)).figure.files
     svg = files["figure.svg"]
     words = " ".join(ElementTree.fromstring(svg).itertext())
     assert all(name in words for name in ("mhgpo_fof", "mhgpo_is", "<b>", "mmgrpo", "f1 on dev", "step"))
