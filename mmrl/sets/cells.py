@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
@@ -23,14 +23,12 @@ from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import (
     Difference,
-    number,
     paired_difference,
     series,
     stratified_interval,
 )
 from mmrl.sets.queue import Run, SetRun, has_scores
 from mmrl.sets.spec import MAIN, SCALES, Cell, Claim, SetSpec
-from mmrl.system.files import JsonObject
 
 VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "start.", "task.prompts", "model.")
 """Config paths in which runs of one row may differ: where weights and prompts lie, and the machine."""
@@ -59,6 +57,7 @@ COUNTS = {
     "tokens sampled": ("rollouts/tokens", "prompts/completion_tokens", "prompts/writer/completion_tokens"),
     "tokens trained": ("train/tokens",),
     "seconds": ("time/step", "time/eval"),
+    "USD": ("prompts/writer/cost",),
 }
 """What a run costs -> metrics of its steps that are summed; those of the model that writes instructions among them."""
 MONEY = ("endpoint/cost", "endpoint/judge/cost", "endpoint/external/cost")
@@ -235,23 +234,33 @@ class SetResult:
     more_notes: Sequence[str] = ()
 
     @cached_property
+    def known(self) -> dict[Path, Overview | MmrlError]:
+        """What is in the folder of each run that has begun, those included that others come from; or its damage."""
+        known: dict[Path, Overview | MmrlError] = {}
+        for path in dict.fromkeys(one.path for runs in self.runs.values() for run in runs for one in run.chain):
+            if (path / "config.yaml").is_file():
+                try:
+                    known[path] = Overview.of(RunDir.read(path))
+                except MmrlError as error:
+                    known[path] = error
+        return known
+
+    @cached_property
     def read(self) -> tuple[dict[tuple[str, str], dict[int, Scored]], list[str]]:
         """(row, column) -> seed -> what a run that has begun has, and what is wrong or missing, in words."""
         begun: dict[tuple[str, str], dict[int, Scored]] = {}
         troubles: list[str] = []
-        overview = cache(lambda path: Overview.of(RunDir.read(path)))
         for place, runs in self.runs.items():
             here: dict[int, Scored] = {}
             missing = []
             for run in runs:
-                trouble = run.trouble()
-                try:
-                    if (run.path / "config.yaml").is_file():
-                        chain = [overview(one.path) for one in run.chain if (one.path / "config.yaml").is_file()]
-                        here[run.seed] = Scored(run.seed, self.metric(*place), chain[-1], chain[0], _costs(chain))
-                except MmrlError as error:
-                    trouble = str(error)
-                scored = here.get(run.seed)
+                known = [self.known[one.path] for one in run.chain if one.path in self.known]
+                chain = [one for one in known if isinstance(one, Overview)]
+                damage = [str(one) for one in known if isinstance(one, MmrlError)]
+                trouble = next(iter(damage), run.trouble())
+                scored = None
+                if run.path in self.known and not damage:
+                    scored = here[run.seed] = Scored(run.seed, self.metric(*place), chain[-1], chain[0], _costs(chain))
                 if not trouble and (scored is None or not scored.finished):
                     missing.append(run.seed)
                 elif scored and (failed := (scored.overview.summary.get("metrics") or {}).get("failed_share", 0)):
@@ -465,6 +474,11 @@ class SetResult:
         notes = [*self.read[1], *self.more_notes]
         # One note: a table whose columns name the same data at this scale has a dozen of these.
         notes += [f"the same runs: {'; '.join(groups)}"] if groups else []
+        players: dict[str, dict[str, None]] = {}
+        for (row, _), model in self.models.items():
+            players.setdefault(model, {})[row] = None
+        if len(players) > 1:
+            notes += ["before training " + "; ".join(f"{model} plays {', '.join(of)}" for model, of in players.items())]
         for name, row in ((name, self.spec.rows[name]) for name in self.rows):
             if row.from_:
                 notes.append(f"{name}: starts from the policy of {row.from_}")
@@ -475,15 +489,10 @@ class SetResult:
 
 
 def _costs(chain: Sequence[Overview]) -> dict[str, float]:
-    def total(records: Sequence[JsonObject], keys: Sequence[str]) -> float:
-        return sum(value for record in records for key in keys if (value := number(record.get(key))) is not None)
-
-    records = [record for one in chain for record in one.history]
-    paid = sum(_paid(series(one.history, key)[1].tolist()) for one in chain for key in MONEY)
-    return {
-        **{name: total(records, keys) for name, keys in COUNTS.items()},
-        "USD": paid + total(records, ["prompts/writer/cost"]),
-    }
+    totals = pandas.DataFrame([record for one in chain for record in one.history]).select_dtypes("number").sum()
+    costs = {name: float(sum(totals.get(key, 0.0) for key in keys)) for name, keys in COUNTS.items()}
+    costs["USD"] += sum(_paid(series(one.history, key)[1].tolist()) for one in chain for key in MONEY)
+    return costs
 
 
 def _paid(values: Sequence[float]) -> float:

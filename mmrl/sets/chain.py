@@ -22,7 +22,7 @@ from mmrl.run import session
 from mmrl.run.settle import run_folder
 from mmrl.sets.cells import SetResult
 from mmrl.sets.found import found_set
-from mmrl.sets.page import SetPage, redrawn
+from mmrl.sets.page import SetPage, redraw
 from mmrl.sets.plan import Planner
 from mmrl.sets.queue import RunQueue, SetRun, State
 from mmrl.sets.words import read_file
@@ -116,14 +116,12 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
     if all(run.state() == "finished" for run in plan.queue):
         raise CheckpointError(f"{folder}: this set is finished; look at it with: mmrl show {folder}")
 
-    redraw = redrawn(lambda: chain_page(folder).write(folder))
-
     def ended() -> None:
         done = [run.path for run in plan.queue if run.state() == "finished"]
         with storage(folder):
             # After every run: what was killed between two can be evaluated and exported.
             write_policy(folder, weights=str(done[-1]), prompts=prompts_of(str(done[-1]))[1], task=config.task.name)
-        redraw()
+        redraw(lambda: chain_page(folder), folder)
 
     if here:
         for run in plan.queue:

@@ -27,7 +27,7 @@ from mmrl.run.settle import allocate
 from mmrl.sets.cells import SetResult
 from mmrl.sets.cost import cost_text
 from mmrl.sets.found import found_set
-from mmrl.sets.page import SetPage, redrawn
+from mmrl.sets.page import SetPage, redraw
 from mmrl.sets.plan import TOP, Compose, Planner
 from mmrl.sets.queue import RunQueue, SetRun, by_cell
 from mmrl.sets.spec import Column, Row, SetSpec
@@ -231,10 +231,11 @@ def _run(plan: SetResult, at_once: int, through: Sequence[str], config_dir: str 
         # What starts from another run is checked when it starts.
         check_all([run.config.in_folder(None) for run in first if run.after is None])
 
-    redraw = redrawn(lambda: SetPage(replace(plan)).write(out))
+    # A result reads its runs once, so each page has its own.
+    queue = RunQueue(plan.queue, at_once, config_dir, lambda: redraw(lambda: SetPage(replace(plan)), out), through)
     with stoppable():
         try:
-            RunQueue(plan.queue, at_once, config_dir, redraw, through).run()
+            queue.run()
         except KeyboardInterrupt as stop:
             print("stopped; the same command continues where this one stopped")
             return stop.exit_code if isinstance(stop, Stopped) else 130

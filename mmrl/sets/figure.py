@@ -31,7 +31,7 @@ from mmrl.report.charts import (
     themed,
     whole_steps,
 )
-from mmrl.report.rundir import RunDir
+from mmrl.report.overview import Overview
 from mmrl.report.stats import History, series, splits_in, trailing_mean
 from mmrl.sets.cells import BEHAVIOUR, SetResult, behaviour_in
 from mmrl.sets.spec import Diagram, Figure
@@ -73,29 +73,15 @@ class SetFigure:
     result: SetResult
     figure: Figure
 
-    @cached_property
-    def read(self) -> tuple[Mapping[Path, History], list[str]]:
-        """Training run -> its steps, of those that have begun; and which cannot be read."""
-        found: dict[Path, History] = {}
-        damaged = []
-        every = [run for runs in self.result.runs.values() for run in runs]
-        for path in dict.fromkeys(one.path for run in every for one in run.chain if one.command == "train"):
-            if (path / "metrics.jsonl").is_file():
-                try:
-                    found[path] = RunDir.read(path).history()
-                except MmrlError as error:
-                    damaged.append(f"Not drawn: {error}.")
-        return found, damaged
-
     def histories(self, row: str, column: str) -> dict[int, History]:
         """Seed -> the steps of its training run; of a set without scores, of all runs that it comes from in turn."""
-        read, _ = self.read
-        known: dict[int, History] = {}
+        found: dict[int, History] = {}
         for run in self.result.runs.get((row, column), ()):
-            chain = [one.path for one in run.chain if one.path in read]
-            if run.trained in chain:
-                known[run.seed] = _in_turn([read[path] for path in (chain[-1:] if self.scored else chain)])
-        return known
+            trainings = [one.path for one in run.chain if one.command == "train"]
+            known = [self.result.known.get(path) for path in (trainings[-1:] if self.scored else trainings)]
+            if known and isinstance(known[-1], Overview):
+                found[run.seed] = _in_turn([one.history for one in known if isinstance(one, Overview)])
+        return found
 
     @cached_property
     def panels(self) -> list[tuple[str, Diagram, list[Drawn]]]:
@@ -191,7 +177,8 @@ class SetFigure:
                 parts.append(f"Lines: moving averages that keep {kept}; dotted: the mean itself.")
             if figure.scaled:
                 parts.append("Each line runs from its least to its greatest value, which the legend has.")
-        return " ".join([*parts, *self.read[1]])
+        parts += [f"Not drawn: {one}." for one in self.result.known.values() if isinstance(one, MmrlError)]
+        return " ".join(parts)
 
     @cached_property
     def files(self) -> dict[str, str | bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -80,8 +80,6 @@ def parts_of(result: SetResult) -> list[Part]:
     if (case := case_study(result)) is not None:
         title = f"One question, early and late: {case.item} of {case.run}"
         parts.append(Part(title, case.rows, case.asked, wrapped=True))
-    if len({*result.models.values()}) > 1:
-        parts.append(Part("The model that plays each row", _model_rows(result), folded=result.scale != "mini"))
     if result.spec.scores:
         parts.append(Part("Every cell", _cell_rows(result), folded=True))
     notes = [part.note for part in parts]
@@ -152,17 +150,6 @@ def _interval(ends: Interval | None) -> str:
     return f"[{signed(ends[0])}, {signed(ends[1])}]" if ends else "-"
 
 
-def _model_rows(result: SetResult) -> Rows:
-    """The model of each row before training, and where columns differ of each."""
-    rows = [["row", "model"]]
-    for row in result.rows:
-        played = {column: result.models[row, column] for column in result.columns if (row, column) in result.models}
-        several = len({*played.values()}) > 1
-        texts = [f"{model} on {column}" if several else model for column, model in played.items()]
-        rows.append([row, "; ".join(dict.fromkeys(texts))])
-    return rows
-
-
 # --- training: before and after
 
 
@@ -214,18 +201,11 @@ def _summary_rows(result: SetResult, column: str, begun: Mapping[str, Sequence[S
             duration(fmean(run.costs["seconds"] for run in shown)),
         ]
         for of in behaviours:
-            before, after = (_known(behaviour_in(scores, of) for scores in ends) for ends in _ends(shown))
-            line.append(f"{fmean(before):.2f} → {fmean(after):.2f}" if before and after else "-")
+            before = [value for run in shown if (value := behaviour_in(run.before, of)) is not None]
+            latest = [value for run in shown if (value := behaviour_in(run.latest, of)) is not None]
+            line.append(f"{fmean(before):.2f} → {fmean(latest):.2f}" if before and latest else "-")
         table.append(line)
     return table
-
-
-def _ends(runs: Sequence[Scored]) -> tuple[list[pandas.DataFrame], list[pandas.DataFrame]]:
-    return [run.before for run in runs], [run.latest for run in runs]
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
 
 
 def _mean(values: Sequence[float], shown: Callable[[float], str] = fixed) -> str:
@@ -350,9 +330,6 @@ class SetPage:
                 {**one.claim.model_dump(), **{key: value for key, value in asdict(one).items() if key != "claim"}}
                 for one in result.verdicts
             ],
-            "models": [
-                {"row": row, "column": column, "model": model} for (row, column), model in result.models.items()
-            ],
             "case": asdict(case) if (case := case_study(result)) is not None else None,
             "notes": result.notes,
             "runs": [
@@ -393,13 +370,9 @@ class SetPage:
         return [folder / name for name in files]
 
 
-def redrawn(write: Callable[[], object]) -> Callable[[], None]:
-    """`write` for a page while runs go on, which must not end because one could not be written: that is printed."""
-
-    def redraw() -> None:
-        try:
-            write()
-        except Exception as error:
-            print(f"page not written ({type(error).__name__}: {error})", file=sys.stderr)
-
-    return redraw
+def redraw(page: Callable[[], SetPage], folder: Path) -> None:
+    """Write a page while runs go on, which must not end because it could not be written: that is printed."""
+    try:
+        page().write(folder)
+    except Exception as error:
+        print(f"page not written ({type(error).__name__}: {error})", file=sys.stderr)

@@ -15,8 +15,8 @@ from mmrl.errors import ConfigError, gathered
 from mmrl.sets.cells import SetResult
 from mmrl.sets.queue import SetRun
 from mmrl.sets.spec import Command, SetSpec
-from mmrl.sets.words import TRAINING_ALONE, is_below, words_of
-from mmrl.system.conf import later_wins, options
+from mmrl.sets.words import words_of
+from mmrl.system.conf import options
 from mmrl.tasks import TASKS
 
 TOP = Path("outputs") / "sets"
@@ -55,7 +55,6 @@ class Planner:
             ConfigError: every problem of every config.
         """
         spec = self.spec
-        rows = [row for row in rows if spec.rows[row].shown]
         pairs = [(row, column) for row, column in spec.pairs if row in rows and column in columns]
         cells: dict[tuple[str, str], list[SetRun]] = {pair: [] for pair in pairs}
         problems: list[str] = []
@@ -83,7 +82,8 @@ class Planner:
 
     def _run(self, command: Command, row: str, column: str, seed: int) -> SetRun:
         """A run of a row, with those that it comes from."""
-        method, words, after = self.spec.rows[row], self._words(row, column, command), None
+        method, after = self.spec.rows[row], None
+        words = words_of(self.spec, row, column, self.scale, command, self.typed)
         identity: dict[str, object] = {}
         if command == "eval" and not method.policy:
             after = self._run("train", row, column, seed)
@@ -121,10 +121,6 @@ class Planner:
                 checkpoint=method.checkpoint,
             )
         return self.runs[path]
-
-    def _words(self, row: str, column: str, command: Command) -> list[str]:
-        typed = [word for word in self.typed if command == "train" or not is_below(word, TRAINING_ALONE)]
-        return later_wins([*words_of(self.spec, row, column, self.scale, command), *typed])
 
     def _config(self, command: Command, words: Sequence[str], seed: int) -> Config:
         key = (command, *words)

@@ -57,15 +57,21 @@ def sweep(
     Raises:
         ConfigError: every problem of every job; nothing has started.
     """
-    # The values that a search will try are not known, so the ends of its ranges stand for them.
-    if searched:
-        check_all([config.in_folder(None) for config in configs], typed)
-    else:
-        _check_sweep(configs, typed)
+    folders = {config.run.dir: config for config in configs if config.run.dir}
+    # Directories of an earlier start of the same sweep are not empty, which `check_all` would refuse; and of a search
+    # the configs stand for values that are not known yet.
+    apart = searched or len(folders) == len(configs)
+    check_all([config.in_folder(None) for config in configs] if apart else configs, typed)
+    problems: list[str] = []
+    for folder, config in ({} if searched else folders).items():
+        with gathered(problems):
+            job_state(Path(folder), config)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
     Path("outputs").mkdir(exist_ok=True)
     # A launcher may run jobs in processes on other machines (submitit), so what comes of them comes back as files.
-    with TemporaryDirectory(dir="outputs", prefix=".sweep-") as folder:
-        results = Path(folder).absolute()
+    with TemporaryDirectory(dir="outputs", prefix=".sweep-") as scratch:
+        results = Path(scratch).absolute()
         try:
             drive(partial(_sweep_job, results, tuple(command), None if searched else len(configs)))
         except ValueError as error:
@@ -101,19 +107,6 @@ def _show(folders: Sequence[Path]) -> None:
     # All runs have ended by now; which of them cannot be read is printed, and the exit code stays theirs.
     except MmrlError as error:
         print(f"the runs are not shown side by side: {error}", file=sys.stderr)
-
-
-def _check_sweep(configs: Sequence[StageConfig | StagedCommandConfig], typed: Collection[str]) -> None:
-    folders = {config.run.dir: config for config in configs if config.run.dir}
-    apart = len(folders) == len(configs)
-    # Directories of an earlier start of the same sweep are not empty, which `check_all` would refuse.
-    check_all([config.in_folder(None) for config in configs] if apart else configs, typed)
-    problems: list[str] = []
-    for folder, config in folders.items():
-        with gathered(problems):
-            job_state(Path(folder), config)
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
 
 
 def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: Build) -> float | None:

@@ -71,13 +71,17 @@ def scales_of(spec: SetSpec) -> list[str]:
     return [scale for scale in SCALES if any(words.set or words.train for words in further[scale])] or [""]
 
 
-def words_of(spec: SetSpec, row: str, column: str, scale: str, command: Command) -> list[str]:
-    """The overrides of one run of a cell, each key once; later layers win: base, set, algorithm, column, cell, row."""
+def words_of(
+    spec: SetSpec, row: str, column: str, scale: str, command: Command, typed: Sequence[str] = ()
+) -> list[str]:
+    """The overrides of one run of a cell, each key once; later ones win.
+
+    In turn: of base, set, algorithm, column, the column's cell, the row, and `typed` ones; an evaluation has those that
+    it can take.
+    """
     method, place = spec.rows[row], spec.columns[column]
     shared = [*spec.base.at(scale, command), *spec.at(scale, command)]
-    placed = place.at(scale, command)
-    if row in place.cells:
-        placed += place.cells[row].at(scale, command)
+    placed = [*place.at(scale, command), *place.cells.get(row, Layer()).at(scale, command)]
     own = method.at(scale, command)
     # An evaluation has no algorithm.
     algos = [word.partition("=")[2] for word in [*shared, *placed, *own] if word.startswith("algo=")]
@@ -88,12 +92,11 @@ def words_of(spec: SetSpec, row: str, column: str, scale: str, command: Command)
         for word in layer.algos[algos[-1]].at(scale, command)
     ]
     # Before the row: what a row says for itself holds, whatever its algorithm.
-    words = [word for word in [*shared, *of_algo, *placed] if not is_below(word, method.without)]
-    words += own
-    if command == "eval":
-        words = [word for word in words if not is_below(word, TRAINING_ALONE)]
-        words += [f"policy={method.policy}"] if method.policy else []
-    return later_wins(words)
+    words = [word for word in [*shared, *of_algo, *placed] if not is_below(word, method.without)] + own
+    if command == "eval" and method.policy:
+        words.append(f"policy={method.policy}")
+    words += typed
+    return later_wins(word for word in words if command == "train" or not is_below(word, TRAINING_ALONE))
 
 
 def is_below(word: str, keys: Sequence[str]) -> bool:

@@ -1,13 +1,15 @@
 """The case study of a paper's figure: which question, from which evaluations, and pages that have or lack one."""
 
 import json
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 
+from mmrl.report.rundir import RunDir
 from mmrl.sets.case import case_study
+from mmrl.sets.cells import SetResult
 from mmrl.sets.queue import Run
-from mmrl.sets.spec import Case
+from mmrl.sets.spec import Case, SetSpec
 
 
 def line(item, f1, **prediction):
@@ -17,27 +19,22 @@ def line(item, f1, **prediction):
 @pytest.fixture
 def table(tmp_path):
     """A run with evaluations after 0, 5, 10 and 15 steps, of three questions."""
-    folder = tmp_path / "trained" / "eval"
-    folder.mkdir(parents=True)
     scores = {0: (0.0, 0.0, 0.0), 5: (0.5, 0.2, 0.2), 10: (0.0, 0.0, 0.0), 15: (0.6, 0.8, 0.8)}
-    for step, of_items in scores.items():
-        lines = [
-            line(f"q{n}", score, answer=f"a{step}", queries=["x", f"y\n{step}"], kept=None)
-            for n, score in enumerate(of_items)
-        ]
-        (folder / f"step-{step:06d}-dev.jsonl").write_text("\n".join(lines) + "\n")
-    runs = {
-        ("FoF", "HotpotQA"): [
-            Run(seed=0, path=tmp_path / "gone", command="eval", after=Run(seed=0, path=tmp_path / "trained"))
-        ]
-    }
-    spec = SimpleNamespace(scores={"EM": "em", "F1": "f1", "# Docs": "docs"}, counts=("# Docs",))
-    return SimpleNamespace(runs=runs, spec=spec)
+    with RunDir.create(tmp_path / "trained", {"eval": {"split": "dev"}}, ["mmrl"]) as run:
+        for step, of_items in scores.items():
+            lines = [
+                line(f"q{n}", score, answer=f"a{step}", queries=["x", f"y\n{step}"], kept=None)
+                for n, score in enumerate(of_items)
+            ]
+            run.eval_path(step, "dev").write_text("\n".join(lines) + "\n")
+    evaluation = Run(seed=0, path=tmp_path / "gone", command="eval", after=Run(seed=0, path=run.path))
+    spec = {"shows": "x", "scores": {"EM": "em", "F1": "f1", "# Docs": "docs"}, "counts": ("# Docs",)}
+    spec = SetSpec.model_validate(spec | {"rows": {"FoF": {}}})
+    return SetResult(name="t", spec=spec, scale="", rows=["FoF"], columns=[""], runs={("FoF", ""): [evaluation]})
 
 
 def case_of(table, case):
-    table.spec.case = case
-    return case_study(table)
+    return case_study(replace(table, spec=table.spec.model_copy(update={"case": case})))
 
 
 def test_the_first_question_that_rises_the_most_is_shown_at_both_ends(table):
@@ -67,7 +64,6 @@ def test_a_question_of_ones_choice_and_the_next_evaluation_there_is(table):
 
 def test_without_two_evaluations_there_is_none(table):
     assert case_of(table, Case(early=15)) is None and case_of(table, Case(early=16)) is None
-    (run,) = table.runs["FoF", "HotpotQA"]
-    table.runs["FoF", "HotpotQA"] = [Run(seed=0, path=run.path, command="eval")]  # an untrained row
+    table.runs["FoF", ""] = [Run(seed=0, path=table.runs["FoF", ""][0].path, command="eval")]  # an untrained row
     assert case_of(table, Case(early=5)) is None
     assert case_of(table, None) is None

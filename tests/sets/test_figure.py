@@ -3,13 +3,14 @@
 import csv
 import io
 import json
-from types import SimpleNamespace
 
 import pytest
 
+from mmrl.config.validate import as_tuples
+from mmrl.sets.cells import SetResult
 from mmrl.sets.figure import SetFigure
 from mmrl.sets.queue import Run
-from mmrl.sets.spec import Figure
+from mmrl.sets.spec import Figure, SetSpec
 
 
 def run(folder, records):
@@ -27,15 +28,17 @@ def evaluated(seed, trained):
     return Run(seed=seed, path=trained.parent / "eval", command="eval", after=training)
 
 
-def table(**of):
+def table(folders):
     """(row, column) -> one training run per seed, as the table of these."""
-    runs = {place: [evaluated(seed, path) for seed, path in enumerate(paths)] for place, paths in of["runs"].items()}
+    runs = {place: [evaluated(seed, path) for seed, path in enumerate(paths)] for place, paths in folders.items()}
     rows, columns = ([*dict.fromkeys(place[end] for place in runs)] for end in (0, 1))
-    return SimpleNamespace(name="t", rows=rows, columns=columns, runs=runs, spec=SimpleNamespace(scores={"F1": "f1"}))
+    names = {"rows": {row: {} for row in rows}, "columns": {column: {} for column in columns}}
+    spec = SetSpec.model_validate({"shows": "x", "scores": {"F1": "f1"}, **names})
+    return SetResult(name="t", spec=spec, scale="", rows=rows, columns=columns, runs=runs)
 
 
 def figure(**given):
-    return Figure.model_validate_json(json.dumps({"diagrams": [{"metric": "reward/mean", "label": "reward"}], **given}))
+    return Figure.model_validate(as_tuples({"diagrams": [{"metric": "reward/mean", "label": "reward"}], **given}))
 
 
 def numbers(drawn):
@@ -47,7 +50,7 @@ def two(tmp_path):
     """Two seeds; the second has a step less."""
     first = run(tmp_path / "a", {1: {"reward/mean": 0.0}, 2: {"reward/mean": 0.5}, 3: {"reward/mean": 1.0}})
     second = run(tmp_path / "b", {1: {"reward/mean": 0.2}, 2: {"reward/mean": 0.7}})
-    return table(runs={("RR", "HotpotQA"): [first, second]})
+    return table({("RR", "HotpotQA"): [first, second]})
 
 
 @pytest.mark.parametrize(
@@ -78,26 +81,26 @@ def test_bars_are_means_over_the_first_steps(tmp_path):
         {"metric": "time/step", "label": "step (s)"},
         {"metric": ["memory/device_share", "memory/rss_mb"], "label": "memory"},
     ]
-    rows = numbers(SetFigure(table(runs={("RR", "H"): [times]}), figure(kind="bars", first=3, diagrams=diagrams)))
+    rows = numbers(SetFigure(table({("RR", "H"): [times]}), figure(kind="bars", first=3, diagrams=diagrams)))
     assert [(row["diagram"], row["mean"]) for row in rows] == [("step (s)", "2"), ("memory", "100")]
 
 
 def test_evaluations_are_of_the_runs_own_split_and_step_0_is_no_step(tmp_path):
     evaluated = run(tmp_path / "a", {1: {"reward/mean": 0.1}, 5: {"eval/dev/f1": 0.25}})
-    drawn = SetFigure(table(runs={("RR", "H"): [evaluated]}), figure(diagrams=[{"metric": "eval/f1", "label": "F1"}]))
+    drawn = SetFigure(table({("RR", "H"): [evaluated]}), figure(diagrams=[{"metric": "eval/f1", "label": "F1"}]))
     assert [(row["step"], row["mean"]) for row in numbers(drawn)] == [("5", "0.25")]
 
 
 def test_columns_that_share_their_training_are_drawn_once(tmp_path):
     one, other = (run(tmp_path / name, {1: {"reward/mean": 0.1}}) for name in "ab")
-    shared = SetFigure(table(runs={("RR", "H"): [one], ("RR", "2Wiki"): [one]}), figure())
-    apart = SetFigure(table(runs={("RR", "NQ"): [one], ("RR", "H"): [other]}), figure())
+    shared = SetFigure(table({("RR", "H"): [one], ("RR", "2Wiki"): [one]}), figure())
+    apart = SetFigure(table({("RR", "NQ"): [one], ("RR", "H"): [other]}), figure())
     assert [row["column"] for row in numbers(shared)] == [""]
     assert [row["column"] for row in numbers(apart)] == ["NQ", "H"]
 
 
 def test_before_a_run_has_begun_there_is_no_figure(tmp_path):
-    nothing = table(runs={("RR", "H"): [tmp_path / "none"]})
+    nothing = table({("RR", "H"): [tmp_path / "none"]})
     assert SetFigure(nothing, figure()).files == {}
 
 
