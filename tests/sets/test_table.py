@@ -3,8 +3,6 @@
 import csv
 import json
 import re
-import sys
-import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -14,40 +12,6 @@ from mmrl.cli import main
 from mmrl.cli.configs import set_config
 from mmrl.sets import queue
 
-# Without importing mmrl, which takes seconds: what a finished run leaves behind.
-FAKE = """
-import json, os, sys
-from pathlib import Path
-command, words = sys.argv[1], dict(word.split("=", 1) for word in sys.argv[2:] if "=" in word)
-with open(os.environ["CALLS"], "a") as calls:
-    calls.write(" ".join(sys.argv[1:]) + "\\n")
-run = Path(words.get("resume") or words["run.dir"])
-if "resume" in words:
-    words["policy"] = json.loads((run / "config.yaml").read_text())["policy"]
-if os.environ.get("BREAKS") and words.get("algo") == os.environ["BREAKS"]:
-    sys.exit("error: out of luck")
-for name in ("journal", "eval", "checkpoints"):
-    (run / name).mkdir(parents=True, exist_ok=True)
-config = {"seed": int(words.get("seed", 0)), "task": {"name": "hotpotqa"}, "eval": {"split": "dev"}}
-config["task"]["max_tokens"] = config["seed"] if os.environ.get("DRIFTS") else 0
-config |= {"policy": words["policy"]} if command == "eval" else {"algo": {"name": words.get("algo", "?")}}
-config["model"] = {"path": "tiny"}
-(run / "config.yaml").write_text(json.dumps(config))
-(run / "environment.json").write_text(json.dumps({"cpu": "abacus", "mmrl_git": {"commit": "0123456789abc"}}))
-if command == "eval":
-    # 0.2 untrained, 0.6 and 0.7 by algorithm; a tenth of the items differs between seeds
-    share = 0.2 if words["policy"] == "tiny" else 0.7 if "mhgpo_rr" in words["policy"] else 0.6
-    items = []
-    for n in range(100):
-        right = float((n * 7 + config["seed"]) % 100 < 100 * share)
-        metrics = {"em": right, "f1": right, "accuracy": right}
-        items.append({"id": f"d{n}", "metrics": metrics, "modules": {"rewriter/sub_queries": 2.0}})
-    (run / "eval" / "step-000000-dev.jsonl").write_text("".join(json.dumps(item) + "\\n" for item in items))
-failed = float(os.environ.get("FAILS", 0))
-metrics = {"failed_share": failed} | ({} if failed > 0.5 else {"em_low": 0.1})
-(run / "summary.json").write_text(json.dumps({"metrics": metrics, "facts": {}}))
-(run / "report.html").write_text("page")
-"""
 BASE = """
 paper: [model=llama31_8b_instruct]
 mini: [model=tiny]
@@ -82,28 +46,16 @@ def composed(command, words, config_dir):
 
 
 @pytest.fixture
-def calls(tmp_path, monkeypatch):
-    """Run in a folder with a table of its own and the stand-in; returns what it was called with so far."""
+def calls(calls, tmp_path, monkeypatch):
+    """The stand-in beside a table of its own."""
     for folder, text in (("set", SPEC), ("set/base", BASE)):
         (tmp_path / "conf" / folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / "conf" / folder / "own.yaml").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "fake.py").write_text(textwrap.dedent(FAKE))
-    monkeypatch.setattr(queue, "MMRL", [sys.executable, "-S", str(tmp_path / "fake.py")])
-    monkeypatch.setattr(queue, "POLL_S", 0.01)
-    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     # What a run would be refused for is another test's matter, and takes the seconds in which torch loads.
     monkeypatch.setattr("mmrl.sets.command.check_all", lambda configs: None)
     monkeypatch.setattr("mmrl.sets.cost.device_hours", lambda run, items: (2.5, 8))
     monkeypatch.setattr("mmrl.cli.configs.set_config", lambda c, words, folder: composed(c, tuple(words), folder))
-
-    def lines():
-        path = tmp_path / "calls"
-        text = path.read_text() if path.exists() else ""
-        path.unlink(missing_ok=True)
-        return text.splitlines()
-
-    return lines
+    return calls
 
 
 def cells(scale="mini"):
