@@ -81,11 +81,22 @@ class Scored:
     seed: int
     metric: str
     """The one by which the run is judged to learn."""
-    overview: Overview
-    first: Overview
-    """Of the run that the chain began with, which is mostly the same."""
-    costs: Mapping[str, float]
-    """Of all runs of the chain, over all their starts: `COUNTS`, seconds and USD."""
+    chain: Sequence[Overview]
+    """The runs that it comes from, the first one first, and itself."""
+
+    @property
+    def overview(self) -> Overview:
+        """The run itself."""
+        return self.chain[-1]
+
+    @cached_property
+    def costs(self) -> dict[str, float]:
+        """`COUNTS` of all runs of the chain, over all their starts."""
+        totals = pandas.DataFrame([record for run in self.chain for record in run.history])
+        totals = totals.select_dtypes("number").sum()
+        costs = {name: float(sum(totals.get(key, 0.0) for key in keys)) for name, keys in COUNTS.items()}
+        costs["USD"] += sum(_paid(series(run.history, key)[1].tolist()) for run in self.chain for key in MONEY)
+        return costs
 
     @property
     def finished(self) -> bool:
@@ -97,7 +108,7 @@ class Scored:
     @cached_property
     def before(self) -> pandas.DataFrame:
         """Scores before training; empty for an evaluation, and where nothing was evaluated."""
-        steps = {} if self.overview.evaluates else _evaluated(self.first)
+        steps = {} if self.overview.evaluates else _evaluated(self.chain[0])
         return _scores(steps[min(steps)] if steps else [])
 
     @cached_property
@@ -260,7 +271,7 @@ class SetResult:
                 trouble = next(iter(damage), run.trouble())
                 scored = None
                 if run.path in self.known and not damage:
-                    scored = here[run.seed] = Scored(run.seed, self.metric(*place), chain[-1], chain[0], _costs(chain))
+                    scored = here[run.seed] = Scored(run.seed, self.metric(*place), chain)
                 if not trouble and (scored is None or not scored.finished):
                     missing.append(run.seed)
                 elif scored and (failed := (scored.overview.summary.get("metrics") or {}).get("failed_share", 0)):
@@ -436,7 +447,7 @@ class SetResult:
     @cached_property
     def models(self) -> dict[tuple[str, str], str]:
         """(row, column) -> the model that plays the row, before training."""
-        first = {place: runs[0].first for place in self.runs if (runs := self.begun(*place))}
+        first = {place: runs[0].chain[0] for place in self.runs if (runs := self.begun(*place))}
         return {place: str(run.get("policy" if run.evaluates else "model.path")) for place, run in first.items()}
 
     @cached_property
@@ -486,13 +497,6 @@ class SetResult:
                 rule = "before the evaluations of training collapse (half of the best, and no return)"
                 notes.append(f"{name}: the last checkpoint {rule}")
         return [*notes, *self.spec.notes]
-
-
-def _costs(chain: Sequence[Overview]) -> dict[str, float]:
-    totals = pandas.DataFrame([record for one in chain for record in one.history]).select_dtypes("number").sum()
-    costs = {name: float(sum(totals.get(key, 0.0) for key in keys)) for name, keys in COUNTS.items()}
-    costs["USD"] += sum(_paid(series(one.history, key)[1].tolist()) for one in chain for key in MONEY)
-    return costs
 
 
 def _paid(values: Sequence[float]) -> float:

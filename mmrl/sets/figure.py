@@ -78,7 +78,7 @@ class SetFigure:
         found: dict[int, History] = {}
         for run in self.result.runs.get((row, column), ()):
             trainings = [one.path for one in run.chain if one.command == "train"]
-            known = [self.result.known.get(path) for path in (trainings[-1:] if self.scored else trainings)]
+            known = [self.result.known.get(path) for path in (trainings[-1:] if self.result.spec.scores else trainings)]
             if known and isinstance(known[-1], Overview):
                 found[run.seed] = _in_turn([one.history for one in known if isinstance(one, Overview)])
         return found
@@ -103,14 +103,12 @@ class SetFigure:
         begun = [scored for runs in self.result.begun_in(column).values() for scored in runs]
         if not begun:
             return []
-        metric, acts = begun[0].metric, ""
+        metric = begun[0].metric
         diagrams = {f"eval/{metric}": f"{metric} on {begun[0].overview.split}", "reward/mean": "training reward"}
-        for behaviour in BEHAVIOUR:
-            if behaviour.training and any(behaviour_in(scored.before, behaviour) is not None for scored in begun):
-                acts = acts or behaviour.training
+        acts = [of for of in BEHAVIOUR if of.training and any(behaviour_in(s.before, of) is not None for s in begun)]
         modules = next((scored.overview.modules for scored in begun if scored.overview.modules), ())
         if acts:
-            diagrams[acts] = acts
+            diagrams[acts[0].training] = acts[0].training
         elif modules:
             diagrams[f"module/{modules[0]}/format_rate"] = f"{modules[0]}: parsed (share)"
         return [Diagram(metric=(metric,), label=label) for metric, label in diagrams.items()]
@@ -145,7 +143,7 @@ class SetFigure:
     def _curve(self, history: History, diagram: Diagram) -> dict[int, float]:
         """Step -> value of the first of the diagram's metrics that the run has."""
         # The papers' figures begin at the first step of training.
-        history = [record for record in history if record["step"] or not self.scored]
+        history = [record for record in history if record["step"] or not self.result.spec.scores]
         for metric in diagram.metric:
             on_split = metric.removeprefix("eval/")
             keys = [f"eval/{split}/{on_split}" for split in splits_in(history)] if on_split != metric else [metric]
@@ -155,11 +153,6 @@ class SetFigure:
                     values = values if on_split != metric else trailing_mean(values, self.window)
                     return dict(zip(steps.tolist(), values.tolist(), strict=True))
         return {}
-
-    @property
-    def scored(self) -> bool:
-        """Whether the set's scores are evaluations of their own."""
-        return bool(self.result.spec.scores)
 
     @property
     def caption(self) -> str:

@@ -33,7 +33,7 @@ class Run:
         facts = {"policy": model, "engine.name": "transformers"}
         get = lambda key, default=None: facts.get(key, default)  # noqa: E731
         self.overview = SimpleNamespace(evaluates=True, get=get, summary={}, environment={}, config={})
-        self.first = self.overview
+        self.chain = [self.overview]
 
 
 def result(cells, scale="paper", models=("tiny", "tiny"), claims=({"more": "A", "than": "B"},)):
