@@ -65,27 +65,6 @@ class Part:
     """Its cells are sentences."""
 
 
-def parts_of(result: SetResult) -> list[Part]:
-    """Everything below the head, but for the figure; what explains several tables stands below the first of them."""
-    parts = []
-    if result.spec.scores:
-        parts.append(Part("Ours", _grid(result, _ours)))
-    if any(value.paper is not None for value in result.values):
-        parts.append(Part("The paper", _grid(result, _reported)))
-    if result.verdicts:
-        parts.append(Part("Claims", _claim_rows(result), CLAIMS))
-    if not result.spec.scores:
-        for column in result.columns:
-            parts += _training_parts(result, column)
-    if (case := case_study(result)) is not None:
-        title = f"One question, early and late: {case.item} of {case.run}"
-        parts.append(Part(title, case.rows, case.asked, wrapped=True))
-    if result.spec.scores:
-        parts.append(Part("Every cell", _cell_rows(result), folded=True))
-    notes = [part.note for part in parts]
-    return [replace(part, note="" if part.note in notes[:place] else part.note) for place, part in enumerate(parts)]
-
-
 # --- scores
 
 
@@ -280,8 +259,23 @@ class SetPage:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """Everything below the head, but for the figure."""
-        return parts_of(self.result)
+        """All below the head, but for the figure; what explains several tables stands below the first of them."""
+        result, parts = self.result, []
+        if result.spec.scores:
+            parts.append(Part("Ours", _grid(result, _ours)))
+        if any(value.paper is not None for value in result.values):
+            parts.append(Part("The paper", _grid(result, _reported)))
+        if result.verdicts:
+            parts.append(Part("Claims", _claim_rows(result), CLAIMS))
+        if not result.spec.scores:
+            parts += [part for column in result.columns for part in _training_parts(result, column)]
+        if (case := case_study(result)) is not None:
+            title = f"One question, early and late: {case.item} of {case.run}"
+            parts.append(Part(title, case.rows, case.asked, wrapped=True))
+        if result.spec.scores:
+            parts.append(Part("Every cell", _cell_rows(result), folded=True))
+        notes = [part.note for part in parts]
+        return [replace(part, note="" if part.note in notes[:place] else part.note) for place, part in enumerate(parts)]
 
     @cached_property
     def figure(self) -> SetFigure | None:
@@ -318,7 +312,6 @@ class SetPage:
     def json(self) -> str:
         """Everything, for machines."""
         result = self.result
-        cells = [(row, column, run) for (row, column), runs in result.runs.items() for run in runs]
         content = {
             "version": 2,
             "set": result.name,
@@ -330,11 +323,11 @@ class SetPage:
                 {**one.claim.model_dump(), **{key: value for key, value in asdict(one).items() if key != "claim"}}
                 for one in result.verdicts
             ],
-            "case": asdict(case) if (case := case_study(result)) is not None else None,
             "notes": result.notes,
             "runs": [
                 {"row": row, "column": column, "seed": run.seed, "run": run.path, "command": run.command_line()}
-                for row, column, run in cells
+                for (row, column), runs in result.runs.items()
+                for run in runs
             ],
         }
         return dumps(content, indent=1) + "\n"
@@ -342,15 +335,8 @@ class SetPage:
     def html(self) -> bytes:
         """For a browser."""
         runs = [run for some in self.result.runs.values() for run in some]
-        return rendered(
-            "set.html",
-            title=self.result.name,
-            head=self.result.head,
-            figure=self.figure,
-            parts=self.parts,
-            notes=self.result.notes,
-            runs=[": ".join(filter(None, [str(run.path), run.command_line()])) for run in runs],
-        )
+        lines = [": ".join(filter(None, [str(run.path), run.command_line()])) for run in runs]
+        return rendered("set.html", title=self.result.name, page=self, runs=lines)
 
     def write(self, folder: Path) -> list[Path]:
         """Write `set.html`, `.md`, `.json`, `.csv`, `.tex` and a figure's files; returns their paths."""

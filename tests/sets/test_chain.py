@@ -25,7 +25,7 @@ from mmrl.run.check import check
 from mmrl.run.settle import weight_run
 from mmrl.sets.chain import begin, chain_page
 from mmrl.sets.found import found_set
-from mmrl.sets.page import parts_of
+from mmrl.sets.page import SetPage
 from mmrl.system.files import append_jsonl, digests
 from scripts.chaos.compare import comparable
 
@@ -410,7 +410,7 @@ def test_costs_by_hand(tmp_path):
     first, second = (result.begun(row, "banking77")[0].costs for row in ("miprov2", "miprov2+mmgrpo"))
     assert [*first.values()] == [42.0, 49.0, 105.0, 0.0, 0.0, 0.25]
     assert [*second.values()] == [42 + 24, 49 + 24, 105 + 100, 0.0, 7.0, 0.25 + 1.25]
-    cost = parts_of(result)[-1].rows
+    cost = SetPage(result).parts[-1].rows
     assert cost[0] == ["row", "rollouts", "calls", "tokens sampled", "time", "USD"], "nothing was trained"
     assert cost[2] == ["miprov2+mmgrpo", "66", "73", "205", "7.0 s", "1.50"]
 

@@ -7,7 +7,7 @@ import pandas
 import pytest
 
 from mmrl.sets.cells import SetResult, student_t
-from mmrl.sets.page import parts_of
+from mmrl.sets.page import SetPage
 from mmrl.sets.spec import SetSpec
 
 VALUES = [
@@ -126,7 +126,7 @@ def test_a_claim_over_several_tasks_names_the_one_that_it_rests_on():
     one = verdict(rests)
     assert one.verdict == "held" and one.rests_on == ("H",)
     made = result(rests)
-    claim = next(part for part in parts_of(made) if part.title == "Claims").rows[1]
+    claim = next(part for part in SetPage(made).parts if part.title == "Claims").rows[1]
     assert claim[2] == "held; rests on H"
     both = {("A", "H"): [90, 91, 89], ("B", "H"): level, ("A", "W"): [80, 82, 81], ("B", "W"): level}
     assert verdict(both).rests_on == ()
