@@ -5,9 +5,6 @@ From what training keeps of its evaluations (`eval/step-….jsonl` of a run), so
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from mmrl.report.overview import Overview
 from mmrl.report.tables import Rows
 from mmrl.sets.cells import SetResult
@@ -15,22 +12,11 @@ from mmrl.sets.spec import Case, SetSpec
 from mmrl.system.files import JsonObject
 
 
-@dataclass(frozen=True, slots=True)
-class CaseStudy:
-    """One item of one run."""
+def case_study(result: SetResult) -> tuple[str, Rows, str] | None:
+    """A title, scores and what the program returned at two steps, and the item's texts where the run has kept them.
 
-    run: Path
-    item: str
-    asked: str
-    """Its texts; empty where the run has not kept them."""
-    rows: Rows
-    """Head with the two steps; the scores, then what the program returned, part by part."""
-
-
-def case_study(result: SetResult) -> CaseStudy | None:
-    """Of the first run whose training has two evaluations; None while there is none, or where the set has no case.
-
-    The item is `case.item`, or the first one whose last score rises the most.
+    Of the first run whose training has two evaluations; None while there is none, or where the set has no case. The
+    item is `case.item`, or the first one whose last score rises the most.
     """
     if (case := result.spec.case) is None:
         return None
@@ -40,7 +26,7 @@ def case_study(result: SetResult) -> CaseStudy | None:
     return next((one for one in found if one is not None), None)
 
 
-def _of_run(spec: SetSpec, case: Case, run: Overview) -> CaseStudy | None:
+def _of_run(spec: SetSpec, case: Case, run: Overview) -> tuple[str, Rows, str] | None:
     evaluated = {step: items for step, items in run.items.get(run.split, {}).items() if step >= case.early}
     if len(evaluated) < 2:
         return None
@@ -61,7 +47,7 @@ def _of_run(spec: SetSpec, case: Case, run: Overview) -> CaseStudy | None:
     rows += [[name, _text(first.get(name)), _text(last.get(name))] for name in names]
     texts = [line["asked"] for (_, item), line in run.run.examples.items() if item == chosen]
     asked = "; ".join(f"{name}: {text}" for name, text in texts[0].items()) if texts else ""
-    return CaseStudy(run.run.path, chosen, asked, rows)
+    return f"One question, early and late: {chosen} of {run.run.path}", rows, asked
 
 
 def _score(line: JsonObject, metric: str) -> float:

@@ -506,11 +506,12 @@ def _paid(values: Sequence[float]) -> float:
 
 def _verdict(items: Interval | None, seeds: Interval | None, count: int) -> str:
     """Held where both intervals lie above 0, with three seeds or more; not held where both lie below."""
-    if items is None or seeds is None or count < LEAST_SEEDS:
-        return "undecided"
-    if items[0] > 0 and seeds[0] > 0:
-        return "held"
-    return "not held" if items[1] < 0 and seeds[1] < 0 else "undecided"
+    if items is not None and seeds is not None and count >= LEAST_SEEDS:
+        if min(items[0], seeds[0]) > 0:
+            return "held"
+        if max(items[1], seeds[1]) < 0:
+            return "not held"
+    return "undecided"
 
 
 def _seed_means(strata: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]) -> pandas.Series[float]:

@@ -270,8 +270,7 @@ class SetPage:
         if not result.spec.scores:
             parts += [part for column in result.columns for part in _training_parts(result, column)]
         if (case := case_study(result)) is not None:
-            title = f"One question, early and late: {case.item} of {case.run}"
-            parts.append(Part(title, case.rows, case.asked, wrapped=True))
+            parts.append(Part(*case, wrapped=True))
         if result.spec.scores:
             parts.append(Part("Every cell", _cell_rows(result), folded=True))
         notes = [part.note for part in parts]
