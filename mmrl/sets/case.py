@@ -23,7 +23,7 @@ def case_study(result: SetResult) -> tuple[str, Rows, str] | None:
     runs = [run.trained for runs in result.runs.values() for run in runs]
     trained = [run for path in runs if path is not None and isinstance(run := result.known.get(path), Overview)]
     found = (_of_run(result.spec, case, run) for run in trained)
-    return next((one for one in found if one is not None), None)
+    return next(filter(None, found), None)
 
 
 def _of_run(spec: SetSpec, case: Case, run: Overview) -> tuple[str, Rows, str] | None:

@@ -173,10 +173,10 @@ def values_of(scores: pandas.DataFrame, metric: str) -> pandas.Series[float]:
     return scores[metric].dropna() if metric in scores else pandas.Series(dtype=float)
 
 
-def behaviour_in(scores: pandas.DataFrame, of: Behaviour) -> float | None:
+def behaviour_in(scores: pandas.DataFrame, behaviour: Behaviour) -> float | None:
     """A behaviour in an evaluation; None where the task has none such."""
-    values = values_of(scores, of.metric)
-    return fmean(values > 0 if of.share else values) if len(values) else None
+    values = values_of(scores, behaviour.metric)
+    return fmean(values > 0 if behaviour.share else values) if len(values) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,7 @@ class SetResult:
     def known(self) -> dict[Path, Overview | MmrlError]:
         """What is in the folder of each run that has begun, those included that others come from; or its damage."""
         known: dict[Path, Overview | MmrlError] = {}
-        for path in dict.fromkeys(one.path for runs in self.runs.values() for run in runs for one in run.chain):
+        for path in dict.fromkeys(link.path for runs in self.runs.values() for run in runs for link in run.chain):
             if (path / "config.yaml").is_file():
                 try:
                     known[path] = Overview.of(RunDir.read(path))
@@ -265,9 +265,9 @@ class SetResult:
             here: dict[int, Scored] = {}
             missing = []
             for run in runs:
-                known = [self.known[one.path] for one in run.chain if one.path in self.known]
-                chain = [one for one in known if isinstance(one, Overview)]
-                damage = [str(one) for one in known if isinstance(one, MmrlError)]
+                known = [self.known[link.path] for link in run.chain if link.path in self.known]
+                chain = [overview for overview in known if isinstance(overview, Overview)]
+                damage = [str(error) for error in known if isinstance(error, MmrlError)]
                 trouble = next(iter(damage), run.trouble())
                 scored = None
                 if run.path in self.known and not damage:
@@ -316,8 +316,8 @@ class SetResult:
         """Every cell of every row, and its means."""
         columns = set(self.columns)
         places: dict[Place, Sequence[Cell]] = {cell: [cell] for cell in self.spec.cells if cell.column in columns}
-        for name, of in self.spec.means.items():
-            cells = self.spec.selected(of)
+        for name, averaged in self.spec.means.items():
+            cells = self.spec.selected(averaged)
             # An average of fewer columns than the paper's would be another number under its name.
             if {cell.column for cell in cells} <= columns:
                 places[name] = cells
@@ -411,8 +411,8 @@ class SetResult:
     @cached_property
     def verdicts(self) -> list[Verdict]:
         """Every claim whose rows are shown."""
-        shown = [claim for claim in self.spec.claims if claim.more in self.rows and claim.than in self.rows]
-        return [self._judged(claim) for claim in shown]
+        claims = [claim for claim in self.spec.claims if {claim.more, claim.than} <= {*self.rows}]
+        return [self._judged(claim) for claim in claims]
 
     def _judged(self, claim: Claim) -> Verdict:
         rows = (claim.more, claim.than)
@@ -489,11 +489,14 @@ class SetResult:
         for (row, _), model in self.models.items():
             players.setdefault(model, {})[row] = None
         if len(players) > 1:
-            notes += ["before training " + "; ".join(f"{model} plays {', '.join(of)}" for model, of in players.items())]
-        for name, row in ((name, self.spec.rows[name]) for name in self.rows):
-            if row.from_:
-                notes.append(f"{name}: starts from the policy of {row.from_}")
-            if row.checkpoint == "before_collapse":
+            notes += [
+                "before training " + "; ".join(f"{model} plays {', '.join(rows)}" for model, rows in players.items())
+            ]
+        for name in self.rows:
+            method = self.spec.rows[name]
+            if method.from_:
+                notes.append(f"{name}: starts from the policy of {method.from_}")
+            if method.checkpoint == "before_collapse":
                 rule = "before the evaluations of training collapse (half of the best, and no return)"
                 notes.append(f"{name}: the last checkpoint {rule}")
         return [*notes, *self.spec.notes]
@@ -570,7 +573,7 @@ def settings_of(overview: Overview, left_out: tuple[str, ...]) -> dict[str, obje
 
 def _differing(known: Sequence[Overview]) -> list[str]:
     """Config paths in which runs of one cell differ and must not."""
-    settings = [settings_of(one, VARYING) for one in known]
+    settings = [settings_of(overview, VARYING) for overview in known]
     paths = dict.fromkeys(path for values in settings for path in values)
     return [path for path in paths if len({repr(values.get(path)) for values in settings}) > 1]
 

@@ -65,8 +65,8 @@ def _written(config: StagedCommandConfig) -> JsonObject:
     names = [f"{number}_{stage.algo.name}" for number, stage in enumerate(config.stages, 1)]
     rows = {}
     for before, name, words in zip(["", *names], names, config.words, strict=False):
-        typed = later_wins(word.lstrip("+") for word in words)
-        kept = [word for word in typed if word.partition("=")[0] not in NOT_ITS_OWN]
+        overrides = later_wins(word.lstrip("+") for word in words)
+        kept = [word for word in overrides if word.partition("=")[0] not in NOT_ITS_OWN]
         rows[name] = {**({"from": before} if before else {}), "train": kept}
     folder = {"config_dir": str(Path(config.config_dir).resolve())} if config.config_dir else {}
     return {"shows": f"{config.algo.name} on {config.task.name}", "seeds": [config.seed], **folder, "rows": rows}

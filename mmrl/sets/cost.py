@@ -9,12 +9,12 @@ from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.errors import MmrlError
 from mmrl.report.text import align
 from mmrl.sets.queue import SetRun, by_cell
-from mmrl.sets.spec import SetSpec
+from mmrl.sets.spec import Command, SetSpec
 
 
 def cost_text(spec: SetSpec, missing: Sequence[SetRun]) -> str:
     """Hours of GPUs (H100; of the CPU for runs on it) of what is missing: trainings by config, evaluations by row."""
-    costs: dict[tuple[str, str], list[float]] = {}
+    costs: dict[tuple[Command, str], list[float]] = {}
     not_planned = []
     for (command, row, column), runs in by_cell(missing).items():
         place = spec.columns.get(column)  # a training may serve all columns

@@ -77,10 +77,10 @@ class SetFigure:
         """Seed -> the steps of its training run; of a set without scores, of all runs that it comes from in turn."""
         found: dict[int, History] = {}
         for run in self.result.runs.get((row, column), ()):
-            trainings = [one.path for one in run.chain if one.command == "train"]
+            trainings = [link.path for link in run.chain if link.command == "train"]
             known = [self.result.known.get(path) for path in (trainings[-1:] if self.result.spec.scores else trainings)]
             if known and isinstance(known[-1], Overview):
-                found[run.seed] = _in_turn([one.history for one in known if isinstance(one, Overview)])
+                found[run.seed] = _in_turn([overview.history for overview in known if isinstance(overview, Overview)])
         return found
 
     @cached_property
@@ -105,10 +105,14 @@ class SetFigure:
             return []
         metric = begun[0].metric
         diagrams = {f"eval/{metric}": f"{metric} on {begun[0].overview.split}", "reward/mean": "training reward"}
-        acts = [of for of in BEHAVIOUR if of.training and any(behaviour_in(s.before, of) is not None for s in begun)]
+        acts = [
+            behaviour.training
+            for behaviour in BEHAVIOUR
+            if behaviour.training and any(behaviour_in(scored.before, behaviour) is not None for scored in begun)
+        ]
         modules = next((scored.overview.modules for scored in begun if scored.overview.modules), ())
         if acts:
-            diagrams[acts[0].training] = acts[0].training
+            diagrams[acts[0]] = acts[0]
         elif modules:
             diagrams[f"module/{modules[0]}/format_rate"] = f"{modules[0]}: parsed (share)"
         return [Diagram(metric=(metric,), label=label) for metric, label in diagrams.items()]
@@ -170,7 +174,7 @@ class SetFigure:
                 parts.append(f"Lines: moving averages that keep {kept}; dotted: the mean itself.")
             if figure.scaled:
                 parts.append("Each line runs from its least to its greatest value, which the legend has.")
-        parts += [f"Not drawn: {one}." for one in self.result.known.values() if isinstance(one, MmrlError)]
+        parts += [f"Not drawn: {error}." for error in self.result.known.values() if isinstance(error, MmrlError)]
         return " ".join(parts)
 
     @cached_property

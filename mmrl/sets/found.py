@@ -62,9 +62,9 @@ def _found(path: Path, metric: str = "") -> Run:
 
 def _labels(members: Sequence[Overview]) -> Iterator[str]:
     """The algorithm's name, with the config values in which its runs differ."""
-    chains = [[RunDir.read(run.path).config for run in _found(one.run.path).chain] for one in members]
+    chains = [[RunDir.read(link.path).config for link in _found(run.run.path).chain] for run in members]
     names = ["+".join(str(config["algo"]["name"]) for config in chain) for chain in chains]
-    settings = [settings_of(one, STARTED if one.get("start") else NOT_VARIANTS) for one in members]
+    settings = [settings_of(run, STARTED if run.get("start") else NOT_VARIANTS) for run in members]
     for name, values in zip(names, settings, strict=True):
         same = [others for other, others in zip(names, settings, strict=True) if other == name]
         paths = [path for path in values if len({others[path] for others in same if path in others}) > 1]

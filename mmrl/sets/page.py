@@ -114,14 +114,14 @@ def _claim_rows(result: SetResult) -> Rows:
     """One line per claim."""
     rows = [["claim", "on", "verdict", "difference", "95 % over items", "95 % over seeds", "seeds", "items"]]
     every = "all cells" if len(result.columns) == len(result.spec.columns) else "the cells shown"
-    for one in result.verdicts:
-        verdict = one.verdict + (f"; rests on {', '.join(one.rests_on)}" if one.rests_on else "")
-        numbers = [""] * 5
-        if one.difference is not None:
-            intervals = [_interval(one.interval), _interval(one.over_seeds)]
-            numbers = [signed(one.difference), *intervals, str(one.seeds), str(one.items)]
-        on = ", ".join(one.claim.cells) or every
-        rows.append([f"{one.claim.more} > {one.claim.than}", on, verdict, *numbers])
+    for judged in result.verdicts:
+        claim, verdict, numbers = judged.claim, judged.verdict, [""] * 5
+        if judged.rests_on:
+            verdict += f"; rests on {', '.join(judged.rests_on)}"
+        if judged.difference is not None:
+            intervals = [_interval(judged.interval), _interval(judged.over_seeds)]
+            numbers = [signed(judged.difference), *intervals, str(judged.seeds), str(judged.items)]
+        rows.append([f"{claim.more} > {claim.than}", ", ".join(claim.cells) or every, verdict, *numbers])
     return rows
 
 
@@ -159,14 +159,14 @@ def learning_part(result: SetResult, column: str) -> Part:
 def _summary_rows(result: SetResult, column: str, begun: Mapping[str, Sequence[Scored]]) -> Rows:
     """One line per row: means over seeds, the range of the differences, behaviour before and after."""
     known = [run for runs in begun.values() for run in runs]
-    behaviours = [of for of in BEHAVIOUR if any(behaviour_in(run.latest, of) is not None for run in known)]
+    listed = [b for b in BEHAVIOUR if any(behaviour_in(run.latest, b) is not None for run in known)]
     # The verdict first: a narrow screen shows the first columns, and the others by scrolling.
     head = ["row", "learns", "seeds", "before", "after", "difference", "lowest to highest seed", "time per run"]
-    table = [[*head, *(of.label for of in behaviours)]]
+    table = [[*head, *(behaviour.label for behaviour in listed)]]
     for row, runs in begun.items():
         ended = [run for run in runs if run.finished]
-        shown, wanted = ended or runs, len(result.runs[row, column])
-        gains = [run.gain for run in shown if run.gain is not None]
+        counted, wanted = ended or runs, len(result.runs[row, column])
+        gains = [run.gain for run in counted if run.gain is not None]
         starts = [fmean(values) for run in runs if len(values := values_of(run.before, run.metric))]
         between = [gain.difference for gain in gains]
         line = [
@@ -177,11 +177,11 @@ def _summary_rows(result: SetResult, column: str, begun: Mapping[str, Sequence[S
             _mean([gain.after for gain in gains]),
             _mean(between, signed),
             f"{signed(min(between))} to {signed(max(between))}" if len(between) > 1 else "-",
-            duration(fmean(run.costs["seconds"] for run in shown)),
+            duration(fmean(run.costs["seconds"] for run in counted)),
         ]
-        for of in behaviours:
-            before = [value for run in shown if (value := behaviour_in(run.before, of)) is not None]
-            latest = [value for run in shown if (value := behaviour_in(run.latest, of)) is not None]
+        for behaviour in listed:
+            before = [value for run in counted if (value := behaviour_in(run.before, behaviour)) is not None]
+            latest = [value for run in counted if (value := behaviour_in(run.latest, behaviour)) is not None]
             line.append(f"{fmean(before):.2f} → {fmean(latest):.2f}" if before and latest else "-")
         table.append(line)
     return table
@@ -224,13 +224,13 @@ def _seed_rows(begun: Mapping[str, Sequence[Scored]]) -> Rows:
     """One line per run: paired difference with its interval."""
     table = [["row", "seed", "items", "before", "after", "difference", "95 % interval", "time", "state"]]
     for row, run in ((row, run) for row, runs in begun.items() for run in runs):
-        gain, start, one = run.gain, values_of(run.before, run.metric), run.overview
+        gain, start, overview = run.gain, values_of(run.before, run.metric), run.overview
         numbers = [str(len(start)), fixed(fmean(start)), "-", "-", "-"] if len(start) else ["-"] * 5
         if gain is not None:
             scores = [fixed(gain.before), fixed(gain.after), signed(gain.difference)]
             numbers = [str(gain.n), *scores, interval(gain)]
-        of = f" of {one.total}" if one.total else ""
-        state = "done" if run.finished else f"{one.state}, step {one.done}{of}"
+        total = f" of {overview.total}" if overview.total else ""
+        state = "done" if run.finished else f"{overview.state}, step {overview.done}{total}"
         table.append([row, str(run.seed), *numbers, duration(run.costs["seconds"]), state])
     return table
 
@@ -319,8 +319,8 @@ class SetPage:
             "cells": result.total,
             "values": [{**asdict(value), "mean": value.mean, "std": value.std} for value in result.values],
             "claims": [
-                {**one.claim.model_dump(), **{key: value for key, value in asdict(one).items() if key != "claim"}}
-                for one in result.verdicts
+                {**judged.claim.model_dump(), **{key: value for key, value in asdict(judged).items() if key != "claim"}}
+                for judged in result.verdicts
             ],
             "notes": result.notes,
             "runs": [

@@ -98,7 +98,7 @@ class Planner:
         if command == "train" and method.from_:
             after = self._run("train", method.from_, column, seed)
             identity = {"of": after.path.name}
-            here, there = (f"{one.model.name} ({one.model.path})" for one in (config, after.config))
+            here, there = (f"{run.model.name} ({run.model.path})" for run in (config, after.config))
             if here != there:
                 raise ConfigError(f"model: got {here}, and {method.from_}, from which it starts, is {there}")
             # Its own model and task: `from=` alone would take those of the run before with all of their settings.

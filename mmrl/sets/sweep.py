@@ -101,7 +101,7 @@ def _show(folders: Sequence[Path]) -> None:
     try:
         result = found_set("sweep", here)
         # Without the differences of all pairs: a search has many runs.
-        for part in (learning_part(result, column) for column in result.columns):
+        for part in (learning_part(result, column) for column in result.columns if result.begun_in(column)):
             print(f"\n{part.title}\n{align(part.rows)}")
         print()
     # All runs have ended by now; which of them cannot be read is printed, and the exit code stays theirs.
