@@ -44,7 +44,7 @@ class Behaviour(NamedTuple):
 
     label: str
     metric: str
-    """Of items; `module/MODULE/FACT` of the calls of a module."""
+    """Metric of items; `module/MODULE/FACT` of the calls of a module."""
     share: bool = False
     """True: the share of items above 0, instead of the mean."""
     training: str = ""
@@ -59,7 +59,7 @@ COUNTS = {
     "seconds": ("time/step", "time/eval"),
     "USD": ("prompts/writer/cost",),
 }
-"""What a run costs -> metrics of its steps that are summed; those of the model that writes instructions among them."""
+"""Costs of a run -> metrics of its steps that are summed; those of the model that writes instructions among them."""
 MONEY = ("endpoint/cost", "endpoint/judge/cost", "endpoint/external/cost")
 """Counted since the process started, so the last value of each start is its cost."""
 BEHAVIOUR = (
@@ -100,7 +100,7 @@ class Scored:
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended with scores."""
+        """True once it has ended with scores."""
         if self.overview.evaluates:
             return self.overview.run.finished and has_scores(self.overview.run)
         return bool(self.overview.summary)
@@ -145,7 +145,7 @@ class Scored:
 
     @property
     def learned(self) -> bool | None:
-        """Whether this run meets the threshold; None while that cannot be decided."""
+        """True where this run meets the threshold; None while that cannot be decided."""
         if not self.finished or self.gain is None or self.gain.n < LEAST_ITEMS:
             return None
         # The small tolerance: 0.25 - 0.20 is a little below 0.05 in binary.
@@ -185,7 +185,7 @@ class Value:
 
     row: str
     label: str
-    """Of the cell, or the name of the mean."""
+    """Short name of the cell, or the name of the mean."""
     column: str | None
     score: str | None
     """None: a mean of cells."""
@@ -226,7 +226,7 @@ class Verdict:
     items: int = 0
     seeds: int = 0
     rests_on: tuple[str, ...] = ()
-    """Of a claim over several tasks those without which it would not be held."""
+    """Tasks without which a claim over several would not be held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,12 +241,12 @@ class SetResult:
     runs: Mapping[tuple[str, str], Sequence[Run]]
     """(row, column) -> the runs with its scores, one per seed: evaluations, or in a set without scores trainings."""
     queue: Sequence[SetRun] = ()
-    """All runs in the order in which they start, each once; none where runs are only looked at."""
+    """Runs in the order in which they start, each once; none where they are only looked at."""
     more_notes: Sequence[str] = ()
 
     @cached_property
     def known(self) -> dict[Path, Overview | MmrlError]:
-        """What is in the folder of each run that has begun, those included that others come from; or its damage."""
+        """Content of the folder of each run that has begun, those included that others come from; or its damage."""
         known: dict[Path, Overview | MmrlError] = {}
         for path in dict.fromkeys(link.path for runs in self.runs.values() for run in runs for link in run.chain):
             if (path / "config.yaml").is_file():
@@ -485,13 +485,9 @@ class SetResult:
         notes = [*self.read[1], *self.more_notes]
         # One note: a table whose columns name the same data at this scale has a dozen of these.
         notes += [f"the same runs: {'; '.join(groups)}"] if groups else []
-        players: dict[str, dict[str, None]] = {}
-        for (row, _), model in self.models.items():
-            players.setdefault(model, {})[row] = None
-        if len(players) > 1:
-            notes += [
-                "before training " + "; ".join(f"{model} plays {', '.join(rows)}" for model, rows in players.items())
-            ]
+        if len({*self.models.values()}) > 1:
+            models = dict.fromkeys(f"{row} is {model}" for (row, _), model in self.models.items())
+            notes.append(f"before training {', '.join(models)}")
         for name in self.rows:
             method = self.spec.rows[name]
             if method.from_:
@@ -540,7 +536,7 @@ def _paired(more: pandas.DataFrame, than: pandas.DataFrame) -> pandas.Series[flo
 def _between_seeds(
     more: Mapping[str, pandas.DataFrame], than: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]
 ) -> tuple[int, Interval | None]:
-    """How many seeds, and the 95 % t interval of the mean over their differences; None for fewer than two.
+    """Number of seeds, and the 95 % t interval of the mean over their differences; None for fewer than two.
 
     A row that is not trained has one seed, which is compared with each of the other row's.
     """

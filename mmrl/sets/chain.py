@@ -56,7 +56,7 @@ def resume(folder: Path, config: StageConfig) -> int:
 
 
 def differs(folder: Path, config: StagedCommandConfig) -> bool:
-    """Whether the chain in a folder is another one than `config` asks for."""
+    """Compare the chain in a folder with what `config` asks for; True where it is another one."""
     return read_yaml(folder / SET) != _written(config)
 
 
@@ -148,6 +148,6 @@ def _in_this_process(run: SetRun, command: Sequence[str]) -> int:
 
 
 def state_of_chain(folder: Path) -> State:
-    """Whether all rows have ended."""
+    """Finished where all rows have ended."""
     rows = [folder / name for name in read_file(folder / SET).rows]
     return "finished" if all((path / "summary.json").is_file() for path in rows) else "unfinished"

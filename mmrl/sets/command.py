@@ -65,7 +65,7 @@ class SetKeys(Section):
 
 
 TABLE_KEYS = tuple(key for key in SetKeys.model_fields if key not in ("algo", "task", "plan", "name"))
-"""Those of `mmrl table`; `mmrl compare` has all."""
+"""Keys of `mmrl table`; `mmrl compare` has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class SetRequest:
     """Words that are no `KEY=VALUE`."""
     keys: SetKeys
     overrides: Sequence[str]
-    """Of every run, as typed."""
+    """Settings of every run, as typed."""
     config_dir: str | None
 
     @property
     def folders(self) -> list[Path]:
-        """Of configs, first wins."""
+        """Folders of configs, first wins."""
         return [*user_dirs(self.config_dir), conf_dir()]
 
 
@@ -255,7 +255,7 @@ def _show(result: SetResult, out: Path) -> None:
 
 
 def _head(plan: SetResult, missing: Sequence[SetRun]) -> str:
-    """What is to run, and at the scales of real models its cost."""
+    """Name and runs of a set, and at the scales of real models their cost."""
     source = plan.spec.source
     where = f" (arXiv {source.arxiv}, {source.at})" if source else ""
     at = f" at scale {plan.scale}" if plan.scale else ""
@@ -291,7 +291,7 @@ def _listing(request: SetRequest) -> str:
 
 
 def _done(name: str, scale: str) -> str:
-    """How many cells of a set had all their seeds when its page was last written."""
+    """Number of cells of a set that had all their seeds when its page was last written."""
     try:
         page = json.loads((TOP / name / scale / "set.json").read_text(encoding="utf-8"))
         return f"{page['cells_done']} / {page['cells']}"

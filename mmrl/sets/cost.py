@@ -1,4 +1,4 @@
-"""What the missing runs of a set will cost, by `mmrl plan`."""
+"""Cost of the missing runs of a set, by `mmrl plan`."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Drawn:
     seeds: int
     least: float
     most: float
-    """Of the mean before `scaled` moved it to 0..1."""
+    """Ends of the mean before `scaled` moved it to 0..1."""
     plain: pandas.Series[float] | None = None
     """The mean before `smooth`; None without."""
 
@@ -160,7 +160,7 @@ class SetFigure:
 
     @property
     def caption(self) -> str:
-        """What the lines, bands and numbers are, and what could not be drawn."""
+        """Meaning of lines, bands and numbers, and runs that could not be drawn."""
         figure = self.figure
         band = "from the lowest to the highest seed" if figure.band == "range" else "one standard deviation"
         if figure.kind == "bars":

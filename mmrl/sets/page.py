@@ -76,7 +76,7 @@ def _grid(result: SetResult, shown: Callable[[SetResult, Value], str]) -> Rows:
 
 
 def _number(result: SetResult, value: float | None, std: float | None = None) -> str:
-    """As the paper prints it, with its deviation; empty for None."""
+    """A value as the paper prints it, with its deviation; empty for None."""
     decimals = result.spec.source.decimals if result.spec.source else 3
     return " ± ".join(fixed(number, decimals) for number in (value, std) if number is not None)
 
@@ -133,7 +133,7 @@ def _interval(ends: Interval | None) -> str:
 
 
 def _training_parts(result: SetResult, column: str) -> list[Part]:
-    """How the rows of a column that have begun learned, and against each other."""
+    """Tables of the rows of a column that have begun: learning, each against each other, each seed, cost."""
     if not (begun := result.begun_in(column)):
         return []
     parts = [learning_part(result, column)]
@@ -149,7 +149,7 @@ def _training_parts(result: SetResult, column: str) -> list[Part]:
 
 
 def learning_part(result: SetResult, column: str) -> Part:
-    """How the rows of a column that have begun learned."""
+    """Table of how the rows of a column that have begun learned."""
     begun = result.begun_in(column)
     first = next(iter(begun.values()))[0]
     title = f"{f'{column}: ' if column else ''}{first.metric} on {first.overview.split}"
@@ -259,7 +259,7 @@ class SetPage:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """All below the head, but for the figure; what explains several tables stands below the first of them."""
+        """Tables below the head; a note that explains several of them stands below the first."""
         result, parts = self.result, []
         if result.spec.scores:
             parts.append(Part("Ours", _grid(result, _ours)))

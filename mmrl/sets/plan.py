@@ -135,7 +135,7 @@ def main_metrics() -> dict[str, str]:
 
 
 def digest(config: RootConfig, identity: Mapping[str, object]) -> str:
-    """Of what a run is, wherever it lies and whatever it runs on."""
+    """Digest of what a run is, wherever it lies and whatever it runs on."""
     content = {key: value for key, value in config.model_dump(mode="json").items() if key not in OF_MACHINE}
     if identity:
         # How the weights before it were made stands for their place, and for what is read from there.

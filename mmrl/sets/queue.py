@@ -70,7 +70,7 @@ class Run:
         return ""
 
     def trouble(self) -> str:
-        """Why it failed; empty where it did not."""
+        """Reason of its failure; empty where it did not fail."""
         return ""
 
 
@@ -89,7 +89,7 @@ class SetRun(Run):
     code: int | None = None
     """Exit code of its process; 0 for a run that was finished before, None where it did not run."""
     reason: str = ""
-    """Why it was not started, where something else is the cause."""
+    """Reason why it was not started, where something else is the cause."""
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ class SetRun(Run):
             return str(error)
 
     def state(self) -> State:
-        """How far its run directory is, whose name is a digest of its settings, so a run there has these.
+        """State of its run directory, whose name is a digest of its settings, so a run there has these.
 
         Raises:
             ConfigError: it holds something else than a run.
@@ -156,7 +156,7 @@ class RunQueue:
     """Runs child processes, `at_once` of them at a time."""
 
     runs: Sequence[SetRun]
-    """In the order in which they start."""
+    """Runs in the order in which they start."""
     at_once: int
     """Processes; each has one thread where there are several on this machine."""
     config_dir: str | None
@@ -169,7 +169,7 @@ class RunQueue:
     attached: bool = False
     """Output of the children goes to the terminal, with their live displays, and not into logs."""
     running: list[tuple[SetRun, subprocess.Popen[bytes], float]] = field(default_factory=list)
-    """With the time of their start."""
+    """Runs under way with their processes and the time of their start."""
 
     def run(self) -> None:
         """Run all.
@@ -262,7 +262,7 @@ class RunQueue:
 
 
 def _within(seconds: float, check: Callable[[], bool]) -> bool:
-    """Whether something comes true in time."""
+    """Wait until a check holds; False where it does not in time."""
     until = time.monotonic() + seconds
     while not (true := check()) and time.monotonic() < until:
         time.sleep(POLL_S)
@@ -270,7 +270,7 @@ def _within(seconds: float, check: Callable[[], bool]) -> bool:
 
 
 def state_of(path: Path, what: str) -> State:
-    """How far the run in a folder is; leftovers of a start that was killed at once are removed.
+    """State of the run in a folder; leftovers of a start that was killed at once are removed.
 
     Args:
         what: is expected there, for messages.
@@ -292,7 +292,7 @@ def state_of(path: Path, what: str) -> State:
 
 
 def has_scores(evaluation: RunDir) -> bool:
-    """Whether an evaluation that has ended has scores: none where too many of its rollouts failed from outside."""
+    """False for an evaluation that has ended without scores: too many of its rollouts failed from outside."""
     return any(name.endswith("_low") for name in evaluation.summary.get("metrics", {}))
 
 

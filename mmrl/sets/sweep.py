@@ -138,7 +138,7 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: B
 
 
 def job_state(path: Path, config: RootConfig) -> State:
-    """How far the run of a job is in a directory, which need not exist; leftovers of a start killed at once go.
+    """State of the run of a job in a directory, which need not exist; leftovers of a start killed at once go.
 
     Raises:
         ConfigError: it holds something else than this run.

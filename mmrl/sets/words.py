@@ -15,7 +15,7 @@ from mmrl.system.conf import later_wins, options
 from mmrl.system.files import read_yaml
 
 FOLDER = "set"
-"""Of conf/."""
+"""Folder of conf/."""
 TRAINING_ALONE = (
     *("train", "algo", "stages", "stage", "from", "eval.every", "model.lora", "model.gradient_checkpointing"),
     *("hardware.sharding", "hardware.cpu_offload", "hardware.rollout_devices"),
@@ -55,7 +55,7 @@ def read_file(path: Path) -> SetSpec:
 
 
 def set_names(folders: Sequence[Path]) -> list[str]:
-    """All sets, figure 10 after figure 9."""
+    """Names of all sets, figure 10 after figure 9."""
     names = {path.stem for folder in folders for path in (folder / FOLDER).glob("*.yaml")}
     return sorted(
         names, key=lambda name: [part.zfill(4) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
@@ -63,7 +63,7 @@ def set_names(folders: Sequence[Path]) -> list[str]:
 
 
 def scales_of(spec: SetSpec) -> list[str]:
-    """Those that a set has words for; [""] for one that has no scales."""
+    """Scales that a set has words for; [""] for one that has no scales."""
     layers: list[Layer] = [spec.base]
     if "base" not in spec.model_fields_set:
         layers = [spec, *spec.rows.values(), *spec.columns.values()]
@@ -100,7 +100,7 @@ def words_of(
 
 
 def is_below(word: str, keys: Sequence[str]) -> bool:
-    """Whether an override sets one of some keys or sections, or something in one."""
+    """True for an override that sets one of some keys or sections, or something in one."""
     return any(f"{word.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.") for key in keys)
 
 

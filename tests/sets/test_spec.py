@@ -391,7 +391,6 @@ SPEC = {
         ({"columns": {"A": {"rows": ["tow"]}, "B": {}}}, "columns.A.rows: got 'tow'"),
         ({"columns": {"A": {"cells": {"tow": ["x=1"]}}, "B": {}}}, "columns.A.cells: got 'tow'"),
         ({"scores": {}, "means": {}, "rows": {"one": {"policy": "tiny"}}}, "rows.one.policy: nothing is trained"),
-        ({"source": None}, "rows.one.values: got numbers as printed, and no source says where"),
     ],
 )
 def test_a_wrong_table_is_refused_in_words(changes, said):
