@@ -265,19 +265,13 @@ class SetResult:
             here: dict[int, Scored] = {}
             missing = []
             for run in runs:
-                known = [self.known[link.path] for link in run.chain if link.path in self.known]
-                chain = [overview for overview in known if isinstance(overview, Overview)]
-                damage = [str(error) for error in known if isinstance(error, MmrlError)]
-                trouble = next(iter(damage), run.trouble())
-                scored = None
-                if run.path in self.known and not damage:
-                    scored = here[run.seed] = Scored(run.seed, self.metric(*place), chain)
-                if not trouble and (scored is None or not scored.finished):
-                    missing.append(run.seed)
-                elif scored and (failed := (scored.overview.summary.get("metrics") or {}).get("failed_share", 0)):
-                    trouble = trouble or f"{failed:.1%} of the rollouts failed from outside and count 0"
+                scored, trouble = self._scored(place, run)
+                if scored is not None:
+                    here[run.seed] = scored
                 if trouble:
                     troubles.append(f"{self._named(place)}, seed {run.seed}: {trouble}")
+                elif scored is None or not scored.finished:
+                    missing.append(run.seed)
             finished = [scored.overview for scored in here.values() if scored.finished]
             if missing and finished:
                 troubles.append(f"{self._named(place)}: seeds {', '.join(map(str, missing))} are missing")
@@ -286,6 +280,20 @@ class SetResult:
                 here = {}
             begun[place] = here
         return begun, troubles
+
+    def _scored(self, place: tuple[str, str], run: Run) -> tuple[Scored | None, str]:
+        """A run that has begun and can be read, else None; and what is wrong with it."""
+        chain: list[Overview] = []
+        for known in (self.known.get(link.path) for link in run.chain):
+            if isinstance(known, MmrlError):
+                return None, str(known)
+            chain += [known] if known is not None else []
+        if run.path not in self.known:
+            return None, run.trouble()
+        scored = Scored(run.seed, self.metric(*place), chain)
+        failed = (scored.overview.summary.get("metrics") or {}).get("failed_share", 0)
+        partly = f"{failed:.1%} of the rollouts failed from outside and count 0" if failed and scored.finished else ""
+        return scored, run.trouble() or partly
 
     def begun(self, row: str, column: str) -> list[Scored]:
         """The runs of a cell that have begun, by seed."""
