@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from mmrl.config.base import Section
-from mmrl.errors import ConfigError, Stopped, gathered, unknown
+from mmrl.errors import ConfigError, Stopped, gathered, print_error, unknown
 from mmrl.report.overview import damage_named, find_runs
 from mmrl.report.text import align
 from mmrl.run.check import check_all
@@ -156,7 +155,9 @@ def _look(request: SetRequest) -> int:
     stray = [key for key in keys.model_fields_set if key not in ("name", "out")]
     stray += [word.partition("=")[0] for word in request.overrides]
     if stray:
-        raise ConfigError(f"{key}: has no effect on runs that are there; leave it or them out" for key in stray)
+        raise ConfigError(
+            f"{key}: has no effect on runs that are there; leave it or the run directories out" for key in stray
+        )
     paths = [Path(path) for path in dict.fromkeys(request.names)]
     runs = find_runs(paths)
     # A folder of runs is a set by itself and is named by it; single run directories are not.
@@ -244,7 +245,7 @@ def _run(plan: SetResult, at_once: int, through: Sequence[str], config_dir: str 
         return 0
     lines = [f"{run.name}: {run.trouble()}" for run in failed]
     lines.append(f"{len(failed)} of {len(plan.queue)} runs failed; the same command tries them again")
-    print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
+    print_error(ConfigError(lines))
     return 1
 
 
