@@ -78,11 +78,6 @@ class SetRequest:
     """Settings of every run, as typed."""
     config_dir: str | None
 
-    @property
-    def folders(self) -> list[Path]:
-        """Folders of configs, first wins."""
-        return [*user_dirs(self.config_dir), conf_dir()]
-
 
 def table(request: SetRequest, compose: Compose) -> int:
     """`mmrl table`. Returns the exit code.
@@ -94,7 +89,7 @@ def table(request: SetRequest, compose: Compose) -> int:
         raise ConfigError(f"table: got {len(request.names)} names, expected one")
     if request.names:
         (name,) = request.names
-        return _go(request, name, read_set(name, request.folders, request.config_dir), compose)
+        return _go(request, name, read_set(name, request.config_dir), compose)
     if request.keys.model_fields_set or request.overrides:
         raise ConfigError("table: which one? `mmrl table` lists them")
     print(_listing(request))
@@ -109,7 +104,7 @@ def compare(request: SetRequest, compose: Compose) -> int:
     if keys.plan:
         if {"algo", "task"} & keys.model_fields_set:
             raise ConfigError(f"algo, task: have no effect on plan {keys.plan}; choose from it with rows= and columns=")
-        spec = read_set(keys.plan, request.folders, request.config_dir)
+        spec = read_set(keys.plan, request.config_dir)
         return _go(request, keys.name or keys.plan, spec, compose)
     if not keys.algo:
         raise ConfigError("algo: missing, expected algorithms (algo=a,b), a plan (plan=mini), or run directories")
@@ -133,8 +128,9 @@ def _spec_of_algorithms(request: SetRequest) -> tuple[SetSpec, list[str]]:
             overrides.append(word)
     rows: dict[str, Row] = {}
     known: set[str] = set()
+    folders = [*user_dirs(request.config_dir), conf_dir()]
     for algo in algos:
-        stages = [stage for part in algo.split("+") for stage in chained(part, request.folders)]
+        stages = [stage for part in algo.split("+") for stage in chained(part, folders)]
         known.update(stages)
         start = ""
         for place, stage in enumerate(stages, 1):
@@ -280,8 +276,8 @@ def _plan_text(plan: SetResult, through: str) -> str:
 
 def _listing(request: SetRequest) -> str:
     rows = [["set", "paper", "rows x cells", "seeds", "done at paper scale", "done at mini scale", "shows"]]
-    for name in set_names(request.folders):
-        spec = read_set(name, request.folders, request.config_dir)
+    for name in set_names(request.config_dir):
+        spec = read_set(name, request.config_dir)
         done = {scale: _done(name, scale) for scale in scales_of(spec)}
         paper = f"{spec.source.arxiv} {spec.source.at}" if spec.source else ""
         size = f"{sum(row.shown for row in spec.rows.values())} x {len(spec.cells)}"

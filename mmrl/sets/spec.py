@@ -55,10 +55,6 @@ class Words(Section):
     train: WordList = Field((), description="of training alone")
     eval: WordList = Field((), description="of evaluation alone")
 
-    def of(self, command: Command) -> list[str]:
-        """Overrides of one command."""
-        return [*self.set, *(self.train if command == "train" else self.eval)]
-
     @model_validator(mode="before")
     @classmethod
     def _short(cls, raw: object) -> object:
@@ -75,7 +71,7 @@ class Layer(Words):
     def at(self, scale: str, command: Command) -> list[str]:
         """Overrides of one command at one scale; scale "": those of every scale alone."""
         further: Words = getattr(self, scale) if scale else Words()
-        return [*self.of(command), *further.of(command)]
+        return [*self.set, *getattr(self, command), *further.set, *getattr(further, command)]
 
 
 class Base(Layer):

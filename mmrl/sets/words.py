@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from mmrl.config.validate import as_tuples, explain
 from mmrl.errors import ConfigError, unknown
 from mmrl.sets.spec import SCALES, Command, Layer, SetSpec
-from mmrl.system.conf import later_wins, options
+from mmrl.system.conf import conf_dir, later_wins, options, user_dirs
 from mmrl.system.files import read_yaml
 
 FOLDER = "set"
@@ -25,19 +25,16 @@ TRAINING_ALONE = (
 """Sections and keys that an evaluation does not take."""
 
 
-def read_set(name: str, folders: Sequence[Path], config_dir: str | None = None) -> SetSpec:
+def read_set(name: str, config_dir: str | None = None) -> SetSpec:
     """A set, with the content of its base.
-
-    Args:
-        folders: of configs, first wins.
 
     Raises:
         ConfigError: there is none of this name, or every problem of the two files.
     """
-    path = _file_of(name, FOLDER, folders)
+    path = _file_of(name, FOLDER, config_dir)
     content = read_yaml(path)
     if isinstance(content, dict) and isinstance(base := content.get("base"), str):
-        content["base"] = read_yaml(_file_of(base, f"{FOLDER}/base", folders))
+        content["base"] = read_yaml(_file_of(base, f"{FOLDER}/base", config_dir))
     spec, known = _validated(content, path), options("algo", config_dir)
     of_algos = (("algos", spec.algos), ("base.algos", spec.base.algos))
     if problems := [unknown(key, algo, known) for key, algos in of_algos for algo in algos if algo not in known]:
@@ -54,9 +51,9 @@ def read_file(path: Path) -> SetSpec:
     return _validated(read_yaml(path), path)
 
 
-def set_names(folders: Sequence[Path]) -> list[str]:
+def set_names(config_dir: str | None = None, group: str = FOLDER) -> list[str]:
     """Names of all sets, figure 10 after figure 9."""
-    names = {path.stem for folder in folders for path in (folder / FOLDER).glob("*.yaml")}
+    names = [name for name in options(group, config_dir) if "/" not in name]
     return sorted(
         names, key=lambda name: [part.zfill(4) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
     )
@@ -84,13 +81,8 @@ def words_of(
     placed = [*place.at(scale, command), *place.cells.get(row, Layer()).at(scale, command)]
     own = method.at(scale, command)
     # An evaluation has no algorithm.
-    algos = [word.partition("=")[2] for word in [*shared, *placed, *own] if word.startswith("algo=")]
-    of_algo = [
-        word
-        for layer in (spec.base, spec)
-        if algos and algos[-1] in layer.algos
-        for word in layer.algos[algos[-1]].at(scale, command)
-    ]
+    algo = next((word.partition("=")[2] for word in reversed([*shared, *placed, *own]) if word.startswith("algo=")), "")
+    of_algo = [word for base in (spec.base, spec) for word in base.algos.get(algo, Layer()).at(scale, command)]
     # Before the row: what a row says for itself holds, whatever its algorithm.
     words = [word for word in [*shared, *of_algo, *placed] if not is_below(word, method.without)] + own
     if command == "eval" and method.policy:
@@ -104,11 +96,11 @@ def is_below(word: str, keys: Sequence[str]) -> bool:
     return any(f"{word.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.") for key in keys)
 
 
-def _file_of(name: str, group: str, folders: Sequence[Path]) -> Path:
-    files = {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
-    if name not in files:
-        raise ConfigError(unknown(group, name, sorted(files)))
-    return files[name]
+def _file_of(name: str, group: str, config_dir: str | None) -> Path:
+    if name not in (names := set_names(config_dir, group)):
+        raise ConfigError(unknown(group, name, names))
+    files = [folder / group / f"{name}.yaml" for folder in (*user_dirs(config_dir), conf_dir())]
+    return next(path for path in files if path.is_file())
 
 
 def _validated(content: object, path: Path) -> SetSpec:

@@ -11,11 +11,10 @@ from mmrl.sets.cost import device_hours
 from mmrl.sets.plan import Planner
 from mmrl.sets.queue import before_collapse
 from mmrl.sets.words import read_set
-from mmrl.system.conf import conf_dir
 
 
 def planned(table, row, column=None, scale="paper", typed=()):
-    spec = read_set(table, [conf_dir()])
+    spec = read_set(table)
     planner = Planner(spec, scale, lambda command, words: set_config(command, words, None), typed)
     return planner.plan(table, [row], [column] if column else [*spec.columns], (0,))
 
