@@ -257,28 +257,27 @@ class SetResult:
         return known
 
     @cached_property
-    def read(self) -> tuple[dict[tuple[str, str], dict[int, Scored]], list[str]]:
-        """(row, column) -> seed -> what a run that has begun has, and what is wrong or missing, in words."""
-        begun: dict[tuple[str, str], dict[int, Scored]] = {}
+    def read(self) -> tuple[dict[tuple[str, str], list[Scored]], list[str]]:
+        """(row, column) -> the runs that have begun, by seed; and what is wrong or missing, in words."""
+        begun: dict[tuple[str, str], list[Scored]] = {}
         troubles: list[str] = []
         for place, runs in self.runs.items():
-            here: dict[int, Scored] = {}
+            here: list[Scored] = []
             missing = []
             for run in runs:
                 scored, trouble = self._scored(place, run)
-                if scored is not None:
-                    here[run.seed] = scored
+                here += [scored] if scored is not None else []
                 if trouble:
                     troubles.append(f"{self._named(place)}, seed {run.seed}: {trouble}")
                 elif scored is None or not scored.finished:
                     missing.append(run.seed)
-            finished = [scored.overview for scored in here.values() if scored.finished]
+            finished = [scored.overview for scored in here if scored.finished]
             if missing and finished:
                 troubles.append(f"{self._named(place)}: seeds {', '.join(map(str, missing))} are missing")
             if different := _differing(finished):
                 troubles.append(f"{self._named(place)}: not averaged, its seeds differ in {', '.join(different)}")
-                here = {}
-            begun[place] = here
+                here = []
+            begun[place] = sorted(here, key=lambda scored: scored.seed)
         return begun, troubles
 
     def _scored(self, place: tuple[str, str], run: Run) -> tuple[Scored | None, str]:
@@ -297,7 +296,7 @@ class SetResult:
 
     def begun(self, row: str, column: str) -> list[Scored]:
         """The runs of a cell that have begun, by seed."""
-        return [scored for _, scored in sorted(self.read[0].get((row, column), {}).items())]
+        return self.read[0].get((row, column), [])
 
     def finished(self, row: str, column: str) -> list[Scored]:
         """The runs of a cell that have ended with scores, by seed."""
@@ -461,7 +460,7 @@ class SetResult:
     @cached_property
     def head(self) -> dict[str, str]:
         """Set, scale and state, and what its runs ran on."""
-        known = [scored.overview for by_seed in self.read[0].values() for scored in by_seed.values()]
+        known = [scored.overview for runs in self.read[0].values() for scored in runs]
 
         def listed(of: Callable[[Overview], object]) -> str:
             return "; ".join(dict.fromkeys(str(text) for run in known if (text := of(run))))

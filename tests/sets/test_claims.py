@@ -50,7 +50,7 @@ def result(cells, scale="paper", models=("tiny", "tiny"), claims=({"more": "A", 
     )
     played = dict(zip(rows, models, strict=False))
     begun = {
-        (row, column): {seed: Run(seed, column, right, played[row]) for seed, right in enumerate(rights)}
+        (row, column): [Run(seed, column, right, played[row]) for seed, right in enumerate(rights)]
         for (row, column), rights in cells.items()
     }
     made = SetResult(
