@@ -21,12 +21,7 @@ from mmrl.config.base import flattened
 from mmrl.errors import MmrlError
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import (
-    Difference,
-    paired_difference,
-    series,
-    stratified_interval,
-)
+from mmrl.report.stats import Difference, paired_difference, series, stratified_interval
 from mmrl.sets.queue import Run, SetRun, has_scores
 from mmrl.sets.spec import MAIN, SCALES, Cell, Claim, SetSpec
 
