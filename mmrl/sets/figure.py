@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas
 
-from mmrl.errors import MmrlError
 from mmrl.report.charts import (
     DASHES,
     LINES,
@@ -160,7 +159,7 @@ class SetFigure:
 
     @property
     def caption(self) -> str:
-        """Meaning of lines, bands and numbers, and runs that could not be drawn."""
+        """Meaning of lines, bands and numbers."""
         figure = self.figure
         band = "from the lowest to the highest seed" if figure.band == "range" else "one standard deviation"
         if figure.kind == "bars":
@@ -174,7 +173,6 @@ class SetFigure:
                 parts.append(f"Lines: moving averages that keep {kept}; dotted: the mean itself.")
             if figure.scaled:
                 parts.append("Each line runs from its least to its greatest value, which the legend has.")
-        parts += [f"Not drawn: {error}." for error in self.result.known.values() if isinstance(error, MmrlError)]
         return " ".join(parts)
 
     @cached_property
