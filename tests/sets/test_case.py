@@ -7,9 +7,9 @@ import pytest
 
 from mmrl.report.rundir import RunDir
 from mmrl.sets.case import case_study
-from mmrl.sets.cells import SetResult
 from mmrl.sets.queue import Run
-from mmrl.sets.spec import Case, SetSpec
+from mmrl.sets.spec import Case
+from tests.helpers.sets import set_result
 
 
 def line(item, f1, **prediction):
@@ -28,9 +28,8 @@ def table(tmp_path):
             ]
             run.eval_path(step, "dev").write_text("\n".join(lines) + "\n")
     evaluation = Run(seed=0, path=tmp_path / "gone", command="eval", after=Run(seed=0, path=run.path))
-    spec = {"shows": "x", "scores": {"EM": "em", "F1": "f1", "# Docs": "docs"}, "counts": ("# Docs",)}
-    spec = SetSpec.model_validate(spec | {"rows": {"FoF": {}}})
-    return SetResult(name="t", spec=spec, scale="", rows=["FoF"], columns=[""], runs={("FoF", ""): [evaluation]})
+    scores = {"EM": "em", "F1": "f1", "# Docs": "docs"}
+    return set_result({("FoF", ""): [evaluation]}, scores=scores, counts=("# Docs",))
 
 
 def case_of(table, case):

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pandas
 import pytest
 
-from mmrl.sets.cells import SetResult, student_t
+from mmrl.sets.cells import student_t
 from mmrl.sets.page import SetPage
-from mmrl.sets.spec import SetSpec
+from tests.helpers.sets import set_result
 
 VALUES = [
     ([0.5882852550416057, 0.5518127858509001, 0.5980606294055856], (0.5517467464760962, 0.6061548744572905)),
@@ -38,29 +38,12 @@ class Run:
 
 def result(cells, scale="paper", models=("tiny", "tiny"), claims=({"more": "A", "than": "B"},)):
     """Of (row, column) -> how many of 100 items are right, per seed."""
-    rows, columns = (list(dict.fromkeys(place[end] for place in cells)) for end in (0, 1))
-    spec = SetSpec.model_validate(
-        {
-            "shows": "x",
-            "scores": {"EM": "em"},
-            "rows": {row: {} for row in rows},
-            "columns": {column: {} for column in columns},
-            "claims": claims,
-        }
-    )
-    played = dict(zip(rows, models, strict=False))
+    made = set_result(dict.fromkeys(cells, ()), scale, claims=claims)
+    played = dict(zip(made.rows, models, strict=False))
     begun = {
         (row, column): [Run(seed, column, right, played[row]) for seed, right in enumerate(rights)]
         for (row, column), rights in cells.items()
     }
-    made = SetResult(
-        name="x",
-        spec=spec,
-        scale=scale,
-        rows=rows,
-        columns=columns,
-        runs=dict.fromkeys(cells, ()),
-    )
     vars(made)["read"] = (begun, [])
     return made
 

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from mmrl.config.validate import as_tuples
-from mmrl.sets.cells import SetResult
 from mmrl.sets.figure import SetFigure
 from mmrl.sets.queue import Run
-from mmrl.sets.spec import Figure, SetSpec
+from mmrl.sets.spec import Figure
+from tests.helpers.sets import set_result
 
 
 def run(folder, records):
@@ -31,10 +31,7 @@ def evaluated(seed, trained):
 def table(folders):
     """(row, column) -> one training run per seed, as the table of these."""
     runs = {place: [evaluated(seed, path) for seed, path in enumerate(paths)] for place, paths in folders.items()}
-    rows, columns = ([*dict.fromkeys(place[end] for place in runs)] for end in (0, 1))
-    names = {"rows": {row: {} for row in rows}, "columns": {column: {} for column in columns}}
-    spec = SetSpec.model_validate({"shows": "x", "scores": {"F1": "f1"}, **names})
-    return SetResult(name="t", spec=spec, scale="", rows=rows, columns=columns, runs=runs)
+    return set_result(runs)
 
 
 def figure(**given):
