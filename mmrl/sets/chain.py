@@ -88,7 +88,7 @@ def chain_plan(folder: Path, config: StagedCommandConfig) -> SetResult:
     spec = read_file(folder / SET)
     configs = iter(config.stages)
     planner = Planner(spec, "", lambda command, words: next(configs), (), folder=folder)
-    return planner.plan(folder.name, [*spec.rows], [*spec.columns], None)
+    return planner.plan(folder.name, [*spec.rows], [*spec.columns], ())
 
 
 def chain_page(folder: Path) -> SetPage:

@@ -40,7 +40,7 @@ class SetKeys(Section):
 
     rows: str | None = Field(None, description="names of rows; null: all")
     columns: str | None = Field(None, description="names of columns; null: all")
-    seed: tuple[Annotated[int, Field(ge=0, strict=False)], ...] | None = Field(None, min_length=1)
+    seed: tuple[Annotated[int, Field(ge=0, strict=False)], ...] = Field((), description="none: the set's")
     scale: str | None = Field(None, description="null: the set's first")
     jobs: int = Field(1, ge=1, description="runs at once")
     through: str | None = Field(None, description="a command that starts each run")
@@ -110,7 +110,7 @@ def compare(request: SetRequest, compose: Compose) -> int:
         raise ConfigError("algo: missing, expected algorithms (algo=a,b), a plan (plan=mini), or run directories")
     spec, overrides = _spec_of_algorithms(request)
     # Its seeds are all of this set, and no part of it.
-    request = replace(request, keys=keys.model_copy(update={"seed": None}), overrides=overrides)
+    request = replace(request, keys=keys.model_copy(update={"seed": ()}), overrides=overrides)
     return _go(request, keys.name or "default", spec, compose)
 
 
@@ -189,7 +189,7 @@ def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
         print(_plan_text(plan, f"{keys.through} " if through else ""))
         return 0
     # A part of a set must not take the place of the whole one's page.
-    part = keys.rows is not None or keys.columns is not None or keys.seed is not None
+    part = keys.rows or keys.columns or keys.seed
     out = Path(keys.out) if keys.out else TOP / name / scale / ("selected" if part else "")
     if keys.do == "show":
         _show(plan, out)

@@ -45,11 +45,11 @@ class Planner:
     runs: dict[Path, SetRun] = field(default_factory=dict)
     composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
 
-    def plan(self, name: str, rows: Sequence[str], columns: Sequence[str], seeds: Sequence[int] | None) -> SetResult:
+    def plan(self, name: str, rows: Sequence[str], columns: Sequence[str], seeds: Sequence[int]) -> SetResult:
         """The runs of some rows on some columns.
 
         Args:
-            seeds: None: each row's own.
+            seeds: none: each row's own.
 
         Raises:
             ConfigError: every problem of every config.
