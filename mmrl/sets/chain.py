@@ -24,7 +24,7 @@ from mmrl.sets.cells import SetResult
 from mmrl.sets.found import found_set
 from mmrl.sets.page import SetPage, redraw
 from mmrl.sets.plan import Planner
-from mmrl.sets.queue import RunQueue, SetRun, State
+from mmrl.sets.queue import RunQueue, SetRun, State, state_of
 from mmrl.sets.words import read_file
 from mmrl.system.conf import later_wins
 from mmrl.system.files import JsonObject, atomic_write, read_yaml
@@ -113,11 +113,11 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
         ConfigError: a row's folder holds something else.
     """
     plan = chain_plan(folder, config)
-    if all(run.state() == "finished" for run in plan.queue):
+    if all(state_of(run.path) == "finished" for run in plan.queue):
         raise CheckpointError(f"{folder}: this set is finished; look at it with: mmrl show {folder}")
 
     def ended() -> None:
-        done = [run.path for run in plan.queue if run.state() == "finished"]
+        done = [run.path for run in plan.queue if state_of(run.path) == "finished"]
         with storage(folder):
             # After every run: what was killed between two can be evaluated and exported.
             write_policy(folder, weights=str(done[-1]), prompts=prompts_of(str(done[-1]))[1], task=config.task.name)
@@ -125,7 +125,7 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
 
     if here:
         for run in plan.queue:
-            run.code = 0 if run.state() == "finished" else _in_this_process(run, command)
+            run.code = 0 if state_of(run.path) == "finished" else _in_this_process(run, command)
             if run.code:
                 break
             ended()
@@ -140,7 +140,7 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
 
 
 def _in_this_process(run: SetRun, command: Sequence[str]) -> int:
-    if run.state() == "unfinished":
+    if state_of(run.path) == "unfinished":
         return session.resume(run.path)
     assert isinstance(run.config, StageConfig)
     start = StartConfig(run=str(run.after.path)) if run.after is not None else None

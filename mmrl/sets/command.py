@@ -28,7 +28,7 @@ from mmrl.sets.cost import cost_text
 from mmrl.sets.found import found_set
 from mmrl.sets.page import SetPage, redraw
 from mmrl.sets.plan import TOP, Compose, Planner
-from mmrl.sets.queue import RunQueue, SetRun, by_cell
+from mmrl.sets.queue import RunQueue, SetRun, by_cell, state_of
 from mmrl.sets.spec import Column, Row, SetSpec
 from mmrl.sets.words import read_set, scales_of, set_names
 from mmrl.system.conf import chained, conf_dir, user_dirs
@@ -213,7 +213,7 @@ def _run(plan: SetResult, at_once: int, through: Sequence[str], config_dir: str 
     missing = []
     for run in plan.queue:
         with gathered(problems):
-            missing += [run] if run.state() != "finished" else []
+            missing += [run] if state_of(run.path) != "finished" else []
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     print(_head(plan, missing), flush=True)
@@ -263,9 +263,10 @@ def _head(plan: SetResult, missing: Sequence[SetRun]) -> str:
 
 
 def _plan_text(plan: SetResult, through: str) -> str:
-    parts = [_head(plan, [run for run in plan.queue if run.state() != "finished"])]
+    parts = [_head(plan, [run for run in plan.queue if state_of(run.path) != "finished"])]
     for (command, row, column), runs in by_cell(plan.queue).items():
-        seeds = " ".join(f"{run.seed}{'' if run.state() == 'new' else f' ({run.state()})'}" for run in runs)
+        states = [(run.seed, state_of(run.path)) for run in runs]
+        seeds = " ".join(f"{seed}{'' if state == 'new' else f' ({state})'}" for seed, state in states)
         where = f" on {column}" if column else ""
         parts.append(f"{command} {row}{where}, seeds {seeds}:\n  {through}{runs[0].command_line()}")
     return "\n\n".join(parts)

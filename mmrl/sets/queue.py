@@ -124,14 +124,6 @@ class SetRun(Run):
         except MmrlError as error:
             return str(error)
 
-    def state(self) -> State:
-        """State of its run directory, whose name is a digest of its settings, so a run there has these.
-
-        Raises:
-            ConfigError: it holds something else than a run.
-        """
-        return state_of(self.path, f"a run of {self.row}")
-
     def trouble(self) -> str:
         """The last error that a failed run printed."""
         if self.reason or not self.code:
@@ -197,7 +189,7 @@ class RunQueue:
         try:
             if run.after is not None and run.after.code != 0:
                 raise ConfigError(f"{run.after.name} failed")
-            state = run.state()
+            state = state_of(run.path)
             # A run whose set was killed gets SIGTERM from the system and still writes its last checkpoint.
             if state == "unfinished" and not _within(LOCK_S, lambda: not RunDir(run.path).in_use):
                 raise ConfigError(f"{run.path}: another process has this run; try again once it has ended")
@@ -236,7 +228,7 @@ class RunQueue:
 
     def _end(self, run: SetRun, process: subprocess.Popen[bytes], started: float) -> None:
         run.code = process.returncode
-        if run.code == 0 and self.through and not _within(SHARED_S, lambda: run.state() == "finished"):
+        if run.code == 0 and self.through and not _within(SHARED_S, lambda: state_of(run.path) == "finished"):
             run.code = 1
             run.reason = f"through: {self.through[0]} has ended, and the run has not; it must stay until then"
         if run.code == 0:
@@ -269,11 +261,10 @@ def _within(seconds: float, check: Callable[[], bool]) -> bool:
     return true
 
 
-def state_of(path: Path, what: str) -> State:
+def state_of(path: Path) -> State:
     """State of the run in a folder; leftovers of a start that was killed at once are removed.
 
-    Args:
-        what: is expected there, for messages.
+    The name of a set's run directory is a digest of its settings, so a run there has these.
 
     Raises:
         ConfigError: it holds something else, which is not touched.
@@ -288,7 +279,7 @@ def state_of(path: Path, what: str) -> State:
     if path.is_dir() and not path.is_symlink() and holds_only_leftovers(path):
         shutil.rmtree(path)
         return "new"
-    raise ConfigError(f"{path}: expected {what}, got something else, which was not touched; move it away")
+    raise ConfigError(f"{path}: expected a run, got something else, which was not touched; move it away")
 
 
 def has_scores(evaluation: RunDir) -> bool:

@@ -147,7 +147,7 @@ def job_state(path: Path, config: RootConfig) -> State:
         if differs(path, config):
             raise ConfigError(f"run.dir: {path} holds a set with other words; take another run.dir=, or move it away")
         return state_of_chain(path)
-    if (state := state_of(path, "a run of this sweep")) == "new":
+    if (state := state_of(path)) == "new":
         return state
     changes = config_changes(RunDir.read(path).config, config.model_dump(mode="json"))
     # What depends on the machine does not count.

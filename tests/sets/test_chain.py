@@ -259,7 +259,7 @@ def test_a_run_that_lost_its_config_is_not_removed(whole, tmp_path, capsys):
     folder = shutil.copytree(whole, tmp_path / "run")
     (folder / "2_mmgrpo" / "config.yaml").unlink()
     assert main(["train", f"resume={folder}"]) == 2
-    assert "2_mmgrpo: expected a run of 2_mmgrpo, got something else, which was not touched" in capsys.readouterr().err
+    assert "2_mmgrpo: expected a run, got something else, which was not touched" in capsys.readouterr().err
     assert (folder / "2_mmgrpo" / "checkpoints").is_dir()
 
 

@@ -117,7 +117,7 @@ def test_a_folder_of_something_else_is_not_touched(calls, capsys):
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
     assert main(COMPARE) == 2
-    assert "expected a run of mhgpo_fof, got something else" in capsys.readouterr().err
+    assert "expected a run, got something else" in capsys.readouterr().err
     assert (folder / "notes.txt").read_text() == "mine" and calls() == []
 
 
