@@ -27,7 +27,7 @@ from mmrl.config.endpoint import Endpoint, EndpointConfig
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SftConfig
 from mmrl.config.tasks import BUILT_IN
 from mmrl.sets.words import set_names
-from mmrl.system.conf import conf_dir, options
+from mmrl.system.conf import options
 from mmrl.tasks import TASKS
 
 TOP = Path(__file__).resolve().parent.parent
@@ -51,7 +51,7 @@ def plug_points() -> str:
             f"`{group}=`": [name for name in options(group) if "/" not in name]
             for group in ("model", "hardware", "engine")
         },
-        "sets of runs": set_names([conf_dir()]),
+        "sets of runs": set_names(),
     }
     rows = [f"| {kind} | {' '.join(n if ' ' in n else f'`{n}`' for n in own)} |" for kind, own in names.items()]
     return "\n".join(["| | |", "|---|---|", *rows])

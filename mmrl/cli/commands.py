@@ -235,7 +235,7 @@ def compare(context: typer.Context) -> int:
     """
     from mmrl.sets import command
 
-    return command.compare(*_set_request(context, command.COMPARE_KEYS))
+    return command.compare(*_set_request(context, tuple(command.SetKeys.model_fields)))
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[NAME] [KEY=VALUE ...]")
@@ -263,13 +263,13 @@ def table(context: typer.Context) -> int:
 
 def _set_request(context: typer.Context, keys: Sequence[str]) -> tuple[SetRequest, Compose]:
     from mmrl.cli import configs, overrides
-    from mmrl.sets.command import SetRequest
+    from mmrl.sets.command import SetKeys, SetRequest
 
     line = overrides.read_line(context.args, own=keys, names=True)
     if line.switches:
         name = context.info_name
         raise ConfigError(f"{' '.join(line.switches)}: not for mmrl {name}, which takes lists as they are: seed=0,1")
-    request = SetRequest(line.names, line.own, line.typed, line.config_dir)
+    request = SetRequest(line.names, line.section(SetKeys), line.typed, line.config_dir)
     return request, lambda command, words: configs.set_config(command, words, line.config_dir)
 
 

@@ -5,47 +5,33 @@ From what training keeps of its evaluations (`eval/step-….jsonl` of a run), so
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
-from mmrl.report.rundir import RunDir, step_of
+from mmrl.report.overview import Overview
 from mmrl.report.tables import Rows
 from mmrl.sets.cells import SetResult
 from mmrl.sets.spec import Case, SetSpec
-from mmrl.system.files import JsonObject, read_jsonl
+from mmrl.system.files import JsonObject
 
 
-@dataclass(frozen=True, slots=True)
-class CaseStudy:
-    """One item of one run."""
+def case_study(result: SetResult) -> tuple[str, Rows, str] | None:
+    """A title, scores and what the program returned at two steps, and the item's texts where the run has kept them.
 
-    run: Path
-    item: str
-    asked: str
-    """Its texts; empty where the run has not kept them."""
-    rows: Rows
-    """Head with the two steps; the scores, then what the program returned, part by part."""
-
-
-def case_study(result: SetResult) -> CaseStudy | None:
-    """Of the first run whose training has two evaluations; None while there is none, or where the set has no case.
-
-    The item is `case.item`, or the first one whose last score rises the most.
+    Of the first run whose training has two evaluations; None while there is none, or where the set has no case. The
+    item is `case.item`, or the first one whose last score rises the most.
     """
-    spec, runs = result.spec, [run for runs in result.runs.values() for run in runs]
-    if (case := spec.case) is None:
+    if (case := result.spec.case) is None:
         return None
-    found = (_of_run(spec, case, run.trained) for run in runs if run.trained is not None)
-    return next((one for one in found if one is not None), None)
+    runs = [run.trained for runs in result.runs.values() for run in runs]
+    trained = [run for path in runs if path is not None and isinstance(run := result.known.get(path), Overview)]
+    found = (_of_run(result.spec, case, run) for run in trained)
+    return next(filter(None, found), None)
 
 
-def _of_run(spec: SetSpec, case: Case, trained: Path) -> CaseStudy | None:
-    files = {step: path for path in (trained / "eval").glob("step-*.jsonl") if (step := step_of(path)) is not None}
-    steps = [step for step in sorted(files) if step >= case.early]
-    if len(steps) < 2:
+def _of_run(spec: SetSpec, case: Case, run: Overview) -> tuple[str, Rows, str] | None:
+    evaluated = {step: items for step, items in run.items.get(run.split, {}).items() if step >= case.early}
+    if len(evaluated) < 2:
         return None
-    ends = (steps[0], steps[-1])
-    before, after = ({str(line["id"]): line for line in read_jsonl(files[step])} for step in ends)
+    ends = (min(evaluated), max(evaluated))
+    before, after = ({str(item["id"]): item for item in evaluated[step]} for step in ends)
     items = [item for item in before if item in after and (not case.item or item == case.item)]
     if not items:
         return None
@@ -59,9 +45,9 @@ def _of_run(spec: SetSpec, case: Case, trained: Path) -> CaseStudy | None:
     # The answer last, as programs make it.
     names = sorted(dict.fromkeys([*first, *last]), key=lambda name: name == "answer")
     rows += [[name, _text(first.get(name)), _text(last.get(name))] for name in names]
-    texts = [line["asked"] for (_, item), line in RunDir(trained).examples.items() if item == chosen]
+    texts = [line["asked"] for (_, item), line in run.run.examples.items() if item == chosen]
     asked = "; ".join(f"{name}: {text}" for name, text in texts[0].items()) if texts else ""
-    return CaseStudy(trained, chosen, asked, rows)
+    return f"One question, early and late: {chosen} of {run.run.path}", rows, asked
 
 
 def _score(line: JsonObject, metric: str) -> float:

@@ -6,10 +6,10 @@ its seeds differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
@@ -21,16 +21,9 @@ from mmrl.config.base import flattened
 from mmrl.errors import MmrlError
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import (
-    Difference,
-    number,
-    paired_difference,
-    series,
-    stratified_interval,
-)
+from mmrl.report.stats import Difference, paired_difference, series, stratified_interval
 from mmrl.sets.queue import Run, SetRun, has_scores
-from mmrl.sets.spec import SCALES, Cell, Claim, SetSpec
-from mmrl.system.files import JsonObject
+from mmrl.sets.spec import MAIN, SCALES, Cell, Claim, SetSpec
 
 VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "start.", "task.prompts", "model.")
 """Config paths in which runs of one row may differ: where weights and prompts lie, and the machine."""
@@ -46,7 +39,7 @@ class Behaviour(NamedTuple):
 
     label: str
     metric: str
-    """Of items; `module/MODULE/FACT` of the calls of a module."""
+    """Metric of items; `module/MODULE/FACT` of the calls of a module."""
     share: bool = False
     """True: the share of items above 0, instead of the mean."""
     training: str = ""
@@ -59,8 +52,9 @@ COUNTS = {
     "tokens sampled": ("rollouts/tokens", "prompts/completion_tokens", "prompts/writer/completion_tokens"),
     "tokens trained": ("train/tokens",),
     "seconds": ("time/step", "time/eval"),
+    "USD": ("prompts/writer/cost",),
 }
-"""What a run costs -> metrics of its steps that are summed; those of the model that writes instructions among them."""
+"""Costs of a run -> metrics of its steps that are summed; those of the model that writes instructions among them."""
 MONEY = ("endpoint/cost", "endpoint/judge/cost", "endpoint/external/cost")
 """Counted since the process started, so the last value of each start is its cost."""
 BEHAVIOUR = (
@@ -82,15 +76,26 @@ class Scored:
     seed: int
     metric: str
     """The one by which the run is judged to learn."""
-    overview: Overview
-    first: Overview
-    """Of the run that the chain began with, which is mostly the same."""
-    costs: Mapping[str, float]
-    """Of all runs of the chain, over all their starts: `COUNTS`, seconds and USD."""
+    chain: Sequence[Overview]
+    """The runs that it comes from, the first one first, and itself."""
+
+    @property
+    def overview(self) -> Overview:
+        """The run itself."""
+        return self.chain[-1]
+
+    @cached_property
+    def costs(self) -> dict[str, float]:
+        """`COUNTS` of all runs of the chain, over all their starts."""
+        totals = pandas.DataFrame([record for run in self.chain for record in run.history])
+        totals = totals.select_dtypes("number").sum()
+        costs = {name: float(sum(totals.get(key, 0.0) for key in keys)) for name, keys in COUNTS.items()}
+        costs["USD"] += sum(_paid(series(run.history, key)[1].tolist()) for run in self.chain for key in MONEY)
+        return costs
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended with scores."""
+        """True once it has ended with scores."""
         if self.overview.evaluates:
             return self.overview.run.finished and has_scores(self.overview.run)
         return bool(self.overview.summary)
@@ -98,7 +103,7 @@ class Scored:
     @cached_property
     def before(self) -> pandas.DataFrame:
         """Scores before training; empty for an evaluation, and where nothing was evaluated."""
-        steps = {} if self.overview.evaluates else _evaluated(self.first)
+        steps = {} if self.overview.evaluates else _evaluated(self.chain[0])
         return _scores(steps[min(steps)] if steps else [])
 
     @cached_property
@@ -135,7 +140,7 @@ class Scored:
 
     @property
     def learned(self) -> bool | None:
-        """Whether this run meets the threshold; None while that cannot be decided."""
+        """True where this run meets the threshold; None while that cannot be decided."""
         if not self.finished or self.gain is None or self.gain.n < LEAST_ITEMS:
             return None
         # The small tolerance: 0.25 - 0.20 is a little below 0.05 in binary.
@@ -163,10 +168,10 @@ def values_of(scores: pandas.DataFrame, metric: str) -> pandas.Series[float]:
     return scores[metric].dropna() if metric in scores else pandas.Series(dtype=float)
 
 
-def behaviour_in(scores: pandas.DataFrame, of: Behaviour) -> float | None:
+def behaviour_in(scores: pandas.DataFrame, behaviour: Behaviour) -> float | None:
     """A behaviour in an evaluation; None where the task has none such."""
-    values = values_of(scores, of.metric)
-    return fmean(values > 0 if of.share else values) if len(values) else None
+    values = values_of(scores, behaviour.metric)
+    return fmean(values > 0 if behaviour.share else values) if len(values) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +180,7 @@ class Value:
 
     row: str
     label: str
-    """Of the cell, or the name of the mean."""
+    """Short name of the cell, or the name of the mean."""
     column: str | None
     score: str | None
     """None: a mean of cells."""
@@ -200,11 +205,6 @@ class Value:
         """Sample standard deviation over seeds; None for fewer than two."""
         return stdev(self.seeds.values()) if len(self.seeds) > 1 else None
 
-    @property
-    def difference(self) -> float | None:
-        """Ours minus the paper's."""
-        return None if self.mean is None or self.paper is None else self.mean - self.paper
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -221,7 +221,7 @@ class Verdict:
     items: int = 0
     seeds: int = 0
     rests_on: tuple[str, ...] = ()
-    """Of a claim over several tasks those without which it would not be held."""
+    """Tasks without which a claim over several would not be held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,67 +233,79 @@ class SetResult:
     scale: str
     rows: Sequence[str]
     columns: Sequence[str]
-    metrics: Mapping[tuple[str, str], Mapping[str, str]]
-    """(row, column) -> score -> metric."""
     runs: Mapping[tuple[str, str], Sequence[Run]]
     """(row, column) -> the runs with its scores, one per seed: evaluations, or in a set without scores trainings."""
     queue: Sequence[SetRun] = ()
-    """All runs in the order in which they start, each once; none where runs are only looked at."""
+    """Runs in the order in which they start, each once; none where they are only looked at."""
     more_notes: Sequence[str] = ()
 
     @cached_property
-    def read(self) -> tuple[dict[tuple[str, str], dict[int, Scored]], list[str]]:
-        """(row, column) -> seed -> what a run that has begun has, and what is wrong or missing, in words."""
-        begun: dict[tuple[str, str], dict[int, Scored]] = {}
+    def known(self) -> dict[Path, Overview | MmrlError]:
+        """Content of the folder of each run that has begun, those included that others come from; or its damage."""
+        known: dict[Path, Overview | MmrlError] = {}
+        for path in dict.fromkeys(link.path for runs in self.runs.values() for run in runs for link in run.chain):
+            if (path / "config.yaml").is_file():
+                try:
+                    known[path] = Overview.of(RunDir.read(path))
+                except MmrlError as error:
+                    known[path] = error
+        return known
+
+    @cached_property
+    def read(self) -> tuple[dict[tuple[str, str], list[Scored]], list[str]]:
+        """(row, column) -> the runs that have begun, by seed; and what is wrong or missing, in words."""
+        begun: dict[tuple[str, str], list[Scored]] = {}
         troubles: list[str] = []
-
-        @cache
-        def overview(path: Path) -> Overview | None:
-            return Overview.of(RunDir.read(path)) if (path / "config.yaml").is_file() else None
-
         for place, runs in self.runs.items():
-            here: dict[int, Scored] = {}
+            here: list[Scored] = []
             missing = []
             for run in runs:
-                where = f"{self._named(place)}, seed {run.seed}"
-                try:
-                    if overview(run.path) is not None:
-                        chain = [one for before in run.chain if (one := overview(before.path)) is not None]
-                        here[run.seed] = Scored(run.seed, self.metric(*place), chain[-1], chain[0], _costs(chain))
-                except MmrlError as error:
-                    troubles.append(f"{where}: {error}")
-                    continue
-                scored = here.get(run.seed)
-                if trouble := run.trouble():
-                    troubles.append(f"{where}: {trouble}")
+                scored, trouble = self._scored(place, run)
+                here += [scored] if scored is not None else []
+                if trouble:
+                    troubles.append(f"{self._named(place)}, seed {run.seed}: {trouble}")
                 elif scored is None or not scored.finished:
                     missing.append(run.seed)
-                elif failed := (scored.overview.summary.get("metrics") or {}).get("failed_share", 0):
-                    troubles.append(f"{where}: {failed:.1%} of the rollouts failed from outside and count 0")
-            finished = [scored.overview for scored in here.values() if scored.finished]
+            finished = [scored.overview for scored in here if scored.finished]
             if missing and finished:
                 troubles.append(f"{self._named(place)}: seeds {', '.join(map(str, missing))} are missing")
             if different := _differing(finished):
                 troubles.append(f"{self._named(place)}: not averaged, its seeds differ in {', '.join(different)}")
-                here = {}
-            begun[place] = here
+                here = []
+            begun[place] = sorted(here, key=lambda scored: scored.seed)
         return begun, troubles
+
+    def _scored(self, place: tuple[str, str], run: Run) -> tuple[Scored | None, str]:
+        """A run that has begun and can be read, else None; and what is wrong with it."""
+        chain: list[Overview] = []
+        for known in (self.known.get(link.path) for link in run.chain):
+            if isinstance(known, MmrlError):
+                return None, str(known)
+            chain += [known] if known is not None else []
+        if run.path not in self.known:
+            return None, run.trouble()
+        scored = Scored(run.seed, self.metric(*place), chain)
+        failed = (scored.overview.summary.get("metrics") or {}).get("failed_share", 0)
+        partly = f"{failed:.1%} of the rollouts failed from outside and count 0" if failed and scored.finished else ""
+        return scored, run.trouble() or partly
 
     def begun(self, row: str, column: str) -> list[Scored]:
         """The runs of a cell that have begun, by seed."""
-        return [scored for _, scored in sorted(self.read[0].get((row, column), {}).items())]
+        return self.read[0].get((row, column), [])
 
-    def finished(self, row: str, column: str) -> dict[int, Scored]:
-        """Seed -> a finished run of a cell."""
-        return {scored.seed: scored for scored in self.begun(row, column) if scored.finished}
+    def finished(self, row: str, column: str) -> list[Scored]:
+        """The runs of a cell that have ended with scores, by seed."""
+        return [scored for scored in self.begun(row, column) if scored.finished]
 
-    def rows_of(self, column: str) -> list[str]:
-        """Rows with a cell in a column."""
-        return [row for row in self.rows if (row, column) in self.runs]
+    def begun_in(self, column: str) -> dict[str, list[Scored]]:
+        """Row -> its runs, of the rows of a column that have begun."""
+        return {row: runs for row in self.rows if (runs := self.begun(row, column))}
 
-    def metric(self, row: str, column: str) -> str:
-        """The metric of a cell of a set without scores of its own."""
-        return next(iter(self.metrics[row, column].values()))
+    def metric(self, row: str, column: str, score: str | None = None) -> str:
+        """The metric of a score (None: the first one) on a cell."""
+        measured = self.spec.measured
+        metric = measured[score or next(iter(measured))]
+        return self.runs[row, column][0].metric if metric == MAIN else metric
 
     def _named(self, place: tuple[str, str]) -> str:
         row, column = place
@@ -306,8 +318,8 @@ class SetResult:
         """Every cell of every row, and its means."""
         columns = set(self.columns)
         places: dict[Place, Sequence[Cell]] = {cell: [cell] for cell in self.spec.cells if cell.column in columns}
-        for name, of in self.spec.means.items():
-            cells = self.spec.selected(of)
+        for name, averaged in self.spec.means.items():
+            cells = self.spec.selected(averaged)
             # An average of fewer columns than the paper's would be another number under its name.
             if {cell.column for cell in cells} <= columns:
                 places[name] = cells
@@ -325,15 +337,13 @@ class SetResult:
 
     def _value(self, row: str, place: Place, cells: Sequence[Cell]) -> Value:
         spec, cell = self.spec, place if isinstance(place, Cell) else None
-        together = self._together([row], cells)
-        strata = self._strata(row, together)
+        (strata,), weights = self._strata([row], cells)
         percent = spec.source is not None and spec.source.percent
         unit = 100.0 if percent and not (cell and cell.score in spec.counts) else 1.0
-        weights = {column: len(group) / len(cells) for column, group in together.items()}
         means = unit * _seed_means(strata, weights)
         items = {column: _item_means(block.loc[means.index]) for column, block in strata.items()} if len(means) else {}
         interval = stratified_interval({c: unit * m for c, m in items.items()}, weights, (row, str(place)))
-        paper = spec.reported(row).get(place)
+        paper, paper_std = spec.reported(row).get(place, (None, None))
         agrees = None
         if self.scale == "paper" and paper is not None and interval is not None:
             agrees = bool(abs(means.mean() - paper) <= spec.agree or interval[0] <= paper <= interval[1])
@@ -347,43 +357,40 @@ class SetResult:
             interval=interval,
             items=sum(map(len, items.values())),
             paper=paper,
-            paper_std=spec.deviations(row).get(place),
+            paper_std=paper_std,
             agrees=agrees,
         )
 
-    def _together(self, rows: Sequence[str], cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-        """The cells of each set of items, by its first column.
+    def _strata(
+        self, rows: Sequence[str], cells: Sequence[Cell]
+    ) -> tuple[list[dict[str, pandas.DataFrame]], dict[str, float]]:
+        """Blocks of each row by column, none where a cell has no evaluation; and the weight of each column.
 
-        Several columns may ask the same questions, of one policy (on the mini world) or of several: an item counts
-        once, with the mean of its cells, or an interval over them would come out too narrow.
+        Several columns may ask the same questions, of one policy (on the mini world) or of several: they are one block,
+        named by the first of them, where an item counts once with the mean of its cells. Else an interval over them
+        would come out too narrow.
         """
         first: dict[object, str] = {}
-        together: dict[str, list[Cell]] = {}
+        groups: dict[str, list[Cell]] = {}
         for cell in sorted(cells):
-            asked = frozenset(one.questions for row in rows for one in self.finished(row, cell.column).values())
-            together.setdefault(first.setdefault(asked or cell.column, cell.column), []).append(cell)
-        return together
+            asked = frozenset(run.questions for row in rows for run in self.finished(row, cell.column))
+            groups.setdefault(first.setdefault(asked or cell.column, cell.column), []).append(cell)
+        strata = []
+        for row in rows:
+            blocks = {column: self._block(row, group) for column, group in groups.items()}
+            strata.append(blocks if not any(block.empty for block in blocks.values()) else {})
+        return strata, {column: len(group) / len(cells) for column, group in groups.items()}
 
-    def _block(self, row: str, column: str, metric: str) -> pandas.DataFrame:
-        """(seeds, items) of a cell after training; NaN where a module was not called on an item."""
-        values = {seed: values_of(one.after, metric).to_dict() for seed, one in self.finished(row, column).items()}
-        return pandas.DataFrame.from_dict(values, orient="index", dtype=float)
-
-    def _strata(self, row: str, together: Mapping[str, Sequence[Cell]]) -> dict[str, pandas.DataFrame]:
-        """Column -> (seeds, items), the mean of its cells' scores; empty where a column has no evaluation."""
-        strata: dict[str, pandas.DataFrame] = {}
-        for column, group in together.items():
-            blocks = [
-                self._block(row, cell.column, self.metrics[row, cell.column][cell.score])
-                for cell in group
-                if self.finished(row, cell.column)
-            ]
-            seeds = sorted(set.intersection(*(set(block.index) for block in blocks))) if blocks else []
-            if not seeds or len(blocks) < len(group):
-                return {}
-            first, *others = (block.loc[seeds] for block in blocks)
-            strata[column] = sum(others, first) / len(blocks)
-        return strata
+    def _block(self, row: str, cells: Sequence[Cell]) -> pandas.DataFrame:
+        """(seeds, items) after training, the mean of some cells; NaN where a module was not called on an item."""
+        blocks = []
+        for column, score in cells:
+            runs = self.finished(row, column)
+            values = {run.seed: values_of(run.after, self.metric(row, column, score)).to_dict() for run in runs}
+            blocks.append(pandas.DataFrame.from_dict(values, orient="index", dtype=float))
+        seeds = sorted(set.intersection(*(set(block.index) for block in blocks)))
+        first, *others = (block.loc[seeds] for block in blocks)
+        return sum(others, first) / len(blocks)
 
     # --- row against row
 
@@ -393,7 +400,8 @@ class SetResult:
         An item's score is its mean over the seeds that both finished; the interval is over items. None without a seed
         or an item in common.
         """
-        blocks = [self._block(row, column, self.metric(row, column)) for row in (first, second)]
+        (cell,) = (Cell(column, score) for score in self.spec.measured)
+        blocks = [self._block(row, [cell]) for row in (first, second)]
         seeds = sorted(set(blocks[0].index) & set(blocks[1].index))
         mine, others = (_item_means(block.loc[seeds]) for block in blocks)
         shared = sorted(mine.index.intersection(others.index))
@@ -405,61 +413,53 @@ class SetResult:
     @cached_property
     def verdicts(self) -> list[Verdict]:
         """Every claim whose rows are shown."""
-        shown = [claim for claim in self.spec.claims if claim.more in self.rows and claim.than in self.rows]
-        return [self._judged(claim) for claim in shown]
+        claims = [claim for claim in self.spec.claims if {claim.more, claim.than} <= {*self.rows}]
+        return [self._judged(claim) for claim in claims]
 
     def _judged(self, claim: Claim) -> Verdict:
+        rows = (claim.more, claim.than)
         cells = [cell for cell in self.spec.selected(claim.cells) if cell.column in self.columns]
-        together = self._together([claim.more, claim.than], cells)
-        more, than = self._strata(claim.more, together), self._strata(claim.than, together)
-        if not more or not than:
-            return Verdict(claim, "not run")
-        pairs = {column: _paired(more[column], than[column]) for column in more}
-        if any(pair.empty for pair in pairs.values()):
+        (more, than), weights = self._strata(rows, cells)
+        pairs = {column: _paired(more[column], than[column]) for column in more if than}
+        if not pairs or any(pair.empty for pair in pairs.values()):
             return Verdict(claim, "not run")
 
-        def judged(weights: Mapping[str, float]) -> tuple[str, Interval | None, int, Interval | None]:
+        def judged(weights: Mapping[str, float]) -> Verdict:
             strata = {column: pairs[column] for column in weights}
-            interval = stratified_interval(strata, weights, (claim.more, claim.than, *claim.cells))
-            seeds, between = _between_seeds(more, than, weights)
-            return _verdict(interval, between, seeds), interval, seeds, between
+            interval = stratified_interval(strata, weights, (*rows, *claim.cells))
+            seeds, over_seeds = _between_seeds(more, than, weights)
+            difference = float(sum(weight * strata[column].mean() for column, weight in weights.items()))
+            verdict = _verdict(interval, over_seeds, seeds)
+            return Verdict(claim, verdict, difference, interval, over_seeds, sum(map(len, strata.values())), seeds)
 
-        weights = {column: len(group) / len(cells) for column, group in together.items()}
-        verdict, interval, seeds, between = judged(weights)
-        difference = float(sum(weight * pairs[column].mean() for column, weight in weights.items()))
-        rests = []
-        models = [{self.models.get((row, cell.column)) for cell in cells} for row in (claim.more, claim.than)]
+        verdict = judged(weights)
+        models = [{self.models.get((row, cell.column)) for cell in cells} for row in rows]
         if self.scale == "mini" and models[0] != models[1]:
-            verdict = "not comparable at mini"
-        elif verdict == "held" and len(pairs) > 1:
+            return replace(verdict, verdict="not comparable at mini")
+        rests = []
+        if verdict.verdict == "held" and len(pairs) > 1:
             for left_out in pairs:
                 others = {column: weight for column, weight in weights.items() if column != left_out}
                 shares = {column: weight / sum(others.values()) for column, weight in others.items()}
-                rests += [left_out] if judged(shares)[0] != "held" else []
-        return Verdict(
-            claim, verdict, difference, interval, between, sum(map(len, pairs.values())), seeds, tuple(rests)
-        )
+                rests += [left_out] if judged(shares).verdict != "held" else []
+        return replace(verdict, rests_on=tuple(rests))
 
     # --- what the numbers rest on
 
     @cached_property
     def models(self) -> dict[tuple[str, str], str]:
         """(row, column) -> the model that plays the row, before training."""
-        played = {}
-        for place in self.runs:
-            for scored in self.begun(*place)[:1]:
-                start = scored.first
-                played[place] = str(start.get("policy") if start.evaluates else start.get("model.path"))
-        return played
+        first = {place: runs[0].chain[0] for place in self.runs if (runs := self.begun(*place))}
+        return {place: str(run.get("policy" if run.evaluates else "model.path")) for place, run in first.items()}
 
     @cached_property
     def head(self) -> dict[str, str]:
-        """What the numbers rest on."""
-        begun, _ = self.read
-        known = [one.overview for by_seed in begun.values() for one in by_seed.values()]
-        prompts = [Path(str(path)).name if (path := one.get("task.prompts")) else "mmrl's own" for one in known]
-        commits = [str((one.environment.get("mmrl_git") or {}).get("commit", "-"))[:10] for one in known]
-        judges = [str((one.summary.get("facts") or {}).get("judge", "")) for one in known]
+        """Set, scale and state, and what its runs ran on."""
+        known = [scored.overview for runs in self.read[0].values() for scored in runs]
+
+        def listed(of: Callable[[Overview], object]) -> str:
+            return "; ".join(dict.fromkeys(str(text) for run in known if (text := of(run))))
+
         source = self.spec.source
         every = {
             "paper": f"arXiv {source.arxiv}, {source.at}: {self.spec.shows}" if source else "",
@@ -467,46 +467,37 @@ class SetResult:
             "scale": SCALES.get(self.scale, ""),
             "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "cells": f"{self.done} of {self.total}",
-            "commit": _listed(commits),
-            "machine": _listed(str(one.environment.get("cpu", "-")) for one in known),
-            "engine": _listed(str(one.get("engine.name", "-")) for one in known),
-            "prompts": _listed(prompts),
-            "retriever": _listed(filter(None, map(_retriever, known))),
-            "judge": _listed(filter(None, judges)),
+            "commit": listed(lambda run: str((run.environment.get("mmrl_git") or {}).get("commit", "-"))[:10]),
+            "machine": listed(lambda run: run.environment.get("cpu", "-")),
+            "engine": listed(lambda run: run.get("engine.name", "-")),
+            "prompts": listed(lambda run: Path(str(run.get("task.prompts") or "mmrl's own")).name),
+            "retriever": listed(_retriever),
+            "judge": listed(lambda run: (run.summary.get("facts") or {}).get("judge")),
         }
         return {name: text for name, text in every.items() if text}
 
     @cached_property
     def notes(self) -> list[str]:
         """Below the tables: shared runs, what is missing or wrong, the rows' notes and the set's."""
-        _, troubles = self.read
         places: dict[tuple[Path, ...], list[str]] = {}
         for (row, column), runs in self.runs.items():
-            paths = tuple(run.path for run in runs)
-            places.setdefault(paths, []).append(row if len(self.columns) == 1 else self._named((row, column)))
+            name = row if len(self.columns) == 1 else self._named((row, column))
+            places.setdefault(tuple(run.path for run in runs), []).append(name)
         groups = [", ".join(names) for names in places.values() if len(names) > 1]
+        notes = [*self.read[1], *self.more_notes]
         # One note: a table whose columns name the same data at this scale has a dozen of these.
-        shared = [f"the same runs: {'; '.join(groups)}"] if groups else []
-        rows = {row: self.spec.rows[row] for row in self.rows}
-        starts = [f"{name}: starts from the policy of {row.from_}" for name, row in rows.items() if row.from_]
-        rules = [
-            f"{name}: the last checkpoint before the evaluations of training collapse (half of the best, and no return)"
-            for name, row in rows.items()
-            if row.checkpoint == "before_collapse"
-        ]
-        return [*troubles, *self.more_notes, *shared, *starts, *rules, *self.spec.notes]
-
-
-def _costs(chain: Sequence[Overview]) -> dict[str, float]:
-    def total(records: Sequence[JsonObject], keys: Sequence[str]) -> float:
-        return sum(value for record in records for key in keys if (value := number(record.get(key))) is not None)
-
-    records = [record for one in chain for record in one.history]
-    paid = sum(_paid(series(one.history, key)[1].tolist()) for one in chain for key in MONEY)
-    return {
-        **{name: total(records, keys) for name, keys in COUNTS.items()},
-        "USD": paid + total(records, ["prompts/writer/cost"]),
-    }
+        notes += [f"the same runs: {'; '.join(groups)}"] if groups else []
+        if len({*self.models.values()}) > 1:
+            models = dict.fromkeys(f"{row} is {model}" for (row, _), model in self.models.items())
+            notes.append(f"before training {', '.join(models)}")
+        for name in self.rows:
+            method = self.spec.rows[name]
+            if method.from_:
+                notes.append(f"{name}: starts from the policy of {method.from_}")
+            if method.checkpoint == "before_collapse":
+                rule = "before the evaluations of training collapse (half of the best, and no return)"
+                notes.append(f"{name}: the last checkpoint {rule}")
+        return [*notes, *self.spec.notes]
 
 
 def _paid(values: Sequence[float]) -> float:
@@ -516,11 +507,12 @@ def _paid(values: Sequence[float]) -> float:
 
 def _verdict(items: Interval | None, seeds: Interval | None, count: int) -> str:
     """Held where both intervals lie above 0, with three seeds or more; not held where both lie below."""
-    if items is None or seeds is None or count < LEAST_SEEDS:
-        return "undecided"
-    if items[0] > 0 and seeds[0] > 0:
-        return "held"
-    return "not held" if items[1] < 0 and seeds[1] < 0 else "undecided"
+    if items is not None and seeds is not None and count >= LEAST_SEEDS:
+        if min(items[0], seeds[0]) > 0:
+            return "held"
+        if max(items[1], seeds[1]) < 0:
+            return "not held"
+    return "undecided"
 
 
 def _seed_means(strata: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]) -> pandas.Series[float]:
@@ -546,7 +538,7 @@ def _paired(more: pandas.DataFrame, than: pandas.DataFrame) -> pandas.Series[flo
 def _between_seeds(
     more: Mapping[str, pandas.DataFrame], than: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]
 ) -> tuple[int, Interval | None]:
-    """How many seeds, and the 95 % t interval of the mean over their differences; None for fewer than two.
+    """Number of seeds, and the 95 % t interval of the mean over their differences; None for fewer than two.
 
     A row that is not trained has one seed, which is compared with each of the other row's.
     """
@@ -579,7 +571,7 @@ def settings_of(overview: Overview, left_out: tuple[str, ...]) -> dict[str, obje
 
 def _differing(known: Sequence[Overview]) -> list[str]:
     """Config paths in which runs of one cell differ and must not."""
-    settings = [settings_of(one, VARYING) for one in known]
+    settings = [settings_of(overview, VARYING) for overview in known]
     paths = dict.fromkeys(path for values in settings for path in values)
     return [path for path in paths if len({repr(values.get(path)) for values in settings}) > 1]
 
@@ -589,7 +581,3 @@ def _retriever(overview: Overview) -> str:
     facts = overview.summary.get("facts") or {}
     more = [str(facts[key]) for key in ("corpus", "partial corpus", "corpus coverage") if key in facts]
     return ", ".join([str(name), *more]) if name is not None else ""
-
-
-def _listed(texts: Iterable[str]) -> str:
-    return "; ".join(dict.fromkeys(texts))

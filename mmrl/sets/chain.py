@@ -22,9 +22,9 @@ from mmrl.run import session
 from mmrl.run.settle import run_folder
 from mmrl.sets.cells import SetResult
 from mmrl.sets.found import found_set
-from mmrl.sets.page import SetPage, redrawn
-from mmrl.sets.plan import Planner, main_metrics
-from mmrl.sets.queue import RunQueue, SetRun, State
+from mmrl.sets.page import SetPage, redraw
+from mmrl.sets.plan import Planner
+from mmrl.sets.queue import RunQueue, SetRun, State, state_of
 from mmrl.sets.words import read_file
 from mmrl.system.conf import later_wins
 from mmrl.system.files import JsonObject, atomic_write, read_yaml
@@ -56,7 +56,7 @@ def resume(folder: Path, config: StageConfig) -> int:
 
 
 def differs(folder: Path, config: StagedCommandConfig) -> bool:
-    """Whether the chain in a folder is another one than `config` asks for."""
+    """Compare the chain in a folder with what `config` asks for; True where it is another one."""
     return read_yaml(folder / SET) != _written(config)
 
 
@@ -65,8 +65,8 @@ def _written(config: StagedCommandConfig) -> JsonObject:
     names = [f"{number}_{stage.algo.name}" for number, stage in enumerate(config.stages, 1)]
     rows = {}
     for before, name, words in zip(["", *names], names, config.words, strict=False):
-        typed = later_wins(word.lstrip("+") for word in words)
-        kept = [word for word in typed if word.partition("=")[0] not in NOT_ITS_OWN]
+        overrides = later_wins(word.lstrip("+") for word in words)
+        kept = [word for word in overrides if word.partition("=")[0] not in NOT_ITS_OWN]
         rows[name] = {**({"from": before} if before else {}), "train": kept}
     folder = {"config_dir": str(Path(config.config_dir).resolve())} if config.config_dir else {}
     return {"shows": f"{config.algo.name} on {config.task.name}", "seeds": [config.seed], **folder, "rows": rows}
@@ -88,7 +88,7 @@ def chain_plan(folder: Path, config: StagedCommandConfig) -> SetResult:
     spec = read_file(folder / SET)
     configs = iter(config.stages)
     planner = Planner(spec, "", lambda command, words: next(configs), (), folder=folder)
-    return planner.plan(folder.name, [*spec.rows], [*spec.columns], None)
+    return planner.plan(folder.name, [*spec.rows], [*spec.columns], ())
 
 
 def chain_page(folder: Path) -> SetPage:
@@ -102,7 +102,7 @@ def chain_page(folder: Path) -> SetPage:
         raise CheckpointError(f"{folder}: none of its runs has begun; continue it with: mmrl train resume={folder}")
     with damage_named(folder):
         shows = read_file(folder / SET).shows
-        return SetPage(found_set(folder.resolve().name, begun, main_metrics(), shows))
+        return SetPage(found_set(folder.resolve().name, begun, shows))
 
 
 def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = (), *, here: bool = False) -> int:
@@ -113,21 +113,19 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
         ConfigError: a row's folder holds something else.
     """
     plan = chain_plan(folder, config)
-    if all(run.state() == "finished" for run in plan.queue):
+    if all(state_of(run.path) == "finished" for run in plan.queue):
         raise CheckpointError(f"{folder}: this set is finished; look at it with: mmrl show {folder}")
 
-    redraw = redrawn(lambda: chain_page(folder).write(folder))
-
     def ended() -> None:
-        done = [run.path for run in plan.queue if run.state() == "finished"]
+        done = [run.path for run in plan.queue if state_of(run.path) == "finished"]
         with storage(folder):
             # After every run: what was killed between two can be evaluated and exported.
             write_policy(folder, weights=str(done[-1]), prompts=prompts_of(str(done[-1]))[1], task=config.task.name)
-        redraw()
+        redraw(lambda: chain_page(folder), folder)
 
     if here:
         for run in plan.queue:
-            run.code = 0 if run.state() == "finished" else _in_this_process(run, command)
+            run.code = 0 if state_of(run.path) == "finished" else _in_this_process(run, command)
             if run.code:
                 break
             ended()
@@ -142,7 +140,7 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
 
 
 def _in_this_process(run: SetRun, command: Sequence[str]) -> int:
-    if run.state() == "unfinished":
+    if state_of(run.path) == "unfinished":
         return session.resume(run.path)
     assert isinstance(run.config, StageConfig)
     start = StartConfig(run=str(run.after.path)) if run.after is not None else None
@@ -150,6 +148,6 @@ def _in_this_process(run: SetRun, command: Sequence[str]) -> int:
 
 
 def state_of_chain(folder: Path) -> State:
-    """Whether all rows have ended."""
+    """Finished where all rows have ended."""
     rows = [folder / name for name in read_file(folder / SET).rows]
     return "finished" if all((path / "summary.json").is_file() for path in rows) else "unfinished"

@@ -1,4 +1,4 @@
-"""What the missing runs of a set will cost, by `mmrl plan`."""
+"""Cost of the missing runs of a set, by `mmrl plan`."""
 
 from __future__ import annotations
 
@@ -8,35 +8,28 @@ from dataclasses import replace
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.errors import MmrlError
 from mmrl.report.text import align
-from mmrl.sets.plan import digest
-from mmrl.sets.queue import SetRun
-from mmrl.sets.spec import SetSpec
+from mmrl.sets.queue import SetRun, by_cell
+from mmrl.sets.spec import Command, SetSpec
 
 
 def cost_text(spec: SetSpec, missing: Sequence[SetRun]) -> str:
     """Hours of GPUs (H100; of the CPU for runs on it) of what is missing: trainings by config, evaluations by row."""
-    spent: dict[tuple[str, str, str], float | None] = {}
-    rows: dict[tuple[str, str], list[float]] = {}
+    costs: dict[tuple[Command, str], list[float]] = {}
     not_planned = []
-    # Trainings first: they are what costs.
-    for run in sorted(missing, key=lambda run: run.command == "eval"):
-        apart = run.command == "eval" or run.after is not None
-        alike = (run.command, run.row, run.column if apart else digest(run.config.model_copy(update={"seed": 0}), {}))
-        if alike not in spent:
-            column = spec.columns.get(run.column)  # a training may serve all columns
-            try:
-                hours, devices = device_hours(run, column.items if column else None)
-                spent[alike] = hours * devices
-            except MmrlError as error:
-                spent[alike] = None
-                not_planned.append(f"not planned: {run.name.rpartition(', seed')[0]}: {error}")
-        if (cost := spent[alike]) is not None:
-            name = f"{run.row}, {run.column}" if run.command == "train" and run.column else run.row
-            rows.setdefault((run.command, name), []).append(cost)
+    for (command, row, column), runs in by_cell(missing).items():
+        place = spec.columns.get(column)  # a training may serve all columns
+        name = f"{row}, {column}" if command == "train" and column else row
+        try:
+            hours, devices = device_hours(runs[0], place.items if place else None)
+            costs.setdefault((command, name), []).extend([hours * devices] * len(runs))
+        except MmrlError as error:
+            not_planned.append(f"not planned: {command} {name}: {error}")
     lines = [["", "row", "runs", "device-hours", ""]]
-    for (command, name), costs in rows.items():
-        lines.append([command, name, str(len(costs)), f"{sum(costs):,.1f}" if any(costs) else "not counted", ""])
-    every = [cost for costs in rows.values() for cost in costs]
+    # Trainings first: they are what costs.
+    for (command, name), hours_each in sorted(costs.items(), key=lambda cost: cost[0][0] == "eval"):
+        total = f"{sum(hours_each):,.1f}" if any(hours_each) else "not counted"
+        lines.append([command, name, str(len(hours_each)), total, ""])
+    every = [cost for hours_each in costs.values() for cost in hours_each]
     lines.append(["", "all", str(len(every)), f"{sum(every):,.1f}", ""])
     head = "cost by mmrl plan, runs that optimise prompts not counted:"
     return "\n".join([head, align(lines), *not_planned])

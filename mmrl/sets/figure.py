@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas
 
-from mmrl.errors import MmrlError
 from mmrl.report.charts import (
     DASHES,
     LINES,
@@ -32,16 +31,14 @@ from mmrl.report.charts import (
     standalone,
     whole_steps,
 )
-from mmrl.report.rundir import RunDir
+from mmrl.report.overview import Overview
 from mmrl.report.stats import History, series, splits_in, trailing_mean
 from mmrl.sets.cells import BEHAVIOUR, SetResult, behaviour_in
 from mmrl.sets.spec import Diagram, Figure
 from mmrl.system.files import JsonObject
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 ACROSS = 3
 """Diagrams side by side."""
@@ -59,7 +56,7 @@ class Drawn:
     seeds: int
     least: float
     most: float
-    """Of the mean before `scaled` moved it to 0..1."""
+    """Ends of the mean before `scaled` moved it to 0..1."""
     plain: pandas.Series[float] | None = None
     """The mean before `smooth`; None without."""
 
@@ -76,65 +73,49 @@ class SetFigure:
     result: SetResult
     figure: Figure
 
-    @cached_property
-    def read(self) -> tuple[Mapping[Path, History], list[str]]:
-        """Training run -> its steps, of those that have begun; and which cannot be read."""
-        found: dict[Path, History] = {}
-        damaged = []
-        every = [run for runs in self.result.runs.values() for run in runs]
-        trainings = [one.path for run in every for one in run.chain if one.command == "train"]
-        for path in dict.fromkeys(trainings):
-            if (path / "metrics.jsonl").is_file():
-                try:
-                    found[path] = RunDir.read(path).history()
-                except MmrlError as error:
-                    damaged.append(f"Not drawn: {error}.")
-        return found, damaged
-
     def histories(self, row: str, column: str) -> dict[int, History]:
         """Seed -> the steps of its training run; of a set without scores, of all runs that it comes from in turn."""
-        read, _ = self.read
-        known: dict[int, History] = {}
+        found: dict[int, History] = {}
         for run in self.result.runs.get((row, column), ()):
-            chain = [one.path for one in run.chain if one.path in read]
-            if run.trained in chain:
-                known[run.seed] = _in_turn([read[path] for path in (chain[-1:] if self.scored else chain)])
-        return known
+            trainings = [link.path for link in run.chain if link.command == "train"]
+            known = [self.result.known.get(path) for path in (trainings[-1:] if self.result.spec.scores else trainings)]
+            if known and isinstance(known[-1], Overview):
+                found[run.seed] = _in_turn([overview.history for overview in known if isinstance(overview, Overview)])
+        return found
 
     @cached_property
     def panels(self) -> list[tuple[str, Diagram, list[Drawn]]]:
         """(title, diagram, its lines); columns that share all their training runs are one."""
+        rows = self.result.rows
         columns: dict[tuple[Path | None, ...], str] = {}
         for column in self.result.columns:
-            runs = [run for row in self.result.rows for run in self.result.runs.get((row, column), ())]
+            runs = [run for row in rows for run in self.result.runs.get((row, column), ())]
             columns.setdefault(tuple(run.trained for run in runs), column)
         panels = []
         for column in columns.values():
             for diagram in self.figure.diagrams or self._default(column):
-                lines = [self._line(row, column, diagram) for row in self.result.rows]
-                title = column if len(columns) > 1 else ""
-                panels.append((title, diagram, [line for line in lines if line is not None]))
+                lines = [line for row in rows if (line := self._line(row, column, diagram)) is not None]
+                panels.append((column if len(columns) > 1 else "", diagram, lines))
         return panels
 
     def _default(self, column: str) -> list[Diagram]:
         """The main metric, the reward and what programs do."""
-        rows = self.result.rows_of(column)
-        begun = [scored for row in rows for scored in self.result.begun(row, column)]
+        begun = [scored for runs in self.result.begun_in(column).values() for scored in runs]
         if not begun:
             return []
-        metric = self.result.metric(rows[0], column)
-        diagrams = [
-            Diagram(metric=f"eval/{metric}", label=f"{metric} on {begun[0].overview.split}"),
-            Diagram(metric="reward/mean", label="training reward"),
+        metric = begun[0].metric
+        diagrams = {f"eval/{metric}": f"{metric} on {begun[0].overview.split}", "reward/mean": "training reward"}
+        acts = [
+            behaviour.training
+            for behaviour in BEHAVIOUR
+            if behaviour.training and any(behaviour_in(scored.before, behaviour) is not None for scored in begun)
         ]
-        acts = [of for of in BEHAVIOUR if of.training and any(behaviour_in(s.before, of) is not None for s in begun)]
         modules = next((scored.overview.modules for scored in begun if scored.overview.modules), ())
         if acts:
-            diagrams.append(Diagram(metric=acts[0].training, label=acts[0].training))
+            diagrams[acts[0]] = acts[0]
         elif modules:
-            label = f"{modules[0]}: parsed (share)"
-            diagrams.append(Diagram(metric=f"module/{modules[0]}/format_rate", label=label))
-        return diagrams
+            diagrams[f"module/{modules[0]}/format_rate"] = f"{modules[0]}: parsed (share)"
+        return [Diagram(metric=(metric,), label=label) for metric, label in diagrams.items()]
 
     @property
     def window(self) -> int:
@@ -166,8 +147,8 @@ class SetFigure:
     def _curve(self, history: History, diagram: Diagram) -> dict[int, float]:
         """Step -> value of the first of the diagram's metrics that the run has."""
         # The papers' figures begin at the first step of training.
-        history = [record for record in history if record["step"] or not self.scored]
-        for metric in diagram.metrics:
+        history = [record for record in history if record["step"] or not self.result.spec.scores]
+        for metric in diagram.metric:
             on_split = metric.removeprefix("eval/")
             keys = [f"eval/{split}/{on_split}" for split in splits_in(history)] if on_split != metric else [metric]
             for key in keys:
@@ -178,66 +159,38 @@ class SetFigure:
         return {}
 
     @property
-    def scored(self) -> bool:
-        """Whether the set's scores are evaluations of their own."""
-        return bool(self.result.spec.scores)
-
-    @property
-    def empty(self) -> bool:
-        """Whether no run has anything to draw yet."""
-        return not any(lines for _, _, lines in self.panels)
-
-    @property
     def caption(self) -> str:
-        """What the lines, bands and numbers are."""
-        band = "from the lowest to the highest seed" if self.figure.band == "range" else "one standard deviation"
-        if self.figure.kind == "bars":
-            means = (
-                f"Means over the first {self.figure.first} steps; whiskers: {band} over seeds, whose number follows."
-            )
-            return " ".join([means, *self.read[1]])
-        parts = [f"Mean over seeds, whose number follows each name; bands: {band}."]
-        if self.window > 1:
-            parts.append(f"Training curves are means of {self.window} steps.")
-        if self.figure.smooth:
-            parts.append(
-                f"Lines: moving averages that keep {self.figure.smooth:g} of the value before; dotted: the mean itself."
-            )
-        if self.figure.scaled:
-            parts.append("Each line runs from its least to its greatest value, which the legend has.")
-        return " ".join([*parts, *self.read[1]])
+        """Meaning of lines, bands and numbers."""
+        figure = self.figure
+        band = "from the lowest to the highest seed" if figure.band == "range" else "one standard deviation"
+        if figure.kind == "bars":
+            parts = [f"Means over the first {figure.first} steps; whiskers: {band} over seeds, whose number follows."]
+        else:
+            parts = [f"Mean over seeds, whose number follows each name; bands: {band}."]
+            if self.window > 1:
+                parts.append(f"Training curves are means of {self.window} steps.")
+            if figure.smooth:
+                kept = f"{figure.smooth:g} of the value before"
+                parts.append(f"Lines: moving averages that keep {kept}; dotted: the mean itself.")
+            if figure.scaled:
+                parts.append("Each line runs from its least to its greatest value, which the legend has.")
+        return " ".join(parts)
 
+    @cached_property
     def files(self) -> dict[str, str | bytes]:
         """`figure.svg`, `.png` and the drawn numbers, `.csv`; none before there is anything to draw."""
-        if self.empty:
-            return {}
-        svg, png = self._rendered()
-        return {
-            "figure.svg": svg,
-            "figure.png": png,
-            "figure.csv": self.numbers.to_csv(index=False, float_format="%.6g"),
-        }
-
-    @property
-    def numbers(self) -> pandas.DataFrame:
-        """One line per point."""
         points = [
             (title, diagram.label, line.row, *point, line.seeds)
             for title, diagram, lines in self.panels
             for line in lines
             for point in zip(*line.band, strict=True)
         ]
+        if not points:
+            return {}
         head = ["column", "diagram", "row", "step", "mean", "low", "high", "seeds"]
-        return pandas.DataFrame(points, columns=head)
-
-    def _legend(self, canvas: Canvas) -> None:
-        """One above all diagrams, of lines by their rows, where they are called the same in each."""
-        if self.figure.kind == "bars" or self.figure.scaled:
-            return
-        handles: dict[str, Artist] = {}
-        for axes in canvas.axes:
-            handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        canvas.legend([*handles.values()], [*handles], loc="outside upper left", ncols=5, fontsize=9, handlelength=3)
+        numbers = pandas.DataFrame(points, columns=head).to_csv(index=False, float_format="%.6g")
+        svg, png = self._rendered()
+        return {"figure.svg": svg, "figure.png": png, "figure.csv": numbers}
 
     def _rendered(self) -> tuple[str, bytes]:
         import matplotlib
@@ -262,7 +215,13 @@ class SetFigure:
                     _draw_bars(axes, lines, style)
                 else:
                     _draw_curves(axes, lines, style, self.figure.scaled)
-            self._legend(canvas)
+            if self.figure.kind == "curves" and not self.figure.scaled:
+                # One above all diagrams, of lines by their rows, which are called the same in each.
+                named = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in canvas.axes]
+                lines_of = {label: handle for pairs in named for handle, label in pairs}
+                canvas.legend(
+                    [*lines_of.values()], [*lines_of], loc="outside upper left", ncols=5, fontsize=9, handlelength=3
+                )
             svg, png = io.StringIO(), io.BytesIO()
             canvas.savefig(png, format="png", dpi=130)
             canvas.savefig(svg, format="svg", metadata={"Date": None})
@@ -300,8 +259,7 @@ def _draw_bars(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineStyle
     for place, line in enumerate(lines):
         mean, low, high = (float(values[0]) for values in line.band[1:])
         axes.bar(place, mean, color=style[line.row][0], yerr=[[mean - low], [high - mean]], ecolor="#5b6675", capsize=3)
-        axes.annotate(
-            f"{mean:,.0f}" if mean >= 1000 else f"{mean:.3g}", (place, high), ha="center", va="bottom", fontsize=9
-        )
+        number = f"{mean:,.0f}" if mean >= 1000 else f"{mean:.3g}"
+        axes.annotate(number, (place, high), ha="center", va="bottom", fontsize=9)
     axes.set_xticks(range(len(lines)), [line.label for line in lines], fontsize=8, rotation=20, ha="right")
     axes.margins(y=0.15)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mmrl.config.base import shown
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
 from mmrl.sets.cells import SetResult, settings_of
+from mmrl.sets.plan import main_metrics
 from mmrl.sets.queue import Run
 from mmrl.sets.spec import Column, Row, SetSpec
 
 
-def found_set(
-    name: str, paths: Sequence[Path], main_metrics: Mapping[str, str], shows: str = "runs side by side"
-) -> SetResult:
+def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side") -> SetResult:
     """A set of runs that exist: a row per algorithm (and config), a column per task and split.
-
-    Args:
-        main_metrics: task -> its main metric, for runs whose summary is not written yet.
 
     Raises:
         CheckpointError, DataError: a damaged run.
@@ -27,32 +23,24 @@ def found_set(
     # Scores are comparable only on the same task and split, so each pair is a column.
     tasks: dict[tuple[str, str], list[Overview]] = {}
     for path in paths:
-        one = Overview.of(RunDir.read(path))
-        tasks.setdefault((str(one.get("task.name", "?")), one.split), []).append(one)
-    notes: list[str] = []
+        run = Overview.of(RunDir.read(path))
+        tasks.setdefault((str(run.get("task.name", "?")), run.split), []).append(run)
+    several = len({split for _, split in tasks}) > 1
+    columns: dict[str, Column] = {}
     runs: dict[tuple[str, str], list[Run]] = {}
-    metrics: dict[tuple[str, str], dict[str, str]] = {}
+    notes: list[str] = []
     for (task, split), members in tasks.items():
-        column = task if len({split for _, split in tasks}) == 1 else f"{task} ({split})"
-        recorded = next((str(metric) for one in members if (metric := one.summary.get("main_metric"))), "")
-        metric = recorded or main_metrics.get(task) or members[0].main_metric or ""
-        labels = [*_labels(members)]
-        for row in dict.fromkeys(labels):
-            same = [one for one, label in zip(members, labels, strict=True) if label == row]
-            runs[row, column] = [_found(one.run.path) for one in _one_per_seed(row, same, notes)]
-            metrics[row, column] = {"score": metric}
-    columns = {name: Column(rows=tuple(row for row, at in runs if at == name)) for _, name in runs}
+        column = f"{task} ({split})" if several else task
+        recorded = next((str(metric) for run in members if (metric := run.summary.get("main_metric"))), "")
+        metric = recorded or main_metrics().get(task) or members[0].main_metric or ""
+        rows: dict[str, list[Overview]] = {}
+        for label, run in zip(_labels(members), members, strict=True):
+            rows.setdefault(label, []).append(run)
+        columns[column] = Column(rows=tuple(rows))
+        for row, same in rows.items():
+            runs[row, column] = [_found(run.run.path, metric) for run in _one_per_seed(row, same, notes)]
     spec = SetSpec(shows=shows, rows={row: Row() for row, _ in runs}, columns=columns)
-    return SetResult(
-        name=name,
-        spec=spec,
-        scale="",
-        rows=[*spec.rows],
-        columns=[*columns],
-        metrics=metrics,
-        runs=runs,
-        more_notes=notes,
-    )
+    return SetResult(name=name, spec=spec, scale="", rows=[*spec.rows], columns=[*columns], runs=runs, more_notes=notes)
 
 
 NOT_VARIANTS = ("seed", "run.", "hardware.", "engine.", "plugins", "train.save_every", "train.keep", "start")
@@ -61,21 +49,22 @@ STARTED = (*NOT_VARIANTS, "model.path", "model.revision", "task.prompts")
 """The same of runs that start from others, which have their weights and prompts from there."""
 
 
-def _found(path: Path) -> Run:
+def _found(path: Path, metric: str = "") -> Run:
     """A run that is there, with those of the runs that it comes from."""
     config = RunDir.read(path).config
     start = Path(config["start"]["run"]) if config.get("start") else None
     # A folder with both may have been moved as a whole.
     places = [start, path.parent / start.name] if start is not None else []
     before = next((place for place in places if (place / "config.yaml").is_file()), None)
-    return Run(seed=int(config.get("seed", 0)), path=path, after=_found(before) if before is not None else None)
+    after = _found(before) if before is not None else None
+    return Run(seed=int(config.get("seed", 0)), path=path, after=after, metric=metric)
 
 
 def _labels(members: Sequence[Overview]) -> Iterator[str]:
     """The algorithm's name, with the config values in which its runs differ."""
-    chains = [[RunDir.read(run.path).config for run in _found(one.run.path).chain] for one in members]
+    chains = [[RunDir.read(link.path).config for link in _found(run.run.path).chain] for run in members]
     names = ["+".join(str(config["algo"]["name"]) for config in chain) for chain in chains]
-    settings = [settings_of(one, STARTED if one.get("start") else NOT_VARIANTS) for one in members]
+    settings = [settings_of(run, STARTED if run.get("start") else NOT_VARIANTS) for run in members]
     for name, values in zip(names, settings, strict=True):
         same = [others for other, others in zip(names, settings, strict=True) if other == name]
         paths = [path for path in values if len({others[path] for others in same if path in others}) > 1]
@@ -90,8 +79,8 @@ def _one_per_seed(row: str, runs: Sequence[Overview], notes: list[str]) -> list[
     """One run per seed, in the order of seeds: of runs that repeat each other, the one that went furthest."""
     best: dict[int, Overview] = {}
     # A finished run first, then the one with more steps.
-    for one in sorted(runs, key=lambda one: (int(one.get("seed", 0)), not one.summary, -one.done)):
-        seed = int(one.get("seed", 0))
-        if (kept := best.setdefault(seed, one)) is not one:
-            notes.append(f"{one.run.path}: left out, {kept.run.path} is {row} with seed {seed} too")
+    for run in sorted(runs, key=lambda run: (int(run.get("seed", 0)), not run.summary, -run.done)):
+        seed = int(run.get("seed", 0))
+        if (kept := best.setdefault(seed, run)) is not run:
+            notes.append(f"{run.run.path}: left out, {kept.run.path} is {row} with seed {seed} too")
     return [*best.values()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +13,7 @@ from statistics import fmean
 import pandas
 
 from mmrl.report.html import rendered
-from mmrl.report.stats import Difference, duration, fixed, short, signed
+from mmrl.report.stats import duration, fixed, short, signed
 from mmrl.report.tables import Rows, interval, markdown
 from mmrl.report.text import align, filled, wrapped_rows
 from mmrl.sets.case import case_study
@@ -23,7 +22,7 @@ from mmrl.sets.cells import (
     LEAST_GAIN,
     LEAST_ITEMS,
     LEAST_SEEDS,
-    Behaviour,
+    Interval,
     Scored,
     SetResult,
     Value,
@@ -32,7 +31,7 @@ from mmrl.sets.cells import (
 )
 from mmrl.sets.figure import SetFigure
 from mmrl.sets.spec import Figure
-from mmrl.system.files import atomic_write
+from mmrl.system.files import atomic_write, dumps
 
 WIDTH = 120
 """Columns of paragraphs in a terminal."""
@@ -66,30 +65,6 @@ class Part:
     """Its cells are sentences."""
 
 
-def parts_of(result: SetResult) -> list[Part]:
-    """Everything below the head, but for the figure; what explains several tables stands below the first of them."""
-    own = not result.spec.scores
-    parts = [] if own else [Part("Ours", _grid(result, _ours))]
-    if any(value.paper is not None for value in result.values):
-        parts.append(Part("The paper", _grid(result, _reported)))
-    if result.verdicts:
-        parts.append(Part("Claims", _claim_rows(result), CLAIMS))
-    for column in result.columns if own else ():
-        parts += _training_parts(result, column)
-    if (case := case_study(result)) is not None:
-        title = f"One question, early and late: {case.item} of {case.run}"
-        parts.append(Part(title, case.rows, case.asked, wrapped=True))
-    if len({*result.models.values()}) > 1:
-        parts.append(Part("The model that plays each row", _model_rows(result), folded=result.scale != "mini"))
-    if not own:
-        parts.append(Part("Every cell", _cell_rows(result), folded=True))
-    notes: set[str] = set()
-    for place, part in enumerate(parts):
-        parts[place] = replace(part, note="") if part.note in notes else part
-        notes.add(part.note)
-    return parts
-
-
 # --- scores
 
 
@@ -100,25 +75,19 @@ def _grid(result: SetResult, shown: Callable[[SetResult, Value], str]) -> Rows:
     return [head, *([row, *(shown(result, value) for value in values)] for row, values in by_row.items())]
 
 
-def _number(result: SetResult, value: float | None) -> str:
-    """As the paper prints it; empty for None."""
+def _number(result: SetResult, value: float | None, std: float | None = None) -> str:
+    """A value as the paper prints it, with its deviation; empty for None."""
     decimals = result.spec.source.decimals if result.spec.source else 3
-    return "" if value is None else fixed(value, decimals)
-
-
-def _with_std(result: SetResult, mean: float | None, std: float | None) -> str:
-    return f"{_number(result, mean)} ± {_number(result, std)}" if std is not None else _number(result, mean)
+    return " ± ".join(fixed(number, decimals) for number in (value, std) if number is not None)
 
 
 def _ours(result: SetResult, value: Value) -> str:
-    """Mean ± std; blank where not run."""
     seeds = f" ({len(value.seeds)} of {value.wanted})" if 0 < len(value.seeds) < value.wanted else ""
-    return _with_std(result, value.mean, value.std) + seeds
+    return _number(result, value.mean, value.std) + seeds
 
 
 def _reported(result: SetResult, value: Value) -> str:
-    """The paper's values; empty where it prints none."""
-    return _with_std(result, value.paper, value.paper_std)
+    return _number(result, value.paper, value.paper_std)
 
 
 def _cell_rows(result: SetResult) -> Rows:
@@ -127,9 +96,11 @@ def _cell_rows(result: SetResult) -> Rows:
     rows = [["row", "place", *numbers, "agrees", "command"]]
     for value in result.values:
         mean, std, paper = (_number(result, number) for number in (value.mean, value.std, value.paper))
-        compared = result.scale == "paper" and value.difference is not None
-        difference = f"{value.difference:+.{len(paper.partition('.')[2])}f}" if compared else ""
-        agrees = "" if value.agrees is None else "yes" if value.agrees else "no"
+        difference = agrees = ""
+        if result.scale == "paper" and value.mean is not None and value.paper is not None:
+            difference = f"{value.mean - value.paper:+.{len(paper.partition('.')[2])}f}"
+        if value.agrees is not None:
+            agrees = "yes" if value.agrees else "no"
         between = f"[{', '.join(_number(result, end) for end in value.interval)}]" if value.interval else ""
         seeds = f"{len(value.seeds)} of {value.wanted}"
         column = f" columns='{value.column}'" if value.column is not None and len(result.spec.columns) > 1 else ""
@@ -142,65 +113,60 @@ def _cell_rows(result: SetResult) -> Rows:
 def _claim_rows(result: SetResult) -> Rows:
     """One line per claim."""
     rows = [["claim", "on", "verdict", "difference", "95 % over items", "95 % over seeds", "seeds", "items"]]
-    for one in result.verdicts:
-        whole = len(result.columns) == len(result.spec.columns)
-        on = ", ".join(one.claim.cells) or ("all cells" if whole else "the cells shown")
-        verdict = one.verdict + (f"; rests on {', '.join(one.rests_on)}" if one.rests_on else "")
-        numbers = ["", "", "", "", ""]
-        if one.difference is not None and one.interval is not None:
-            spans = [
-                f"[{signed(span[0])}, {signed(span[1])}]" if span else "-" for span in (one.interval, one.over_seeds)
-            ]
-            numbers = [signed(one.difference), *spans, str(one.seeds), str(one.items)]
-        rows.append([f"{one.claim.more} > {one.claim.than}", on, verdict, *numbers])
+    every = "all cells" if len(result.columns) == len(result.spec.columns) else "the cells shown"
+    for judged in result.verdicts:
+        claim, verdict, numbers = judged.claim, judged.verdict, [""] * 5
+        if judged.rests_on:
+            verdict += f"; rests on {', '.join(judged.rests_on)}"
+        if judged.difference is not None:
+            intervals = [_interval(judged.interval), _interval(judged.over_seeds)]
+            numbers = [signed(judged.difference), *intervals, str(judged.seeds), str(judged.items)]
+        rows.append([f"{claim.more} > {claim.than}", ", ".join(claim.cells) or every, verdict, *numbers])
     return rows
 
 
-def _model_rows(result: SetResult) -> Rows:
-    """The model of each row before training, and where columns differ of each."""
-    rows = [["row", "model"]]
-    for row in result.rows:
-        played = {column: result.models[row, column] for column in result.columns if (row, column) in result.models}
-        same = len({*played.values()}) == 1
-        text = next(iter(played.values())) if same else "; ".join(f"{model} on {at}" for at, model in played.items())
-        rows.append([row, text if played else ""])
-    return rows
+def _interval(ends: Interval | None) -> str:
+    return f"[{signed(ends[0])}, {signed(ends[1])}]" if ends else "-"
 
 
 # --- training: before and after
 
 
-def _training_parts(result: SetResult, column: str, pairs: bool = True) -> list[Part]:
-    """How the rows of a column that have begun learned, and against each other."""
-    begun = {row: runs for row in result.rows_of(column) if (runs := result.begun(row, column))}
-    if not begun:
+def _training_parts(result: SetResult, column: str) -> list[Part]:
+    """Tables of the rows of a column that have begun: learning, each against each other, each seed, cost."""
+    if not (begun := result.begun_in(column)):
         return []
-    first = next(iter(begun.values()))[0]
-    where = f"{column}: " if column else ""
-    title = f"{where}{first.metric} on {first.overview.split}"
-    parts = [Part(title, _summary_rows(result, column, begun), LEARNS)]
+    parts = [learning_part(result, column)]
+    title, where = parts[0].title, f"{column}: " if column else ""
     done = [row for row, runs in begun.items() if any(run.finished and len(run.after) for run in runs)]
     # Unfinished runs would be compared at different steps.
-    if pairs and len(done) > 1:
-        differences = {pair: result.against(*pair, column) for pair in combinations(done, 2)}
-        parts.append(Part(f"{title}, every pair", _pair_rows(differences), AGAINST))
+    if len(done) > 1:
+        parts.append(Part(f"{title}, every pair", _pair_rows(result, column, done), AGAINST))
     several = any(len(result.runs[row, column]) > 1 for row in begun)
     parts.append(Part(f"{title}, every seed", _seed_rows(begun), folded=several))
-    parts.append(Part(f"{where}cost of a run" if column else "Cost of a run", _cost_rows(begun), COSTS))
+    parts.append(Part(f"{where}cost of a run" if where else "Cost of a run", _cost_rows(begun), COSTS))
     return parts
+
+
+def learning_part(result: SetResult, column: str) -> Part:
+    """Table of how the rows of a column that have begun learned."""
+    begun = result.begun_in(column)
+    first = next(iter(begun.values()))[0]
+    title = f"{f'{column}: ' if column else ''}{first.metric} on {first.overview.split}"
+    return Part(title, _summary_rows(result, column, begun), LEARNS)
 
 
 def _summary_rows(result: SetResult, column: str, begun: Mapping[str, Sequence[Scored]]) -> Rows:
     """One line per row: means over seeds, the range of the differences, behaviour before and after."""
     known = [run for runs in begun.values() for run in runs]
-    behaviours = [of for of in BEHAVIOUR if any(behaviour_in(run.latest, of) is not None for run in known)]
+    listed = [b for b in BEHAVIOUR if any(behaviour_in(run.latest, b) is not None for run in known)]
     # The verdict first: a narrow screen shows the first columns, and the others by scrolling.
     head = ["row", "learns", "seeds", "before", "after", "difference", "lowest to highest seed", "time per run"]
-    table = [[*head, *(of.label for of in behaviours)]]
+    table = [[*head, *(behaviour.label for behaviour in listed)]]
     for row, runs in begun.items():
         ended = [run for run in runs if run.finished]
-        shown, wanted = ended or runs, len(result.runs[row, column])
-        gains = [run.gain for run in shown if run.gain is not None]
+        counted, wanted = ended or runs, len(result.runs[row, column])
+        gains = [run.gain for run in counted if run.gain is not None]
         starts = [fmean(values) for run in runs if len(values := values_of(run.before, run.metric))]
         between = [gain.difference for gain in gains]
         line = [
@@ -211,24 +177,18 @@ def _summary_rows(result: SetResult, column: str, begun: Mapping[str, Sequence[S
             _mean([gain.after for gain in gains]),
             _mean(between, signed),
             f"{signed(min(between))} to {signed(max(between))}" if len(between) > 1 else "-",
-            duration(fmean(run.costs["seconds"] for run in shown)),
+            duration(fmean(run.costs["seconds"] for run in counted)),
         ]
-        table.append([*line, *(_behaviour(shown, of) for of in behaviours)])
+        for behaviour in listed:
+            before = [value for run in counted if (value := behaviour_in(run.before, behaviour)) is not None]
+            latest = [value for run in counted if (value := behaviour_in(run.latest, behaviour)) is not None]
+            line.append(f"{fmean(before):.2f} → {fmean(latest):.2f}" if before and latest else "-")
+        table.append(line)
     return table
 
 
-def _cost_rows(begun: Mapping[str, Sequence[Scored]]) -> Rows:
-    """One line per row: what its runs have cost so far, in the mean."""
-    means = pandas.DataFrame({row: pandas.DataFrame([run.costs for run in runs]).mean() for row, runs in begun.items()})
-    means = means[means.any(axis=1)]
-    written = {"seconds": duration, "USD": "{:.2f}".format}
-    cells = {
-        name: [written.get(str(name), short)(mean) if mean else "0" for mean in of] for name, of in means.iterrows()
-    }
-    return [
-        ["row", *("time" if name == "seconds" else str(name) for name in cells)],
-        *([row, *(of[place] for of in cells.values())] for place, row in enumerate(begun)),
-    ]
+def _mean(values: Sequence[float], shown: Callable[[float], str] = fixed) -> str:
+    return shown(fmean(values)) if values else "-"
 
 
 def _learns(runs: Sequence[Scored], wanted: int) -> str:
@@ -249,45 +209,43 @@ def _learns(runs: Sequence[Scored], wanted: int) -> str:
     return f"undecided ({len(decided)} of {max(LEAST_SEEDS, wanted)} seeds)"
 
 
+def _cost_rows(begun: Mapping[str, Sequence[Scored]]) -> Rows:
+    """One line per row: what its runs have cost so far, in the mean."""
+    means = pandas.DataFrame([pandas.DataFrame([run.costs for run in runs]).mean() for runs in begun.values()])
+    means = means.loc[:, means.any()]
+    written = {"seconds": duration, "USD": "{:.2f}".format}
+    rows = [["row", *("time" if name == "seconds" else str(name) for name in means)]]
+    for row, costs in zip(begun, means.to_dict("records"), strict=True):
+        rows.append([row, *(written.get(str(name), short)(cost) if cost else "0" for name, cost in costs.items())])
+    return rows
+
+
 def _seed_rows(begun: Mapping[str, Sequence[Scored]]) -> Rows:
     """One line per run: paired difference with its interval."""
     table = [["row", "seed", "items", "before", "after", "difference", "95 % interval", "time", "state"]]
     for row, run in ((row, run) for row, runs in begun.items() for run in runs):
-        gain, start = run.gain, values_of(run.before, run.metric)
+        gain, start, overview = run.gain, values_of(run.before, run.metric), run.overview
         numbers = [str(len(start)), fixed(fmean(start)), "-", "-", "-"] if len(start) else ["-"] * 5
         if gain is not None:
             scores = [fixed(gain.before), fixed(gain.after), signed(gain.difference)]
             numbers = [str(gain.n), *scores, interval(gain)]
-        one = run.overview
-        of = f" of {one.total}" if one.total else ""
-        state = "done" if run.finished else f"{one.state}, step {one.done}{of}"
+        total = f" of {overview.total}" if overview.total else ""
+        state = "done" if run.finished else f"{overview.state}, step {overview.done}{total}"
         table.append([row, str(run.seed), *numbers, duration(run.costs["seconds"]), state])
     return table
 
 
-def _pair_rows(pairs: Mapping[tuple[str, str], Difference | None]) -> Rows:
+def _pair_rows(result: SetResult, column: str, rows: Sequence[str]) -> Rows:
     """One line per pair: the better minus the other, with its interval."""
     table = [["pair", "items", "difference", "95 % interval"]]
-    for (first, second), known in pairs.items():
-        if known is None:
+    for first, second in combinations(rows, 2):
+        if (known := result.against(first, second, column)) is None:
             continue
-        low, high, difference = known.low, known.high, known.difference
-        if difference < 0:
-            first, second, low, high, difference = second, first, -high, -low, -difference
-        table.append([f"{first} - {second}", str(known.n), signed(difference), f"[{signed(low)}, {signed(high)}]"])
+        ends = (known.low, known.high)
+        if known.difference < 0:
+            first, second, ends = second, first, (-known.high, -known.low)
+        table.append([f"{first} - {second}", str(known.n), signed(abs(known.difference)), _interval(ends)])
     return table
-
-
-def _mean(values: Sequence[float], shown: Callable[[float], str] = fixed) -> str:
-    return shown(fmean(values)) if values else "-"
-
-
-def _behaviour(runs: Sequence[Scored], of: Behaviour) -> str:
-    before, after = (
-        [value for scored in runs if (value := behaviour_in(scores(scored), of)) is not None]
-        for scores in (lambda scored: scored.before, lambda scored: scored.latest)
-    )
-    return f"{fmean(before):.2f} → {fmean(after):.2f}" if before and after else "-"
 
 
 # --- writers
@@ -301,21 +259,30 @@ class SetPage:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """Everything below the head, but for the figure."""
-        return parts_of(self.result)
+        """Tables below the head; a note that explains several of them stands below the first."""
+        result, parts = self.result, []
+        if result.spec.scores:
+            parts.append(Part("Ours", _grid(result, _ours)))
+        if any(value.paper is not None for value in result.values):
+            parts.append(Part("The paper", _grid(result, _reported)))
+        if result.verdicts:
+            parts.append(Part("Claims", _claim_rows(result), CLAIMS))
+        if not result.spec.scores:
+            parts += [part for column in result.columns for part in _training_parts(result, column)]
+        if (case := case_study(result)) is not None:
+            parts.append(Part(*case, wrapped=True))
+        if result.spec.scores:
+            parts.append(Part("Every cell", _cell_rows(result), folded=True))
+        notes = [part.note for part in parts]
+        return [replace(part, note="" if part.note in notes[:place] else part.note) for place, part in enumerate(parts)]
 
     @cached_property
     def figure(self) -> SetFigure | None:
-        """What is drawn; None where there is nothing to draw yet."""
+        """Curves or bars; None where there is nothing to draw yet."""
         spec = self.result.spec
         declared = spec.figure or (Figure(band="range") if not spec.scores else None)
-        drawn = SetFigure(self.result, declared) if declared else None
-        return None if drawn is None or drawn.empty else drawn
-
-    @cached_property
-    def drawn(self) -> Mapping[str, str | bytes]:
-        """Files of the figure."""
-        return self.figure.files() if self.figure is not None else {}
+        figure = SetFigure(self.result, declared) if declared else None
+        return figure if figure is not None and figure.files else None
 
     def text(self) -> str:
         """For the terminal."""
@@ -343,46 +310,32 @@ class SetPage:
 
     def json(self) -> str:
         """Everything, for machines."""
-        result, case = self.result, case_study(self.result)
-        values = [{**asdict(value), "mean": value.mean, "std": value.std} for value in result.values]
-        runs = [
-            {"row": row, "column": column, "seed": run.seed, "run": str(run.path), "command": run.typed()}
-            for (row, column), some in result.runs.items()
-            for run in some
-        ]
-        models = [{"row": row, "column": column, "model": model} for (row, column), model in result.models.items()]
-        claims = [
-            {**{key: item for key, item in asdict(one).items() if key != "claim"}, **one.claim.model_dump()}
-            for one in result.verdicts
-        ]
+        result = self.result
         content = {
             "version": 2,
             "set": result.name,
             "head": result.head,
             "cells_done": result.done,
             "cells": result.total,
-            "values": values,
-            "claims": claims,
-            "models": models,
-            "case": asdict(case) | {"run": str(case.run)} if case is not None else None,
+            "values": [{**asdict(value), "mean": value.mean, "std": value.std} for value in result.values],
+            "claims": [
+                {**judged.claim.model_dump(), **{key: value for key, value in asdict(judged).items() if key != "claim"}}
+                for judged in result.verdicts
+            ],
             "notes": result.notes,
-            "runs": runs,
+            "runs": [
+                {"row": row, "column": column, "seed": run.seed, "run": run.path, "command": run.command_line()}
+                for (row, column), runs in result.runs.items()
+                for run in runs
+            ],
         }
-        return json.dumps(content, indent=1) + "\n"
+        return dumps(content, indent=1) + "\n"
 
     def html(self) -> bytes:
         """For a browser."""
         runs = [run for some in self.result.runs.values() for run in some]
-        return rendered(
-            "set.html",
-            title=self.result.name,
-            head=self.result.head,
-            figure=self.drawn.get("figure.svg", ""),
-            caption=self.figure.caption if self.figure is not None else "",
-            parts=self.parts,
-            notes=self.result.notes,
-            runs=[": ".join(filter(None, [str(run.path), run.typed()])) for run in runs],
-        )
+        lines = [": ".join(filter(None, [str(run.path), run.command_line()])) for run in runs]
+        return rendered("set.html", title=self.result.name, page=self, runs=lines)
 
     def write(self, folder: Path) -> list[Path]:
         """Write `set.html`, `.md`, `.json`, `.csv`, `.tex` and a figure's files; returns their paths."""
@@ -394,7 +347,7 @@ class SetPage:
             "set.json": self.json(),
             "set.csv": pandas.DataFrame(cells, columns=names).to_csv(index=False),
             "set.tex": pandas.DataFrame(ours, columns=places).to_latex(index=False, escape=True),
-            **self.drawn,
+            **(self.figure.files if self.figure else {}),
         }
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
@@ -402,19 +355,9 @@ class SetPage:
         return [folder / name for name in files]
 
 
-def redrawn(write: Callable[[], object]) -> Callable[[], None]:
-    """`write` for a page while runs go on, which must not end because one could not be written: that is printed."""
-
-    def redraw() -> None:
-        try:
-            write()
-        except Exception as error:
-            print(f"page not written ({type(error).__name__}: {error})", file=sys.stderr)
-
-    return redraw
-
-
-def summary_text(result: SetResult) -> str:
-    """How the rows of each column learned, without the differences of all pairs: a search has many runs."""
-    parts = [part for column in result.columns for part in _training_parts(result, column, pairs=False)[:1]]
-    return "\n\n".join(f"{part.title}\n{align(part.rows)}" for part in parts)
+def redraw(page: Callable[[], SetPage], folder: Path) -> None:
+    """Write a page while runs go on, which must not end because it could not be written: that is printed."""
+    try:
+        page().write(folder)
+    except Exception as error:
+        print(f"page not written ({type(error).__name__}: {error})", file=sys.stderr)

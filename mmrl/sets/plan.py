@@ -11,12 +11,12 @@ from pathlib import Path
 
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
 from mmrl.config.base import value_at
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, gathered
 from mmrl.sets.cells import SetResult
 from mmrl.sets.queue import SetRun
-from mmrl.sets.spec import MAIN, Command, SetSpec
-from mmrl.sets.words import TRAINING_ALONE, is_below, words_of
-from mmrl.system.conf import later_wins, options
+from mmrl.sets.spec import Command, SetSpec
+from mmrl.sets.words import words_of
+from mmrl.system.conf import options
 from mmrl.tasks import TASKS
 
 TOP = Path("outputs") / "sets"
@@ -45,21 +45,19 @@ class Planner:
     runs: dict[Path, SetRun] = field(default_factory=dict)
     composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
 
-    def plan(self, name: str, rows: Sequence[str], columns: Sequence[str], seeds: Sequence[int] | None) -> SetResult:
+    def plan(self, name: str, rows: Sequence[str], columns: Sequence[str], seeds: Sequence[int]) -> SetResult:
         """The runs of some rows on some columns.
 
         Args:
-            seeds: None: each row's own.
+            seeds: none: each row's own.
 
         Raises:
             ConfigError: every problem of every config.
         """
         spec = self.spec
-        rows = [row for row in rows if spec.rows[row].shown]
         pairs = [(row, column) for row, column in spec.pairs if row in rows and column in columns]
         cells: dict[tuple[str, str], list[SetRun]] = {pair: [] for pair in pairs}
-        metrics: dict[tuple[str, str], Mapping[str, str]] = {}
-        problems: dict[str, None] = {}
+        problems: list[str] = []
         # A row that needs fewer seeds than others (nothing of it is drawn) has its own, whatever was chosen.
         of_row = {row: tuple(spec.rows[row].seeds or seeds or spec.seeds) for row in rows}
         # Seed by seed, so that one seed of everything is there early.
@@ -67,36 +65,25 @@ class Planner:
             for row, column in pairs:
                 if seed not in of_row[row]:
                     continue
-                try:
-                    run = self._run("eval" if spec.scores else "train", row, column, seed)
-                except ConfigError as error:
-                    place = f"{row} on {column}" if len(spec.columns) > 1 else row
-                    problems |= dict.fromkeys(f"{place}: {problem}" for problem in error.problems)
-                    continue
-                cells[row, column].append(run)
-                metrics[row, column] = {score: run.metric if m == MAIN else m for score, m in spec.measured.items()}
+                found: list[str] = []
+                with gathered(found):
+                    cells[row, column].append(self._run("eval" if spec.scores else "train", row, column, seed))
+                place = f"{row} on {column}" if len(spec.columns) > 1 else row
+                problems += [f"{place}: {problem}" for problem in found]
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(dict.fromkeys(problems))
         queue = list(self.runs.values())
         trained = Counter((run.row, run.seed) for run in queue if run.command == "train")
         for run in queue:
             # Named by its column only where columns are trained apart.
             if run.command == "train" and trained[run.row, run.seed] == 1:
                 run.column = ""
-        return SetResult(
-            name=name,
-            spec=spec,
-            scale=self.scale,
-            rows=rows,
-            columns=columns,
-            metrics=metrics,
-            runs=cells,
-            queue=queue,
-        )
+        return SetResult(name=name, spec=spec, scale=self.scale, rows=rows, columns=columns, runs=cells, queue=queue)
 
     def _run(self, command: Command, row: str, column: str, seed: int) -> SetRun:
         """A run of a row, with those that it comes from."""
-        method, words, after = self.spec.rows[row], self._words(row, column, command), None
+        method, after = self.spec.rows[row], None
+        words = words_of(self.spec, row, column, self.scale, command, self.typed)
         identity: dict[str, object] = {}
         if command == "eval" and not method.policy:
             after = self._run("train", row, column, seed)
@@ -111,7 +98,7 @@ class Planner:
         if command == "train" and method.from_:
             after = self._run("train", method.from_, column, seed)
             identity = {"of": after.path.name}
-            here, there = (f"{one.model.name} ({one.model.path})" for one in (config, after.config))
+            here, there = (f"{run.model.name} ({run.model.path})" for run in (config, after.config))
             if here != there:
                 raise ConfigError(f"model: got {here}, and {method.from_}, from which it starts, is {there}")
             # Its own model and task: `from=` alone would take those of the run before with all of their settings.
@@ -135,10 +122,6 @@ class Planner:
             )
         return self.runs[path]
 
-    def _words(self, row: str, column: str, command: Command) -> list[str]:
-        typed = [word for word in self.typed if command == "train" or not is_below(word, TRAINING_ALONE)]
-        return later_wins([*words_of(self.spec, row, column, self.scale, command), *typed])
-
     def _config(self, command: Command, words: Sequence[str], seed: int) -> Config:
         key = (command, *words)
         if key not in self.composed:
@@ -152,7 +135,7 @@ def main_metrics() -> dict[str, str]:
 
 
 def digest(config: RootConfig, identity: Mapping[str, object]) -> str:
-    """Of what a run is, wherever it lies and whatever it runs on."""
+    """Digest of what a run is, wherever it lies and whatever it runs on."""
     content = {key: value for key, value in config.model_dump(mode="json").items() if key not in OF_MACHINE}
     if identity:
         # How the weights before it were made stands for their place, and for what is read from there.

@@ -15,26 +15,23 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
 
+import numpy as np
+
 from mmrl.config import EvalCommandConfig, StageConfig
-from mmrl.config.base import value_at
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.models.policy import complete_checkpoints
 from mmrl.report.rundir import RunDir, holds_only_leftovers, is_run
-from mmrl.report.stats import duration, number
+from mmrl.report.stats import duration, series
 from mmrl.sets.spec import Command
 from mmrl.system.child_process import end_with_parent
-from mmrl.system.files import read_jsonl
 
 MMRL = [sys.executable, "-m", "mmrl"]
 """The command of a child, before its words."""
 POLL_S = 0.5
-LINE_S = 60.0
-"""Seconds between two plain lines of a run."""
 STOP_S = 120.0
 """Seconds that a stopped run has to end by itself."""
 SHARED_S = 10.0
@@ -55,6 +52,8 @@ class Run:
     command: Command = "train"
     after: Self | None = None
     """The run whose policy it starts from or evaluates."""
+    metric: str = ""
+    """The main one of its task."""
 
     @property
     def chain(self) -> list[Self]:
@@ -66,12 +65,12 @@ class Run:
         """The training run whose policy it is about; None for a policy that its set does not train."""
         return next((run.path for run in reversed(self.chain) if run.command == "train"), None)
 
-    def typed(self) -> str:
+    def command_line(self) -> str:
         """The command that makes it, for a shell; empty for a run that is only looked at."""
         return ""
 
     def trouble(self) -> str:
-        """Why it failed; empty where it did not."""
+        """Reason of its failure; empty where it did not fail."""
         return ""
 
 
@@ -85,26 +84,21 @@ class SetRun(Run):
     words: Sequence[str]
     """Its overrides, without policy= and from=, whose runs may not be there yet."""
     config: StageConfig | EvalCommandConfig
-    metric: str
-    """The task's main one."""
     checkpoint: str = "last"
     """Which one of `after` is evaluated."""
     code: int | None = None
     """Exit code of its process; 0 for a run that was finished before, None where it did not run."""
     reason: str = ""
-    """Why it was not started, where something else is the cause."""
-    started: float = 0.0
-    reported: float = 0.0
-    """When a line of it was last printed."""
+    """Reason why it was not started, where something else is the cause."""
 
     @property
     def name(self) -> str:
-        """What progress lines call it."""
+        """Command, row, column and seed, for messages."""
         return f"{self.command} {self.row}{f' on {self.column}' if self.column else ''}, seed {self.seed}"
 
     @property
     def log(self) -> Path:
-        """What the run's process printed."""
+        """Output of the run's process."""
         return self.path.with_name(f"{self.path.name}.log")
 
     def all_words(self) -> list[str]:
@@ -113,44 +107,22 @@ class SetRun(Run):
         Raises:
             ConfigError: no checkpoint of that run is what the row's rule names.
         """
+        words = [*self.words, f"run.dir={self.path}"]
         if self.after is None:
-            return [*self.words]
+            return words
         if self.command == "train":
-            return [*self.words, f"from={self.after.path}"]
+            return [*words, f"from={self.after.path}"]
         chosen = self.after.path
         if self.checkpoint == "before_collapse":
             chosen = before_collapse(chosen, self.after.metric)
-        return [*self.words, f"policy={chosen}"]
+        return [*words, f"policy={chosen}"]
 
-    def typed(self) -> str:
+    def command_line(self) -> str:
         """The command that makes it, for a shell; or why its row's rule names no checkpoint yet."""
         try:
-            return " ".join([f"mmrl {self.command}", *map(shlex.quote, [*self.all_words(), f"run.dir={self.path}"])])
+            return shlex.join(["mmrl", self.command, *self.all_words()])
         except MmrlError as error:
             return str(error)
-
-    def state(self) -> State:
-        """How far its run directory is, whose name is a digest of its settings, so a run there has these.
-
-        Raises:
-            ConfigError: it holds something else than a run.
-        """
-        return state_of(self.path, f"a run of {self.row}")
-
-    @property
-    def done(self) -> int:
-        """Steps done; of an evaluation items."""
-        if self.command == "eval":
-            return sum(len(read_jsonl(path)) for path in (self.path / "eval").glob("step-*.jsonl"))
-        return max((int(record["step"]) for record in read_jsonl(self.path / "metrics.jsonl")), default=0)
-
-    def line(self) -> str:
-        """How far it is."""
-        # How many trials an optimiser of prompts makes shows only as it goes.
-        total = value_at(self.config, "train.steps" if self.command == "train" else "eval.items")
-        of = f" of {total}" if isinstance(total, int) else ""
-        unit = "step" if self.command == "train" else "item"
-        return f"{self.name}: {unit} {self.done}{of}  {duration(time.monotonic() - self.started)}"
 
     def trouble(self) -> str:
         """The last error that a failed run printed."""
@@ -163,34 +135,36 @@ class SetRun(Run):
         return f"exit code {self.code}{said}"
 
 
+def by_cell(runs: Sequence[SetRun]) -> dict[tuple[Command, str, str], list[SetRun]]:
+    """(command, row, column) -> runs that differ in their seed alone."""
+    cells: dict[tuple[Command, str, str], list[SetRun]] = {}
+    for run in runs:
+        cells.setdefault((run.command, run.row, run.column), []).append(run)
+    return cells
+
+
+@dataclass
 class RunQueue:
-    """Runs child processes, `at_once` of them at a time.
+    """Runs child processes, `at_once` of them at a time."""
 
-    Args:
-        runs: in the order in which they start.
-        at_once: processes; each has one thread where there are several on this machine.
-        config_dir: `--config-dir` of the command.
-        on_done: called after each run that ended well.
-        through: a command that starts a child somewhere else and ends with it (`srun --gpus-per-node=8`), before its
-            words; its machine is then not this one.
-        attached: what the children print goes to the terminal, with their live displays, and not into logs.
-    """
+    runs: Sequence[SetRun]
+    """Runs in the order in which they start."""
+    at_once: int
+    """Processes; each has one thread where there are several on this machine."""
+    config_dir: str | None
+    """`--config-dir` of the command."""
+    on_done: Callable[[], None]
+    """Called after each run that ended well."""
+    through: Sequence[str] = ()
+    """A command that starts a child somewhere else and ends with it (`srun --gpus-per-node=8`), before its words; its
+    machine is then not this one."""
+    attached: bool = False
+    """Output of the children goes to the terminal, with their live displays, and not into logs."""
+    running: list[tuple[SetRun, subprocess.Popen[bytes], float]] = field(default_factory=list)
+    """Runs under way with their processes and the time of their start."""
 
-    def __init__(
-        self,
-        runs: Sequence[SetRun],
-        at_once: int,
-        config_dir: str | None,
-        on_done: Callable[[], None] = lambda: None,
-        through: Sequence[str] = (),
-        attached: bool = False,
-    ):
-        self.runs, self.at_once, self.config_dir = runs, at_once, config_dir
-        self.on_done, self.through, self.attached = on_done, through, attached
-        self.running: list[tuple[SetRun, subprocess.Popen[bytes]]] = []
-
-    def run(self) -> int:
-        """Run all. Returns how many failed.
+    def run(self) -> None:
+        """Run all.
 
         Raises:
             KeyboardInterrupt: passed on once the children have ended.
@@ -198,32 +172,31 @@ class RunQueue:
         waiting = list(self.runs)
         try:
             while waiting or self.running:
-                while len(self.running) < self.at_once and (run := _ready(waiting)) is not None:
-                    waiting.remove(run)
-                    self._start(run)
-                self._report()
-                time.sleep(POLL_S if self.running else 0)
-                for run, process in [(run, process) for run, process in self.running if process.poll() is not None]:
-                    self.running.remove((run, process))
-                    self._end(run, process.returncode)
+                ready = [run for run in waiting if run.after is None or run.after.code is not None]
+                if ready and len(self.running) < self.at_once:
+                    waiting.remove(ready[0])
+                    self._start(ready[0])
+                    continue
+                time.sleep(POLL_S)
+                for child in [child for child in self.running if child[1].poll() is not None]:
+                    self.running.remove(child)
+                    self._end(*child)
         except BaseException:
             self._stop()
             raise
-        return sum(run.code != 0 for run in self.runs)
 
     def _start(self, run: SetRun) -> None:
-        if run.after is not None and run.after.code != 0:
-            run.code, run.reason = 1, f"{run.after.name} failed"
-            self._say(f"{run.name}: left out: {run.reason}")
-            return
         try:
-            state = run.state()
-            if state == "unfinished":
-                _wait_for_lock(run)
+            if run.after is not None and run.after.code != 0:
+                raise ConfigError(f"{run.after.name} failed")
+            state = state_of(run.path)
+            # A run whose set was killed gets SIGTERM from the system and still writes its last checkpoint.
+            if state == "unfinished" and not _within(LOCK_S, lambda: not RunDir(run.path).in_use):
+                raise ConfigError(f"{run.path}: another process has this run; try again once it has ended")
             words = run.all_words()
         except ConfigError as error:
             run.code, run.reason = error.exit_code, str(error)
-            self._say(f"{run.name}: failed: {error}")
+            self._say(f"{run.name}: left out: {error}")
             return
         if state == "finished":
             run.code = 0
@@ -232,12 +205,9 @@ class RunQueue:
         # A process each: a run that dies of memory or a signal takes neither the queue nor the others along.
         command = [*self.through, *MMRL, run.command]
         if state == "unfinished":
-            command += [f"resume={run.path}"]
+            command.append(f"resume={run.path}")
         else:
-            command += ["--config-dir", self.config_dir] if self.config_dir else []
-            # A live display would fill the log with its redrawn lines; an evaluation has none.
-            quiet = ["run.progress=false"] if run.command == "train" and not self.attached else []
-            command += [*words, f"run.dir={run.path}", *quiet]
+            command += [*(("--config-dir", self.config_dir) if self.config_dir else ()), *words]
         run.path.parent.mkdir(parents=True, exist_ok=True)
         # Runs side by side would otherwise each take all CPUs and wait for one another.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 and not self.through else {}
@@ -252,28 +222,20 @@ class RunQueue:
                 start_new_session=True,  # Ctrl-C reaches this process alone, which then stops each run in turn
                 preexec_fn=end_with_parent,
             )
-        run.started = run.reported = time.monotonic()
-        self.running.append((run, process))
-        verb = f"continues after {run.done}" if state == "unfinished" else "starts"
-        self._say(f"{run.name}: {verb}")
+        self.running.append((run, process, time.monotonic()))
+        where = f" (log: {run.log})" if log else ""
+        self._say(f"{run.name}: {'continues' if state == 'unfinished' else 'starts'}{where}")
 
-    def _end(self, run: SetRun, code: int) -> None:
-        if code == 0 and self.through and not _is_there(run):
+    def _end(self, run: SetRun, process: subprocess.Popen[bytes], started: float) -> None:
+        run.code = process.returncode
+        if run.code == 0 and self.through and not _within(SHARED_S, lambda: state_of(run.path) == "finished"):
+            run.code = 1
             run.reason = f"through: {self.through[0]} has ended, and the run has not; it must stay until then"
-            code = 1
-        run.code = code
-        if code == 0:
-            self._say(f"{run.line()}  done")
+        if run.code == 0:
+            self._say(f"{run.name}: done in {duration(time.monotonic() - started)}")
             self.on_done()
         else:
             self._say(f"{run.name}: failed: {run.trouble()}")
-
-    def _report(self) -> None:
-        """A line per run and minute; what prints to the terminal itself needs none."""
-        for run, _ in self.running:
-            if not self.attached and time.monotonic() - run.reported >= LINE_S:
-                run.reported = time.monotonic()
-                self._say(run.line())
 
     def _say(self, text: str) -> None:
         print(f"[{sum(run.code is not None for run in self.runs)}/{len(self.runs)}] {text}", flush=True)
@@ -281,9 +243,9 @@ class RunQueue:
     def _stop(self) -> None:
         """End the children: they save what they have and can be resumed."""
         # All are terminated first and waited for afterwards, so that they save side by side.
-        for _, process in self.running:
+        for _, process, _ in self.running:
             process.terminate()
-        for _, process in self.running:
+        for _, process, _ in self.running:
             try:
                 process.wait(STOP_S)
             except subprocess.TimeoutExpired:
@@ -291,11 +253,18 @@ class RunQueue:
                 process.wait()
 
 
-def state_of(path: Path, what: str) -> State:
-    """How far the run in a folder is; leftovers of a start that was killed at once are removed.
+def _within(seconds: float, check: Callable[[], bool]) -> bool:
+    """Wait until a check holds; False where it does not in time."""
+    until = time.monotonic() + seconds
+    while not (true := check()) and time.monotonic() < until:
+        time.sleep(POLL_S)
+    return true
 
-    Args:
-        what: is expected there, for messages.
+
+def state_of(path: Path) -> State:
+    """State of the run in a folder; leftovers of a start that was killed at once are removed.
+
+    The name of a set's run directory is a digest of its settings, so a run there has these.
 
     Raises:
         ConfigError: it holds something else, which is not touched.
@@ -309,11 +278,11 @@ def state_of(path: Path, what: str) -> State:
     if path.is_dir() and not path.is_symlink() and holds_only_leftovers(path):
         shutil.rmtree(path)
         return "new"
-    raise ConfigError(f"{path}: expected {what}, got something else, which was not touched; move it away")
+    raise ConfigError(f"{path}: expected a run, got something else, which was not touched; move it away")
 
 
 def has_scores(evaluation: RunDir) -> bool:
-    """Whether an evaluation that has ended has scores: none where too many of its rollouts failed from outside."""
+    """False for an evaluation that has ended without scores: too many of its rollouts failed from outside."""
     return any(name.endswith("_low") for name in evaluation.summary.get("metrics", {}))
 
 
@@ -326,40 +295,12 @@ def before_collapse(run: Path, metric: str) -> Path:
         ConfigError: the run has no checkpoint from before.
     """
     directory = RunDir.read(run)
-    key = f"eval/{directory.config['eval']['split']}/{metric}"
-    points = [(int(r["step"]), value) for r in directory.history() if (value := number(r.get(key))) is not None]
-    best = list(accumulate((value for _, value in points), max))
-    collapsed = [
-        step
-        for place, (step, _) in enumerate(points)
-        if all(value < COLLAPSED * best[place] for _, value in points[place:])
-    ]
-    collapse = min(collapsed, default=math.inf)
-    latest = max((step for step, _ in points if step < collapse), default=0) if collapsed else math.inf
-    there = complete_checkpoints(run / "checkpoints")
-    fitting = [path for path in there if int(path.name.rpartition("-")[2]) <= latest]
+    steps, scores = series(directory.history(), f"eval/{directory.config['eval']['split']}/{metric}")
+    standing = np.flatnonzero(scores >= COLLAPSED * np.maximum.accumulate(scores))
+    collapsed = len(standing) > 0 and standing[-1] < len(steps) - 1
+    latest = steps[standing[-1]] if collapsed else math.inf
+    checkpoints = complete_checkpoints(run / "checkpoints")
+    fitting = [path for path in checkpoints if int(path.name.rpartition("-")[2]) <= latest]
     if not fitting:
-        raise ConfigError(f"{run}: no checkpoint from before its collapse at step {collapse} is left (train.keep)")
+        raise ConfigError(f"{run}: no checkpoint is left from before its collapse after step {latest} (train.keep)")
     return fitting[-1]
-
-
-def _is_there(run: SetRun) -> bool:
-    """Whether a run has finished, as a machine that shares its folder sees it a little later."""
-    until = time.monotonic() + SHARED_S
-    while (state := run.state()) != "finished" and time.monotonic() < until:
-        time.sleep(POLL_S)
-    return state == "finished"
-
-
-def _ready(waiting: Sequence[SetRun]) -> SetRun | None:
-    """The first run that need not wait for another one."""
-    return next((run for run in waiting if run.after is None or run.after.code is not None), None)
-
-
-def _wait_for_lock(run: SetRun) -> None:
-    # A run whose set was killed gets SIGTERM from the system and still writes its last checkpoint.
-    until = time.monotonic() + LOCK_S
-    while RunDir(run.path).in_use:
-        if time.monotonic() > until:
-            raise ConfigError(f"{run.path}: another process has this run; try again once it has ended")
-        time.sleep(POLL_S)

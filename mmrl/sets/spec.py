@@ -8,6 +8,7 @@ so on. A row may start from the policy that another row has trained.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -20,10 +21,10 @@ SCALES = {
     "mini": "mini: the mini world with the tiny models; values do not compare with the paper's, orders (claims) do",
     "real": "real: a small real model on real data; values do not compare with the paper's, orders (claims) do",
 }
-"""What the numbers of a page at each scale mean."""
+"""Meaning of the numbers of a page at each scale."""
 Command = Literal["train", "eval"]
 MAIN = "main"
-"""In place of a metric: the task's main one."""
+"""Stands for the task's main metric."""
 
 
 class Cell(NamedTuple):
@@ -54,10 +55,6 @@ class Words(Section):
     train: WordList = Field((), description="of training alone")
     eval: WordList = Field((), description="of evaluation alone")
 
-    def of(self, command: Command) -> list[str]:
-        """Those of one command."""
-        return [*self.set, *(self.train if command == "train" else self.eval)]
-
     @model_validator(mode="before")
     @classmethod
     def _short(cls, raw: object) -> object:
@@ -72,9 +69,9 @@ class Layer(Words):
     real: Words = Words()
 
     def at(self, scale: str, command: Command) -> list[str]:
-        """All of one command at one scale; scale "": those of every scale alone."""
+        """Overrides of one command at one scale; scale "": those of every scale alone."""
         further: Words = getattr(self, scale) if scale else Words()
-        return [*self.of(command), *further.of(command)]
+        return [*self.set, *getattr(self, command), *further.set, *getattr(further, command)]
 
 
 class Base(Layer):
@@ -84,7 +81,7 @@ class Base(Layer):
 
 
 class Column(Layer):
-    """What rows are trained or evaluated on."""
+    """A task, or other data, that rows are trained or evaluated on."""
 
     rows: tuple[str, ...] = Field((), description="rows with a cell here; empty: all")
     cells: dict[str, Layer] = Field({}, description="further words of one row here")
@@ -102,14 +99,12 @@ class Row(Layer):
     without: tuple[str, ...] = Field((), description="keys of set and column that do not hold for this row")
     seeds: tuple[int, ...] = Field((), description="of this row; empty: the set's")
     checkpoint: Literal["last", "before_collapse"] = Field("last", description="which one of training is evaluated")
-    values: tuple[float, ...] = Field(
-        (), description="as printed: of the set's cells in their order, then of its means"
-    )
+    values: tuple[float, ...] = Field((), description="as printed: of the set's cells in order, then of its means")
     std: tuple[float, ...] = Field((), description="standard deviations as printed, likewise")
 
 
 class Source(Section):
-    """Where a table stands."""
+    """Place of a table in a paper."""
 
     arxiv: str
     at: str = Field(description="Table 1")
@@ -125,22 +120,19 @@ class Claim(Section):
     cells: tuple[str, ...] = Field((), description="columns, scores, means or COLUMN/SCORE; empty: all")
 
 
+Alternatives = Annotated[tuple[str, ...], BeforeValidator(lambda raw: (raw,) if isinstance(raw, str) else raw)]
+"""Metrics, of which the first that is there is meant."""
+
+
 class Diagram(Section):
     """One part of a figure: a metric of training by step, a line for each row."""
 
-    metric: str | tuple[str, ...] = Field(
-        description="of metrics.jsonl; eval/METRIC: of evaluations during training; of several the first that is there"
-    )
-    label: str = Field(description="what its axis is called")
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """In the order in which they are looked for."""
-        return (self.metric,) if isinstance(self.metric, str) else self.metric
+    metric: Alternatives = Field(description="of metrics.jsonl, or eval/METRIC: of evaluations during training")
+    label: str = Field(description="of its axis")
 
 
 class Figure(Section):
-    """What is drawn of the training runs."""
+    """Diagrams of the training runs."""
 
     kind: Literal["curves", "bars"] = Field("curves", description="bars: means over the first steps")
     diagrams: tuple[Diagram, ...] = Field((), description="none: the main metric, the reward and what programs do")
@@ -165,18 +157,12 @@ class SetSpec(Base):
     seeds: tuple[int, ...] = Field((0, 1, 2), min_length=1, description="of rows that name none")
     rows: dict[str, Row] = Field(min_length=1, description="in the page's order")
     columns: dict[str, Column] = Field({"": Column()}, min_length=1)
-    scores: dict[str, str] = Field(
-        {}, description="name -> metric of an `mmrl eval` of each row's policy; none: the runs' own evaluations"
-    )
+    scores: dict[str, str] = Field({}, description="metrics of `mmrl eval` by name; none: the runs' own evaluations")
     counts: tuple[str, ...] = Field((), description="scores that are no shares, so never per cent")
     order: Literal["columns", "scores"] = Field("columns", description="what the paper's table groups values by")
     means: dict[str, tuple[str, ...]] = Field({}, description="printed averages -> columns, scores or COLUMN/SCORE")
     source: Source | None = Field(None, description="where the paper prints it; none: a set of our own")
-    agree: float = Field(
-        0.0,
-        ge=0,
-        description="difference to the paper at most, in the table's unit; in our 95 % interval it agrees too",
-    )
+    agree: float = Field(0.0, ge=0, description="difference to the paper at most, where it is not in our interval")
     claims: tuple[Claim, ...] = ()
     figure: Figure | None = None
     case: Case | None = None
@@ -190,7 +176,7 @@ class SetSpec(Base):
 
     @property
     def cells(self) -> list[Cell]:
-        """In the order of the paper's table."""
+        """Cells in the order of the paper's table."""
         if self.order == "columns":
             return [Cell(column, score) for column in self.columns for score in self.measured]
         return [Cell(column, score) for score in self.measured for column in self.columns]
@@ -223,22 +209,15 @@ class SetSpec(Base):
                     chosen[cell] = None
         return list(chosen)
 
-    def reported(self, row: str) -> dict[Cell | str, float]:
-        """The paper's values of a row, by cell and by the name of a mean."""
-        return dict(zip([*self.cells, *self.means], self.rows[row].values, strict=False))
-
-    def deviations(self, row: str) -> dict[Cell | str, float]:
-        """The paper's standard deviations of a row."""
-        return dict(zip([*self.cells, *self.means], self.rows[row].std, strict=False))
-
-    def seeds_of(self, row: str) -> tuple[int, ...]:
-        """The seeds of a row."""
-        return self.rows[row].seeds or self.seeds
+    def reported(self, row: str) -> dict[Cell | str, tuple[float, float | None]]:
+        """The paper's values of a row with their standard deviations, by cell and by the name of a mean."""
+        method = self.rows[row]
+        return dict(zip([*self.cells, *self.means], zip_longest(method.values, method.std), strict=False))
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         # Starts are judged by names that stand for something.
-        if problems := [*self._name_problems()] or [*self._start_problems(), *self._number_problems()]:
+        if problems := [*self._name_problems()] or [*self._row_problems()]:
             raise ValueError(*problems)
         return self
 
@@ -262,33 +241,18 @@ class SetSpec(Base):
         twice = [name for name in dict.fromkeys(every) if every.count(name) > 1]
         yield from (f"columns, scores, means: {name} is the name of two of them" for name in twice)
 
-    def _start_problems(self) -> Iterator[str]:
-        """Rows that cannot start from the row that they name, and policies that nothing evaluates."""
+    def _row_problems(self) -> Iterator[str]:
+        """Rows with some values only, that cannot start from the row that they name, or that nothing evaluates."""
+        every = len(self.cells) + len(self.means)
         for name, row in self.rows.items():
             if row.policy and not self.scores:
                 yield f"rows.{name}.policy: nothing is trained, and the set has no scores to evaluate"
-            if not row.from_:
-                continue
-            start, chain = self.rows[row.from_], [name]
-            if row.policy or start.policy:
-                both = f"rows.{name}: has policy= too" if row.policy else f"rows.{name}.from: {row.from_} has policy="
-                yield f"{both}, and only what is trained starts from a row or is started from"
+            if row.from_ and (row.policy or self.rows[row.from_].policy):
+                yield f"rows.{name}.from: only what is trained starts from a row or is started from; one has policy="
+            chain = [name]
             while (before := self.rows[chain[-1]].from_) and before not in chain:
                 chain.append(before)
             if before:
                 yield f"rows.{name}.from: {' starts from '.join([*chain, before])}"
-            columns = [column for of, column in self.pairs if of == name and (row.from_, column) not in self.pairs]
-            yield from (
-                f"rows.{name}.from: {row.from_} has no cell in column {column}, and {name} has" for column in columns
-            )
-            if seeds := sorted(set(self.seeds_of(name)) - set(self.seeds_of(row.from_))):
-                yield f"rows.{name}.from: {row.from_} has no seed {', '.join(map(str, seeds))}, and {name} has"
-
-    def _number_problems(self) -> Iterator[str]:
-        """Rows with some values only, and values without a source."""
-        every = len(self.cells) + len(self.means)
-        for name, row in self.rows.items():
-            if row.values and self.source is None:
-                yield f"rows.{name}.values: got numbers as printed, and no source says where"
-            elif len(row.values) not in (0, every):
+            if len(row.values) not in (0, every):
                 yield f"rows.{name}.values: got {len(row.values)} numbers, expected {every} or none"

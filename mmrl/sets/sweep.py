@@ -12,16 +12,16 @@ from uuid import uuid4
 
 from mmrl.config import RootConfig, StageConfig, StagedCommandConfig
 from mmrl.config.base import FETCHED
-from mmrl.errors import CheckpointError, ConfigError, MmrlError, print_error
+from mmrl.errors import CheckpointError, ConfigError, MmrlError, gathered, print_error
 from mmrl.models.policy import SET
 from mmrl.report.rundir import RunDir, rows_of
 from mmrl.report.stats import number
+from mmrl.report.text import align
 from mmrl.run.check import check_all
 from mmrl.run.settle import config_changes, run_folder
 from mmrl.sets.chain import begin, differs, resume, state_of_chain
 from mmrl.sets.found import found_set
-from mmrl.sets.page import summary_text
-from mmrl.sets.plan import main_metrics
+from mmrl.sets.page import learning_part
 from mmrl.sets.queue import State, state_of
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
@@ -57,15 +57,21 @@ def sweep(
     Raises:
         ConfigError: every problem of every job; nothing has started.
     """
-    # The values that a search will try are not known, so the ends of its ranges stand for them.
-    if searched:
-        check_all([config.in_folder(None) for config in configs], typed)
-    else:
-        _check_sweep(configs, typed)
+    folders = {config.run.dir: config for config in configs if config.run.dir}
+    # Directories of an earlier start of the same sweep are not empty, which `check_all` would refuse; and of a search
+    # the configs stand for values that are not known yet.
+    apart = searched or len(folders) == len(configs)
+    check_all([config.in_folder(None) for config in configs] if apart else configs, typed)
+    problems: list[str] = []
+    for folder, config in ({} if searched else folders).items():
+        with gathered(problems):
+            job_state(Path(folder), config)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
     Path("outputs").mkdir(exist_ok=True)
     # A launcher may run jobs in processes on other machines (submitit), so what comes of them comes back as files.
-    with TemporaryDirectory(dir="outputs", prefix=".sweep-") as folder:
-        results = Path(folder).absolute()
+    with TemporaryDirectory(dir="outputs", prefix=".sweep-") as scratch:
+        results = Path(scratch).absolute()
         try:
             drive(partial(_sweep_job, results, tuple(command), None if searched else len(configs)))
         except ValueError as error:
@@ -93,26 +99,14 @@ def _show(folders: Sequence[Path]) -> None:
     if len(here) < 2:
         return
     try:
+        result = found_set("sweep", here)
         # Without the differences of all pairs: a search has many runs.
-        print(f"\n{summary_text(found_set('sweep', here, main_metrics()))}\n")
+        for part in (learning_part(result, column) for column in result.columns if result.begun_in(column)):
+            print(f"\n{part.title}\n{align(part.rows)}")
+        print()
     # All runs have ended by now; which of them cannot be read is printed, and the exit code stays theirs.
     except MmrlError as error:
         print(f"the runs are not shown side by side: {error}", file=sys.stderr)
-
-
-def _check_sweep(configs: Sequence[StageConfig | StagedCommandConfig], typed: Collection[str]) -> None:
-    folders = {config.run.dir: config for config in configs if config.run.dir}
-    apart = len(folders) == len(configs)
-    # Directories of an earlier start of the same sweep are not empty, which `check_all` would refuse.
-    check_all([config.in_folder(None) for config in configs] if apart else configs, typed)
-    problems: list[str] = []
-    for folder, config in folders.items():
-        try:
-            job_state(Path(folder), config)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
 
 
 def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: Build) -> float | None:
@@ -144,7 +138,7 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: B
 
 
 def job_state(path: Path, config: RootConfig) -> State:
-    """How far the run of a job is in a directory, which need not exist; leftovers of a start killed at once go.
+    """State of the run of a job in a directory, which need not exist; leftovers of a start killed at once go.
 
     Raises:
         ConfigError: it holds something else than this run.
@@ -153,11 +147,9 @@ def job_state(path: Path, config: RootConfig) -> State:
         if differs(path, config):
             raise ConfigError(f"run.dir: {path} holds a set with other words; take another run.dir=, or move it away")
         return state_of_chain(path)
-    try:
-        state = state_of(path, "a run of this sweep")
-        changes = config_changes(RunDir.read(path).config, config.model_dump(mode="json")) if state != "new" else {}
-    except ConfigError as error:
-        raise ConfigError(f"run.dir: {path}: {p.removeprefix(f'{path}: ')}" for p in error.problems) from None
+    if (state := state_of(path)) == "new":
+        return state
+    changes = config_changes(RunDir.read(path).config, config.model_dump(mode="json"))
     # What depends on the machine does not count.
     different = [
         f"{key}={there} (requested: {here})"

@@ -9,13 +9,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from mmrl.config.validate import as_tuples, explain
-from mmrl.errors import ConfigError, DataError, unknown
+from mmrl.errors import ConfigError, unknown
 from mmrl.sets.spec import SCALES, Command, Layer, SetSpec
-from mmrl.system.conf import later_wins, options
+from mmrl.system.conf import conf_dir, later_wins, options, user_dirs
 from mmrl.system.files import read_yaml
 
 FOLDER = "set"
-"""Of conf/."""
+"""Folder of conf/."""
 TRAINING_ALONE = (
     *("train", "algo", "stages", "stage", "from", "eval.every", "model.lora", "model.gradient_checkpointing"),
     *("hardware.sharding", "hardware.cpu_offload", "hardware.rollout_devices"),
@@ -25,19 +25,16 @@ TRAINING_ALONE = (
 """Sections and keys that an evaluation does not take."""
 
 
-def read_set(name: str, folders: Sequence[Path], config_dir: str | None = None) -> SetSpec:
+def read_set(name: str, config_dir: str | None = None) -> SetSpec:
     """A set, with the content of its base.
-
-    Args:
-        folders: of configs, first wins.
 
     Raises:
         ConfigError: there is none of this name, or every problem of the two files.
     """
-    path = _file_of(name, FOLDER, folders)
-    content = _content(path)
+    path = _file_of(name, FOLDER, config_dir)
+    content = read_yaml(path)
     if isinstance(content, dict) and isinstance(base := content.get("base"), str):
-        content["base"] = _content(_file_of(base, f"{FOLDER}/base", folders))
+        content["base"] = read_yaml(_file_of(base, f"{FOLDER}/base", config_dir))
     spec, known = _validated(content, path), options("algo", config_dir)
     of_algos = (("algos", spec.algos), ("base.algos", spec.base.algos))
     if problems := [unknown(key, algo, known) for key, algos in of_algos for algo in algos if algo not in known]:
@@ -51,19 +48,19 @@ def read_file(path: Path) -> SetSpec:
     Raises:
         ConfigError: it cannot be read, or every problem of it.
     """
-    return _validated(_content(path), path)
+    return _validated(read_yaml(path), path)
 
 
-def set_names(folders: Sequence[Path]) -> list[str]:
-    """All sets, figure 10 after figure 9."""
-    names = {path.stem for folder in folders for path in (folder / FOLDER).glob("*.yaml")}
+def set_names(config_dir: str | None = None, group: str = FOLDER) -> list[str]:
+    """Names of all sets, figure 10 after figure 9."""
+    names = [name for name in options(group, config_dir) if "/" not in name]
     return sorted(
         names, key=lambda name: [part.zfill(4) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
     )
 
 
 def scales_of(spec: SetSpec) -> list[str]:
-    """Those that a set has words for; [""] for one that has no scales."""
+    """Scales that a set has words for; [""] for one that has no scales."""
     layers: list[Layer] = [spec.base]
     if "base" not in spec.model_fields_set:
         layers = [spec, *spec.rows.values(), *spec.columns.values()]
@@ -71,48 +68,39 @@ def scales_of(spec: SetSpec) -> list[str]:
     return [scale for scale in SCALES if any(words.set or words.train for words in further[scale])] or [""]
 
 
-def words_of(spec: SetSpec, row: str, column: str, scale: str, command: Command) -> list[str]:
-    """The overrides of one run of a cell, each key once; later layers win: base, set, algorithm, column, cell, row."""
+def words_of(
+    spec: SetSpec, row: str, column: str, scale: str, command: Command, typed: Sequence[str] = ()
+) -> list[str]:
+    """The overrides of one run of a cell, each key once; later ones win.
+
+    In turn: of base, set, algorithm, column, the column's cell, the row, and `typed` ones; an evaluation has those that
+    it can take.
+    """
     method, place = spec.rows[row], spec.columns[column]
     shared = [*spec.base.at(scale, command), *spec.at(scale, command)]
-    placed = place.at(scale, command)
-    if row in place.cells:
-        placed += place.cells[row].at(scale, command)
+    placed = [*place.at(scale, command), *place.cells.get(row, Layer()).at(scale, command)]
     own = method.at(scale, command)
     # An evaluation has no algorithm.
-    algos = [word.partition("=")[2] for word in [*shared, *placed, *own] if word.startswith("algo=")]
-    of_algo = [
-        word
-        for layer in (spec.base, spec)
-        if algos and algos[-1] in layer.algos
-        for word in layer.algos[algos[-1]].at(scale, command)
-    ]
+    algo = next((word.partition("=")[2] for word in reversed([*shared, *placed, *own]) if word.startswith("algo=")), "")
+    of_algo = [word for base in (spec.base, spec) for word in base.algos.get(algo, Layer()).at(scale, command)]
     # Before the row: what a row says for itself holds, whatever its algorithm.
-    words = [word for word in [*shared, *of_algo, *placed] if not is_below(word, method.without)]
-    words += own
-    if command == "eval":
-        words = [word for word in words if not is_below(word, TRAINING_ALONE)]
-        words += [f"policy={method.policy}"] if method.policy else []
-    return later_wins(words)
+    words = [word for word in [*shared, *of_algo, *placed] if not is_below(word, method.without)] + own
+    if command == "eval" and method.policy:
+        words.append(f"policy={method.policy}")
+    words += typed
+    return later_wins(word for word in words if command == "train" or not is_below(word, TRAINING_ALONE))
 
 
 def is_below(word: str, keys: Sequence[str]) -> bool:
-    """Whether an override sets one of some keys or sections, or something in one."""
+    """True for an override that sets one of some keys or sections, or something in one."""
     return any(f"{word.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.") for key in keys)
 
 
-def _file_of(name: str, group: str, folders: Sequence[Path]) -> Path:
-    files = {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
-    if name not in files:
-        raise ConfigError(unknown(group, name, sorted(files)))
-    return files[name]
-
-
-def _content(path: Path) -> object:
-    try:
-        return read_yaml(path)
-    except DataError as error:
-        raise ConfigError(f"{FOLDER}: {error}") from None
+def _file_of(name: str, group: str, config_dir: str | None) -> Path:
+    if name not in (names := set_names(config_dir, group)):
+        raise ConfigError(unknown(group, name, names))
+    files = [folder / group / f"{name}.yaml" for folder in (*user_dirs(config_dir), conf_dir())]
+    return next(path for path in files if path.is_file())
 
 
 def _validated(content: object, path: Path) -> SetSpec:

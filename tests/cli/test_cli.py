@@ -19,7 +19,7 @@ from mmrl.config import ALGO_SCHEMAS
 from mmrl.config.retriever import IndexInfoArguments, SearchIndexArguments, ServeIndexArguments, build_schema
 from mmrl.report.rundir import RunDir
 from mmrl.run.export import ExportArguments
-from mmrl.sets.command import COMPARE_KEYS as KEYS
+from mmrl.sets.command import SetKeys
 
 
 def test_help_imports_neither_torch_nor_hydra():
@@ -259,7 +259,7 @@ def test_help_names_every_key_of_a_command_that_reads_its_own(capsys):
         assert {key for key in keys if f"{key}=" not in shown} == set(), command
     assert main(["compare", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert {key for key in KEYS if f"{key}=" not in shown} == set()
+    assert {key for key in SetKeys.model_fields if f"{key}=" not in shown} == set()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from mmrl.plan.shapes import KNOWN, Shape, read_shape
 from mmrl.plan.workload import Lengths, Load, declared_rollout, mean_rollout, parse_lengths, unique_tokens
 from mmrl.records import Call, Forest, Rollout
 from mmrl.sets.words import read_set, words_of
-from mmrl.system.conf import conf_dir, later_wins
+from mmrl.system.conf import later_wins
 
 
 def planned(capsys, *arguments):
@@ -357,7 +357,7 @@ def test_rollouts_beside_the_update_cost_the_longer_of_the_two(capsys):
 
 def row(column):
     """The words of the row mmGRPO of the paper's table."""
-    spec = read_set("mmgrpo-table1", [conf_dir()])
+    spec = read_set("mmgrpo-table1")
     return words_of(spec, "mmGRPO", column, "paper", "train")
 
 

@@ -1,13 +1,15 @@
 """The case study of a paper's figure: which question, from which evaluations, and pages that have or lack one."""
 
 import json
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 
+from mmrl.report.rundir import RunDir
 from mmrl.sets.case import case_study
 from mmrl.sets.queue import Run
 from mmrl.sets.spec import Case
+from tests.helpers.sets import set_result
 
 
 def line(item, f1, **prediction):
@@ -17,33 +19,27 @@ def line(item, f1, **prediction):
 @pytest.fixture
 def table(tmp_path):
     """A run with evaluations after 0, 5, 10 and 15 steps, of three questions."""
-    folder = tmp_path / "trained" / "eval"
-    folder.mkdir(parents=True)
     scores = {0: (0.0, 0.0, 0.0), 5: (0.5, 0.2, 0.2), 10: (0.0, 0.0, 0.0), 15: (0.6, 0.8, 0.8)}
-    for step, of_items in scores.items():
-        lines = [
-            line(f"q{n}", score, answer=f"a{step}", queries=["x", f"y\n{step}"], kept=None)
-            for n, score in enumerate(of_items)
-        ]
-        (folder / f"step-{step:06d}-dev.jsonl").write_text("\n".join(lines) + "\n")
-    runs = {
-        ("FoF", "HotpotQA"): [
-            Run(seed=0, path=tmp_path / "gone", command="eval", after=Run(seed=0, path=tmp_path / "trained"))
-        ]
-    }
-    spec = SimpleNamespace(scores={"EM": "em", "F1": "f1", "# Docs": "docs"}, counts=("# Docs",))
-    return SimpleNamespace(runs=runs, spec=spec)
+    with RunDir.create(tmp_path / "trained", {"eval": {"split": "dev"}}, ["mmrl"]) as run:
+        for step, of_items in scores.items():
+            lines = [
+                line(f"q{n}", score, answer=f"a{step}", queries=["x", f"y\n{step}"], kept=None)
+                for n, score in enumerate(of_items)
+            ]
+            run.eval_path(step, "dev").write_text("\n".join(lines) + "\n")
+    evaluation = Run(seed=0, path=tmp_path / "gone", command="eval", after=Run(seed=0, path=run.path))
+    scores = {"EM": "em", "F1": "f1", "# Docs": "docs"}
+    return set_result({("FoF", ""): [evaluation]}, scores=scores, counts=("# Docs",))
 
 
 def case_of(table, case):
-    table.spec.case = case
-    return case_study(table)
+    return case_study(replace(table, spec=table.spec.model_copy(update={"case": case})))
 
 
 def test_the_first_question_that_rises_the_most_is_shown_at_both_ends(table):
-    case = case_of(table, Case(early=5))
-    assert case.item == "q1" and case.asked == ""  # the run has not kept it
-    assert case.rows == [
+    title, rows, asked = case_of(table, Case(early=5))
+    assert "early and late: q1 of" in title and asked == ""  # the run has not kept it
+    assert rows == [
         ["", "after 5 steps", "after 15 steps"],
         ["EM", "0.000", "0.000"],
         ["F1", "0.200", "0.800"],
@@ -56,18 +52,17 @@ def test_the_first_question_that_rises_the_most_is_shown_at_both_ends(table):
 def test_what_was_asked_is_shown_where_the_run_has_kept_it(table, tmp_path):
     line = {"split": "dev", "id": "q1", "asked": {"question": "who?"}, "gold": {}}
     (tmp_path / "trained" / "examples.jsonl").write_text(json.dumps(line) + "\n")
-    assert case_of(table, Case(early=5)).asked == "question: who?"
+    assert case_of(table, Case(early=5))[2] == "question: who?"
 
 
 def test_a_question_of_ones_choice_and_the_next_evaluation_there_is(table):
-    case = case_of(table, Case(early=6, item="q2"))
-    assert case.item == "q2" and case.rows[0] == ["", "after 10 steps", "after 15 steps"]
+    title, rows, _ = case_of(table, Case(early=6, item="q2"))
+    assert "q2 of" in title and rows[0] == ["", "after 10 steps", "after 15 steps"]
     assert case_of(table, Case(early=5, item="q9")) is None
 
 
 def test_without_two_evaluations_there_is_none(table):
     assert case_of(table, Case(early=15)) is None and case_of(table, Case(early=16)) is None
-    (run,) = table.runs["FoF", "HotpotQA"]
-    table.runs["FoF", "HotpotQA"] = [Run(seed=0, path=run.path, command="eval")]  # an untrained row
+    table.runs["FoF", ""] = [Run(seed=0, path=table.runs["FoF", ""][0].path, command="eval")]  # an untrained row
     assert case_of(table, Case(early=5)) is None
     assert case_of(table, None) is None

@@ -26,7 +26,7 @@ from mmrl.run.check import check
 from mmrl.run.settle import weight_run
 from mmrl.sets.chain import begin, chain_page, go_on
 from mmrl.sets.found import found_set
-from mmrl.sets.page import parts_of
+from mmrl.sets.page import SetPage
 from mmrl.system.files import append_jsonl, digests
 from scripts.chaos.compare import comparable
 
@@ -272,7 +272,7 @@ def test_a_run_that_lost_its_config_is_not_removed(whole, tmp_path, capsys):
     folder = shutil.copytree(whole, tmp_path / "run")
     (folder / "2_mmgrpo" / "config.yaml").unlink()
     assert main(["train", f"resume={folder}"]) == 2
-    assert "2_mmgrpo: expected a run of 2_mmgrpo, got something else, which was not touched" in capsys.readouterr().err
+    assert "2_mmgrpo: expected a run, got something else, which was not touched" in capsys.readouterr().err
     assert (folder / "2_mmgrpo" / "checkpoints").is_dir()
 
 
@@ -421,11 +421,11 @@ def test_costs_by_hand(tmp_path):
         start = {"run": str(paths[0])} if path == paths[1] else None
         with RunDir.create(path, {**config.model_dump(mode="json"), "start": start}, ["mmrl"]) as run:
             append_jsonl(run.metrics_path, records)
-    result = found_set("x", paths, {})
+    result = found_set("x", paths)
     first, second = (result.begun(row, "banking77")[0].costs for row in ("miprov2", "miprov2+mmgrpo"))
     assert [*first.values()] == [42.0, 49.0, 105.0, 0.0, 0.0, 0.25]
     assert [*second.values()] == [42 + 24, 49 + 24, 105 + 100, 0.0, 7.0, 0.25 + 1.25]
-    cost = parts_of(result)[-1].rows
+    cost = SetPage(result).parts[-1].rows
     assert cost[0] == ["row", "rollouts", "calls", "tokens sampled", "time", "USD"], "nothing was trained"
     assert cost[2] == ["miprov2+mmgrpo", "66", "73", "205", "7.0 s", "1.50"]
 

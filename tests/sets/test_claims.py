@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pandas
 import pytest
 
-from mmrl.sets.cells import SetResult, student_t
-from mmrl.sets.page import parts_of
-from mmrl.sets.spec import SetSpec
+from mmrl.sets.cells import student_t
+from mmrl.sets.page import SetPage
+from tests.helpers.sets import set_result
 
 VALUES = [
     ([0.5882852550416057, 0.5518127858509001, 0.5980606294055856], (0.5517467464760962, 0.6061548744572905)),
@@ -33,35 +33,17 @@ class Run:
         facts = {"policy": model, "engine.name": "transformers"}
         get = lambda key, default=None: facts.get(key, default)  # noqa: E731
         self.overview = SimpleNamespace(evaluates=True, get=get, summary={}, environment={}, config={})
-        self.first = self.overview
+        self.chain = [self.overview]
 
 
 def result(cells, scale="paper", models=("tiny", "tiny"), claims=({"more": "A", "than": "B"},)):
     """Of (row, column) -> how many of 100 items are right, per seed."""
-    rows, columns = (list(dict.fromkeys(place[end] for place in cells)) for end in (0, 1))
-    spec = SetSpec.model_validate(
-        {
-            "shows": "x",
-            "scores": {"EM": "em"},
-            "rows": {row: {} for row in rows},
-            "columns": {column: {} for column in columns},
-            "claims": claims,
-        }
-    )
-    played = dict(zip(rows, models, strict=False))
+    made = set_result(dict.fromkeys(cells, ()), scale, claims=claims)
+    played = dict(zip(made.rows, models, strict=False))
     begun = {
-        (row, column): {seed: Run(seed, column, right, played[row]) for seed, right in enumerate(rights)}
+        (row, column): [Run(seed, column, right, played[row]) for seed, right in enumerate(rights)]
         for (row, column), rights in cells.items()
     }
-    made = SetResult(
-        name="x",
-        spec=spec,
-        scale=scale,
-        rows=rows,
-        columns=columns,
-        metrics={place: {"EM": "em"} for place in cells},
-        runs=dict.fromkeys(cells, ()),
-    )
     vars(made)["read"] = (begun, [])
     return made
 
@@ -117,9 +99,8 @@ def test_rows_of_two_models_do_not_compare_at_mini():
     assert verdict(cells, "mini", ("tiny", "tiny_qa")).verdict == "not comparable at mini"
     assert verdict(cells, "paper", ("llama", "qwen")).verdict == "held"
     assert verdict(cells, "mini").verdict == "held"
-    titles = {part.title: part.rows for part in parts_of(result(cells, "mini", ("tiny", "tiny_qa")))}
-    assert titles["The model that plays each row"][1:] == [["A", "tiny"], ["B", "tiny_qa"]]
-    assert "The model that plays each row" not in {part.title for part in parts_of(result(cells, "mini"))}
+    assert "before training A is tiny, B is tiny_qa" in result(cells, "mini", ("tiny", "tiny_qa")).notes
+    assert not [note for note in result(cells, "mini").notes if "before training" in note]
 
 
 def test_a_claim_over_several_tasks_names_the_one_that_it_rests_on():
@@ -128,7 +109,7 @@ def test_a_claim_over_several_tasks_names_the_one_that_it_rests_on():
     one = verdict(rests)
     assert one.verdict == "held" and one.rests_on == ("H",)
     made = result(rests)
-    claim = next(part for part in parts_of(made) if part.title == "Claims").rows[1]
+    claim = next(part for part in SetPage(made).parts if part.title == "Claims").rows[1]
     assert claim[2] == "held; rests on H"
     both = {("A", "H"): [90, 91, 89], ("B", "H"): level, ("A", "W"): [80, 82, 81], ("B", "W"): level}
     assert verdict(both).rests_on == ()

@@ -3,13 +3,14 @@
 import csv
 import io
 import json
-from types import SimpleNamespace
 
 import pytest
 
+from mmrl.config.validate import as_tuples
 from mmrl.sets.figure import SetFigure
 from mmrl.sets.queue import Run
 from mmrl.sets.spec import Figure
+from tests.helpers.sets import set_result
 
 
 def run(folder, records):
@@ -27,19 +28,18 @@ def evaluated(seed, trained):
     return Run(seed=seed, path=trained.parent / "eval", command="eval", after=training)
 
 
-def table(**of):
+def table(folders):
     """(row, column) -> one training run per seed, as the table of these."""
-    runs = {place: [evaluated(seed, path) for seed, path in enumerate(paths)] for place, paths in of["runs"].items()}
-    rows, columns = ([*dict.fromkeys(place[end] for place in runs)] for end in (0, 1))
-    return SimpleNamespace(name="t", rows=rows, columns=columns, runs=runs, spec=SimpleNamespace(scores={"F1": "f1"}))
+    runs = {place: [evaluated(seed, path) for seed, path in enumerate(paths)] for place, paths in folders.items()}
+    return set_result(runs)
 
 
 def figure(**given):
-    return Figure.model_validate_json(json.dumps({"diagrams": [{"metric": "reward/mean", "label": "reward"}], **given}))
+    return Figure.model_validate(as_tuples({"diagrams": [{"metric": "reward/mean", "label": "reward"}], **given}))
 
 
 def numbers(drawn):
-    return list(csv.DictReader(io.StringIO(drawn.files()["figure.csv"])))
+    return list(csv.DictReader(io.StringIO(drawn.files["figure.csv"])))
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def two(tmp_path):
     """Two seeds; the second has a step less."""
     first = run(tmp_path / "a", {1: {"reward/mean": 0.0}, 2: {"reward/mean": 0.5}, 3: {"reward/mean": 1.0}})
     second = run(tmp_path / "b", {1: {"reward/mean": 0.2}, 2: {"reward/mean": 0.7}})
-    return table(runs={("RR", "HotpotQA"): [first, second]})
+    return table({("RR", "HotpotQA"): [first, second]})
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_moving_average_starts_at_the_first_value(two):
 def test_a_scaled_line_runs_from_0_to_1_and_the_legend_has_its_ends(two):
     drawn = SetFigure(two, figure(scaled=True))
     assert [row["mean"] for row in numbers(drawn)] == ["0", "1"]
-    assert "0.1–0.6" in drawn.files()["figure.svg"]
+    assert "0.1–0.6" in drawn.files["figure.svg"]
 
 
 def test_bars_are_means_over_the_first_steps(tmp_path):
@@ -78,27 +78,27 @@ def test_bars_are_means_over_the_first_steps(tmp_path):
         {"metric": "time/step", "label": "step (s)"},
         {"metric": ["memory/device_share", "memory/rss_mb"], "label": "memory"},
     ]
-    rows = numbers(SetFigure(table(runs={("RR", "H"): [times]}), figure(kind="bars", first=3, diagrams=diagrams)))
+    rows = numbers(SetFigure(table({("RR", "H"): [times]}), figure(kind="bars", first=3, diagrams=diagrams)))
     assert [(row["diagram"], row["mean"]) for row in rows] == [("step (s)", "2"), ("memory", "100")]
 
 
 def test_evaluations_are_of_the_runs_own_split_and_step_0_is_no_step(tmp_path):
     evaluated = run(tmp_path / "a", {1: {"reward/mean": 0.1}, 5: {"eval/dev/f1": 0.25}})
-    drawn = SetFigure(table(runs={("RR", "H"): [evaluated]}), figure(diagrams=[{"metric": "eval/f1", "label": "F1"}]))
+    drawn = SetFigure(table({("RR", "H"): [evaluated]}), figure(diagrams=[{"metric": "eval/f1", "label": "F1"}]))
     assert [(row["step"], row["mean"]) for row in numbers(drawn)] == [("5", "0.25")]
 
 
 def test_columns_that_share_their_training_are_drawn_once(tmp_path):
     one, other = (run(tmp_path / name, {1: {"reward/mean": 0.1}}) for name in "ab")
-    shared = SetFigure(table(runs={("RR", "H"): [one], ("RR", "2Wiki"): [one]}), figure())
-    apart = SetFigure(table(runs={("RR", "NQ"): [one], ("RR", "H"): [other]}), figure())
+    shared = SetFigure(table({("RR", "H"): [one], ("RR", "2Wiki"): [one]}), figure())
+    apart = SetFigure(table({("RR", "NQ"): [one], ("RR", "H"): [other]}), figure())
     assert [row["column"] for row in numbers(shared)] == [""]
     assert [row["column"] for row in numbers(apart)] == ["NQ", "H"]
 
 
 def test_before_a_run_has_begun_there_is_no_figure(tmp_path):
-    nothing = table(runs={("RR", "H"): [tmp_path / "none"]})
-    assert SetFigure(nothing, figure()).files() == {}
+    nothing = table({("RR", "H"): [tmp_path / "none"]})
+    assert SetFigure(nothing, figure()).files == {}
 
 
 def test_a_damaged_run_is_left_out_and_named(tmp_path, two):
@@ -107,13 +107,13 @@ def test_a_damaged_run_is_left_out_and_named(tmp_path, two):
     two.runs["RR", "HotpotQA"].append(evaluated(2, broken))
     drawn = SetFigure(two, figure())
     assert [row["seeds"] for row in numbers(drawn)] == ["2", "2"]
-    assert "Not drawn" in drawn.caption and "broken" in drawn.caption
+    assert [note for note in two.notes if note.startswith("RR on HotpotQA, seed 2:") and "broken" in note]
 
 
 def test_a_row_without_runs_leaves_the_others(tmp_path, two):
     two.rows.append("MAPPO")
     two.runs["MAPPO", "HotpotQA"] = [evaluated(0, tmp_path / "none")]
-    files = SetFigure(two, figure()).files()
+    files = SetFigure(two, figure()).files
     assert set(files) == {"figure.svg", "figure.png", "figure.csv"}
     assert files["figure.png"][:4] == b"\x89PNG"
-    assert SetFigure(two, figure()).files()["figure.svg"] == files["figure.svg"], "the same numbers, the same bytes"
+    assert SetFigure(two, figure()).files["figure.svg"] == files["figure.svg"], "the same numbers, the same bytes"

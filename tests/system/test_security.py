@@ -227,7 +227,7 @@ def test_links_in_a_run_directory_are_removed_and_never_followed(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     (left / "journal").symlink_to(empty)
-    assert state_of(left, "a run") == "new"
+    assert state_of(left) == "new"
     assert empty.is_dir() and not left.exists()
 
 
@@ -238,7 +238,7 @@ def test_a_run_directory_that_is_a_link_is_left_alone(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(ConfigError, match="something else, which was not touched"):
-        state_of(tmp_path / "link", "a run")
+        state_of(tmp_path / "link")
     assert stat.S_ISDIR((tmp_path / "real").stat().st_mode)
 
 
