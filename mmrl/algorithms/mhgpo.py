@@ -110,10 +110,8 @@ class MhgpoFofOs(Mhgpo):
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
         """As MHGPO; and a last module that is not the first."""
-        problem = f"algo: {self.name} forks at the first and at the last module, the program has only '{modules[0]}'; "
-        return super().check(algo, modules, reward_sets) + (
-            [problem + "use algo=mhgpo_fof"] if len(modules) < 2 else []
-        )
+        text = f"algo: {self.name} forks at the first and at the last module, the program has only '{modules[0]}'; "
+        return super().check(algo, modules, reward_sets) + ([text + "use algo=mhgpo_fof"] if len(modules) < 2 else [])
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """One tree with two forks: G branches, G samples of the last module on each."""

@@ -216,9 +216,7 @@ def zero_variance_shares(groups: Iterable[TurnGroup]) -> dict[str, float]:
         for name, group in example.columns.items():
             if isinstance(name, int) and not group.of_one:
                 flags.setdefault(name, []).append(group.constant)
-    return {
-        f"turn/{turn}/zero_variance_share": sum(constant) / len(constant) for turn, constant in sorted(flags.items())
-    }
+    return {f"turn/{turn}/zero_variance_share": sum(flat) / len(flat) for turn, flat in sorted(flags.items())}
 
 
 def _cut(scored: ScoredRollout, rules: TurnRules) -> Cut:
