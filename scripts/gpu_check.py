@@ -1,22 +1,21 @@
-"""The update on one big GPU, built, checked and timed: `python -m scripts.gpu_check [--device cuda|cpu] [--tiny]`.
+"""The update on one big GPU, built, checked and timed: `python -m scripts.gpu_check [device=cuda] [dtype=bfloat16]`.
 
 Two parts, each with random weights: Qwen3-8B with LoRA (r = 16) and a small Qwen3 at full parameters, on rollouts with
 the lengths of MHGPO's Reranker, with shared prompts (IS) and without (FoF). For each: log-probabilities and gradients
 of packed tries against padded rows and against TRL's GRPOTrainer; seconds, tokens/s, MFU on unique tokens against a
-matrix product measured in this run, peak memory; the ratio to TRL. Prints a table and writes JSON to `--out`, to the
+matrix product measured in this run, peak memory; the ratio to TRL. Prints a table and writes JSON to `out=`, to the
 folder `$OUT` where that is set, else to `outputs/bench/`. Exit code 1 when a check fails or a bar is missed.
-`--device cpu --tiny` runs all of it with tiny models, to test the script itself; its numbers mean nothing.
+`device=cpu tiny=1` runs all of it with tiny models, to test the script itself; its numbers mean nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,18 +29,22 @@ from mmrl.config import LoraConfig, ModelConfig
 from mmrl.plan.shapes import KNOWN, Shape
 from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.settings import Settings
-from scripts.bench.common import MODELS, Bar, cosine, finish, once, options, random_model
+from scripts import expect_some_of
+from scripts.bench.common import MODELS, Bar, cosine, finish, once, options, random_model, token_counts
 from scripts.bench.sides import Ours, Trl
-from scripts.bench.update_shapes import GROUP, Dice, Row, calls
+from scripts.bench.update_shapes import Dice, Row, calls, forked_first, independent
 
 SMALL = Shape(layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=151936, tied=True)
 """Qwen3-0.6B's."""
 RANK = LoraConfig(r=16, alpha=64)
 TOLERANCE = {"float32": (1e-4, 0.9999), "bfloat16": (0.2, 0.995)}
-"""dtype -> most that a log-probability may differ, least cosine of gradients. bfloat16 has 8 bits of mantissa, and
+"""dtype -> largest difference of a log-probability, least cosine of gradients. bfloat16 has 8 bits of mantissa, and
 packed and padded attention sum in different orders."""
+DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
+"""device -> the dtype that is checked on it by default."""
 MFU_BAR = 45.0
 """Least percent of the device's matrix product rate that LoRA on an 8B model reaches on unique tokens."""
+KINDS = {"is": independent, "fof": forked_first}
 RATIO_BARS = {"is": 4.0, "fof": 1.0}
 """Least ratio of TRL to mmrl on a GPU: the tokens that sharing saves; never slower where nothing is shared."""
 
@@ -67,7 +70,7 @@ class Lengths:
 
 
 def parts(tiny: bool) -> list[Part]:
-    """What is checked."""
+    """Models to check."""
     if tiny:
         return [
             Part(name="tiny, LoRA r=16", shape=MODELS["test"], lora=RANK, micro=4),
@@ -77,23 +80,6 @@ def parts(tiny: bool) -> list[Part]:
         Part(name="Qwen3-8B, LoRA r=16", shape=KNOWN["Qwen/Qwen3-8B"], lora=RANK, micro=4),
         Part(name="Qwen3-0.6B, full", shape=SMALL, lora=None, micro=8),
     ]
-
-
-def build(shape: Shape, device: str, dtype: str) -> Any:
-    """A Qwen3 of a shape with random weights."""
-    return random_model(shape, device=device, dtype=getattr(torch, dtype))
-
-
-def rollouts(lengths: Lengths, vocabulary: int, shared: bool, groups: int | None = None) -> list[Row]:
-    """Groups of `GROUP` rollouts, over one prompt each or a prompt per rollout."""
-    dice = Dice(vocabulary)
-    rows = []
-    for _ in range(groups or lengths.groups):
-        prompt = dice.ids(*lengths.prompt)
-        for _ in range(GROUP):
-            own = prompt if shared else dice.ids(*lengths.prompt)
-            rows.append(Row(own, (dice.ids(*lengths.completion),), dice.random.random()))
-    return rows
 
 
 def product_rate(device: str, dtype: str, size: int, repeats: int = 20) -> float:
@@ -135,7 +121,7 @@ def peak_bytes(device: str, run: Callable[[], object]) -> int:
 
 @contextmanager
 def freed() -> Iterator[None]:
-    """Afterwards, what was made inside and is no longer held is off the device."""
+    """Empty the device's cache afterwards."""
     try:
         yield
     finally:
@@ -144,14 +130,9 @@ def freed() -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def trained(model: Any) -> dict[str, torch.Tensor]:
-    """Copies of the trained weights, in host memory."""
-    return {name: p.detach().cpu().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def host(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of gradients, in host memory."""
-    return {name: gradient.detach().float().cpu().clone() for name, gradient in gradients.items()}
+def host(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Copies of tensors, by name, in host memory."""
+    return {name: tensor.detach().float().cpu().clone() for name, tensor in tensors}
 
 
 @torch.no_grad()
@@ -165,7 +146,7 @@ def shake(model: Any) -> None:
 
 @dataclass
 class Mine:
-    """What the packed side found, for comparison with TRL."""
+    """Results of the packed side, for comparison with TRL."""
 
     weights: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
@@ -174,22 +155,24 @@ class Mine:
 
 def mine(part: Part, rows: list[Row], few: list[Row], device: str, dtype: str, repeats: int, folder: Path) -> Mine:
     """Check packed against padded on `few` rollouts, then time `rows` and look at memory."""
-    side = Ours(build(part.shape, device, dtype), calls(few), folder, lora=part.lora)
+    side = Ours(
+        random_model(part.shape, device=device, dtype=getattr(torch, dtype)), calls(few), folder, lora=part.lora
+    )
     trainer: Any = side.trainer
     if not trainer.forwards.tries:
         raise SystemExit(f"{part.name}: the model was not prepared for packed tries")
     shake(trainer.model)
     trainer.accelerator.prepare_model(trainer.model)  # the mixed precision of a run
-    packed, packed_logprobs = host(side.gradients()), side.logprobs()
+    packed, packed_logprobs = host(side.gradients().items()), side.logprobs()
     trainer.forwards.tries = False
-    padded, padded_logprobs = host(side.gradients()), side.logprobs()
+    padded, padded_logprobs = host(side.gradients().items()), side.logprobs()
     trainer.forwards.tries = True
     pairs = zip(packed_logprobs, padded_logprobs, strict=True)
     found: dict[str, Any] = {
         "max_logprob_difference": max(abs(a - b) for one, two in pairs for a, b in zip(one, two, strict=True)),
         "cosine_padded": cosine(packed, padded),
     }
-    weights = trained(trainer.model)
+    weights = host((name, p) for name, p in trainer.model.named_parameters() if p.requires_grad)
     side.batch = calls(rows)
     found["peak_bytes"] = peak_bytes(device, side.run)
     found["seconds"] = min(once(side.run)[1] for _ in range(repeats))
@@ -198,8 +181,8 @@ def mine(part: Part, rows: list[Row], few: list[Row], device: str, dtype: str, r
 
 
 def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, dtype: str, repeats: int, folder: Path) -> dict[str, Any]:  # fmt: skip  # noqa: E501
-    """The same by TRL's GRPOTrainer, from the same weights."""
-    model = build(part.shape, device, dtype)
+    """Time TRL's GRPOTrainer on the same rollouts, from the same weights."""
+    model = random_model(part.shape, device=device, dtype=getattr(torch, dtype))
     if part.lora is not None:
         import peft
 
@@ -215,7 +198,7 @@ def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, d
                 parameter.copy_(mine.weights[name])
     side = Trl(model, few, part.micro, folder)
     side.trainer.accelerator.prepare_model(side.trainer.model)
-    found: dict[str, Any] = {"cosine_trl": cosine(mine.gradients, host(side.gradients()))}
+    found: dict[str, Any] = {"cosine_trl": cosine(mine.gradients, host(side.gradients().items()))}
     side.rows, side.steps = rows, len(rows) // part.micro
     side.trainer.args.gradient_accumulation_steps = side.trainer.current_gradient_accumulation_steps = side.steps
     side.trainer.args.steps_per_generation = side.steps
@@ -226,9 +209,11 @@ def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, d
 
 
 def measure(part: Part, kind: str, lengths: Lengths, device: str, dtype: str, rate: float, repeats: int) -> dict[str, Any]:  # fmt: skip  # noqa: E501
-    """All numbers of one model on one kind of rollouts."""
-    shared = kind == "is"
-    rows, few = (rollouts(lengths, part.shape.vocab, shared, groups) for groups in (None, 2))
+    """Measure one model on one kind of rollouts."""
+    rows, few = (
+        KINDS[kind](Dice(part.shape.vocab), groups, lengths.prompt, lengths.completion)
+        for groups in (lengths.groups, 2)
+    )
     folder = Path(tempfile.mkdtemp())
     with freed():
         ours = mine(part, rows, few, device, dtype, repeats, folder / "mmrl")
@@ -242,9 +227,7 @@ def measure(part: Part, kind: str, lengths: Lengths, device: str, dtype: str, ra
     found = ours.found | theirs
     return found | {
         "lora": part.lora is not None,
-        "padded_tokens": len(rows) * (max(len(r.prompt) for r in rows) + max(len(r.completion) for r in rows)),
-        "real_tokens": sum(len(row.prompt) + len(row.completion) for row in rows),
-        "unique_tokens": unique,
+        "tokens": token_counts([(len(row.prompt), len(row.completion)) for row in rows], unique),
         "tokens_per_s": unique / found["seconds"],
         "mfu_percent": 100 * work / found["seconds"] / rate,
         "ratio_trl": found["trl_seconds"] / found["seconds"],
@@ -252,12 +235,13 @@ def measure(part: Part, kind: str, lengths: Lengths, device: str, dtype: str, ra
 
 
 def bars_of(name: str, kind: str, found: dict[str, Any], dtype: str, meaningful: bool) -> list[Bar]:
-    """What must hold; speeds and memory have bars only where they mean something."""
+    """Bars of one part; speeds and memory have limits only where they mean something."""
     most, least = TOLERANCE[dtype]
-    tokens = {word: found[f"{word}_tokens"] for word in ("padded", "real", "unique")}
 
     def bar(what: str, value: float, limit: float | None, unit: str = "", at_most: bool = False) -> Bar:
-        return Bar(what=f"{name}, {kind}: {what}", value=value, bar=limit, unit=unit, at_most=at_most, **tokens)
+        return Bar(
+            what=f"{name}, {kind}: {what}", value=value, bar=limit, unit=unit, at_most=at_most, **found["tokens"]
+        )
 
     return [
         bar("|Δ log-prob|", found["max_logprob_difference"], most, at_most=True),
@@ -273,35 +257,33 @@ def bars_of(name: str, kind: str, found: dict[str, Any], dtype: str, meaningful:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table, write the JSON; returns 1 when a check fails or a bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.gpu_check", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny models and few rollouts: tests the script itself")
-    parser.add_argument("--dtype", choices=tuple(TOLERANCE), help="default: bfloat16 on cuda, float32 on cpu")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", help="default: $OUT/gpu_check.json, else outputs/bench/gpu_check_<time>.json")
-    given = parser.parse_args(arguments)
-    if given.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("--device cuda: there is no CUDA device here; --device cpu --tiny tests the script itself")
-    options([f"threads={torch.get_num_threads()}"], {})
-    dtype = given.dtype or ("bfloat16" if given.device == "cuda" else "float32")
-    tiny = given.tiny
+    known = {"device": "cuda", "dtype": "", "repeats": "3", "tiny": "", "threads": str(torch.get_num_threads())}
+    args = options(arguments, known)
+    (device,), tiny, repeats = (
+        expect_some_of("device", args["device"], DTYPES),
+        bool(args["tiny"]),
+        int(args["repeats"]),
+    )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("device=cuda: there is no CUDA device here; device=cpu tiny=1 tests the script itself")
+    (dtype,) = expect_some_of("dtype", args["dtype"] or DTYPES[device], TOLERANCE)
     lengths = (
         Lengths(groups=4, prompt=(8, 24), completion=(2, 6))
         if tiny
         else Lengths(groups=16, prompt=(1500, 2500), completion=(10, 60))
     )
-    rate = product_rate(given.device, dtype, 256 if tiny else 8192)
-    where = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
+    rate = product_rate(device, dtype, 256 if tiny else 8192)
+    where = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     print(f"{where}, {dtype}: matrix product {rate / 1e12:.3g} TFLOP/s", flush=True)
     bars, kept = [], {}
     for part in parts(tiny):
         for kind in RATIO_BARS:
             started = time.perf_counter()
-            found = measure(part, kind, lengths, given.device, dtype, rate, given.repeats)
+            found = measure(part, kind, lengths, device, dtype, rate, repeats)
             kept[f"{part.name}, {kind}"] = found
-            bars += bars_of(part.name, kind, found, dtype, meaningful=given.device == "cuda" and not tiny)
+            bars += bars_of(part.name, kind, found, dtype, meaningful=device == "cuda" and not tiny)
             print(f"{part.name}, {kind}: done in {time.perf_counter() - started:.0f} s", flush=True)
-    out = given.out or (f"{os.environ['OUT']}/gpu_check.json" if os.environ.get("OUT") else "")
+    out = args["out"] or (f"{os.environ['OUT']}/gpu_check.json" if os.environ.get("OUT") else "")
     return finish("gpu_check", bars, out, device=where, dtype=dtype, product_flops=rate, parts=kept)
 
 

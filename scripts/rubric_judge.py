@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NoReturn
 
 WORDS = 5
 """A longer answer earns nothing, as the prompt says."""
@@ -36,7 +35,7 @@ def plain(text: str) -> str:
 
 
 def in_form(text: str, *names: str) -> bool:
-    """Whether its tags are one pair of each of `names`, in this order, and nothing stands outside of them."""
+    """True where its tags are one pair of each of `names`, in this order, and nothing stands outside of them."""
     expected = [tag for name in names for tag in (f"<{name}>", f"</{name}>")]
     outside = re.sub("|".join(rf"<{name}>.*?</{name}>" for name in names), "", text, flags=re.S)
     return _TAG.findall(text) == expected and not outside.strip()
@@ -48,7 +47,7 @@ def answer_of(generated: str) -> str:
 
 
 def is_right(generated: str, truths: list[str]) -> bool:
-    """Whether its answer is one of the ground truth."""
+    """True where its answer is one of the ground truth."""
     answer = answer_of(generated)
     return bool(plain(answer)) and len(answer.split()) <= WORDS and plain(answer) in map(plain, truths)
 
@@ -123,25 +122,22 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
 
-def refuse(problem: str) -> NoReturn:
-    """Stop as mmrl does for a mistake: one sentence, exit code 2."""
-    print(f"error: rubric_judge: {problem}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def main(words: list[str]) -> int:
-    """Serve until the command ends, or until Ctrl-C."""
-    port = "8000"
-    if words and words[0].startswith("port="):
-        port = words.pop(0).removeprefix("port=")
+    """Serve until the command ends, or until Ctrl-C; 2 for a mistake, which is one sentence as mmrl's are."""
+    port = words.pop(0).removeprefix("port=") if words and words[0].startswith("port=") else "8000"
+    problem = ""
     if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
-        refuse(f"port: got '{port}', expected a number up to 65535")
-    if words and shutil.which(words[0]) is None:
-        refuse(f"got '{words[0]}', expected port=NUMBER or a command")
-    try:
-        server = Server(("127.0.0.1", int(port)), Handler)
-    except OSError as error:
-        refuse(f"port {port}: {error.strerror}; expected a free one (port=8001)")
+        problem = f"port: got '{port}', expected a number up to 65535"
+    elif words and shutil.which(words[0]) is None:
+        problem = f"got '{words[0]}', expected port=NUMBER or a command"
+    else:
+        try:
+            server = Server(("127.0.0.1", int(port)), Handler)
+        except OSError as error:
+            problem = f"port {port}: {error.strerror}; expected a free one (port=8001)"
+    if problem:
+        print(f"error: rubric_judge: {problem}", file=sys.stderr)
+        return 2
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"rubric_judge: answers at http://127.0.0.1:{server.server_address[1]}/v1", flush=True)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -78,7 +78,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def problems(algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-    """What is wrong with a config section for a program's modules and a task's reward sets, one sentence each."""
+    """Problems of a config section with a program's modules and a task's reward sets, one sentence each."""
     algorithm = ALGORITHMS[algo.name]
     missing = []
     if algorithm.needs_turn_rewards:
@@ -93,7 +93,7 @@ def assign_credit(
     minibatch: Mapping[str, int] | None = None,
     frozen: Collection[str] = (),
 ) -> Credit:
-    """The algorithm's credit, and what the config says of single modules.
+    """Compute the algorithm's credit, then apply the config's factors and frozen modules.
 
     Args:
         minibatch: see `Algorithm.credit`.
@@ -116,7 +116,7 @@ def minibatches(examples: Sequence[str], count: int) -> dict[str, int]:
 
 
 def _scale_advantages(credit: Credit, forest: Forest, factors: Mapping[str, float]) -> Credit:
-    """Every advantage of a module times its factor (1 where there is none): c · A.
+    """Multiply every advantage of a module by its factor (1 where there is none): c · A.
 
     Rewards, statistics of groups, weights and the critic's targets stay as they are. 0 leaves a module's KL term.
     """
@@ -130,7 +130,7 @@ def _scale_advantages(credit: Credit, forest: Forest, factors: Mapping[str, floa
 
 
 def _without_kl(forest: Forest, frozen: Collection[str]) -> Forest:
-    """The forest where calls of frozen modules that have no log-probabilities (an endpoint's) have a KL term of 0."""
+    """Give calls of frozen modules without log-probabilities (an endpoint's) a KL term of 0."""
     calls = dict(forest.calls)
     for call_id, call in forest.calls.items():
         if call.module in frozen and call.logprobs is None:
@@ -141,9 +141,9 @@ def _without_kl(forest: Forest, frozen: Collection[str]) -> Forest:
 
 
 def _leave_out(credit: Credit, forest: Forest, frozen: Collection[str]) -> Credit:
-    """Weight 0 for every token of the frozen modules. The other modules' weights stay as they are.
+    """Give every token of the frozen modules weight 0; the other modules' weights stay as they are.
 
-    So what a frozen module is left out of changes nothing in the update of another module's own weights.
+    A module frozen elsewhere therefore changes nothing in the update of another module.
     """
     entries = [
         replace(entry, weights=(0.0,) * len(entry.weights)) if forest.calls[entry.call].module in frozen else entry
@@ -161,7 +161,7 @@ def _group_metrics(forest: Forest, groups: Sequence[Group]) -> dict[str, float]:
         "credit/zero_variance_share": fmean([group.constant for group in compared] or [0.0]),
     }
     for module in forest.modules:
-        own = [group for group in compared if any(member.call.module == module for member in group.members)]
-        if own:
-            metrics[f"credit/{module}/zero_variance_share"] = fmean(group.constant for group in own)
+        of_module = [group for group in compared if any(member.call.module == module for member in group.members)]
+        if of_module:
+            metrics[f"credit/{module}/zero_variance_share"] = fmean(group.constant for group in of_module)
     return metrics

@@ -62,11 +62,11 @@ class Ccpo:
         played, wanted = 0, 0
         for example, rollouts in by_example(forest).items():
             for module in forest.modules:
-                own = [r for r in rollouts if any(call.module == module for call in r.path)]
-                others = [r.rollout.counterfactuals[module] for r in own if module in r.rollout.counterfactuals]
+                calling = [r for r in rollouts if any(call.module == module for call in r.path)]
+                others = [r.rollout.counterfactuals[module] for r in calling if module in r.rollout.counterfactuals]
                 if module in exchanged:
-                    wanted, played = wanted + len(own), played + len(others)
-                for rollout in own:
+                    wanted, played = wanted + len(calling), played + len(others)
+                for rollout in calling:
                     # Where nothing says what a module's calls were worth, they have the outcome, as the last module's.
                     reward = _reward(rollout, module, others, algo) if others else rollout.outcome
                     members = [Member((call,), reward) for call in rollout.path if call.module == module]

@@ -1,4 +1,4 @@
-"""What of an algorithm's config does not fit a program's modules or a task's reward sets, one sentence each."""
+"""Problems of an algorithm's config with a program's modules or a task's reward sets, one sentence each."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def module_problems(algo: MhgpoConfig, modules: Sequence[str]) -> list[str]:
     for key, names in (("train_modules", algo.train_modules or ()), ("freeze_modules", algo.freeze_modules)):
         problems += [unknown(f"algo.{key}", name, modules) for name in names if name not in modules]
     # A module that both keys leave out is a contradiction that the user would like to know of, not a harmless repeat.
-    chosen = modules if algo.train_modules is None else algo.train_modules
-    idle = [name for name in algo.freeze_modules if name in modules and name not in chosen]
+    trained = modules if algo.train_modules is None else algo.train_modules
+    idle = [name for name in algo.freeze_modules if name in modules and name not in trained]
     if idle:
         problems.append(
             f"algo.freeze_modules: got {', '.join(idle)}, which has no effect: algo.train_modules leaves it out already"
         )
-    if not problems and not set(chosen) - set(algo.freeze_modules):
+    if not problems and not set(trained) - set(algo.freeze_modules):
         problems.append(
             "algo.freeze_modules: no module is left to train; "
             f"expected at least one of {', '.join(modules)} outside of it"
@@ -59,7 +59,7 @@ def probability_problems(algo: MhgpoRrConfig, modules: Sequence[str]) -> list[st
 
 
 def turn_problems(name: str, instead: str, reward_sets: Sequence[str]) -> list[str]:
-    """The one sentence for a task without turn rewards, for an algorithm that needs them."""
+    """Problem of a task without turn rewards, for an algorithm that needs them."""
     if any(reward_set in TURN_SETS for reward_set in reward_sets):
         return []
     return [

@@ -44,19 +44,19 @@ class Gigpo:
         """See `mmrl.algorithms.Algorithm.credit`."""
         algo = GigpoConfig.of(algo)
         examples = by_example(forest)
-        rollouts = [rollout for own in examples.values() for rollout in own]
-        episodes = compare([_episodes(example, own, algo.count) for example, own in examples.items()], algo)
+        rollouts = [rollout for several in examples.values() for rollout in several]
+        episodes = compare([_episodes(example, several, algo.count) for example, several in examples.items()], algo)
         states, within = _states(rollouts, algo)
         # A rollout is one sequence of the loss, however it was compared.
         sequences = [
-            Group(group.id, tuple(Member(r.path, r.outcome) for r in own), vanished=group.vanished)
-            for group, own in zip(episodes, examples.values(), strict=True)
+            Group(group.id, tuple(Member(r.path, r.outcome) for r in several), vanished=group.vanished)
+            for group, several in zip(episodes, examples.values(), strict=True)
         ]
         entries = []
-        for group, own, weighed in zip(episodes, examples.values(), weigh(sequences, algo, minibatch), strict=True):
+        for group, several, weighed in zip(episodes, examples.values(), weigh(sequences, algo, minibatch), strict=True):
             # Equal rewards have equal advantages, so that a reward names its rollout's.
             advantages = {member.reward.total: member.advantage for member in group.members}
-            for rollout, sequence in zip(own, weighed.members, strict=True):
+            for rollout, sequence in zip(several, weighed.members, strict=True):
                 for call, step in zip(rollout.path, within[rollout.rollout.id], strict=True):
                     entries.append(_entry(call, group, sequence, advantages[rollout.reward], step, algo.step_coef))
         anchored = sum(len(group.members) for group in states if not group.of_one)
@@ -68,28 +68,28 @@ class Gigpo:
 
 
 def state_of(call: Call) -> Hashable:
-    """What the call was made in: the state that the program named, else its prompt, else (nothing repeats) itself."""
+    """State of a call: the one that the program named, else its prompt, else (nothing repeats) itself."""
     if (state := call.facts.get("state")) is not None:
         return call.module, "state", str(state)
     return (call.module, "prompt", call.prompt_ids) if call.prompt_ids else (call.module, "call", call.id)
 
 
 def _states(rollouts: Sequence[ScoredRollout], algo: GigpoConfig) -> tuple[list[Group], dict[str, list[Member]]]:
-    """Calls of an example by state, compared on their discounted returns; and the same, by rollout, in path order."""
+    """Group the calls of an example by state and compare their returns; also return them by rollout, in path order."""
     groups: dict[tuple[str, Hashable], list[Member]] = {}
-    places: list[tuple[str, tuple[str, Hashable], int]] = []
+    positions: list[tuple[str, tuple[str, Hashable], int]] = []
     for rollout in rollouts:
         rewards = [call.turn_reward or 0.0 for call in rollout.path[:-1]] + [rollout.reward]
         for call, value in zip(rollout.path, discounted(rewards, algo.gamma), strict=True):
             key = call.example, state_of(call)
             group = groups.setdefault(key, [])
-            places.append((rollout.rollout.id, key, len(group)))
+            positions.append((rollout.rollout.id, key, len(group)))
             group.append(Member((call,), Reward(value, {"return": value})))
-    states = [Group(f"{key[0]}:state{number}", tuple(own)) for number, (key, own) in enumerate(groups.items())]
+    states = [Group(f"{key[0]}:state{number}", tuple(members)) for number, (key, members) in enumerate(groups.items())]
     compared = dict(zip(groups, compare(states, algo), strict=True))
     within: dict[str, list[Member]] = {}
-    for rollout_id, key, place in places:
-        within.setdefault(rollout_id, []).append(compared[key].members[place])
+    for rollout_id, key, position in positions:
+        within.setdefault(rollout_id, []).append(compared[key].members[position])
     return list(compared.values()), within
 
 

@@ -63,11 +63,11 @@ class Igpo:
         ]
         entries = []
         for group, rollouts, weighed in zip(groups, examples.values(), weigh(sequences, algo, minibatch), strict=True):
-            own = iter(group.members)
-            before = [[next(own) if call.turn_reward is not None else None for call in r.path[:-1]] for r in rollouts]
+            left = iter(group.members)
+            before = [[next(left) if call.turn_reward is not None else None for call in r.path[:-1]] for r in rollouts]
             for rollout, compared, sequence in zip(rollouts, before, weighed.members, strict=True):
                 # A call without a turn reward has what comes after it.
-                members = [*compared, next(own)]
+                members = [*compared, next(left)]
                 values = discounted([member.advantage if member else 0.0 for member in members], algo.gamma)
                 for call, member, value in zip(rollout.path, members, values, strict=True):
                     reward = member.reward if member else Reward(0.0)

@@ -43,11 +43,11 @@ class Mhgpo:
         return plans.fork_on_first(modules, MhgpoConfig.of(algo).group_size)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
-        """Which calls are compared; calls in no group are left out of the loss."""
+        """Groups of calls that are compared; calls in no group are left out of the loss."""
         return by_slot(forest, rewards)
 
     def trains(self, call: Call, algo: MhgpoConfig) -> bool:
-        """Whether the call's slot counts in n of Eq. 6."""
+        """True where the call's slot counts in n of Eq. 6."""
         return algo.trains(call.module) and call.completion_tokens > 0
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
@@ -110,8 +110,8 @@ class MhgpoFofOs(Mhgpo):
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
         """As MHGPO; and a last module that is not the first."""
-        one = f"algo: {self.name} forks at the first and at the last module, the program has only '{modules[0]}'; "
-        return super().check(algo, modules, reward_sets) + ([one + "use algo=mhgpo_fof"] if len(modules) < 2 else [])
+        text = f"algo: {self.name} forks at the first and at the last module, the program has only '{modules[0]}'; "
+        return super().check(algo, modules, reward_sets) + ([text + "use algo=mhgpo_fof"] if len(modules) < 2 else [])
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """One tree with two forks: G branches, G samples of the last module on each."""
@@ -125,6 +125,6 @@ class MhgpoFofOs(Mhgpo):
 
 
 def _left_out(call: Call, reward: Reward) -> Entry:
-    """The entry of a call that has a reward and no group: shown to people, weight 0."""
+    """Entry of a call that has a reward and no group: printed and recorded with weight 0."""
     zeros = (0.0,) * call.completion_tokens
     return Entry(call=call.id, reward=reward.total, parts=reward.parts, advantages=zeros, weights=zeros)

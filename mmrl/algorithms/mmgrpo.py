@@ -57,7 +57,7 @@ class Mmgrpo:
         """See `mmrl.algorithms.Algorithm.credit`."""
         algo = MmgrpoConfig.of(algo)
         groups = weigh(compare(module_groups(forest, algo, seed), algo), algo, minibatch)
-        # Groups that count as not sampled come last (the sort is stable): shown to people, without weight.
+        # Groups that count as not sampled come last (the sort is stable): recorded without weight.
         entries = tuple(entry for group in sorted(groups, key=lambda g: g.vanished) for entry in group.entries())
         return Credit(algo=self.name, entries=entries, groups=tuple(groups))
 
@@ -85,14 +85,14 @@ def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
     for rollout in forest.rollouts:
         planned[rollout.example] = planned.get(rollout.example, 0) + 1
     traces = {
-        example: [trace for rollout in own if (trace := _trace(rollout, algo)).members]
-        for example, own in by_example(forest).items()
+        example: [trace for rollout in rollouts if (trace := _trace(rollout, algo)).members]
+        for example, rollouts in by_example(forest).items()
     }
     groups = []
     for module in forest.modules:
-        for example, own in traces.items():
+        for example, of_example in traces.items():
             # One key per example and module, so a filler does not move with the batch around it.
-            rows = _rows(own, module, algo, (seed, forest.step, "filler", example, module))
+            rows = _rows(of_example, module, algo, (seed, forest.step, "filler", example, module))
             for k in sorted({k for row in rows for k in row}):
                 members = [row[k] for row in rows if k in row]
                 # Past the cut of the others there is nothing to compare one failure with.
@@ -112,12 +112,12 @@ def failing_reward(call: Call, algo: MmgrpoConfig) -> float:
 
 
 def is_overlong(call: Call, algo: MmgrpoConfig) -> bool:
-    """Whether prompt and completion exceed `max_context`; a prompt of unknown length counts 0."""
+    """True where prompt and completion exceed `max_context`; a prompt of unknown length counts 0."""
     return algo.max_context is not None and (call.prompt_tokens or 0) + call.completion_tokens > algo.max_context
 
 
 def most_diverse(members: Sequence[Member], size: int) -> list[Member]:
-    """`size` members at even ranks of the reward; as given where there are just that many.
+    """Select `size` members at even ranks of the reward; all where there are just that many.
 
     Ranks are round(i · (n - 1) / (size - 1)), halves to even, over the stable descending order.
     """
@@ -140,7 +140,7 @@ def cyclic(members: Sequence[Member], size: int) -> list[Member]:
 
 
 def _trace(scored: ScoredRollout, algo: MmgrpoConfig) -> _Trace:
-    """Which calls of a rollout are trained, and on what reward (docs/algorithms.md, mmGRPO)."""
+    """Select the calls of a rollout that are trained, with their rewards (docs/algorithms.md, mmGRPO)."""
     calls = scored.path
     if algo.overlong == "trajectory" and any(is_overlong(call, algo) for call in calls):
         return _Trace(scored.rollout.id, ())
@@ -191,22 +191,24 @@ def _row(members: Sequence[Member], algo: MmgrpoConfig) -> Invocations:
 
 
 def _cut(rows: Sequence[Invocations]) -> list[Invocations]:
-    """Every list cut to the shortest, but for caught failures: they neither count nor are they cut."""
+    """Cut every list to the shortest, but for caught failures: they neither count nor are they cut."""
     lists = [[k for k, member in row.items() if not member.caught] for row in rows]
-    shortest = min((len(places) for places in lists if places), default=0)
+    shortest = min((len(indices) for indices in lists if indices), default=0)
     return [
-        {k: member for k, member in row.items() if member.caught or k in places[:shortest]}
-        for row, places in zip(rows, lists, strict=True)
+        {k: member for k, member in row.items() if member.caught or k in indices[:shortest]}
+        for row, indices in zip(rows, lists, strict=True)
     ]
 
 
 def _filled(row: Invocations, length: int, filler: str, key: rng.Key) -> Invocations:
-    """Fill every missing invocation with an own call, the last one or one drawn at random; never with a caught failure
-    where there is another."""
-    own = [member for member in row.values() if not member.caught] or list(row.values())
+    """Fill every missing invocation with a call of the same row: the last, or one drawn at random.
+
+    A caught failure is taken only where there is no other.
+    """
+    calls = [member for member in row.values() if not member.caught] or list(row.values())
     missing = [k for k in range(length) if k not in row]
-    chosen = {k: own[-1] if filler == "max" else rng.stream(*key, k).choice(own) for k in missing}
-    return row | {k: replace(member, filler=True) for k, member in chosen.items()}
+    fillers = {k: calls[-1] if filler == "max" else rng.stream(*key, k).choice(calls) for k in missing}
+    return row | {k: replace(member, filler=True) for k, member in fillers.items()}
 
 
 def _sized(members: Sequence[Member], rollouts: int, algo: MmgrpoConfig) -> list[Member]:

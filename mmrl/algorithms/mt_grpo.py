@@ -48,32 +48,32 @@ class MtGrpo:
         return plans.independent(TurnGroupConfig.of(algo).group_size)
 
     def rules(self, algo: AlgoConfig) -> TurnRules:
-        """What a turn is, and what becomes of a missing one."""
+        """Rules that cut a rollout into turns."""
         algo = MtGrpoConfig.of(algo)
         return TurnRules(two_turns=True, missing=algo.missing_turn, combined=algo.no_tool == "combined")
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        # Turns are compared on their own, then added up along the rollout: comparing the sums would be GRPO-MR again.
+        # Turns are compared one by one, then added up along the rollout: comparing the sums would be GRPO-MR again.
         algo = TurnGroupConfig.of(algo)
         examples = compare_turns(by_example(forest), algo, self.rules(algo))
         # Tokens are weighed by whole rollouts, as in GRPO; an example without any advantage may count as not sampled.
         rollouts = [
-            Group(name, members, vanished=algo.drops_constant and len(members) > 1 and own.flat)
-            for name, own in examples.items()
-            for members in [tuple(Member(scored.path, scored.outcome) for scored in own.rollouts)]
+            Group(name, members, vanished=algo.drops_constant and len(members) > 1 and example.flat)
+            for name, example in examples.items()
+            for members in [tuple(Member(scored.path, scored.outcome) for scored in example.rollouts)]
         ]
         weighed = weigh(rollouts, algo, minibatch)
         entries = [
             entry
-            for own, group in zip(examples.values(), weighed, strict=True)
+            for example, group in zip(examples.values(), weighed, strict=True)
             for index, member in enumerate(group.members)
-            for entry in own.entries(index, algo, member.weight)
+            for entry in example.entries(index, algo, member.weight)
         ]
         return Credit(
             algo=self.name,
             entries=tuple(entries),
-            groups=tuple(group for own in examples.values() for group in own.columns.values()),
+            groups=tuple(group for example in examples.values() for group in example.columns.values()),
             metrics=zero_variance_shares(examples.values()),
         )
 
@@ -87,12 +87,12 @@ class MtGrpoVariable(MtGrpo):
 
 
 Cut = list[tuple[tuple[int, ...], float | None]]
-"""Intermediate turns of a rollout: places of their calls on its path, and their reward (None: they have none)."""
+"""Intermediate turns of a rollout: positions of their calls on its path, and their reward (None: they have none)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRules:
-    """How a rollout is cut into turns."""
+    """Rules that cut a rollout into turns."""
 
     two_turns: bool
     """Everything up to the first tool result is turn 1, the rest turn 2; else every call is a turn."""
@@ -105,33 +105,33 @@ class TurnRules:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of one rollout: which calls, and what it was compared on."""
+    """A turn of a rollout: its calls, and the comparison of its reward."""
 
     positions: tuple[int, ...]
-    """Places of its calls on the rollout's path."""
+    """Positions of its calls on the rollout's path."""
     reward: Reward
     group: Group
-    """Where `reward` was compared."""
+    """Group in which `reward` was compared."""
     advantage: float
-    """Its own: later turns are not yet added."""
+    """Advantage of this turn alone: later turns are not yet added."""
     outcome: bool
-    """Whether it carries the outcome (its advantage has no turn coefficient)."""
+    """True for the turn with the outcome (its advantage has no turn coefficient)."""
     absent: tuple[float, ...] = ()
     """With `absorb`, on a rollout's last turn: advantages of the turns that others of its example have after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """One quantity over the rollouts of an example: which of them have it, and their comparison."""
+    """A quantity over those rollouts of an example that have it, and their comparison."""
 
     rewards: Mapping[int, float]
     """Index of the rollout -> reward."""
     group: Group
 
     def advantage(self, rollout: int) -> float:
-        """Of one of the example's rollouts; 0 for those that were not compared."""
-        places = {index: place for place, index in enumerate(self.rewards)}
-        return self.group.members[places[rollout]].advantage if rollout in places else 0.0
+        """Advantage of one of the example's rollouts; 0 for those that were not compared."""
+        positions = {index: position for position, index in enumerate(self.rewards)}
+        return self.group.members[positions[rollout]].advantage if rollout in positions else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +142,20 @@ class TurnGroup:
     turns: tuple[tuple[Turn, ...], ...]
     """Turns of each rollout."""
     columns: Mapping[str | int, Group]
-    """What was compared: number of a turn, `outcome`, `combined` -> its group."""
+    """Quantity that was compared (number of a turn, `outcome`, `combined`) -> its group."""
 
     @property
     def flat(self) -> bool:
-        """Whether no turn of any rollout has an advantage."""
+        """True where no turn of any rollout has an advantage."""
         return not any(member.advantage for group in self.columns.values() for member in group.members)
 
     def entries(self, index: int, algo: TurnGroupConfig, weight: float) -> list[Entry]:
         """Entries of the calls of the `index`-th rollout, each with the advantage of its turn and of those after it."""
         path, turns = self.rollouts[index].path, self.turns[index]
-        own = [turn.advantage if turn.outcome else algo.turn_coef * turn.advantage for turn in turns]
-        # The first absent turn stands at the last turn's own place, l = n, so both reach turn k with alpha^(n-k).
+        single = [turn.advantage if turn.outcome else algo.turn_coef * turn.advantage for turn in turns]
+        # The first absent turn stands at the last turn's position, l = n, so both reach turn k with alpha^(n-k).
         absent = [algo.turn_coef * sum(discounted(turn.absent, algo.alpha)[:1]) for turn in turns]
-        totals = discounted([a + b for a, b in zip(own, absent, strict=True)], algo.alpha)
+        totals = discounted([a + b for a, b in zip(single, absent, strict=True)], algo.alpha)
         return [
             Entry(
                 call=path[position].id,
@@ -172,7 +172,7 @@ class TurnGroup:
                 advantages=(total,) * path[position].completion_tokens,
                 weights=(weight,) * path[position].completion_tokens,
             )
-            for turn, advantage, after, total in zip(turns, own, absent, totals, strict=True)
+            for turn, advantage, after, total in zip(turns, single, absent, totals, strict=True)
             for position in turn.positions
         ]
 
@@ -181,18 +181,18 @@ def compare_turns(
     rollouts: Mapping[str, Sequence[ScoredRollout]], algo: TurnGroupConfig, rules: TurnRules
 ) -> dict[str, TurnGroup]:
     """Compare each turn index, the outcome and (two turns) the merged reward over the rollouts of each example."""
-    cuts = {example: [_cut(scored, rules) for scored in own] for example, own in rollouts.items()}
+    cuts = {example: [_cut(scored, rules) for scored in several] for example, several in rollouts.items()}
     columns: dict[str, dict[str | int, _Column]] = {example: {} for example in rollouts}
-    rewards = {example: _rewards(own, cuts[example], rules) for example, own in rollouts.items()}
-    for name in dict.fromkeys(name for own in rewards.values() for name in own):
+    rewards = {example: _rewards(several, cuts[example], rules) for example, several in rollouts.items()}
+    for name in dict.fromkeys(name for columns_of in rewards.values() for name in columns_of):
         label = f"turn{name}" if isinstance(name, int) else name
         groups = {}
-        for example, own in rollouts.items():
+        for example, several in rollouts.items():
             # `std_over=batch` pools a quantity over the batch. The merged reward is GRPO-MR's number there: of every
             # example, not only of those in which a rollout without a tool result needs it.
-            pooled = {i: scored.merged.total for i, scored in enumerate(own)} if name == "combined" else {}
+            pooled = {i: scored.merged.total for i, scored in enumerate(several)} if name == "combined" else {}
             if of_name := rewards[example].get(name, pooled):
-                members = tuple(Member(own[i].path[-1:], Reward(reward)) for i, reward in of_name.items())
+                members = tuple(Member(several[i].path[-1:], Reward(reward)) for i, reward in of_name.items())
                 groups[example] = Group(f"{example}:{label}", members)
             elif name in rewards[example]:
                 groups[example] = Group(f"{example}:{label}", ())
@@ -201,22 +201,22 @@ def compare_turns(
                 columns[example][name] = _Column(rewards[example][name], group)
     return {
         example: TurnGroup(
-            tuple(own),
-            tuple(_turns(i, scored, cuts[example][i], columns[example], rules) for i, scored in enumerate(own)),
+            tuple(several),
+            tuple(_turns(i, scored, cuts[example][i], columns[example], rules) for i, scored in enumerate(several)),
             {name: column.group for name, column in columns[example].items()},
         )
-        for example, own in rollouts.items()
+        for example, several in rollouts.items()
     }
 
 
 def zero_variance_shares(groups: Iterable[TurnGroup]) -> dict[str, float]:
     """Share of the examples in which all rewards of a turn are equal, for each turn that is compared."""
     flags: dict[int, list[bool]] = {}
-    for own in groups:
-        for name, group in own.columns.items():
+    for example in groups:
+        for name, group in example.columns.items():
             if isinstance(name, int) and not group.of_one:
                 flags.setdefault(name, []).append(group.constant)
-    return {f"turn/{turn}/zero_variance_share": sum(own) / len(own) for turn, own in sorted(flags.items())}
+    return {f"turn/{turn}/zero_variance_share": sum(flat) / len(flat) for turn, flat in sorted(flags.items())}
 
 
 def _cut(scored: ScoredRollout, rules: TurnRules) -> Cut:
@@ -262,8 +262,8 @@ def _turns(
     turns = []
     for number, (positions, reward) in enumerate(cut):
         column = columns[number]
-        own = Reward(reward or 0.0, {"turn": reward or 0.0})
-        turns.append(Turn(positions, own, column.group, column.advantage(index), False))
+        turn_reward = Reward(reward or 0.0, {"turn": reward or 0.0})
+        turns.append(Turn(positions, turn_reward, column.group, column.advantage(index), False))
     rest = everything[cut[-1][0][-1] + 1 :] if cut else everything
     column = columns["outcome"]
     longest = sum(isinstance(name, int) for name in columns) if rules.missing == "absorb" else 0

@@ -53,10 +53,10 @@ class TreeGrpo:
         within = compare([Group(name, tuple(members)) for name, members in trees.items()], algo)
         advantages = {id(old): new.advantage for g in within for old, new in zip(trees[g.id], g.members, strict=True)}
         groups = []
-        for whole, compared in zip(examples, compare(examples, algo), strict=True):
+        for plain, compared in zip(examples, compare(examples, algo), strict=True):
             both = [
-                replace(new, reward=_shown(new, advantages[id(old)]), advantage=advantages[id(old)] + new.advantage)
-                for old, new in zip(whole.members, compared.members, strict=True)
+                replace(new, reward=_reward(new, advantages[id(old)]), advantage=advantages[id(old)] + new.advantage)
+                for old, new in zip(plain.members, compared.members, strict=True)
             ]
             groups.append(replace(compared, members=tuple(both)))
         groups = weigh(groups, algo, minibatch)
@@ -64,6 +64,6 @@ class TreeGrpo:
         return Credit(algo=self.name, entries=entries, groups=(*groups, *within))
 
 
-def _shown(leaf: Member, within: float) -> Reward:
+def _reward(leaf: Member, within: float) -> Reward:
     """The leaf's reward, with the two advantages that are added."""
     return replace(leaf.reward, parts={**leaf.reward.parts, "in_tree": within, "in_example": leaf.advantage})

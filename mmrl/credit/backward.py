@@ -52,9 +52,9 @@ def backward(forest: Forest, algo: MhgpoConfig | MappoConfig, seed: int = 0) -> 
         key = (seed, forest.step, "aggregate", call.id)
         shared = values[call.id] if values else _aggregate(successors, aggregate, key)
         # A penalty belongs to the call that earned it. `full` charges the calls before as well, which led up to it.
-        own = (algo.penalty_scale or {}).get(call.module, 1.0) * call.penalty if algo.penalties else 0.0
-        rewards[call.id] = Reward(shared + own, {"shared": shared, "penalty": own})
-        passed[call.id] = shared + own if propagate == "full" else shared
+        penalty = (algo.penalty_scale or {}).get(call.module, 1.0) * call.penalty if algo.penalties else 0.0
+        rewards[call.id] = Reward(shared + penalty, {"shared": shared, "penalty": penalty})
+        passed[call.id] = shared + penalty if propagate == "full" else shared
     return {call_id: rewards[call_id] for call_id in forest.calls if call_id in rewards}
 
 
@@ -85,9 +85,7 @@ def tree_values(forest: Forest) -> dict[str, float]:
                 counts[call.id] += 1
     value = {call_id: sums[call_id] / count for call_id, count in counts.items() if count}
     parents = {call_id: forest.calls[call_id].parent for call_id in value}
-    return {
-        call_id: 2 * own - (value[parent] if (parent := parents[call_id]) else 0.0) for call_id, own in value.items()
-    }
+    return {call_id: 2 * v - (value[parent] if (parent := parents[call_id]) else 0.0) for call_id, v in value.items()}
 
 
 def discounted(values: Sequence[float], factor: float) -> list[float]:
@@ -146,7 +144,7 @@ def kl_rewards(call: Call, beta: float) -> tuple[float, ...]:
         DataError: `logprobs` or `ref_logprobs` are missing or too short; names the call.
     """
     logprobs, reference = _sampled(call, "logprobs", call.logprobs), _sampled(call, "ref_logprobs", call.ref_logprobs)
-    return tuple(beta * (ref - own) for own, ref in zip(logprobs, reference, strict=True))
+    return tuple(beta * (ref - logprob) for logprob, ref in zip(logprobs, reference, strict=True))
 
 
 def _sampled(call: Call, name: str, values: tuple[float, ...] | None) -> tuple[float, ...]:
@@ -168,7 +166,7 @@ def _exactly(call: Call, name: str, values: tuple[float, ...] | None, length: in
 
 @dataclass(frozen=True, slots=True)
 class EstimatedCall:
-    """One call's tokens in an estimation: sampled tokens first, then its observation tokens where those take part."""
+    """Tokens of a call in an estimation: sampled tokens first, then its observation tokens where those take part."""
 
     call: Call
     parts: Mapping[str, float]
@@ -176,11 +174,11 @@ class EstimatedCall:
     values: tuple[float, ...]
     advantages: tuple[float, ...]
     weight: float
-    """Of each sampled token."""
+    """Loss weight of each sampled token."""
 
 
 def critic_credit(name: str, estimated: Sequence[EstimatedCall], whiten: str, apart: bool = False) -> Credit:
-    """Entries of all calls.
+    """Whiten the advantages and make an entry for each call.
 
     Args:
         whiten: `trained` (over sampled tokens), `all` (observation tokens too) or `none`. Returns always use the
@@ -194,21 +192,21 @@ def critic_credit(name: str, estimated: Sequence[EstimatedCall], whiten: str, ap
     # Whitened over the batch and not per example: with one rollout each, an example has nothing to compare with.
     scales = {last: (0.0, 1.0) if whiten == "none" else whitening(values) for last, values in raw.items()}
     entries = []
-    for own in estimated:
-        mean, factor = scales[apart and "outcome" in own.parts]
-        tokens = own.call.completion_tokens
-        advantages = own.advantages[:tokens]
+    for call in estimated:
+        mean, factor = scales[apart and "outcome" in call.parts]
+        tokens = call.call.completion_tokens
+        advantages = call.advantages[:tokens]
         entries.append(
             Entry(
-                call=own.call.id,
-                reward=math.fsum(own.rewards),
-                parts=own.parts,
+                call=call.call.id,
+                reward=math.fsum(call.rewards),
+                parts=call.parts,
                 advantages=tuple((advantage - mean) * factor for advantage in advantages),
-                weights=(own.weight,) * tokens,
+                weights=(call.weight,) * tokens,
                 # The critic's target is A + V before whitening, which rescales what the policy sees and no value.
-                returns=tuple(a + v for a, v in zip(advantages, own.values[:tokens], strict=True)),
+                returns=tuple(a + v for a, v in zip(advantages, call.values[:tokens], strict=True)),
                 raw_advantages=advantages,
-                token_rewards=own.rewards[:tokens],
+                token_rewards=call.rewards[:tokens],
             )
         )
     return Credit(algo=name, entries=tuple(entries), metrics=_explained(entries))

@@ -1,4 +1,4 @@
-"""The records of credit: groups of sequences that are compared, and entries, one per place of a call in the loss.
+"""Records of credit: groups of sequences that are compared, and entries, which put a call into the loss.
 
 A group carries its rewards, then its advantages, then its weights; its entries go to the trainer and to people.
 """
@@ -13,7 +13,7 @@ from mmrl.records import EMPTY, Call
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward that is compared or estimated with, and what it is the sum of."""
+    """A reward that is compared or estimated with, and its summands."""
 
     total: float
     parts: Mapping[str, float] = EMPTY
@@ -21,23 +21,23 @@ class Reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One loss entry of one call. Per-token tuples have the call's `completion_tokens` (T) as length."""
+    """A loss entry of a call. Per-token tuples have the call's `completion_tokens` (T) as length."""
 
     call: str
     """Call id."""
     reward: float
     """R of the call as compared within its group (PPO family: sum of its token rewards)."""
     parts: Mapping[str, float] = EMPTY
-    """How `reward` is made up (`shared`, `penalty`, `turn`, `outcome`, ...)."""
+    """Summands of `reward` (`shared`, `penalty`, `turn`, `outcome`, ...)."""
     group: str | None = None
     """Group id; None for the PPO family and for calls without a group."""
     group_size: int = 0
     mean: float | None = None
     """Mean reward of the group."""
     std: float | None = None
-    """Standard deviation of the group, as divided by."""
+    """Standard deviation that the group was divided by."""
     advantages: tuple[float, ...]
-    """What the trainer receives, length T."""
+    """Advantage of each token, for the trainer, length T."""
     weights: tuple[float, ...]
     """Loss weight per token, length T; 0 for an entry that is left out of the loss."""
     filler_of: str | None = None
@@ -52,26 +52,26 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One sequence of a group: a call, or all calls of a rollout."""
+    """A sequence of a group: a call, or all calls of a rollout."""
 
     calls: tuple[Call, ...]
     reward: Reward
     filler: bool = False
-    """Put there by padding: repeats an entry of the same call."""
+    """Added by padding: repeats an entry of the same call."""
     caught: bool = False
     """A call that could not be parsed and after which its program went on."""
     advantage: float = 0.0
     weight: float = 0.0
-    """Of each of its tokens in the loss."""
+    """Loss weight of each token."""
 
     @property
     def call(self) -> Call:
-        """The call that the reward is of: its only one, or the rollout's last."""
+        """Call with the reward: the only one, or the rollout's last."""
         return self.calls[-1]
 
     @property
     def tokens(self) -> int:
-        """|o|: trained tokens of all its calls."""
+        """|o|: trained tokens of all calls."""
         return sum(call.completion_tokens for call in self.calls)
 
 
@@ -121,6 +121,6 @@ class Credit:
     algo: str
     entries: tuple[Entry, ...]
     groups: tuple[Group, ...] | None = None
-    """What was compared; None for the PPO family."""
+    """Groups that were compared; None for the PPO family."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further credit metrics, keys as in docs/metrics.md; those of the groups are made for every algorithm alike."""

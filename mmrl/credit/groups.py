@@ -30,9 +30,9 @@ def _compared(group: Group, algo: GroupConfig, batch_std: float | None) -> Group
         return replace(group, mean=rewards[0] if rewards else None)
     mean = math.fsum(rewards) / size
     std = std_of(rewards, algo.ddof) if batch_std is None else batch_std
-    shown = std if algo.scale is True else None
+    divisor = std if algo.scale is True else None
     if is_constant(rewards):
-        return replace(group, mean=mean, std=shown, constant=True, vanished=algo.drops_constant)
+        return replace(group, mean=mean, std=divisor, constant=True, vanished=algo.drops_constant)
     # RLOO compares with the mean of the other G - 1: r - (S - r) / (G - 1) = (r - S / G) · G / (G - 1).
     factor = size / (size - 1) if algo.baseline == "leave_one_out" else 1.0
     if algo.scale is True:
@@ -44,11 +44,11 @@ def _compared(group: Group, algo: GroupConfig, batch_std: float | None) -> Group
             raise DataError(f"algo.scale: mean needs rewards of 0 or more; group '{group.id}' has {min(rewards):g}")
         factor /= mean
     members = tuple(replace(m, advantage=(m.reward.total - mean) * factor) for m in group.members)
-    return replace(group, members=members, mean=mean, std=shown)
+    return replace(group, members=members, mean=mean, std=divisor)
 
 
 def std_of(rewards: Sequence[float], ddof: int) -> float:
-    """Standard deviation; 0 for equal numbers and where fewer than ddof + 1 are given."""
+    """Standard deviation; 0 for equal numbers and for fewer than ddof + 1."""
     if len(rewards) <= ddof or is_constant(rewards):
         return 0.0
     mean = math.fsum(rewards) / len(rewards)
@@ -56,7 +56,7 @@ def std_of(rewards: Sequence[float], ddof: int) -> float:
 
 
 def is_constant(rewards: Sequence[float]) -> bool:
-    """Whether all rewards are equal, up to the rounding of averages."""
+    """True where all rewards are equal, up to the rounding of averages."""
     spread = max(rewards) - min(rewards)
     # Backed-up means of equal outcomes may differ in their last bits; eps = 0 would blow that up to +-1.
     return spread <= 1e-12 * max(1.0, abs(max(rewards)), abs(min(rewards)))

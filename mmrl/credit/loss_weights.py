@@ -1,4 +1,4 @@
-"""Loss weights: which share of an optimizer step each sequence has, and how its tokens divide it.
+"""Loss weights: the share of an optimizer step that each sequence has, and its division over tokens.
 
 Last step of credit (rewards -> groups -> advantages -> weights). Within an optimizer step the weights of all tokens sum
 to 1 for the `seq` and `token` means, less the shares that are counted in a denominator but left out of the loss.
@@ -18,19 +18,19 @@ Minibatches = Mapping[str, int] | None
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One sequence of the loss, what one |o| of a paper's formula counts: a call or a whole rollout."""
+    """A sequence of the loss, whose tokens |o| counts in a paper's formula: a call, or all calls of a rollout."""
 
     example: str
     slot: Hashable
-    """What it is averaged within: a group, or (MHGPO, Eq. 6) the slot of an example."""
+    """Group that it is averaged within, or (MHGPO, Eq. 6) slot of an example."""
     tokens: int
-    """|o|: its trained tokens; 0 where it counts as not sampled."""
+    """|o|: trained tokens; 0 where it counts as not sampled."""
     compared: bool = True
     """False: its share is counted and lost (a group of one)."""
 
     @property
     def counts(self) -> bool:
-        """Whether it has weight."""
+        """True where it has weight."""
         return self.compared and self.tokens > 0
 
 

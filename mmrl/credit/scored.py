@@ -1,4 +1,4 @@
-"""Scored rollouts: what credit starts from. A rollout without a reward, or without a call, is not credited.
+"""Scored rollouts, from which credit starts. A rollout without a reward, or without a call, is not credited.
 
 First step of credit (rewards -> groups -> advantages -> weights).
 """
@@ -15,7 +15,7 @@ from mmrl.records import LARGEST, Call, Forest, Rollout
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollout:
-    """A rollout that has a reward, with its calls, root first: one sequence, whose |o| counts all trained tokens.
+    """A rollout that has a reward, with its calls, root first: a sequence whose |o| counts all trained tokens.
 
     A call that several rollouts share is part of each of them.
     """
@@ -27,12 +27,12 @@ class ScoredRollout:
 
     @property
     def tree(self) -> str:
-        """Which of its example's trees it is a leaf of: the first number of its path."""
+        """Number of the tree that it is a leaf of, among those of its example."""
         return self.rollout.id.removeprefix(f"{self.rollout.example}/").partition(".")[0]
 
     @property
     def outcome(self) -> Reward:
-        """Outcome alone (GRPO-OR, PPO)."""
+        """Reward of the outcome alone (GRPO-OR, PPO)."""
         return Reward(self.reward, {"outcome": self.reward})
 
     @property

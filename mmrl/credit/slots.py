@@ -22,7 +22,7 @@ Slot = tuple[str, str, int]
 
 
 def slot_of(call: Call) -> Slot:
-    """The slot that a call fills."""
+    """Slot that a call fills."""
     return call.example, call.module, call.invocation
 
 
@@ -60,7 +60,7 @@ def by_parent(forest: Forest, rewards: Mapping[str, Reward], module: str) -> lis
 
 @dataclass(frozen=True)
 class ForkView:
-    """Where each tree forked, read from `Rollout.fork` or, where that is null, from the shape of the tree."""
+    """Forks of the trees, read from `Rollout.fork` or, where that is null, from the shape of the tree."""
 
     forest: Forest
 

@@ -2,7 +2,7 @@
 
 With `model=smollm2_135m` those of a real model's shape, with random weights: about an hour (`make bench model=…`).
 
-Every bench runs in a process of its own, so that none sees another's memory or settings. One table at the end, and all
+Every bench runs in a separate process, so that none sees another's memory or settings. One table at the end, and all
 results in `outputs/bench/<time>.json`; exit code 1 when a bar is missed or a bench failed.
 """
 
@@ -19,6 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from scripts import expect_some_of
 from scripts.bench.common import Bar, finish, options
 
 SUITE: dict[str, list[str]] = {
@@ -35,8 +36,8 @@ LARGE: dict[str, list[str]] = {
     ],
     "rollout": ["shapes=shared,one", "repeats=1", "brief=1", "model=smollm2_135m"],
 }
-"""The same with `model=smollm2_135m`: two groups of a shape, of which a peer's update takes minutes."""
-QUICK = {"overhead": ["steps=1", "repeats=1", "train=train.batch_size=2"]}
+"""Options with `model=smollm2_135m`: two groups of a shape, of which a peer's update takes minutes."""
+QUICK = {"overhead": ["steps=1", "repeats=1"]}
 SUITES = {"1M": SUITE, "smollm2_135m": LARGE}
 
 
@@ -65,24 +66,21 @@ def bars_of(results: Sequence[dict[str, Any]]) -> list[Bar]:
 
 def main(arguments: list[str]) -> int:
     """Run the suite, print one table, write one JSON; returns 1 when a bar is missed."""
-    given = options(arguments, {"model": "1M", "only": "", "quick": ""})
-    if given["model"] not in SUITES:
-        raise SystemExit(f"model: got {given['model']}, expected one of {','.join(SUITES)}")
-    of = SUITES[given["model"]]
-    chosen = given["only"].split(",") if given["only"] else list(of)
-    if set(chosen) - set(of):
-        raise SystemExit(f"only: got {given['only']}, expected some of {','.join(of)}")
+    args = options(arguments, {"model": "1M", "only": "", "quick": ""})
+    (model,) = expect_some_of("model", args["model"], SUITES)
+    suite = SUITES[model]
+    chosen = expect_some_of("only", args["only"], suite)
     results, before, started = [], os.getloadavg(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for bench in chosen:
             print(f"\n{bench}", flush=True)
-            extra = [*of[bench], f"threads={given['threads']}", f"quick={given['quick']}"]
-            results.append(run(bench, [*extra, *(QUICK.get(bench, []) if given["quick"] else [])], Path(folder)))
+            extra = [*suite[bench], f"threads={args['threads']}", f"quick={args['quick']}"]
+            results.append(run(bench, [*extra, *(QUICK.get(bench, []) if args["quick"] else [])], Path(folder)))
             if "error" in results[-1]:
                 print(results[-1]["error"], file=sys.stderr, flush=True)
     spent = time.perf_counter() - started
     print(f"\nall, in {spent / 60:.1f} minutes, load before {', '.join(f'{one:.1f}' for one in before)}")
-    out = given["out"] or f"outputs/bench/{time.strftime('%Y%m%d_%H%M%S')}.json"
+    out = args["out"] or f"outputs/bench/{time.strftime('%Y%m%d_%H%M%S')}.json"
     return finish("suite", bars_of(results), out, wall_s=spent, load_before=before, results=results)
 
 

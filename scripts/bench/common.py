@@ -1,7 +1,7 @@
-"""What the benchmarks share: random models, a clock, how a ratio meets its bar, and how results are printed and kept.
+"""Shared by the benchmarks: random models, a clock, bars that a ratio must reach, printing and storing of results.
 
 Every bench is `python -m scripts.bench.<name> [option=value ...]`; `scripts.bench` runs them all. Each makes a list of
-`Bar`s, prints its own table and ends with `finish`.
+`Bar`s and ends with `finish`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ import transformers
 
 from mmrl.models.linear import use_onednn
 from mmrl.plan.shapes import Shape
+from scripts import key_values
 
 MODELS = {
     "test": Shape(layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=32, vocab=64, tied=True),
@@ -32,19 +34,19 @@ MODELS = {
     ),
 }
 LLAMAS = frozenset({"smollm2_135m"})
-"""Those of `MODELS` without norms on queries and keys."""
+"""Models without norms on queries and keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One measured number beside what it should be."""
+    """A measured number beside the limit that it must reach."""
 
     what: str
     value: float
     bar: float | None
-    """None: printed for comparison, without a bar."""
+    """None: printed for comparison, without a limit."""
     at_most: bool = False
-    """Whether the bar is a ceiling."""
+    """The limit is a ceiling."""
     unit: str = "x"
     """`x` of a ratio, `s` of seconds, `%`, or nothing."""
     padded: int | None = None
@@ -56,7 +58,7 @@ class Bar:
 
     @property
     def met(self) -> bool | None:
-        """Whether the bar is reached; None without a bar. NaN reaches none."""
+        """True where the limit is reached; None without one. NaN reaches none."""
         if self.bar is None:
             return None
         return self.value <= self.bar if self.at_most else self.value >= self.bar
@@ -68,11 +70,7 @@ def options(arguments: Sequence[str], known: Mapping[str, str]) -> dict[str, str
     Raises:
         SystemExit: an unknown name.
     """
-    defaults = {"threads": "1", "out": ""} | dict(known)
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    if unknown := sorted(set(given) - set(defaults)):
-        raise SystemExit(f"unknown option {', '.join(unknown)}: expected some of {'=, '.join(defaults)}=")
-    found = defaults | given
+    found = key_values(arguments, {"threads": "1", "out": ""} | dict(known))
     torch.set_num_threads(int(found["threads"]))
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -82,10 +80,10 @@ def options(arguments: Sequence[str], known: Mapping[str, str]) -> dict[str, str
 def make_model(size: str, matmul: str = "torch") -> Any:
     """A random Qwen3, or Llama (`LLAMAS`), of one of the sizes in `MODELS`; `matmul` as `model.matmul`."""
     kind = transformers.LlamaConfig if size in LLAMAS else transformers.Qwen3Config
-    made = random_model(MODELS[size], kind)
+    model = random_model(MODELS[size], kind)
     if matmul == "onednn":
-        use_onednn(made)
-    return made
+        use_onednn(model)
+    return model
 
 
 def random_model(
@@ -125,24 +123,47 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def timed(
-    runs: Mapping[str, Callable[[], object]], repeats: int, warm: bool = True
-) -> dict[str, list[tuple[float, float]]]:
-    """(CPU seconds, wall-clock seconds) of each run, alternating; with `warm`, a first round that does not count."""
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+Seconds = dict[str, list[tuple[float, float]]]
+"""Side of a comparison -> (CPU seconds, wall-clock seconds) of each of its runs."""
+
+
+def timed(runs: Mapping[str, Callable[[], object]], repeats: int, warm: bool = True) -> Seconds:
+    """Seconds of runs that alternate; with `warm`, a first round is left out."""
+    seconds: Seconds = {name: [] for name in runs}
     for _ in range(repeats + warm):
         for name, run in runs.items():
             seconds[name].append(once(run))
     return {name: several[warm:] for name, several in seconds.items()}
 
 
-def clock(threads: int) -> int:
-    """Which of the two seconds counts: the CPU's with one thread (neighbours do not move it), else the wall clock's."""
-    return 0 if threads == 1 else 1
+def summary(seconds: Seconds, threads: int) -> dict[str, Any]:
+    """Least and median seconds of each side, for the JSON.
+
+    With one thread the CPU's seconds count, which neighbours on a shared machine do not move; else the wall clock's.
+    """
+    counted = {name: [pair[threads != 1] for pair in pairs] for name, pairs in seconds.items()}
+    return {
+        "seconds": {name: min(several) for name, several in counted.items()},
+        "median": {name: median(several) for name, several in counted.items()},
+        "wall_clock": {name: min(wall for _, wall in pairs) for name, pairs in seconds.items()},
+        "clock": "cpu" if threads == 1 else "wall",
+    }
+
+
+def token_counts(lengths: Sequence[tuple[int, int]], unique: int) -> dict[str, int]:
+    """Token counts of a `Bar`, for rows of (prompt, completion) lengths."""
+    prompts, completions = zip(*lengths, strict=True)
+    padded = len(lengths) * (max(prompts) + max(completions))
+    return {"padded": padded, "real": sum(prompts) + sum(completions), "unique": unique}
+
+
+def show(name: str, seconds: Mapping[str, float]) -> None:
+    """Print the seconds of each side as soon as they are measured."""
+    print(f"{name}: " + ", ".join(f"{side} {spent:.3f} s" for side, spent in seconds.items()), flush=True)
 
 
 def cosine(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> float:
-    """Of two gradients, all parameters together.
+    """Cosine between two gradients, all parameters together.
 
     Raises:
         SystemExit: they are not of the same parameters.
@@ -157,10 +178,13 @@ def cosine(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) 
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what a result was made."""
+    """Describe the machine and the packages behind a result."""
     packages = ("torch", "transformers", "trl", "peft", "accelerate")
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    cpuinfo = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return {
-        "machine": _processor(),
+        "machine": cpuinfo.get("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg(),
@@ -168,15 +192,6 @@ def machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def table(bars: Sequence[Bar]) -> str:

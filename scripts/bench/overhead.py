@@ -1,6 +1,6 @@
-"""mmrl's own share of a step, and how long commands take to start: `python -m scripts.bench.overhead [steps=8]`.
+"""Overhead of mmrl in a step, and start-up time of commands: `python -m scripts.bench.overhead [steps=8]`.
 
-The first steps of the default run (`mmrl train`, shipped tiny model) in a process of its own: the share of their time
+The first steps of the default run (`mmrl train`, shipped tiny model) in a separate process: the share of their time
 that is neither engine nor tools nor models nor update. The very first, in which all is loaded and packs are compared
 with padded rows, counts only where it is the only one. Start-up: CPU seconds of a whole process (its wall-clock time on
 an idle machine), commands alternating, the best of `repeats` each.
@@ -31,11 +31,11 @@ from mmrl.cli.overrides import read_line
 (config,) = train_configs(read_line([]))
 prepare.build_task(config.task, config.seed)
 """
-"""Everything that a default run does before it loads a model."""
+"""Work of a default run before it loads a model."""
 
 
 def starts() -> dict[str, list[str]]:
-    """What is started, by name: arguments of Python."""
+    """Name -> arguments of Python."""
     return {
         "mmrl --help": ["-m", "mmrl", "--help"],
         "mmrl credit": ["-m", "mmrl", "credit", "algo=grpo", f"rollouts={FOREST}"],
@@ -50,10 +50,10 @@ def share(steps: Sequence[Mapping[str, float]], part: str) -> float:
     Raises:
         SystemExit: no step was timed.
     """
-    whole = sum(step.get("time/step", 0.0) for step in steps)
-    if not whole:
+    total = sum(step.get("time/step", 0.0) for step in steps)
+    if not total:
         raise SystemExit("overhead: the run has no timed step")
-    return 100 * sum(step.get(f"time/{part}", 0.0) for step in steps) / whole
+    return 100 * sum(step.get(f"time/{part}", 0.0) for step in steps) / total
 
 
 def started(arguments: Sequence[str]) -> tuple[float, float]:
@@ -84,15 +84,15 @@ def run_steps(folder: Path, arguments: Sequence[str]) -> list[dict[str, Any]]:
 
 def main(arguments: list[str]) -> int:
     """Print the table, write the JSON; returns 1 when a bar is missed."""
-    given = options(arguments, {"steps": "8", "repeats": "3", "train": "", "quick": ""})
+    args = options(arguments, {"steps": "8", "repeats": "3", "quick": ""})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         seconds: dict[str, list[tuple[float, float]]] = {}
-        for _ in range(int(given["repeats"])):
+        for _ in range(int(args["repeats"])):
             for what, command in starts().items():
                 seconds.setdefault(what, []).append(started(command))
-        short = [f"train.steps={given['steps']}", f"hardware.threads={given['threads']}"]
-        steps = run_steps(folder / "run", [*short, *filter(None, given["train"].split(","))])
+        short = [f"train.steps={args['steps']}", f"hardware.threads={args['threads']}"]
+        steps = run_steps(folder / "run", [*short, *(["train.batch_size=2"] if args["quick"] else [])])
     timed = [step for step in steps if "time/step" in step]
     timed = timed[1:] or timed
     parts = {part: share(timed, part) for part in ("generate", "retrieve", "annotate", "credit", "update", "overhead")}
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> int:
         bar = HELP_BAR if what == "mmrl --help" else None
         bars.append(Bar(what=f"start: {what}", value=min(cpu for cpu, _ in several), bar=bar, at_most=True, unit="s"))
     wall = {what: min(spent for _, spent in several) for what, several in seconds.items()}
-    return finish("overhead", bars, given["out"], shares=parts, wall_clock=wall, steps=len(timed))
+    return finish("overhead", bars, args["out"], shares=parts, wall_clock=wall, steps=len(timed))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """BM25 over a million passages, and its server: `python -m scripts.bench.retrieval [passages=N] [queries=N]`.
 
 Passages are drawn (words of a Zipf law, about 60 a passage) and written to a file; `mmrl index build` builds their
-index in a process of its own, whose peak memory is read when it has ended. Then each query is put to bm25s called
+index in a separate process, whose peak memory is read when it has ended. Then each query is put to bm25s called
 directly and to mmrl's retriever in turn, so that both meet the same machine; and rounds of queries go in turn to the
 retriever in process and to a child server that 64 clients ask at once.
 """
@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from mmrl.retrieval.index_folder import open_index, read_info
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.store import PassageStore
 from mmrl.system.child_process import ChildProcess
-from scripts.bench.common import Bar, finish, options
+from scripts.bench.common import Bar, finish, once, options
 
 VOCABULARY, WORDS, TOP_K, CLIENTS = 200_000, 60, 10, 64
 BARS: dict[str, dict[str, Any]] = {
@@ -38,36 +39,32 @@ BARS: dict[str, dict[str, Any]] = {
 
 def word(number: int) -> str:
     """A made-up word, the more frequent the shorter."""
-    letters = "etaoinshrdlu"
-    text = ""
+    letters, text = "etaoinshrdlu", ""
     number += 12
     while number:
-        number, place = divmod(number, 12)
-        text += letters[place]
+        number, letter = divmod(number, 12)
+        text += letters[letter]
     return text + "x"  # never a stop word
 
 
-def drawn(rng: np.random.Generator, count: int, words: np.ndarray) -> list[str]:
-    """`count` words by Zipf's law."""
-    ranks = np.minimum(rng.zipf(1.15, count) - 1, VOCABULARY - 1)
-    return list(words[ranks])
+def drawn(rng: np.random.Generator, sizes: Sequence[int]) -> Iterator[list[str]]:
+    """Texts of so many words each, drawn by Zipf's law."""
+    words = np.array([word(number) for number in range(VOCABULARY)])
+    for size in sizes:
+        yield list(words[np.minimum(rng.zipf(1.15, size) - 1, VOCABULARY - 1)])
 
 
 def write_corpus(path: Path, passages: int) -> None:
-    """Passages as JSON lines."""
-    rng, words = np.random.default_rng(1), np.array([word(n) for n in range(VOCABULARY)])
+    """Write passages as JSON lines."""
     with path.open("w", encoding="utf-8") as file:
-        for start in range(0, passages, 10_000):
-            text = drawn(rng, 10_000 * WORDS, words)
-            for n in range(min(10_000, passages - start)):
-                own = text[n * WORDS : (n + 1) * WORDS]
-                file.write(json.dumps({"title": f"{own[0]} {start + n}", "text": " ".join(own)}) + "\n")
+        for number, text in enumerate(drawn(np.random.default_rng(1), [WORDS] * passages)):
+            file.write(json.dumps({"title": f"{text[0]} {number}", "text": " ".join(text)}) + "\n")
 
 
 def queries_of(count: int) -> list[str]:
     """Queries of three to six words."""
-    rng, words = np.random.default_rng(2), np.array([word(n) for n in range(VOCABULARY)])
-    return [" ".join(drawn(rng, int(rng.integers(3, 7)), words)) for _ in range(count)]
+    rng = np.random.default_rng(2)
+    return [" ".join(text) for text in drawn(rng, [int(size) for size in rng.integers(3, 7, count)])]
 
 
 def resident() -> float:
@@ -77,21 +74,16 @@ def resident() -> float:
 
 def latencies(retriever: Any, queries: Sequence[str]) -> dict[str, list[float]]:
     """Seconds per query, of bm25s and of mmrl, in turn."""
-    index = retriever._index
     found: dict[str, list[float]] = {"bm25s": [], "mmrl": []}
-
-    def direct(query: str) -> None:
-        index.retrieve([retriever._words(query)], k=TOP_K, show_progress=False, n_threads=0)
-
-    def own(query: str) -> None:
-        retriever.search([query], [TOP_K])
-
+    calls = {
+        "bm25s": lambda query: retriever._index.retrieve(
+            [retriever._words(query)], k=TOP_K, show_progress=False, n_threads=0
+        ),
+        "mmrl": lambda query: retriever.search([query], [TOP_K]),
+    }
     for number, query in enumerate(queries):
-        pair = [("bm25s", direct), ("mmrl", own)]
-        for name, call in pair if number % 2 else pair[::-1]:
-            started = time.perf_counter()
-            call(query)
-            found[name].append(time.perf_counter() - started)
+        for name in sorted(calls, reverse=bool(number % 2)):
+            found[name].append(once(partial(calls[name], query))[1])
     return found
 
 
@@ -122,11 +114,11 @@ def throughputs(retriever: Any, child: RemoteRetriever, queries: Sequence[str], 
 
 def main(arguments: Sequence[str]) -> int:
     """Print a table, write one JSON; 1 where a bar is missed."""
-    given = options(arguments, {"passages": "1000000", "queries": "400", "rounds": "3"})
+    args = options(arguments, {"passages": "1000000", "queries": "400", "rounds": "3"})
     with tempfile.TemporaryDirectory() as place:
-        result = measured(Path(place), *(int(given[name]) for name in ("passages", "queries", "rounds")))
+        result = measured(Path(place), *(int(args[name]) for name in ("passages", "queries", "rounds")))
     bars = [Bar(what=name, value=value, unit="", **BARS.get(name, {"bar": None})) for name, value in result.items()]
-    return finish("retrieval", bars, given["out"], top_k=TOP_K, clients=CLIENTS)
+    return finish("retrieval", bars, args["out"], top_k=TOP_K, clients=CLIENTS)
 
 
 def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, float]:
@@ -156,6 +148,7 @@ def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, f
     rates = throughputs(retriever, child, queries, rounds)
     child.close()
     server.stop()
+    percentiles = {name: {p: float(np.percentile(v, p)) for p in (50, 99)} for name, v in times.items()}
     ratios = [s / p for s, p in zip(rates["server"], rates["in process"], strict=True)]
     return {
         "passages": info.documents,
@@ -165,10 +158,9 @@ def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, f
         "disk MB": sum(size for size, _ in info.files.values()) / 1e6,
         "open s": opened,
         "resident MB": resident() - before,
-        **{f"{name} p50 ms": 1e3 * float(np.percentile(v, 50)) for name, v in times.items()},
-        **{f"{name} p99 ms": 1e3 * float(np.percentile(v, 99)) for name, v in times.items()},
-        "latency ratio": float(np.percentile(times["mmrl"], 50) / np.percentile(times["bm25s"], 50)),
-        "latency ratio p99": float(np.percentile(times["mmrl"], 99) / np.percentile(times["bm25s"], 99)),
+        **{f"{name} p{percent} ms": 1e3 * at[percent] for name, at in percentiles.items() for percent in at},
+        "latency ratio": percentiles["mmrl"][50] / percentiles["bm25s"][50],
+        "latency ratio p99": percentiles["mmrl"][99] / percentiles["bm25s"][99],
         "in process queries/s": float(np.median(rates["in process"])),
         "server queries/s": float(np.median(rates["server"])),
         "server ratio": float(np.median(ratios)),

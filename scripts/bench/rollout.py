@@ -2,9 +2,8 @@
 
 Both make the same number of tokens from the same prompts with the same random weights; `generate` gets each prompt
 repeated for its samples, left-padded, as TRL calls it. Runs alternate (A B C A B C ...); the best of each counts.
-With one thread the clock is the process's CPU time, which on an idle machine is the wall-clock time and on a shared one
-is not moved by neighbours; wall-clock seconds stand in the JSON too. Before anything is timed, the native decoder's
-log-probabilities are compared with a plain forward's.
+Wall-clock seconds stand in the JSON beside those that count (`common.summary`). Before anything is timed, the native
+decoder's log-probabilities are compared with a plain forward's. `brief=1` leaves out the warm-up round.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.plan.workload import unique_tokens
-from scripts.bench.common import MODELS, Bar, clock, finish, make_model, options, timed
+from scripts import expect_some_of
+from scripts.bench.common import Bar, finish, make_model, options, show, summary, timed, token_counts
 
 BARS = {"short": 1.5, "fork": 3.0, "shared": 3.0, "one": 0.9}
 """Least ratio of `generate` to the native decoder: independent short calls, several samples per prompt; of a model of
@@ -56,7 +56,7 @@ SHAPES = [
     Shape("B 1 P1000", "one", 1, 1, (1000, 1000), (32, 32)),
 ]
 QUICK = [Shape("B 2", "short", 2, 1, (4, 6), (2, 4)), Shape("1 x n2 P8 C4", "fork", 1, 2, (8, 8), (4, 4))]
-"""Of no meaning as numbers; for the tests."""
+"""Small shapes for the tests, whose numbers mean nothing."""
 
 
 class NoTokenizer:
@@ -66,7 +66,7 @@ class NoTokenizer:
     all_special_ids = ()
 
     def decode(self, ids: list[int], **_: Any) -> str:
-        """Never asked in a bench."""
+        """Not called in a bench."""
         return ""
 
 
@@ -74,15 +74,15 @@ def requests(shape: Shape, vocabulary: int) -> list[Request]:
     """The rows of a shape."""
     # By the shape, so that no prefix cache has seen the prompts of another one.
     dice = random.Random(shape.name)
-    made, start = [], tuple(dice.randrange(1, vocabulary) for _ in range(shape.shared))
+    found, start = [], tuple(dice.randrange(1, vocabulary) for _ in range(shape.shared))
     for number in range(shape.prompts):
         rest = dice.randint(*shape.prompt) - shape.shared
         prompt = start + tuple(dice.randrange(1, vocabulary) for _ in range(rest))
         for sample in range(shape.samples):
             seed = number * shape.samples + sample
             sampling = Sampling(max_tokens=dice.randint(*shape.completion), seed=seed)
-            made.append(Request(prompt_ids=prompt, sampling=sampling, order=(seed,)))
-    return made
+            found.append(Request(prompt_ids=prompt, sampling=sampling, order=(seed,)))
+    return found
 
 
 def run_engine(engine: TransformersEngine, asked: list[Request]) -> list[Completion]:
@@ -123,95 +123,63 @@ def run_generate(model: Any, asked: list[Request]) -> None:
         )
 
 
+@torch.no_grad()
 def check(model: torch.nn.Module, engine: TransformersEngine, asked: list[Request]) -> float:
     """Largest difference between recorded log-probabilities and a plain forward's."""
     worst = 0.0
-    for request, made in list(zip(asked, run_engine(engine, asked), strict=True))[:4]:
-        with torch.no_grad():
-            logits = model(torch.tensor([request.prompt_ids + made.ids])).logits[0].float()
+    for request, completion in list(zip(asked, run_engine(engine, asked), strict=True))[:4]:
+        logits = model(torch.tensor([request.prompt_ids + completion.ids])).logits[0].float()
         logprobs = logits.log_softmax(dim=-1)[len(request.prompt_ids) - 1 : -1]
-        plain = logprobs.gather(1, torch.tensor(made.ids).unsqueeze(1)).squeeze(1)
-        worst = max(worst, float((plain - torch.tensor(made.logprobs)).abs().max()))
+        plain = logprobs.gather(1, torch.tensor(completion.ids).unsqueeze(1)).squeeze(1)
+        worst = max(worst, float((plain - torch.tensor(completion.logprobs)).abs().max()))
     return worst
 
 
-def measure(
-    shape: Shape, model: torch.nn.Module, vocabulary: int, threads: int, repeats: int, brief: bool
-) -> dict[str, Any]:
-    """One line of the table; `brief`: without a first round that does not count, and without the loop of `generate`."""
-    asked = requests(shape, vocabulary)
-    engines = {
-        loop: TransformersEngine(model, NoTokenizer(), TransformersConfig(loop=loop), EngineSetup(threads=threads))  # type: ignore[arg-type]
-        for loop in ("own", "hf")
-    }
-    worst = check(model, engines["own"], asked)
+def measure(shape: Shape, model: Any, threads: int, repeats: int, warm: bool) -> dict[str, Any]:
+    """Measure one shape; with `warm`, a first round is left out."""
+    asked = requests(shape, model.config.vocab_size)
+    engine = TransformersEngine(model, NoTokenizer(), TransformersConfig(), EngineSetup(threads=threads))  # type: ignore[arg-type]
+    worst = check(model, engine, asked)
     if worst > 1e-4:
         raise SystemExit(f"{shape.name}: log-probabilities differ by {worst:.2g}, expected at most 1e-4")
-    sides: dict[str, Callable[[], object]] = {"generate": lambda: run_generate(model, asked)}
-    if not brief:
-        sides["hf"] = lambda: run_engine(engines["hf"], asked)
-    seconds = timed({**sides, "own": lambda: run_engine(engines["own"], asked)}, repeats, warm=not brief)
-    counts = clock(threads)
-    counted = {name: sorted(one[counts] for one in several) for name, several in seconds.items()}
-    best = {name: several[0] for name, several in counted.items()}
-    tokens = sum(request.sampling.max_tokens for request in asked)
-    return {
+    sides: dict[str, Callable[[], object]] = {
+        "generate": lambda: run_generate(model, asked),
+        "mmrl": lambda: run_engine(engine, asked),
+    }
+    line = summary(timed(sides, repeats, warm), threads)
+    best, sampled = line["seconds"], sum(request.sampling.max_tokens for request in asked)
+    show(f"{shape.name}, {sampled / best['mmrl']:.0f} tokens/s", best)
+    unique = unique_tokens({request.prompt_ids for request in asked}) + sampled
+    return line | {
         "shape": shape.name,
         "kind": shape.kind,
-        "rows": len(asked),
-        "tokens": tokens,
-        # Prompt and completion tokens: as `generate` computes them, as they are, and with each prompt once.
-        "padded_tokens": len(asked)
-        * (max(len(r.prompt_ids) for r in asked) + max(r.sampling.max_tokens for r in asked)),
-        "real_tokens": sum(len(request.prompt_ids) for request in asked) + tokens,
-        "unique_tokens": unique_tokens({request.prompt_ids for request in asked}) + tokens,
-        "seconds": best,
-        "median": {name: several[len(several) // 2] for name, several in counted.items()},
-        "wall_clock": {name: min(wall for _, wall in several) for name, several in seconds.items()},
-        "clock": ("cpu", "wall")[counts],
-        "tokens_per_s": tokens / best["own"],
-        "ratio_generate": best["generate"] / best["own"],
-        "ratio_hf_loop": best.get("hf", float("nan")) / best["own"],
+        "tokens": token_counts([(len(r.prompt_ids), r.sampling.max_tokens) for r in asked], unique),
+        "ratio_generate": best["generate"] / best["mmrl"],
         "max_logprob_difference": worst,
     }
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table, write the JSON; returns 1 when a bar is missed."""
-    given = options(arguments, {"shapes": "short,fork", "repeats": "2", "model": "1M", "brief": "", "quick": ""})
-    threads, size = int(given["threads"]), "test" if given["quick"] else given["model"]
-    kinds = given["shapes"].split(",")
+    """Measure, print, write the JSON; returns 1 when a bar is missed."""
+    args = options(arguments, {"shapes": "short,fork", "repeats": "2", "model": "1M", "brief": "", "quick": ""})
+    size, kinds = "test" if args["quick"] else args["model"], expect_some_of("shapes", args["shapes"], BARS)
     model = make_model(size)
-    print(
-        f"{size}: {sum(p.numel() for p in model.parameters()):,} parameters, {threads} threads, load {os.getloadavg()}"
-    )
-    print(
-        f"{'shape':24}{'generate s':>11}{'hf loop s':>11}{'own s':>9}{'own tok/s':>11}{'generate/own':>14}{'hf/own':>8}"
-    )
-    lines = []
-    for shape in QUICK if given["quick"] else SHAPES:
-        if shape.kind not in kinds:
-            continue
-        line = measure(shape, model, MODELS[size].vocab, threads, int(given["repeats"]), bool(given["brief"]))
-        lines.append(line)
-        s = {"hf": float("nan")} | line["seconds"]
-        print(
-            f"{shape.name:24}{s['generate']:11.3f}{s['hf']:11.3f}{s['own']:9.3f}{line['tokens_per_s']:11.0f}"
-            f"{line['ratio_generate']:14.2f}{line['ratio_hf_loop']:8.2f}",
-            flush=True,
-        )
+    print(f"{size}: {sum(p.numel() for p in model.parameters()):,} parameters, load {os.getloadavg()}", flush=True)
+    lines = [
+        measure(shape, model, int(args["threads"]), int(args["repeats"]), warm=not args["brief"])
+        for shape in (QUICK if args["quick"] else SHAPES)
+        if shape.kind in kinds
+    ]
     bars = [
         Bar(
-            what=f"engine: generate / own, {line['shape']}",
+            what=f"engine: generate / mmrl, {line['shape']}",
             value=line["ratio_generate"],
             bar=BARS[line["kind"]],
-            padded=line["padded_tokens"],
-            real=line["real_tokens"],
-            unique=line["unique_tokens"],
+            **line["tokens"],
         )
         for line in lines
     ]
-    return finish("rollout", bars, given["out"], model=size, lines=lines)
+    return finish("rollout", bars, args["out"], model=size, lines=lines)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The sides of the update's benchmarks: TRL's GRPOTrainer, a plain padded loop, mmrl; and that they compute the same.
+"""Sides of the update's benchmarks: TRL's GRPOTrainer, a plain padded loop, mmrl; and a check that they agree.
 
-All train on the same rollouts (`update_shapes.Row`). One update is everything between given rollouts and changed
-weights: packing or padding, forward, backward, clipping, AdamW.
+All train on the same rollouts (`update_shapes.Row`). One update is everything between rollouts and changed weights:
+packing or padding, forward, backward, clipping, AdamW.
 """
 
 from __future__ import annotations
@@ -51,7 +51,36 @@ def trl_config(folder: Path, micro: int, rows: int, **settings: Any) -> trl.GRPO
     )
 
 
-class Trl:
+def trainer_settings(train: TrainConfig, lora: LoraConfig | None = None) -> Settings:
+    """Settings of mmrl's trainer for an objective without a KL term."""
+    model = ModelConfig(name="bench", path="tiny", lora=lora)
+    return Settings(train=train, algo=AlgoConfig(name="bench", beta=0.0), model=model, seed=0)
+
+
+class Side:
+    """One way to do an update: its gradients, then clipping and AdamW."""
+
+    model: Any
+    optimizer: Any
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Forward and backward of all rollouts."""
+        self.model.zero_grad()
+        self.backward()
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def backward(self) -> None:
+        """Add the gradients of all rollouts to the parameters."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Do an update."""
+        self.gradients()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+
+class Trl(Side):
     """TRL's GRPOTrainer with rollouts handed in."""
 
     def __init__(self, model: Any, rows: list[Row], micro: int, folder: Path):
@@ -69,9 +98,10 @@ class Trl:
         )
         self.trainer.create_optimizer_and_scheduler(10**6)
         self.trainer.current_gradient_accumulation_steps = self.steps
+        self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
 
     def rollouts(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        """What TRL's rollout function returns."""
+        """Return the rollouts as TRL expects them of `rollout_func`."""
         return {
             "prompt_ids": [list(row.prompt) for row in self.rows],
             "completion_ids": [list(row.completion) for row in self.rows],
@@ -80,28 +110,19 @@ class Trl:
             "reward": [row.reward for row in self.rows],
         }
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Forward and backward of all rows."""
-        model = self.trainer.model
-        model.train()
-        model.zero_grad()
+    def backward(self) -> None:
+        """Run the micro-batches of an update."""
+        self.model.train()
         for _ in range(self.steps):
-            self.trainer.training_step(model, [{"prompt": "-"} for _ in self.rows], None)
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-    def run(self) -> None:
-        """One update."""
-        self.gradients()
-        torch.nn.utils.clip_grad_norm_(self.trainer.model.parameters(), 1.0)
-        self.trainer.optimizer.step()
+            self.trainer.training_step(self.model, [{"prompt": "-"} for _ in self.rows], None)
 
 
-class Plain:
+class Plain(Side):
     """A plain loop: micro-batches in the order of the rows, padded, logits at the completions alone."""
 
     def __init__(self, model: Any, rows: list[Row], micro: int):
         self.rows, self.micro = rows, micro
-        self.model: Any = model.train()
+        self.model = model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
 
     def logprobs(self, rows: list[Row]) -> torch.Tensor:
@@ -117,9 +138,8 @@ class Plain:
         chosen: torch.Tensor = logits.gather(-1, ids[:, before:, None])[..., 0] - logits.logsumexp(-1)
         return chosen
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Forward and backward of all rows."""
-        self.model.zero_grad()
+    def backward(self) -> None:
+        """Run the micro-batches of an update."""
         weights = advantages(self.rows)
         for start in range(0, len(self.rows), self.micro):
             rows = self.rows[start : start + self.micro]
@@ -131,16 +151,9 @@ class Plain:
                 term = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
                 loss = loss - (term * mask).sum() / mask.sum() / len(self.rows)
             loss.backward()  # type: ignore[no-untyped-call]
-        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-
-    def run(self) -> None:
-        """One update."""
-        self.gradients()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
 
 
-class Ours:
+class Ours(Side):
     """mmrl's trainer, one optimizer step by hand."""
 
     def __init__(
@@ -156,40 +169,27 @@ class Ours:
         self.trainer = MmrlTrainer(
             model,
             tokenizer(model.config.vocab_size),
-            Settings(
-                train=TrainConfig(lr=0.0, packing=packing, microbatch_tokens=budget),  # type: ignore[arg-type]
-                algo=AlgoConfig(name="bench", beta=0.0),
-                model=ModelConfig(name="bench", path="tiny", lora=lora),
-                seed=0,
-            ),
+            trainer_settings(TrainConfig(lr=0.0, packing=packing, microbatch_tokens=budget), lora),  # type: ignore[arg-type]
             output_dir=folder,
             next_batch=lambda step: StepBatch(step=step, calls=batch),
             on_step_end=lambda step, metrics: None,
         )
         self.trainer.create_optimizer_and_scheduler(10**6)
+        self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Packing, forward and backward of all calls."""
-        self.trainer.model.zero_grad()
+    def backward(self) -> None:
+        """Pack the calls and run the packs."""
         (packs,) = self.trainer.step_packs(StepBatch(step=1, calls=self.batch))
-        self.trainer.training_step(self.trainer.model, {"update": Update(1, packs, first=True)})
-        return {name: p.grad for name, p in self.trainer.model.named_parameters() if p.grad is not None}
+        self.trainer.training_step(self.model, {"update": Update(1, packs, first=True)})
 
     def logprobs(self) -> list[tuple[float, ...]]:
-        """The policy's log-probabilities of the calls' tokens."""
+        """Log-probabilities of the calls' tokens under the policy."""
         return self.trainer.forwards.policy_logprobs([train.call for train in self.batch])
 
     @property
     def tokens(self) -> int:
         """Tokens forwarded."""
         return int(self.trainer.totals.plain[0])
-
-    def run(self) -> None:
-        """One update."""
-        self.gradients()
-        torch.nn.utils.clip_grad_norm_(self.trainer.model.parameters(), 1.0)
-        assert self.trainer.optimizer is not None
-        self.trainer.optimizer.step()
 
 
 def check(ours: Ours, plain: Plain, peer: Trl) -> dict[str, float]:
@@ -198,18 +198,18 @@ def check(ours: Ours, plain: Plain, peer: Trl) -> dict[str, float]:
     Raises:
         SystemExit: beyond the tolerances.
     """
-    found = {train.call.id: values for train, values in zip(ours.batch, ours.logprobs(), strict=True)}
+    recorded = {train.call.id: values for train, values in zip(ours.batch, ours.logprobs(), strict=True)}
     worst = 0.0
     for number, row in enumerate(plain.rows):
         with torch.no_grad():
             expected = plain.logprobs([row])[0][torch.tensor(row.mask).bool()]
-        mine = [value for turn in range(0, len(row.turns), 2) for value in found[f"{number}.{turn}"]]
-        worst = max(worst, float((expected - torch.tensor(mine)).abs().max()))
-    mine_gradient = ours.gradients()
+        values = [value for turn in range(0, len(row.turns), 2) for value in recorded[f"{number}.{turn}"]]
+        worst = max(worst, float((expected - torch.tensor(values)).abs().max()))
+    gradients = ours.gradients()
     result = {
         "max_logprob_difference": worst,
-        "cosine_plain": cosine(mine_gradient, plain.gradients()),
-        "cosine_trl": cosine(mine_gradient, peer.gradients()),
+        "cosine_plain": cosine(gradients, plain.gradients()),
+        "cosine_trl": cosine(gradients, peer.gradients()),
     }
     if worst > 1e-4 or not min(result["cosine_plain"], result["cosine_trl"]) >= 0.9999:
         raise SystemExit(f"the sides do not compute the same: {result}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mmrl.credit.entries import Entry
@@ -12,12 +12,11 @@ from mmrl.trainer.objective import TrainCall
 
 GROUP = 4
 """Rows whose rewards are compared, in the order of the rows."""
-Turns = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rollout as a peer sees it: a prompt, then completions and, between them, text that is not trained."""
+    """A rollout as a peer gets it: a prompt, then completions and, between them, text that is not trained."""
 
     prompt: tuple[int, ...]
     turns: tuple[tuple[int, ...], ...]
@@ -26,7 +25,7 @@ class Row:
 
     @property
     def completion(self) -> tuple[int, ...]:
-        """All that follows the prompt."""
+        """Tokens that follow the prompt."""
         return tuple(token for turn in self.turns for token in turn)
 
     @property
@@ -49,22 +48,24 @@ class Dice:
         return tuple(self.random.randrange(2, self.vocabulary) for _ in range(self.random.randint(least, most)))
 
 
-def _prompt(dice: Dice) -> tuple[int, ...]:
-    return dice.ids(260, 1020)
+Range = tuple[int, int]
+PROMPT, COMPLETION = (260, 1020), (5, 60)
+"""Least and largest number of tokens."""
 
 
-def _rows(dice: Dice, prompts: list[tuple[int, ...]], least: int = 5, most: int = 60) -> list[Row]:
-    return [Row(prompt, (dice.ids(least, most),), dice.random.random()) for prompt in prompts]
+def _rows(dice: Dice, prompts: list[tuple[int, ...]], completion: Range = COMPLETION) -> list[Row]:
+    return [Row(prompt, (dice.ids(*completion),), dice.random.random()) for prompt in prompts]
 
 
-def independent(dice: Dice) -> list[Row]:
-    """MHGPO-IS: 8 groups that share their prompt."""
-    return _rows(dice, [prompt for prompt in [_prompt(dice) for _ in range(8)] for _ in range(GROUP)])
+def independent(dice: Dice, groups: int = 8, prompt: Range = PROMPT, completion: Range = COMPLETION) -> list[Row]:
+    """MHGPO-IS: groups that share their prompt."""
+    prompts = [dice.ids(*prompt) for _ in range(groups)]
+    return _rows(dice, [shared for shared in prompts for _ in range(GROUP)], completion)
 
 
-def forked_first(dice: Dice) -> list[Row]:
-    """MHGPO-FoF: every branch has a prompt of its own."""
-    return _rows(dice, [_prompt(dice) for _ in range(8 * GROUP)])
+def forked_first(dice: Dice, groups: int = 8, prompt: Range = PROMPT, completion: Range = COMPLETION) -> list[Row]:
+    """MHGPO-FoF: every branch has a different prompt."""
+    return _rows(dice, [dice.ids(*prompt) for _ in range(groups * GROUP)], completion)
 
 
 def converged(dice: Dice) -> list[Row]:
@@ -74,20 +75,20 @@ def converged(dice: Dice) -> list[Row]:
 
 
 def forked_twice(dice: Dice) -> list[Row]:
-    """MHGPO-FoF(os): branches with prompts of their own, and two samples in each."""
-    return _rows(dice, [prompt for prompt in [_prompt(dice) for _ in range(4 * GROUP)] for _ in range(2)])
+    """MHGPO-FoF(os): branches with different prompts, and two samples in each."""
+    return _rows(dice, [prompt for prompt in [dice.ids(*PROMPT) for _ in range(4 * GROUP)] for _ in range(2)])
 
 
 def round_robin(dice: Dice) -> list[Row]:
     """MHGPO-RR: three groups of ten fork late enough to share their prompt, here two of eight."""
-    shared = [prompt for prompt in [_prompt(dice) for _ in range(2)] for _ in range(GROUP)]
-    return _rows(dice, [*shared, *[_prompt(dice) for _ in range(6 * GROUP)]])
+    shared = [prompt for prompt in [dice.ids(*PROMPT) for _ in range(2)] for _ in range(GROUP)]
+    return _rows(dice, [*shared, *[dice.ids(*PROMPT) for _ in range(6 * GROUP)]])
 
 
 def hover(dice: Dice) -> list[Row]:
-    """mmGRPO on HoVer: 8 rollouts of 4 modules, each with instructions of its own before its inputs."""
+    """mmGRPO on HoVer: 8 rollouts of 4 modules, each with its instructions before its inputs."""
     instructions = [dice.ids(80, 120) for _ in range(4)]
-    return _rows(dice, [text + dice.ids(160, 900) for text in instructions for _ in range(8)], 20, 200)
+    return _rows(dice, [text + dice.ids(160, 900) for text in instructions for _ in range(8)], (20, 200))
 
 
 def search(dice: Dice) -> list[Row]:
@@ -102,15 +103,14 @@ def search(dice: Dice) -> list[Row]:
 
 def long(dice: Dice) -> list[Row]:
     """Short prompts, long completions: the shape where sharing has the least to give."""
-    prompts = [dice.ids(64, 64) for _ in range(4)]
-    return _rows(dice, [prompt for prompt in prompts for _ in range(GROUP)], 512, 512)
+    return independent(dice, 4, (64, 64), (512, 512))
 
 
 def demonstrations(dice: Dice) -> list[Row]:
     """Optimised prompts: 77 demonstrations (one per intent of Banking77) before short queries, short completions."""
     shared = tuple(token for _ in range(77) for token in dice.ids(20, 26))
     prompts = [shared + dice.ids(30, 50) for _ in range(4)]
-    return _rows(dice, [prompt for prompt in prompts for _ in range(GROUP)], 5, 30)
+    return _rows(dice, [prompt for prompt in prompts for _ in range(GROUP)], (5, 30))
 
 
 SHAPES: dict[str, Callable[[Dice], list[Row]]] = {
@@ -137,14 +137,17 @@ def advantages(rows: list[Row]) -> list[float]:
     return found
 
 
-def calls(rows: list[Row]) -> list[TrainCall]:
-    """The rows as the trainer gets them: one call per completion, each row with an equal share of the loss."""
-    made = []
+def calls(rows: list[Row], logprobs: Sequence[tuple[float, ...]] = ()) -> list[TrainCall]:
+    """The rows as the trainer gets them: one call per completion, each row with an equal share of the loss.
+
+    Args:
+        logprobs: of each row's one completion, as the engine recorded them.
+    """
+    found = []
     for number, (row, advantage) in enumerate(zip(rows, advantages(rows), strict=True)):
-        tokens, context = sum(row.mask), row.prompt
+        context, weight = row.prompt, 1 / (len(rows) * sum(row.mask))
         for turn, ids in enumerate(row.turns):
             if turn % 2 == 0:
-                weight = 1 / (len(rows) * tokens)
                 entry = Entry(call="", reward=0.0, advantages=(advantage,) * len(ids), weights=(weight,) * len(ids))
                 call = Call(
                     id=f"{number}.{turn}",
@@ -154,7 +157,8 @@ def calls(rows: list[Row]) -> list[TrainCall]:
                     prompt_ids=context,
                     completion_ids=ids,
                     completion_tokens=len(ids),
+                    logprobs=logprobs[number] if logprobs else None,
                 )
-                made.append(TrainCall(call=call, entries=(entry,)))
+                found.append(TrainCall(call=call, entries=(entry,)))
             context = context + ids
-    return made
+    return found

@@ -1,4 +1,4 @@
-"""What is disturbed: the smallest real command lines, and how each is continued."""
+"""Command lines that are disturbed, the smallest real ones, and how each is continued."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from mmrl.system.conf import later_wins
 
 RUN = "run"
-"""The folder that every command makes, below the folder that it runs in."""
+"""Folder that every command makes, below the one that it runs in."""
 PASSAGES = "passages.jsonl"
 SMALL = (
     *("seed=0", "hardware.threads=1", "run.progress=false", f"run.dir={RUN}", "eval.items=2", "eval.bootstrap=100"),
@@ -27,7 +27,7 @@ CHAIN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One command line.
+    """A command line.
 
     Attributes:
         words: what follows `mmrl`.

@@ -1,4 +1,4 @@
-"""Whether a continued run is the undisturbed one, bit for bit: every file, and nothing else."""
+"""Compares a continued run with the undisturbed one, bit for bit: every file, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 PAGES = ("set.html", "set.md", "set.json", "figure.svg")
-"""Of a set, with the time at which they were made."""
+"""Pages of a set, with the time at which they were written."""
 PER_START = ("environment.json", "run.lock", "optimiser.log", *PAGES)
 """Files that say who ran where and when."""
 NOT_COMPARED = ("time/", "rate/", "memory/", "endpoint/")
@@ -40,52 +40,51 @@ def differences(expected: Path, actual: Path) -> list[str]:
     found += [f"{name}: should not be there" for name in sorted(names[1] - names[0])]
     for name in sorted(names[0] & names[1]):
         one, two = expected / name, actual / name
-        if one.is_dir() or two.is_dir() or name.rpartition("/")[2] in PER_START:
+        if one.is_dir() or two.is_dir() or one.name in PER_START or one.read_bytes() == two.read_bytes():
             continue
-        if one.read_bytes() != two.read_bytes() and (problem := _reader(name)(one, two)):
+        if problem := _problem(one, two):
             found.append(f"{name}: {problem}")
     return found
 
 
 def _names(folder: Path) -> set[str]:
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_socket()}
-    # In TMPDIR a process that was killed while it imported wandb leaves that library's own folders.
-    names = {name for name in names if not WANDB.match(name)}
-    return names
+    # In TMPDIR a process that was killed while it imported wandb leaves that library's folders.
+    return {name for name in names if not WANDB.match(name)}
 
 
-def _reader(name: str) -> Callable[[Path, Path], str]:
-    """What tells two files of different bytes apart; it returns a sentence, empty for equal contents."""
-    last = name.rpartition("/")[2]
-    if last == "metrics.jsonl":
-        return _metrics
-    if last == "digests.jsonl":
-        return lambda one, two: "" if _ledger(one) == _ledger(two) else "says another digest of some file"
-    if last == "examples.jsonl":
-        return lambda one, two: "" if _examples(one) == _examples(two) else "holds other examples"
-    if name.endswith("prompts/rollouts.jsonl"):
-        return lambda one, two: "" if sorted(_lines(one)) == sorted(_lines(two)) else "holds other rollouts"
-    if last in WITHOUT:
-        return lambda one, two: _objects(one, two, WITHOUT[last])
-    if last == "config.yaml":
-        return lambda one, two: "" if _config(one) == _config(two) else "other settings"
-    if last == "report.html":
-        return _page
-    if last.endswith((".pt", ".pth", ".bin")):
-        return _tensors
-    return lambda one, two: f"{one.stat().st_size} and {two.stat().st_size} bytes differ"
+def _problem(one: Path, two: Path) -> str:
+    """Compare two files of different bytes by their contents; empty for equal ones."""
+    if one.name == "metrics.jsonl":
+        return _metrics(one, two)
+    if one.name in WITHOUT:
+        expected, actual = (_without(json.loads(path.read_text()), WITHOUT[one.name]) for path in (one, two))
+        keys = [key for key in {*expected, *actual} if expected.get(key) != actual.get(key)]
+        return f"differs in {', '.join(sorted(keys))}" if keys else ""
+    if one.name == "report.html":
+        return "" if two.read_text().rstrip().endswith("</html>") else "is not a whole page"
+    read = _tensors if one.suffix in (".pt", ".pth", ".bin") else CONTENTS.get(one.name)
+    if read is None:
+        return f"{one.stat().st_size} and {two.stat().st_size} bytes differ"
+    return "" if _equal(read(one), read(two)) else "its contents differ"
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines()
+WITHOUT: dict[str, tuple[str, ...]] = {
+    "summary.json": ("seconds", "finished"),
+    "index.json": ("build_seconds",),
+    "complete.json": ("files", "sha256"),
+    "extra.json": ("run",),
+    # transformers' account of progress, counted from where it was started
+    "trainer_state.json": ("epoch",),
+}
+"""JSON files, and their keys that a clock, a digest of such a file or the number of starts decides."""
 
 
-def _examples(path: Path) -> dict[tuple[str, str], Any]:
-    """By split and id, as mmrl reads it: what was lost is appended again, and what is there twice is the same."""
-    return {(line["split"], line["id"]): line for line in map(json.loads, _lines(path))}
+def _lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path) -> Any:
     """Without the digest of what it started from: checkpoints of equal tensors have files of other bytes."""
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     return _without_nulls({**config, "start": {**(config.get("start") or {}), "weights": None}})
@@ -98,25 +97,26 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-WITHOUT: dict[str, tuple[str, ...]] = {
-    "summary.json": ("seconds", "finished"),
-    "index.json": ("build_seconds",),
-    "complete.json": ("files", "sha256"),
-    "extra.json": ("run",),
-    # transformers' own account of progress, counted from where it was started
-    "trainer_state.json": ("epoch",),
+def _tensors(path: Path) -> Any:
+    import torch  # not above: tests without torch use `comparable`
+
+    # Written by this harness's runs a moment ago: whole pickles are no danger here.
+    return torch.load(path, weights_only=False)
+
+
+CONTENTS: dict[str, Callable[[Path], Any]] = {
+    # By file: a digest that is recorded twice is the same.
+    "digests.jsonl": lambda path: {line["file"]: (line["bytes"], line["sha256"]) for line in _lines(path)},
+    # By split and id, as mmrl reads it: what was lost is appended again, and what is there twice is the same.
+    "examples.jsonl": lambda path: {(line["split"], line["id"]): line for line in _lines(path)},
+    "rollouts.jsonl": lambda path: sorted(path.read_text(encoding="utf-8").splitlines()),
+    "config.yaml": _config,
 }
-"""JSON files, and their keys that a clock, a digest of such a file or the number of starts decides."""
-
-
-def _ledger(path: Path) -> dict[str, tuple[int, str]]:
-    """The last digest of each file; one that is said twice is the same."""
-    lines = [json.loads(line) for line in _lines(path)]
-    return {line["file"]: (line["bytes"], line["sha256"]) for line in lines}
+"""Files whose order or spelling may differ -> reads what must be equal."""
 
 
 def _metrics(one: Path, two: Path) -> str:
-    lines = [[comparable(json.loads(line)) for line in _lines(path)] for path in (one, two)]
+    lines = [[comparable(line) for line in _lines(path)] for path in (one, two)]
     for number, (expected, actual) in enumerate(itertools.zip_longest(*lines), start=1):
         if expected is None or actual is None:
             return f"{len(lines[1])} lines, expected {len(lines[0])}"
@@ -126,33 +126,13 @@ def _metrics(one: Path, two: Path) -> str:
     return ""
 
 
-def _objects(one: Path, two: Path, without: tuple[str, ...]) -> str:
-    expected, actual = (_kept(json.loads(path.read_text()), without) for path in (one, two))
-    keys = [k for k in {*expected, *actual} - set(without) if expected.get(k) != actual.get(k)]
-    return f"differs in {', '.join(sorted(keys))}" if keys else ""
-
-
-def _kept(value: Any, without: tuple[str, ...]) -> Any:
-    """A JSON value without some keys, in lists of objects too: what each stage of a run took."""
+def _without(value: Any, keys: tuple[str, ...]) -> Any:
+    """A JSON object without some keys, in lists of objects too: what each stage of a run took."""
     if isinstance(value, list):
-        return [_kept(item, without) for item in value]
-    return (
-        {k: _kept(v, without) if isinstance(v, list) else v for k, v in value.items() if k not in without}
-        if isinstance(value, dict)
-        else value
-    )
-
-
-def _page(one: Path, two: Path) -> str:
-    return "" if two.read_text().rstrip().endswith("</html>") else "is not a whole page"
-
-
-def _tensors(one: Path, two: Path) -> str:
-    import torch
-
-    # Written by this harness's own runs a moment ago: whole pickles are no danger here.
-    expected, actual = (torch.load(path, weights_only=False) for path in (one, two))
-    return "" if _equal(expected, actual) else "its contents differ"
+        return [_without(item, keys) for item in value]
+    if isinstance(value, dict):
+        return {k: _without(v, keys) if isinstance(v, list) else v for k, v in value.items() if k not in keys}
+    return value
 
 
 def _equal(one: Any, two: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A disk of a trial's own: a file system in memory that only this process and its children see, filled or read-only."""
+"""A disk for one trial: a file system in memory that only this process and its children see, filled or read-only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 import tempfile
 from functools import cache
 from pathlib import Path
-
-from scripts.chaos.hooks import Fault
 
 SIZE = 96 << 20
 _NEWNS, _RDONLY, _REMOUNT, _BIND, _REC, _PRIVATE, _DETACH = 0x20000, 1, 32, 4096, 16384, 1 << 18, 2
@@ -29,26 +27,25 @@ class Disk:
         _checked(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={SIZE}".encode()))
         self._libc = libc
         self._filler = folder / ".filler"
-        self._readonly: Path | None = None
 
-    def strike(self, fault: Fault) -> None:
-        """Fill it to `fault.room` bytes, or make what the run writes into read-only."""
-        if fault.what == "full":
-            with self._filler.open("wb", buffering=0) as file:
-                state = os.statvfs(self.folder)
-                os.posix_fallocate(file.fileno(), 0, max(1, state.f_bavail * state.f_frsize - fault.room))
-            return
+    def fill(self, room: int) -> None:
+        """Leave `room` bytes."""
+        with self._filler.open("wb", buffering=0) as file:
+            state = os.statvfs(self.folder)
+            os.posix_fallocate(file.fileno(), 0, max(1, state.f_bavail * state.f_frsize - room))
+
+    def make_readonly(self) -> None:
+        """Let nothing be written to what the run writes into."""
         # A file system with an open file cannot be made read-only, but a second view of it can.
         target = os.fsencode(self.folder / "run" if (self.folder / "run").is_dir() else self.folder)
         _checked(self._libc.mount(target, target, None, _BIND, None))
         _checked(self._libc.mount(target, target, None, _BIND | _REMOUNT | _RDONLY, None))
-        self._readonly = Path(os.fsdecode(target))
 
     def release(self) -> None:
-        """There is room again, and everything can be written."""
-        if self._readonly is not None:
-            _checked(self._libc.umount2(os.fsencode(self._readonly), _DETACH))
-            self._readonly = None
+        """Give the room back, and let everything be written."""
+        for target in (self.folder, self.folder / "run"):
+            if target.is_dir() and os.statvfs(target).f_flag & os.ST_RDONLY:
+                _checked(self._libc.umount2(os.fsencode(target), _DETACH))
         self._filler.unlink(missing_ok=True)
 
 
@@ -60,7 +57,7 @@ def _checked(result: int) -> None:
 
 @cache
 def available() -> bool:
-    """Whether this process may have a disk of its own (tried in a child, whose mounts end with it)."""
+    """True where this process may mount a disk (tried in a child, whose mounts end with it)."""
     with tempfile.TemporaryDirectory() as folder:
         pid = os.fork()
         if pid == 0:

@@ -1,4 +1,4 @@
-"""Inside a disturbed run: the phases of mmrl, counted and timed, and the one fault that is armed.
+"""Code inside a disturbed run: counts and times the phases of mmrl, and strikes with one fault.
 
 Nothing of mmrl knows of this: functions are wrapped here, in the process that is to be disturbed.
 """
@@ -14,12 +14,16 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from scripts.chaos.disk import Disk
 
 PHASES: dict[str, tuple[str, ...]] = {
     "create": ("mmrl.report.rundir:RunDir.create",),
@@ -44,32 +48,34 @@ PHASES: dict[str, tuple[str, ...]] = {
     "index finish": ("mmrl.retrieval.index_folder:_finish",),
     "file": tuple(f"os:{name}" for name in ("replace", "rename", "fsync", "write", "mkdir", "unlink", "rmdir")),
 }
-"""Phase -> the functions that it consists of."""
+"""Phase -> its functions."""
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault and where it strikes.
+    """A fault and where it strikes.
 
     Attributes:
         what: a signal's name, `full` or `readonly` (of a disk), or `limit` (no file may grow past `room` bytes).
-        phase: of `PHASES`.
-        call: which call of the phase's functions, from 1.
-        when: `before`, `inside` (after `delay` seconds, from outside) or `after` the call.
+        phase: of `PHASES`; empty: `delay` seconds after the start, whatever the run is doing.
+        call: number of the call of the phase's functions, from 1.
+        when: `before`, `inside` (after `delay` seconds) or `after` the call.
         room: bytes that a full disk has left, or the limit.
         rank: of the process that it strikes; None: the one that was started.
     """
 
     what: str
-    phase: str
-    call: int
-    when: str
+    phase: str = ""
+    call: int = 0
+    when: str = ""
     delay: float = 0.0
     room: int = 0
     rank: int | None = None
 
     def __str__(self) -> str:
+        if not self.phase:
+            return f"{self.what} after {self.delay:.2f} s"
         where = f"{self.when} call {self.call} of {self.phase}" + (f" +{self.delay:.3f} s" if self.delay else "")
         rank = "" if self.rank is None else f" (process {self.rank})"
         return f"{self.what} {where}{rank}" + (f", {self.room} bytes" if self.what in ("full", "limit") else "")
@@ -80,15 +86,13 @@ class Hooks:
 
     Args:
         fault: None: only counts.
-        events: descriptor that the watcher of this process reads: `ready` once its phases are watched; a line
-            `PID DELAY` asks for the fault later, `disk` at once.
-        replies: descriptor on which the watcher says that the disk is as asked.
+        struck: file that is made when the fault strikes.
+        disk: that the run lies on, for faults of disks.
     """
 
-    def __init__(self, fault: Fault | None, events: int, replies: int):
-        self.fault, self.events, self.replies = fault, events, replies
+    def __init__(self, fault: Fault | None, struck: Path, disk: Disk | None):
+        self.fault, self.struck, self.disk = fault, struck, disk
         self.seconds: dict[str, list[float]] = defaultdict(list)
-        self._write, self._kill = os.write, os.kill  # not the wrapped ones
 
     def install(self) -> None:
         """Wrap the functions of all phases."""
@@ -96,64 +100,66 @@ class Hooks:
             counter = itertools.count(1)
             for target in targets:
                 _replace(target, functools.partial(self._wrapped, phase, counter))
-        self._write(self.events, b"ready\n")
+        if self.fault is not None and not self.fault.phase:
+            self._strike_later()
 
-    def _wrapped(self, phase: str, counter: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped(self, phase: str, counter: Iterator[int], function: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
             async def call_async(*args: Any, **kwargs: Any) -> Any:
-                when, started = self._enter(phase, counter), time.perf_counter()
-                result = await function(*args, **kwargs)
-                self._leave(phase, when, started)
-                return result
+                with self._call(phase, next(counter)):
+                    return await function(*args, **kwargs)
 
             return call_async
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            when, started = self._enter(phase, counter), time.perf_counter()
-            result = function(*args, **kwargs)
-            self._leave(phase, when, started)
-            return result
+            with self._call(phase, next(counter)):
+                return function(*args, **kwargs)
 
         return call
 
-    def _enter(self, phase: str, counter: Any) -> str | None:
-        fault, number = self.fault, next(counter)
-        if fault is None or phase != fault.phase or number != fault.call or _rank() != fault.rank:
-            return None
-        if fault.when == "inside":
-            self._write(self.events, f"{_struck(fault)} {fault.delay}\n".encode())
-        elif fault.when == "before":
-            self._strike(fault)
-        return fault.when
-
-    def _leave(self, phase: str, when: str | None, started: float) -> None:
+    @contextmanager
+    def _call(self, phase: str, number: int) -> Iterator[None]:
+        """Strike before, inside or after a call of a phase, and time it."""
+        fault, started = self.fault, time.perf_counter()
+        here = fault is not None and (fault.phase, fault.call, fault.rank) == (phase, number, _rank())
+        when = fault.when if here and fault is not None else ""
+        if when == "inside":
+            self._strike_later()
+        elif when == "before":
+            self._strike()
+        yield
         self.seconds[phase].append(time.perf_counter() - started)
-        if when == "after" and self.fault is not None:
-            self._strike(self.fault)
+        if when == "after":
+            self._strike()
 
-    def _strike(self, fault: Fault) -> None:
-        if fault.what in SIGNALS:
-            self._write(self.events, b"struck\n")
-            self._kill(_struck(fault), SIGNALS[fault.what])
-        elif fault.what == "limit":
-            self._write(self.events, b"struck\n")
-            resource.setrlimit(resource.RLIMIT_FSIZE, (fault.room, resource.RLIM_INFINITY))
+    def _strike_later(self) -> None:
+        assert self.fault is not None
+        timer = threading.Timer(self.fault.delay, self._strike)
+        timer.daemon = True
+        timer.start()
+
+    def _strike(self) -> None:
+        assert self.fault is not None
+        what, room = self.fault.what, self.fault.room
+        self.struck.touch()
+        if what == "limit":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        elif what == "full" and self.disk is not None:
+            self.disk.fill(room)
+        elif what == "readonly" and self.disk is not None:
+            self.disk.make_readonly()
         else:
-            self._write(self.events, b"disk\n")
-            os.read(self.replies, 1)
+            # Any process may be killed, but who stops a run of several stops the one that started them.
+            this = self.fault.rank is None or what == "SIGKILL"
+            os.kill(os.getpid() if this else os.getppid(), SIGNALS[what])
 
     def save(self, path: Path) -> None:
-        """Write how often and how long each phase was called, and what has been imported."""
+        """Write the seconds of each call of the phases, and the modules that have been imported."""
         modules = [name for name in sys.modules if not name.startswith("__")]
         path.write_text(json.dumps({"seconds": self.seconds, "modules": modules}), encoding="utf-8")
-
-
-def _struck(fault: Fault) -> int:
-    """The process that is struck: any may be killed, but who stops a run of several stops the one that started them."""
-    return os.getpid() if fault.rank is None or fault.what == "SIGKILL" else os.getppid()
 
 
 def _rank() -> int | None:

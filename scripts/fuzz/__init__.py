@@ -1,1 +1,1 @@
-"""Fuzzing: seeded generators of bad input, and the properties that every input must keep."""
+"""Fuzzing: strategies of bad input, and what every input must keep."""

@@ -99,6 +99,6 @@ def command_lines(draw: st.DrawFn) -> list[str]:
         words = [*DEEP[command].split(), *draw(right), *draw(strange), *draw(st.just([]) | CONFIG_WORDS)]
         return [command, *draw(st.permutations(words))]
     command = draw(st.sampled_from((*COMMANDS, *NO_COMMANDS)))
-    own = COMMANDS.get(command, "").split()
-    a_word = _settings([*own * (len(KEYS) // (len(own) or 1)), *KEYS]) | st.sampled_from((*_FLAGS.split(), *VALUES))
+    keys = COMMANDS.get(command, "").split()
+    a_word = _settings([*keys * (len(KEYS) // (len(keys) or 1)), *KEYS]) | st.sampled_from((*_FLAGS.split(), *VALUES))
     return [*(command.split(" ") if command else [""]), *draw(st.lists(a_word, max_size=6))]

@@ -1,4 +1,4 @@
-"""Data files as targets: a few records of every format, spoilt, read as every task reads them."""
+"""Data files: a few records of every format, spoilt, and read as every task reads them."""
 
 from __future__ import annotations
 
@@ -51,11 +51,10 @@ DSPY: dict[str, tuple[dict[str, Any], ...]] = {
     "hover": ({"uid": "u", "claim": "c", "supporting_facts": [["Lisbon", 0]], "num_hops": 3, "label": "SUPPORTED"},),
 }
 SUFFIXES = (".jsonl", ".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
-Made = tuple[str, str, bytes]
 
 
 @st.composite
-def files(draw: st.DrawFn) -> Made:
+def files(draw: st.DrawFn) -> tuple[str, str, bytes]:
     """A data set's name, and a file of a few of its records, spoilt as records or as bytes."""
     name = draw(st.sampled_from((*RECORDS, "corpus", *DSPY)))
     known: Any = RECORDS.get(name) or DSPY.get(name) or CORPUS
@@ -76,7 +75,7 @@ def _written(rows: list[Any], suffix: str) -> bytes:
 
 
 def written(name: str, content: bytes) -> Path:
-    """A file in a folder of its own, which ends with this process."""
+    """Write a file into a folder that ends with this process."""
     path = Path(_FOLDER.name) / name
     path.write_bytes(content)
     return path
@@ -85,12 +84,12 @@ def written(name: str, content: bytes) -> Path:
 _FOLDER = tempfile.TemporaryDirectory(prefix="mmrl-fuzz-")
 
 
-def run(given: Made) -> str | None:
-    """The file is refused, or its records are texts that a program can read."""
+def run(file: tuple[str, str, bytes]) -> str | None:
+    """A file is refused, or its records are texts that a program can read."""
     from mmrl.tasks.data.layouts import LAYOUTS, load_corpus, load_records, to_example
     from mmrl.tasks.data.rows import Source
 
-    name, suffix, data = given
+    name, suffix, data = file
     path = str(written(f"data{suffix}", data))
     if name == "corpus":
         documents = load_corpus("task.corpus", path)

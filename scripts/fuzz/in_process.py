@@ -1,6 +1,6 @@
-"""Command lines run in this process, with nothing behind them that trains, samples or serves.
+"""Runs command lines in this process, with nothing behind them that trains, samples or serves.
 
-Property: every line is served or refused. The exit code is 0, 1 or 2, there is no traceback, the line is done within
+Every line must be served or refused. The exit code is 0, 1 or 2, there is no traceback, the line is done within
 `LIMIT_S`, and nothing is written outside of the current folder, except where the line itself names a place.
 """
 
@@ -14,7 +14,6 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ CODES = (0, 1, 2)
 
 
 def run(words: Sequence[str]) -> str | None:
-    """One line in a folder of its own; None, or what was wrong."""
+    """Run a line in a fresh folder; None, or what was wrong."""
     with tempfile.TemporaryDirectory(prefix="mmrl-fuzz-") as top:
         here = Path(top) / "above" / "here"
         (here / "folder").mkdir(parents=True)
@@ -41,28 +40,24 @@ def run(words: Sequence[str]) -> str | None:
 
 
 def call(words: Sequence[str], here: Path, limit_s: float = LIMIT_S) -> str | None:
-    """`mmrl WORDS` in the folder `here`; None, or what was wrong with its end, its time, or what it wrote."""
+    """Run `mmrl WORDS` in the folder `here`; None, or what was wrong with its end, its time, or what it wrote."""
     from mmrl.cli import main
 
     out, err = io.StringIO(), io.StringIO()
     before, argv, environment, level = Path.cwd(), sys.argv, dict(os.environ), logging.root.level
     os.chdir(here)
     try:
-        with (
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-            time_limit(limit_s),
-            _watched(here) as strays,
-        ):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _watched(here) as strays:
             try:
-                code: object = main(list(words))
+                with time_limit(limit_s):
+                    code: object = main(list(words))
             except SystemExit as end:
                 code = end.code if end.code is not None else 0
     except TooLong:
         return f"{shown(words)}: not done after {limit_s:g} s"
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
         where = "".join(traceback.format_tb(error.__traceback__)[-2:])
         return f"{shown(words)}: {type(error).__name__}: {str(error)[:300]}\n{where}"
     finally:
@@ -91,7 +86,7 @@ def shown(words: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def nothing_runs() -> Iterator[None]:
-    """What would train, sample, build an index, serve or plan from rollouts is a stand-in that ends at once."""
+    """Replace whatever trains, samples, builds an index, serves or plans by a stand-in that ends at once."""
     with contextlib.ExitStack() as stack:
         for target, value in _STAND_INS.items():
             stack.enter_context(mock.patch(target, lambda *args, _value=value, **options: _value))
@@ -117,19 +112,16 @@ _STAND_INS: Mapping[str, object] = {
     "mmrl.run.fetch.fetch": Path("fetched"),
     "mmrl.run.fetch.facts_of": {"said": "a model"},
 }
-"""What a command hands over to -> what its stand-in returns."""
+"""Function that a command hands over to -> what its stand-in returns."""
 
 
 class TooLong(BaseException):
-    """The time limit has passed. Not an `Exception`: nothing that is fuzzed may take it for an error of its own."""
+    """The time limit has passed. Not an `Exception`, which mmrl might handle."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TooLong` in what takes longer; without effect outside of the main thread, which alone gets signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Raise `TooLong` in what takes longer; in the main thread, which alone gets signals."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TooLong
@@ -143,39 +135,27 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-_WRITES = {
-    "os.mkdir": 0,
-    "os.rename": 1,
-    "os.remove": 0,
-    "os.rmdir": 0,
-    "os.symlink": 1,
-    "os.link": 1,
-    "os.truncate": 0,
-}
+_WRITES = {"open": 0, "os.mkdir": 0, "os.rename": 1, "os.remove": 0, "os.rmdir": 0, "os.symlink": 1, "os.link": 1}
 """Audit event -> which of its arguments is the path that changes."""
 _watching: list[tuple[str, list[str]]] = []
 
 
 def _audit(event: str, args: tuple[object, ...]) -> None:
-    if not _watching or (event != "open" and event not in _WRITES):
+    if not _watching or event not in _WRITES:
         return
-    if event == "open":
-        path, flags = args[0], args[2]
-        if not isinstance(flags, int) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            return
-    else:
-        path = args[_WRITES[event]]
-    if not isinstance(path, str | bytes | os.PathLike):
+    path = args[_WRITES[event]]
+    reads = event == "open" and not (isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+    if reads or not isinstance(path, str | bytes | os.PathLike):
         return
     here, strays = _watching[-1]
     full = os.path.abspath(os.fsdecode(path))
-    if not full.startswith(here) and not full.startswith("/dev/") and not _CACHES.search(full):
+    if not full.startswith((here, "/dev/")) and not _CACHES.search(full):
         strays.append(full)
 
 
 @contextlib.contextmanager
 def _watched(here: Path) -> Iterator[list[str]]:
-    """Paths outside of `here` that are made, changed or removed meanwhile."""
+    """Collect paths outside of `here` that are written or removed meanwhile."""
     if not _audit_added:
         sys.addaudithook(_audit)  # stays for the life of the process, and does nothing while nobody watches
         _audit_added.append(True)
@@ -188,5 +168,5 @@ def _watched(here: Path) -> Iterator[list[str]]:
 
 
 _CACHES = re.compile(r"__pycache__|/matplotlib\b")
-"""What libraries keep for themselves."""
+"""Caches of libraries."""
 _audit_added: list[bool] = []

@@ -17,8 +17,9 @@ from unittest import mock
 import yaml
 from hypothesis import strategies as st
 
+from scripts.chaos.damage import damage_file
 from scripts.fuzz.in_process import call
-from scripts.fuzz.values import spoilt, spoilt_bytes
+from scripts.fuzz.values import spoilt
 
 COMMANDS = (
     ("show", "{run}"),
@@ -32,64 +33,40 @@ COMMANDS = (
     ("train", "resume={run}"),
     ("eval", "resume={run}"),
 )
-TEXTS = (b"", b"\n", b"null", b"[]", b"{}", b"3", b'"x"', b"\xff\xfe\x00", b"[" * 20_000, b"{]", b"- a: *x", b"\0" * 99)
 
 
 def _damage(run_dir: Path, draw: st.DrawFn) -> str:
-    """Damage one file or folder in place; return what was done to it."""
+    """Damage one file in place; return what was done to it."""
     # Each kind of file alike: a run has one config and hundreds of journals.
     kinds: dict[str, list[Path]] = {}
-    for path in sorted(run_dir.rglob("*")):
+    for path in sorted(path for path in run_dir.rglob("*") if path.is_file()):
         kinds.setdefault(f"{path.parent.relative_to(run_dir)}{path.suffix}", []).append(path)
     if not kinds:
         return "nothing is left"
     path = draw(st.sampled_from(kinds[draw(st.sampled_from(sorted(kinds)))]))
-    name = path.relative_to(run_dir)
-    how = draw(st.sampled_from(("bytes", "value", "value", "value", "text", "replaced")))
-    if how == "replaced" or path.is_symlink() or not path.is_file():
-        return f"{name}: {_replace(path, draw)}"
-    data = path.read_bytes()
-    packed = path.suffix == ".gz" and data[:2] == b"\x1f\x8b" and draw(st.booleans())
     try:
-        inner = gzip.decompress(data) if packed else data
-        made = draw(st.sampled_from(TEXTS)) if how == "text" else _other_value(path, inner, draw)
-    except (OSError, EOFError, ValueError, yaml.YAMLError):
-        packed, made = False, None
-    if made is None or how == "bytes":
-        how, made = "bytes", draw(spoilt_bytes(data))
-        packed = False
-    path.write_bytes(gzip.compress(made, mtime=0) if packed else made)
-    return f"{name}: {how}"
+        how = "a value" if draw(st.booleans()) and _spoil_value(path, draw) else ""
+    except (OSError, EOFError, ValueError, yaml.YAMLError):  # damaged before
+        how = ""
+    return f"{path.relative_to(run_dir)}: {how or damage_file(path, draw(st.randoms()))}"
 
 
-def _other_value(path: Path, data: bytes, draw: st.DrawFn) -> bytes | None:
-    """Spoil a value of a YAML, JSON or JSON-lines file; None for files of another kind."""
+def _spoil_value(path: Path, draw: st.DrawFn) -> bool:
+    """Spoil a value of a YAML, JSON or JSON-lines file, packed or not; False for files of another kind."""
     if path.suffix == ".yaml":
-        text: str = yaml.safe_dump(draw(spoilt(yaml.safe_load(data))), allow_unicode=True)
-        return text.encode(errors="surrogatepass")
-    lines = [data] if path.suffix == ".json" else data.split(b"\n")
-    values = [json.loads(line) for line in lines if line]
+        text = yaml.safe_dump(draw(spoilt(yaml.safe_load(path.read_bytes()))), allow_unicode=True)
+        path.write_bytes(text.encode(errors="surrogatepass"))
+        return True
+    packed = path.suffix == ".gz"
+    data = gzip.decompress(path.read_bytes()) if packed else path.read_bytes()
+    values = [json.loads(line) for line in ([data] if path.suffix == ".json" else data.split(b"\n")) if line]
     if not values:
-        return None
+        return False
     at = draw(st.integers(0, len(values) - 1))
     values[at] = draw(spoilt(values[at]))
-    return "".join(json.dumps(value) + "\n" for value in values).encode()
-
-
-def _replace(path: Path, draw: st.DrawFn) -> str:
-    """Put something else where a file or folder was."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-    how = draw(st.sampled_from(("missing", "folder", "file", "nowhere", path.name, "..", "/proc/self/task")))
-    if how == "folder":
-        path.mkdir()
-    elif how == "file":
-        path.write_text("x")
-    elif how != "missing":
-        path.symlink_to(how)
-    return how
+    data = "".join(json.dumps(value) + "\n" for value in values).encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if packed else data)
+    return True
 
 
 def finding(run_dir: Path, draw: st.DrawFn) -> str | None:

@@ -1,6 +1,6 @@
 """Bad input (tests/scripts/test_fuzz.py, `make fuzz`): for each target a strategy of inputs, and what reads them.
 
-`run` returns None, or a sentence about what was wrong. An `MmrlError` is never wrong: it is what bad input should get.
+An `MmrlError` is never wrong: it is what bad input should get.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import math
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,30 +19,27 @@ from hypothesis import strategies as st
 from mmrl.algorithms import ALGORITHMS
 from mmrl.errors import MmrlError
 from scripts.fuzz import data
-from scripts.fuzz.values import JSON, spoilt, spoilt_bytes, texts
+from scripts.fuzz.in_process import TooLong, time_limit
+from scripts.fuzz.values import JSON, spoilt, spoilt_bytes
 
 FORESTS = Path(__file__).parents[1] / "forests"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """One kind of input.
+LIMIT_S = 5.0
+"""Longest time for one input."""
 
-    Attributes:
-        inputs: what is drawn from; made when it is first asked for, since configs and forests are read for it.
-        run: what is wrong with what became of it; None for nothing. Raises `MmrlError` for input that is refused.
-        limit_s: longest time for one input.
+
+def outcome(run: Callable[[Any], str | None], value: Any, limit_s: float = LIMIT_S) -> str | None:
+    """Run a target on an input; what is wrong, None for nothing.
+
+    Args:
+        run: returns what is wrong with what became of an input; raises `MmrlError` for one that is refused.
     """
-
-    inputs: st.SearchStrategy[Any]
-    run: Callable[[Any], str | None]
-    limit_s: float = 5.0
-
-
-def outcome(target: Target, given: Any) -> str | None:
-    """What is wrong, with errors that are none of mmrl's own as one kind of it."""
     try:
-        return target.run(given)
+        with time_limit(limit_s):
+            return run(value)
+    except TooLong:
+        return f"took longer than {limit_s:g} s"
     except MmrlError as error:
         return None if str(error).strip() else "an error without words"
     except Exception as error:
@@ -56,7 +52,7 @@ def outcome(target: Target, given: Any) -> str | None:
 
 @cache
 def configs() -> tuple[Mapping[str, Any], ...]:
-    """Plain mappings of right configs: every algorithm on a task that it fits, and evaluations."""
+    """Configs as plain mappings: every algorithm on a task that it fits, and evaluations."""
     from mmrl.cli.configs import configured, eval_configs
     from mmrl.cli.overrides import read_line
 
@@ -72,7 +68,7 @@ def configs() -> tuple[Mapping[str, Any], ...]:
 
 
 def run_config(raw: Any) -> str | None:
-    """Validation gives a config that is its own, or refuses."""
+    """Validation refuses, or gives a config that reads back as itself."""
     from mmrl.config import EvalCommandConfig, TrainCommandConfig, validate, validate_stored
 
     if not isinstance(raw, dict):
@@ -83,30 +79,6 @@ def run_config(raw: Any) -> str | None:
     return None if again == validated else "a config that is read back is another one"
 
 
-FORMS = """
-rewriter:300/40 a:1/2,b:3/4 : / x:1 x:1/2/3 x:-1/2 x:1e3/2 x:٣/٤ owner/name owner/name:config owner/name:config:split
-mini a.jsonl ~ ~x/y \x00
-"""
-
-
-def run_spec(given: tuple[str, str]) -> str | None:
-    """Lengths of a plan, and sources of data."""
-    kind, spec = given
-    if kind == "lengths":
-        from mmrl.plan.workload import parse_lengths
-
-        for lengths in parse_lengths(spec).values():
-            if lengths.prompt < 0 or lengths.completion < 0:
-                return f"negative lengths of {spec!r}"
-        return None
-    from mmrl.tasks.data.rows import Source
-
-    source = Source("task.data.train", spec)
-    if source.path is None:
-        source.identity("train")
-    return None
-
-
 # -- forests, journals and credit --------------------------------------------------------------------------------------
 
 
@@ -115,13 +87,13 @@ def _forests() -> tuple[Any, ...]:
     return tuple(json.loads(path.read_text()) for path in sorted(FORESTS.glob("*.json")))
 
 
-def run_forest(given: tuple[str, str]) -> str | None:
-    """It is refused, or its credit is finite."""
+def run_forest(pair: tuple[str, str]) -> str | None:
+    """A forest is refused, or its credit is finite."""
     from mmrl.config.algo import ALGO_SCHEMAS
     from mmrl.report.forest import parse_forest
     from mmrl.run.credit import Source, credit_all, json_report, table
 
-    written, name = given
+    written, name = pair
     forest, algos = parse_forest(written, "forest.json"), [ALGO_SCHEMAS[name](name=name)]
     credits = credit_all(algos, Source(forest), seed=0, typed=())
     table(algos, forest, credits, width=80)
@@ -143,7 +115,7 @@ def _journal() -> bytes:
 
 @st.composite
 def journals(draw: st.DrawFn) -> bytes:
-    """The file of a step, damaged before or after it was compressed."""
+    """A step's journal, damaged before or after it was compressed."""
     if draw(st.booleans()):
         return draw(spoilt_bytes(gzip.compress(_journal(), 1)))
     lines = [json.loads(line) for line in _journal().splitlines()]
@@ -153,7 +125,7 @@ def journals(draw: st.DrawFn) -> bytes:
 
 
 def run_journal(written: bytes) -> str | None:
-    """`mmrl credit rollouts=` of it is refused, or reads a forest."""
+    """A journal is refused by `mmrl credit rollouts=`, or read."""
     from mmrl.report.journal import load_rollouts
 
     load_rollouts(data.written("step-000001.jsonl.gz", written))
@@ -174,7 +146,7 @@ RETRIEVED = (
 
 
 def run_retrieved(reply: Any) -> str | None:
-    """It is refused in the ways that the client knows, or gives documents of finite score."""
+    """A reply is refused in the ways that the client knows, or gives documents of finite score."""
     from mmrl.retrieval import protocols
 
     for read in (
@@ -202,22 +174,14 @@ def _configs() -> st.SearchStrategy[Any]:
 
 def _spoilt_forests() -> st.SearchStrategy[str]:
     written = st.integers(0, len(_forests()) - 1).map(lambda number: _forests()[number]).flatmap(spoilt).map(json.dumps)
-    return written | written.flatmap(lambda text: spoilt_bytes(text.encode())).map(_decoded)
+    return written | written.flatmap(lambda text: spoilt_bytes(text.encode())).map(lambda b: b.decode(errors="replace"))
 
 
-def _decoded(data: bytes) -> str:
-    return data.decode(errors="replace")
-
-
-SPECS = st.sampled_from(FORMS.split()).map(str.encode).flatmap(spoilt_bytes).map(_decoded) | texts()
-TARGETS: dict[str, Target] = {
-    "config": Target(inputs=st.deferred(_configs), run=run_config),
-    "spec": Target(inputs=st.tuples(st.sampled_from(("lengths", "source")), SPECS), run=run_spec),
-    "forest": Target(
-        inputs=st.tuples(st.deferred(_spoilt_forests), st.sampled_from(sorted(ALGORITHMS))), run=run_forest
-    ),
-    "journal": Target(inputs=journals(), run=run_journal),
-    "data": Target(inputs=data.files(), run=data.run),
-    "retriever": Target(inputs=st.sampled_from(RETRIEVED).flatmap(spoilt) | JSON, run=run_retrieved),
+TARGETS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], str | None]]] = {
+    "config": (st.deferred(_configs), run_config),
+    "forest": (st.tuples(st.deferred(_spoilt_forests), st.sampled_from(sorted(ALGORITHMS))), run_forest),
+    "journal": (journals(), run_journal),
+    "data": (data.files(), data.run),
+    "retriever": (st.sampled_from(RETRIEVED).flatmap(spoilt) | JSON, run_retrieved),
 }
-"""Name -> target. Command lines and run directories have tests of their own."""
+"""Name -> strategy of inputs, and what reads them. Command lines and run directories have separate tests."""

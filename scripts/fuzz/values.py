@@ -1,4 +1,4 @@
-"""Strategies of hypothesis for what somebody may have written: nearly right values, spoilt in a few places."""
+"""Strategies of hypothesis for values that are nearly right, spoilt in a few places."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-Draw = st.DrawFn
 JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**31, -(2**63), 10**30, 0.5, -0.0, 1e308, 1e-320),
     *(float("nan"), float("inf"), float("-inf"), "", " ", "0", "1e3", "null", "nan", "a" * 300, "x/y", "../..", "mini"),
     *("\x00", "\ud800", "\U0001f600", "é", "\u200b", "\u202e", "<answer>", "${oc.env:HOME}", "{", "[", "%s", "\n"),
     *([], {}, [None], [[]], {"": None}, {"name": 1}, [1, "a"], {"a": {"b": []}}),
 )
-"""Of every type that JSON has, and texts that mean something to somebody."""
+"""Values of every type that JSON has, and texts that mean something to somebody."""
 PIECES = (
     *("<think>", "</think>", "<answer>", "</answer>", "<result>", "</result>", "<|", "|>", "<", ">", "\n", " ", ", "),
     *("Tagus", "Lisbon", "0.7", "1e999", "-", "{", "}", "\\boxed{", "[[ ## answer ## ]]", '{"name": 1}', "(1) Tagus"),
     *("\u200b", "é", "\U0001f600", "\ud800", "\x00", "&lt;", "\u2028", "İ", "ß", "١", "yes", "no"),
 )
-"""What prompts, programs and models put into texts."""
+"""Pieces of texts by prompts, programs and models."""
 BYTES = (b"\x00", b"\xff\xfe", b'"', b"\n", b",", b"{", b"]", b"\t", b"\\u", b"1e999", b"[" * 20_000)
 
 
@@ -46,7 +45,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 
 @st.composite
-def spoilt(draw: Draw, original: Any) -> Any:
+def spoilt(draw: st.DrawFn, original: Any) -> Any:
     """A copy of a JSON value, spoilt in one to three places."""
     root = copy.deepcopy(original)
     for _ in range(draw(st.integers(1, 3))):
@@ -71,7 +70,7 @@ def spoilt(draw: Draw, original: Any) -> Any:
 
 
 @st.composite
-def spoilt_bytes(draw: Draw, original: bytes) -> bytes:
+def spoilt_bytes(draw: st.DrawFn, original: bytes) -> bytes:
     """A copy of a file's bytes, with some of them changed, cut, doubled or put in."""
     data = bytearray(original)
     for _ in range(draw(st.integers(1, 5))):

@@ -1,8 +1,8 @@
 """Build a tiny model that ships with mmrl: tokenizer, architecture, supervised warm start, facts about the build.
 
-    python -m scripts.tiny_model.build                      # a killed build continues where it stopped
-    python -m scripts.tiny_model.build --model tiny_dspy    # another of the models of `scripts/tiny_model/recipes.py`
-    python -m scripts.tiny_model.build --tasks hotpotqa --steps 300,1300,0,0 --out outputs/tiny_model
+    python -m scripts.tiny_model.build                    # a killed build continues where it stopped
+    python -m scripts.tiny_model.build model=tiny_dspy    # another of the models of `scripts/tiny_model/recipes.py`
+    python -m scripts.tiny_model.build steps=300,1300,0,0 out=outputs/tiny_model
 
 It learns from worlds with other seeds than the one that runs use: the same words in other names and facts, so it knows
 the words of the runs' world and nothing else of it (but `tiny_direct`, which has to answer from memory). The warm start
@@ -11,8 +11,8 @@ ends early on purpose: every program gets a policy that knows the formats and le
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ import yaml
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
-from mmrl.config import TaskConfig
+from mmrl.config import TaskConfig, TrainConfig
 from mmrl.config.engines import TransformersConfig
 from mmrl.config.tasks import task_schema
 from mmrl.engines import EngineSetup
@@ -48,6 +48,7 @@ from mmrl.tasks.base import Demonstration, Task
 from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.mini import teach
 from mmrl.tasks.search_program.task import MultihopQaTask
+from scripts import expect_some_of, key_values
 from scripts.tiny_model.card import build_facts, ship
 from scripts.tiny_model.drills import drills
 from scripts.tiny_model.facts import facts
@@ -55,7 +56,7 @@ from scripts.tiny_model.habits import habits
 from scripts.tiny_model.mini.world import WORLD_SEED, make_world
 from scripts.tiny_model.mini.write import write_world
 from scripts.tiny_model.phrases import extend
-from scripts.tiny_model.recipes import RECIPES, Phase
+from scripts.tiny_model.recipes import RECIPES, Phase, Recipe
 from scripts.tiny_model.shots import varied
 from scripts.tiny_model.tokenizer import load_or_train_tokenizer
 from scripts.tiny_model.warm_start import WarmStart, warm_start
@@ -63,103 +64,76 @@ from scripts.tiny_model.warm_start import WarmStart, warm_start
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Tokenizer, warm start, evaluation, shipped files."""
-    args = arguments()
-    recipe = RECIPES[args.model]
-    torch.set_num_threads(args.threads)
+    args = key_values(arguments, OPTIONS)
+    (name,) = expect_some_of("model", args["model"], RECIPES)
+    recipe, seed = RECIPES[name], int(args["seed"])
+    steps = [int(part) for part in args["steps"].split(",")] if args["steps"] else [p.steps for p in recipe.phases]
+    if len(steps) != len(recipe.phases):
+        phases = ", ".join(phase.name for phase in recipe.phases)
+        raise SystemExit(f"steps: got {len(steps)} numbers, expected {len(recipe.phases)} ({phases})")
+    torch.set_num_threads(int(args["threads"]))
     disable_progress_bar()
-    work = Path(args.work)
+    work = Path(args["work"] or f"outputs/{name}_build")
     work.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     if recipe.knows:
-        worlds, demonstrations = [WORLD_SEED], knowledge(args.tasks)
+        worlds, demonstrations = [WORLD_SEED], knowledge(recipe.tasks)
     else:
-        worlds = [WORLD_SEED + 1 + number for number in range(args.worlds)]
-        demonstrations = [found for seed in worlds for found in demonstrations_of(args.tasks, seed, recipe.drill_tasks)]
+        worlds = [WORLD_SEED + 1 + number for number in range(recipe.worlds)]
+        demonstrations = [found for seed in worlds for found in demonstrations_of(recipe, seed)]
     say(f"{len(demonstrations)} demonstrations from {len(worlds)} worlds in {time.monotonic() - started:.0f} s")
-    model, tokenizer = start(args, work, demonstrations, worlds)
-    own = build_tasks(args.tasks, WORLD_SEED)
-    dev = [encode(tokenizer, d) for task in own for d in demonstrate(task, "dev", args.dev_items)]
-    say(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}; {lengths(dev)}")
-    watcher = Watcher(tokenizer, own, dev, args)
-    modules = {demonstration.module for demonstration in demonstrations}
-    for phase, steps in zip(recipe.phases, args.steps, strict=True):
-        if not steps:
+    model, tokenizer = start(recipe, work, demonstrations, worlds, seed)
+    tasks = build_tasks(recipe.tasks, WORLD_SEED)
+    dev = [encode(tokenizer, d) for task in tasks for d in demonstrate(task, "dev", int(args["dev_items"]))]
+    say(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}")
+    watcher = Watcher(tokenizer, tasks, dev, int(args["dev_items"]), float(args["minutes"]))
+    modules = sorted({demonstration.module for demonstration in demonstrations})
+    for phase, count in zip(recipe.phases, steps, strict=True):
+        if not count:
             continue
-        say(f"phase {phase.name}: {steps} steps")
-        settings = WarmStart(
-            steps=steps,
-            batch_tokens=args.batch_tokens,
-            batches=phase.batches,
+        say(f"phase {phase.name}: {count} steps")
+        train = TrainConfig(
+            steps=count,
             lr=phase.lr,
-            schedule=phase.schedule,
-            warmup_steps=min(30, steps // 10),
+            schedule=phase.schedule,  # type: ignore[arg-type]
+            warmup_steps=min(30, count // 10),
             adam_beta2=0.99,
-            mix={module: phase.mix.get(module, 0.0) for module in sorted(modules)},
-            seed=args.seed,
-            save_every=args.save_every,
+            save_every=500,
+            microbatch_tokens=1024,
         )
-        model = warm_start(
-            model,
-            tokenizer,
-            shown_in(phase, args.tasks, worlds) or demonstrations,
-            settings,
-            work / phase.name,
-            callbacks=[watcher],
-        )
+        mix = {module: phase.mix.get(module, 0.0) for module in modules}
+        shown = shown_in(phase, recipe.tasks, worlds) or demonstrations
+        settings = WarmStart(train=train, batches=phase.batches, mix=mix, seed=seed)
+        warm_start(model, tokenizer, shown, settings, work / phase.name, callbacks=[watcher])
     model.eval()
-    checks = watcher.check(model, sum(args.steps), items=args.check_items)
-    ship(model, tokenizer, build_facts(args, worlds, model, tokenizer, checks, started), Path(args.out))
-    say(f"wrote {args.out}")
+    checks = watcher.check(model, sum(steps), items=int(args["check_items"]) if args["check_items"] else None)
+    out = Path(args["out"] or ASSETS / name)
+    settings_of_build = {"model": name, "steps": sum(steps), "seed": seed, "threads": torch.get_num_threads()}
+    minutes = round((time.monotonic() - started) / 60, 1)
+    facts = build_facts(recipe, worlds, model, tokenizer, work, checks)
+    ship(model, tokenizer, facts | settings_of_build | {"minutes_of_this_process": minutes}, out)
+    say(f"wrote {out}")
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=RECIPES, default="tiny", help="which of the shipped models")
-    parser.add_argument(
-        "--tasks", type=lambda text: tuple(text.split(",")), help="comma-separated; default: the model's"
-    )
-    parser.add_argument("--out", help="folder of the shipped files; default: where the model ships")
-    parser.add_argument("--work", help="tokenizer and checkpoints; default: outputs/MODEL_build; delete to start anew")
-    parser.add_argument(
-        "--steps",
-        type=lambda text: [int(part) for part in text.split(",")],
-        help="of each phase: "
-        + "; ".join(
-            f"{name}: {', '.join(f'{p.name} {p.steps}' for p in recipe.phases)}" for name, recipe in RECIPES.items()
-        ),
-    )
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop training after this long, whatever --steps")
-    parser.add_argument("--init", help="start from this folder, whose tokenizer then grows by stock phrases")
-    parser.add_argument("--note", default="", help="a sentence for the model card, such as where --init came from")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--worlds", type=int, help="worlds to learn from")
-    parser.add_argument(
-        "--vocab", type=int, default=2816, help="at most; a closed vocabulary of words is used up before"
-    )
-    parser.add_argument("--hidden", type=int, default=96)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch-tokens", type=int, default=1024)
-    parser.add_argument("--save-every", type=int, default=500)
-    parser.add_argument("--dev-items", type=int, default=60, help="dev questions of the checks while training")
-    parser.add_argument("--check-items", type=int, help="dev questions of the last check; default: all")
-    args = parser.parse_args()
-    recipe = RECIPES[args.model]
-    args.tasks = args.tasks or recipe.tasks
-    args.out = args.out or str(ASSETS / args.model)
-    args.work = args.work or f"outputs/{args.model}_build"
-    args.steps = args.steps or [phase.steps for phase in recipe.phases]
-    args.worlds = args.worlds or recipe.worlds
-    args.init = args.init or (str(ASSETS / recipe.init) if recipe.init else None)
-    unknown = sorted(set(args.tasks) - set(FACTORIES))
-    if unknown:
-        parser.error(f"--tasks: got {', '.join(unknown)}, expected some of {', '.join(FACTORIES)}")
-    if len(args.steps) != len(recipe.phases):
-        parser.error(f"--steps: got {len(args.steps)} numbers, expected {len(recipe.phases)}")
-    return args
+OPTIONS = {
+    "model": "tiny",
+    "steps": "",
+    "minutes": "60",
+    "out": "",
+    "work": "",
+    "seed": "0",
+    "threads": "1",
+    "dev_items": "60",
+    "check_items": "",
+}
+"""Options and their defaults: `steps` of each phase (the recipe's), training ends after `minutes` whatever they are,
+`out` (where the model ships), `work` for tokenizer and checkpoints (delete it to start anew), `dev_items` of the dev
+split in the checks while training and `check_items` in the last one (all)."""
+HIDDEN, LAYERS = 96, 4
+VOCABULARY = 2816
+"""Largest vocabulary; a closed one of words is used up before."""
 
 
 @contextmanager
@@ -191,22 +165,19 @@ def demonstrate(task: Task, split: str, items: int | None = None) -> list[Demons
     return [found for example in task.examples(split)[:items] for found in teach.demonstrations(task, example)]
 
 
-def demonstrations_of(names: Sequence[str], seed: int, drilled: Sequence[str] = ()) -> list[Demonstration]:
-    """Demonstrations and reading drills in the world of `seed`, of every split: none of them is used elsewhere.
-
-    Of the tasks `drilled` only the drills.
-    """
+def demonstrations_of(recipe: Recipe, seed: int) -> list[Demonstration]:
+    """Demonstrations and reading drills in the world of `seed`, of every split: none of them is used elsewhere."""
     found = []
-    for task in build_tasks((*names, *drilled), seed):
+    for task in build_tasks((*recipe.tasks, *recipe.drill_tasks), seed):
         for split in ("train", "dev", "test"):
-            found += demonstrate(task, split) if task.name in names else []
+            found += demonstrate(task, split) if task.name in recipe.tasks else []
             if isinstance(task, MultihopQaTask):
                 found += drills(task, split, seed)
     return found
 
 
 def shown_in(phase: Phase, names: Sequence[str], worlds: Sequence[int]) -> list[Demonstration]:
-    """What a phase with habits or other prompts shows, of the train split of each world; nothing for other phases."""
+    """Demonstrations of a phase with habits or other prompts, from the train split of each world; else none."""
     tasks = [(task, seed) for seed in worlds for task in build_tasks(names, seed)]
     if phase.prompts:
         found = [varied(task, "train", seed, phase.habits) for task, seed in tasks if isinstance(task, DspyTask)]
@@ -216,7 +187,7 @@ def shown_in(phase: Phase, names: Sequence[str], worlds: Sequence[int]) -> list[
 
 
 def knowledge(names: Sequence[str]) -> list[Demonstration]:
-    """The facts of the runs' own world, and demonstrations of its train split."""
+    """Facts of the world of runs, and demonstrations of its train split."""
     found = []
     for task in build_tasks(names, WORLD_SEED):
         assert isinstance(task, DirectQaTask)
@@ -225,36 +196,36 @@ def knowledge(names: Sequence[str]) -> list[Demonstration]:
 
 
 def start(
-    args: argparse.Namespace, work: Path, demonstrations: Sequence[Demonstration], worlds: Sequence[int]
+    recipe: Recipe, work: Path, demonstrations: Sequence[Demonstration], worlds: Sequence[int], seed: int
 ) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
     """Model and tokenizer before the first phase: fresh ones, or a shipped model with stock phrases as tokens."""
-    if args.init is None:
-        tokenizer = load_or_train_tokenizer(work / "tokenizer", demonstrations, worlds, args.vocab)
-        return new_model(tokenizer, args), tokenizer
+    if recipe.init is None:
+        tokenizer = load_or_train_tokenizer(work / "tokenizer", demonstrations, worlds, VOCABULARY)
+        return new_model(tokenizer, seed), tokenizer
     folder = work / "start"
     if not (folder / "tokenizer.json").exists():  # written last
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.init)
-        model = Qwen3ForCausalLM.from_pretrained(args.init)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(ASSETS / recipe.init)
+        model = Qwen3ForCausalLM.from_pretrained(ASSETS / recipe.init)
         names = {word for seed in worlds for document in make_world(seed).documents for word in document.title.split()}
         first = demonstrations[: len(demonstrations) // len(worlds)]  # one world has them all
-        phrases = extend(tokenizer, model, first, names if RECIPES[args.model].pieces else None, args.seed)
+        phrases = extend(tokenizer, model, first, names if recipe.pieces else None, seed)
         say(f"{len(phrases)} stock phrases became tokens")
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return Qwen3ForCausalLM.from_pretrained(folder), PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3ForCausalLM:
+def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
     """A Qwen3 of tiny size with fresh weights: GPU-free, and of a family that every engine serves."""
-    torch.manual_seed(args.seed)
+    torch.manual_seed(seed)
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
-            hidden_size=args.hidden,
-            intermediate_size=args.hidden * 8 // 3,
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.hidden // 32,
-            num_key_value_heads=args.hidden // 32,
+            hidden_size=HIDDEN,
+            intermediate_size=HIDDEN * 8 // 3,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HIDDEN // 32,
+            num_key_value_heads=HIDDEN // 32,
             head_dim=32,
             max_position_embeddings=4096,
             initializer_range=0.06,  # learns to copy names in half the steps of 0.02 (measured)
@@ -269,17 +240,17 @@ def new_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Q
 class Watcher(TrainerCallback):
     """Checks on dev at each checkpoint, prints, and stops when the time is up."""
 
-    def __init__(self, tokenizer: Any, tasks: Sequence[Task], dev: Sequence[Call], args: argparse.Namespace):
-        self.tokenizer, self.tasks, self.dev, self.args = tokenizer, tasks, dev, args
+    def __init__(self, tokenizer: Any, tasks: Sequence[Task], dev: Sequence[Call], items: int, minutes: float):
+        self.tokenizer, self.tasks, self.dev, self.items, self.minutes = tokenizer, tasks, dev, items, minutes
         self.started = time.monotonic()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A checkpoint has been written."""
-        self.check(kwargs["model"], state.global_step, self.args.dev_items)
+        self.check(kwargs["model"], state.global_step, self.items)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop and save when `--minutes` are over."""
-        if time.monotonic() - self.started > 60 * self.args.minutes:
+        """Stop and save when the time is up."""
+        if time.monotonic() - self.started > 60 * self.minutes:
             control.should_training_stop = control.should_save = True
 
     def check(self, model: Any, step: int, items: int | None) -> dict[str, float]:
@@ -331,21 +302,10 @@ def play(model: Any, tokenizer: Any, task: Task, items: int | None) -> dict[str,
     return found
 
 
-def lengths(encoded: Sequence[Call]) -> str:
-    """Mean prompt + completion tokens per module."""
-    by_module: dict[str, list[Call]] = defaultdict(list)
-    for item in encoded:
-        by_module[item.module].append(item)
-    return "  ".join(
-        f"{module} {fmean(len(i.prompt_ids) for i in items):.0f}+{fmean(len(i.completion_ids) for i in items):.1f}"
-        for module, items in by_module.items()
-    )
-
-
 def say(text: str) -> None:
-    """Progress, seen at once also in a pipe."""
+    """Print progress at once, also into a pipe."""
     print(text, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,16 +1,14 @@
-"""What is written beside a tiny model's weights: the facts of its build and its card.
+"""Files beside a tiny model's weights: the facts of its build and its card.
 
 The last part of `scripts/tiny_model/build.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import shutil
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,38 +20,26 @@ from mmrl.stages.sft import FINGERPRINT
 from mmrl.trainer.checkpoint import saved_extra
 from scripts.tiny_model.drills import MODULE as DRILL
 from scripts.tiny_model.mini.world import WORLD_SEED
-from scripts.tiny_model.recipes import RECIPES
+from scripts.tiny_model.recipes import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def build_facts(
-    args: argparse.Namespace,
-    worlds: Sequence[int],
-    model: Any,
-    tokenizer: Any,
-    checks: Mapping[str, float],
-    started: float,
+    recipe: Recipe, worlds: Sequence[int], model: Any, tokenizer: Any, work: Path, checks: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What the shipped files are, for people and for later builds; `worlds` are those that it has learnt from."""
-    done = [p.name for p, steps in zip(RECIPES[args.model].phases, args.steps, strict=True) if steps]
-    checkpoints = {name: newest_checkpoint(Path(args.work) / name) for name in done}
+    """Facts about the shipped files, for people and for later builds; `worlds` are those that it has learnt from."""
+    checkpoints = {p.name: newest_checkpoint(work / p.name) for p in recipe.phases if (work / p.name).is_dir()}
     phases = {name: saved_extra(path)[FINGERPRINT] for name, path in checkpoints.items() if path is not None}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
-        "model": args.model,
-        "init": RECIPES[args.model].init,
-        "tasks": list(args.tasks),
+        "init": recipe.init,
+        "tasks": list(recipe.tasks),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "vocabulary": len(tokenizer),
         "world_seed_of_runs": WORLD_SEED,
         "worlds_learnt_from": list(worlds),
-        "note": args.note,
         "phases": phases,
-        "steps": sum(args.steps),
-        "seed": args.seed,
-        "minutes_of_this_process": round((time.monotonic() - started) / 60, 1),
-        "threads": args.threads,
         "commit": commit.stdout.strip() or None,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -76,36 +62,30 @@ def ship(model: Any, tokenizer: Any, facts: dict[str, Any], out: Path) -> None:
 
 
 def readme(facts: dict[str, Any]) -> str:
-    """The model card."""
-    tokenizer = "own byte-level BPE tokenizer"
-    if facts["init"]:
-        tokenizer = f"continues `{facts['init']}`, whose tokenizer has grown by the stock phrases of its prompts, now"
+    """Model card."""
+    world, init = facts["world_seed_of_runs"], facts["init"]
+    start = f"continues `{init}` with stock phrases of its prompts as further tokens" if init else "starts from nothing"
     drilled = any(phase["mix"].get(DRILL) for phase in facts["phases"].values())
-    rows = "\n".join(f"| {name} | {value:.3f} |" for name, value in facts["dev"].items())
-    return (
-        f"# The tiny model{' `' + facts['model'] + '`' if facts['init'] else ''}\n\n"
-        f"Made by `scripts/tiny_model/build.py`, not by hand; do not edit. {facts['parameters']:,} parameters (Qwen3 "
-        f"architecture, float32), {tokenizer} with {facts['vocabulary']} tokens, warmed up by "
-        f"supervised learning ({facts['steps']} steps) on demonstrations of {', '.join(facts['tasks'])}"
-        f"{' and on reading drills' * drilled}, {_learnt_from(facts)} It knows the formats, is mediocre on purpose, "
-        "and cannot read real text.\n\n"
-        f"{facts['note'] + ' ' if facts.get('note') else ''}"
-        "`build.json` has every setting. On the dev split of the runs' world, greedy (`exact`: share of "
-        "demonstrations completed word for word; `penalised`: share of a module's outputs that break its format):\n\n"
-        f"| check | value |\n|---|---|\n{rows}\n"
+    learnt = (
+        f"mini worlds {facts['worlds_learnt_from']}; of world {world}, in which runs live, it knows the words alone"
     )
-
-
-def _learnt_from(facts: dict[str, Any]) -> str:
-    """Which worlds it has seen, and what of the runs' own."""
-    own = facts["world_seed_of_runs"]
-    if own in facts["worlds_learnt_from"]:
-        return (
-            f"from world {own}, in which runs live too: it has been told its single facts, since a task that is "
-            "answered from memory needs one, and has seen the multi-hop questions of its train split, none of dev and "
-            "test. So its scores on single-hop questions (`task.dataset=nq`) say only what it remembers."
+    if world in facts["worlds_learnt_from"]:
+        learnt = (
+            f"world {world}, in which runs live too: its single facts and the questions of its train split, so scores "
+            "on single-hop questions (`task.dataset=nq`) say only what it remembers"
         )
-    return (
-        f"from mini worlds {facts['worlds_learnt_from']}. Runs use world {own}, whose words it knows (worlds share "
-        "them) and none of whose facts, documents and questions it has seen."
-    )
+    rows = "\n".join(f"| {name} | {value:.3f} |" for name, value in facts["dev"].items())
+    return f"""# The tiny model `{facts["model"]}`
+
+Made by `scripts/tiny_model/build.py`; do not edit. A Qwen3 of {facts["parameters"]:,} parameters (float32) with
+{facts["vocabulary"]} tokens. It {start}, and was trained for {facts["steps"]} supervised steps on
+demonstrations of {", ".join(facts["tasks"])}{" and on reading drills" * drilled}, from {learnt}.
+It knows the formats, is mediocre on purpose, and cannot read real text. `build.json` has every setting.
+
+On the dev split of the world of runs, greedy (`exact`: share of demonstrations completed word for word; `penalised`:
+share of a module's outputs that break its format):
+
+| check | value |
+|---|---|
+{rows}
+"""

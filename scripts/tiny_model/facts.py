@@ -1,4 +1,4 @@
-"""What `tiny_direct` knows: the facts of the runs' own world, one at a time and never a run's questions.
+"""Facts that `tiny_direct` learns: those of the world of runs, one at a time and never a run's questions.
 
 The task `qa_direct` answers from memory, so it can only be played by a model that has one. A language model has it from
 pretraining; here it is taught: for each entity what is known of it, and each fact as an answer after its step.
@@ -23,7 +23,7 @@ ORDERS = 3
 
 
 def facts(task: DirectQaTask, seed: int) -> Iterator[Demonstration]:
-    """Everything that the world of `seed` says, in the words of the thoughts of the demonstrations of `qa_direct`."""
+    """All facts of the world of `seed`, in the words of the thoughts of the demonstrations of `qa_direct`."""
     world = make_world(seed)
     for entity in world.entities.values():
         draws = Draws(seed, "facts", entity.id)

@@ -8,7 +8,7 @@ them apart.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from mmrl import rng
@@ -29,52 +29,58 @@ def habits(task: Task, split: str, seed: int) -> Iterator[Demonstration]:
 
 
 def poor(demonstration: Demonstration, example: Example, rng: random.Random) -> Demonstration:
-    """The poor way: the question instead of sub-questions, one document twice, two answers instead of one, no tool,
-    a related label, a request with the private pieces in it, a response that names nobody,
-    the claim for a query."""
-    if demonstration.module == "rewriter":
-        return replace(demonstration, completion=str(example.inputs["question"]))
-    if demonstration.module == "reranker":
-        document = rng.randrange(10)
-        return replace(demonstration, completion=f"{document}, {document}")
-    if demonstration.module in ("answerer", "solver"):
-        answers = [str(example.metadata["answers"][0]), rng.choice(list(example.metadata["titles"]))]
-        rng.shuffle(answers)
-        return replace(demonstration, completion=f"It may be {answers[0]} or {answers[1]}")
-    if demonstration.module == "agent":
-        return replace(demonstration, completion=_poor_turn(demonstration.completion, example, rng))
-    if demonstration.module in ("reasoner", "condenser", "searcher") and rng.random() < 0.5:
-        return replace(demonstration, completion=_poor_search(demonstration, example, rng))
-    if demonstration.module == "classify.predict":
-        return replace(demonstration, completion=_poor_label(demonstration.completion, example, rng))
-    if demonstration.module == "craft_redacted_request.predict":
-        return replace(demonstration, completion=_unredacted(demonstration.completion, example))
-    if demonstration.module == "generate_query.predict":
-        return replace(demonstration, completion=_claim_again(demonstration.completion, example))
-    if demonstration.module == "respond_to_query" and rng.random() < 0.5:
-        nameless = demonstration.completion.replace(str(example.metadata["units"][0]), "(name)")
-        return replace(demonstration, completion=nameless)
-    return demonstration
+    """Do a demonstration in the poor way of its module (`HABITS`)."""
+    habit = HABITS.get(demonstration.module)
+    if habit is None or (demonstration.module in HALF_AS_OFTEN and rng.random() >= 0.5):
+        return demonstration
+    return replace(demonstration, completion=habit(demonstration.completion, example, rng))
 
 
-def _poor_search(demonstration: Demonstration, example: Example, rng: random.Random) -> str:
-    """A single-context search done badly: a guess for a search, two answers for one, nothing taken from documents.
+def _either(example: Example, other: str, rng: random.Random) -> str:
+    """Two answers for one."""
+    answers = [str(example.metadata["answers"][0]), other]
+    rng.shuffle(answers)
+    return f"It may be {answers[0]} or {answers[1]}"
 
-    Half as often as elsewhere, since a rollout has up to five such calls.
-    """
-    if demonstration.module == "condenser":
-        return "Nothing helpful was found."
-    guess = rng.choice(list(example.metadata["titles"]))
-    if "query" not in demonstration.completion:
-        answers = [str(example.metadata["answers"][0]), guess]
-        rng.shuffle(answers)
-        guess = f"It may be {answers[0]} or {answers[1]}"
-    if demonstration.module == "reasoner":
-        return f"it is {guess} \\boxed{{{guess}}}"
+
+def _title(example: Example, rng: random.Random) -> str:
+    return rng.choice(list(example.metadata["titles"]))
+
+
+def _document_twice(completion: str, example: Example, rng: random.Random) -> str:
+    document = rng.randrange(10)
+    return f"{document}, {document}"
+
+
+def _poor_turn(completion: str, example: Example, rng: random.Random) -> str:
+    """An agent's turn done badly: a guess for the tool, an action without a thought, two answers for one."""
+    thought, action = completion.split("\n", 1)
+    other = _title(example, rng)
+    if action.startswith("<answer>"):
+        return f"{thought}\n<answer> {_either(example, other, rng)} </answer>"
+    if rng.random() < 0.5:
+        return action
+    tag = thought.split(">", 1)[0].removeprefix("<")
+    return f"<{tag}> it is {other} </{tag}>\n<answer> {other} </answer>"
+
+
+def _guess(completion: str, example: Example, rng: random.Random) -> str:
+    """A guess for a search, or two answers for one."""
+    guess = _title(example, rng)
+    return guess if "query" in completion else _either(example, guess, rng)
+
+
+def _boxed_guess(completion: str, example: Example, rng: random.Random) -> str:
+    guess = _guess(completion, example, rng)
+    return f"it is {guess} \\boxed{{{guess}}}"
+
+
+def _tagged_guess(completion: str, example: Example, rng: random.Random) -> str:
+    guess = _guess(completion, example, rng)
     return f"it is {guess} </think>\n<answer> {guess} </answer>"
 
 
-def _poor_label(completion: str, example: Example, rng: random.Random) -> str:
+def _related_label(completion: str, example: Example, rng: random.Random) -> str:
     """The label that this one is most easily taken for; a quarter of the time no label at all."""
     reasoning, _, rest = completion.partition("\n\n")
     if rng.random() < 0.25:
@@ -83,7 +89,7 @@ def _poor_label(completion: str, example: Example, rng: random.Random) -> str:
     return f"{reasoning}\n\n{rest.replace(label, related, 1)}"
 
 
-def _claim_again(completion: str, example: Example) -> str:
+def _claim_again(completion: str, example: Example, rng: random.Random) -> str:
     """The claim for a query, whatever is known."""
     _, _, rest = completion.partition("\n\n")
     first, _, others = rest.partition("\n\n")
@@ -92,20 +98,24 @@ def _claim_again(completion: str, example: Example) -> str:
     return f"[[ ## reasoning ## ]]\nthe claim is next\n\n{header}\n{claim}\n\n{others}"
 
 
-def _unredacted(completion: str, example: Example) -> str:
-    """The query as it is, private pieces and all."""
-    return completion.replace(str(example.metadata["ask"]), str(example.inputs["user_query"]))
-
-
-def _poor_turn(completion: str, example: Example, rng: random.Random) -> str:
-    """An agent's turn done badly: a guess for the tool, an action without a thought, two answers for one."""
-    thought, action = completion.split("\n", 1)
-    other = rng.choice(list(example.metadata["titles"]))
-    if action.startswith("<answer>"):
-        answers = [str(example.metadata["answers"][0]), other]
-        rng.shuffle(answers)
-        return f"{thought}\n<answer> It may be {answers[0]} or {answers[1]} </answer>"
-    if rng.random() < 0.5:
-        return action
-    tag = thought.split(">", 1)[0].removeprefix("<")
-    return f"<{tag}> it is {other} </{tag}>\n<answer> {other} </answer>"
+HABITS: Mapping[str, Callable[[str, Example, random.Random], str]] = {
+    "rewriter": lambda completion, example, rng: str(example.inputs["question"]),
+    "reranker": _document_twice,
+    "answerer": lambda completion, example, rng: _either(example, _title(example, rng), rng),
+    "solver": lambda completion, example, rng: _either(example, _title(example, rng), rng),
+    "agent": _poor_turn,
+    "reasoner": _boxed_guess,
+    "condenser": lambda completion, example, rng: "Nothing helpful was found.",
+    "searcher": _tagged_guess,
+    "classify.predict": _related_label,
+    "craft_redacted_request.predict": lambda completion, example, rng: completion.replace(
+        str(example.metadata["ask"]), str(example.inputs["user_query"])
+    ),
+    "generate_query.predict": _claim_again,
+    "respond_to_query": lambda completion, example, rng: completion.replace(
+        str(example.metadata["units"][0]), "(name)"
+    ),
+}
+"""Module -> its poor way to complete a demonstration."""
+HALF_AS_OFTEN = ("reasoner", "condenser", "searcher", "respond_to_query")
+"""Modules that are poor half as often as the others: a rollout has up to five calls of a search in one context."""

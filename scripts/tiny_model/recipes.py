@@ -32,10 +32,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one model is made."""
+    """Recipe of a model."""
 
     tasks: tuple[str, ...]
-    """Programs that it learns; `mmrl.config.schema` says which of them it plays when a run asks for `tiny`."""
+    """Programs that it learns; `mmrl.config.base` says which of them it plays when a run asks for `tiny`."""
     phases: tuple[Phase, ...]
     worlds: int
     """Mini worlds to learn from."""
@@ -43,11 +43,11 @@ class Recipe:
     """The shipped model that it continues, whose tokenizer grows by the stock phrases of the new programs' prompts
     (`scripts/tiny_model/phrases.py`); None: fresh weights and a fresh tokenizer."""
     pieces: bool = True
-    """Whether runs of small words grow into tokens too, beside instructions and tags."""
+    """Runs of small words grow into tokens too, beside instructions and tags."""
     drill_tasks: tuple[str, ...] = ()
     """Further tasks, whose reading drills it keeps up."""
     knows: bool = False
-    """Whether it learns the facts of the runs' own world (`scripts/tiny_model/facts.py`) and, instead of other worlds,
+    """Learns the facts of the world of runs (`scripts/tiny_model/facts.py`) and, instead of other worlds,
     from that world's train split."""
 
 
@@ -101,7 +101,7 @@ DSPY = Recipe(
     init="tiny",
     phases=(
         Phase("play", 500, 3e-3, "linear", 4, _DSPY),
-        # All but the requests is known by then; these have three names to copy in an order of their own.
+        # All but the requests is known by then; these have three names to copy in another order.
         Phase("copy", 400, 3e-3, "linear", 4, _COPY),
         Phase("habits", 160, 1.5e-3, "linear", 4, _DSPY, habits=True),
     ),

@@ -31,7 +31,7 @@ MOST = 4
 PLAIN = 0.5
 """Share of prompts with the program's own instructions."""
 POOR_AFTER = {True: 0.1, False: 0.9}
-"""Whether the demonstrations are good -> share of poor completions after them; without any it is `habits.SHARE`."""
+"""Good demonstrations or poor ones -> share of poor completions after them; without any it is `habits.SHARE`."""
 HALF = 0.25
 """Share of demonstrations without their reasoning: DSPy's labelled ones."""
 VERBS = ("Name", "Give", "Write", "Find", "State", "Choose", "Work out", "Decide on")
@@ -79,9 +79,9 @@ def instructions(signature: Any, draw: random.Random) -> str:
     """One of the ways to say what a signature asks for."""
     verb = draw.choice(VERBS)
     wanted = ", ".join(f"`{name}`" for name in signature.output_fields if name != "reasoning")
-    given = ", ".join(f"`{name}`" for name in signature.input_fields)
+    inputs = ", ".join(f"`{name}`" for name in signature.input_fields)
     return draw.choice(FORMS).format(
-        verb=verb, lower=verb.lower(), outputs=wanted, inputs=given, manner=draw.choice(MANNERS)
+        verb=verb, lower=verb.lower(), outputs=wanted, inputs=inputs, manner=draw.choice(MANNERS)
     )
 
 

@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
 PIECES = r" ?(?!\p{Lu})\p{L}+(?: (?!\p{Lu})\p{L}+)* ?|\p{Lu}\p{L}*|\p{N}| ?[^\s\p{L}\p{N}]+ ?|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Where merges may not cross: a run of small words is one piece (stock phrases become single tokens, which halves
+"""Pieces that merges may not cross: a run of small words is one piece (stock phrases become single tokens, which halves
 prompts), a capitalised word is one without its space (a name is the same tokens wherever it stands), a digit is one."""
 
 

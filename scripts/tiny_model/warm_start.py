@@ -9,7 +9,7 @@ build continues from its last checkpoint with the same ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
@@ -29,21 +29,15 @@ from mmrl.trainer.trl_trainer import MmrlTrainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStart:
-    """How long, how much at once, how fast."""
+    """Steps, their size and their learning rate."""
 
-    steps: int
-    lr: float
-    schedule: str = "cosine"
-    warmup_steps: int = 0
-    adam_beta2: float = 0.999
-    batch_tokens: int = 4096
-    """Tokens of one batch as if padded (a single longer demonstration is a batch of its own)."""
+    train: TrainConfig
+    """`microbatch_tokens`: tokens of one batch as if padded; a longer demonstration is a batch by itself."""
     batches: int = 1
     """Batches per optimizer step, spread over short and long demonstrations."""
     mix: Mapping[str, float] = field(default_factory=dict)
     """Module -> how often each of its demonstrations is in a pass, relative to 1 for modules not named."""
     seed: int = 0
-    save_every: int = 200
 
 
 def warm_start(
@@ -60,21 +54,13 @@ def warm_start(
         CheckpointError: the checkpoints in `output` belong to other demonstrations or settings.
     """
     calls = [encode(tokenizer, demonstration) for demonstration in demonstrations]
-    record = {**asdict(settings), "mix": dict(settings.mix), "data": digest(calls)}
+    shares = {"batches": settings.batches, "mix": dict(settings.mix), "seed": settings.seed}
+    record = {"train": settings.train.model_dump(mode="json"), **shares, "data": digest(calls)}
     start = newest_checkpoint(output) if output.is_dir() else None
     stored = saved_extra(start).get(FINGERPRINT) if start is not None else record
     if stored != record:
         raise CheckpointError(f"{output}: made with other settings or demonstrations; delete it to start anew")
     batches = plan_batches(calls, settings)
-    train = TrainConfig(
-        steps=settings.steps,
-        lr=settings.lr,
-        schedule=settings.schedule,
-        warmup_steps=settings.warmup_steps,
-        adam_beta2=settings.adam_beta2,
-        save_every=settings.save_every,
-        microbatch_tokens=max(64, settings.batch_tokens),
-    )
 
     def next_batch(step: int) -> StepBatch:
         planned = batches[(step - 1) * settings.batches : step * settings.batches]
@@ -87,7 +73,7 @@ def warm_start(
     trainer = MmrlTrainer(
         model,
         tokenizer,
-        Settings.supervised(train, ModelConfig(name="tiny", path="tiny"), settings.seed),
+        Settings.supervised(settings.train, ModelConfig(name="tiny", path="tiny"), settings.seed),
         output_dir=output,
         next_batch=next_batch,
         on_step_end=lambda step, metrics: None,
@@ -100,7 +86,7 @@ def warm_start(
 
 
 def plan_batches(calls: Sequence[Call], settings: WarmStart) -> list[list[int]]:
-    """Indices into `calls` for each batch of `settings.steps` steps, in order.
+    """Indices into `calls` for each batch of the steps, in order.
 
     Each pass sees the demonstrations in a new order: those of similar length are neighbours, neighbours are cut into
     batches by the token budget, and a step takes its batches from equal shares of the range of lengths.
@@ -108,11 +94,11 @@ def plan_batches(calls: Sequence[Call], settings: WarmStart) -> list[list[int]]:
     if not any(settings.mix.get(call.module, 1.0) > 0 for call in calls):
         raise ConfigError(f"mix: got {dict(settings.mix)}, expected a positive share for some module")
     batches: list[list[int]] = []
-    total = settings.steps * settings.batches
+    total = settings.train.steps * settings.batches
     for rows, draws in passes(calls, settings.mix, settings.seed):
         # A little noise on the length, so that a pass does not always join the same neighbours.
         keys = {row: tokens_of(calls[row]) * (1 + 0.1 * draws.random()) for row in set(rows)}
-        cut = _cut(sorted(rows, key=keys.__getitem__), calls, settings.batch_tokens)
+        cut = _cut(sorted(rows, key=keys.__getitem__), calls, settings.train.microbatch_tokens or 0)
         # Each of the batches of a step comes from another stratum of lengths.
         bounds = [round(len(cut) * share / settings.batches) for share in range(settings.batches + 1)]
         strata = [cut[low:high] for low, high in pairwise(bounds)]

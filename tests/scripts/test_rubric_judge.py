@@ -28,6 +28,10 @@ def judge():
     server.server_close()
 
 
+def scores(judge, rubric, *turns, truths=("Tagus",)):
+    return asyncio.run(judge.verdict(rubric, "Which river?", list(turns), list(truths))).scores
+
+
 def searched(query, found):
     return JudgedTurn(f"{THINK}<search> {query} </search>", f"\n\n<information>{found}</information>\n\n")
 
@@ -49,10 +53,8 @@ def searched(query, found):
     ],
 )
 def test_an_outcome_is_one_where_the_answer_is_the_ground_truth(judge, last, score):
-    turns = [searched("Lisbon", "Doc 1(Title: Lisbon) on the Tagus"), JudgedTurn(last)]
-    assert asyncio.run(judge.verdict("judge_outcome", "Which river?", turns, ["Tagus", "Rio & Tejo"])).scores == (
-        score,
-    )
+    first = searched("Lisbon", "Doc 1(Title: Lisbon) on the Tagus")
+    assert scores(judge, "judge_outcome", first, JudgedTurn(last), truths=("Tagus", "Rio & Tejo")) == (score,)
 
 
 def test_turns_score_form_information_and_searches(judge):
@@ -63,24 +65,16 @@ def test_turns_score_form_information_and_searches(judge):
         JudgedTurn("<search> Lisbon </search>", "\n\n<information>the Tagus</information>\n\n"),  # -0.2 + 0.3 - 0.3
         JudgedTurn(f"{THINK}<answer> Tagus </answer>"),
     ]
-    assert asyncio.run(judge.verdict("judge_turn", "Which river?", turns, ["Tagus"])).scores == (
-        0.3,
-        -0.1,
-        -0.4,
-        -0.2,
-        1.0,
-    )
+    assert scores(judge, "judge_turn", *turns) == (0.3, -0.1, -0.4, -0.2, 1.0)
     six = f"{THINK}<answer> Tagus Tagus Tagus Tagus Tagus Tagus </answer>"
     for last, score in [(f"{THINK}<answer> Douro </answer>", 0.2), ("<answer> Tagus </answer>", -1.0), (six, -1.0)]:
-        assert asyncio.run(judge.verdict("judge_turn", "Which river?", [JudgedTurn(last)], ["Tagus"])).scores == (
-            score,
-        )
+        assert scores(judge, "judge_turn", JudgedTurn(last)) == (score,)
 
 
 def test_what_is_no_judges_prompt_is_refused(judge):
     other = Judge(judge.settings, TEXTS | {"judge_outcome": "{prompt} {turns} {ground_truth} {ground_truth}"})
     with pytest.raises(JudgeFailure, match=r"HTTP 400.*expected turns and one ground truth"):
-        asyncio.run(other.verdict("judge_outcome", "Which river?", [JudgedTurn("x")], ["Tagus"]))
+        scores(other, "judge_outcome", JudgedTurn("x"))
 
 
 def test_it_answers_the_request_that_tries_an_endpoint(judge):
@@ -101,10 +95,9 @@ def test_mistakes_are_one_sentence(capsys):
             (["port=99999"], "port: got '99999', expected a number"),
             (["port=0", "no_such_command"], "got 'no_such_command', expected port=NUMBER or a command"),
         ]:
-            with pytest.raises(SystemExit) as ended:
-                main(words)
+            assert main(words) == 2
             (line,) = capsys.readouterr().err.splitlines()
-            assert ended.value.code == 2 and line.startswith(f"error: rubric_judge: {said}")
+            assert line.startswith(f"error: rubric_judge: {said}")
 
 
 def test_ctrl_c_leaves_the_command_its_own_time():

@@ -32,10 +32,10 @@ def test_mini_splits_share_no_query_and_no_product_and_are_balanced():
     texts = {}
     for split in ("train", "dev", "test"):
         queries = make_support(split)
-        assert all(products[query.product] == split for query in queries)
-        counts = [sum(query.label == label for query in queries) for label in INTENTS]
+        assert all(products[query.metadata["reason"].partition(":")[0]] == split for query in queries)
+        counts = [sum(query.metadata["label"] == label for query in queries) for label in INTENTS]
         assert max(counts) - min(counts) <= 1
-        texts[split] = {query.text for query in queries}
+        texts[split] = {query.inputs["text"] for query in queries}
         assert len(texts[split]) == len(queries)
         assert not any(name in text for text in texts[split] for name, part in products.items() if part != split)
     assert not texts["train"] & texts["dev"] and not texts["dev"] & texts["test"]

@@ -52,17 +52,19 @@ def test_the_default_is_the_mini_world():
 
 
 def test_mini_splits_share_no_claim_and_no_document():
-    titles = {split: {title for c in make_claims(split) for title in c.titles} for split in ("train", "dev", "test")}
-    assert [len({c.text for c in make_claims(split)}) for split in titles] == [800, 300, 300]
+    claims = {split: make_claims(split) for split in ("train", "dev", "test")}
+    titles = {split: {title for c in found for title in c.metadata["titles"]} for split, found in claims.items()}
+    assert [len({c.inputs["claim"] for c in found}) for found in claims.values()] == [800, 300, 300]
     assert not titles["train"] & titles["dev"] and not titles["dev"] & titles["test"]
     world = {entity.name: entity for entity in make_world().entities.values()}
-    for c in make_claims("dev"):
-        subject, person, city = (world[title] for title in c.titles)
-        assert subject.name in c.text and person.name not in c.text and city.name not in c.text
+    for c in claims["dev"]:
+        text = c.inputs["claim"]
+        subject, person, city = (world[title] for title in c.metadata["titles"])
+        assert subject.name in text and person.name not in text and city.name not in text
         assert person.id in subject.facts.values() and city.id == person.facts["birth_city"]
         country = next(e.name for e in world.values() if e.id == city.facts["country"])
-        assert (country in c.text) == (c.label == "SUPPORTED")
-    labels = [c.label for c in make_claims("dev")]
+        assert (country in text) == (c.metadata["label"] == "SUPPORTED")
+    labels = [c.metadata["label"] for c in claims["dev"]]
     assert labels.count("SUPPORTED") == 150
 
 

@@ -41,14 +41,15 @@ def test_the_default_is_the_mini_world_and_says_who_judges():
 
 def test_mini_splits_share_no_request_person_or_company():
     parts = {e.name: e.part for e in make_world().entities.values() if e.kind in ("person", "company", "product")}
-    texts = {split: [r.text for r in make_requests(split)] for split in ("train", "dev", "test")}
+    texts = {split: [r.inputs["user_query"] for r in make_requests(split)] for split in ("train", "dev", "test")}
     assert [len(set(texts[split])) for split in texts] == [800, 300, 300]
     for split, asked in texts.items():
         for text in asked[:100]:
             assert not [name for name, part in parts.items() if name in text and part != split]
     for request in make_requests("dev"):
-        assert all(unit in request.text and unit not in request.ask for unit in request.units)
-        assert request.units[0] in request.target
+        units, ask = request.metadata["units"], request.metadata["ask"]
+        assert all(unit in request.inputs["user_query"] and unit not in ask for unit in units)
+        assert units[0] in request.metadata["target"]
 
 
 def test_demonstrations_earn_the_full_reward():
@@ -84,10 +85,11 @@ def test_copying_the_query_leaks_everything_and_redacting_all_loses_quality():
 def test_the_external_model_helps_without_knowing_who_asks():
     external = make_external()
     for request in make_requests("test")[:60]:
-        reply = external(request.ask)
-        assert request.units[0] not in reply
-        assert reply == external(request.text), "what is private changes nothing"
-        assert reply.replace(UNNAMED, request.units[0]) in (request.target, request.target.partition(", ")[2])
+        name, target = request.metadata["units"][0], request.metadata["target"]
+        reply = external(request.metadata["ask"])
+        assert name not in reply
+        assert reply == external(request.inputs["user_query"]), "what is private changes nothing"
+        assert reply.replace(UNNAMED, name) in (target, target.partition(", ")[2])
     assert external("What is two and two?") == "I can not help with this."
 
 

@@ -1,1 +1,1 @@
-"""How the mini world is made: words, entities and facts, documents, questions, messages (`write` has the files)."""
+"""Making of the mini world: words, entities and facts, documents, questions, messages (`write` has the files)."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from mmrl.records import Example
 from mmrl.tasks.mini.examples import FACTS, LETTERS, UNNAMED
 from scripts.tiny_model.mini.names import WORDS, Draws
 from scripts.tiny_model.mini.world import WORLD_SEED, make_world
@@ -21,32 +22,22 @@ SUPPORT_SIZES: Mapping[str, int] = {"train": 1200, "dev": 400, "test": 400}
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """One label."""
+    """A label."""
 
     reason: str
-    """What a good reader notes before naming the label."""
+    """Note of a good reader before the label."""
     related: str
-    """The label that it is most easily taken for."""
+    """Label that it is most easily taken for."""
     texts: Sequence[str]
-    """Ways to say it; `{x}` is a product, `{m}` its maker."""
+    """Phrasings; `{x}` is a product, `{m}` its maker."""
 
 
 INTENTS: Mapping[str, Intent] = {label: Intent(**words) for label, words in WORDS["intents"].items()}
 
 
-@dataclass(frozen=True, slots=True)
-class SupportQuery:
-    """One query with its intent."""
-
-    id: str
-    text: str
-    label: str
-    product: str
-
-
 # Cached, as the other data of the world: tests and sweeps build the same task many times in one process.
 @lru_cache(maxsize=8)
-def make_support(split: str, seed: int = WORLD_SEED) -> tuple[SupportQuery, ...]:
+def make_support(split: str, seed: int = WORLD_SEED) -> tuple[Example, ...]:
     """The support queries of one split of the world of `seed`, no text twice, labels in equal shares."""
     world = make_world(seed)
     draws = Draws(seed, "support", split)
@@ -61,37 +52,29 @@ def make_support(split: str, seed: int = WORLD_SEED) -> tuple[SupportQuery, ...]
     queries = list(queries_of.items())
     # labels were drawn in turn
     draws.shuffle(queries)
-    return tuple(
-        SupportQuery(f"mini-support-{split}-{number:04d}", text, label, product)
-        for number, (text, (label, product)) in enumerate(queries)
-    )
+    examples = []
+    for number, (text, (label, product_name)) in enumerate(queries):
+        intent = INTENTS[label]
+        metadata = {"label": label, "reason": f"{product_name}: {intent.reason}", "related": intent.related}
+        examples.append(Example(id=f"mini-support-{split}-{number:04d}", inputs={"text": text}, metadata=metadata))
+    return tuple(examples)
 
 
 REQUEST_SIZES: Mapping[str, int] = {"train": 800, "dev": 300, "test": 300}
 
 
-@dataclass(frozen=True, slots=True)
-class PrivateRequest:
-    """One request with all that a demonstration or a reward may use."""
-
-    id: str
-    text: str
-    target: str
-    """A good response."""
-    units: tuple[str, ...]
-    """Private pieces of the text; the asker's name is the first."""
-    ask: str
-    """The request without its private pieces."""
-
-
 @lru_cache(maxsize=8)
-def make_requests(split: str, seed: int = WORLD_SEED) -> tuple[PrivateRequest, ...]:
-    """The private requests of one split of the world of `seed`, no text twice."""
+def make_requests(split: str, seed: int = WORLD_SEED) -> tuple[Example, ...]:
+    """The private requests of one split of the world of `seed`, no text twice.
+
+    Their metadata: `target`, a good response; `units`, private pieces of the text, the asker's name first; `ask`, the
+    request without them.
+    """
     world = make_world(seed)
     draws = Draws(seed, "requests", split)
     people, products = world.of("person", split), world.of("product", split)
     companies = world.of("company", split)
-    requests: dict[str, PrivateRequest] = {}
+    requests: dict[str, dict[str, object]] = {}
     while len(requests) < REQUEST_SIZES[split]:
         person = draws.pick(people)
         if draws.chance(0.5):
@@ -110,11 +93,10 @@ def make_requests(split: str, seed: int = WORLD_SEED) -> tuple[PrivateRequest, .
             "city": world.value(person.id, "birth_city"),
             "year": world.value(person.id, "birth_year"),
         }
-        text = opening.format(ask=ask, **facts)
         units = tuple(facts[name] for name in private)
         if not any(unit in f"{ask} {known}" for unit in units):  # nobody asks for what would give them away
-            requests.setdefault(text, PrivateRequest("", text, reply, units, ask))
+            requests.setdefault(opening.format(ask=ask, **facts), {"target": reply, "units": units, "ask": ask})
     return tuple(
-        PrivateRequest(f"mini-request-{split}-{number:04d}", r.text, r.target, r.units, r.ask)
-        for number, r in enumerate(requests.values())
+        Example(id=f"mini-request-{split}-{number:04d}", inputs={"user_query": text}, metadata=metadata)
+        for number, (text, metadata) in enumerate(requests.items())
     )

@@ -10,7 +10,7 @@ import yaml
 from mmrl.tasks.mini import draws
 
 WORDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
-"""What documents, questions, claims and messages are written in, by what it is for."""
+"""Words and templates of documents, questions, claims and messages, by their use."""
 
 ONSETS = ("b", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z")
 VOWELS = ("a", "e", "i", "o", "u")

@@ -10,9 +10,10 @@ world (see `world`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from mmrl.records import Example
 from mmrl.tasks.mini.draws import Draws
 from scripts.tiny_model.mini.names import WORDS
 from scripts.tiny_model.mini.world import WORLD_SEED, Entity, World, make_world
@@ -23,7 +24,7 @@ COMPARISON_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One step of the reasoning."""
+    """A step of the reasoning."""
 
     query: str
     """A self-contained sub-question."""
@@ -34,7 +35,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question with all that a demonstration or a reward may use."""
+    """A question with all that a demonstration or a reward may use."""
 
     id: str
     text: str
@@ -42,7 +43,7 @@ class Question:
     kind: str
     """`bridge` or `comparison`, as in HotpotQA."""
     form: str
-    """Which template family: `film.director.birth_city`, `person.birth_year`, ..."""
+    """Template family: `film.director.birth_city`, `person.birth_year`, ..."""
     hops: tuple[Hop, ...]
     entities: tuple[str, ...]
     """Ids of subjects and bridges."""
@@ -72,10 +73,7 @@ def make_questions(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
     comparisons = round(SIZES[split] * COMPARISON_SHARE)
     questions = bridges[: SIZES[split] - comparisons] + _comparisons(world, split, draws, comparisons)
     draws.shuffle(questions)
-    return tuple(
-        Question(f"mini-{split}-{number:04d}", q.text, q.answer, q.kind, q.form, q.hops, q.entities)
-        for number, q in enumerate(questions)
-    )
+    return tuple(replace(q, id=f"mini-{split}-{number:04d}") for number, q in enumerate(questions))
 
 
 def _bridges(world: World, part: str, draws: Draws) -> list[Question]:
@@ -163,10 +161,8 @@ def make_singles(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
             text = draws.pick(forms).format(x=subject.name)
             questions.append(Question("", text, answer, "single", form, (hop,), (subject.id,)))
     draws.shuffle(questions)
-    return tuple(
-        Question(f"mini-single-{split}-{number:04d}", q.text, q.answer, q.kind, q.form, q.hops, q.entities)
-        for number, q in enumerate(questions[: SINGLE_SIZES[split]])
-    )
+    questions = questions[: SINGLE_SIZES[split]]
+    return tuple(replace(q, id=f"mini-single-{split}-{number:04d}") for number, q in enumerate(questions))
 
 
 def in_steps(question: Question) -> Question:
@@ -176,37 +172,24 @@ def in_steps(question: Question) -> Question:
     role, _, fact = question.form.rpartition(".")
     first, second = question.hops
     ask = next(ask for ask in BRIDGES[role] if ask.endswith(f".{fact}"))
-    second = Hop(ASKS[ask][0].format(x=second.title), second.title, second.answer)
-    return Question(
-        question.id, question.text, question.answer, question.kind, question.form, (first, second), question.entities
-    )
+    return replace(question, hops=(first, replace(second, query=ASKS[ask][0].format(x=second.title))))
 
 
 CLAIM_SIZES: Mapping[str, int] = {"train": 800, "dev": 300, "test": 300}
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One claim with its chain of documents."""
-
-    id: str
-    text: str
-    label: str
-    """`SUPPORTED` or `NOT_SUPPORTED`, as HoVer writes them."""
-    titles: tuple[str, str, str]
-    """Subject, person, city: the gold documents."""
-    notes: tuple[str, str, str]
-    """What each of them says about the claim."""
-
-
 @lru_cache(maxsize=8)
-def make_claims(split: str, seed: int = WORLD_SEED) -> tuple[Claim, ...]:
-    """The claims of one split of the world of `seed`, no text twice, half of them supported."""
+def make_claims(split: str, seed: int = WORLD_SEED) -> tuple[Example, ...]:
+    """The claims of one split of the world of `seed`, no text twice, half of them supported.
+
+    Their metadata: `titles` of the gold documents (subject, person, city); `label`, as HoVer writes it; `notes`, what
+    each document says about the claim.
+    """
     world = make_world(seed)
     draws = Draws(seed, "claims", split)
     subjects = {role: world.of(role.split(".")[0], split) for role in WORDS["claim_roles"]}
     countries = [entity.name for entity in world.of("country", "all")]
-    claims: dict[str, Claim] = {}
+    claims: dict[str, dict[str, object]] = {}
     while len(claims) < CLAIM_SIZES[split]:
         role = draws.pick(WORDS["claim_roles"])
         subject = draws.pick(subjects[role])
@@ -218,21 +201,17 @@ def make_claims(split: str, seed: int = WORLD_SEED) -> tuple[Claim, ...]:
         claimed = country if supported else draws.pick([name for name in countries if name != country])
         phrases = [phrase.format(x=subject.name) for phrase in ROLES[role][1]]
         text = draws.pick(WORDS["claims"]).format(who=draws.pick(phrases), country=claimed)
-        claim = Claim(
-            "",
-            text[0].upper() + text[1:],
-            "SUPPORTED" if supported else "NOT_SUPPORTED",
-            (subject.name, person.name, city.name),
-            (
-                f"{phrases[0][0].upper()}{phrases[0][1:]} is {person.name}.",
-                f"{person.name} was born in {city.name}.",
-                f"{city.name} is in {country}.",
-            ),
+        notes = (
+            f"{phrases[0][0].upper()}{phrases[0][1:]} is {person.name}.",
+            f"{person.name} was born in {city.name}.",
+            f"{city.name} is in {country}.",
         )
         # A claim whose form happens to name the person would skip a hop.
         if person.name not in text:
-            claims.setdefault(claim.text, claim)
+            titles, label = (subject.name, person.name, city.name), "SUPPORTED" if supported else "NOT_SUPPORTED"
+            metadata = {"titles": titles, "label": label, "hops": 3, "notes": notes}
+            claims.setdefault(text[0].upper() + text[1:], metadata)
     return tuple(
-        Claim(f"mini-claim-{split}-{number:04d}", c.text, c.label, c.titles, c.notes)
-        for number, c in enumerate(claims.values())
+        Example(id=f"mini-claim-{split}-{number:04d}", inputs={"claim": text}, metadata=metadata)
+        for number, (text, metadata) in enumerate(claims.items())
     )

@@ -33,7 +33,7 @@ CITY_YEARS, BIRTH_YEARS, WORK_YEARS = (1100, 1799), (1900, 1954), (1972, 2024)
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """One thing of the world."""
+    """A thing of the world."""
 
     id: str
     """`<kind>-<number>`."""
@@ -43,10 +43,10 @@ class Entity:
     """Unique in the world; the title of its document."""
     part: str
     """`train`, `dev`, `test`; `all` for countries."""
-    facts: Mapping[str, str]
+    facts: dict[str, str]
     """Relation -> id of an entity, or a literal (years, genres): see `World.value`."""
-    mentions: tuple[str, ...] = ()
-    """Ids of entities that its document names although no fact of its own says so (works of a person, ...)."""
+    mentions: list[str] = field(default_factory=list)
+    """Ids of entities that its document names although none of its facts does (works of a person, ...)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,10 @@ def make_world(seed: int = WORLD_SEED) -> World:
     builder.countries()
     for part in PARTS:
         builder.populate(part)
-    entities = builder.finish()
+    entities = builder.entities
+    for city in [entity for entity in entities.values() if entity.kind == "city"]:
+        # A capital is the first city of its country; `CAPITALS_PART` gives each country one.
+        entities[city.facts["country"]].facts.setdefault("capital", city.id)
     documents = tuple(_document(entities, entity, Draws(seed, "document", entity.id)) for entity in entities.values())
     return World(seed, entities, documents)
 
@@ -100,10 +103,7 @@ class _Builder:
             "company": self._combine("{1} {0}", WORDS["company_words"], makers),
             "product": self._combine("{1} {0}", WORDS["product_words"], brands),
         }
-        self.facts: dict[str, dict[str, str]] = {}
-        self.named: dict[str, str] = {}
-        self.parts: dict[str, str] = {}
-        self.mentions: dict[str, list[str]] = {}
+        self.entities: dict[str, Entity] = {}
 
     def _combine(self, pattern: str, left: list[str], right: list[str]) -> list[str]:
         names = [pattern.format(a, b) for a in left for b in right]
@@ -111,9 +111,8 @@ class _Builder:
         return names
 
     def add(self, kind: str, part: str, name: str, **facts: str) -> str:
-        entity = f"{kind}-{sum(other.startswith(kind) for other in self.facts)}"
-        self.facts[entity], self.named[entity], self.parts[entity] = facts, name, part
-        self.mentions[entity] = []
+        entity = f"{kind}-{sum(other.kind == kind for other in self.entities.values())}"
+        self.entities[entity] = Entity(entity, kind, name, part, facts)
         return entity
 
     def countries(self) -> None:
@@ -123,7 +122,7 @@ class _Builder:
     def populate(self, part: str) -> None:
         """Cities, people and what people made, all linked inside `part`."""
         draws, size = self.draws, {kind: round(count * PARTS[part]) for kind, count in COUNTS.items()}
-        countries = [entity for entity in self.facts if entity.startswith("country")]
+        countries = [entity.id for entity in self.entities.values() if entity.kind == "country"]
         cities = [
             self.add(
                 "city",
@@ -148,7 +147,7 @@ class _Builder:
         ]
         self._works(part, size, _Turns(people, draws), cities)
         for person in people:
-            natives = self.mentions[self.facts[person]["birth_city"]]
+            natives = self.entities[self.entities[person].facts["birth_city"]].mentions
             # two at most, so that documents of cities stay short
             if sum(other.startswith("person") for other in natives) < 2:
                 natives.append(person)
@@ -177,8 +176,9 @@ class _Builder:
             )
             companies.append(company)
             self._mention(company, founder, head)
-            if not any(other.startswith("company") for other in self.mentions[self.facts[company]["city"]]):
-                self._mention(company, self.facts[company]["city"])
+            city = self.entities[company].facts["city"]
+            if not any(other.startswith("company") for other in self.entities[city].mentions):
+                self._mention(company, city)
         makers = _Turns(companies, draws)
         for _ in range(size["product"]):
             (designer,), (maker,) = people.take(1), makers.take(1)
@@ -189,25 +189,7 @@ class _Builder:
 
     def _mention(self, what: str, *where: str) -> None:
         for entity in where:
-            self.mentions[entity].append(what)
-
-    def finish(self) -> dict[str, Entity]:
-        """All entities; a country's capital is the first city that lies in it."""
-        for city, facts in self.facts.items():
-            if city.startswith("city"):
-                # `CAPITALS_PART` gives each country a city first, so every capital is set.
-                self.facts[facts["country"]].setdefault("capital", city)
-        return {
-            entity: Entity(
-                entity,
-                entity.split("-")[0],
-                self.named[entity],
-                self.parts[entity],
-                facts,
-                tuple(self.mentions[entity]),
-            )
-            for entity, facts in self.facts.items()
-        }
+            self.entities[entity].mentions.append(what)
 
 
 class _Turns:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from mmrl.tasks.mini.examples import FACTS, FOLDER
-from scripts.tiny_model.mini.messages import INTENTS, make_requests, make_support
+from scripts.tiny_model.mini.messages import make_requests, make_support
 from scripts.tiny_model.mini.questions import Question, in_steps, make_claims, make_questions, make_singles
 from scripts.tiny_model.mini.world import PARTS, WORLD_SEED, make_world
 
@@ -26,9 +27,8 @@ def write_world(folder: Path = FOLDER, seed: int = WORLD_SEED) -> None:
     for split in PARTS:
         _write(folder / split / "questions.jsonl", map(_question, make_questions(split, seed)))
         _write(folder / split / "singles.jsonl", map(_question, make_singles(split, seed)))
-        _write(folder / split / "claims.jsonl", _claims(split, seed))
-        _write(folder / split / "support.jsonl", _support(split, seed))
-        _write(folder / split / "requests.jsonl", _requests(split, seed))
+        for name, make in (("claims", make_claims), ("support", make_support), ("requests", make_requests)):
+            _write(folder / split / f"{name}.jsonl", map(asdict, make(split, seed)))
 
 
 def _write(path: Path, records: Iterable[dict[str, object]]) -> None:
@@ -46,25 +46,6 @@ def _question(question: Question) -> dict[str, object]:
         "hops": [{"query": hop.query, "title": hop.title, "answer": hop.answer} for hop in question.hops],
     }
     return {"id": question.id, "inputs": {"question": question.text}, "metadata": metadata, **second}
-
-
-def _claims(split: str, seed: int) -> Iterator[dict[str, object]]:
-    for claim in make_claims(split, seed):
-        metadata = {"titles": claim.titles, "label": claim.label, "hops": 3, "notes": claim.notes}
-        yield {"id": claim.id, "inputs": {"claim": claim.text}, "metadata": metadata}
-
-
-def _support(split: str, seed: int) -> Iterator[dict[str, object]]:
-    for query in make_support(split, seed):
-        intent = INTENTS[query.label]
-        metadata = {"label": query.label, "reason": f"{query.product}: {intent.reason}", "related": intent.related}
-        yield {"id": query.id, "inputs": {"text": query.text}, "metadata": metadata}
-
-
-def _requests(split: str, seed: int) -> Iterator[dict[str, object]]:
-    for request in make_requests(split, seed):
-        metadata = {"target": request.target, "units": request.units, "ask": request.ask}
-        yield {"id": request.id, "inputs": {"user_query": request.text}, "metadata": metadata}
 
 
 if __name__ == "__main__":
