@@ -22,7 +22,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,12 +33,13 @@ from dspy.teleprompt import Teleprompter
 
 from mmrl.cli.overrides import hydra_value
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
-from mmrl.config.base import SHIPPED
+from mmrl.config.base import SHIPPED, leaves
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import prompts_of
 from mmrl.report.rundir import RunDir, rows_of
 from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy
 from mmrl.secrets import HidingStream, add_environment
+from mmrl.system.conf import GROUPS, options
 from mmrl.system.objects import is_given, put, readable
 from mmrl.tasks.dspy.base import set_prompts
 
@@ -147,7 +148,9 @@ class MMRL(Teleprompter):
         given |= _model(self.model)
         if self.run_dir is not None:
             given["run.dir"] = str(self.run_dir)
-        settings = dict(_flat(self.settings))
+        # the `name` of a group's mapping is the choice of that group
+        choices = {f"{group}.name": group for group in GROUPS}
+        settings = {choices.get(key, key): value for key, value in leaves(self.settings)}
         if twice := sorted(set(given) & set(settings)):
             raise ConfigError(f"{key}: given by the arguments of MMRL already; leave it out" for key in twice)
         return [f"{key}={hydra_value(key, value)}" for key, value in {**given, **settings}.items()]
@@ -351,22 +354,8 @@ def _digest(examples: Sequence[dspy.Example]) -> str:
 
 def _model(model: str | None) -> dict[str, str]:
     """The words for `model`: one of `conf/model`, or any other with the neutral config."""
-    from mmrl.system.conf import options
-
     if model is None or model in (known := options("model")):
         return {} if model is None else {"model": model}
     if model in SHIPPED:
         return {"model": "tiny", "model.path": model}
     return {"model": "hf", "model.path": model} if "hf" in known else {"model.path": model}
-
-
-def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by dotted key; the `name` of a group's mapping is the choice of that group."""
-    from mmrl.system.conf import GROUPS
-
-    for name, value in settings.items():
-        key = f"{above}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{key}.")
-        else:
-            yield key.removesuffix(".name") if key.removesuffix(".name") in GROUPS else key, value

@@ -357,12 +357,13 @@ def serve(context: typer.Context) -> int:
       mmrl serve policy=RUN host=0.0.0.0 token_env=SERVE_TOKEN engine=vllm_server
     """
     from mmrl.cli import configs, overrides
+    from mmrl.cli.arguments import section_of
     from mmrl.run.serve import ServeArguments, serve_policy
 
     line = overrides.read_line(context.args, own=tuple(ServeArguments.model_fields))
     if line.switches:
         raise ConfigError(f"{' '.join(line.switches)}: not for mmrl serve, which serves one policy")
-    given = line.section(ServeArguments)
+    given = section_of(ServeArguments, line.own)
     (config,) = configs.eval_configs(line)
     return serve_policy(config, given, line.keys)
 

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from mmrl.cli.arguments import CommandLine, CreditArguments
+from mmrl.cli.arguments import CommandLine, CreditArguments, section_of
 from mmrl.cli.overrides import expand, forced, of_policy, parse, read_line, typed_value
 from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.config.validate import algo_section, as_tuples
@@ -180,15 +180,22 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "plugins")}
     problems += [f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(stray)]
     try:
-        source = line.section(CreditArguments)
+        source = section_of(CreditArguments, line.own)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     line = line.without(stray)
     # What a package prints when it is imported is no part of the result, which may be JSON.
     with redirect_stdout(sys.stderr):
-        run = None if source.run is None else _run(Path(source.run))
+        run = None
+        if source.run is not None:
+            from mmrl.run.settle import (
+                stored_config,
+            )  # it loads every task, which the credit of a file need not wait for
+
+            run = stored_config(Path(source.run), TrainCommandConfig, reading=True)
+        names = dict.fromkeys(source.algo or ([run.algo.name] if run else []))
         # Each algorithm is a section of its own: an option of one may be unknown to another, which is then named.
-        sections = [_section(name, line, run, problems) for name in source.algo or ([run.algo.name] if run else [])]
+        sections = [_section(name, line, run, problems) for name in names]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return CreditRequest(
@@ -200,13 +207,6 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
         typed=[*line.keys, *(["seed"] if "seed" in line.own else [])],
         page=None if source.page is None else Path(source.page),
     )
-
-
-def _run(folder: Path) -> TrainCommandConfig:
-    # It loads every task, which the credit of a file need not wait for.
-    from mmrl.run.settle import stored_config
-
-    return stored_config(folder, TrainCommandConfig, reading=True)
 
 
 def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, problems: list[str]) -> AlgoConfig | None:

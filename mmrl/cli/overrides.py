@@ -6,9 +6,7 @@ Hydra stops at the first word that it cannot read, some of them with a traceback
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -17,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
-from mmrl.cli.arguments import CommandLine, sort_words, typed_text
+from mmrl.cli.arguments import CommandLine, repeated, sort_words
 from mmrl.config.base import value_at
 from mmrl.config.validate import meant_keys
 from mmrl.errors import ConfigError, unknown
@@ -36,11 +34,6 @@ FLAGS = _Flags(add_help=False, allow_abbrev=False)
 FLAGS.add_argument("-m", "--multirun", action="store_true")
 FLAGS.add_argument("--config-dir", "-cd")
 FLAGS.add_argument("--cfg", "-c", choices=["job"])
-PLUGINS = (
-    ("hydra/launcher", "submitit", "submitit", "hydra-submitit-launcher", "slurm"),
-    ("hydra/sweeper", "optuna", "hydra_plugins.hydra_optuna_sweeper", "hydra-optuna-sweeper", "optuna"),
-)
-"""Group, choice, module that must be there, its package, extra of mmrl's that installs it."""
 NO_ROW = ("experiment=null", "experiment=")
 """The default, which Hydra has no words for: it takes null for no choice at all."""
 
@@ -67,36 +60,25 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
     if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
         problems.append(f"--config-dir: no folder '{flags.config_dir}'")
     # Own keys are taken out before Hydra parses: a path or a list of names need not be valid Hydra grammar.
-    texts, given = [], {}
-    for text in settings:
-        key, _, after = text.partition("=")
-        if key not in own:
-            texts.append(text)
-            continue
-        problems += [f"{key}: given more than once"] if key in given else []
-        given[key] = after
+    typed_own = [text.partition("=")[::2] for text in settings if text.partition("=")[0] in own]
+    problems += repeated([key for key, _ in typed_own])
+    texts = [text for text in settings if text.partition("=")[0] not in own]
     overrides = parse([text for text in texts if text not in NO_ROW], problems)
     if once:
         # `~key` takes something out, and what is put in its place may have the same name.
-        keys = [(o.key_or_group, o.package) for o in overrides if not o.is_delete()]
-        keys += [("experiment", None) for text in texts if text in NO_ROW]
-        problems += [f"{key}: given more than once" for key, _ in dict.fromkeys(k for k in keys if keys.count(k) > 1)]
+        keys = [override.get_key_element().lstrip("+") for override in overrides if not override.is_delete()]
+        problems += repeated([*keys, *("experiment" for text in texts if text in NO_ROW)])
     prints = flags.cfg is not None
-    line = CommandLine(tuple(overrides), given, tuple(others), flags.multirun, flags.config_dir, prints)
-    problems += _without_effect(line)
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
-    return line
-
-
-def _without_effect(line: CommandLine) -> list[str]:
-    """Hydra's own keys where Hydra drives nothing: it runs sweeps, and prints."""
+    line = CommandLine(tuple(overrides), dict(typed_own), tuple(others), flags.multirun, flags.config_dir, prints)
     idle = ("hydra.run.", "hydra.mode.") if line.multirun else ("hydra.", "hydra/")
-    return [
+    problems += [
         f"{key}: has no effect here; a run's folder is run.dir=, and Hydra drives sweeps alone (mmrl train -m)"
         for key in line.keys
         if f"{key}.".startswith(idle) and not line.prints
     ]
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return line
 
 
 def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
@@ -111,9 +93,14 @@ def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
     return parsed
 
 
+def key_of(word: str) -> str:
+    """The key that an override sets."""
+    return word.lstrip("+~").partition("=")[0].partition("@")[0]
+
+
 def typed_value(override: Override) -> str | None:
     """What was typed after the `=`; None where `~key` stands alone."""
-    _, equals, value = typed_text(override).partition("=")
+    _, equals, value = str(override.input_line).partition("=")
     return value if equals else None
 
 
@@ -144,7 +131,7 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
         try:
             values = _values(override, search)
         except HydraException as error:
-            raise ConfigError(f"{typed_text(override)}: {error}") from None
+            raise ConfigError(f"{override.input_line}: {error}") from None
         axes[override.get_key_element()] = [(override, value) for value in values]
         again = [value for value in dict.fromkeys(values) if values.count(value) > 1 and not search]
         problems += [
@@ -177,14 +164,6 @@ def _values(override: Override, search: bool) -> list[str | None]:
 def _left_out(override: Override, value: str | None, line: CommandLine, problems: list[str]) -> bool:
     """Whether Hydra must not see an override: no choice, or one that is not there (which is added to `problems`)."""
     key, choice = override.key_or_group, (value or "").strip("'\"")
-    # Hydra would list the plugins that it has and not say how to install this one.
-    for group, name, module, package, extra in PLUGINS:
-        if key == group and choice.startswith(name) and not _installed(module):
-            problems.append(
-                f"{group}: got {choice}, which needs {package}, and {sys.executable} does not have it; install it (pip "
-                f"install 'mmrl[{extra}]'), or leave {group} out"
-            )
-            return True
     # `group@package=` puts a choice at another place of the config, which Hydra alone resolves.
     if key not in GROUPS or override.package is not None or override.is_delete():
         return False
@@ -196,13 +175,6 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
     none = f"{key}: got '{choice}', and there is none; conf/{key}/{choice}.yaml in the current folder would be it"
     problems.append(unknown(key, choice, choices) if choices else none)
     return True
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor is the package that it is in
-        return False
 
 
 def forced(override: Override, value: str | None) -> str:
@@ -224,7 +196,7 @@ def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: 
         words: the overrides of the job.
     """
     model, policy = sections.get("model"), sections.get("policy")
-    typed = {word.partition("=")[0].lstrip("+~") for word in words}
+    typed = set(map(key_of, words))
     if policy is None and isinstance(model, Mapping) and typed & {"model", "model.path"}:
         # the model itself, as it is before any training
         return [f"++policy={hydra_value('policy', model['path'])}"] if isinstance(model.get("path"), str) else []

@@ -26,6 +26,7 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
       mmrl plan model=llama31_8b_instruct device=h100 lengths=rewriter:300/40
     """
     from mmrl.cli import configs, overrides
+    from mmrl.cli.arguments import section_of
 
     line = overrides.read_line(context.args, own=("lengths", "dry", "device"))
     if line.switches:
@@ -33,7 +34,7 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
     (config,) = configs.train_configs(line)
     from mmrl.run.plan import PlanArguments, planned
 
-    print(planned(config, line.section(PlanArguments), as_json=as_json))
+    print(planned(config, section_of(PlanArguments, line.own), as_json=as_json))
     return 0
 
 
@@ -61,11 +62,15 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
 
         return look_at_machine(as_json=as_json)
     from mmrl.cli import configs, overrides
+    from mmrl.cli.arguments import section_of
+    from mmrl.config import TrainCommandConfig
 
     line = overrides.read_line(context.args, own=("examples",))
     if line.switches:
         raise ConfigError("mmrl doctor: takes one run and no flags but --json")
-    config = configs.weight_config("mmrl doctor", line)
+    (config,) = configs.train_configs(line)
+    if not isinstance(config, TrainCommandConfig):
+        raise ConfigError(f"algo: got {config.algo.name}, and mmrl doctor looks at one stage of reinforcement learning")
     from mmrl.run.check import check_all
 
     check_all([config.in_folder(None)], line.keys)
@@ -73,7 +78,7 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     from mmrl.run.doctor import DoctorArguments
     from mmrl.run.doctor import doctor as examine
 
-    return examine(config, line.section(DoctorArguments).examples, as_json=as_json)
+    return examine(config, section_of(DoctorArguments, line.own).examples, as_json=as_json)
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[NAME] [wheel=FILE]")

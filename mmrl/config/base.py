@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, ClassVar, NamedTuple, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -217,16 +217,23 @@ def value_at(sections: object, path: str) -> object:
     return value
 
 
-def flattened(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+def leaves(sections: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted paths of a mapping of mappings, and their values; an empty mapping is a value."""
+    for key, value in sections.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def flattened(config: Mapping[str, object]) -> dict[str, object]:
     """Config path -> value; lists as tuples, so that values can be compared and counted, sections in them by number."""
     flat: dict[str, object] = {}
-    for key, value in config.items():
+    for path, value in leaves(config):
         if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
-            value = {str(number): item for number, item in enumerate(value, start=1)}
-        if isinstance(value, Mapping) and value:
-            flat |= flattened(value, f"{prefix}{key}.")
+            flat |= flattened({path: {str(number): item for number, item in enumerate(value, start=1)}})
         else:
-            flat[f"{prefix}{key}"] = repr(value) if isinstance(value, Mapping) else _hashable(value)
+            flat[path] = repr(value) if isinstance(value, Mapping) else _hashable(value)
     return flat
 
 
@@ -250,6 +257,8 @@ def is_default(sections: Mapping[str, object] | BaseModel, path: str) -> bool:
 
 def shown(value: object) -> str:
     """A value as it would be typed."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(shown, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

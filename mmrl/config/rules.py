@@ -63,7 +63,7 @@ TYPED = (
         "with engine.url: mmrl does not start that server",
     ),
     Idle(
-        "run.group run.tags run.wandb_project run.report_calls", "run.report_to=()", "without a tracker: run.report_to"
+        "run.group run.tags run.wandb_project run.report_calls", "run.report_to=[]", "without a tracker: run.report_to"
     ),
     Idle("eval.split", _EVAL, "on mmrl eval; use split="),
     Idle("model.name model.lora", _EVAL, "on mmrl eval: policy= names the weights, and their adapter"),

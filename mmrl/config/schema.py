@@ -52,7 +52,7 @@ class ModuleWeights(Section):
         None, description="its name; modules that give the same one share it; null: one of the module's own"
     )
     lr: float | None = Field(None, ge=0, description="learning rate of the adapter; null: train.lr")
-    frozen: bool = Field(False, description="out of the loss; the adapter stays as it starts, so the base speaks")
+    frozen: bool = Field(False, description="out of the loss; the module replies with the base model")
 
 
 class ModelConfig(Section):
@@ -247,7 +247,7 @@ class RootConfig(Section):
 class StartConfig(Section):
     """The policy that a run has started from (`from=RUN`), by its content."""
 
-    run: str = Field(description="as typed")
+    run: str = Field(description="its directory")
     weights: str | None = Field(None, description="SHA-256 of its checkpoint's list of files; null: none were trained")
     prompts: str | None = Field(None, description="SHA-256 of its prompts; null: the task's own")
 

@@ -22,7 +22,7 @@ class DataConfig(Section):
     train: str | None = Field(
         None,
         description="mini, a file, a hub id (owner/name[:config[:split]]), or a Python list (package.module:name); "
-        "null: none; all null: mini",
+        "null: no such split, where another has data; without any data: mini",
     )
     dev: str | None = Field(None, description="as train; the split that evaluations use by default")
     test: str | None = Field(None, description="as train")
@@ -36,6 +36,9 @@ class DataConfig(Section):
         # Here, and not where the data are read, so that config.yaml and report say where every split came from.
         if not isinstance(raw, Mapping) or any(raw.get(split) not in (None, MINI) for split in SPLITS):
             return raw
+        if nulls := [split for split in SPLITS if split in raw and raw[split] is None]:
+            instead = "expected a file, a hub id or a Python list, or mini; no split has data but the mini world's"
+            raise ValueError(*[f"{split}: got null, {instead}" for split in nulls])
         return {**raw, **dict.fromkeys(SPLITS, MINI)}
 
     def source_of(self, split: str) -> str | None:
@@ -79,7 +82,7 @@ class JudgeConfig(JudgeEndpointConfig):
 
     on_unreadable: Literal["fail", "rule"] = Field(
         "fail",
-        description="after the last of these: the rollout fails and is not credited, or the fixed rule scores it: 0",
+        description="after the last of `retries`: the rollout fails and is not credited, or the fixed rule scores it 0",
     )
 
 

@@ -153,7 +153,9 @@ def explain(
             section = f"a section: {path}.KEY=VALUE"
             words = {"model_type": section, "dict_type": section, "tuple_type": f"a list: {path}=[a,b]"}
             plain = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-            sentences.append(f"{path}: got {item['input']!r}, expected {words.get(kind, plain)}")
+            value = item["input"]
+            got = shown(value) if isinstance(value, list | tuple) else repr(value)
+            sentences.append(f"{path}: got {got}, expected {words.get(kind, plain)}")
     return sentences
 
 

@@ -79,11 +79,7 @@ def _labels(members: Sequence[Overview]) -> Iterator[str]:
     for name, values in zip(names, settings, strict=True):
         same = [others for other, others in zip(names, settings, strict=True) if other == name]
         paths = [path for path in values if len({others[path] for others in same if path in others}) > 1]
-        yield " ".join([name, *(f"{path}={_typed(values[path])}" for path in paths)])
-
-
-def _typed(value: object) -> str:
-    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else shown(value)
+        yield " ".join([name, *(f"{path}={shown(values[path])}" for path in paths)])
 
 
 def _one_per_seed(row: str, runs: Sequence[Overview], notes: list[str]) -> list[Overview]:

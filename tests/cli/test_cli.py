@@ -1,6 +1,5 @@
 """The command line: help, one clear error for each mistake, exit code 2, light imports; credit; stops."""
 
-import importlib.util
 import json
 import os
 import pickle
@@ -67,18 +66,6 @@ def test_mistakes_end_with_exit_code_2_and_no_traceback(arguments, code, says, c
     assert captured.err.startswith("error: ")
     assert "Traceback" not in captured.err
     assert not (tmp_path / "outputs").exists(), "nothing may be written before the input is known to be right"
-
-
-def test_a_launcher_that_is_not_installed_is_refused_with_what_to_install(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *rest: None if name == "submitit" else find(name, *rest)
-    )
-    assert main(["train", "-m", "hydra/launcher=submitit_slurm", "seed=1,2", "train.lrr=1"]) == 2
-    shown = capsys.readouterr().err
-    assert "hydra/launcher: got submitit_slurm, which needs hydra-submitit-launcher" in shown
-    assert "pip install 'mmrl[slurm]'" in shown and "train.lrr: unknown key" in shown
 
 
 def test_a_profile_for_a_gpu_is_refused_where_there_is_none(capsys, monkeypatch, tmp_path):

@@ -87,7 +87,6 @@ MISTAKES = {
         ["train", "task.api_key=abcdefgh1"],
         ["task.api_key: got a text that api_key says is a secret"],
     ),
-    "an algorithm twice": (["credit", "algo=grpo,grpo", "rollouts=x"], ["algo: got 'grpo' more than once"]),
     "an option of one of several algorithms": (
         ["credit", "algo=grpo,mhgpo_rr", "algo.aggregate=max", "rollouts=x"],
         ["algo.aggregate: has no effect with grpo; it is an option of mhgpo_fof"],

@@ -156,6 +156,8 @@ def test_beside_a_file_a_split_without_one_is_absent():
     assert DataConfig(train="a.json").model_dump(exclude_unset=False)["dev"] is None
     assert DataConfig(train="a.json").files == {"train": "a.json"}
     assert [DataConfig().source_of(split) for split in ("train", "dev", "test")] == ["mini"] * 3
-    assert [DataConfig(train="mini", test=None).source_of(s) for s in ("train", "dev", "test")] == ["mini"] * 3
+    assert [DataConfig(train="mini").source_of(s) for s in ("train", "dev", "test")] == ["mini"] * 3
+    with pytest.raises(ValueError, match="train: got null, expected a file, a hub id or a Python list, or mini"):
+        DataConfig(train=None)
     mixed = DataConfig(train="a.json", dev="mini")  # as runs of former versions have it
     assert (mixed.dev, mixed.test) == ("mini", None)

@@ -81,7 +81,7 @@ def test_settings_of_a_stage_by_number_win_over_those_by_name():
     [
         (["stages=[mmgrop]"], "stages: got 'mmgrop'"),
         (["stages=miprov2"], "stages: got 'miprov2', expected names of algo= in a list"),
-        (["stages=[]"], "stages: got ()"),
+        (["stages=[]"], "stages: got []"),
         (["stages=[sft,mmgrpo]", "stage.sft.eval.split=test"], "stage.sft.eval.split: is the same for all stages"),
         (["stages=[sft,mmgrpo]", "stage.sft.task=hover"], "stage.sft.task: is the same for all stages"),
         (
