@@ -6,10 +6,9 @@ makes the part of it that is the same on every machine (`plan_problems`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
@@ -27,13 +26,13 @@ from mmrl.config import (
 from mmrl.config.base import value_at
 from mmrl.config.rules import across_sections, engine_name, without_effect
 from mmrl.engines.endpoint_engine import named, unreachable
-from mmrl.errors import ConfigError, unknown
+from mmrl.errors import ConfigError, gathered, unknown
 from mmrl.models.hub import weights_problems
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full
 from mmrl.report.trackers import missing_trackers
 from mmrl.run.build import build_task, reward_set, teacher_policy, teacher_prompts, teachers_apart
-from mmrl.run.launch import device_problems, missing_packages
+from mmrl.run.launch import hardware_problems, missing_packages
 from mmrl.run.settle import module_assignment
 from mmrl.stages.information_gain import gold_problems
 from mmrl.system.objects import imported
@@ -55,27 +54,18 @@ def check_all(configs: Sequence[RootConfig], typed: Collection[str] = ()) -> Non
     if len(configs) > 1 and configs[0].run.dir is not None:
         problems.append("run.dir: the runs of a sweep need a directory each; leave run.dir out")
     for config in configs:
-        with collecting(problems):
+        with gathered(problems):
             problems += check(config, typed)
     if problems:
         # The runs of a sweep mostly have the same problems; each is listed once, in the order of its first run.
         raise ConfigError(dict.fromkeys(problems))
 
 
-@contextmanager
-def collecting(problems: list[str], where: str = "") -> Iterator[None]:
-    """Add the problems of a `ConfigError` to others, so that all are reported at once."""
-    try:
-        yield
-    except ConfigError as error:
-        problems += [where + problem for problem in error.problems]
-
-
 def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     """Problems of one config across its sections, data files included."""
     problems: list[str] = []
     if config.run.dir is not None:
-        with collecting(problems):
+        with gathered(problems):
             refuse_full(Path(config.run.dir))
     if isinstance(config, StagedCommandConfig):
         return problems + _stages_problems(config, typed)
@@ -87,7 +77,7 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     try:
         task = build_task(config.task, config.seed)
     except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
+        return problems + error.problems
     chosen, credited = config.task.reward, str(algo) if config.kind.credit else ""
     if chosen is not None and chosen not in task.reward_sets:
         problems.append(unknown("task.reward", chosen, task.reward_sets))
@@ -117,7 +107,7 @@ def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> lis
         own = [f"stage.{name}.", f"stage.{number}."]
         keys = [*typed, *(key.removeprefix(prefix) for key in typed for prefix in own if key.startswith(prefix))]
         where = f"stage {number} ({name}): "
-        with collecting(problems, where):
+        with gathered(problems, where):
             problems += [where + problem for problem in check(stage.in_folder(None), keys)]
     return problems
 
@@ -145,15 +135,22 @@ def _supervised_problems(config: SftCommandConfig, task: Task) -> list[str]:
 
     assignment = module_assignment(config, task.program.modules)
     problems = assignment.problems() + sft_problems(config, task, tuple(assignment.untrained))
-    return problems + (
-        split_problems(config.task, task, "train", "task.data.train") if config.algo.source != "file" else []
-    )
+    if config.algo.source != "file":
+        problems += split_problems(config.task, task, "train", "task.data.train")
+    return problems
 
 
 def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
+    policy, modules = served(config), task.program.modules
     # A policy from a run with algo.frozen_serving has two sets of full weights.
-    problems = process_problems(config) + engine_problems(config, copied=served(config).initial is not None)
-    return problems + split_problems(config.task, task, config.split, "split") + policy_problems(config, task)
+    problems = process_problems(config) + engine_problems(config, copied=policy.initial is not None)
+    problems += split_problems(config.task, task, config.split, "split")
+    if policy.modules is not None and (without := [name for name in modules if name not in policy.modules]):
+        problems.append(
+            f"policy: {config.policy} has weights for the modules {', '.join(policy.modules)} and none for "
+            f"{', '.join(without)} of task={task.name}; give one adapter of its checkpoint (a folder in it) for all"
+        )
+    return problems
 
 
 def process_problems(config: EvalCommandConfig) -> list[str]:
@@ -174,7 +171,8 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 
 def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     # From cheap to dear: nothing here leaves this process.
-    problems = device_problems(config)
+    modules, critic = config.model.modules is not None, getattr(config.algo, "critic", None)
+    problems = hardware_problems(config.hardware, engine_name(config), modules, critic)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets) + negative_rewards(config, task)
     problems += module_assignment(config, task.program.modules).problems()
@@ -214,17 +212,6 @@ def split_problems(config: TaskConfig, task: Task, split: str, key: str) -> list
     return [] if task.examples(split) else [f"{key}: the {split} split has no examples; set task.data.{split}"]
 
 
-def policy_problems(config: EvalCommandConfig, task: Task) -> list[str]:
-    """What is wrong with `policy=` for a task."""
-    weights = served(config).modules
-    if weights is None or not (without := [name for name in task.program.modules if name not in weights]):
-        return []
-    return [
-        f"policy: {config.policy} has weights for the modules {', '.join(weights)} and none for {', '.join(without)} "
-        f"of task={task.name}; give one adapter of its checkpoint (a folder in it) for all"
-    ]
-
-
 def served(config: EvalCommandConfig) -> Policy:
     """The policy behind `policy=`; with engine=openai that is an endpoint's model, and no weights are here.
 
@@ -236,26 +223,22 @@ def served(config: EvalCommandConfig) -> Policy:
 
 def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
     """What is wrong with the endpoints that answer for modules; asks nobody."""
-    name = engine_name(config)
-    endpoints = config.engine.endpoints or {}
-    if name != "openai" and not endpoints:
+    every, endpoints = engine_name(config) == "openai", config.engine.endpoints or {}
+    if not every and not endpoints:
         return []
-    key = "engine" if name == "openai" else "engine.endpoints"
-    problems = [
-        unknown(key, module, task.program.modules) for module in endpoints if module not in task.program.modules
+    key = "engine" if every else "engine.endpoints"
+    problems = []
+    if not config.kind.credit:  # in training `ModuleAssignment.problems` lists them
+        problems = [unknown(key, name, task.program.modules) for name in endpoints if name not in task.program.modules]
+    for what in ("eval.top_k", "algo.top_k") if config.kind.credit else ("eval.top_k",):
+        if most := value_at(config, what):
+            problems.append(f"{what}: got {most}, and an endpoint takes no top_k; use 0")
+    return problems + [
+        f"{key}: module '{module}' of task={task.name} goes on in the context of an earlier reply, which an "
+        "endpoint that takes messages cannot; use engine=transformers or engine=vllm_server for it"
+        for module in continuing_modules(task.program)
+        if every or module in endpoints
     ]
-    samplings = {"eval.top_k": config.eval.top_k}
-    if config.kind.credit:
-        samplings["algo.top_k"] = cast("TrainCommandConfig", config).algo.top_k
-        # Training: `ModuleAssignment.problems` lists unknown modules already.
-        problems = []
-    problems += [f"{what}: got {k}, and an endpoint takes no top_k; use 0" for what, k in samplings.items() if k > 0]
-    for module in [m for m in continuing_modules(task.program) if name == "openai" or m in endpoints]:
-        problems.append(
-            f"{key}: module '{module}' of task={task.name} goes on in the context of an earlier reply, which an "
-            "endpoint that takes messages cannot; use engine=transformers or engine=vllm_server for it"
-        )
-    return problems
 
 
 def endpoints_away(config: RootConfig) -> list[str]:
@@ -307,10 +290,8 @@ def negative_rewards(config: TrainCommandConfig, task: Task) -> list[str]:
 
 def turns_missing(chosen: str | None, algo: str, task: Task) -> list[str]:
     """The one sentence for a reward set without the turn rewards that the algorithm needs; `algo` empty: none does."""
-    if chosen is None or chosen in TURN_SETS or not algo or not ALGORITHMS[algo].needs_turn_rewards:
-        return []
-    if chosen not in task.reward_sets:
-        # An unknown reward set has its own sentence in `check`; a second one would only distract.
+    # An unknown reward set has its own sentence in `check`; a second one would only distract.
+    if chosen not in task.reward_sets or chosen in TURN_SETS or not algo or not ALGORITHMS[algo].needs_turn_rewards:
         return []
     offered = [name for name in TURN_SETS if name in task.reward_sets]
     instead = f"use task.reward={offered[0]}, or leave it out" if offered else "use an algorithm without turn rewards"
@@ -321,7 +302,7 @@ def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """Policies that do not exist, prompts that cannot be read, modules that the student's program does not have."""
     problems: list[str] = []
     if (program := getattr(config.algo, "program", None)) is not None:
-        with collecting(problems):
+        with gathered(problems):
             if not callable(getattr(imported("algo.program", program), "run", None)):
                 problems.append(f"algo.program: '{program}' has no `run(example, ctx)`; expected a program")
     exchanged = config.algo.exchanged_modules(task.program.modules)
@@ -337,7 +318,7 @@ def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
             for module in continuing_modules(task.program)
             if module in exchanged or endpoint is not None
         ]
-        with collecting(problems, f"{where}: "):
+        with gathered(problems, f"{where}: "):
             prompts = teacher_prompts(teacher, teacher_policy(teacher))
             modules = build_task(config.task, config.seed, prompts).program.modules
             # A module that the student lacks has no call whose place the teacher's output could take.

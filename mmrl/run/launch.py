@@ -18,8 +18,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from mmrl.config import HardwareConfig, TrainCommandConfig
-from mmrl.config.rules import engine_name
+from mmrl.config import HardwareConfig
 from mmrl.errors import ConfigError
 from mmrl.system.child_process import end_with_parent, free_port
 from mmrl.system.files import JsonObject
@@ -117,11 +116,6 @@ def wrapping(hardware: HardwareConfig) -> dict[str, str]:
     return {}
 
 
-def adopt(hardware: HardwareConfig) -> None:
-    """Under a launcher of the user's (torchrun, SLURM): what it does not say of how accelerate is to wrap the model."""
-    os.environ.update(wrapping(hardware))
-
-
 def must_start(processes: int, nodes: int) -> bool:
     """Whether this process has to start those of the run: there are several, and no launcher has started them.
 
@@ -210,16 +204,6 @@ def released(task: Task) -> Iterator[None]:
         task.close()
 
 
-def device_problems(config: TrainCommandConfig) -> list[str]:
-    """What the processes of a hardware profile cannot do of a training run."""
-    return hardware_problems(
-        config.hardware,
-        engine_name(config),
-        modules=config.model.modules is not None,
-        critic=getattr(config.algo, "critic", None),
-    )
-
-
 def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:
     """What cannot work of a hardware profile, one sentence each.
 
@@ -253,14 +237,9 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
 
 def missing_packages(hardware: HardwareConfig) -> list[str]:
     """What a hardware profile needs and this interpreter does not have, one sentence each; imports nothing."""
-    if hardware.sharding.startswith("zero") and not installed("deepspeed"):
+    if hardware.sharding.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         return [
             f"hardware.sharding: got {hardware.sharding}, which needs DeepSpeed, and {sys.executable} does not have "
             "it; install it (pip install 'mmrl[deepspeed]'), or use hardware.sharding=fsdp2"
         ]
     return []
-
-
-def installed(package: str) -> bool:
-    """Whether a package can be imported here."""
-    return importlib.util.find_spec(package) is not None

@@ -21,7 +21,7 @@ from mmrl.config import (
 from mmrl.config.base import Idle, Section
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.tasks import BUILT_IN
-from mmrl.errors import ConfigError, unknown
+from mmrl.errors import ConfigError, gathered, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
 from mmrl.plan.cost import Device, gpus, known_gpu
@@ -41,7 +41,7 @@ from mmrl.plan.workload import (
     without_endpoints,
 )
 from mmrl.run.build import build_task, evaluation_devices, reward_set
-from mmrl.run.check import collecting, plan_problems, process_problems
+from mmrl.run.check import plan_problems, process_problems
 from mmrl.run.settle import settle
 from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.stages.sft_data import sft_problems
@@ -75,7 +75,7 @@ def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> st
     objects: list[object] = []
     problems: list[str] = []
     for number, stage in enumerate(config.in_turn, start=1):
-        with collecting(problems, f"stage {number}: "):
+        with gathered(problems, f"stage {number}: "):
             text, content = OF_KIND[stage.kind.name](stage, request)
             texts.append(f"stage {number}: {text}")
             objects.append({"stage": number, **content})

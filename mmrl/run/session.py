@@ -5,6 +5,7 @@ Called by `cli` once `check` has passed. Every process of a run goes this way; t
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -34,7 +35,7 @@ from mmrl.report.rundir import RunDir, step_of
 from mmrl.run.build import RECORD, build_stage, build_task, check_model, evaluated, steps_of
 from mmrl.run.check import check_all
 from mmrl.run.doctor import look_before
-from mmrl.run.launch import adopt, must_start, released, start
+from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.settle import import_plugins, refuse_changes, run_folder, settle, stored_config
 from mmrl.run.start import restarted, started
 from mmrl.stages import Stage
@@ -173,8 +174,8 @@ def work(job: JsonObject) -> int:
 
 def _join(hardware: HardwareConfig, engine: str) -> Processes:
     """Meet the other processes of the run."""
-    if launched() is not None:
-        adopt(hardware)
+    if launched() is not None:  # by a launcher of the user's, which does not say how accelerate is to wrap the model
+        os.environ.update(wrapping(hardware))
     processes = join(hardware.processes * hardware.nodes, hardware.device)
     return replace(processes, one_samples=processes.world > 1 and engines.serves_all(engine))
 

@@ -1,5 +1,6 @@
 """Several processes: shares and their union, what a launcher is told, refusals, and runs of two against one."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -20,11 +21,11 @@ from mmrl.engines.vllm.command import server_environment
 from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir
-from mmrl.run import launch
+from mmrl.run import session
 from mmrl.run.build import server_devices
-from mmrl.run.launch import adopt, environment, hardware_problems, missing_packages, wrapping
+from mmrl.run.launch import environment, hardware_problems, missing_packages, wrapping
 from mmrl.system.conf import later_wins
-from mmrl.system.processes import Processes, join, merged
+from mmrl.system.processes import ALONE, Processes, join, merged
 from scripts.chaos.compare import comparable
 from tests.helpers.forests import Grow
 
@@ -153,7 +154,8 @@ def test_critics_on_several_processes():
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_zero_without_deepspeed_is_refused_before_anything_loads(stage, monkeypatch, capsys, tmp_path):
     arguments = ["hardware=h100x8", f"hardware.sharding={stage}", "engine.url=http://127.0.0.1:1"]
-    monkeypatch.setattr(launch, "installed", lambda package: package != "deepspeed")
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else find(name))
     monkeypatch.setattr("mmrl.models.load.load_model", None)
     assert main(["train", *arguments, f"run.dir={tmp_path / 'run'}"]) == 2
     shown = capsys.readouterr().err
@@ -161,7 +163,7 @@ def test_zero_without_deepspeed_is_refused_before_anything_loads(stage, monkeypa
     assert "pip install 'mmrl[deepspeed]'" in shown and "hardware.sharding=fsdp2" in shown
     assert "Traceback" not in shown and not (tmp_path / "run").exists()
     assert missing_packages(profile(processes=8, sharding="fsdp2")) == []
-    monkeypatch.setattr(launch, "installed", lambda package: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert missing_packages(profile(processes=8, sharding=stage)) == []
 
 
@@ -177,7 +179,8 @@ def test_packages_that_a_profile_s_engine_needs_are_asked_for_too(monkeypatch, c
 def test_a_launcher_s_processes_wrap_the_model_as_the_profile_says(monkeypatch):
     """torchrun and SLURM say who the processes are; without accelerate's variables it would be DDP, in silence."""
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "16"})
-    adopt(profile(processes=8, nodes=2, sharding="fsdp2"))
+    monkeypatch.setattr(session, "join", lambda *arguments: ALONE)
+    session._join(profile(processes=8, nodes=2, sharding="fsdp2"), "vllm_server")
     assert os.environ["ACCELERATE_USE_FSDP"] == "true" and os.environ["FSDP_VERSION"] == "2"
 
 
