@@ -24,7 +24,6 @@ from rich.console import Console
 from mmrl.config import TrainCommandConfig
 from mmrl.config.base import Section
 from mmrl.config.engines import VllmServerConfig
-from mmrl.records import Forest
 from mmrl.report.doctor import Played, as_object, find, report
 from mmrl.report.machine import cpu_name, unmet, versions
 from mmrl.report.text import align
@@ -98,12 +97,12 @@ def _played(config: TrainCommandConfig, examples: int) -> Played:
         log = StepLog(rundir=rundir, progress=progress, trackers=Trackers({}), stop=stop)
         stage = cast("WeightStage", build_stage(config, task, log))
         try:
-            return _examined(stage, examples)[0]
+            return _examined(stage, examples)
         finally:
             stage.close()
 
 
-def _examined(stage: WeightStage, examples: int) -> tuple[Played, Forest]:
+def _examined(stage: WeightStage, examples: int) -> Played:
     # It imports torch, which a refused config need not wait for.
     import numpy
     import torch
@@ -114,7 +113,7 @@ def _examined(stage: WeightStage, examples: int) -> tuple[Played, Forest]:
     drawn, array_draws = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng():
-            return examine(stage, examples)
+            return examine(stage, examples)[0]
     finally:
         random.setstate(drawn)
         numpy.random.set_state(array_draws)
@@ -128,7 +127,7 @@ def look_before(stage: WeightStage, log: StepLog) -> None:
     config = stage.config
     if not log.processes.first(_needed(config, log.rundir.path / FILE)):
         return
-    facts, _ = _examined(stage, FEW)
+    facts = _examined(stage, FEW)
     findings = find(facts)
     if log.processes.main:
         log.progress.note(f"before training (run.doctor=false leaves this out):\n{report(facts, findings)}")

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -45,6 +46,12 @@ PROGRAM = "program.json"
 PROMPTS = "prompts.yaml"
 COMPARED_PROMPTS = 8
 """Recorded prompts that the exported tokenizer is tried on."""
+HOLDS = {
+    "full": "full weights, of which all parameters were trained",
+    "merged": "full weights, the LoRA adapter merged into them",
+    "adapter": "the LoRA adapter alone",
+}
+"""Form of an export -> its weights, in words."""
 
 
 class ExportArguments(Section):
@@ -245,11 +252,9 @@ def _write(
 
 def _recorded_prompts(run: RunDir) -> Iterator[tuple[int, ...]]:
     """First prompts of the last step's journal."""
-    steps = run.journal_steps()
-    if steps:
-        forest, _ = read_step(run, steps[-1])
-        for call in [call for call in forest.calls.values() if call.prompt_ids and not call.turn][:COMPARED_PROMPTS]:
-            yield call.prompt_ids
+    for step in run.journal_steps()[-1:]:
+        calls = read_step(run, step)[0].calls.values()
+        yield from islice((call.prompt_ids for call in calls if call.prompt_ids and not call.turn), COMPARED_PROMPTS)
 
 
 def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str]:
@@ -272,10 +277,6 @@ def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str
     return [f"{PROGRAM}: the DSPy program's prompts, for program.load"]
 
 
-def _has_program(folder: Path) -> bool:
-    return (folder / PROGRAM).is_file()
-
-
 def _snippets(
     named: Path, folder: Path, choice: Choice, config: WeightRunConfig, base: str
 ) -> Iterator[tuple[str, str]]:
@@ -283,45 +284,31 @@ def _snippets(
     rank = config.model.lora.r if choice.form == "adapter" and config.model.lora is not None else None
     spoken = choice.recorded.get("modules")
     modules = tuple(spoken) if isinstance(spoken, dict) else ()
-    layout = getattr(config.task, "prompt_layout", "dspy") if _has_program(folder) else None
+    layout = getattr(config.task, "prompt_layout", "dspy") if (folder / PROGRAM).is_file() else None
     return snippets(named, choice.folders, base, rank, modules=modules, program=layout)
 
 
 def _card(
     seen: Overview, request: ExportArguments, config: WeightRunConfig, choice: Choice, folder: Path, step: int
 ) -> str:
-    title = request.push.rpartition("/")[2] if request.push else request.out.name
-    where = Path(request.push) if request.push else Path(request.out.name)
+    where = Path(request.push or request.out.name)
+    holds = HOLDS[choice.form]
+    if names := choice.folders:
+        holds += f", in {len(names)} folders ({', '.join(names)}), one for each module or group of modules"
+    files = {split: source.partition(":")[0] for split, source in config.task.data.files.items()}
     facts = CardFacts(
-        title=title,
+        title=where.name,
         step=step,
-        holds=_holds(choice),
+        holds=f"This folder holds {holds}.",
         kind="adapter" if choice.form == "adapter" else "merged",
         licence=licence_of(config.model.path, config.model.revision),
         modules=choice.modules,
         prompts=_prompt_paragraphs(folder),
         snippets=dict(_snippets(where, folder, choice, config, shown_path(config.model.path))),
-        data={
-            split: source.partition(":")[0] for split, source in config.task.data.files.items() if is_hub_data(source)
-        },
+        # data of the hub, which have a name that others know
+        data={split: name for split, name in files.items() if name.count("/") == 1 and is_hub_id(name)},
     )
     return model_card(seen, facts)
-
-
-def is_hub_data(source: str) -> bool:
-    """Whether data come from the hub, and so have a name that others know."""
-    return source.partition(":")[0].count("/") == 1 and is_hub_id(source)
-
-
-def _holds(choice: Choice) -> str:
-    what = {
-        "full": "full weights, of which all parameters were trained",
-        "merged": "full weights, the LoRA adapter merged into them",
-        "adapter": "the LoRA adapter alone",
-    }[choice.form]
-    if names := choice.folders:
-        what += f", in {len(names)} folders ({', '.join(names)}), one for each module or group of modules"
-    return f"This folder holds {what}."
 
 
 def _prompt_paragraphs(folder: Path) -> list[str]:
@@ -329,7 +316,7 @@ def _prompt_paragraphs(folder: Path) -> list[str]:
     if (folder / PROMPTS).is_file():
         text = (folder / PROMPTS).read_text(encoding="utf-8")
         return [f"Prompts (`{PROMPTS}`):", f"````yaml\n{text.rstrip()}\n````"]
-    if not _has_program(folder):
+    if not (folder / PROGRAM).is_file():
         return []
     state = json.loads((folder / PROGRAM).read_text(encoding="utf-8"))
     parts = [f"A DSPy program; `{PROGRAM}` holds its prompts and is read by `program.load`. Per predictor:"]

