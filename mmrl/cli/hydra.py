@@ -28,7 +28,7 @@ from mmrl.cli.arguments import CommandLine, CreditArguments, section_of
 from mmrl.cli.overrides import expand, forced, of_policy, parse, read_line, typed_value
 from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.config.validate import algo_section, as_tuples
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, gathered
 from mmrl.run.credit import CreditRequest
 from mmrl.secrets import environment_value
 from mmrl.system.conf import conf_dir, user_dirs
@@ -220,8 +220,11 @@ def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, probl
     if len(problems) > before:
         return None
     sections = composed("credit", job, line.config_dir)
-    if trained is None:
-        return algo_section(sections.get("algo"), problems)
-    from mmrl.run.start import with_typed  # numpy and tasks, which credit of a file need not wait for
+    raw = sections.get("algo")
+    if trained is not None:
+        from mmrl.run.start import with_typed  # numpy and tasks, which credit of a file need not wait for
 
-    return algo_section(with_typed(trained.model_dump(), sections, line.keys, "algo"), problems)
+        raw = with_typed(trained.model_dump(), sections, line.keys, "algo")
+    with gathered(problems):
+        return algo_section(raw)
+    return None

@@ -33,23 +33,16 @@ class AlgoConfig(MethodConfig):
     beta: float = Field(0.001, ge=0, le=FACTOR, description="weight of the KL term against the reference policy")
     loss_mean: Literal["seq", "token", "constant"] = Field("seq", description="how token losses are averaged")
     loss_length: int | None = Field(
-        None,
-        ge=1,
-        le=10_000_000,
-        description="L_max that loss_mean=constant divides by; null: the longest sequence of the batch",
+        None, ge=1, le=10_000_000, description="L_max of loss_mean=constant; null: the longest sequence of the batch"
     )
     temperature: Temperature = Field(1.0, gt=0, description="sampling temperature of training rollouts")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling of training rollouts; 1: off")
     top_k: int = Field(0, ge=0, description="the same among the k likeliest tokens; 0: off")
     parse_retries: int = Field(0, ge=0, le=10, description="extra attempts after a parse failure in training rollouts")
     # Without it the ratio is 1 in the first optimizer step of a batch alone.
-    ratio_one: bool = Field(
-        False, description="the ratio of the loss is 1 in every optimizer step: no clipping, plain policy gradient"
-    )
+    ratio_one: bool = Field(False, description="ratio 1 in every optimizer step: no clipping, plain policy gradient")
     # Factors of modules are checked against the program's modules, which no schema knows (algorithms/checks.py).
-    advantage_scale: dict[str, float] | None = Field(
-        None, description="module: factor of its advantages; 1 where none is given"
-    )
+    advantage_scale: dict[str, float] | None = Field(None, description="module: factor of its advantages, else 1")
     idle: ClassVar[list[Idle]] = [Idle("loss_length", "loss_mean!=constant")]
 
     @classmethod
@@ -95,9 +88,7 @@ class GroupConfig(AlgoConfig):
     zero_variance: Literal["keep", "drop", "refill"] = Field(
         "keep", description="what becomes of groups with equal rewards; refill: dropped, and other examples sampled"
     )
-    refill_rounds: int = Field(
-        4, ge=1, description="most rounds of further sampling in a step, for zero_variance=refill"
-    )
+    refill_rounds: int = Field(4, ge=1, description="most rounds of further sampling in a step (zero_variance=refill)")
     idle: ClassVar[list[Idle]] = [Idle("refill_rounds", "zero_variance!=refill"), Idle("std_over", "scale!=true")]
 
     @property
@@ -111,7 +102,15 @@ class GroupConfig(AlgoConfig):
         return self.zero_variance != "keep"
 
 
-class MhgpoConfig(GroupConfig):
+class PenaltyConfig(AlgoConfig):
+    """What algorithms with penalties of modules have."""
+
+    penalties: bool = Field(True, description="false: final reward only (all R_spe = 0)")
+    penalty_scale: dict[str, float] | None = Field(None, description="module: factor of its penalty (R_spe), else 1")
+    idle: ClassVar[list[Idle]] = [Idle("penalty_scale", "penalties=false")]
+
+
+class MhgpoConfig(GroupConfig, PenaltyConfig):
     """MHGPO (arXiv 2506.02718): backward rewards with module penalties over forked rollouts."""
 
     aggregate: Aggregate = Field(
@@ -119,16 +118,12 @@ class MhgpoConfig(GroupConfig):
         description="Eq. 4: how successors' rewards are aggregated at a fork; tree_value: TreeRL's value of a step",
     )
     propagate: Literal["shared", "full"] = Field("shared", description="whether a penalty is propagated backwards too")
-    penalties: bool = Field(True, description="false: final reward only (all R_spe = 0)")
-    penalty_scale: dict[str, float] | None = Field(
-        None, description="module: factor of its penalty (R_spe); 1 where none is given"
-    )
     train_modules: tuple[str, ...] | None = Field(None, description="train only these (*X); null: all")
     freeze_modules: tuple[str, ...] = Field((), description="leave these out of the loss (-X)")
     frozen_serving: bool = Field(
-        False, description="modules out of the loss act with the initial weights; false: with the current ones"
+        False, description="modules out of the loss act with the initial weights, not the current"
     )
-    idle: ClassVar[list[Idle]] = [Idle("penalty_scale", "penalties=false"), Idle("propagate", "aggregate=tree_value")]
+    idle: ClassVar[list[Idle]] = [Idle("propagate", "aggregate=tree_value")]
 
     def trains(self, module: str) -> bool:
         """Whether the module is in the loss."""
@@ -211,7 +206,7 @@ class CcpoConfig(GroupConfig):
 
     name: Literal["ccpo"]
     exchanged: tuple[str, ...] | None = Field(
-        None, description="modules whose replies are exchanged in a second play; null: all but the last"
+        None, description="whose replies a second play exchanges; null: all but the last"
     )
     reply: str = Field("", description="what stands in for their replies")
     teachers: tuple[TeacherConfig, ...] | None = Field(
@@ -329,9 +324,7 @@ class MmgrpoConfig(GroupConfig):
     teachers: tuple[TeacherConfig, ...] | None = Field(
         None, description="programs that make the R rollouts, one after the other; null: the student alone"
     )
-    reserialise: bool = Field(
-        False, description="train on the canonical text of what a module wrote, not on the sampled tokens"
-    )
+    reserialise: bool = Field(False, description="train on a reply's canonical text, not on the sampled tokens")
     padding_mode: Literal["fill", "truncate", "ragged"] = Field("fill", description="unequal numbers of calls")
     filler: Literal["randint", "max"] = Field("randint", description="own call that fills a gap: random, or the last")
     fill_source: Literal["rollout", "group"] = Field("rollout", description="whose calls fill a gap")
@@ -343,10 +336,10 @@ class MmgrpoConfig(GroupConfig):
     )
     failing_index: Literal["zero", "true"] = Field("zero", description="invocation under which it is grouped")
     format_failure_score: float = Field(
-        -1.0, ge=-FACTOR, le=FACTOR, description="reward of a failing call with no field present"
+        -1.0, ge=-FACTOR, le=FACTOR, description="reward of a failing call with no field"
     )
     format_failure_best: float = Field(
-        0.0, ge=-FACTOR, le=FACTOR, description="what it rises to with the share of fields present"
+        0.0, ge=-FACTOR, le=FACTOR, description="what it rises to with the share of fields"
     )
     max_context: int | None = Field(8192, ge=1, description="longest prompt + completion that is trained on")
     overlong: Literal["datapoint", "trajectory"] = Field("datapoint", description="what a longer one takes along")
@@ -401,7 +394,7 @@ class CriticConfig(AlgoConfig):
     )
     # a factor, so that one search over train.lr moves both networks
     critic_lr_factor: float = Field(
-        10.0, ge=0, description="learning rate of the critic as a multiple of train.lr; constant after its warm-up"
+        10.0, ge=0, description="the critic's learning rate over train.lr; constant after its warm-up"
     )
     critic_warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up of the critic")
     critic_init: Literal["random", "zero"] = Field(
@@ -410,16 +403,11 @@ class CriticConfig(AlgoConfig):
     value_clip: float = Field(0.5, gt=0, description="how far a value may move from its old one in the value loss")
 
 
-class MappoConfig(CriticConfig):
+class MappoConfig(CriticConfig, PenaltyConfig):
     """MAPPO: one critic for all modules, advantages estimated within each call."""
 
     name: Literal["mappo"]
-    penalties: bool = Field(True, description="false: final reward only (all R_spe = 0)")
-    penalty_scale: dict[str, float] | None = Field(
-        None, description="module: factor of its penalty (R_spe); 1 where none is given"
-    )
     whiten: Literal["trained", "none"] = Field("trained", description="tokens that advantages are whitened over")
-    idle: ClassVar[list[Idle]] = [Idle("penalty_scale", "penalties=false")]
 
 
 class TurnCriticConfig(CriticConfig):

@@ -44,7 +44,7 @@ class TransformersConfig(EngineConfig):
         "deterministic", description="deterministic: a batch starts when every live program has sent a request or ended"
     )
     loop: Literal["auto", "own", "hf"] = Field(
-        "auto", description="decode loop: own (fast, Llama and Qwen families), hf (any model)"
+        "auto", description="own: fast, for Llama and Qwen families; hf: any model"
     )
     batch_tokens: int = Field(65536, ge=64, description="prompt tokens (padded) generated for at once")
 
@@ -86,9 +86,7 @@ class VllmColocatedConfig(VllmConfig):
     """vLLM in the training process."""
 
     # null is decided by the device, which is settled later than this section
-    sleep: bool | None = Field(
-        None, description="vLLM frees its GPU memory while the trainer works; null: true on a GPU"
-    )
+    sleep: bool | None = Field(None, description="vLLM frees its GPU memory while the trainer works; null: on a GPU")
 
 
 class OpenAIConfig(EngineConfig):

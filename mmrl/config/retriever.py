@@ -19,7 +19,7 @@ class RetrieverConfig(Section):
     encodes: ClassVar[bool] = False
     """Whether texts become vectors."""
     name: Literal["bm25", "dense", "remote"] = Field(
-        "bm25", description="which one (docs/retrieval.md); dense needs the extra `dense`"
+        "bm25", description="docs/retrieval.md; dense needs the extra `dense`"
     )
     top_k: int = Field(10, ge=1, description="budget of candidate documents of a question, split over its queries")
     dedup: bool = Field(False, description="drop a document that an earlier query already brought")
@@ -83,9 +83,7 @@ class DenseConfig(LocalRetrieverConfig):
 
     encodes: ClassVar[bool] = True
     name: Literal["dense"]
-    model: str | None = Field(
-        None, description="encoder: folder, hub id, or `minilm` (mmrl fetch); null: facebook/contriever"
-    )
+    model: str | None = Field(None, description="folder, hub id, or `minilm` (mmrl fetch); null: facebook/contriever")
     faiss: Literal["flat", "hnsw"] = Field("flat", description="exact, or a graph (faster, inexact)")
     batch_size: int = Field(32, ge=1, description="texts encoded at once")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the encoder runs")

@@ -48,9 +48,7 @@ class LoraConfig(Section):
 class ModuleWeights(Section):
     """One module's LoRA adapter."""
 
-    adapter: str | None = Field(
-        None, description="its name; modules that give the same one share it; null: one of the module's own"
-    )
+    adapter: str | None = Field(None, description="its name, which modules may share; null: the module's own")
     lr: float | None = Field(None, ge=0, description="learning rate of the adapter; null: train.lr")
     frozen: bool = Field(False, description="out of the loss; the module replies with the base model")
 
@@ -74,7 +72,7 @@ class ModelConfig(Section):
     )
     gradient_checkpointing: bool = Field(False, description="the update forwards twice and keeps less in memory")
     chat_template: str | None = Field(
-        None, description="a Jinja file; null: the tokenizer's own; `plain`: for base models, which have none"
+        None, description="a Jinja file, or `plain` (base models); null: the tokenizer's own"
     )
     thinking: bool = Field(False, description="the chat template's thinking mode, where it has one")
 
@@ -111,7 +109,7 @@ class TrainConfig(Section):
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's second moment")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's")
     microbatch_tokens: int | None = Field(
-        None, ge=64, description="tokens forwarded at once in the update; null: from the device's memory"
+        None, ge=64, description="tokens of a forward in the update; null: by the device's memory"
     )
     packing: Literal["auto", "trie", "padded"] = Field(
         "auto", description="trie forwards each distinct prefix once; auto: trie where the model's layers allow it"
@@ -121,19 +119,12 @@ class TrainConfig(Section):
     )
     # at least 1: a cap below the weight of equal policies would scale every token
     tis: float | None = Field(
-        None,
-        ge=1,
-        description="truncated importance sampling: cap of the weight trainer / sampler of each token; null: off",
+        None, ge=1, description="truncated importance sampling: cap of a token's weight trainer / sampler; null: off"
     )
     staleness: int = Field(
-        0,
-        ge=0,
-        le=1,
-        description="1: the next batch is sampled while this one trains, from weights one step older; 0: on-policy",
+        0, ge=0, le=1, description="1: the next batch is sampled while this one trains, by weights one step older"
     )
-    max_failed_share: float = Field(
-        0.5, ge=0, le=1, description="stop when more of a step failed for infrastructure reasons"
-    )
+    max_failed_share: float = Field(0.5, ge=0, le=1, description="stop when more of a step failed from outside causes")
     save_every: int = Field(20, ge=1, description="steps between checkpoints; the last step is always saved")
     keep: int = Field(2, ge=1, description="newest checkpoints that stay")
 
@@ -148,9 +139,7 @@ class EvalConfig(Section):
     split: Literal["train", "dev", "test"] = Field("dev", description="of a training run; mmrl eval takes split=")
     every: int = Field(20, ge=0, description="steps between evaluations; 0: only before and after")
     items: int | None = Field(
-        None,
-        ge=1,
-        description="N items of the split, of data files N that are drawn, the same ones in every run; null: all",
+        None, ge=1, description="so many of the split; of data files drawn, the same in every run; null: all"
     )
     samples: int = Field(1, ge=1, description="rollouts per item, each with its own seed")
     temperature: Temperature = Field(0.0, ge=0, description="0 is greedy")
@@ -164,9 +153,7 @@ class EvalConfig(Section):
         "reply would be the same again",
     )
     bootstrap: int = Field(1000, ge=100, description="resamples of the 95 % interval")
-    max_failed_share: float = Field(
-        0.5, ge=0, le=1, description="no scores, and exit code 1, when more failed for infrastructure reasons"
-    )
+    max_failed_share: float = Field(0.5, ge=0, le=1, description="no scores when more failed from outside causes")
 
 
 TrackerName = Literal["wandb", "tensorboard", "mlflow", "comet_ml", "trackio", "aim", "clearml", "dvclive", "swanlab"]
@@ -191,9 +178,7 @@ class RunConfig(Section):
     wandb_project: str = Field("mmrl", description=f"{', '.join(WITH_PROJECTS)}: the project (mlflow: the experiment)")
     group: str | None = Field(None, min_length=1, description="wandb: runs that belong together; null: <algo>-<task>")
     tags: tuple[str, ...] = Field((), description="wandb: labels of the run")
-    progress: bool | None = Field(
-        None, description="live display: true everywhere, false nowhere (plain lines); null: in a terminal"
-    )
+    progress: bool | None = Field(None, description="live display; false: plain lines; null: live in a terminal")
     doctor: Literal["auto"] | bool = Field(
         "auto", description="play a few examples before training and say what is wrong; auto: before runs on GPUs"
     )
@@ -270,6 +255,10 @@ class WeightsConfig(StageConfig):
     train: TrainConfig
 
 
+# no schema for other names: a plugin that adds an algorithm adds its schema too
+Algo = Annotated[SerializeAsAny[AlgoConfig], BeforeValidator(by_name(ALGO_SCHEMAS))]
+
+
 class TrainCommandConfig(WeightsConfig):
     """`mmrl train` of a stage that trains weights by reinforcement learning."""
 
@@ -279,8 +268,7 @@ class TrainCommandConfig(WeightsConfig):
         credit=True,
         refusal="this is a run of mmrl train; continue it with: mmrl train resume={folder}",
     )
-    # no schema for other names: a plugin that adds an algorithm adds its schema too
-    algo: Annotated[SerializeAsAny[AlgoConfig], BeforeValidator(by_name(ALGO_SCHEMAS))]
+    algo: Algo
 
 
 class PromptCommandConfig(StageConfig):

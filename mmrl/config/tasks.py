@@ -103,7 +103,7 @@ class TaskConfig(Section):
     # the smallest limits only exclude what no prompt fits into
     max_context: int | None = Field(None, ge=16, description="prompt + completion limit; null: the model's")
     timeout_s: float = Field(
-        600.0, gt=0, description="limit of one rollout, without the time in which an engine of this process computes"
+        600.0, gt=0, description="of one rollout, without the time in which an engine here computes"
     )
 
 
@@ -183,7 +183,7 @@ class ToolAgentConfig(AgentConfig, AgentJudgedConfig):
 
     max_completion: int = Field(1024, ge=1, description="sampled and observation tokens of a rollout together")
     outcome_rewards: Annotated[Literal[3, 4], BeforeValidator(no_lookalike)] = Field(
-        4, description="3 leaves the XML format reward out"
+        4, description="3: without the XML format reward"
     )
     format_rewards: Literal["strict", "released"] = Field(
         "strict",
@@ -210,17 +210,13 @@ class DspyPromptConfig(TaskConfig):
 class Banking77Config(SampleConfig, DspyPromptConfig):
     """Intent classification."""
 
-    labels: str | None = Field(
-        None, description="JSON file with the list of labels; null: those that occur in the data"
-    )
+    labels: str | None = Field(None, description="JSON file with the list of labels; null: those in the data")
 
 
 class PapillonConfig(SampleConfig, JudgedConfig, DspyPromptConfig):
     """Privacy-conscious delegation."""
 
-    external: ExternalConfig | None = Field(
-        None, description="the untrusted external model; null: a rule-based one of the mini world"
-    )
+    external: ExternalConfig | None = Field(None, description="the untrusted model; null: rules of the mini world")
 
 
 class HoverConfig(SampleConfig, CorpusConfig, DspyPromptConfig):
@@ -229,11 +225,9 @@ class HoverConfig(SampleConfig, CorpusConfig, DspyPromptConfig):
     search_hops: int = Field(4, ge=1, description="searches, the first one for the claim itself")
     # null and not a number: the mini world's documents are looked up by name, one is enough there
     hop_top_k: int | None = Field(
-        None, ge=1, description="passages per query, and passed on per hop; null: 10, in the mini world 1"
+        None, ge=1, description="passages per query and per hop; null: 10, in the mini world 1"
     )
-    last_top_k: int | None = Field(
-        None, ge=1, description="passages per query in the last hop; null: 30, in the mini world 1"
-    )
+    last_top_k: int | None = Field(None, ge=1, description="of the last hop, per query; null: 30, in the mini world 1")
     passages: int = Field(100, ge=1, description="passages returned and scored, at most")
     claim_hops: int | None = Field(3, description="only claims of this many hops; null: all")
 
@@ -243,7 +237,7 @@ class DspyProgramConfig(DspyPromptConfig):
 
     # null in the schema, so that the task can report program, metric and inputs missing all at once
     program: str | None = Field(
-        None, description="package.module:name of a dspy.Module, of what makes one, or of an async function"
+        None, description="package.module:name of a dspy.Module, its factory, or an async function"
     )
     metric: str | None = Field(None, description="package.module:name of (record, prediction) -> number")
     inputs: tuple[str, ...] = Field((), description="fields of a record that the program gets")
@@ -256,7 +250,7 @@ class DspyProgramConfig(DspyPromptConfig):
     )
 
 
-# Packages written before there were schemas read keys of any task; several bases give them all without a copy.
+# Several bases give it all keys without a copy.
 class PluginTaskConfig(
     SearchAgentConfig,
     ToolAgentConfig,

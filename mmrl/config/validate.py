@@ -10,13 +10,13 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
-from mmrl.config.base import flattened, shipped_for, shown, under_tiny, value_at
+from mmrl.config.base import Section, flattened, shipped_for, shown, under_tiny, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
-from mmrl.config.schema import HardwareConfig, RootConfig, TrainCommandConfig
+from mmrl.config.schema import Algo, HardwareConfig, RootConfig, TrainCommandConfig
 from mmrl.config.tasks import TASK_SCHEMAS, task_schema
-from mmrl.errors import ConfigError, nearest, unknown
+from mmrl.errors import ConfigError, nearest
 from mmrl.secrets import holder, reveal, secret_name, user_in_address
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
@@ -111,32 +111,33 @@ def _with_shipped(config: ConfigT) -> ConfigT:
     return config.model_copy(update=changed) if changed else config
 
 
-def algo_section(raw: object, problems: list[str]) -> AlgoConfig | None:
-    """`algo` alone, by its own schema; None and further `problems` where it is wrong."""
-    name = raw.get("name") if isinstance(raw, Mapping) else None
-    if not isinstance(raw, Mapping) or not isinstance(name, str) or name not in ALGO_SCHEMAS:
-        problems.append(unknown("algo", name, ALGO_SCHEMAS))
-        return None
-    schema = ALGO_SCHEMAS[name]
+class _AlgoAlone(Section):
+    """What `mmrl credit` has of a config."""
+
+    algo: Algo
+
+
+def algo_section(raw: object) -> AlgoConfig:
+    """`algo` alone, by its own schema.
+
+    Raises:
+        ConfigError: every problem.
+    """
     try:
-        return schema.model_validate(dict(raw))
+        return _AlgoAlone.model_validate({"algo": raw}).algo
     except ValidationError as error:
-        problems += explain(schema, error, prefix="algo", raw={"algo": raw})
-        return None
+        raise ConfigError(explain(_AlgoAlone, error, raw={"algo": raw})) from None
 
 
-def explain(
-    schema: type[BaseModel], error: ValidationError, prefix: str = "", raw: Mapping[str, object] | None = None
-) -> list[str]:
+def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, object] | None = None) -> list[str]:
     """Sentences for pydantic's errors, in the words of the command line.
 
     Args:
-        prefix: where the section that was validated stands in the config.
         raw: the config that was validated, for the names that choose schemas.
     """
     sentences: list[str] = []
     for item in error.errors():
-        parts = [*([prefix] if prefix else []), *(str(part) for part in item["loc"])]
+        parts = [str(part) for part in item["loc"]]
         path, kind = ".".join(parts), item["type"]
         if kind == "extra_forbidden":
             sentences += _unknown_key(schema, parts, item["input"], raw or {})
