@@ -163,27 +163,26 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> int:
 
     given = read_arguments("mmrl show", ShowArguments, context.args, name="run_dir", called="RUN_DIR")
     path = Path(given.run_dir)
-    if not as_json:
-        from mmrl.models.policy import SET
+    if as_json:
+        if given.step is None or given.example is not None:
+            raise ConfigError("--json: writes the rollouts of one step; give step=N, and no example")
+        from mmrl.report.forest import dump_forest
+        from mmrl.report.journal import read_step
+        from mmrl.report.rundir import RunDir
+        from mmrl.system.files import dumps
 
-        if given.example is None and given.step is None and (path / SET).is_file():
-            from mmrl.sets.chain import chain_page
+        print(dumps(dump_forest(read_step(RunDir.read(path), given.step)[0])))
+        return 0
+    from mmrl.models.policy import SET
 
-            print(chain_page(path).text())
-            return 0
+    if given.example is None and given.step is None and (path / SET).is_file():
+        from mmrl.sets.chain import chain_page
+
+        print(chain_page(path).text())
+    else:
         from mmrl.report.console import show_run
 
         print(show_run(path, example=given.example, step=given.step))
-        return 0
-    if given.step is None or given.example is not None:
-        raise ConfigError("--json: writes the rollouts of one step; give step=N, and no example")
-    from mmrl.report.forest import dump_forest
-    from mmrl.report.journal import read_step
-    from mmrl.report.rundir import RunDir
-    from mmrl.system.files import dumps
-
-    forest, _ = read_step(RunDir.read(path), given.step)
-    print(dumps(dump_forest(forest)))
     return 0
 
 

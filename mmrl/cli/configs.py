@@ -23,7 +23,7 @@ from mmrl.config import (
     TrainCommandConfig,
     validate,
 )
-from mmrl.config.base import leaves, shown, value_at
+from mmrl.config.base import leaves, quoted, value_at
 from mmrl.config.schema import stage_schema
 from mmrl.config.validate import CHOICES
 from mmrl.errors import ConfigError, gathered, unknown
@@ -252,7 +252,7 @@ def _listed(names: object, config_dir: str | None) -> list[str]:
         ConfigError: they are none.
     """
     if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"stages: got {shown(names)}, expected names of algo= in a list: stages=[miprov2,mmgrpo]")
+        raise ConfigError(f"stages: got {quoted(names)}, expected names of algo= in a list: stages=[miprov2,mmgrpo]")
     choices = options("algo", config_dir)
     if problems := [unknown("stages", name, choices) for name in names if name not in choices]:
         raise ConfigError(dict.fromkeys(problems))

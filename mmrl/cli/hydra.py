@@ -146,7 +146,7 @@ def print_job(config_name: str, line: CommandLine) -> None:
     print(OmegaConf.to_yaml(OmegaConf.create(composed(config_name, words[0], line.config_dir))), end="")
 
 
-def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = "mmrl") -> None:
+def through_hydra(config_name: str, line: CommandLine, job: Job) -> None:
     """Let Hydra's own main drive: multirun with any sweeper and launcher."""
     _put_user_folders_first(line.config_dir)
     GlobalHydra.instance().clear()
@@ -157,7 +157,7 @@ def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = 
     # A sweep goes to Hydra unexpanded: which sweeper takes it apart may be an override too.
     words = [forced(override, typed_value(override)) for override in line.overrides]
     # `hydra.main` reads the process's own arguments and has no other way in.
-    saved, sys.argv = sys.argv, [program, "-m", *words]
+    saved, sys.argv = sys.argv, ["mmrl", "-m", *words]
     # Hydra would print what a sweeper raises, with a traceback, and end the process.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:

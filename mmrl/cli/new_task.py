@@ -17,7 +17,6 @@ from pydantic import Field
 
 from mmrl.cli.arguments import read_arguments
 from mmrl.config.base import Section
-from mmrl.config.tasks import BUILT_IN
 from mmrl.errors import ConfigError
 from mmrl.system.conf import conf_dir
 from mmrl.system.files import user_path
@@ -70,8 +69,7 @@ def name_problems(name: str, top: Path) -> list[str]:
     value = name.lower() in ("null", "true", "false", "nan", "inf")
     if value or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         return [f"mmrl new-task: got '{name}', expected a name for a Python package: letters, digits, _"]
-    shipped = {path.stem for path in (conf_dir() / "task").glob("*.yaml")}
-    if name in shipped | set(BUILT_IN):
+    if (conf_dir() / "task" / f"{name}.yaml").exists():
         return [f"mmrl new-task: '{name}' is a task of mmrl's own; expected another name"]
     taken = [path for path in (top / name, top / "conf" / "task" / f"{name}.yaml") if path.exists()]
     if taken:

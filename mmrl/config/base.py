@@ -262,6 +262,11 @@ def shown(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def quoted(value: object) -> str:
+    """A value in a message: a list as it would be typed, text in quotes."""
+    return shown(value) if isinstance(value, list | tuple) else repr(value)
+
+
 # The one place that knows: `validate` puts the name in, `mmrl.models.load` finds the folder.
 SHIPPED: Mapping[str, tuple[str, ...]] = {
     "tiny": ("hotpotqa", "2wiki", "musique", "tool_agent"),

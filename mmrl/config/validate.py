@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
-from mmrl.config.base import Section, flattened, shipped_for, shown, under_tiny, value_at
+from mmrl.config.base import Section, flattened, quoted, shipped_for, shown, under_tiny, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
@@ -154,9 +154,7 @@ def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, o
             section = f"a section: {path}.KEY=VALUE"
             words = {"model_type": section, "dict_type": section, "tuple_type": f"a list: {path}=[a,b]"}
             plain = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-            value = item["input"]
-            got = shown(value) if isinstance(value, list | tuple) else repr(value)
-            sentences.append(f"{path}: got {got}, expected {words.get(kind, plain)}")
+            sentences.append(f"{path}: got {quoted(item['input'])}, expected {words.get(kind, plain)}")
     return sentences
 
 

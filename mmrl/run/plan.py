@@ -77,57 +77,41 @@ def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> st
     problems: list[str] = []
     for number, stage in enumerate(config.in_turn, start=1):
         with gathered(problems, f"stage {number}: "):
-            text, content = OF_KIND[stage.kind.name](stage, request)
+            if stage.kind.credit:
+                plan = make_plan(cast("TrainCommandConfig", stage), request)
+                text, facts = plan.text(), json.loads(plan.as_json())
+            else:
+                facts = COUNTED[stage.kind.name](stage)
+                counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in facts.items())
+                text = f"{stage.algo.name} on {stage.task.name} with {stage.model.path}: {counts}"
             texts.append(f"stage {number}: {text}")
-            objects.append({"stage": number, **content})
+            objects.append({"stage": number, **facts})
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return json.dumps({"version": 1, "stages": objects}, indent=1) if as_json else "\n\n".join(texts)
 
 
-Counted = tuple[str, dict[str, object]]
-"""What a stage does, as text and as an object."""
-
-
-def _plan_rl(config: TrainCommandConfig, request: PlanArguments) -> Counted:
-    plan = make_plan(config, request)
-    return plan.text(), json.loads(plan.as_json())
-
-
-def _plan_sft(config: SftCommandConfig, request: PlanArguments) -> Counted:
+def _count_sft(config: SftCommandConfig) -> dict[str, int]:
     if problems := sft_problems(config, build_task(config.task, config.seed)):
         raise ConfigError(problems)
-    steps, size = config.train.steps, config.train.batch_size
-    return f"{_where(config)}: {steps} steps of {size} sequences", {"steps": steps, "sequences": steps * size}
+    return {"steps": config.train.steps, "sequences": config.train.steps * config.train.batch_size}
 
 
-def _plan_prompts(config: PromptCommandConfig, request: PlanArguments) -> Counted:
+def _count_prompts(config: PromptCommandConfig) -> dict[str, int]:
     task = build_task(config.task, config.seed)
     if problems := prompt_problems(config, task):
         raise ConfigError(problems)
-    train, validation = split(config.algo, task.examples("train"), config.seed)
-    modules = len(task.program.modules)
-    trials, most = config.algo.expected_trials(modules, len(validation)), len(validation)
-    facts: dict[str, object] = {"trials": trials, "train_examples": len(train), "validation_examples": most}
-    if not trials:
-        return f"{_where(config)}: as many rollouts as its budget allows", facts
-    # At most: rollouts of a candidate that was tried before come from the store.
-    facts["rollouts_at_most"] = rollouts = trials * most + len(train)
-    text = f"about {trials} trials on {most} validation examples and {len(train)} for demonstrations, at most"
-    text = f"{text} {rollouts:,} rollouts of {modules} modules; the same one is never run twice"
-    return f"{_where(config)}: {text}", facts
+    train, validation = map(len, split(config.algo, task.examples("train"), config.seed))
+    counts = {"train_examples": train, "validation_examples": validation}
+    # Without a number of trials it makes as many rollouts as its budget says (`algo.max_metric_calls`, ...).
+    if trials := config.algo.expected_trials(len(task.program.modules), validation):
+        # At most: rollouts of a candidate that was tried before come from the store.
+        counts |= {"trials": trials, "rollouts_at_most": trials * validation + train}
+    return counts
 
 
-def _where(config: StageConfig) -> str:
-    return f"{config.algo.name} on {config.task.name} with {config.model.path}"
-
-
-OF_KIND: Mapping[str, Callable[[Any, PlanArguments], Counted]] = {
-    "rl": _plan_rl,
-    "sft": _plan_sft,
-    "prompts": _plan_prompts,
-}
-"""Kind of a stage (`config.schema.Kind`) -> what it does."""
+COUNTED: Mapping[str, Callable[[Any], dict[str, int]]] = {"sft": _count_sft, "prompts": _count_prompts}
+"""Kind of a stage (`config.schema.Kind`) without credit -> what it does."""
 
 
 def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:

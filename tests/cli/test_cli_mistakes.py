@@ -130,14 +130,6 @@ def test_what_a_package_prints_is_no_part_of_the_json(tmp_path, monkeypatch, cap
     assert json.loads(printed.out)["calls"] == [] and "hello" in printed.err
 
 
-@pytest.mark.parametrize("code", ["raise RuntimeError('boom')", "def x(:", "import nothing_of_that_name"])
-def test_a_plugin_that_cannot_be_imported_is_named_with_its_error(code, tmp_path, monkeypatch, capsys):
-    (tmp_path / "broken_plugin.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(["train", "plugins=[broken_plugin]"]) == 2
-    assert capsys.readouterr().err.startswith("error: plugins: cannot import 'broken_plugin': ")
-
-
 @pytest.mark.parametrize(
     ("command", "config", "says"),
     [
