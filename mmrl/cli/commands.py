@@ -264,10 +264,8 @@ def _set_request(context: typer.Context, keys: Sequence[str]) -> tuple[SetReques
     from mmrl.cli import configs, overrides
     from mmrl.sets.command import SetRequest
 
-    line = overrides.read_line(context.args, own=keys, names=True)
-    if line.switches:
-        name = context.info_name
-        raise ConfigError(f"{' '.join(line.switches)}: not for mmrl {name}, which takes lists as they are: seed=0,1")
+    single = f"mmrl {context.info_name}, which takes lists as they are: seed=0,1"
+    line = overrides.read_line(context.args, own=keys, names=True, single=single)
     request = SetRequest(line.names, line.own, line.typed, line.config_dir)
     return request, lambda command, words: configs.set_config(command, words, line.config_dir)
 
@@ -359,9 +357,7 @@ def serve(context: typer.Context) -> int:
     from mmrl.cli.arguments import section_of
     from mmrl.run.serve import ServeArguments, serve_policy
 
-    line = overrides.read_line(context.args, own=tuple(ServeArguments.model_fields))
-    if line.switches:
-        raise ConfigError(f"{' '.join(line.switches)}: not for mmrl serve, which serves one policy")
+    line = overrides.read_line(context.args, own=tuple(ServeArguments.model_fields), single="mmrl serve")
     given = section_of(ServeArguments, line.own)
     (config,) = configs.eval_configs(line)
     return serve_policy(config, given, line.keys)

@@ -176,9 +176,8 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
         CheckpointError: `run=` is no training run.
     """
     line = read_line(words, own=tuple(CreditArguments.model_fields))
-    problems = [f"{switch}: has no effect on mmrl credit; several algorithms are algo=A,B" for switch in line.switches]
     stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "plugins")}
-    problems += [f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(stray)]
+    problems = [f"{key}: has no effect on mmrl credit" for key in [*line.switches, *sorted(stray)]]
     try:
         source = section_of(CreditArguments, line.own)
     except ConfigError as error:

@@ -38,7 +38,9 @@ NO_ROW = ("experiment=null", "experiment=")
 """The default, which Hydra has no words for: it takes null for no choice at all."""
 
 
-def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = False, once: bool = True) -> CommandLine:
+def read_line(
+    words: Sequence[str], own: Collection[str] = (), names: bool = False, once: bool = True, single: str = ""
+) -> CommandLine:
     """Sort the words after a command.
 
     Args:
@@ -46,6 +48,7 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
         own: keys of the command itself; Hydra does not see them, so their values need no quotes.
         names: whether the command takes words without a `=`.
         once: whether a config key may be given once alone; of the own keys that always holds.
+        single: name of a command that neither sweeps nor prints a config; empty: it does.
 
     Raises:
         ConfigError: every word that cannot be read.
@@ -76,6 +79,7 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
         for key in line.keys
         if f"{key}.".startswith(idle) and not line.prints
     ]
+    problems += [f"{switch}: not for {single}" for switch in line.switches if single]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return line

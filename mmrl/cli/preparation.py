@@ -28,9 +28,7 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
     from mmrl.cli import configs, overrides
     from mmrl.cli.arguments import section_of
 
-    line = overrides.read_line(context.args, own=("lengths", "dry", "device"))
-    if line.switches:
-        raise ConfigError("mmrl plan: takes one run and no flags but --json")
+    line = overrides.read_line(context.args, own=("lengths", "dry", "device"), single="mmrl plan")
     (config,) = configs.train_configs(line)
     from mmrl.run.plan import PlanArguments, planned
 
@@ -65,9 +63,7 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     from mmrl.cli.arguments import section_of
     from mmrl.config import TrainCommandConfig
 
-    line = overrides.read_line(context.args, own=("examples",))
-    if line.switches:
-        raise ConfigError("mmrl doctor: takes one run and no flags but --json")
+    line = overrides.read_line(context.args, own=("examples",), single="mmrl doctor")
     (config,) = configs.train_configs(line)
     if not isinstance(config, TrainCommandConfig):
         raise ConfigError(f"algo: got {config.algo.name}, and mmrl doctor looks at one stage of reinforcement learning")

@@ -132,7 +132,12 @@ def serve(given: ServeIndexArguments) -> int:
         raise ConfigError(problems)
     token = token_in(given)
     facts, retriever, passages = _opened(given)
-    served = {"kind": facts.kind, "documents": len(passages), "index": Path(given.index).name, "digest": facts.digest}
+    served: dict[str, str | int] = {
+        "kind": facts.kind,
+        "documents": len(passages),
+        "index": Path(given.index).name,
+        "digest": facts.digest,
+    }
     app = make_app(retriever, served, max_batch=given.max_batch, token=token)
     return listen(app, given, "listening on {url}")
 
