@@ -1,6 +1,5 @@
 """The command line: help, one clear error for each mistake, exit code 2, light imports; credit; stops."""
 
-import json
 import os
 import pickle
 import signal
@@ -88,42 +87,6 @@ def test_cfg_job_prints_the_composed_config():
     )
     assert done.returncode == 0, done.stderr
     assert "name: mhgpo_is" in done.stdout
-
-
-FOREST = {
-    "version": 1,
-    "modules": ["a"],
-    "calls": [
-        {"id": name, "example": "q", "parent": None, "module": "a", "invocation": 0, "turn": 0, "completion_tokens": 2}
-        for name in ("c0", "c1")
-    ],
-    "rollouts": [
-        {"id": "r0", "example": "q", "leaf": "c0", "reward": 1.0, "error": None, "fork": "a"},
-        {"id": "r1", "example": "q", "leaf": "c1", "reward": 0.0, "error": None, "fork": "a"},
-    ],
-}
-
-
-def test_credit_prints_json_alone_with_the_papers_values(tmp_path, capsys):
-    path = tmp_path / "forest.json"
-    path.write_text(json.dumps(FOREST))
-    assert main(["credit", "algo=mhgpo_fof", "algo.group_size=2", f"rollouts={path}", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["version"], found["algo"]) == (1, "mhgpo_fof")
-    assert [round(call["advantages"][0], 4) for call in found["calls"]] == [0.7071, -0.7071]
-
-
-def test_credit_prints_several_algorithms_side_by_side_without_torch(tmp_path):
-    path = tmp_path / "forest.json"
-    path.write_text(json.dumps(FOREST))
-    code = (
-        "import sys; from mmrl.cli import main;"
-        f"code = main(['credit', 'algo=mhgpo_fof,grpo', 'rollouts={path}']);"
-        "sys.exit('torch loaded' if 'torch' in sys.modules else code)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "mhgpo_fof" in done.stdout and "grpo" in done.stdout
 
 
 @pytest.mark.parametrize(
