@@ -144,16 +144,16 @@ class MMRL(Teleprompter):
             "task.data.train": put(f"train_{number}_{_digest(train)}", list(train)),
             "task.data.dev": put(f"dev_{number}_{_digest(dev)}", list(dev)),
         }
-        given = {"task": "dspy", "algo": self.algo, **names, "task.inputs": list(_inputs(train, "trainset"))}
-        given |= _model(self.model)
+        arguments = {"task": "dspy", "algo": self.algo, **names, "task.inputs": list(_inputs(train, "trainset"))}
+        arguments |= _model(self.model)
         if self.run_dir is not None:
-            given["run.dir"] = str(self.run_dir)
+            arguments["run.dir"] = str(self.run_dir)
         # the `name` of a group's mapping is the choice of that group
         choices = {f"{group}.name": group for group in GROUPS}
         settings = {choices.get(key, key): value for key, value in leaves(self.settings)}
-        if twice := sorted(set(given) & set(settings)):
+        if twice := sorted(set(arguments) & set(settings)):
             raise ConfigError(f"{key}: given by the arguments of MMRL already; leave it out" for key in twice)
-        return [f"{key}={hydra_value(key, value)}" for key, value in {**given, **settings}.items()]
+        return [f"{key}={hydra_value(key, value)}" for key, value in {**arguments, **settings}.items()]
 
     def _resume(self, student: dspy.Module, train: list[dspy.Example], dev: list[dspy.Example], folder: Path) -> Path:
         """Continue a run with the objects that it was given."""

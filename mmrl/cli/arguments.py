@@ -43,7 +43,7 @@ class CommandLine:
 
     overrides: tuple[Override, ...] = ()
     """As Hydra parsed them; the only place where they are parsed."""
-    own: Mapping[str, str] = field(default_factory=dict)
+    command_keys: Mapping[str, str] = field(default_factory=dict)
     """The command's own keys (`resume=`), which no config has: key -> value as typed."""
     names: tuple[str, ...] = ()
     """Words without a `=`, where the command takes them."""
@@ -58,7 +58,7 @@ class CommandLine:
         return [*(["-m"] if self.multirun else []), *(["--cfg"] if self.prints else [])]
 
     @property
-    def typed(self) -> tuple[str, ...]:
+    def words(self) -> tuple[str, ...]:
         """The overrides as they were typed."""
         return tuple(str(override.input_line) for override in self.overrides)
 
@@ -110,7 +110,7 @@ class CreditArguments(Section):
     ]
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _source(self) -> Self:
         if (self.rollouts is None) == (self.run is None):
             raise ValueError("rollouts: expected a file (rollouts=FILE) or a run (run=RUN_DIR), and not both")
         if self.run is None and not self.algo:
@@ -156,17 +156,17 @@ def read_arguments(
     """
     names, settings, flags = sort_words(words)
     problems = [f"{flag}: unknown flag of {command}" for flag in flags]
-    typed = [text.partition("=")[::2] for text in settings]
-    wrong = repeated([key for key, _ in typed])
+    pairs = [text.partition("=")[::2] for text in settings]
+    wrong = repeated([key for key, _ in pairs])
     if name is None:
         wrong += [f"{word}: expected key=value" for word in names]
     else:
         if len(names) != 1:
             problems.append(f"{command}: got {len(names)} names, expected one: {command} {called}")
         # also where it is missing, so that the other keys are validated in the same call
-        typed.append((name, names[0] if names else ""))
+        pairs.append((name, names[0] if names else ""))
     with gathered(wrong):
-        section = section_of(schema, dict(typed))
+        section = section_of(schema, dict(pairs))
     problems += [f"{command}: {problem}" for problem in wrong]
     if problems:
         raise ConfigError(problems)
@@ -180,8 +180,8 @@ def comma_separated(text: str) -> tuple[str, ...]:
 
 def _value(schema: type[Section], key: str, text: str) -> object:
     # Pydantic judges strictly (the number 1 is no text), so text becomes what the field's type is written as.
-    known = schema.model_fields.get(key)
-    kind = str(known.annotation) if known else ""
+    declared = schema.model_fields.get(key)
+    kind = str(declared.annotation) if declared else ""
     if "tuple" in kind:
         return comma_separated(text)
     if ("str" in kind or "Path" in kind) and "Literal" not in kind:

@@ -66,14 +66,14 @@ def train(context: typer.Context) -> int:
     """
     from mmrl.cli import configs, hydra, overrides
 
-    line = overrides.read_line(context.args, own=("resume", "from"))
-    if "resume" in line.own:
+    line = overrides.read_line(context.args, command_keys=("resume", "from"))
+    if "resume" in line.command_keys:
         overrides.refuse_beside_resume(line, "train.steps")
         from mmrl.run import session
 
-        folder = Path(line.own["resume"])
+        folder = Path(line.command_keys["resume"])
         if line.overrides:
-            session.extend(folder, overrides.typed_value(line.overrides[0]) or "")
+            session.extend(folder, overrides.value_text(line.overrides[0]) or "")
         from mmrl.models.policy import SET
 
         if (folder / SET).is_file():
@@ -121,12 +121,12 @@ def evaluate(context: typer.Context) -> int:
     """
     from mmrl.cli import configs, hydra, overrides
 
-    line = overrides.read_line(context.args, own=("resume",))
-    if "resume" in line.own:
+    line = overrides.read_line(context.args, command_keys=("resume",))
+    if "resume" in line.command_keys:
         overrides.refuse_beside_resume(line)
         from mmrl.run.eval import resume_evaluation
 
-        return resume_evaluation(Path(line.own["resume"]))
+        return resume_evaluation(Path(line.command_keys["resume"]))
     if line.prints:
         hydra.print_job("eval", line)
         return 0
@@ -161,28 +161,28 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> int:
     """
     from mmrl.cli.arguments import ShowArguments, read_arguments
 
-    given = read_arguments("mmrl show", ShowArguments, context.args, name="run_dir", called="RUN_DIR")
-    path = Path(given.run_dir)
+    arguments = read_arguments("mmrl show", ShowArguments, context.args, name="run_dir", called="RUN_DIR")
+    path = Path(arguments.run_dir)
     if as_json:
-        if given.step is None or given.example is not None:
+        if arguments.step is None or arguments.example is not None:
             raise ConfigError("--json: writes the rollouts of one step; give step=N, and no example")
         from mmrl.report.forest import dump_forest
         from mmrl.report.journal import read_step
         from mmrl.report.rundir import RunDir
         from mmrl.system.files import dumps
 
-        print(dumps(dump_forest(read_step(RunDir.read(path), given.step)[0])))
+        print(dumps(dump_forest(read_step(RunDir.read(path), arguments.step)[0])))
         return 0
     from mmrl.models.policy import SET
 
-    if given.example is None and given.step is None and (path / SET).is_file():
+    if arguments.example is None and arguments.step is None and (path / SET).is_file():
         from mmrl.sets.chain import chain_page
 
         print(chain_page(path).text())
     else:
         from mmrl.report.console import show_run
 
-        print(show_run(path, example=given.example, step=given.step))
+        print(show_run(path, example=arguments.example, step=arguments.step))
     return 0
 
 
@@ -198,8 +198,8 @@ def report(context: typer.Context) -> int:
     from mmrl.models.policy import SET
     from mmrl.report.html import report_run
 
-    given = read_arguments("mmrl report", ReportArguments, context.args, name="run_dir", called="RUN_DIR")
-    path = Path(given.run_dir)
+    arguments = read_arguments("mmrl report", ReportArguments, context.args, name="run_dir", called="RUN_DIR")
+    path = Path(arguments.run_dir)
     if (path / SET).is_file():
         from mmrl.sets.chain import chain_page
 
@@ -265,8 +265,8 @@ def _set_request(context: typer.Context, keys: Sequence[str]) -> tuple[SetReques
     from mmrl.sets.command import SetRequest
 
     single = f"mmrl {context.info_name}, which takes lists as they are: seed=0,1"
-    line = overrides.read_line(context.args, own=keys, names=True, single=single)
-    request = SetRequest(line.names, line.own, line.typed, line.config_dir)
+    line = overrides.read_line(context.args, command_keys=keys, names=True, single=single)
+    request = SetRequest(line.names, line.command_keys, line.words, line.config_dir)
     return request, lambda command, words: configs.set_config(command, words, line.config_dir)
 
 
@@ -357,10 +357,10 @@ def serve(context: typer.Context) -> int:
     from mmrl.cli.arguments import section_of
     from mmrl.run.serve import ServeArguments, serve_policy
 
-    line = overrides.read_line(context.args, own=tuple(ServeArguments.model_fields), single="mmrl serve")
-    given = section_of(ServeArguments, line.own)
+    line = overrides.read_line(context.args, command_keys=tuple(ServeArguments.model_fields), single="mmrl serve")
+    arguments = section_of(ServeArguments, line.command_keys)
     (config,) = configs.eval_configs(line)
-    return serve_policy(config, given, line.keys)
+    return serve_policy(config, arguments, line.keys)
 
 
 @app.command("new-task", context_settings=SETTINGS, options_metavar="NAME [kind=async|dspy] [dir=FOLDER]")

@@ -101,38 +101,38 @@ def swept(line: CommandLine, job: Job) -> None:
 
 def _eval_config(raw: Mapping[str, object], words: Sequence[str]) -> EvalCommandConfig:
     if isinstance(raw.get("policy"), str):
-        from mmrl.run.start import of_its_run
+        from mmrl.run.start import evaluation_sections
 
-        raw = of_its_run(raw, [key_of(word) for word in words])
+        raw = evaluation_sections(raw, [key_of(word) for word in words])
     return validate(EvalCommandConfig, raw)
 
 
 def _after(line: CommandLine) -> CommandLine:
     """The words of a run that starts from another (`from=RUN`), with that one's model and task where none is typed."""
-    if "from" not in line.own:
+    if "from" not in line.command_keys:
         return line
     from mmrl.run.start import run_of, sections_of
 
-    stored = sections_of(run_of(Path(line.own["from"])))
+    stored = sections_of(run_of(Path(line.command_keys["from"])))
     names = {group: stored[group].get("name") for group in stored if group not in line.keys}
     words = [f"{group}={name}" for group, name in names.items() if name in options(group, line.config_dir)]
     return replace(line, overrides=(*parse(words, []), *line.overrides))
 
 
-def _from(line: CommandLine, raw: Mapping[str, object], typed: Sequence[str]) -> StageConfig:
+def _from(line: CommandLine, raw: Mapping[str, object], user_keys: Sequence[str]) -> StageConfig:
     """The config of a job that starts from another run, with the sections of that one which were not typed."""
-    from mmrl.run.start import made_policy, run_of, sections_of, with_typed
+    from mmrl.run.start import policy_of_run, run_of, sections_of, with_overrides
 
-    run = run_of(Path(line.own["from"]))
+    run = run_of(Path(line.command_keys["from"]))
     if "stages" in raw:
         raise ConfigError("from: has no effect on several runs, each of which starts from the one before")
     stored = sections_of(run)
-    sections = {name: with_typed(stored[name], raw, line.keys, name) for name in stored if name not in line.keys}
+    sections = {name: with_overrides(stored[name], raw, line.keys, name) for name in stored if name not in line.keys}
     if "model" in sections and value_at(raw, "model.path") is not None:
         # The path of a run that has itself started from another is no setting; the policy's weights take its place.
         sections["model"]["path"] = value_at(raw, "model.path")
-    config = _stage({**raw, **sections}, typed)
-    made_policy(run)
+    config = _stage({**raw, **sections}, user_keys)
+    policy_of_run(run)
     return config.model_copy(update={"start": StartConfig(run=str(run))})
 
 
@@ -147,45 +147,45 @@ def _train_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[
         ConfigError: every problem.
     """
     # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
-    typed = list(map(key_of, words))
-    if "from" in line.own:
-        return _from(line, raw, typed)
-    return _chain(raw, words, line.config_dir) if "stages" in raw else _stage(raw, typed)
+    user_keys = list(map(key_of, words))
+    if "from" in line.command_keys:
+        return _from(line, raw, user_keys)
+    return _chain(raw, words, line.config_dir) if "stages" in raw else _stage(raw, user_keys)
 
 
 def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> StagedCommandConfig:
     """The config of `stages=[A,B]`."""
-    listed = _listed(raw["stages"], config_dir)
-    of_stages = raw.get("stage", {})
-    known = [*listed, *(str(number) for number in range(1, len(listed) + 1))]
+    algos = _stage_names(raw["stages"], config_dir)
+    stage_settings = raw.get("stage", {})
+    choices = [*algos, *(str(number) for number in range(1, len(algos) + 1))]
     problems: list[str] = []
-    for stage, settings in of_stages.items() if isinstance(of_stages, Mapping) else ():
-        if stage not in known:
-            problems.append(unknown("stage", stage, known))
+    for stage, settings in stage_settings.items() if isinstance(stage_settings, Mapping) else ():
+        if stage not in choices:
+            problems.append(unknown("stage", stage, choices))
         elif not isinstance(settings, Mapping):
             problems.append(f"stage.{stage}: expected stage.{stage}.KEY=VALUE")
     if {"algo", "stages"} <= set(map(key_of, words)):
-        problems.append(f"algo: has no effect beside stages=[{','.join(listed)}]; leave one of them out")
+        problems.append(f"algo: has no effect beside stages=[{','.join(algos)}]; leave one of them out")
     if problems:
         raise ConfigError(problems)
     stages: list[StageConfig] = []
     rows: list[list[str]] = []
-    for number, name in enumerate(listed, start=1):
-        sections = [value_at(of_stages, name), value_at(of_stages, str(number))]
-        of_stage = {
+    for number, name in enumerate(algos, start=1):
+        sections = [value_at(stage_settings, name), value_at(stage_settings, str(number))]
+        stage_keys = {
             key: value for section in sections if isinstance(section, Mapping) for key, value in leaves(section)
         }
         problems += [
             f"stage.{name}.{key}: is the same for all stages, or that of the stage before; leave it out"
-            for key in of_stage
+            for key in stage_keys
             if not f"{key}.".startswith(OF_A_STAGE) or key in (FIXED if number == 1 else (*FIXED, *WEIGHTS))
         ]
         # Of `train` what was typed for all stages holds for those that have it.
         elsewhere = ("stage.",) if "train" in stage_schema(name).model_fields else ("stage.", "train.")
-        without = ("algo", "stages", *of_stage)
+        without = ("algo", "stages", *stage_keys)
         shared = [w for w in words if key_of(w) not in without and not f"{key_of(w)}.".startswith(elsewhere)]
         row = [*shared, f"algo={name}"]
-        for key, value in of_stage.items():
+        for key, value in stage_keys.items():
             choice = key in GROUPS and isinstance(value, str)
             row.append(f"{key}={value}" if choice else f"++{key}={hydra_value(key, value)}")
         mapping = composed("train", row, config_dir)
@@ -206,8 +206,8 @@ def _staged(
 ) -> StagedCommandConfig:
     shared = {name: getattr(stages[0], name) for name in RootConfig.model_fields}
     method = {"name": "+".join(stage.algo.name for stage in stages)}
-    of_rows = tuple(map(tuple, words))
-    rows = {"stages": tuple(stages), "words": of_rows, "config_dir": config_dir}
+    row_words = tuple(map(tuple, words))
+    rows = {"stages": tuple(stages), "words": row_words, "config_dir": config_dir}
     return StagedCommandConfig.model_validate({**shared, "algo": method, **rows})
 
 
@@ -224,7 +224,7 @@ def stored_chain(folder: Path) -> StagedCommandConfig:
     return _staged(stages, rows, config_dir).in_folder(str(folder))
 
 
-def _stage(sections: Mapping[str, object], typed: Collection[str]) -> StageConfig:
+def _stage(sections: Mapping[str, object], user_keys: Collection[str]) -> StageConfig:
     """One stage, by the schema of its kind."""
     algo = sections.get("algo")
     schema = stage_schema(value_at(algo, "name"))
@@ -232,12 +232,12 @@ def _stage(sections: Mapping[str, object], typed: Collection[str]) -> StageConfi
         return validate(TrainCommandConfig, sections)
     # A `model=` sets what suits it in training by algorithms; that is no mistake here. What the user typed is.
     fields = CHOICES["algo"][algo["name"]].model_fields
-    mapping = {**sections, "algo": {key: algo[key] for key in algo if key in fields or f"algo.{key}" in typed}}
+    mapping = {**sections, "algo": {key: algo[key] for key in algo if key in fields or f"algo.{key}" in user_keys}}
     problems: list[str] = []
     if "train" not in schema.model_fields:
         mapping.pop("train", None)
         why = f"has no effect with algo={algo['name']}, which trains no weights"
-        problems = [f"{key}: {why}" for key in typed if key.partition(".")[0] == "train"]
+        problems = [f"{key}: {why}" for key in user_keys if key.partition(".")[0] == "train"]
     with gathered(problems):
         config: StageConfig = validate(schema, mapping)
     if problems:
@@ -245,7 +245,7 @@ def _stage(sections: Mapping[str, object], typed: Collection[str]) -> StageConfi
     return config
 
 
-def _listed(names: object, config_dir: str | None) -> list[str]:
+def _stage_names(names: object, config_dir: str | None) -> list[str]:
     """The names of the stages.
 
     Raises:

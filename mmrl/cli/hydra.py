@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from mmrl.cli.arguments import CommandLine, CreditArguments, section_of
-from mmrl.cli.overrides import expand, forced, of_policy, parse, read_line, typed_value
+from mmrl.cli.overrides import expand, forced, parse, policy_words, read_line, value_text
 from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.config.validate import algo_section, as_tuples
 from mmrl.errors import ConfigError, gathered
@@ -58,7 +58,7 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
     """
     try:
         sections = _sections(config_name, _composition(config_name, overrides, config_dir))
-        if config_name == "eval" and (more := of_policy(sections, overrides, config_dir)):
+        if config_name == "eval" and (more := policy_words(sections, overrides, config_dir)):
             sections = _sections(config_name, _composition(config_name, [*overrides, *more], config_dir))
         return sections
     except (HydraException, OmegaConfBaseException) as error:
@@ -155,7 +155,7 @@ def through_hydra(config_name: str, line: CommandLine, job: Job) -> None:
         return job(lambda: _sections(config_name, config), list(HydraConfig.get().overrides.task))
 
     # A sweep goes to Hydra unexpanded: which sweeper takes it apart may be an override too.
-    words = [forced(override, typed_value(override)) for override in line.overrides]
+    words = [forced(override, value_text(override)) for override in line.overrides]
     # `hydra.main` reads the process's own arguments and has no other way in.
     saved, sys.argv = sys.argv, ["mmrl", "-m", *words]
     # Hydra would print what a sweeper raises, with a traceback, and end the process.
@@ -175,11 +175,11 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
         ConfigError: every problem.
         CheckpointError: `run=` is no training run.
     """
-    line = read_line(words, own=tuple(CreditArguments.model_fields))
+    line = read_line(words, command_keys=tuple(CreditArguments.model_fields))
     stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "plugins")}
     problems = [f"{key}: has no effect on mmrl credit" for key in [*line.switches, *sorted(stray)]]
     try:
-        source = section_of(CreditArguments, line.own)
+        source = section_of(CreditArguments, line.command_keys)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     line = line.without(stray)
@@ -203,7 +203,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
         rollouts=None if source.rollouts is None else Path(source.rollouts),
         run=run,
         step=source.step,
-        typed=[*line.keys, *(["seed"] if "seed" in line.own else [])],
+        typed=[*line.keys, *(["seed"] if "seed" in line.command_keys else [])],
         page=None if source.page is None else Path(source.page),
     )
 
@@ -221,9 +221,9 @@ def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, probl
     sections = composed("credit", job, line.config_dir)
     raw = sections.get("algo")
     if trained is not None:
-        from mmrl.run.start import with_typed  # numpy and tasks, which credit of a file need not wait for
+        from mmrl.run.start import with_overrides  # numpy and tasks, which credit of a file need not wait for
 
-        raw = with_typed(trained.model_dump(), sections, line.keys, "algo")
+        raw = with_overrides(trained.model_dump(), sections, line.keys, "algo")
     with gathered(problems):
         return algo_section(raw)
     return None

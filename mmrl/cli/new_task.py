@@ -49,16 +49,16 @@ class NewTaskArguments(Section):
 
 def create(words: Sequence[str]) -> int:
     """`mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]`."""
-    given = read_arguments("mmrl new-task", NewTaskArguments, words, name="name", called="NAME")
-    top = user_path(given.dir)
-    problems = [] if top.is_dir() else [f"dir: no folder '{given.dir}'"]
-    problems += name_problems(given.name, top)
+    arguments = read_arguments("mmrl new-task", NewTaskArguments, words, name="name", called="NAME")
+    top = user_path(arguments.dir)
+    problems = [] if top.is_dir() else [f"dir: no folder '{arguments.dir}'"]
+    problems += name_problems(arguments.name, top)
     if problems:
         raise ConfigError(problems)
-    files = write(given.name, top, given.kind)
+    files = write(arguments.name, top, arguments.kind)
     print("written:\n" + "\n".join(f"  {path}" for path in files))
-    print(f"\nnext:\n{next_commands(given.name, top)}")
-    if given.kind == "dspy":
+    print(f"\nnext:\n{next_commands(arguments.name, top)}")
+    if arguments.kind == "dspy":
         print("\n" + DSPY_NOTE)
     return 0
 

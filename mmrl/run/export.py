@@ -102,11 +102,11 @@ def export(request: ExportArguments) -> int:
     if problems:
         raise ConfigError(problems)
     with damage_named(run.path):
-        seen = Overview.of(run)
-    checkpoint = chosen_checkpoint(seen, request.checkpoint)
+        overview = Overview.of(run)
+    checkpoint = chosen_checkpoint(overview, request.checkpoint)
     _refuse_damage(run, checkpoint)
     policy = resolve(str(checkpoint))
-    choice = choose(policy, config, request, seen.modules)
+    choice = choose(policy, config, request, overview.modules)
     if request.push is not None and choice.form == "adapter" and not is_hub_id(config.model.path):
         raise ConfigError(
             f"push: an adapter's base must be on the hub for others to load it, and that of this run is the folder "
@@ -120,7 +120,7 @@ def export(request: ExportArguments) -> int:
     # Beside the target and renamed: a copy that was interrupted would load, and answer nonsense.
     with storage(request.out), atomic_dir(request.out) as folder:
         notes = _write(folder, request, run, config, checkpoint, choice)
-        text = _card(seen, request, config, choice, folder, step)
+        text = _card(overview, request, config, choice, folder, step)
         (folder / "README.md").write_text(text, encoding="utf-8")
     print(f"exported step {step} of {run.path}: {request.out}")
     for note in notes:
@@ -132,40 +132,45 @@ def export(request: ExportArguments) -> int:
     return 0
 
 
-def chosen_checkpoint(seen: Overview, text: str) -> Path:
+def chosen_checkpoint(overview: Overview, text: str) -> Path:
     """The checkpoint that `checkpoint=` names.
 
     Raises:
         ConfigError: neither `last`, `best` nor a step.
         CheckpointError: the run has none such.
     """
-    there = {checkpoint_step(path) or 0: path for path in complete_checkpoints(seen.run.checkpoints)}
-    listed = ", ".join(map(str, there)) or "none"
-    if not there:
-        raise CheckpointError(f"{seen.run.path}: has no checkpoint yet that is complete")
+    checkpoints = {checkpoint_step(path) or 0: path for path in complete_checkpoints(overview.run.checkpoints)}
+    available = ", ".join(map(str, checkpoints)) or "none"
+    if not checkpoints:
+        raise CheckpointError(f"{overview.run.path}: has no checkpoint yet that is complete")
     if text == "last":
-        return there[max(there)]
+        return checkpoints[max(checkpoints)]
     if text == "best":
-        metric = seen.main_metric
-        points = {step: value for step, value, _, _ in seen.evaluations(seen.split, metric)} if metric else {}
-        scored = {step: value for step, value in points.items() if step in there}
+        metric = overview.main_metric
+        points = {step: value for step, value, _, _ in overview.evaluations(overview.split, metric)} if metric else {}
+        scored = {step: value for step, value in points.items() if step in checkpoints}
         if not scored:
+            evaluated = ", ".join(map(str, points)) or "none"
             raise CheckpointError(
-                f"{seen.run.path}: no checkpoint is of a step that was evaluated (checkpoints: {listed}; evaluated: "
-                f"{', '.join(map(str, points)) or 'none'}); give checkpoint=N"
+                f"{overview.run.path}: no checkpoint is of a step that was evaluated (checkpoints: {available}; "
+                f"evaluated: {evaluated}); give checkpoint=N"
             )
         # of equal ones the later: it has seen more
         best = max(scored, key=lambda step: (scored[step], step))
         above = max((step for step in points if step > 0), key=lambda step: points[step])
         if points[above] > scored[best]:
             print(f"note: step {above} had {metric} {points[above]:.4f}, but its checkpoint is gone (train.keep)")
-        print(f"best of the steps with a checkpoint: {best}, {metric} {scored[best]:.4f} on {seen.split}")
-        return there[best]
+        print(f"best of the steps with a checkpoint: {best}, {metric} {scored[best]:.4f} on {overview.split}")
+        return checkpoints[best]
     if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"mmrl export: checkpoint: got '{text}', expected last, best or a step (there are: {listed})")
-    if int(text) not in there:
-        raise CheckpointError(f"{seen.run.path}: has no complete checkpoint of step {text} (there are: {listed})")
-    return there[int(text)]
+        raise ConfigError(
+            f"mmrl export: checkpoint: got '{text}', expected last, best or a step (there are: {available})"
+        )
+    if int(text) not in checkpoints:
+        raise CheckpointError(
+            f"{overview.run.path}: has no complete checkpoint of step {text} (there are: {available})"
+        )
+    return checkpoints[int(text)]
 
 
 def _refuse_damage(run: RunDir, checkpoint: Path) -> None:
@@ -186,7 +191,7 @@ def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, mo
     Raises:
         ConfigError: a module without weights of its own, or a form that the run does not have.
     """
-    endpoints = {name: f"the endpoint's {given.model}" for name, given in (config.engine.endpoints or {}).items()}
+    endpoints = {name: f"the endpoint's {endpoint.model}" for name, endpoint in (config.engine.endpoints or {}).items()}
     speaks = dict(policy.modules or {})  # module -> its weights; empty: all share one policy
     # What was never trained is the base.
     assignment = module_assignment(config, tuple(speaks))
@@ -289,7 +294,7 @@ def _snippets(
 
 
 def _card(
-    seen: Overview, request: ExportArguments, config: WeightRunConfig, choice: Choice, folder: Path, step: int
+    overview: Overview, request: ExportArguments, config: WeightRunConfig, choice: Choice, folder: Path, step: int
 ) -> str:
     where = Path(request.push or request.out.name)
     holds = HOLDS[choice.form]
@@ -308,7 +313,7 @@ def _card(
         # data of the hub, which have a name that others know
         data={split: name for split, name in files.items() if name.count("/") == 1 and is_hub_id(name)},
     )
-    return model_card(seen, facts)
+    return model_card(overview, facts)
 
 
 def _prompt_paragraphs(folder: Path) -> list[str]:

@@ -215,12 +215,12 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
     """
     # Over all machines: what the processes share does not depend on where they run.
     total, sharding = hardware.processes * hardware.nodes, hardware.sharding
-    whole = "none (every process holds the whole model)"
+    copies = "none (every process holds the whole model)"
     sharded = {
-        f"accelerate does not do on a CPU; use {whole}": sharding != "none" and hardware.device == "cpu",
+        f"accelerate does not do on a CPU; use {copies}": sharding != "none" and hardware.device == "cpu",
         "engine=transformers cannot sample from; use engine=vllm_server": sharding != "none"
         and engine == "transformers",
-        f"DeepSpeed cannot train a critic under; use fsdp2, or {whole}": sharding.startswith("zero") and bool(critic),
+        f"DeepSpeed cannot train a critic under; use fsdp2, or {copies}": sharding.startswith("zero") and bool(critic),
     }
     problems = [f"hardware.sharding: got {sharding}, which {why}" for why, wrong in sharded.items() if wrong]
     if total > 1 and engine == "vllm_colocated":
