@@ -1,4 +1,4 @@
-"""From the words of a command to its validated configs, one per job; of `mmrl train` also of runs in turn.
+"""Validated configs of the words of a command, one per job; of `mmrl train` also of runs in turn.
 
 A stage `A` of `stages=[A,B]` is what the same words with `algo=A` would be, and with what `stage.A.KEY=` (or
 `stage.1.KEY=`) says.
@@ -85,7 +85,7 @@ def configured(words: Sequence[str], config_dir: str | None = None) -> StageConf
 
 
 def set_config(command: str, words: Sequence[str], config_dir: str | None) -> StageConfig | EvalCommandConfig:
-    """That of `mmrl train WORDS` or `mmrl eval WORDS`, a run of a set; raises as `configured`."""
+    """The config of `mmrl train WORDS` or `mmrl eval WORDS`, a run of a set; raises as `configured`."""
     if command == "eval":
         return eval_configs(replace(read_line(words, once=False), config_dir=config_dir))[0]
     config = configured(words, config_dir)

@@ -169,7 +169,7 @@ def through_hydra(config_name: str, line: CommandLine, job: Job) -> None:
 
 
 def credit_request(words: Sequence[str]) -> CreditRequest:
-    """What `mmrl credit` is to credit, each algorithm composed by itself.
+    """Read what `mmrl credit` is to credit, each algorithm composed by itself.
 
     Raises:
         ConfigError: every problem.

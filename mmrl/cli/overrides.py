@@ -24,7 +24,7 @@ from mmrl.system.conf import GROUPS, options
 
 
 class _Flags(argparse.ArgumentParser):
-    """Of Hydra's flags, whose own parser ends the process at the first one that it does not know."""
+    """Parser of Hydra's flags, whose own one ends the process at the first that it does not know."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -103,13 +103,13 @@ def key_of(word: str) -> str:
 
 
 def value_text(override: Override) -> str | None:
-    """What was typed after the `=`; None where `~key` stands alone."""
+    """Text after the `=`; None where `~key` stands alone."""
     _, equals, value = str(override.input_line).partition("=")
     return value if equals else None
 
 
 def searched(line: CommandLine) -> bool:
-    """Whether a sweeper chooses values as it goes (`hydra/sweeper=optuna`), so that its jobs cannot be listed."""
+    """True if a sweeper chooses values as it goes (`hydra/sweeper=optuna`), so that its jobs cannot be listed."""
     chosen = [value_text(override) for override in line.overrides if override.key_or_group == "hydra/sweeper"]
     return line.multirun and any(name not in (None, "basic") for name in chosen)
 
@@ -151,7 +151,7 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
 
 
 def _values(override: Override, search: bool) -> list[str | None]:
-    """What follows the `=`, one for each value of a sweep, the first and the last of a search; None: `~key` alone."""
+    """Texts after the `=`, one for each value of a sweep, the first and the last of a search; None: `~key` alone."""
     value = override.value()
     if isinstance(value, IntervalSweep):
         if not search:
@@ -166,7 +166,7 @@ def _values(override: Override, search: bool) -> list[str | None]:
 
 
 def _left_out(override: Override, value: str | None, line: CommandLine, problems: list[str]) -> bool:
-    """Whether Hydra must not see an override: no choice, or one that is not there (which is added to `problems`)."""
+    """True if Hydra must not see an override: no choice, or one that is not there (which is added to `problems`)."""
     key, choice = override.key_or_group, (value or "").strip("'\"")
     # `group@package=` puts a choice at another place of the config, which Hydra alone resolves.
     if key not in GROUPS or override.package is not None or override.is_delete():

@@ -19,7 +19,7 @@ MOST_SAMPLES = 100_000
 
 
 class AlgoConfig(MethodConfig):
-    """What every algorithm has."""
+    """Settings of every algorithm."""
 
     epochs: int = Field(1, ge=1, description="passes over a batch of rollouts")
     minibatches: int = Field(1, ge=1, description="optimizer steps per pass; the batch is split by example")
@@ -61,7 +61,7 @@ class AlgoConfig(MethodConfig):
         return self
 
     def exchanged_modules(self, modules: Sequence[str]) -> tuple[str, ...]:
-        """Those of a program's modules that a second play of a rollout does without."""
+        """Modules of a program that a second play of a rollout does without."""
         return ()
 
     @property
@@ -71,7 +71,7 @@ class AlgoConfig(MethodConfig):
 
 
 class GroupConfig(AlgoConfig):
-    """What group-relative algorithms have."""
+    """Settings of group-relative algorithms."""
 
     group_size: int = Field(4, ge=2, le=MOST_SAMPLES, description="G: samples whose rewards are compared")
     # Papers differ in eps and ddof, and a group of four feels both; the files in conf/algo say whose value it is.
@@ -98,12 +98,12 @@ class GroupConfig(AlgoConfig):
 
     @property
     def drops_constant(self) -> bool:
-        """Whether groups with equal rewards count as not sampled."""
+        """True if groups with equal rewards count as not sampled."""
         return self.zero_variance != "keep"
 
 
 class PenaltyConfig(AlgoConfig):
-    """What algorithms with penalties of modules have."""
+    """Settings of algorithms with penalties of modules."""
 
     penalties: bool = Field(True, description="false: final reward only (all R_spe = 0)")
     penalty_scale: dict[str, float] | None = Field(None, description="module: factor of its penalty (R_spe), else 1")
@@ -126,7 +126,7 @@ class MhgpoConfig(GroupConfig, PenaltyConfig):
     idle: ClassVar[list[Idle]] = [Idle("propagate", "aggregate=tree_value")]
 
     def trains(self, module: str) -> bool:
-        """Whether the module is in the loss."""
+        """True if the module is in the loss."""
         chosen = self.train_modules is None or module in self.train_modules
         return chosen and module not in self.freeze_modules
 
@@ -136,7 +136,7 @@ class MhgpoConfig(GroupConfig, PenaltyConfig):
 
     @property
     def serves_initial(self) -> bool:
-        """Whether modules out of the loss act with the initial weights."""
+        """True if modules out of the loss act with the initial weights."""
         return self.frozen_serving
 
 
@@ -285,7 +285,7 @@ class TreeGrpoConfig(GroupConfig):
 
 
 class TurnGroupConfig(GroupConfig):
-    """What the MT-GRPO algorithms share."""
+    """Settings of the MT-GRPO algorithms."""
 
     alpha: float = Field(1.0, ge=0, le=1, description="discount of later turns' advantages, per turn")
     turn_coef: float = Field(1.0, ge=0, le=FACTOR, description="coefficient of the intermediate turns' advantages")
@@ -383,7 +383,7 @@ class MmgrpoConfig(GroupConfig):
 
 
 class CriticConfig(AlgoConfig):
-    """What algorithms with a critic have."""
+    """Settings of algorithms with a critic."""
 
     loss_mean: Literal["seq", "token", "constant"] = Field("token", description="how token losses are averaged")
     gamma: float = Field(1.0, ge=0, le=1, description="discount per token")
@@ -411,7 +411,7 @@ class MappoConfig(CriticConfig, PenaltyConfig):
 
 
 class TurnCriticConfig(CriticConfig):
-    """What PPO and MT-PPO share: a rollout's calls form one sequence."""
+    """Settings of PPO and MT-PPO, where a rollout's calls form one sequence."""
 
     values_rollouts: ClassVar[bool] = True
     obs: Literal["skip", "all"] = Field("skip", description="tokens that the estimation runs over: sampled, or all")

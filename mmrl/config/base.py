@@ -93,15 +93,15 @@ class MethodConfig(Section):
 
     name: str
     values_rollouts: ClassVar[bool] = False
-    """Whether a critic values whole rollouts, with what other weights have written in them."""
+    """True if a critic values whole rollouts, with what other weights have written in them."""
 
     def trains(self, module: str) -> bool:
-        """Whether the module is in the loss."""
+        """True if the module is in the loss."""
         return True
 
     @property
     def serves_initial(self) -> bool:
-        """Whether modules out of the loss act with the initial weights."""
+        """True if modules out of the loss act with the initial weights."""
         return False
 
 
@@ -144,7 +144,7 @@ def no_lookalike(value: object) -> object:
 
 
 def is_address(url: str) -> bool:
-    """Whether `url` is http(s)://, with a host and, where it names one, a port that exists."""
+    """True if `url` is http(s)://, with a host and, where it names one, a port that exists."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -155,7 +155,7 @@ def is_address(url: str) -> bool:
 
 
 class ServerArguments(Section):
-    """Where a server listens and whom it lets in, beside what it serves."""
+    """Address and token of a server, beside what it serves."""
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0: a free one")
@@ -172,7 +172,7 @@ class ServerArguments(Section):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens on `host` can be reached from this machine alone."""
+    """True if a server that listens on `host` can be reached from this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, which may stand for any address; empty: all of them
@@ -180,7 +180,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address_problem(url: str, more: str = "") -> str | None:
-    """Why `url` is no address that a config may hold, beginning with "got"; the password in one is not repeated.
+    """Say why `url` is no address that a config may hold, beginning with "got"; the password in one is not repeated.
 
     Args:
         more: what is expected besides, for the sentence.
@@ -209,7 +209,7 @@ def reasons(error: ValidationError, most: int = 5) -> str:
 
 
 def value_at(sections: object, path: str) -> object:
-    """What stands at a path of sections or of a composed mapping; None where nothing does."""
+    """Value at a path of sections or of a composed mapping; None where nothing does."""
     value = sections
     for part in path.split("."):
         fields = value.__dict__ if isinstance(value, BaseModel) else value
@@ -248,7 +248,7 @@ def idle_values(rules: Iterable[Idle], sections: Mapping[str, object] | BaseMode
 
 
 def is_default(sections: Mapping[str, object] | BaseModel, path: str) -> bool:
-    """Whether a key has its default, or is not there."""
+    """True if a key has its default, or is not there."""
     parent, _, key = path.rpartition(".")
     section = value_at(sections, parent) if parent else sections
     field = type(section).model_fields.get(key) if isinstance(section, BaseModel) else None

@@ -11,7 +11,7 @@ from mmrl.config.endpoint import Endpoint, EndpointConfig
 
 
 class EngineConfig(Section):
-    """What every engine has."""
+    """Settings of every engine."""
 
     name: Literal["auto", "transformers", "vllm_server", "vllm_colocated", "openai"] = Field(
         "auto", description="auto: hardware.engine, whose keys `engine.*` has then"
@@ -23,7 +23,7 @@ class EngineConfig(Section):
 
     @property
     def in_process(self) -> TransformersConfig:
-        """How this process decodes itself: as this section says, else by the defaults."""
+        """Settings of decoding in this process: this section's, else the defaults."""
         return TransformersConfig()
 
     @property
@@ -55,7 +55,7 @@ class TransformersConfig(EngineConfig):
 
 
 class VllmConfig(EngineConfig):
-    """What the two engines that run vLLM share."""
+    """Settings of the two engines that run vLLM."""
 
     logprobs: Literal["auto", "raw", "processed"] = Field(
         "auto", description="vLLM's --logprobs-mode; auto: what the run's sampling needs, raw with a given url"

@@ -18,7 +18,7 @@ AUTO_VALIDATION = {"light": 100, "medium": 300, "heavy": 1000}
 
 
 class PromptConfig(MethodConfig):
-    """What every optimiser of prompts has.
+    """Settings of every optimiser of prompts.
 
     Rollouts are sampled as in evaluation (`eval.temperature`, `eval.top_p`, `eval.top_k`, `eval.parse_retries`).
     """
@@ -41,7 +41,7 @@ class PromptConfig(MethodConfig):
 
     @property
     def drawn(self) -> int | None:
-        """How many validation examples DSPy draws; None: it takes all."""
+        """Number of validation examples that DSPy draws; None: it takes all."""
         return None
 
     def minibatch_of(self, validation: int) -> int | None:
@@ -50,7 +50,7 @@ class PromptConfig(MethodConfig):
 
 
 class BootstrapConfig(PromptConfig):
-    """What optimisers have that take demonstrations from rollouts that went well (DSPy's BootstrapFewShot)."""
+    """Settings of optimisers that take demonstrations from rollouts that went well (DSPy's BootstrapFewShot)."""
 
     max_bootstrapped_demos: int = Field(4, ge=0, description="most demonstrations from rollouts, per module")
     max_labeled_demos: int | None = Field(
@@ -74,7 +74,7 @@ class BootstrapConfig(PromptConfig):
 
 
 class ProposingConfig(Section):
-    """What optimisers have that a model writes instructions for."""
+    """Settings of optimisers for which a model writes instructions."""
 
     prompt_model: EndpointConfig | None = Field(
         None, description="the model that writes instructions, behind an endpoint; null: the policy itself"

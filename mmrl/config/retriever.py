@@ -14,10 +14,10 @@ from mmrl.config.base import Idle, Section, ServerArguments, address_problem
 
 
 class RetrieverConfig(Section):
-    """What every retriever has."""
+    """Settings of every retriever."""
 
     encodes: ClassVar[bool] = False
-    """Whether texts become vectors."""
+    """True if texts become vectors."""
     name: Literal["bm25", "dense", "remote"] = Field(
         "bm25", description="docs/retrieval.md; dense needs the extra `dense`"
     )
@@ -31,12 +31,12 @@ class RetrieverConfig(Section):
 
     @property
     def brings_passages(self) -> bool:
-        """Whether it searches passages of its own instead of the task's corpus."""
+        """True if it searches passages of its own instead of the task's corpus."""
         return self.get("index") is not None or self.get("url") is not None
 
 
 class LocalRetrieverConfig(RetrieverConfig):
-    """What retrievers over an index on this machine share."""
+    """Settings of retrievers over an index on this machine."""
 
     index: str | None = Field(None, description="folder made by `mmrl index build`; it brings its own corpus")
     cache_dir: str | None = Field(None, description="index cache; null: $MMRL_CACHE or ~/.cache/mmrl")
@@ -130,7 +130,7 @@ RETRIEVER_SCHEMAS: dict[str, type[RetrieverConfig]] = {
 
 
 class IndexArguments(Section):
-    """How `mmrl index search`, `check` and `mmrl serve-retriever` use an index."""
+    """Keys by which `mmrl index search` and `mmrl serve-retriever` use an index."""
 
     index: str = Field(description="folder of the index")
     device: Literal["cpu", "cuda"] = "cpu"

@@ -41,7 +41,7 @@ class LoraConfig(Section):
 
     @property
     def everywhere(self) -> bool:
-        """Whether every linear layer but the head gets an adapter."""
+        """True if every linear layer but the head gets an adapter."""
         return self.targets == (ALL_LINEAR,)
 
 
@@ -129,7 +129,7 @@ class TrainConfig(Section):
     keep: int = Field(2, ge=1, description="newest checkpoints that stay")
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` steps."""
+        """True if a checkpoint is due after `step` steps."""
         return step % self.save_every == 0 or step == self.steps
 
 
@@ -163,7 +163,7 @@ WITH_PROJECTS = ("wandb", "mlflow", "comet_ml", "trackio", "clearml", "swanlab")
 
 
 class RunConfig(Section):
-    """Where a run is stored and which trackers get its metrics."""
+    """Storage of a run, and the trackers that get its metrics."""
 
     dir: str | None = Field(None, min_length=1, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
     name: str | None = Field(None, description="shown in reports; null: <algo>-<task>-s<seed>")
@@ -186,19 +186,19 @@ class RunConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What sets one kind of run apart; rooms that treat kinds differently have a table by `name`."""
+    """Differences of one kind of run; packages that treat kinds differently have a table by `name`."""
 
     name: str
     weights: bool = False
-    """Whether it trains weights, in steps with checkpoints."""
+    """True if it trains weights, in steps with checkpoints."""
     credit: bool = False
-    """Whether it is reinforcement learning, whose calls get credit and whose work several processes share."""
+    """True if it is reinforcement learning, whose calls get credit and whose work several processes share."""
     refusal: str = ""
     """Why a command that takes other kinds cannot use such a run; `{folder}` is the run's."""
 
 
 class RootConfig(Section):
-    """What `train` and `eval` share."""
+    """Sections of `train` and `eval`."""
 
     kind: ClassVar[Kind]
     seed: int = Field(0, ge=0, le=LARGEST_SEED, description="of every random choice: data order, sampling, new weights")
@@ -250,7 +250,7 @@ class StageConfig(RootConfig):
 
 
 class WeightsConfig(StageConfig):
-    """What stages have that train weights."""
+    """Sections of stages that train weights."""
 
     train: TrainConfig
 

@@ -14,7 +14,7 @@ from mmrl.config.retriever import RETRIEVER_SCHEMAS, Bm25Config, RetrieverConfig
 
 
 class DataConfig(Section):
-    """Where examples come from: `mini` (the embedded world), a file, a hub id, or a Python object.
+    """Sources of examples: `mini` (the embedded world), a file, a hub id, or a Python object.
 
     Where no split has any of the others, all are the mini world's; else a split without a source is absent.
     """
@@ -42,7 +42,7 @@ class DataConfig(Section):
         return {**raw, **dict.fromkeys(SPLITS, MINI)}
 
     def source_of(self, split: str) -> str | None:
-        """Where the examples of `train`, `dev` or `test` come from; None: there is no such split."""
+        """Source of the examples of `train`, `dev` or `test`; None: there is no such split."""
         return {"train": self.train, "dev": self.dev, "test": self.test}[split]
 
     @property
@@ -52,7 +52,7 @@ class DataConfig(Section):
         return {split: source for split, source in sources.items() if source is not None and source != MINI}
 
     def items_of(self, split: str) -> int | None:
-        """How many examples of a split are used; None: all."""
+        """Number of examples of a split that are used; None: all."""
         return {"train": self.train_items, "dev": self.dev_items, "test": self.test_items}[split]
 
 
@@ -87,7 +87,7 @@ class JudgeConfig(JudgeEndpointConfig):
 
 
 class TaskConfig(Section):
-    """What every task has."""
+    """Settings of every task."""
 
     # any name: plugins add tasks, and who builds the task says which names there are
     name: str = Field(description="set by task=")
@@ -108,7 +108,7 @@ class TaskConfig(Section):
 
 
 class OpenQaConfig(TaskConfig):
-    """What tasks that answer questions share."""
+    """Settings of tasks that answer questions."""
 
     dataset: str | None = Field(None, description="record layout of the data, for tasks that read several")
     punctuation: Literal["delete", "space"] = Field(
@@ -117,7 +117,7 @@ class OpenQaConfig(TaskConfig):
 
 
 class CorpusConfig(TaskConfig):
-    """What tasks that search share."""
+    """Settings of tasks that search."""
 
     corpus: str | None = Field(None, description="null: the mini world's, or the paragraphs of the data files")
     retriever: Annotated[
@@ -126,7 +126,7 @@ class CorpusConfig(TaskConfig):
 
 
 class SampleConfig(TaskConfig):
-    """What tasks share whose paper used a sample of the rows."""
+    """Settings of tasks whose paper used a sample of the rows."""
 
     # The papers draw rows of the official files; which ones is part of their numbers.
     sample: Literal["paper", "all"] = Field("paper", description="of data files, the rows that the paper used, or all")
@@ -136,13 +136,13 @@ _JUDGE = "endpoint of the reward sets judge_outcome and judge_turn, and of papil
 
 
 class JudgedConfig(TaskConfig):
-    """What tasks share that a language model may judge."""
+    """Settings of tasks that a language model may judge."""
 
     judge: JudgeEndpointConfig | None = Field(None, description=_JUDGE)
 
 
 class AgentJudgedConfig(JudgedConfig):
-    """What agents share that a language model may judge."""
+    """Settings of agents that a language model may judge."""
 
     judge: JudgeConfig | None = Field(None, description=_JUDGE)
 
@@ -152,7 +152,7 @@ class MultihopQaConfig(OpenQaConfig, CorpusConfig):
 
 
 class AgentConfig(OpenQaConfig, CorpusConfig):
-    """What agents in one context share."""
+    """Settings of agents in one context."""
 
     max_observation: int = Field(500, ge=16, description="what a tool adds to the context is cut to this many tokens")
 
@@ -198,7 +198,7 @@ class DirectQaConfig(OpenQaConfig):
 
 
 class DspyPromptConfig(TaskConfig):
-    """What tasks share whose program is DSPy's."""
+    """Settings of tasks whose program is DSPy's."""
 
     prompt_layout: Literal["dspy", "shared_first"] = Field(
         "dspy",

@@ -112,7 +112,7 @@ def _with_shipped(config: ConfigT) -> ConfigT:
 
 
 class _AlgoAlone(Section):
-    """What `mmrl credit` has of a config."""
+    """The section of a config that `mmrl credit` has."""
 
     algo: Algo
 
@@ -162,7 +162,7 @@ LABELS = {"task": "task ", "engine": "engine=", "task.retriever": "task.retrieve
 
 
 def _unknown_key(schema: type[BaseModel], parts: list[str], value: object, raw: Mapping[str, object]) -> Iterator[str]:
-    """What to say of a key that is not in its section's schema."""
+    """Sentences for a key that is not in its section's schema."""
     path, above, key = ".".join(parts), ".".join(parts[:-1]), parts[-1]
     fields = _fields_at(schema, parts[:-1], raw)
     if fields is None:

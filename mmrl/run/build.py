@@ -1,4 +1,4 @@
-"""From a settled config to what runs: task, assignment of weights, trainer, engine, teachers, stages.
+"""Build what runs from a settled config: task, assignment of weights, trainer, engine, teachers, stages.
 
 Called by `train`, `eval`, `plan` and the checks. torch and transformers load inside the functions that need them: a
 config is checked without.
@@ -284,7 +284,7 @@ def _build_engines(
 
 
 def _setup(config: RootConfig, serving: ServedWeights, folder: Path, **more: Any) -> EngineSetup:
-    """What an engine gets beside its section: of the config, unless `more` says otherwise."""
+    """Settings of an engine beside its section: of the config, unless `more` says otherwise."""
     shared = {"max_context": config.task.max_context, "threads": config.hardware.threads, "folder": folder, **serving}
     return EngineSetup(**{**shared, "weights": config.model, "device": config.hardware.device, **more})
 

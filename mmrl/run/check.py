@@ -128,7 +128,7 @@ def _prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
 
 
 def engine_problems(config: RootConfig, *, training: bool = False, copied: bool = False, rank: int = 0) -> list[str]:
-    """What stands against the engine that samples, and its settings."""
+    """Problems of the engine that samples, and of its settings."""
     name, device = engine_name(config), config.hardware.device
     return engines.problems(config.engine, name, training=training, copied=copied, device=device, rank=rank)
 
@@ -157,7 +157,7 @@ def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
 
 
 def process_problems(config: EvalCommandConfig) -> list[str]:
-    """Why an evaluation, which is one process, can do nothing with the others of its hardware profile."""
+    """Problems of a hardware profile with an evaluation, which is one process."""
     hardware = config.hardware
     if hardware.nodes > 1:
         return [f"hardware: profile '{hardware.name}' has several machines, mmrl eval runs in one process of one"]
@@ -168,7 +168,7 @@ def process_problems(config: EvalCommandConfig) -> list[str]:
 
 
 def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """What stands against a training run wherever it runs: it reads no data, calls no server, looks for no package."""
+    """Problems of a training run wherever it runs: no data is read, no server called, no package looked for."""
     return across_sections(config) + endpoint_problems(config, task) + _rl_problems(config, task)
 
 
@@ -186,7 +186,7 @@ def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 
 
 def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """Those of a plan; servers and teachers that are not there, splits that are too small."""
+    """Problems of a plan; servers and teachers that are not there, splits that are too small."""
     rank = config.model.lora.r if config.model.lora is not None else 0
     copied = module_assignment(config, task.program.modules).copied
     problems = _rl_problems(config, task) + engine_problems(config, training=True, copied=copied, rank=rank)
@@ -225,7 +225,7 @@ def served(config: EvalCommandConfig) -> Policy:
 
 
 def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
-    """What is wrong with the endpoints that answer for modules; asks nobody."""
+    """Problems of the endpoints that answer for modules; asks nobody."""
     every, endpoints = engine_name(config) == "openai", config.engine.endpoints or {}
     if not every and not endpoints:
         return []
@@ -245,7 +245,7 @@ def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
 
 
 def endpoints_away(config: RootConfig) -> list[str]:
-    """Why no request to the endpoints that answer for modules can succeed; asks each at most one token."""
+    """Endpoints of modules to which no request can succeed; asks each at most one token."""
     endpoints = config.engine.endpoints or {}
     needed = {f"engine.endpoints.{module}": settings for module, settings in endpoints.items()}
     if engine_name(config) == "openai" and (policy := value_at(config, "policy")) is not None:
@@ -254,7 +254,7 @@ def endpoints_away(config: RootConfig) -> list[str]:
 
 
 def staleness_problems(config: TrainCommandConfig) -> list[str]:
-    """What stands against sampling the next batch while this one trains."""
+    """Problems of sampling the next batch while this one trains."""
     if not config.train.staleness:
         return []
     algo, problems = config.algo, []
@@ -276,7 +276,7 @@ def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 
 
 def negative_rewards(config: TrainCommandConfig, task: Task) -> list[str]:
-    """What makes rewards negative, where `algo.scale=mean` divides by their mean."""
+    """Settings that make rewards negative, where `algo.scale=mean` divides by their mean."""
     algo, absent = config.algo, task.absent_features
     if getattr(algo, "scale", True) != "mean":
         return []

@@ -45,7 +45,7 @@ FILE = "doctor.json"
 
 
 class DoctorArguments(Section):
-    """What `mmrl doctor` takes besides a config."""
+    """Keys of `mmrl doctor` beside a config."""
 
     examples: int = Field(8, ge=1, description="training examples that are played")
 
@@ -135,7 +135,7 @@ def look_before(stage: WeightStage, log: StepLog) -> None:
 
 
 def _needed(config: TrainCommandConfig, made: Path) -> bool:
-    """Whether to look.
+    """True if examples are to be played.
 
     Args:
         made: what a start of this run that was killed may have left.
@@ -156,7 +156,7 @@ GIB = 2**30
 
 @dataclass(slots=True)
 class Machine:
-    """What this machine has, and what of it stands against a run."""
+    """Facts of this machine, and what of it stands against a run."""
 
     facts: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
@@ -248,7 +248,7 @@ def _disk(machine: Machine, name: str, folder: Path, change: str) -> None:
 
 
 def _hub() -> str:
-    """Whether the Hugging Face hub answers."""
+    """Say whether the Hugging Face hub answers."""
     from huggingface_hub import constants
 
     from mmrl.models.hub import hub_answers

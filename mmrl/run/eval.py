@@ -170,7 +170,7 @@ def _drop_damaged(rundir: RunDir, split: str) -> None:
 
 
 def _failures_text(items: Sequence[JsonObject], metrics: Mapping[str, float], path: Path) -> str:
-    """How many rollouts failed and why."""
+    """Say how many rollouts failed and why."""
     how, by_model = failed_how(failed_kinds(items)), f"{metrics['model_failed']:.0f} by the model's own doing"
     text = f"{metrics['failed_share']:.1%} of the rollouts failed {how}, {by_model}"
     if caught := metrics.get("caught_parse"):

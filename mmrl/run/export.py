@@ -71,7 +71,7 @@ class ExportArguments(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What is exported of a policy."""
+    """Parts of a policy that are exported."""
 
     form: Literal["full", "merged", "adapter"]
     adapters: Mapping[str, Path]
@@ -183,7 +183,7 @@ def _refuse_damage(run: RunDir, checkpoint: Path) -> None:
 
 
 def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, modules: Sequence[str]) -> Choice:
-    """What is exported, as chosen or as the policy has it.
+    """Choose what is exported: as asked for, else as the policy has it.
 
     Args:
         modules: the program's, as far as the run has measured them.
@@ -285,7 +285,7 @@ def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str
 def _snippets(
     named: Path, folder: Path, choice: Choice, config: WeightRunConfig, base: str
 ) -> Iterator[tuple[str, str]]:
-    """How `folder` is used under the name `named`, and the base model under `base`."""
+    """Code that uses `folder` under the name `named`, and the base model under `base`."""
     rank = config.model.lora.r if choice.form == "adapter" and config.model.lora is not None else None
     spoken = choice.recorded.get("modules")
     modules = tuple(spoken) if isinstance(spoken, dict) else ()

@@ -32,7 +32,7 @@ _CHUNK = 1 << 20
 
 
 def catalogue() -> str:
-    """What can be fetched: name, what it is, size, licence, whether it is here, and how it is used."""
+    """List what can be fetched: name, what it is, size, licence, whether it is here, and how it is used."""
     rows = [["name", "download", "licence", "here", "what it is"]]
     for package in PACKAGES.values():
         size, fetched = f"{package.size / 1e6:.0f} MB", "yes" if package.there else "no"

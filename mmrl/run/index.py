@@ -143,7 +143,7 @@ def serve(arguments: ServeIndexArguments) -> int:
 
 
 def _estimate_text(spec: IndexSpec, local_bytes: int, hub_ids: Sequence[str], folder: Path) -> str:
-    """What is known before the sources are read."""
+    """Sizes as known before the sources are read."""
     lines = [f"index: {_spec_text(spec)} -> {folder}"]
     if hub_ids:
         lines.append(f"fetched from the hub first: {', '.join(hub_ids)} (size: see docs/retrieval.md)")
@@ -157,7 +157,7 @@ def _estimate_text(spec: IndexSpec, local_bytes: int, hub_ids: Sequence[str], fo
 
 
 def _corpus_text(spec: IndexSpec, corpus: CorpusFacts) -> str:
-    """What is known once the passages are written."""
+    """Sizes as known once the passages are written."""
     passages = f"{corpus.documents:,} passages, {decimal(corpus.text_bytes)} of text"
     left_out = f"{corpus.duplicates:,} with the same title and text left out"
     return f"{passages} ({left_out})\n{_sizes_text(spec, corpus.documents, corpus.text_bytes)}"

@@ -75,7 +75,7 @@ def start(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int:
 
 
 def environment(hardware: HardwareConfig, rank: int, port: int) -> dict[str, str]:
-    """What one process needs to find the others, and how accelerate is to wrap the model."""
+    """Variables by which one process finds the others, and how accelerate is to wrap the model."""
     variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -117,7 +117,7 @@ def wrapping(hardware: HardwareConfig) -> dict[str, str]:
 
 
 def must_start(processes: int, nodes: int) -> bool:
-    """Whether this process has to start those of the run: there are several, and no launcher has started them.
+    """True if this process has to start those of the run: there are several, and no launcher has started them.
 
     Raises:
         ConfigError: a run over several nodes that no launcher has started.
@@ -205,7 +205,7 @@ def released(task: Task) -> Iterator[None]:
 
 
 def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:
-    """What cannot work of a hardware profile, one sentence each.
+    """Problems of a hardware profile, one sentence each.
 
     Args:
         engine: the engine that samples.
@@ -236,7 +236,7 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
 
 
 def missing_packages(hardware: HardwareConfig) -> list[str]:
-    """What a hardware profile needs and this interpreter does not have, one sentence each; imports nothing."""
+    """Packages that a hardware profile needs and this interpreter lacks, one sentence each; imports nothing."""
     if hardware.sharding.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         return [
             f"hardware.sharding: got {hardware.sharding}, which needs DeepSpeed, and {sys.executable} does not have "

@@ -53,7 +53,7 @@ ONE_GPU = ("auto", "gpu1")
 
 
 class PlanArguments(Section):
-    """What `mmrl plan` takes besides a config."""
+    """Keys of `mmrl plan` beside a config."""
 
     idle: ClassVar = [Idle("lengths", "dry!=0|null", ", which counts them; leave one of the two out")]
     lengths: str = Field("", description="MODULE:P/C[,...]: tokens of prompt and completion of each module")
@@ -64,7 +64,7 @@ class PlanArguments(Section):
 
 
 def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> str:
-    """What a run of any kind of stages will do and cost, as text or as JSON.
+    """Plan a run of any kind of stages: what it will do and cost, as text or as JSON.
 
     Raises:
         ConfigError: as `make_plan`, of every stage.
@@ -170,7 +170,7 @@ def _device(hardware: HardwareConfig, name: str | None) -> Device:
 
 
 def problems_elsewhere(config: RootConfig) -> list[str]:
-    """What stands against a run on another machine: without its data, weights, devices and servers."""
+    """Problems of a run on another machine: without its data, weights, devices and servers."""
     if stages := getattr(config, "stages", ()):
         return [problem for stage in stages for problem in problems_elsewhere(stage)]
     try:

@@ -67,7 +67,7 @@ def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys
 
 
 def token_in(arguments: ServerArguments) -> str | None:
-    """What every request to a server must bring.
+    """Token that every request to a server must bring.
 
     Raises:
         ConfigError: the environment variable that is to hold it does not.
@@ -137,7 +137,7 @@ def _checked(config: EvalCommandConfig, user_keys: Collection[str]) -> Policy:
 
 
 def snippets(names: Sequence[str] | dict[str, str], arguments: ServeArguments) -> str:
-    """What is printed when the server listens; `{url}` stands for its address."""
+    """Text that is printed when the server listens; `{url}` stands for its address."""
     model = next(iter(names))
     key = "'none'" if arguments.token_env is None else f"os.environ['{arguments.token_env}']"
     header = "" if arguments.token_env is None else "import os\n  "

@@ -263,7 +263,7 @@ def announce_code(folder: Path, stored: Mapping[str, object], packages: Sequence
 
 
 def _needs_plugins(stored: Mapping[str, object]) -> bool:
-    """Whether a name that chooses a section's schema is none of those that are known by now."""
+    """True if a name that chooses a section's schema is none of those that are known by now."""
     known = {path: {*schemas, "auto"} for path, schemas in CHOICES.items()}
     names = {path: value_at(stored, f"{path}.name") for path in known}
     return any(name not in known[path] for path, name in names.items() if name)
