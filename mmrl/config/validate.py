@@ -153,7 +153,9 @@ def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, o
         else:
             section = f"a section: {path}.KEY=VALUE"
             words = {"model_type": section, "dict_type": section, "tuple_type": f"a list: {path}=[a,b]"}
-            plain = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+            plain = (
+                item["msg"].removeprefix("Input should be ").removeprefix("a valid ").replace("String should ", "to ")
+            )
             sentences.append(f"{path}: got {quoted(item['input'])}, expected {words.get(kind, plain)}")
     return sentences
 
