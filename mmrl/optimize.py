@@ -32,8 +32,8 @@ import dspy
 from dspy.teleprompt import Teleprompter
 
 from mmrl.cli.overrides import hydra_value
-from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
-from mmrl.config.base import SHIPPED, leaves
+from mmrl.config import EvalCommandConfig, RootConfig
+from mmrl.config.base import SHIPPED, leaves, value_at
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import prompts_of
 from mmrl.report.rundir import RunDir, rows_of
@@ -113,7 +113,9 @@ class MMRL(Teleprompter):
             if resume is not None:
                 return self._resume(student, train, dev, resume)
             from mmrl.cli import configs, overrides
+            from mmrl.run.build import check_model
             from mmrl.run.check import check_all
+            from mmrl.run.settle import run_folder
             from mmrl.sets.chain import begin
 
             words = self.words(student, train, dev)
@@ -125,9 +127,12 @@ class MMRL(Teleprompter):
                     "mmrl train task=dspy task.program=package.module:name …"
                 )
             check_all([config], line.keys)
-            config = _placed(config)
-            _refuse_failure(begin(config, ["mmrl", "train", *words], here=True), str(config.run.dir))
-            return Path(str(config.run.dir))
+            # Before a folder is made: a model that cannot be had must leave none behind.
+            check_model(config.model)
+            # The folder is known here, since the program that is returned names it.
+            folder = run_folder(config.run.dir, config.task.name, config.algo.name, suffix=f"_s{config.seed}")
+            _refuse_failure(begin(config.in_folder(folder), ["mmrl", "train", *words], here=True), folder)
+            return Path(folder)
 
     def words(self, student: dspy.Module, train: Sequence[dspy.Example], dev: Sequence[dspy.Example]) -> list[str]:
         """The words of `mmrl train` that say the same, with names for the objects.
@@ -163,9 +168,8 @@ class MMRL(Teleprompter):
 
         in_turn = rows_of(folder)
         run = RunDir.read(in_turn[0] if in_turn else folder)
-        task = run.config.get("task") or {}
-        stored = {"train": str((task.get("data") or {}).get("train")), "dev": str((task.get("data") or {}).get("dev"))}
-        stored |= {"program": str(task.get("program")), "metric": str(task.get("metric"))}
+        keys = {"train": "data.train", "dev": "data.dev", "program": "program", "metric": "metric"}
+        stored = {name: str(value_at(run.config, f"task.{key}")) for name, key in keys.items()}
         if not all(map(is_given, stored.values())):
             raise CheckpointError(
                 f"{folder}: was not started from Python; continue it with: mmrl train resume={folder}"
@@ -285,17 +289,6 @@ def _interrupts_raised() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _placed(config: StageConfig) -> StageConfig:
-    """With its run directory, which the program that is returned names."""
-    from mmrl.run.build import check_model
-    from mmrl.run.settle import run_folder
-
-    # Before a folder is made: a model that cannot be had must leave none behind.
-    check_model(config.model)
-    suffix = f"_s{config.seed}"
-    return config.in_folder(run_folder(config.run.dir, config.task.name, config.algo.name, suffix=suffix))
 
 
 def _refuse_failure(code: int, folder: str) -> None:
