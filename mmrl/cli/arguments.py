@@ -67,6 +67,10 @@ class CommandLine:
         """The config keys and groups that the user set, in order."""
         return tuple(override.key_or_group for override in self.overrides)
 
+    def section(self, schema: type[SectionT]) -> SectionT:
+        """The command's own keys; raises `ConfigError` as `section_of`."""
+        return section_of(schema, self.command_keys)
+
     def without(self, keys: Collection[str]) -> CommandLine:
         """The same without the overrides of `keys`."""
         return replace(self, overrides=tuple(o for o in self.overrides if o.key_or_group not in keys))

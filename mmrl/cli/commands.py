@@ -354,11 +354,10 @@ def serve(context: typer.Context) -> int:
       mmrl serve policy=RUN host=0.0.0.0 token_env=SERVE_TOKEN engine=vllm_server
     """
     from mmrl.cli import configs, overrides
-    from mmrl.cli.arguments import section_of
     from mmrl.run.serve import ServeArguments, serve_policy
 
     line = overrides.read_line(context.args, command_keys=tuple(ServeArguments.model_fields), single="mmrl serve")
-    arguments = section_of(ServeArguments, line.command_keys)
+    arguments = line.section(ServeArguments)
     (config,) = configs.eval_configs(line)
     return serve_policy(config, arguments, line.keys)
 

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from mmrl.cli.arguments import CommandLine, CreditArguments, section_of
+from mmrl.cli.arguments import CommandLine, CreditArguments
 from mmrl.cli.overrides import expand, forced, parse, policy_words, read_line, value_text
 from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.config.validate import algo_section, as_tuples
@@ -179,7 +179,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "plugins")}
     problems = [f"{key}: has no effect on mmrl credit" for key in [*line.switches, *sorted(stray)]]
     try:
-        source = section_of(CreditArguments, line.command_keys)
+        source = line.section(CreditArguments)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     line = line.without(stray)

@@ -26,13 +26,12 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
       mmrl plan model=llama31_8b_instruct device=h100 lengths=rewriter:300/40
     """
     from mmrl.cli import configs, overrides
-    from mmrl.cli.arguments import section_of
 
     line = overrides.read_line(context.args, command_keys=("lengths", "dry", "device"), single="mmrl plan")
     (config,) = configs.train_configs(line)
     from mmrl.run.plan import PlanArguments, planned
 
-    print(planned(config, section_of(PlanArguments, line.command_keys), as_json=as_json))
+    print(planned(config, line.section(PlanArguments), as_json=as_json))
     return 0
 
 
@@ -60,7 +59,6 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
 
         return look_at_machine(as_json=as_json)
     from mmrl.cli import configs, overrides
-    from mmrl.cli.arguments import section_of
     from mmrl.config import TrainCommandConfig
 
     line = overrides.read_line(context.args, command_keys=("examples",), single="mmrl doctor")
@@ -74,7 +72,7 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     from mmrl.run.doctor import DoctorArguments
     from mmrl.run.doctor import doctor as examine
 
-    return examine(config, section_of(DoctorArguments, line.command_keys).examples, as_json=as_json)
+    return examine(config, line.section(DoctorArguments).examples, as_json=as_json)
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[NAME] [wheel=FILE]")

@@ -31,13 +31,13 @@ class AlgoConfig(MethodConfig):
     clip: float = Field(0.2, gt=0, lt=1, description="epsilon of the clipped ratio")
     clip_high: float | None = Field(None, gt=0, description="upper epsilon (clip-higher); null: the same as clip")
     beta: float = Field(0.001, ge=0, le=FACTOR, description="weight of the KL term against the reference policy")
-    loss_mean: Literal["seq", "token", "constant"] = Field("seq", description="how token losses are averaged")
+    loss_mean: Literal["seq", "token", "constant"] = Field("seq", description="averaging of token losses")
     loss_length: int | None = Field(
         None, ge=1, le=10_000_000, description="L_max of loss_mean=constant; null: the longest sequence of the batch"
     )
     temperature: Temperature = Field(1.0, gt=0, description="sampling temperature of training rollouts")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling of training rollouts; 1: off")
-    top_k: int = Field(0, ge=0, description="the same among the k likeliest tokens; 0: off")
+    top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens alone; 0: off")
     parse_retries: int = Field(0, ge=0, le=10, description="extra attempts after a parse failure in training rollouts")
     # Without it the ratio is 1 in the first optimizer step of a batch alone.
     ratio_one: bool = Field(False, description="ratio 1 in every optimizer step: no clipping, plain policy gradient")
@@ -86,7 +86,7 @@ class GroupConfig(AlgoConfig):
     baseline: Literal["mean", "leave_one_out"] = Field("mean", description="leave_one_out: RLOO")
     # equal rewards have advantage 0; with `keep` they still take part in means over the batch
     zero_variance: Literal["keep", "drop", "refill"] = Field(
-        "keep", description="what becomes of groups with equal rewards; refill: dropped, and other examples sampled"
+        "keep", description="treatment of groups with equal rewards; refill: dropped, and other examples sampled"
     )
     refill_rounds: int = Field(4, ge=1, description="most rounds of further sampling in a step (zero_variance=refill)")
     idle: ClassVar[list[Idle]] = [Idle("refill_rounds", "zero_variance!=refill"), Idle("std_over", "scale!=true")]
@@ -117,7 +117,7 @@ class MhgpoConfig(GroupConfig, PenaltyConfig):
         "mean",
         description="Eq. 4: how successors' rewards are aggregated at a fork; tree_value: TreeRL's value of a step",
     )
-    propagate: Literal["shared", "full"] = Field("shared", description="whether a penalty is propagated backwards too")
+    propagate: Literal["shared", "full"] = Field("shared", description="full: a penalty is propagated backwards too")
     train_modules: tuple[str, ...] | None = Field(None, description="train only these (*X); null: all")
     freeze_modules: tuple[str, ...] = Field((), description="leave these out of the loss (-X)")
     frozen_serving: bool = Field(
@@ -208,7 +208,7 @@ class CcpoConfig(GroupConfig):
     exchanged: tuple[str, ...] | None = Field(
         None, description="whose replies a second play exchanges; null: all but the last"
     )
-    reply: str = Field("", description="what stands in for their replies")
+    reply: str = Field("", description="text that replaces their replies")
     teachers: tuple[TeacherConfig, ...] | None = Field(
         None, max_length=1, description="one, whose weights or endpoint reply in their place; null: algo.reply does"
     )
@@ -325,24 +325,26 @@ class MmgrpoConfig(GroupConfig):
         None, description="programs that make the R rollouts, one after the other; null: the student alone"
     )
     reserialise: bool = Field(False, description="train on a reply's canonical text, not on the sampled tokens")
-    padding_mode: Literal["fill", "truncate", "ragged"] = Field("fill", description="unequal numbers of calls")
-    filler: Literal["randint", "max"] = Field("randint", description="own call that fills a gap: random, or the last")
-    fill_source: Literal["rollout", "group"] = Field("rollout", description="whose calls fill a gap")
+    padding_mode: Literal["fill", "truncate", "ragged"] = Field("fill", description="where numbers of calls differ")
+    filler: Literal["randint", "max"] = Field("randint", description="call that fills a gap: a random one, or the last")
+    fill_source: Literal["rollout", "group"] = Field("rollout", description="source of calls that fill a gap")
     on_missing: Literal["drop_rollout", "skip_example"] = Field(
         "drop_rollout", description="a rollout that never calls a module: left out, or the module is skipped"
     )
     failing_traces: Literal["failing_only", "trajectory"] = Field(
-        "failing_only", description="which calls of a rollout that failed to parse are trained"
+        "failing_only", description="calls that are trained of a rollout that failed to parse"
     )
-    failing_index: Literal["zero", "true"] = Field("zero", description="invocation under which it is grouped")
+    failing_index: Literal["zero", "true"] = Field(
+        "zero", description="invocation under which a failing call is grouped: the first, or its true one"
+    )
     format_failure_score: float = Field(
         -1.0, ge=-FACTOR, le=FACTOR, description="reward of a failing call with no field"
     )
     format_failure_best: float = Field(
-        0.0, ge=-FACTOR, le=FACTOR, description="what it rises to with the share of fields"
+        0.0, ge=-FACTOR, le=FACTOR, description="limit to which that reward rises with the share of fields present"
     )
     max_context: int | None = Field(8192, ge=1, description="longest prompt + completion that is trained on")
-    overlong: Literal["datapoint", "trajectory"] = Field("datapoint", description="what a longer one takes along")
+    overlong: Literal["datapoint", "trajectory"] = Field("datapoint", description="left out where one is longer")
     idle: ClassVar[list[Idle]] = [
         Idle("filler fill_source", "padding_mode!=fill"),
         Idle("filler", "fill_source!=rollout"),
@@ -385,12 +387,12 @@ class MmgrpoConfig(GroupConfig):
 class CriticConfig(AlgoConfig):
     """Settings of algorithms with a critic."""
 
-    loss_mean: Literal["seq", "token", "constant"] = Field("token", description="how token losses are averaged")
+    loss_mean: Literal["seq", "token", "constant"] = Field("token", description="averaging of token losses")
     gamma: float = Field(1.0, ge=0, le=1, description="discount per token")
     gae_lambda: float = Field(1.0, ge=0, le=1, description="lambda of generalised advantage estimation")
     kl: Literal["reward", "loss"] = Field("reward", description="where the KL term goes: k1 per token, or k3")
     critic: Literal["separate", "adapter", "head"] = Field(
-        "separate", description="own backbone; second LoRA adapter on the policy's; head on the policy's hidden states"
+        "separate", description="copy of the backbone; second LoRA adapter on the policy's; head on its hidden states"
     )
     # a factor, so that one search over train.lr moves both networks
     critic_lr_factor: float = Field(

@@ -77,7 +77,7 @@ class VllmServerConfig(VllmConfig):
     timeout_s: float = Field(600.0, gt=0, description="limit of one HTTP request")
     concurrency: int = Field(128, ge=1, description="requests in flight at once")
     python: str | None = Field(None, description="interpreter that has vLLM; null: the one that runs mmrl")
-    start_timeout_s: float = Field(900.0, gt=0, description="until the server is healthy")
+    start_timeout_s: float = Field(900.0, gt=0, description="seconds until the server is healthy")
     restarts: int = Field(2, ge=0, description="starts of a server that died, per policy version")
     sync_timeout_s: float = Field(300.0, gt=0, description="limit of one push of new weights")
 

@@ -26,7 +26,7 @@ class PromptConfig(MethodConfig):
     validation: float = Field(
         0.8, gt=0, lt=1, description="share of the train split, its end, to compare candidates on"
     )
-    validation_items: int | None = Field(None, ge=1, description="most examples of it; null: 1000, as in MIPROv2")
+    validation_items: int | None = Field(None, ge=1, description="at most so many of these; null: 1000, as in MIPROv2")
     shuffles: ClassVar[bool] = False
     """Whether the order of its train part comes from the run's seed, since DSPy has none for it."""
 
@@ -79,7 +79,7 @@ class ProposingConfig(Section):
     prompt_model: EndpointConfig | None = Field(
         None, description="the model that writes instructions, behind an endpoint; null: the policy itself"
     )
-    prompt_max_tokens: int = Field(1024, ge=16, description="limit of one of its completions")
+    prompt_max_tokens: int = Field(1024, ge=16, description="longest completion of the prompt model, in tokens")
 
 
 class Miprov2Config(BootstrapConfig, ProposingConfig):
@@ -109,7 +109,7 @@ class Miprov2Config(BootstrapConfig, ProposingConfig):
     view_data_batch_size: int = Field(10, ge=1, description="examples per request of that summary")
     tip_aware_proposer: bool = Field(True, description="the prompt model gets one of DSPy's tips, drawn each time")
     fewshot_aware_proposer: bool = Field(True, description="the prompt model sees demonstrations")
-    init_temperature: float = Field(1.0, ge=0, description="of the prompt model when it writes an instruction")
+    init_temperature: float = Field(1.0, ge=0, description="sampling temperature of the prompt model's instructions")
     idle: ClassVar[list[Idle]] = [Idle("num_candidates num_instruct_candidates num_trials minibatch", "auto!=null")]
 
     def expected_trials(self, modules: int, validation: int) -> int:
@@ -197,7 +197,7 @@ class GepaConfig(PromptConfig, ProposingConfig):
     )
     use_merge: bool = Field(True, description="instructions of two candidates are merged")
     max_merge_invocations: int | None = Field(5, ge=1, description="merges that are tried; null: no limit")
-    prompt_temperature: float = Field(1.0, ge=0, description="of the prompt model")
+    prompt_temperature: float = Field(1.0, ge=0, description="sampling temperature of the prompt model")
     idle: ClassVar[list[Idle]] = [Idle("max_merge_invocations", "use_merge=false")]
 
     @model_validator(mode="after")
@@ -238,14 +238,14 @@ class SftConfig(MethodConfig):
         None,
         description="module: how often a pass sees each of its examples; those not named are left out; null: all, once",
     )
-    rollouts: int = Field(8, ge=1, le=100_000, description="of each train example")
+    rollouts: int = Field(8, ge=1, le=100_000, description="rollouts of each train example")
     min_reward: float = Field(1.0, description="least reward of a rollout that is trained on")
     per_example: int | None = Field(
         1, ge=1, description="at most so many rollouts of an example, the best ones; null: all that have min_reward"
     )
     temperature: Temperature = Field(1.0, gt=0, description="sampling temperature of the rollouts")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling of the rollouts; 1: off")
-    top_k: int = Field(0, ge=0, description="the same among the k likeliest tokens; 0: off")
+    top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens alone; 0: off")
     parse_retries: int = Field(0, ge=0, le=10, description="extra attempts after a parse failure in the rollouts")
     idle: ClassVar[list[Idle]] = [
         Idle("file", "source!=file"),

@@ -101,7 +101,7 @@ class RemoteRetrieverConfig(RetrieverConfig):
     """A server that is running already."""
 
     name: Literal["remote"]
-    timeout_s: float = Field(30.0, gt=0, description="of one request")
+    timeout_s: float = Field(30.0, gt=0, description="seconds for one request")
     retries: int = Field(3, ge=0, description="further attempts of a request that failed")
     concurrency: int = Field(64, ge=1, description="requests in flight at once")
     # by query and number of documents: the same query with another top_k is another request

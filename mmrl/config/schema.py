@@ -25,7 +25,7 @@ class LoraConfig(Section):
 
     r: int = Field(16, ge=1, description="rank")
     alpha: int = Field(64, ge=1, description="the adapter is scaled by alpha / r")
-    dropout: float = Field(0.0, ge=0, lt=1, description="in the update alone")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapter, in the update alone")
     targets: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"),
         min_length=1,
@@ -48,9 +48,11 @@ class LoraConfig(Section):
 class ModuleWeights(Section):
     """One module's LoRA adapter."""
 
-    adapter: str | None = Field(None, description="its name, which modules may share; null: the module's own")
+    adapter: str | None = Field(
+        None, description="name of the adapter; modules with one name share it; null: a separate one"
+    )
     lr: float | None = Field(None, ge=0, description="learning rate of the adapter; null: train.lr")
-    frozen: bool = Field(False, description="out of the loss; the module replies with the base model")
+    frozen: bool = Field(False, description="out of the loss; the adapter stays as it starts: the base replies")
 
 
 class ModelConfig(Section):
@@ -101,13 +103,13 @@ class TrainConfig(Section):
     batch_size: int = Field(32, ge=1, description="examples per step")
     lr: float = Field(1e-6, ge=0, description="learning rate of AdamW")
     schedule: Literal["constant", "constant_with_warmup", "linear", "cosine"] = Field(
-        "constant", description="of the learning rate, over all optimizer steps"
+        "constant", description="schedule of the learning rate over all optimizer steps"
     )
-    warmup_steps: int = Field(0, ge=0, description="optimizer steps")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient; policy, critic, adapters each")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's second moment")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
     microbatch_tokens: int | None = Field(
         None, ge=64, description="tokens of a forward in the update; null: by the device's memory"
     )
@@ -136,7 +138,7 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     """Evaluation before, during and after training."""
 
-    split: Literal["train", "dev", "test"] = Field("dev", description="of a training run; mmrl eval takes split=")
+    split: Literal["train", "dev", "test"] = Field("dev", description="split of training runs; mmrl eval has split=")
     every: int = Field(20, ge=0, description="steps between evaluations; 0: only before and after")
     items: int | None = Field(
         None, ge=1, description="so many of the split; of data files drawn, the same in every run; null: all"
@@ -201,7 +203,7 @@ class RootConfig(Section):
     """Sections of `train` and `eval`."""
 
     kind: ClassVar[Kind]
-    seed: int = Field(0, ge=0, le=LARGEST_SEED, description="of every random choice: data order, sampling, new weights")
+    seed: int = Field(0, ge=0, le=LARGEST_SEED, description="seed of all draws: data order, sampling, new weights")
     # SerializeAsAny: config.yaml has the keys of the schema in use, not those of the annotated base class
     task: Annotated[SerializeAsAny[TaskConfig], BeforeValidator(by_name(TASK_SCHEMAS, PluginTaskConfig))]
     model: ModelConfig
@@ -232,7 +234,7 @@ class RootConfig(Section):
 class StartConfig(Section):
     """The policy that a run has started from (`from=RUN`), by its content."""
 
-    run: str = Field(description="its directory")
+    run: str = Field(description="run directory as on the command line")
     weights: str | None = Field(None, description="SHA-256 of its checkpoint's list of files; null: none were trained")
     prompts: str | None = Field(None, description="SHA-256 of its prompts; null: the task's own")
 

@@ -82,7 +82,7 @@ class JudgeConfig(JudgeEndpointConfig):
 
     on_unreadable: Literal["fail", "rule"] = Field(
         "fail",
-        description="after the last of `retries`: the rollout fails and is not credited, or the fixed rule scores it 0",
+        description="after the last retry: the rollout fails and is not credited, or the fixed rule scores it: 0",
     )
 
 
@@ -166,7 +166,7 @@ class ReasonerConfig(AgentConfig):
 class SearchAgentConfig(ReasonerConfig, AgentJudgedConfig):
     """Search agent with tags, after Search-R1."""
 
-    count_final_call: bool = Field(False, description="that last turn is one of max_turns")
+    count_final_call: bool = Field(False, description="the last turn, which may only answer, is one of max_turns")
     search_penalty: float = Field(0.1, ge=0, description="lambda_s, per search so far, in each turn")
     final_penalty: float = Field(-1.0, le=0, description="last turn's reward when its format is wrong")
     em_needs_format: bool = Field(True, description="an exact match of wrong format earns final_penalty")
