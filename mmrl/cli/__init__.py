@@ -16,8 +16,7 @@ from contextlib import contextmanager
 import typer
 
 from mmrl import __version__
-from mmrl.cli.commands import WORKER
-from mmrl.cli.preparation import app
+from mmrl.cli.commands import WORKER, app
 from mmrl.errors import ConfigError, MmrlError, Stopped, nearest, print_error, storage
 from mmrl.secrets import HidingStream, add_environment, holder, looks_like_a_key
 from mmrl.system.conf import GROUPS, options
