@@ -91,14 +91,19 @@ def evaluation_sections(sections: Mapping[str, object], user_keys: Collection[st
     return {**result, **({"plugins": as_tuples(packages)} if packages and "plugins" not in user_keys else {})}
 
 
-def policy_of_run(run: Path) -> Policy:
+def policy_of_run(run: Path, *, undamaged: bool = False) -> Policy:
     """The policy that a run has made.
 
+    Args:
+        undamaged: compare its files with their digests too, which takes a while.
+
     Raises:
-        ConfigError: it has made none yet, or weights that no further run can start from.
+        ConfigError: it has made none yet, or weights that no further run can start from; a file of it is damaged.
     """
     try:
         policy = resolve(str(run), prompts_of(str(run))[1])
+        if undamaged:
+            require_undamaged(policy)
     except ConfigError as error:
         raise ConfigError(f"from{problem.removeprefix('policy')}" for problem in error.problems) from None
     if policy.modules:
@@ -113,13 +118,9 @@ def started(config: ConfigT, run: Path) -> ConfigT:
     """A run from the policy that `run` has made: its weights, with an adapter merged into them, and its prompts.
 
     Raises:
-        ConfigError: as `made_policy`; a file of it is damaged.
+        ConfigError: as `policy_of_run`.
     """
-    policy = policy_of_run(run)
-    try:
-        require_undamaged(policy)
-    except ConfigError as error:
-        raise ConfigError(f"from{problem.removeprefix('policy')}" for problem in error.problems) from None
+    policy = policy_of_run(run, undamaged=True)
     prompts = policy.prompts
     path = policy.base if policy.adapter is None else _merged(run, config)
     changed: dict[str, object] = {
