@@ -10,13 +10,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from mmrl.errors import ConfigError, MmrlError
 
 if TYPE_CHECKING:
+    from mmrl.config import TrainCommandConfig
     from mmrl.sets.command import SetRequest
     from mmrl.sets.plan import Compose
 
@@ -432,11 +433,10 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
 
         return look_at_machine(as_json=as_json)
     from mmrl.cli import configs, overrides
-    from mmrl.config import TrainCommandConfig
 
     line = overrides.read_line(context.args, command_keys=("examples",), single="mmrl doctor")
     (config,) = configs.train_configs(line)
-    if not isinstance(config, TrainCommandConfig):
+    if not config.kind.credit:
         raise ConfigError(f"algo: got {config.algo.name}, and mmrl doctor looks at one stage of reinforcement learning")
     from mmrl.run.check import check_all
 
@@ -445,7 +445,8 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     from mmrl.run.doctor import DoctorArguments
     from mmrl.run.doctor import doctor as examine
 
-    return examine(config, line.section(DoctorArguments).examples, as_json=as_json)
+    examples = line.section(DoctorArguments).examples
+    return examine(cast("TrainCommandConfig", config), examples, as_json=as_json)
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[NAME] [wheel=FILE]")
