@@ -47,12 +47,12 @@ class ConfigError(MmrlError, ValueError):
 
 
 @contextmanager
-def gathered(problems: list[str]) -> Iterator[None]:
-    """A `ConfigError` raised inside ends the block and adds its sentences to `problems`."""
+def gathered(problems: list[str], where: str = "") -> Iterator[None]:
+    """A `ConfigError` raised inside ends the block and adds its sentences to `problems`, each after `where`."""
     try:
         yield
     except ConfigError as error:
-        problems += error.problems
+        problems += [where + problem for problem in error.problems]
 
 
 class DataError(ConfigError):

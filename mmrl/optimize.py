@@ -22,7 +22,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,13 +32,14 @@ import dspy
 from dspy.teleprompt import Teleprompter
 
 from mmrl.cli.overrides import hydra_value
-from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
-from mmrl.config.base import SHIPPED
+from mmrl.config import EvalCommandConfig, RootConfig
+from mmrl.config.base import SHIPPED, leaves, value_at
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import prompts_of
 from mmrl.report.rundir import RunDir, rows_of
 from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy
 from mmrl.secrets import HidingStream, add_environment
+from mmrl.system.conf import GROUPS, options
 from mmrl.system.objects import is_given, put, readable
 from mmrl.tasks.dspy.base import set_prompts
 
@@ -112,7 +113,9 @@ class MMRL(Teleprompter):
             if resume is not None:
                 return self._resume(student, train, dev, resume)
             from mmrl.cli import configs, overrides
+            from mmrl.run.build import check_model
             from mmrl.run.check import check_all
+            from mmrl.run.settle import run_folder
             from mmrl.sets.chain import begin
 
             words = self.words(student, train, dev)
@@ -124,9 +127,12 @@ class MMRL(Teleprompter):
                     "mmrl train task=dspy task.program=package.module:name …"
                 )
             check_all([config], line.keys)
-            config = _placed(config)
-            _refuse_failure(begin(config, ["mmrl", "train", *words], here=True), str(config.run.dir))
-            return Path(str(config.run.dir))
+            # Before a folder is made: a model that cannot be had must leave none behind.
+            check_model(config.model)
+            # The folder is known here, since the program that is returned names it.
+            folder = run_folder(config.run.dir, config.task.name, config.algo.name, suffix=f"_s{config.seed}")
+            _refuse_failure(begin(config.in_folder(folder), ["mmrl", "train", *words], here=True), folder)
+            return Path(folder)
 
     def words(self, student: dspy.Module, train: Sequence[dspy.Example], dev: Sequence[dspy.Example]) -> list[str]:
         """The words of `mmrl train` that say the same, with names for the objects.
@@ -143,14 +149,16 @@ class MMRL(Teleprompter):
             "task.data.train": put(f"train_{number}_{_digest(train)}", list(train)),
             "task.data.dev": put(f"dev_{number}_{_digest(dev)}", list(dev)),
         }
-        given = {"task": "dspy", "algo": self.algo, **names, "task.inputs": list(_inputs(train, "trainset"))}
-        given |= _model(self.model)
+        arguments = {"task": "dspy", "algo": self.algo, **names, "task.inputs": list(_inputs(train, "trainset"))}
+        arguments |= _model(self.model)
         if self.run_dir is not None:
-            given["run.dir"] = str(self.run_dir)
-        settings = dict(_flat(self.settings))
-        if twice := sorted(set(given) & set(settings)):
+            arguments["run.dir"] = str(self.run_dir)
+        # the `name` of a group's mapping is the choice of that group
+        choices = {f"{group}.name": group for group in GROUPS}
+        settings = {choices.get(key, key): value for key, value in leaves(self.settings)}
+        if twice := sorted(set(arguments) & set(settings)):
             raise ConfigError(f"{key}: given by the arguments of MMRL already; leave it out" for key in twice)
-        return [f"{key}={hydra_value(key, value)}" for key, value in {**given, **settings}.items()]
+        return [f"{key}={hydra_value(key, value)}" for key, value in {**arguments, **settings}.items()]
 
     def _resume(self, student: dspy.Module, train: list[dspy.Example], dev: list[dspy.Example], folder: Path) -> Path:
         """Continue a run with the objects that it was given."""
@@ -160,9 +168,8 @@ class MMRL(Teleprompter):
 
         in_turn = rows_of(folder)
         run = RunDir.read(in_turn[0] if in_turn else folder)
-        task = run.config.get("task") or {}
-        stored = {"train": str((task.get("data") or {}).get("train")), "dev": str((task.get("data") or {}).get("dev"))}
-        stored |= {"program": str(task.get("program")), "metric": str(task.get("metric"))}
+        keys = {"train": "data.train", "dev": "data.dev", "program": "program", "metric": "metric"}
+        stored = {name: str(value_at(run.config, f"task.{key}")) for name, key in keys.items()}
         if not all(map(is_given, stored.values())):
             raise CheckpointError(
                 f"{folder}: was not started from Python; continue it with: mmrl train resume={folder}"
@@ -284,17 +291,6 @@ def _interrupts_raised() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _placed(config: StageConfig) -> StageConfig:
-    """With its run directory, which the program that is returned names."""
-    from mmrl.run.build import check_model
-    from mmrl.run.settle import run_folder
-
-    # Before a folder is made: a model that cannot be had must leave none behind.
-    check_model(config.model)
-    suffix = f"_s{config.seed}"
-    return config.in_folder(run_folder(config.run.dir, config.task.name, config.algo.name, suffix=suffix))
-
-
 def _refuse_failure(code: int, folder: str) -> None:
     if code:
         raise MmrlError(f"{folder}: the run is not finished; continue it with compile(…, resume={folder!r})")
@@ -351,22 +347,8 @@ def _digest(examples: Sequence[dspy.Example]) -> str:
 
 def _model(model: str | None) -> dict[str, str]:
     """The words for `model`: one of `conf/model`, or any other with the neutral config."""
-    from mmrl.system.conf import options
-
     if model is None or model in (known := options("model")):
         return {} if model is None else {"model": model}
     if model in SHIPPED:
         return {"model": "tiny", "model.path": model}
     return {"model": "hf", "model.path": model} if "hf" in known else {"model.path": model}
-
-
-def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by dotted key; the `name` of a group's mapping is the choice of that group."""
-    from mmrl.system.conf import GROUPS
-
-    for name, value in settings.items():
-        key = f"{above}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{key}.")
-        else:
-            yield key.removesuffix(".name") if key.removesuffix(".name") in GROUPS else key, value

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 import typer
 
 from mmrl import __version__
-from mmrl.cli.commands import WORKER
-from mmrl.cli.preparation import app
+from mmrl.cli.commands import WORKER, app
 from mmrl.errors import ConfigError, MmrlError, Stopped, nearest, print_error, storage
 from mmrl.secrets import HidingStream, add_environment, holder, looks_like_a_key
 from mmrl.system.conf import GROUPS, options
@@ -105,11 +104,10 @@ def _dispatch(words: Sequence[str]) -> int:
     for word in words:
         key = word.partition("=")[0] if "=" in word else "argument"
         if (name := holder(word)) is not None:
-            what, instead = (
-                f"the value of the environment variable {name}",
-                f"type '${{oc.env:{name}}}', in single quotes",
+            problems.append(
+                f"{key}: holds the value of the environment variable {name}, which run directories would keep; type "
+                f"'${{oc.env:{name}}}', in single quotes"
             )
-            problems.append(f"{key}: holds {what}, which run directories would keep; {instead}")
         elif looks_like_a_key(word):
             problems.append(
                 f"{key}: holds what looks like the key of a service, which run directories and the shell's history "

@@ -10,14 +10,14 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from mmrl.config.base import Section
+from mmrl.config.base import Idle, Section
 from mmrl.config.schema import LARGEST_SEED
 from mmrl.config.validate import explain
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, gathered
 
 if TYPE_CHECKING:
     # commands that Hydra does not compose start without it
@@ -37,18 +37,13 @@ def sort_words(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     return names, settings, flags
 
 
-def typed_text(override: Override) -> str:
-    """An override as it was typed."""
-    return str(override.input_line)
-
-
 @dataclass(frozen=True, slots=True)
 class CommandLine:
     """The words after a command."""
 
     overrides: tuple[Override, ...] = ()
     """As Hydra parsed them; the only place where they are parsed."""
-    own: Mapping[str, str] = field(default_factory=dict)
+    command_keys: Mapping[str, str] = field(default_factory=dict)
     """The command's own keys (`resume=`), which no config has: key -> value as typed."""
     names: tuple[str, ...] = ()
     """Words without a `=`, where the command takes them."""
@@ -63,9 +58,9 @@ class CommandLine:
         return [*(["-m"] if self.multirun else []), *(["--cfg"] if self.prints else [])]
 
     @property
-    def typed(self) -> tuple[str, ...]:
+    def words(self) -> tuple[str, ...]:
         """The overrides as they were typed."""
-        return tuple(typed_text(override) for override in self.overrides)
+        return tuple(str(override.input_line) for override in self.overrides)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -73,15 +68,8 @@ class CommandLine:
         return tuple(override.key_or_group for override in self.overrides)
 
     def section(self, schema: type[SectionT]) -> SectionT:
-        """The command's own keys.
-
-        Raises:
-            ConfigError: every problem at once.
-        """
-        try:
-            return schema.model_validate({key: _value(schema, key, text) for key, text in self.own.items()})
-        except ValidationError as error:
-            raise ConfigError(explain(schema, error)) from None
+        """The command's own keys; raises `ConfigError` as `section_of`."""
+        return section_of(schema, self.command_keys)
 
     def without(self, keys: Collection[str]) -> CommandLine:
         """The same without the overrides of `keys`."""
@@ -120,23 +108,39 @@ class CreditArguments(Section):
     seed: int | None = Field(None, ge=0, le=LARGEST_SEED, description="of the algorithm's own choices; null: the run's")
     page: str | None = Field(None, description="a file for a page (.html), or its picture alone (.svg)")
 
+    idle: ClassVar = [
+        Idle("step", "run=null", "without run=RUN_DIR; a file has one step"),
+        Idle("page", "run!=null step=null", "without step=N; a page has one step of a run"),
+    ]
+
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _source(self) -> Self:
         if (self.rollouts is None) == (self.run is None):
             raise ValueError("rollouts: expected a file (rollouts=FILE) or a run (run=RUN_DIR), and not both")
         if self.run is None and not self.algo:
             raise ValueError("algo: missing, expected one or more algorithms (algo=A or algo=A,B)")
-        if self.run is None and self.step is not None:
-            raise ValueError("step: has no effect without run=RUN_DIR; a file has one step")
-        if self.page is not None and self.run is not None and self.step is None:
-            raise ValueError("page: has no effect without step=N; a page has one step of a run")
         if self.page is not None and not self.page.endswith((".html", ".svg")):
             raise ValueError(f"page: got '{self.page}', expected a file ending in .html, or in .svg for the picture")
         if self.page is not None and Path(self.page).exists():
             raise ValueError(f"page: {self.page} exists; name another file, or remove it")
-        if repeated := [name for name in dict.fromkeys(self.algo) if self.algo.count(name) > 1]:
-            raise ValueError(*[f"algo: got '{name}' more than once" for name in repeated])
         return self
+
+
+def section_of(schema: type[SectionT], texts: Mapping[str, str]) -> SectionT:
+    """Keys of a command, as typed, as its section.
+
+    Raises:
+        ConfigError: every problem at once.
+    """
+    try:
+        return schema.model_validate({key: _value(schema, key, text) for key, text in texts.items()})
+    except ValidationError as error:
+        raise ConfigError(explain(schema, error)) from None
+
+
+def repeated(keys: Sequence[str]) -> list[str]:
+    """One sentence for each key that was typed more than once."""
+    return [f"{key}: given more than once" for key in dict.fromkeys(keys) if keys.count(key) > 1]
 
 
 def read_arguments(
@@ -156,22 +160,17 @@ def read_arguments(
     """
     names, settings, flags = sort_words(words)
     problems = [f"{flag}: unknown flag of {command}" for flag in flags]
-    typed = [text.partition("=")[::2] for text in settings]
-    keys = [key for key, _ in typed]
-    values = {key: _value(schema, key, text) for key, text in typed}
-    wrong = [f"{key}: given more than once" for key in dict.fromkeys(keys) if keys.count(key) > 1]
+    pairs = [text.partition("=")[::2] for text in settings]
+    wrong = repeated([key for key, _ in pairs])
     if name is None:
         wrong += [f"{word}: expected key=value" for word in names]
-    elif len(names) == 1:
-        values[name] = names[0]
     else:
-        problems.append(f"{command}: got {len(names)} names, expected one: {command} {called}")
-        # so that the other keys are validated in the same call
-        values.setdefault(name, "")
-    try:
-        section = schema.model_validate(values)
-    except ValidationError as error:
-        wrong += explain(schema, error)
+        if len(names) != 1:
+            problems.append(f"{command}: got {len(names)} names, expected one: {command} {called}")
+        # also where it is missing, so that the other keys are validated in the same call
+        pairs.append((name, names[0] if names else ""))
+    with gathered(wrong):
+        section = section_of(schema, dict(pairs))
     problems += [f"{command}: {problem}" for problem in wrong]
     if problems:
         raise ConfigError(problems)
@@ -185,8 +184,8 @@ def comma_separated(text: str) -> tuple[str, ...]:
 
 def _value(schema: type[Section], key: str, text: str) -> object:
     # Pydantic judges strictly (the number 1 is no text), so text becomes what the field's type is written as.
-    known = schema.model_fields.get(key)
-    kind = str(known.annotation) if known else ""
+    declared = schema.model_fields.get(key)
+    kind = str(declared.annotation) if declared else ""
     if "tuple" in kind:
         return comma_separated(text)
     if ("str" in kind or "Path" in kind) and "Literal" not in kind:

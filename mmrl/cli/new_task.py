@@ -17,7 +17,6 @@ from pydantic import Field
 
 from mmrl.cli.arguments import read_arguments
 from mmrl.config.base import Section
-from mmrl.config.tasks import BUILT_IN
 from mmrl.errors import ConfigError
 from mmrl.system.conf import conf_dir
 from mmrl.system.files import user_path
@@ -50,28 +49,27 @@ class NewTaskArguments(Section):
 
 def create(words: Sequence[str]) -> int:
     """`mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]`."""
-    given = read_arguments("mmrl new-task", NewTaskArguments, words, name="name", called="NAME")
-    top = user_path(given.dir)
-    problems = [] if top.is_dir() else [f"dir: no folder '{given.dir}'"]
-    problems += name_problems(given.name, top)
+    arguments = read_arguments("mmrl new-task", NewTaskArguments, words, name="name", called="NAME")
+    top = user_path(arguments.dir)
+    problems = [] if top.is_dir() else [f"dir: no folder '{arguments.dir}'"]
+    problems += name_problems(arguments.name, top)
     if problems:
         raise ConfigError(problems)
-    files = write(given.name, top, given.kind)
+    files = write(arguments.name, top, arguments.kind)
     print("written:\n" + "\n".join(f"  {path}" for path in files))
-    print(f"\nnext:\n{next_commands(given.name, top)}")
-    if given.kind == "dspy":
+    print(f"\nnext:\n{next_commands(arguments.name, top)}")
+    if arguments.kind == "dspy":
         print("\n" + DSPY_NOTE)
     return 0
 
 
 def name_problems(name: str, top: Path) -> list[str]:
-    """Why a package and task of that name cannot be written into `top`, one sentence each."""
+    """Reasons against a package and task of that name in `top`, one sentence each."""
     # `task=null` would choose no task, `task=true` a truth value.
     value = name.lower() in ("null", "true", "false", "nan", "inf")
     if value or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         return [f"mmrl new-task: got '{name}', expected a name for a Python package: letters, digits, _"]
-    shipped = {path.stem for path in (conf_dir() / "task").glob("*.yaml")}
-    if name in shipped | set(BUILT_IN):
+    if (conf_dir() / "task" / f"{name}.yaml").exists():
         return [f"mmrl new-task: '{name}' is a task of mmrl's own; expected another name"]
     taken = [path for path in (top / name, top / "conf" / "task" / f"{name}.yaml") if path.exists()]
     if taken:
@@ -107,7 +105,7 @@ def write(name: str, top: Path, kind: str) -> list[Path]:
 
 
 def next_commands(name: str, top: Path) -> str:
-    """What to type next: the test, a short training run, an evaluation of it."""
+    """Commands to go on with: the test, a short training run, an evaluation of it."""
     lines = [
         f"python -m pytest {name}",
         f"mmrl train task={name} algo=mmgrpo train.steps=15 train.batch_size=8 run.dir=outputs/{name}_first",

@@ -6,9 +6,7 @@ Hydra stops at the first word that it cannot read, some of them with a traceback
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -17,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
-from mmrl.cli.arguments import CommandLine, sort_words, typed_text
+from mmrl.cli.arguments import CommandLine, repeated, sort_words
 from mmrl.config.base import value_at
 from mmrl.config.validate import meant_keys
 from mmrl.errors import ConfigError, unknown
@@ -26,7 +24,7 @@ from mmrl.system.conf import GROUPS, options
 
 
 class _Flags(argparse.ArgumentParser):
-    """Of Hydra's flags, whose own parser ends the process at the first one that it does not know."""
+    """Parser of Hydra's flags, whose own one ends the process at the first that it does not know."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -36,23 +34,21 @@ FLAGS = _Flags(add_help=False, allow_abbrev=False)
 FLAGS.add_argument("-m", "--multirun", action="store_true")
 FLAGS.add_argument("--config-dir", "-cd")
 FLAGS.add_argument("--cfg", "-c", choices=["job"])
-PLUGINS = (
-    ("hydra/launcher", "submitit", "submitit", "hydra-submitit-launcher", "slurm"),
-    ("hydra/sweeper", "optuna", "hydra_plugins.hydra_optuna_sweeper", "hydra-optuna-sweeper", "optuna"),
-)
-"""Group, choice, module that must be there, its package, extra of mmrl's that installs it."""
 NO_ROW = ("experiment=null", "experiment=")
 """The default, which Hydra has no words for: it takes null for no choice at all."""
 
 
-def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = False, once: bool = True) -> CommandLine:
+def read_line(
+    words: Sequence[str], command_keys: Collection[str] = (), names: bool = False, once: bool = True, single: str = ""
+) -> CommandLine:
     """Sort the words after a command.
 
     Args:
         words: overrides, flags, and what the command takes besides.
-        own: keys of the command itself; Hydra does not see them, so their values need no quotes.
+        command_keys: keys of the command itself; Hydra does not see them, so their values need no quotes.
         names: whether the command takes words without a `=`.
         once: whether a config key may be given once alone; of the own keys that always holds.
+        single: name of a command that neither sweeps nor prints a config; empty: it does.
 
     Raises:
         ConfigError: every word that cannot be read.
@@ -67,36 +63,26 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
     if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
         problems.append(f"--config-dir: no folder '{flags.config_dir}'")
     # Own keys are taken out before Hydra parses: a path or a list of names need not be valid Hydra grammar.
-    texts, given = [], {}
-    for text in settings:
-        key, _, after = text.partition("=")
-        if key not in own:
-            texts.append(text)
-            continue
-        problems += [f"{key}: given more than once"] if key in given else []
-        given[key] = after
+    command_pairs = [text.partition("=")[::2] for text in settings if text.partition("=")[0] in command_keys]
+    problems += repeated([key for key, _ in command_pairs])
+    texts = [text for text in settings if text.partition("=")[0] not in command_keys]
     overrides = parse([text for text in texts if text not in NO_ROW], problems)
     if once:
         # `~key` takes something out, and what is put in its place may have the same name.
-        keys = [(o.key_or_group, o.package) for o in overrides if not o.is_delete()]
-        keys += [("experiment", None) for text in texts if text in NO_ROW]
-        problems += [f"{key}: given more than once" for key, _ in dict.fromkeys(k for k in keys if keys.count(k) > 1)]
+        keys = [override.get_key_element().lstrip("+") for override in overrides if not override.is_delete()]
+        problems += repeated([*keys, *("experiment" for text in texts if text in NO_ROW)])
     prints = flags.cfg is not None
-    line = CommandLine(tuple(overrides), given, tuple(others), flags.multirun, flags.config_dir, prints)
-    problems += _without_effect(line)
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
-    return line
-
-
-def _without_effect(line: CommandLine) -> list[str]:
-    """Hydra's own keys where Hydra drives nothing: it runs sweeps, and prints."""
+    line = CommandLine(tuple(overrides), dict(command_pairs), tuple(others), flags.multirun, flags.config_dir, prints)
     idle = ("hydra.run.", "hydra.mode.") if line.multirun else ("hydra.", "hydra/")
-    return [
+    problems += [
         f"{key}: has no effect here; a run's folder is run.dir=, and Hydra drives sweeps alone (mmrl train -m)"
         for key in line.keys
         if f"{key}.".startswith(idle) and not line.prints
     ]
+    problems += [f"{switch}: not for {single}" for switch in line.switches if single]
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return line
 
 
 def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
@@ -111,15 +97,20 @@ def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
     return parsed
 
 
-def typed_value(override: Override) -> str | None:
-    """What was typed after the `=`; None where `~key` stands alone."""
-    _, equals, value = typed_text(override).partition("=")
+def key_of(word: str) -> str:
+    """The key that an override sets."""
+    return word.lstrip("+~").partition("=")[0].partition("@")[0]
+
+
+def value_text(override: Override) -> str | None:
+    """Text after the `=`; None where `~key` stands alone."""
+    _, equals, value = str(override.input_line).partition("=")
     return value if equals else None
 
 
 def searched(line: CommandLine) -> bool:
-    """Whether a sweeper chooses values as it goes (`hydra/sweeper=optuna`), so that its jobs cannot be listed."""
-    chosen = [typed_value(override) for override in line.overrides if override.key_or_group == "hydra/sweeper"]
+    """True if a sweeper chooses values as it goes (`hydra/sweeper=optuna`), so that its jobs cannot be listed."""
+    chosen = [value_text(override) for override in line.overrides if override.key_or_group == "hydra/sweeper"]
     return line.multirun and any(name not in (None, "basic") for name in chosen)
 
 
@@ -144,7 +135,7 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
         try:
             values = _values(override, search)
         except HydraException as error:
-            raise ConfigError(f"{typed_text(override)}: {error}") from None
+            raise ConfigError(f"{override.input_line}: {error}") from None
         axes[override.get_key_element()] = [(override, value) for value in values]
         again = [value for value in dict.fromkeys(values) if values.count(value) > 1 and not search]
         problems += [
@@ -160,7 +151,7 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
 
 
 def _values(override: Override, search: bool) -> list[str | None]:
-    """What follows the `=`, one for each value of a sweep, the first and the last of a search; None: `~key` alone."""
+    """Texts after the `=`, one for each value of a sweep, the first and the last of a search; None: `~key` alone."""
     value = override.value()
     if isinstance(value, IntervalSweep):
         if not search:
@@ -170,21 +161,13 @@ def _values(override: Override, search: bool) -> list[str | None]:
     if override.is_sweep_override():
         values = list(override.sweep_string_iterator())
     else:
-        values = [override.get_value_element_as_str() if typed_value(override) is not None else None]
+        values = [override.get_value_element_as_str() if value_text(override) is not None else None]
     return [values[0], values[-1]] if search else values
 
 
 def _left_out(override: Override, value: str | None, line: CommandLine, problems: list[str]) -> bool:
-    """Whether Hydra must not see an override: no choice, or one that is not there (which is added to `problems`)."""
+    """True if Hydra must not see an override: no choice, or one that is not there (which is added to `problems`)."""
     key, choice = override.key_or_group, (value or "").strip("'\"")
-    # Hydra would list the plugins that it has and not say how to install this one.
-    for group, name, module, package, extra in PLUGINS:
-        if key == group and choice.startswith(name) and not _installed(module):
-            problems.append(
-                f"{group}: got {choice}, which needs {package}, and {sys.executable} does not have it; install it (pip "
-                f"install 'mmrl[{extra}]'), or leave {group} out"
-            )
-            return True
     # `group@package=` puts a choice at another place of the config, which Hydra alone resolves.
     if key not in GROUPS or override.package is not None or override.is_delete():
         return False
@@ -198,23 +181,16 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
     return True
 
 
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor is the package that it is in
-        return False
-
-
 def forced(override: Override, value: str | None) -> str:
     """The override in a form that Hydra never refuses; pydantic names unknown keys afterwards."""
     key = override.key_or_group
     text = override.get_key_element() if value is None else f"{override.get_key_element()}={value}"
     # A choice of a group and Hydra's own keys take no `++`; with a `+` or `~` the user has chosen the form already.
-    as_typed = override.is_add() or override.is_force_add() or override.is_delete() or override.package is not None
-    return text if as_typed or key in GROUPS or key.startswith("hydra") or "/" in key else f"++{text}"
+    has_form = override.is_add() or override.is_force_add() or override.is_delete() or override.package is not None
+    return text if has_form or key in GROUPS or key.startswith("hydra") or "/" in key else f"++{text}"
 
 
-def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> list[str]:
+def policy_words(sections: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> list[str]:
     """Further words of an evaluation: the `model=` of its policy, and how its run wrote prompts, where not typed.
 
     Else every policy would be evaluated with the limits of the default model, the tiny one.
@@ -224,8 +200,8 @@ def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: 
         words: the overrides of the job.
     """
     model, policy = sections.get("model"), sections.get("policy")
-    typed = {word.partition("=")[0].lstrip("+~") for word in words}
-    if policy is None and isinstance(model, Mapping) and typed & {"model", "model.path"}:
+    user_keys = set(map(key_of, words))
+    if policy is None and isinstance(model, Mapping) and user_keys & {"model", "model.path"}:
         # the model itself, as it is before any training
         return [f"++policy={hydra_value('policy', model['path'])}"] if isinstance(model.get("path"), str) else []
     if not isinstance(model, Mapping) or not isinstance(policy, str):
@@ -235,15 +211,17 @@ def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: 
     if elsewhere:
         name, keys = "hf", {}
     name = name if name in options("model", config_dir) else "hf"
-    chosen = model.get("name") != "tiny" or name == "tiny" or "model" in typed
+    chosen = model.get("name") != "tiny" or name == "tiny" or "model" in user_keys
     more = [] if chosen else [f"model={name}"]
     if model.get("path") is None or (more and name == "hf"):
         # an endpoint's texts are read by a tokenizer that is here
         keys = {"path": "tiny" if elsewhere else policy, **keys}
-    more += [f"++model.{key}={hydra_value(key, value)}" for key, value in keys.items() if f"model.{key}" not in typed]
+    more += [
+        f"++model.{key}={hydra_value(key, value)}" for key, value in keys.items() if f"model.{key}" not in user_keys
+    ]
     task, prompts = prompts_of(policy) if not elsewhere else (None, None)
     # Weights that were trained with prompts of their own are evaluated with these, on the task that they are for.
-    if prompts is not None and value_at(sections, "task.name") == task and "task.prompts" not in typed:
+    if prompts is not None and value_at(sections, "task.name") == task and "task.prompts" not in user_keys:
         more.append(f"++task.prompts={hydra_value('task.prompts', prompts)}")
     return more
 
@@ -251,11 +229,11 @@ def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: 
 def refuse_beside_resume(line: CommandLine, *allowed: str) -> None:
     """Raises `ConfigError` for anything beside `resume=` but the keys that are `allowed`."""
     line = line.without(allowed)
-    others = [f"{key}={value}" for key, value in line.own.items() if key != "resume"]
+    others = [f"{key}={value}" for key, value in line.command_keys.items() if key != "resume"]
     if line.overrides or line.switches or others:
-        given = ", ".join([*others, *line.typed, *line.switches])
+        extra = ", ".join([*others, *line.words, *line.switches])
         more = f" (but {' '.join(allowed)}: further steps)" if allowed else ""
-        raise ConfigError(f"resume: a run continues with the config it was started with{more}; remove {given}")
+        raise ConfigError(f"resume: a run continues with the config it was started with{more}; remove {extra}")
 
 
 def hydra_value(key: str, value: object) -> str:

@@ -19,7 +19,7 @@ MOST_SAMPLES = 100_000
 
 
 class AlgoConfig(MethodConfig):
-    """What every algorithm has."""
+    """Settings of every algorithm."""
 
     epochs: int = Field(1, ge=1, description="passes over a batch of rollouts")
     minibatches: int = Field(1, ge=1, description="optimizer steps per pass; the batch is split by example")
@@ -33,23 +33,16 @@ class AlgoConfig(MethodConfig):
     beta: float = Field(0.001, ge=0, le=FACTOR, description="weight of the KL term against the reference policy")
     loss_mean: Literal["seq", "token", "constant"] = Field("seq", description="averaging of token losses")
     loss_length: int | None = Field(
-        None,
-        ge=1,
-        le=10_000_000,
-        description="L_max that loss_mean=constant divides by; null: the longest sequence of the batch",
+        None, ge=1, le=10_000_000, description="L_max of loss_mean=constant; null: the longest sequence of the batch"
     )
     temperature: Temperature = Field(1.0, gt=0, description="sampling temperature of training rollouts")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling of training rollouts; 1: off")
     top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens alone; 0: off")
     parse_retries: int = Field(0, ge=0, le=10, description="extra attempts after a parse failure in training rollouts")
     # Without it the ratio is 1 in the first optimizer step of a batch alone.
-    ratio_one: bool = Field(
-        False, description="the ratio of the loss is 1 in every optimizer step: no clipping, plain policy gradient"
-    )
+    ratio_one: bool = Field(False, description="ratio 1 in every optimizer step: no clipping, plain policy gradient")
     # Factors of modules are checked against the program's modules, which no schema knows (algorithms/checks.py).
-    advantage_scale: dict[str, float] | None = Field(
-        None, description="module: factor of its advantages; 1 where none is given"
-    )
+    advantage_scale: dict[str, float] | None = Field(None, description="module: factor of its advantages, else 1")
     idle: ClassVar[list[Idle]] = [Idle("loss_length", "loss_mean!=constant")]
 
     @classmethod
@@ -68,7 +61,7 @@ class AlgoConfig(MethodConfig):
         return self
 
     def exchanged_modules(self, modules: Sequence[str]) -> tuple[str, ...]:
-        """Those of a program's modules that a second play of a rollout does without."""
+        """Modules of a program that a second play of a rollout does without."""
         return ()
 
     @property
@@ -78,7 +71,7 @@ class AlgoConfig(MethodConfig):
 
 
 class GroupConfig(AlgoConfig):
-    """What group-relative algorithms have."""
+    """Settings of group-relative algorithms."""
 
     group_size: int = Field(4, ge=2, le=MOST_SAMPLES, description="G: samples whose rewards are compared")
     # Papers differ in eps and ddof, and a group of four feels both; the files in conf/algo say whose value it is.
@@ -95,9 +88,7 @@ class GroupConfig(AlgoConfig):
     zero_variance: Literal["keep", "drop", "refill"] = Field(
         "keep", description="treatment of groups with equal rewards; refill: dropped, and other examples sampled"
     )
-    refill_rounds: int = Field(
-        4, ge=1, description="most rounds of further sampling in a step, for zero_variance=refill"
-    )
+    refill_rounds: int = Field(4, ge=1, description="most rounds of further sampling in a step (zero_variance=refill)")
     idle: ClassVar[list[Idle]] = [Idle("refill_rounds", "zero_variance!=refill"), Idle("std_over", "scale!=true")]
 
     @property
@@ -107,11 +98,19 @@ class GroupConfig(AlgoConfig):
 
     @property
     def drops_constant(self) -> bool:
-        """Whether groups with equal rewards count as not sampled."""
+        """True if groups with equal rewards count as not sampled."""
         return self.zero_variance != "keep"
 
 
-class MhgpoConfig(GroupConfig):
+class PenaltyConfig(AlgoConfig):
+    """Settings of algorithms with penalties of modules."""
+
+    penalties: bool = Field(True, description="false: final reward only (all R_spe = 0)")
+    penalty_scale: dict[str, float] | None = Field(None, description="module: factor of its penalty (R_spe), else 1")
+    idle: ClassVar[list[Idle]] = [Idle("penalty_scale", "penalties=false")]
+
+
+class MhgpoConfig(GroupConfig, PenaltyConfig):
     """MHGPO (arXiv 2506.02718): backward rewards with module penalties over forked rollouts."""
 
     aggregate: Aggregate = Field(
@@ -119,19 +118,15 @@ class MhgpoConfig(GroupConfig):
         description="Eq. 4: how successors' rewards are aggregated at a fork; tree_value: TreeRL's value of a step",
     )
     propagate: Literal["shared", "full"] = Field("shared", description="full: a penalty is propagated backwards too")
-    penalties: bool = Field(True, description="false: final reward only (all R_spe = 0)")
-    penalty_scale: dict[str, float] | None = Field(
-        None, description="module: factor of its penalty (R_spe); 1 where none is given"
-    )
     train_modules: tuple[str, ...] | None = Field(None, description="train only these (*X); null: all")
     freeze_modules: tuple[str, ...] = Field((), description="leave these out of the loss (-X)")
     frozen_serving: bool = Field(
-        False, description="modules out of the loss act with the initial weights; false: with the current ones"
+        False, description="modules out of the loss act with the initial weights, not the current"
     )
-    idle: ClassVar[list[Idle]] = [Idle("penalty_scale", "penalties=false"), Idle("propagate", "aggregate=tree_value")]
+    idle: ClassVar[list[Idle]] = [Idle("propagate", "aggregate=tree_value")]
 
     def trains(self, module: str) -> bool:
-        """Whether the module is in the loss."""
+        """True if the module is in the loss."""
         chosen = self.train_modules is None or module in self.train_modules
         return chosen and module not in self.freeze_modules
 
@@ -141,7 +136,7 @@ class MhgpoConfig(GroupConfig):
 
     @property
     def serves_initial(self) -> bool:
-        """Whether modules out of the loss act with the initial weights."""
+        """True if modules out of the loss act with the initial weights."""
         return self.frozen_serving
 
 
@@ -211,7 +206,7 @@ class CcpoConfig(GroupConfig):
 
     name: Literal["ccpo"]
     exchanged: tuple[str, ...] | None = Field(
-        None, description="modules whose replies are exchanged in a second play; null: all but the last"
+        None, description="whose replies a second play exchanges; null: all but the last"
     )
     reply: str = Field("", description="text that replaces their replies")
     teachers: tuple[TeacherConfig, ...] | None = Field(
@@ -290,7 +285,7 @@ class TreeGrpoConfig(GroupConfig):
 
 
 class TurnGroupConfig(GroupConfig):
-    """What the MT-GRPO algorithms share."""
+    """Settings of the MT-GRPO algorithms."""
 
     alpha: float = Field(1.0, ge=0, le=1, description="discount of later turns' advantages, per turn")
     turn_coef: float = Field(1.0, ge=0, le=FACTOR, description="coefficient of the intermediate turns' advantages")
@@ -329,9 +324,7 @@ class MmgrpoConfig(GroupConfig):
     teachers: tuple[TeacherConfig, ...] | None = Field(
         None, description="programs that make the R rollouts, one after the other; null: the student alone"
     )
-    reserialise: bool = Field(
-        False, description="train on the canonical text of what a module wrote, not on the sampled tokens"
-    )
+    reserialise: bool = Field(False, description="train on a reply's canonical text, not on the sampled tokens")
     padding_mode: Literal["fill", "truncate", "ragged"] = Field("fill", description="where numbers of calls differ")
     filler: Literal["randint", "max"] = Field("randint", description="call that fills a gap: a random one, or the last")
     fill_source: Literal["rollout", "group"] = Field("rollout", description="source of calls that fill a gap")
@@ -345,7 +338,7 @@ class MmgrpoConfig(GroupConfig):
         "zero", description="invocation under which a failing call is grouped: the first, or its true one"
     )
     format_failure_score: float = Field(
-        -1.0, ge=-FACTOR, le=FACTOR, description="reward of a failing call with no field present"
+        -1.0, ge=-FACTOR, le=FACTOR, description="reward of a failing call with no field"
     )
     format_failure_best: float = Field(
         0.0, ge=-FACTOR, le=FACTOR, description="limit to which that reward rises with the share of fields present"
@@ -392,7 +385,7 @@ class MmgrpoConfig(GroupConfig):
 
 
 class CriticConfig(AlgoConfig):
-    """What algorithms with a critic have."""
+    """Settings of algorithms with a critic."""
 
     loss_mean: Literal["seq", "token", "constant"] = Field("token", description="averaging of token losses")
     gamma: float = Field(1.0, ge=0, le=1, description="discount per token")
@@ -403,7 +396,7 @@ class CriticConfig(AlgoConfig):
     )
     # a factor, so that one search over train.lr moves both networks
     critic_lr_factor: float = Field(
-        10.0, ge=0, description="learning rate of the critic as a multiple of train.lr; constant after its warm-up"
+        10.0, ge=0, description="the critic's learning rate over train.lr; constant after its warm-up"
     )
     critic_warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up of the critic")
     critic_init: Literal["random", "zero"] = Field(
@@ -412,20 +405,15 @@ class CriticConfig(AlgoConfig):
     value_clip: float = Field(0.5, gt=0, description="how far a value may move from its old one in the value loss")
 
 
-class MappoConfig(CriticConfig):
+class MappoConfig(CriticConfig, PenaltyConfig):
     """MAPPO: one critic for all modules, advantages estimated within each call."""
 
     name: Literal["mappo"]
-    penalties: bool = Field(True, description="false: final reward only (all R_spe = 0)")
-    penalty_scale: dict[str, float] | None = Field(
-        None, description="module: factor of its penalty (R_spe); 1 where none is given"
-    )
     whiten: Literal["trained", "none"] = Field("trained", description="tokens that advantages are whitened over")
-    idle: ClassVar[list[Idle]] = [Idle("penalty_scale", "penalties=false")]
 
 
 class TurnCriticConfig(CriticConfig):
-    """What PPO and MT-PPO share: a rollout's calls form one sequence."""
+    """Settings of PPO and MT-PPO, where a rollout's calls form one sequence."""
 
     values_rollouts: ClassVar[bool] = True
     obs: Literal["skip", "all"] = Field("skip", description="tokens that the estimation runs over: sampled, or all")

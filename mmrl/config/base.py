@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, ClassVar, NamedTuple, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -48,15 +48,15 @@ class Idle(NamedTuple):
         path, sign, wanted = terms[0]
         value = value_at(sections, key)
         # a whole section would bury the sentence
-        got = "" if isinstance(value, Mapping | BaseModel) else f"got {shown(value)}, which "
+        got = "" if isinstance(value, Mapping | BaseModel) else f"got {literal(value)}, which "
         instead = f"; set {path}={wanted} or leave it out" if sign == "!=" else "; leave one of the two out"
-        cause = f"{wanted} in {path}" if sign == "~" else f"{path}={shown(value_at(sections, path))}"
+        cause = f"{wanted} in {path}" if sign == "~" else f"{path}={literal(value_at(sections, path))}"
         why = self.why if self.why[:1].isalpha() else f"with {cause}{self.why or instead}"
         return f"{key}: {got}has no effect {why}"
 
 
 def _holds(value: object, sign: str, wanted: str) -> bool:
-    found = wanted in str(value) if sign[-1] == "~" else shown(value) in wanted.split("|")
+    found = wanted in str(value) if sign[-1] == "~" else literal(value) in wanted.split("|")
     return found != sign.startswith("!")
 
 
@@ -93,15 +93,15 @@ class MethodConfig(Section):
 
     name: str
     values_rollouts: ClassVar[bool] = False
-    """Whether a critic values whole rollouts, with what other weights have written in them."""
+    """True if a critic values whole rollouts, with what other weights have written in them."""
 
     def trains(self, module: str) -> bool:
-        """Whether the module is in the loss."""
+        """True if the module is in the loss."""
         return True
 
     @property
     def serves_initial(self) -> bool:
-        """Whether modules out of the loss act with the initial weights."""
+        """True if modules out of the loss act with the initial weights."""
         return False
 
 
@@ -144,7 +144,7 @@ def no_lookalike(value: object) -> object:
 
 
 def is_address(url: str) -> bool:
-    """Whether `url` is http(s)://, with a host and, where it names one, a port that exists."""
+    """True if `url` is http(s)://, with a host and, where it names one, a port that exists."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -155,7 +155,7 @@ def is_address(url: str) -> bool:
 
 
 class ServerArguments(Section):
-    """Where a server listens and whom it lets in, beside what it serves."""
+    """Address and token of a server, beside what it serves."""
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0: a free one")
@@ -172,7 +172,7 @@ class ServerArguments(Section):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens on `host` can be reached from this machine alone."""
+    """True if a server that listens on `host` can be reached from this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, which may stand for any address; empty: all of them
@@ -180,7 +180,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address_problem(url: str, more: str = "") -> str | None:
-    """Why `url` is no address that a config may hold, beginning with "got"; the password in one is not repeated.
+    """Say why `url` is no address that a config may hold, beginning with "got"; the password in one is not repeated.
 
     Args:
         more: what is expected besides, for the sentence.
@@ -203,13 +203,13 @@ def reasons(error: ValidationError, most: int = 5) -> str:
     problems = error.errors(include_url=False, include_context=False, include_input=False)[:most]
     places = (".".join(str(part) for part in problem["loc"]) for problem in problems)
     return "; ".join(
-        f"{place}: {problem['msg'].removeprefix('Value error, ')}".removeprefix(": ")
-        for place, problem in zip(places, problems, strict=True)
+        f"{path}: {problem['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+        for path, problem in zip(places, problems, strict=True)
     )
 
 
 def value_at(sections: object, path: str) -> object:
-    """What stands at a path of sections or of a composed mapping; None where nothing does."""
+    """Value at a path of sections or of a composed mapping; None where nothing does."""
     value = sections
     for part in path.split("."):
         fields = value.__dict__ if isinstance(value, BaseModel) else value
@@ -217,16 +217,23 @@ def value_at(sections: object, path: str) -> object:
     return value
 
 
-def flattened(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+def leaves(sections: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted paths of a mapping of mappings, and their values; an empty mapping is a value."""
+    for key, value in sections.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def flattened(config: Mapping[str, object]) -> dict[str, object]:
     """Config path -> value; lists as tuples, so that values can be compared and counted, sections in them by number."""
     flat: dict[str, object] = {}
-    for key, value in config.items():
+    for path, value in leaves(config):
         if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
-            value = {str(number): item for number, item in enumerate(value, start=1)}
-        if isinstance(value, Mapping) and value:
-            flat |= flattened(value, f"{prefix}{key}.")
+            flat |= flattened({path: {str(number): item for number, item in enumerate(value, start=1)}})
         else:
-            flat[f"{prefix}{key}"] = repr(value) if isinstance(value, Mapping) else _hashable(value)
+            flat[path] = repr(value) if isinstance(value, Mapping) else _hashable(value)
     return flat
 
 
@@ -241,16 +248,23 @@ def idle_values(rules: Iterable[Idle], sections: Mapping[str, object] | BaseMode
 
 
 def is_default(sections: Mapping[str, object] | BaseModel, path: str) -> bool:
-    """Whether a key has its default, or is not there."""
+    """True if a key has its default, or is not there."""
     parent, _, key = path.rpartition(".")
     section = value_at(sections, parent) if parent else sections
     field = type(section).model_fields.get(key) if isinstance(section, BaseModel) else None
     return field is None or value_at(section, key) == field.default
 
 
-def shown(value: object) -> str:
+def literal(value: object) -> str:
     """A value as it would be typed."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(literal, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def quoted(value: object) -> str:
+    """A value in a message: a list as it would be typed, text in quotes."""
+    return literal(value) if isinstance(value, list | tuple) else repr(value)
 
 
 # The one place that knows: `validate` puts the name in, `mmrl.models.load` finds the folder.

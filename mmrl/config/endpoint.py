@@ -20,6 +20,8 @@ OWN_HEADERS = (
     *("openai-organization", "openai-project"),
 )
 """Headers that are mmrl's: the length and form of a request and its reply, and what has a key of its own."""
+_PRINTED = r"\A[ -~]+\z"
+"""Text that an HTTP header can hold: no line break, no letter beyond ASCII."""
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _SECRET_HEADERS = re.compile(r"(auth|authorization|cookie|key|token|secret|password)$", re.IGNORECASE)
 
@@ -29,8 +31,8 @@ class Endpoint(Section):
 
     url: str = Field("https://api.openai.com/v1", description="base of the API, up to and with /v1")
     key_env: str | None = Field("OPENAI_API_KEY", description="environment variable with the key; null: no key is sent")
-    organization: str | None = Field(None, min_length=1, description="header OpenAI-Organization; null: not sent")
-    project: str | None = Field(None, min_length=1, description="header OpenAI-Project; null: not sent")
+    organization: str | None = Field(None, pattern=_PRINTED, description="header OpenAI-Organization; null: not sent")
+    project: str | None = Field(None, pattern=_PRINTED, description="header OpenAI-Project; null: not sent")
     timeout_s: float = Field(120.0, gt=0, description="limit of one HTTP request")
     attempts: int = Field(6, ge=1, description="tries of one request, the first one included")
     max_wait_s: float = Field(60.0, ge=0, description="longest pause between two tries; a longer Retry-After fails")
@@ -61,36 +63,29 @@ class Endpoint(Section):
             raise ValueError(problem)
         return url
 
-    @field_validator("organization", "project")
-    @classmethod
-    def _name(cls, name: str | None) -> str | None:
-        if name is not None and not _fits_header(name):
-            raise ValueError("got something that no HTTP header can hold (a line break, or a letter beyond ASCII)")
-        return name
-
     @field_validator("extra_body", mode="before")
     @classmethod
-    def _lists(cls, given: object) -> object:
-        return _as_json(given)  # a config's lists come as tuples
+    def _lists(cls, fields: object) -> object:
+        return _as_json(fields)  # a config's lists come as tuples
 
     @field_validator("extra_body")
     @classmethod
-    def _body(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        if problems := [f"got '{name}', which mmrl sets itself; leave it out" for name in given if name in OWN_FIELDS]:
+    def _body(cls, fields: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if problems := [f"got '{name}', which mmrl sets itself; leave it out" for name in fields if name in OWN_FIELDS]:
             raise ValueError(*problems)
-        return given
+        return fields
 
     @field_validator("extra_headers")
     @classmethod
-    def _headers(cls, given: dict[str, str]) -> dict[str, str]:
+    def _headers(cls, fields: dict[str, str]) -> dict[str, str]:
         # no sentence quotes a value, which may be a key
         problems = []
-        for name, value in given.items():
+        for name, value in fields.items():
             if not _HEADER.fullmatch(name):
                 problems.append(f"got {name!r:.60}, expected the name of an HTTP header")
             elif name.lower() in OWN_HEADERS:
                 problems.append(f"got '{name}', which mmrl sets itself; leave it out")
-            elif not _fits_header(value):
+            elif not (value.isascii() and value.isprintable()):
                 problems.append(
                     f"got for '{name}' something that no HTTP header can hold (a line break, or beyond ASCII)"
                 )
@@ -102,7 +97,7 @@ class Endpoint(Section):
                 )
         if problems:
             raise ValueError(*problems)
-        return given
+        return fields
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
@@ -122,10 +117,6 @@ class EndpointConfig(Endpoint):
     """A model behind such an endpoint."""
 
     model: str = Field(description="model name as the endpoint knows it")
-
-
-def _fits_header(value: str) -> bool:
-    return value.isascii() and value.isprintable()
 
 
 def _as_json(value: object) -> object:

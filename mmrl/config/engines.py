@@ -11,7 +11,7 @@ from mmrl.config.endpoint import Endpoint, EndpointConfig
 
 
 class EngineConfig(Section):
-    """What every engine has."""
+    """Settings of every engine."""
 
     name: Literal["auto", "transformers", "vllm_server", "vllm_colocated", "openai"] = Field(
         "auto", description="auto: hardware.engine, whose keys `engine.*` has then"
@@ -23,7 +23,7 @@ class EngineConfig(Section):
 
     @property
     def in_process(self) -> TransformersConfig:
-        """How this process decodes itself: as this section says, else by the defaults."""
+        """Settings of decoding in this process: this section's, else the defaults."""
         return TransformersConfig()
 
     @property
@@ -44,7 +44,7 @@ class TransformersConfig(EngineConfig):
         "deterministic", description="deterministic: a batch starts when every live program has sent a request or ended"
     )
     loop: Literal["auto", "own", "hf"] = Field(
-        "auto", description="decode loop: own (fast, Llama and Qwen families), hf (any model)"
+        "auto", description="own: fast, for Llama and Qwen families; hf: any model"
     )
     batch_tokens: int = Field(65536, ge=64, description="prompt tokens (padded) generated for at once")
 
@@ -55,7 +55,7 @@ class TransformersConfig(EngineConfig):
 
 
 class VllmConfig(EngineConfig):
-    """What the two engines that run vLLM share."""
+    """Settings of the two engines that run vLLM."""
 
     logprobs: Literal["auto", "raw", "processed"] = Field(
         "auto", description="vLLM's --logprobs-mode; auto: what the run's sampling needs, raw at engine.urls"
@@ -90,9 +90,7 @@ class VllmColocatedConfig(VllmConfig):
     """vLLM in the training process."""
 
     # null is decided by the device, which is settled later than this section
-    sleep: bool | None = Field(
-        None, description="vLLM frees its GPU memory while the trainer works; null: true on a GPU"
-    )
+    sleep: bool | None = Field(None, description="vLLM frees its GPU memory while the trainer works; null: on a GPU")
 
 
 class OpenAIConfig(EngineConfig):

@@ -18,13 +18,13 @@ AUTO_VALIDATION = {"light": 100, "medium": 300, "heavy": 1000}
 
 
 class PromptConfig(MethodConfig):
-    """What every optimiser of prompts has.
+    """Settings of every optimiser of prompts.
 
     Rollouts are sampled as in evaluation (`eval.temperature`, `eval.top_p`, `eval.top_k`, `eval.parse_retries`).
     """
 
     validation: float = Field(
-        0.8, gt=0, lt=1, description="share of the train split, its end, that candidates are compared on"
+        0.8, gt=0, lt=1, description="share of the train split, its end, to compare candidates on"
     )
     validation_items: int | None = Field(None, ge=1, description="at most so many of these; null: 1000, as in MIPROv2")
     shuffles: ClassVar[bool] = False
@@ -41,7 +41,7 @@ class PromptConfig(MethodConfig):
 
     @property
     def drawn(self) -> int | None:
-        """How many validation examples DSPy draws; None: it takes all."""
+        """Number of validation examples that DSPy draws; None: it takes all."""
         return None
 
     def minibatch_of(self, validation: int) -> int | None:
@@ -50,7 +50,7 @@ class PromptConfig(MethodConfig):
 
 
 class BootstrapConfig(PromptConfig):
-    """What optimisers have that take demonstrations from rollouts that went well (DSPy's BootstrapFewShot)."""
+    """Settings of optimisers that take demonstrations from rollouts that went well (DSPy's BootstrapFewShot)."""
 
     max_bootstrapped_demos: int = Field(4, ge=0, description="most demonstrations from rollouts, per module")
     max_labeled_demos: int | None = Field(
@@ -59,9 +59,7 @@ class BootstrapConfig(PromptConfig):
         description="most demonstrations per module, those from rollouts and plain examples together; null: 4 "
         "(bootstrap_fewshot: 16), and 0 for a program without DSPy, whose examples hold no replies of its modules",
     )
-    metric_threshold: float | None = Field(
-        None, description="reward from which a rollout is a demonstration; null: any above 0"
-    )
+    metric_threshold: float | None = Field(None, description="least reward of a demonstration; null: any above 0")
 
     plain_demos: ClassVar[int] = 4
     """DSPy's default of `max_labeled_demos`."""
@@ -76,7 +74,7 @@ class BootstrapConfig(PromptConfig):
 
 
 class ProposingConfig(Section):
-    """What optimisers have that a model writes instructions for."""
+    """Settings of optimisers for which a model writes instructions."""
 
     prompt_model: EndpointConfig | None = Field(
         None, description="the model that writes instructions, behind an endpoint; null: the policy itself"
@@ -157,14 +155,12 @@ class BootstrapFewshotConfig(BootstrapConfig):
     name: Literal["bootstrap_fewshot"]
     max_bootstrapped_demos: int = Field(4, ge=1, description="most demonstrations from rollouts, per module")
     max_rounds: int = Field(
-        1, ge=1, description="rollouts per example until one goes well; later ones at temperature 1"
+        1, ge=1, description="rollouts per example until one goes well; from the second at temperature 1"
     )
     num_candidate_programs: int = Field(
         16, ge=0, description="random sets that are tried, beside none, plain examples alone, and one in their order"
     )
-    labeled_sample: bool = Field(
-        True, description="the set of plain examples alone is drawn; false: the first ones of the train part"
-    )
+    labeled_sample: bool = Field(True, description="plain examples alone are drawn; false: the first of the train part")
     stop_at_score: float | None = Field(
         None, description="end with the first candidate whose validation reward, times 100, is this; null: try all"
     )
@@ -183,12 +179,10 @@ class GepaConfig(PromptConfig, ProposingConfig):
 
     name: Literal["gepa"]
     validation: float = Field(
-        0.5, gt=0, lt=1, description="share of the train split, its end, that candidates are compared on"
+        0.5, gt=0, lt=1, description="share of the train split, its end, to compare candidates on"
     )
     auto: Auto | None = Field("light", description="rollouts by DSPy's formula; null: as one of the next two says")
-    max_full_evals: int | None = Field(
-        None, ge=1, description="rollouts as for so many evaluations on all train and validation examples"
-    )
+    max_full_evals: int | None = Field(None, ge=1, description="rollouts of so many evaluations on all examples")
     max_metric_calls: int | None = Field(None, ge=1, description="rollouts")
     reflection_minibatch_size: int = Field(3, ge=1, description="rollouts that the prompt model reads at once")
     candidate_selection_strategy: Literal["pareto", "current_best"] = Field(
@@ -197,9 +191,7 @@ class GepaConfig(PromptConfig, ProposingConfig):
     )
     skip_perfect_score: bool = Field(True, description="nothing is rewritten where all rollouts read were perfect")
     perfect_score: float = Field(1.0, description="the reward that is perfect")
-    add_format_failure_as_feedback: bool = Field(
-        True, description="the prompt model reads replies that could not be parsed too"
-    )
+    add_format_failure_as_feedback: bool = Field(True, description="it reads replies that could not be parsed too")
     component_selector: Literal["round_robin", "all"] = Field(
         "round_robin", description="modules rewritten at once: one after the other, or all"
     )
@@ -211,10 +203,10 @@ class GepaConfig(PromptConfig, ProposingConfig):
     @model_validator(mode="after")
     def _budget(self) -> Self:
         budgets = ("auto", "max_full_evals", "max_metric_calls")
-        given = [f"{name}={vars(self)[name]}" for name in budgets if vars(self)[name] is not None]
-        if len(given) != 1:
+        limits = [f"{name}={vars(self)[name]}" for name in budgets if vars(self)[name] is not None]
+        if len(limits) != 1:
             raise ValueError(
-                f"got {', '.join(given) or 'no budget'}, expected one of {', '.join(budgets)} (and the others null)"
+                f"got {', '.join(limits) or 'no budget'}, expected one of {', '.join(budgets)} (and the others null)"
             )
         return self
 
@@ -240,7 +232,7 @@ class SftConfig(MethodConfig):
         "split by the policy as it starts, of which the best are trained on (rejection fine-tuning)",
     )
     file: str | None = Field(
-        None, description="records with `messages`, or with `inputs` and `outputs`; a file, hub id or Python list"
+        None, description="a file, hub id or Python list of `messages`, or of `inputs` and `outputs`"
     )
     modules: dict[str, float] | None = Field(
         None,
@@ -261,7 +253,7 @@ class SftConfig(MethodConfig):
     ]
 
     @model_validator(mode="after")
-    def _given(self) -> Self:
+    def _source(self) -> Self:
         problems = []
         if self.source == "file" and self.file is None:
             problems.append("file: missing, expected the examples to train on: algo.file=FILE")

@@ -14,12 +14,12 @@ from mmrl.config.base import Idle, Section, ServerArguments, address_problem
 
 
 class RetrieverConfig(Section):
-    """What every retriever has."""
+    """Settings of every retriever."""
 
     encodes: ClassVar[bool] = False
-    """Whether texts become vectors."""
+    """True if texts become vectors."""
     name: Literal["bm25", "dense", "remote"] = Field(
-        "bm25", description="which one (docs/retrieval.md); dense needs the extra `dense`"
+        "bm25", description="docs/retrieval.md; dense needs the extra `dense`"
     )
     top_k: int = Field(10, ge=1, description="budget of candidate documents of a question, split over its queries")
     dedup: bool = Field(False, description="drop a document that an earlier query already brought")
@@ -31,12 +31,12 @@ class RetrieverConfig(Section):
 
     @property
     def brings_passages(self) -> bool:
-        """Whether it searches passages of its own instead of the task's corpus."""
+        """True if it searches passages of its own instead of the task's corpus."""
         return self.get("index") is not None or self.get("url") is not None
 
 
 class LocalRetrieverConfig(RetrieverConfig):
-    """What retrievers over an index on this machine share."""
+    """Settings of retrievers over an index on this machine."""
 
     index: str | None = Field(None, description="folder made by `mmrl index build`; it brings its own corpus")
     cache_dir: str | None = Field(None, description="index cache; null: $MMRL_CACHE or ~/.cache/mmrl")
@@ -83,9 +83,7 @@ class DenseConfig(LocalRetrieverConfig):
 
     encodes: ClassVar[bool] = True
     name: Literal["dense"]
-    model: str | None = Field(
-        None, description="encoder: folder, hub id, or `minilm` (mmrl fetch); null: facebook/contriever"
-    )
+    model: str | None = Field(None, description="folder, hub id, or `minilm` (mmrl fetch); null: facebook/contriever")
     faiss: Literal["flat", "hnsw"] = Field("flat", description="exact, or a graph (faster, inexact)")
     batch_size: int = Field(32, ge=1, description="texts encoded at once")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the encoder runs")
@@ -132,7 +130,7 @@ RETRIEVER_SCHEMAS: dict[str, type[RetrieverConfig]] = {
 
 
 class IndexArguments(Section):
-    """How `mmrl index search`, `check` and `mmrl serve-retriever` use an index."""
+    """Keys by which `mmrl index search` and `mmrl serve-retriever` use an index."""
 
     index: str = Field(description="folder of the index")
     device: Literal["cpu", "cuda"] = "cpu"

@@ -21,7 +21,7 @@ _GREEDY = "eval.temperature=0.0 engine.endpoint.omit!~temperature"
 _PARSED = "with this task: nothing its modules write fails to parse"
 _ONCE = "with this task, whose program calls each module at most once: there are no lists of unequal length"
 
-# `facts.*` are those of `_known`. For any value but the default, whoever set it:
+# `facts.*` are those of `_with_facts`. For any value but the default, whoever set it:
 RUNS = (
     Idle("train.warmup_steps", "train.schedule=constant", "; use train.schedule=constant_with_warmup"),
     Idle("train.old_logprobs algo.clip_high algo.loss", "algo.ratio_one=true"),
@@ -65,7 +65,7 @@ TYPED = (
     ),
     Idle("engine.router", "engine.urls=() engine.replicas=1", "with one server"),
     Idle(
-        "run.group run.tags run.wandb_project run.report_calls", "run.report_to=()", "without a tracker: run.report_to"
+        "run.group run.tags run.wandb_project run.report_calls", "run.report_to=[]", "without a tracker: run.report_to"
     ),
     Idle("eval.split", _EVAL, "on mmrl eval; use split="),
     Idle("model.name model.lora", _EVAL, "on mmrl eval: policy= names the weights, and their adapter"),
@@ -142,28 +142,28 @@ def across_sections(sections: Mapping[str, object] | BaseModel) -> list[str]:
     Args:
         sections: a command's config, or the sections of it that there are.
     """
-    return idle_values(RUNS, _known(sections))
+    return idle_values(RUNS, _with_facts(sections))
 
 
 def without_effect(
-    config: BaseModel, typed: Collection[str], reward_set: str, absent: Collection[str] = (), modules: int = 1
+    config: BaseModel, user_keys: Collection[str], reward_set: str, absent: Collection[str] = (), modules: int = 1
 ) -> list[str]:
     """One sentence for each typed key that has no effect.
 
     Args:
         config: of a command.
-        typed: keys as on the command line, without `+`.
+        user_keys: keys as on the command line, without `+`.
         reward_set: in use.
         absent: what the task's program never has (`tasks.base.FEATURES`).
         modules: of the program.
     """
-    known = _known(config, reward_set=reward_set, absent=absent, modules=modules)
+    extended = _with_facts(config, reward_set=reward_set, absent=absent, modules=modules)
     # A key below the rule's (model.lora.r below model.lora) is switched off with it.
-    keys = [(rule, f"{key}.", name) for rule in TYPED for key in rule.keys.split() for name in sorted(typed)]
-    return [text for rule, key, name in keys if f"{name}.".startswith(key) and (text := rule.problem(known, name))]
+    keys = [(rule, f"{key}.", name) for rule in TYPED for key in rule.keys.split() for name in sorted(user_keys)]
+    return [text for rule, key, name in keys if f"{name}.".startswith(key) and (text := rule.problem(extended, name))]
 
 
-def _known(sections: Mapping[str, object] | BaseModel, **facts: object) -> dict[str, object]:
+def _with_facts(sections: Mapping[str, object] | BaseModel, **facts: object) -> dict[str, object]:
     """The sections, with what rules need beside them as `facts`."""
     other_path = value_at(sections, "policy") != value_at(sections, "model.path")
     return {**dict(sections), "facts": {"engine": engine_name(sections), "other_path": other_path, **facts}}

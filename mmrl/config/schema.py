@@ -41,7 +41,7 @@ class LoraConfig(Section):
 
     @property
     def everywhere(self) -> bool:
-        """Whether every linear layer but the head gets an adapter."""
+        """True if every linear layer but the head gets an adapter."""
         return self.targets == (ALL_LINEAR,)
 
 
@@ -74,7 +74,7 @@ class ModelConfig(Section):
     )
     gradient_checkpointing: bool = Field(False, description="the update forwards twice and keeps less in memory")
     chat_template: str | None = Field(
-        None, description="a Jinja file; null: the tokenizer's own; `plain`: for base models, which have none"
+        None, description="a Jinja file, or `plain` (base models); null: the tokenizer's own"
     )
     thinking: bool = Field(False, description="the chat template's thinking mode, where it has one")
 
@@ -111,7 +111,7 @@ class TrainConfig(Section):
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's second moment")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
     microbatch_tokens: int | None = Field(
-        None, ge=64, description="tokens forwarded at once in the update; null: from the device's memory"
+        None, ge=64, description="tokens of a forward in the update; null: by the device's memory"
     )
     packing: Literal["auto", "trie", "padded"] = Field(
         "auto", description="trie forwards each distinct prefix once; auto: trie where the model's layers allow it"
@@ -121,24 +121,17 @@ class TrainConfig(Section):
     )
     # at least 1: a cap below the weight of equal policies would scale every token
     tis: float | None = Field(
-        None,
-        ge=1,
-        description="truncated importance sampling: cap of the weight trainer / sampler of each token; null: off",
+        None, ge=1, description="truncated importance sampling: cap of a token's weight trainer / sampler; null: off"
     )
     staleness: int = Field(
-        0,
-        ge=0,
-        le=1,
-        description="1: the next batch is sampled while this one trains, from weights one step older; 0: on-policy",
+        0, ge=0, le=1, description="1: the next batch is sampled while this one trains, by weights one step older"
     )
-    max_failed_share: float = Field(
-        0.5, ge=0, le=1, description="stop when more of a step failed for infrastructure reasons"
-    )
+    max_failed_share: float = Field(0.5, ge=0, le=1, description="stop when more of a step failed from outside causes")
     save_every: int = Field(20, ge=1, description="steps between checkpoints; the last step is always saved")
     keep: int = Field(2, ge=1, description="newest checkpoints that stay")
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` steps."""
+        """True if a checkpoint is due after `step` steps."""
         return step % self.save_every == 0 or step == self.steps
 
 
@@ -148,9 +141,7 @@ class EvalConfig(Section):
     split: Literal["train", "dev", "test"] = Field("dev", description="split of training runs; mmrl eval has split=")
     every: int = Field(20, ge=0, description="steps between evaluations; 0: only before and after")
     items: int | None = Field(
-        None,
-        ge=1,
-        description="N items of the split, of data files N that are drawn, the same ones in every run; null: all",
+        None, ge=1, description="so many of the split; of data files drawn, the same in every run; null: all"
     )
     samples: int = Field(1, ge=1, description="rollouts per item, each with its own seed")
     temperature: Temperature = Field(0.0, ge=0, description="0 is greedy")
@@ -164,9 +155,7 @@ class EvalConfig(Section):
         "reply would be the same again",
     )
     bootstrap: int = Field(1000, ge=100, description="resamples of the 95 % interval")
-    max_failed_share: float = Field(
-        0.5, ge=0, le=1, description="no scores, and exit code 1, when more failed for infrastructure reasons"
-    )
+    max_failed_share: float = Field(0.5, ge=0, le=1, description="no scores when more failed from outside causes")
 
 
 TrackerName = Literal["wandb", "tensorboard", "mlflow", "comet_ml", "trackio", "aim", "clearml", "dvclive", "swanlab"]
@@ -176,7 +165,7 @@ WITH_PROJECTS = ("wandb", "mlflow", "comet_ml", "trackio", "clearml", "swanlab")
 
 
 class RunConfig(Section):
-    """Where a run is stored and which trackers get its metrics."""
+    """Storage of a run, and the trackers that get its metrics."""
 
     dir: str | None = Field(None, min_length=1, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
     name: str | None = Field(None, description="shown in reports; null: <algo>-<task>-s<seed>")
@@ -191,9 +180,7 @@ class RunConfig(Section):
     wandb_project: str = Field("mmrl", description=f"{', '.join(WITH_PROJECTS)}: the project (mlflow: the experiment)")
     group: str | None = Field(None, min_length=1, description="wandb: runs that belong together; null: <algo>-<task>")
     tags: tuple[str, ...] = Field((), description="wandb: labels of the run")
-    progress: bool | None = Field(
-        None, description="live display: true everywhere, false nowhere (plain lines); null: in a terminal"
-    )
+    progress: bool | None = Field(None, description="live display; false: plain lines; null: live in a terminal")
     doctor: Literal["auto"] | bool = Field(
         "auto", description="play a few examples before training and say what is wrong; auto: before runs on GPUs"
     )
@@ -201,19 +188,19 @@ class RunConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What sets one kind of run apart; rooms that treat kinds differently have a table by `name`."""
+    """Differences of one kind of run; packages that treat kinds differently have a table by `name`."""
 
     name: str
     weights: bool = False
-    """Whether it trains weights, in steps with checkpoints."""
+    """True if it trains weights, in steps with checkpoints."""
     credit: bool = False
-    """Whether it is reinforcement learning, whose calls get credit and whose work several processes share."""
+    """True if it is reinforcement learning, whose calls get credit and whose work several processes share."""
     refusal: str = ""
     """Why a command that takes other kinds cannot use such a run; `{folder}` is the run's."""
 
 
 class RootConfig(Section):
-    """What `train` and `eval` share."""
+    """Sections of `train` and `eval`."""
 
     kind: ClassVar[Kind]
     seed: int = Field(0, ge=0, le=LARGEST_SEED, description="seed of all draws: data order, sampling, new weights")
@@ -265,9 +252,13 @@ class StageConfig(RootConfig):
 
 
 class WeightsConfig(StageConfig):
-    """What stages have that train weights."""
+    """Sections of stages that train weights."""
 
     train: TrainConfig
+
+
+# no schema for other names: a plugin that adds an algorithm adds its schema too
+Algo = Annotated[SerializeAsAny[AlgoConfig], BeforeValidator(by_name(ALGO_SCHEMAS))]
 
 
 class TrainCommandConfig(WeightsConfig):
@@ -279,8 +270,7 @@ class TrainCommandConfig(WeightsConfig):
         credit=True,
         refusal="this is a run of mmrl train; continue it with: mmrl train resume={folder}",
     )
-    # no schema for other names: a plugin that adds an algorithm adds its schema too
-    algo: Annotated[SerializeAsAny[AlgoConfig], BeforeValidator(by_name(ALGO_SCHEMAS))]
+    algo: Algo
 
 
 class PromptCommandConfig(StageConfig):

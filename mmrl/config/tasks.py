@@ -14,7 +14,7 @@ from mmrl.config.retriever import RETRIEVER_SCHEMAS, Bm25Config, RetrieverConfig
 
 
 class DataConfig(Section):
-    """Where examples come from: `mini` (the embedded world), a file, a hub id, or a Python object.
+    """Sources of examples: `mini` (the embedded world), a file, a hub id, or a Python object.
 
     Where no split has any of the others, all are the mini world's; else a split without a source is absent.
     """
@@ -22,7 +22,7 @@ class DataConfig(Section):
     train: str | None = Field(
         None,
         description="mini, a file, a hub id (owner/name[:config[:split]]), or a Python list (package.module:name); "
-        "null: none; all null: mini",
+        "null: no such split, where another has data; without any data: mini",
     )
     dev: str | None = Field(None, description="as train; the split that evaluations use by default")
     test: str | None = Field(None, description="as train")
@@ -36,10 +36,13 @@ class DataConfig(Section):
         # Here, and not where the data are read, so that config.yaml and report say where every split came from.
         if not isinstance(raw, Mapping) or any(raw.get(split) not in (None, MINI) for split in SPLITS):
             return raw
+        if nulls := [split for split in SPLITS if split in raw and raw[split] is None]:
+            instead = "expected a file, a hub id or a Python list, or mini; no split has data but the mini world's"
+            raise ValueError(*[f"{split}: got null, {instead}" for split in nulls])
         return {**raw, **dict.fromkeys(SPLITS, MINI)}
 
     def source_of(self, split: str) -> str | None:
-        """Where the examples of `train`, `dev` or `test` come from; None: there is no such split."""
+        """Source of the examples of `train`, `dev` or `test`; None: there is no such split."""
         return {"train": self.train, "dev": self.dev, "test": self.test}[split]
 
     @property
@@ -49,7 +52,7 @@ class DataConfig(Section):
         return {split: source for split, source in sources.items() if source is not None and source != MINI}
 
     def items_of(self, split: str) -> int | None:
-        """How many examples of a split are used; None: all."""
+        """Number of examples of a split that are used; None: all."""
         return {"train": self.train_items, "dev": self.dev_items, "test": self.test_items}[split]
 
 
@@ -84,7 +87,7 @@ class JudgeConfig(JudgeEndpointConfig):
 
 
 class TaskConfig(Section):
-    """What every task has."""
+    """Settings of every task."""
 
     # any name: plugins add tasks, and who builds the task says which names there are
     name: str = Field(description="set by task=")
@@ -100,12 +103,12 @@ class TaskConfig(Section):
     # the smallest limits only exclude what no prompt fits into
     max_context: int | None = Field(None, ge=16, description="prompt + completion limit; null: the model's")
     timeout_s: float = Field(
-        600.0, gt=0, description="limit of one rollout, without the time in which an engine of this process computes"
+        600.0, gt=0, description="of one rollout, without the time in which an engine here computes"
     )
 
 
 class OpenQaConfig(TaskConfig):
-    """What tasks that answer questions share."""
+    """Settings of tasks that answer questions."""
 
     dataset: str | None = Field(None, description="record layout of the data, for tasks that read several")
     punctuation: Literal["delete", "space"] = Field(
@@ -114,7 +117,7 @@ class OpenQaConfig(TaskConfig):
 
 
 class CorpusConfig(TaskConfig):
-    """What tasks that search share."""
+    """Settings of tasks that search."""
 
     corpus: str | None = Field(None, description="null: the mini world's, or the paragraphs of the data files")
     retriever: Annotated[
@@ -123,7 +126,7 @@ class CorpusConfig(TaskConfig):
 
 
 class SampleConfig(TaskConfig):
-    """What tasks share whose paper used a sample of the rows."""
+    """Settings of tasks whose paper used a sample of the rows."""
 
     # The papers draw rows of the official files; which ones is part of their numbers.
     sample: Literal["paper", "all"] = Field("paper", description="of data files, the rows that the paper used, or all")
@@ -133,13 +136,13 @@ _JUDGE = "endpoint of the reward sets judge_outcome and judge_turn, and of papil
 
 
 class JudgedConfig(TaskConfig):
-    """What tasks share that a language model may judge."""
+    """Settings of tasks that a language model may judge."""
 
     judge: JudgeEndpointConfig | None = Field(None, description=_JUDGE)
 
 
 class AgentJudgedConfig(JudgedConfig):
-    """What agents share that a language model may judge."""
+    """Settings of agents that a language model may judge."""
 
     judge: JudgeConfig | None = Field(None, description=_JUDGE)
 
@@ -149,7 +152,7 @@ class MultihopQaConfig(OpenQaConfig, CorpusConfig):
 
 
 class AgentConfig(OpenQaConfig, CorpusConfig):
-    """What agents in one context share."""
+    """Settings of agents in one context."""
 
     max_observation: int = Field(500, ge=16, description="what a tool adds to the context is cut to this many tokens")
 
@@ -180,7 +183,7 @@ class ToolAgentConfig(AgentConfig, AgentJudgedConfig):
 
     max_completion: int = Field(1024, ge=1, description="sampled and observation tokens of a rollout together")
     outcome_rewards: Annotated[Literal[3, 4], BeforeValidator(no_lookalike)] = Field(
-        4, description="3 leaves the XML format reward out"
+        4, description="3: without the XML format reward"
     )
     format_rewards: Literal["strict", "released"] = Field(
         "strict",
@@ -195,7 +198,7 @@ class DirectQaConfig(OpenQaConfig):
 
 
 class DspyPromptConfig(TaskConfig):
-    """What tasks share whose program is DSPy's."""
+    """Settings of tasks whose program is DSPy's."""
 
     prompt_layout: Literal["dspy", "shared_first"] = Field(
         "dspy",
@@ -207,17 +210,13 @@ class DspyPromptConfig(TaskConfig):
 class Banking77Config(SampleConfig, DspyPromptConfig):
     """Intent classification."""
 
-    labels: str | None = Field(
-        None, description="JSON file with the list of labels; null: those that occur in the data"
-    )
+    labels: str | None = Field(None, description="JSON file with the list of labels; null: those in the data")
 
 
 class PapillonConfig(SampleConfig, JudgedConfig, DspyPromptConfig):
     """Privacy-conscious delegation."""
 
-    external: ExternalConfig | None = Field(
-        None, description="the untrusted external model; null: a rule-based one of the mini world"
-    )
+    external: ExternalConfig | None = Field(None, description="the untrusted model; null: rules of the mini world")
 
 
 class HoverConfig(SampleConfig, CorpusConfig, DspyPromptConfig):
@@ -226,11 +225,9 @@ class HoverConfig(SampleConfig, CorpusConfig, DspyPromptConfig):
     search_hops: int = Field(4, ge=1, description="searches, the first one for the claim itself")
     # null and not a number: the mini world's documents are looked up by name, one is enough there
     hop_top_k: int | None = Field(
-        None, ge=1, description="passages per query, and passed on per hop; null: 10, in the mini world 1"
+        None, ge=1, description="passages per query and per hop; null: 10, in the mini world 1"
     )
-    last_top_k: int | None = Field(
-        None, ge=1, description="passages per query in the last hop; null: 30, in the mini world 1"
-    )
+    last_top_k: int | None = Field(None, ge=1, description="of the last hop, per query; null: 30, in the mini world 1")
     passages: int = Field(100, ge=1, description="passages returned and scored, at most")
     claim_hops: int | None = Field(3, description="only claims of this many hops; null: all")
 
@@ -240,7 +237,7 @@ class DspyProgramConfig(DspyPromptConfig):
 
     # null in the schema, so that the task can report program, metric and inputs missing all at once
     program: str | None = Field(
-        None, description="package.module:name of a dspy.Module, of what makes one, or of an async function"
+        None, description="package.module:name of a dspy.Module, its factory, or an async function"
     )
     metric: str | None = Field(None, description="package.module:name of (record, prediction) -> number")
     inputs: tuple[str, ...] = Field((), description="fields of a record that the program gets")
@@ -253,7 +250,7 @@ class DspyProgramConfig(DspyPromptConfig):
     )
 
 
-# Packages written before there were schemas read keys of any task; several bases give them all without a copy.
+# Several bases give it all keys without a copy.
 class PluginTaskConfig(
     SearchAgentConfig,
     ToolAgentConfig,

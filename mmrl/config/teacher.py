@@ -18,7 +18,7 @@ class TeacherConfig(Section):
 
     name: str = Field(min_length=1, description="`student` is the policy in training; any other name is a teacher")
     policy: str | None = Field(
-        None, description="weights: a run, checkpoint, adapter, folder or hub id; null: the student's as they are"
+        None, description="a run, checkpoint, adapter, folder or hub id; null: the student's weights"
     )
     endpoint: EndpointConfig | None = Field(None, description="a model behind an endpoint, in the place of weights")
     prompts: str | None = Field(None, description="prompts file, as task.prompts; null: the student's")

@@ -10,13 +10,13 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
-from mmrl.config.base import flattened, shipped_for, shown, under_tiny, value_at
+from mmrl.config.base import Section, flattened, literal, quoted, shipped_for, under_tiny, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
-from mmrl.config.schema import HardwareConfig, RootConfig, TrainCommandConfig
+from mmrl.config.schema import Algo, HardwareConfig, RootConfig, TrainCommandConfig
 from mmrl.config.tasks import TASK_SCHEMAS, task_schema
-from mmrl.errors import ConfigError, nearest, unknown
+from mmrl.errors import ConfigError, nearest
 from mmrl.secrets import holder, reveal, secret_name, user_in_address
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
@@ -37,7 +37,7 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool =
     Raises:
         ConfigError: every problem in one go, each starting with the path that the user would type.
     """
-    problems = _typed_secrets(raw)
+    problems = _secrets_in(raw)
     half = [path for path, value in flattened(raw).items() if _HALF.search(repr((path, value)))]
     if half:  # pydantic could not even name such a key
         raise ConfigError(
@@ -55,11 +55,11 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool =
     return _with_shipped(config)
 
 
-def _typed_secrets(raw: Mapping[str, object]) -> list[str]:
+def _secrets_in(raw: Mapping[str, object]) -> list[str]:
     """Secrets among the values, which every run directory would keep, and where they belong."""
     problems = []
     for path, value in flattened(raw).items():
-        key, text = path.rpartition(".")[2], shown(value)
+        key, text = path.rpartition(".")[2], literal(value)
         why = f"which every run directory would keep; put it into an environment variable: {path}=${{oc.env:NAME}}"
         if text in ("", "null") or holder(text) is not None:
             continue
@@ -106,37 +106,38 @@ def _with_shipped(config: ConfigT) -> ConfigT:
         changed["policy"] = shipped
     algo: Any = getattr(config, "algo", None)
     if teachers := getattr(algo, "teachers", None):
-        there = tuple(t.model_copy(update={"policy": shipped}) if t.policy == "tiny" else t for t in teachers)
-        changed["algo"] = algo.model_copy(update={"teachers": there})
+        replaced = tuple(t.model_copy(update={"policy": shipped}) if t.policy == "tiny" else t for t in teachers)
+        changed["algo"] = algo.model_copy(update={"teachers": replaced})
     return config.model_copy(update=changed) if changed else config
 
 
-def algo_section(raw: object, problems: list[str]) -> AlgoConfig | None:
-    """`algo` alone, by its own schema; None and further `problems` where it is wrong."""
-    name = raw.get("name") if isinstance(raw, Mapping) else None
-    if not isinstance(raw, Mapping) or not isinstance(name, str) or name not in ALGO_SCHEMAS:
-        problems.append(unknown("algo", name, ALGO_SCHEMAS))
-        return None
-    schema = ALGO_SCHEMAS[name]
+class _AlgoAlone(Section):
+    """The section of a config that `mmrl credit` has."""
+
+    algo: Algo
+
+
+def algo_section(raw: object) -> AlgoConfig:
+    """`algo` alone, by its own schema.
+
+    Raises:
+        ConfigError: every problem.
+    """
     try:
-        return schema.model_validate(dict(raw))
+        return _AlgoAlone.model_validate({"algo": raw}).algo
     except ValidationError as error:
-        problems += explain(schema, error, prefix="algo", raw={"algo": raw})
-        return None
+        raise ConfigError(explain(_AlgoAlone, error, raw={"algo": raw})) from None
 
 
-def explain(
-    schema: type[BaseModel], error: ValidationError, prefix: str = "", raw: Mapping[str, object] | None = None
-) -> list[str]:
+def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, object] | None = None) -> list[str]:
     """Sentences for pydantic's errors, in the words of the command line.
 
     Args:
-        prefix: where the section that was validated stands in the config.
         raw: the config that was validated, for the names that choose schemas.
     """
     sentences: list[str] = []
     for item in error.errors():
-        parts = [*([prefix] if prefix else []), *(str(part) for part in item["loc"])]
+        parts = [str(part) for part in item["loc"]]
         path, kind = ".".join(parts), item["type"]
         if kind == "extra_forbidden":
             sentences += _unknown_key(schema, parts, item["input"], raw or {})
@@ -152,8 +153,10 @@ def explain(
         else:
             section = f"a section: {path}.KEY=VALUE"
             words = {"model_type": section, "dict_type": section, "tuple_type": f"a list: {path}=[a,b]"}
-            plain = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-            sentences.append(f"{path}: got {item['input']!r}, expected {words.get(kind, plain)}")
+            plain = (
+                item["msg"].removeprefix("Input should be ").removeprefix("a valid ").replace("String should ", "to ")
+            )
+            sentences.append(f"{path}: got {quoted(item['input'])}, expected {words.get(kind, plain)}")
     return sentences
 
 
@@ -161,7 +164,7 @@ LABELS = {"task": "task ", "engine": "engine=", "task.retriever": "task.retrieve
 
 
 def _unknown_key(schema: type[BaseModel], parts: list[str], value: object, raw: Mapping[str, object]) -> Iterator[str]:
-    """What to say of a key that is not in its section's schema."""
+    """Sentences for a key that is not in its section's schema."""
     path, above, key = ".".join(parts), ".".join(parts[:-1]), parts[-1]
     fields = _fields_at(schema, parts[:-1], raw)
     if fields is None:
@@ -170,8 +173,8 @@ def _unknown_key(schema: type[BaseModel], parts: list[str], value: object, raw: 
     if having:
         name, users = _chosen_name(raw, above), ", ".join(having)
         # One sentence for each key that was typed: `task.judge.url`, not the section around it.
-        for leaf, typed in flattened({path: value}).items():
-            got = "" if above == "algo" else f"got {shown(typed)}, which "
+        for leaf, leaf_value in flattened({path: value}).items():
+            got = "" if above == "algo" else f"got {literal(leaf_value)}, which "
             yield f"{leaf}: {got}has no effect with {LABELS.get(above, '')}{name}; it is an option of {users}"
     else:
         meant = nearest(key, fields) if above else meant_keys(key) or nearest(key, fields)

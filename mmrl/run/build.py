@@ -1,4 +1,4 @@
-"""From a settled config to what runs: task, assignment of weights, trainer, engine, teachers, stages.
+"""Build what runs from a settled config: task, assignment of weights, trainer, engine, teachers, stages.
 
 Called by `train`, `eval`, `plan` and the checks. torch and transformers load inside the functions that need them: a
 config is checked without.
@@ -35,7 +35,7 @@ from mmrl.models.policy import Policy, resolve
 from mmrl.records import Example
 from mmrl.rollout import with_program
 from mmrl.rollout.teachers import LoadedTeacher
-from mmrl.run.settle import module_assignment
+from mmrl.run.settle import WeightRunConfig, module_assignment
 from mmrl.stages import Stage
 from mmrl.stages.prompts.split import split
 from mmrl.system.files import plain
@@ -49,7 +49,11 @@ if TYPE_CHECKING:
 
     from mmrl.config.other_stages import PromptConfig
     from mmrl.models.load import ServedWeights
+    from mmrl.stages.sft import SftStage
     from mmrl.stages.step_log import StepLog
+    from mmrl.stages.weights import WeightStage
+    from mmrl.trainer.settings import Settings
+    from mmrl.trainer.trl_trainer import MmrlTrainer
 
 _TASKS: dict[tuple[str, int], Task] = {}
 
@@ -140,31 +144,16 @@ def build_stage(config: StageConfig, task: Task, log: StepLog) -> Stage:
 
 
 def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> Stage:
-    from mmrl.models.load import load_policy
     from mmrl.stages.weights import WeightStage
-    from mmrl.trainer.adapters import make_adapters
     from mmrl.trainer.settings import Settings
-    from mmrl.trainer.trl_trainer import MmrlTrainer
 
     log.prefetched = bool(config.train.staleness)
     assignment = module_assignment(config, task.program.modules)
     # Where one process samples for all, the others serve nothing, so they need no copy of the initial weights.
     serves = log.processes.main or not log.processes.one_samples
     initial = config.model.path if assignment.copied and serves else None
-    policy = Policy(base=config.model.path, modules=assignment.served, initial=initial)
-    model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
-    recorded = _recorded(config, assignment, log)
-    trainer = MmrlTrainer(
-        model,
-        tokenizer,
-        Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed),
-        output_dir=log.rundir.checkpoints,
-        # The stage needs the engine, which needs the trainer's model: so these two look the stage up when called.
-        next_batch=lambda step: stage.next_batch(step),
-        on_step_end=lambda step, update: stage.on_step_end(step, update),
-        extra=lambda step: {**recorded(step), **stage.recorded()},
-        adapters=make_adapters(assignment),
-    )
+    settings = Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed)
+    trainer, tokenizer, serving = _load_trainer(config, assignment, settings, log, lambda: stage, initial)
     engines: Sequence[Engine] = [NullEngine()]
     teachers: Mapping[str, LoadedTeacher] = {}
     if serves:
@@ -187,26 +176,12 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> Stage:
 
 
 def _build_sft(config: SftCommandConfig, task: Task, log: StepLog) -> Stage:
-    from mmrl.models.load import load_policy
     from mmrl.stages.sft import SftStage
-    from mmrl.trainer.adapters import make_adapters
     from mmrl.trainer.settings import Settings
-    from mmrl.trainer.trl_trainer import MmrlTrainer
 
-    hardware, model = config.hardware, config.model
     assignment = module_assignment(config, task.program.modules)
-    loaded, tokenizer, serving = load_policy(Policy(base=model.path, modules=assignment.served), model, hardware.device)
-    recorded = _recorded(config, assignment, log)
-    trainer = MmrlTrainer(
-        loaded,
-        tokenizer,
-        Settings.supervised(config.train, model, config.seed),
-        output_dir=log.rundir.checkpoints,
-        next_batch=lambda step: stage.next_batch(step),
-        on_step_end=lambda step, update: stage.on_step_end(step, update),
-        extra=lambda step: {**recorded(step), **stage.recorded()},
-        adapters=make_adapters(assignment),
-    )
+    settings = Settings.supervised(config.train, config.model, config.seed)
+    trainer, tokenizer, serving = _load_trainer(config, assignment, settings, log, lambda: stage)
     setup = _setup(config, serving, log.rundir.path)
     stage = SftStage(
         config=config,
@@ -220,6 +195,44 @@ def _build_sft(config: SftCommandConfig, task: Task, log: StepLog) -> Stage:
         assignment=assignment,
     )
     return stage
+
+
+def _load_trainer(
+    config: WeightRunConfig,
+    assignment: ModuleAssignment,
+    settings: Settings,
+    log: StepLog,
+    stage: Callable[[], WeightStage | SftStage],
+    initial: str | None = None,
+) -> tuple[MmrlTrainer, PreTrainedTokenizerBase, ServedWeights]:
+    """The policy in its trainer, its tokenizer, and what an engine serves it with.
+
+    Args:
+        stage: looked up at every step: the stage needs the engine, which needs the trainer's model.
+        initial: weights that stay as they start, for frozen modules.
+    """
+    from mmrl.models.load import load_policy
+    from mmrl.trainer.adapters import make_adapters
+    from mmrl.trainer.trl_trainer import MmrlTrainer
+
+    policy = Policy(base=config.model.path, modules=assignment.served, initial=initial)
+    model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
+    stored = plain(config.model_dump(mode="json"))  # without secrets
+    trainer = MmrlTrainer(
+        model,
+        tokenizer,
+        settings,
+        output_dir=log.rundir.checkpoints,
+        next_batch=lambda step: stage().next_batch(step),
+        on_step_end=lambda step, update: stage().on_step_end(step, update),
+        extra=lambda step: {
+            **assignment.record(),
+            RECORD: {"config": stored, **log.rundir.recorded()},
+            **stage().recorded(),
+        },
+        adapters=make_adapters(assignment),
+    )
+    return trainer, tokenizer, serving
 
 
 def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> Stage:
@@ -242,12 +255,6 @@ def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> Sta
 
 STAGES: Mapping[str, Callable[..., Stage]] = {"rl": _build_rl, "sft": _build_sft, "prompts": _build_prompts}
 """Kind of a stage (`config.schema.Kind`) -> what builds it."""
-
-
-def _recorded(config: RootConfig, assignment: ModuleAssignment, log: StepLog) -> Callable[[int], Mapping[str, object]]:
-    """What a checkpoint says of the run, by step."""
-    stored = plain(config.model_dump(mode="json"))  # without secrets
-    return lambda step: {**assignment.record(), RECORD: {"config": stored, **log.rundir.recorded()}}
 
 
 def _build_engines(
@@ -277,7 +284,7 @@ def _build_engines(
 
 
 def _setup(config: RootConfig, serving: ServedWeights, folder: Path, **more: Any) -> EngineSetup:
-    """What an engine gets beside its section: of the config, unless `more` says otherwise."""
+    """Settings of an engine beside its section: of the config, unless `more` says otherwise."""
     shared = {"max_context": config.task.max_context, "threads": config.hardware.threads, "folder": folder, **serving}
     return EngineSetup(**{**shared, "weights": config.model, "device": config.hardware.device, **more})
 

@@ -6,10 +6,9 @@ makes the part of it that is the same on every machine (`plan_problems`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
@@ -27,13 +26,13 @@ from mmrl.config import (
 from mmrl.config.base import value_at
 from mmrl.config.rules import across_sections, engine_name, without_effect
 from mmrl.engines.endpoint_engine import named, unreachable
-from mmrl.errors import ConfigError, unknown
+from mmrl.errors import ConfigError, gathered, unknown
 from mmrl.models.hub import weights_problems
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full
 from mmrl.report.trackers import missing_trackers
 from mmrl.run.build import build_task, reward_set, teacher_policy, teacher_prompts, teachers_apart
-from mmrl.run.launch import device_problems, missing_packages
+from mmrl.run.launch import hardware_problems, missing_packages, replica_problems
 from mmrl.run.settle import module_assignment
 from mmrl.stages.information_gain import gold_problems
 from mmrl.system.objects import imported
@@ -41,11 +40,11 @@ from mmrl.tasks.base import Canonical, Task, continuing_modules
 from mmrl.trainer.settings import Settings
 
 
-def check_all(configs: Sequence[RootConfig], typed: Collection[str] = ()) -> None:
+def check_all(configs: Sequence[RootConfig], user_keys: Collection[str] = ()) -> None:
     """Everything that can be wrong across sections, for all jobs at once.
 
     Args:
-        typed: keys that the user set on the command line; those without effect are problems too.
+        user_keys: keys that the user set on the command line; those without effect are problems too.
 
     Raises:
         ConfigError: with every problem.
@@ -55,30 +54,21 @@ def check_all(configs: Sequence[RootConfig], typed: Collection[str] = ()) -> Non
     if len(configs) > 1 and configs[0].run.dir is not None:
         problems.append("run.dir: the runs of a sweep need a directory each; leave run.dir out")
     for config in configs:
-        with collecting(problems):
-            problems += check(config, typed)
+        with gathered(problems):
+            problems += check(config, user_keys)
     if problems:
         # The runs of a sweep mostly have the same problems; each is listed once, in the order of its first run.
         raise ConfigError(dict.fromkeys(problems))
 
 
-@contextmanager
-def collecting(problems: list[str], where: str = "") -> Iterator[None]:
-    """Add the problems of a `ConfigError` to others, so that all are reported at once."""
-    try:
-        yield
-    except ConfigError as error:
-        problems += [where + problem for problem in error.problems]
-
-
-def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
+def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
     """Problems of one config across its sections, data files included."""
     problems: list[str] = []
     if config.run.dir is not None:
-        with collecting(problems):
+        with gathered(problems):
             refuse_full(Path(config.run.dir))
     if isinstance(config, StagedCommandConfig):
-        return problems + _stages_problems(config, typed)
+        return problems + _stages_problems(config, user_keys)
     algo, policy = value_at(config, "algo.name"), value_at(config, "policy")
     if engine_name(config) != "openai":
         key, weights = ("policy", str(policy)) if policy is not None else ("model.path", config.model.path)
@@ -87,14 +77,14 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     try:
         task = build_task(config.task, config.seed)
     except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
+        return problems + error.problems
     chosen, credited = config.task.reward, str(algo) if config.kind.credit else ""
     if chosen is not None and chosen not in task.reward_sets:
         problems.append(unknown("task.reward", chosen, task.reward_sets))
     # Where the reward set is wrong there is none to judge the other options by.
     elif not turns_missing(chosen, credited, task):
         rewards = reward_set(task, chosen, credited)
-        problems += without_effect(config, typed, rewards, task.absent_features, len(task.program.modules))
+        problems += without_effect(config, user_keys, rewards, task.absent_features, len(task.program.modules))
     problems += task.server_problems() + across_sections(config) + endpoint_problems(config, task)
     problems += endpoints_away(config)
     if policy is None:
@@ -103,7 +93,7 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     return problems + OF_KIND[config.kind.name](config, task)
 
 
-def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> list[str]:
+def _stages_problems(config: StagedCommandConfig, user_keys: Collection[str]) -> list[str]:
     """Problems of each stage, and of their order. Prompts and weights of earlier stages are not there yet."""
     problems: list[str] = []
     if config.hardware.nodes > 1:
@@ -114,10 +104,13 @@ def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> lis
         if stage.model.modules is not None and number < len(config.stages) and stage.kind.weights:
             apart = f"stage {number} ({name}) trains weights for each module apart"
             problems.append(f"stages: {apart} (model.modules), from which no stage can start; make it the last one")
-        own = [f"stage.{name}.", f"stage.{number}."]
-        keys = [*typed, *(key.removeprefix(prefix) for key in typed for prefix in own if key.startswith(prefix))]
+        prefixes = [f"stage.{name}.", f"stage.{number}."]
+        keys = [
+            *user_keys,
+            *(key.removeprefix(prefix) for key in user_keys for prefix in prefixes if key.startswith(prefix)),
+        ]
         where = f"stage {number} ({name}): "
-        with collecting(problems, where):
+        with gathered(problems, where):
             problems += [where + problem for problem in check(stage.in_folder(None), keys)]
     return problems
 
@@ -135,7 +128,7 @@ def _prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
 
 
 def engine_problems(config: RootConfig, *, training: bool = False, copied: bool = False, rank: int = 0) -> list[str]:
-    """What stands against the engine that samples, and its settings."""
+    """Problems of the engine that samples, and of its settings."""
     name, device = engine_name(config), config.hardware.device
     return engines.problems(config.engine, name, training=training, copied=copied, device=device, rank=rank)
 
@@ -145,19 +138,26 @@ def _supervised_problems(config: SftCommandConfig, task: Task) -> list[str]:
 
     assignment = module_assignment(config, task.program.modules)
     problems = assignment.problems() + sft_problems(config, task, tuple(assignment.untrained))
-    return problems + (
-        split_problems(config.task, task, "train", "task.data.train") if config.algo.source != "file" else []
-    )
+    if config.algo.source != "file":
+        problems += split_problems(config.task, task, "train", "task.data.train")
+    return problems
 
 
 def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
+    policy, modules = served(config), task.program.modules
     # A policy from a run with algo.frozen_serving has two sets of full weights.
-    problems = process_problems(config) + engine_problems(config, copied=served(config).initial is not None)
-    return problems + split_problems(config.task, task, config.split, "split") + policy_problems(config, task)
+    problems = process_problems(config) + engine_problems(config, copied=policy.initial is not None)
+    problems += split_problems(config.task, task, config.split, "split")
+    if policy.modules is not None and (without := [name for name in modules if name not in policy.modules]):
+        problems.append(
+            f"policy: {config.policy} has weights for the modules {', '.join(policy.modules)} and none for "
+            f"{', '.join(without)} of task={task.name}; give one adapter of its checkpoint (a folder in it) for all"
+        )
+    return problems
 
 
 def process_problems(config: EvalCommandConfig) -> list[str]:
-    """Why an evaluation, which is one process, can do nothing with the others of its hardware profile."""
+    """Problems of a hardware profile with an evaluation, which is one process."""
     hardware = config.hardware
     if hardware.nodes > 1:
         return [f"hardware: profile '{hardware.name}' has several machines, mmrl eval runs in one process of one"]
@@ -168,13 +168,15 @@ def process_problems(config: EvalCommandConfig) -> list[str]:
 
 
 def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """What stands against a training run wherever it runs: it reads no data, calls no server, looks for no package."""
+    """Problems of a training run wherever it runs: no data is read, no server called, no package looked for."""
     return across_sections(config) + endpoint_problems(config, task) + _rl_problems(config, task)
 
 
 def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     # From cheap to dear: nothing here leaves this process.
-    problems = device_problems(config)
+    modules, critic = config.model.modules is not None, getattr(config.algo, "critic", None)
+    problems = hardware_problems(config.hardware, engine_name(config), modules, critic)
+    problems += replica_problems(config.hardware, getattr(config.engine, "replicas", 1))
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets) + negative_rewards(config, task)
     problems += module_assignment(config, task.program.modules).problems()
@@ -185,7 +187,7 @@ def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 
 
 def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """Those of a plan; servers and teachers that are not there, splits that are too small."""
+    """Problems of a plan; servers and teachers that are not there, splits that are too small."""
     rank = config.model.lora.r if config.model.lora is not None else 0
     copied = module_assignment(config, task.program.modules).copied
     problems = _rl_problems(config, task) + engine_problems(config, training=True, copied=copied, rank=rank)
@@ -194,8 +196,8 @@ def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     if size > available > 0:
         problems.append(f"train.batch_size: got {size}, the train split has {available} examples")
     if config.algo.refills and size == available:
-        whole = f"train.batch_size={available}, all of the train split; use algo.zero_variance=drop"
-        problems.append(f"algo.zero_variance: got refill, which has no effect with {whole}, or a smaller batch")
+        batch = f"train.batch_size={available}, all of the train split; use algo.zero_variance=drop"
+        problems.append(f"algo.zero_variance: got refill, which has no effect with {batch}, or a smaller batch")
     if reward_set(task, config.task.reward, config.algo.name) == "gain":
         problems += gold_problems(task, task.examples("train"))
     if config.algo.minibatches > size:
@@ -206,23 +208,12 @@ def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 def split_problems(config: TaskConfig, task: Task, split: str, key: str) -> list[str]:
     """The one sentence for a split that is to be evaluated and is absent or empty."""
     if config.data.source_of(split) is None:
-        there = [f"{key}={name}" for name in config.data.files]
+        splits = [f"{key}={name}" for name in config.data.files]
         return [
             f"{key}: got {split}, and there is no such split (task.data.{split}=null); set task.data.{split}, or "
-            f"{' or '.join(there)}"
+            f"{' or '.join(splits)}"
         ]
     return [] if task.examples(split) else [f"{key}: the {split} split has no examples; set task.data.{split}"]
-
-
-def policy_problems(config: EvalCommandConfig, task: Task) -> list[str]:
-    """What is wrong with `policy=` for a task."""
-    weights = served(config).modules
-    if weights is None or not (without := [name for name in task.program.modules if name not in weights]):
-        return []
-    return [
-        f"policy: {config.policy} has weights for the modules {', '.join(weights)} and none for {', '.join(without)} "
-        f"of task={task.name}; give one adapter of its checkpoint (a folder in it) for all"
-    ]
 
 
 def served(config: EvalCommandConfig) -> Policy:
@@ -235,31 +226,27 @@ def served(config: EvalCommandConfig) -> Policy:
 
 
 def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
-    """What is wrong with the endpoints that answer for modules; asks nobody."""
-    name = engine_name(config)
-    endpoints = config.engine.endpoints or {}
-    if name != "openai" and not endpoints:
+    """Problems of the endpoints that answer for modules; asks nobody."""
+    every, endpoints = engine_name(config) == "openai", config.engine.endpoints or {}
+    if not every and not endpoints:
         return []
-    key = "engine" if name == "openai" else "engine.endpoints"
-    problems = [
-        unknown(key, module, task.program.modules) for module in endpoints if module not in task.program.modules
+    key = "engine" if every else "engine.endpoints"
+    problems = []
+    if not config.kind.credit:  # in training `ModuleAssignment.problems` lists them
+        problems = [unknown(key, name, task.program.modules) for name in endpoints if name not in task.program.modules]
+    for what in ("eval.top_k", "algo.top_k") if config.kind.credit else ("eval.top_k",):
+        if most := value_at(config, what):
+            problems.append(f"{what}: got {most}, and an endpoint takes no top_k; use 0")
+    return problems + [
+        f"{key}: module '{module}' of task={task.name} goes on in the context of an earlier reply, which an "
+        "endpoint that takes messages cannot; use engine=transformers or engine=vllm_server for it"
+        for module in continuing_modules(task.program)
+        if every or module in endpoints
     ]
-    samplings = {"eval.top_k": config.eval.top_k}
-    if config.kind.credit:
-        samplings["algo.top_k"] = cast("TrainCommandConfig", config).algo.top_k
-        # Training: `ModuleAssignment.problems` lists unknown modules already.
-        problems = []
-    problems += [f"{what}: got {k}, and an endpoint takes no top_k; use 0" for what, k in samplings.items() if k > 0]
-    for module in [m for m in continuing_modules(task.program) if name == "openai" or m in endpoints]:
-        problems.append(
-            f"{key}: module '{module}' of task={task.name} goes on in the context of an earlier reply, which an "
-            "endpoint that takes messages cannot; use engine=transformers or engine=vllm_server for it"
-        )
-    return problems
 
 
 def endpoints_away(config: RootConfig) -> list[str]:
-    """Why no request to the endpoints that answer for modules can succeed; asks each at most one token."""
+    """Endpoints of modules to which no request can succeed; asks each at most one token."""
     endpoints = config.engine.endpoints or {}
     needed = {f"engine.endpoints.{module}": settings for module, settings in endpoints.items()}
     if engine_name(config) == "openai" and (policy := value_at(config, "policy")) is not None:
@@ -268,7 +255,7 @@ def endpoints_away(config: RootConfig) -> list[str]:
 
 
 def staleness_problems(config: TrainCommandConfig) -> list[str]:
-    """What stands against sampling the next batch while this one trains."""
+    """Problems of sampling the next batch while this one trains."""
     if not config.train.staleness:
         return []
     algo, problems = config.algo, []
@@ -290,7 +277,7 @@ def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 
 
 def negative_rewards(config: TrainCommandConfig, task: Task) -> list[str]:
-    """What makes rewards negative, where `algo.scale=mean` divides by their mean."""
+    """Settings that make rewards negative, where `algo.scale=mean` divides by their mean."""
     algo, absent = config.algo, task.absent_features
     if getattr(algo, "scale", True) != "mean":
         return []
@@ -307,10 +294,8 @@ def negative_rewards(config: TrainCommandConfig, task: Task) -> list[str]:
 
 def turns_missing(chosen: str | None, algo: str, task: Task) -> list[str]:
     """The one sentence for a reward set without the turn rewards that the algorithm needs; `algo` empty: none does."""
-    if chosen is None or chosen in TURN_SETS or not algo or not ALGORITHMS[algo].needs_turn_rewards:
-        return []
-    if chosen not in task.reward_sets:
-        # An unknown reward set has its own sentence in `check`; a second one would only distract.
+    # An unknown reward set has its own sentence in `check`; a second one would only distract.
+    if chosen not in task.reward_sets or chosen in TURN_SETS or not algo or not ALGORITHMS[algo].needs_turn_rewards:
         return []
     offered = [name for name in TURN_SETS if name in task.reward_sets]
     instead = f"use task.reward={offered[0]}, or leave it out" if offered else "use an algorithm without turn rewards"
@@ -321,7 +306,7 @@ def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """Policies that do not exist, prompts that cannot be read, modules that the student's program does not have."""
     problems: list[str] = []
     if (program := getattr(config.algo, "program", None)) is not None:
-        with collecting(problems):
+        with gathered(problems):
             if not callable(getattr(imported("algo.program", program), "run", None)):
                 problems.append(f"algo.program: '{program}' has no `run(example, ctx)`; expected a program")
     exchanged = config.algo.exchanged_modules(task.program.modules)
@@ -337,7 +322,7 @@ def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
             for module in continuing_modules(task.program)
             if module in exchanged or endpoint is not None
         ]
-        with collecting(problems, f"{where}: "):
+        with gathered(problems, f"{where}: "):
             prompts = teacher_prompts(teacher, teacher_policy(teacher))
             modules = build_task(config.task, config.seed, prompts).program.modules
             # A module that the student lacks has no call whose place the teacher's output could take.

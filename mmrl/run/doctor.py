@@ -24,7 +24,6 @@ from rich.console import Console
 from mmrl.config import TrainCommandConfig
 from mmrl.config.base import Section
 from mmrl.config.engines import VllmServerConfig
-from mmrl.records import Forest
 from mmrl.report.doctor import Played, as_object, find, report
 from mmrl.report.machine import cpu_name, unmet, versions
 from mmrl.report.text import align
@@ -46,7 +45,7 @@ FILE = "doctor.json"
 
 
 class DoctorArguments(Section):
-    """What `mmrl doctor` takes besides a config."""
+    """Keys of `mmrl doctor` beside a config."""
 
     examples: int = Field(8, ge=1, description="training examples that are played")
 
@@ -65,9 +64,9 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
     """
     # One process sees what each of several would.
     hardware = config.hardware
-    one = {"processes": 1, "nodes": 1, "sharding": "none", "cpu_offload": False}
-    one |= {"rollout_devices": min(1, hardware.rollout_devices)}
-    config = settle(config.model_copy(update={"hardware": hardware.model_copy(update=one)}))
+    single = {"processes": 1, "nodes": 1, "sharding": "none", "cpu_offload": False}
+    single |= {"rollout_devices": min(1, hardware.rollout_devices)}
+    config = settle(config.model_copy(update={"hardware": hardware.model_copy(update=single)}))
     check_model(config.model)
     facts = _played(config, examples)
     findings = find(facts)
@@ -98,12 +97,12 @@ def _played(config: TrainCommandConfig, examples: int) -> Played:
         log = StepLog(rundir=rundir, progress=progress, trackers=Trackers({}), stop=stop)
         stage = cast("WeightStage", build_stage(config, task, log))
         try:
-            return _examined(stage, examples)[0]
+            return _examined(stage, examples)
         finally:
             stage.close()
 
 
-def _examined(stage: WeightStage, examples: int) -> tuple[Played, Forest]:
+def _examined(stage: WeightStage, examples: int) -> Played:
     # It imports torch, which a refused config need not wait for.
     import numpy
     import torch
@@ -114,7 +113,7 @@ def _examined(stage: WeightStage, examples: int) -> tuple[Played, Forest]:
     drawn, array_draws = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng():
-            return examine(stage, examples)
+            return examine(stage, examples)[0]
     finally:
         random.setstate(drawn)
         numpy.random.set_state(array_draws)
@@ -128,7 +127,7 @@ def look_before(stage: WeightStage, log: StepLog) -> None:
     config = stage.config
     if not log.processes.first(_needed(config, log.rundir.path / FILE)):
         return
-    facts, _ = _examined(stage, FEW)
+    facts = _examined(stage, FEW)
     findings = find(facts)
     if log.processes.main:
         log.progress.note(f"before training (run.doctor=false leaves this out):\n{report(facts, findings)}")
@@ -136,7 +135,7 @@ def look_before(stage: WeightStage, log: StepLog) -> None:
 
 
 def _needed(config: TrainCommandConfig, made: Path) -> bool:
-    """Whether to look.
+    """True if examples are to be played.
 
     Args:
         made: what a start of this run that was killed may have left.
@@ -157,7 +156,7 @@ GIB = 2**30
 
 @dataclass(slots=True)
 class Machine:
-    """What this machine has, and what of it stands against a run."""
+    """Facts of this machine, and what of it stands against a run."""
 
     facts: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
@@ -187,7 +186,7 @@ def look_at_machine(*, as_json: bool) -> int:
         **{f"{name} version": version for name, version in versions().items()},
         "vLLM": f"no: {without_vllm[0].partition(': ')[2]}" if without_vllm else "can be used",
         "hub": _hub(),
-        "fetched": fetch.here(),
+        "fetched": fetch.fetched_names(),
         **{name: "set" if os.environ.get(name) else "not set" for name in KEYS},
     }
     if as_json:
@@ -249,7 +248,7 @@ def _disk(machine: Machine, name: str, folder: Path, change: str) -> None:
 
 
 def _hub() -> str:
-    """Whether the Hugging Face hub answers."""
+    """Say whether the Hugging Face hub answers."""
     from huggingface_hub import constants
 
     from mmrl.models.hub import hub_answers

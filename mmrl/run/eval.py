@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -37,9 +36,9 @@ from mmrl.tasks.base import Task
 
 def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
     """`mmrl eval`: evaluate any policy on any task's split; per-item results are stored, so a stopped one continues."""
-    config = settle(config.in_folder(run_folder(config.run.dir, config.task.name, "eval")))
-    assert config.run.dir is not None
-    with RunDir.create(config.run.dir, config.model_dump(mode="json"), command) as rundir:
+    folder = run_folder(config.run.dir, config.task.name, "eval")
+    config = settle(config.in_folder(folder))
+    with RunDir.create(folder, config.model_dump(mode="json"), command) as rundir:
         return _evaluate(config, rundir)
 
 
@@ -53,13 +52,11 @@ def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence
     codes: list[int] = []
     columns: dict[str, JsonObject] = {}
     for name, config in configs.items():
-        config = config.in_folder(run_folder(config.run.dir, config.task.name, "eval"))
-        assert config.run.dir is not None
+        folder = run_folder(config.run.dir, config.task.name, "eval")
         print(f"-- evaluation {len(codes) + 1} of {len(configs)}: {name}")
         try:
-            codes.append(evaluate_policy(config, command))
-            summary = json.loads((Path(config.run.dir) / "summary.json").read_text(encoding="utf-8"))
-            columns[name] = summary
+            codes.append(evaluate_policy(config.in_folder(folder), command))
+            columns[name] = RunDir.read(folder).summary
         except MmrlError as error:
             print(f"error: {error}", file=sys.stderr)
             codes.append(error.exit_code)
@@ -173,10 +170,9 @@ def _drop_damaged(rundir: RunDir, split: str) -> None:
 
 
 def _failures_text(items: Sequence[JsonObject], metrics: Mapping[str, float], path: Path) -> str:
-    """How many rollouts failed and why."""
-    how = failed_how(failed_kinds(items))
-    text = f"{metrics['failed_share']:.1%} of the rollouts failed {how}, {metrics['model_failed']:.0f} by the model's"
-    text += " own doing"
+    """Say how many rollouts failed and why."""
+    how, by_model = failed_how(failed_kinds(items)), f"{metrics['model_failed']:.0f} by the model's own doing"
+    text = f"{metrics['failed_share']:.1%} of the rollouts failed {how}, {by_model}"
     if caught := metrics.get("caught_parse"):
         text += f"; {caught:.0f} replies that do not parse were caught by the program"
     if metrics["failed_share"]:

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -45,6 +46,12 @@ PROGRAM = "program.json"
 PROMPTS = "prompts.yaml"
 COMPARED_PROMPTS = 8
 """Recorded prompts that the exported tokenizer is tried on."""
+HOLDS = {
+    "full": "full weights, of which all parameters were trained",
+    "merged": "full weights, the LoRA adapter merged into them",
+    "adapter": "the LoRA adapter alone",
+}
+"""Form of an export -> its weights, in words."""
 
 
 class ExportArguments(Section):
@@ -64,7 +71,7 @@ class ExportArguments(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What is exported of a policy."""
+    """Parts of a policy that are exported."""
 
     form: Literal["full", "merged", "adapter"]
     adapters: Mapping[str, Path]
@@ -95,11 +102,11 @@ def export(request: ExportArguments) -> int:
     if problems:
         raise ConfigError(problems)
     with damage_named(run.path):
-        seen = Overview.of(run)
-    checkpoint = chosen_checkpoint(seen, request.checkpoint)
+        overview = Overview.of(run)
+    checkpoint = chosen_checkpoint(overview, request.checkpoint)
     _refuse_damage(run, checkpoint)
     policy = resolve(str(checkpoint))
-    choice = choose(policy, config, request, seen.modules)
+    choice = choose(policy, config, request, overview.modules)
     if request.push is not None and choice.form == "adapter" and not is_hub_id(config.model.path):
         raise ConfigError(
             f"push: an adapter's base must be on the hub for others to load it, and that of this run is the folder "
@@ -113,7 +120,7 @@ def export(request: ExportArguments) -> int:
     # Beside the target and renamed: a copy that was interrupted would load, and answer nonsense.
     with storage(request.out), atomic_dir(request.out) as folder:
         notes = _write(folder, request, run, config, checkpoint, choice)
-        text = _card(seen, request, config, choice, folder, step)
+        text = _card(overview, request, config, choice, folder, step)
         (folder / "README.md").write_text(text, encoding="utf-8")
     print(f"exported step {step} of {run.path}: {request.out}")
     for note in notes:
@@ -125,40 +132,45 @@ def export(request: ExportArguments) -> int:
     return 0
 
 
-def chosen_checkpoint(seen: Overview, text: str) -> Path:
+def chosen_checkpoint(overview: Overview, text: str) -> Path:
     """The checkpoint that `checkpoint=` names.
 
     Raises:
         ConfigError: neither `last`, `best` nor a step.
         CheckpointError: the run has none such.
     """
-    there = {checkpoint_step(path) or 0: path for path in complete_checkpoints(seen.run.checkpoints)}
-    listed = ", ".join(map(str, there)) or "none"
-    if not there:
-        raise CheckpointError(f"{seen.run.path}: has no checkpoint yet that is complete")
+    checkpoints = {checkpoint_step(path) or 0: path for path in complete_checkpoints(overview.run.checkpoints)}
+    available = ", ".join(map(str, checkpoints)) or "none"
+    if not checkpoints:
+        raise CheckpointError(f"{overview.run.path}: has no checkpoint yet that is complete")
     if text == "last":
-        return there[max(there)]
+        return checkpoints[max(checkpoints)]
     if text == "best":
-        metric = seen.main_metric
-        points = {step: value for step, value, _, _ in seen.evaluations(seen.split, metric)} if metric else {}
-        scored = {step: value for step, value in points.items() if step in there}
+        metric = overview.main_metric
+        points = {step: value for step, value, _, _ in overview.evaluations(overview.split, metric)} if metric else {}
+        scored = {step: value for step, value in points.items() if step in checkpoints}
         if not scored:
+            evaluated = ", ".join(map(str, points)) or "none"
             raise CheckpointError(
-                f"{seen.run.path}: no checkpoint is of a step that was evaluated (checkpoints: {listed}; evaluated: "
-                f"{', '.join(map(str, points)) or 'none'}); give checkpoint=N"
+                f"{overview.run.path}: no checkpoint is of a step that was evaluated (checkpoints: {available}; "
+                f"evaluated: {evaluated}); give checkpoint=N"
             )
         # of equal ones the later: it has seen more
         best = max(scored, key=lambda step: (scored[step], step))
         above = max((step for step in points if step > 0), key=lambda step: points[step])
         if points[above] > scored[best]:
             print(f"note: step {above} had {metric} {points[above]:.4f}, but its checkpoint is gone (train.keep)")
-        print(f"best of the steps with a checkpoint: {best}, {metric} {scored[best]:.4f} on {seen.split}")
-        return there[best]
+        print(f"best of the steps with a checkpoint: {best}, {metric} {scored[best]:.4f} on {overview.split}")
+        return checkpoints[best]
     if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"mmrl export: checkpoint: got '{text}', expected last, best or a step (there are: {listed})")
-    if int(text) not in there:
-        raise CheckpointError(f"{seen.run.path}: has no complete checkpoint of step {text} (there are: {listed})")
-    return there[int(text)]
+        raise ConfigError(
+            f"mmrl export: checkpoint: got '{text}', expected last, best or a step (there are: {available})"
+        )
+    if int(text) not in checkpoints:
+        raise CheckpointError(
+            f"{overview.run.path}: has no complete checkpoint of step {text} (there are: {available})"
+        )
+    return checkpoints[int(text)]
 
 
 def _refuse_damage(run: RunDir, checkpoint: Path) -> None:
@@ -171,7 +183,7 @@ def _refuse_damage(run: RunDir, checkpoint: Path) -> None:
 
 
 def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, modules: Sequence[str]) -> Choice:
-    """What is exported, as chosen or as the policy has it.
+    """Choose what is exported: as asked for, else as the policy has it.
 
     Args:
         modules: the program's, as far as the run has measured them.
@@ -179,7 +191,7 @@ def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, mo
     Raises:
         ConfigError: a module without weights of its own, or a form that the run does not have.
     """
-    endpoints = {name: f"the endpoint's {given.model}" for name, given in (config.engine.endpoints or {}).items()}
+    endpoints = {name: f"the endpoint's {endpoint.model}" for name, endpoint in (config.engine.endpoints or {}).items()}
     speaks = dict(policy.modules or {})  # module -> its weights; empty: all share one policy
     # What was never trained is the base.
     assignment = module_assignment(config, tuple(speaks))
@@ -245,11 +257,9 @@ def _write(
 
 def _recorded_prompts(run: RunDir) -> Iterator[tuple[int, ...]]:
     """First prompts of the last step's journal."""
-    steps = run.journal_steps()
-    if steps:
-        forest, _ = read_step(run, steps[-1])
-        for call in [call for call in forest.calls.values() if call.prompt_ids and not call.turn][:COMPARED_PROMPTS]:
-            yield call.prompt_ids
+    for step in run.journal_steps()[-1:]:
+        calls = read_step(run, step)[0].calls.values()
+        yield from islice((call.prompt_ids for call in calls if call.prompt_ids and not call.turn), COMPARED_PROMPTS)
 
 
 def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str]:
@@ -272,56 +282,38 @@ def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str
     return [f"{PROGRAM}: the DSPy program's prompts, for program.load"]
 
 
-def _has_program(folder: Path) -> bool:
-    return (folder / PROGRAM).is_file()
-
-
 def _snippets(
     named: Path, folder: Path, choice: Choice, config: WeightRunConfig, base: str
 ) -> Iterator[tuple[str, str]]:
-    """How `folder` is used under the name `named`, and the base model under `base`."""
+    """Code that uses `folder` under the name `named`, and the base model under `base`."""
     rank = config.model.lora.r if choice.form == "adapter" and config.model.lora is not None else None
     spoken = choice.recorded.get("modules")
     modules = tuple(spoken) if isinstance(spoken, dict) else ()
-    layout = getattr(config.task, "prompt_layout", "dspy") if _has_program(folder) else None
+    layout = getattr(config.task, "prompt_layout", "dspy") if (folder / PROGRAM).is_file() else None
     return snippets(named, choice.folders, base, rank, modules=modules, program=layout)
 
 
 def _card(
-    seen: Overview, request: ExportArguments, config: WeightRunConfig, choice: Choice, folder: Path, step: int
+    overview: Overview, request: ExportArguments, config: WeightRunConfig, choice: Choice, folder: Path, step: int
 ) -> str:
-    title = request.push.rpartition("/")[2] if request.push else request.out.name
-    where = Path(request.push) if request.push else Path(request.out.name)
+    where = Path(request.push or request.out.name)
+    holds = HOLDS[choice.form]
+    if names := choice.folders:
+        holds += f", in {len(names)} folders ({', '.join(names)}), one for each module or group of modules"
+    files = {split: source.partition(":")[0] for split, source in config.task.data.files.items()}
     facts = CardFacts(
-        title=title,
+        title=where.name,
         step=step,
-        holds=_holds(choice),
+        holds=f"This folder holds {holds}.",
         kind="adapter" if choice.form == "adapter" else "merged",
         licence=licence_of(config.model.path, config.model.revision),
         modules=choice.modules,
         prompts=_prompt_paragraphs(folder),
         snippets=dict(_snippets(where, folder, choice, config, shown_path(config.model.path))),
-        data={
-            split: source.partition(":")[0] for split, source in config.task.data.files.items() if is_hub_data(source)
-        },
+        # data of the hub, which have a name that others know
+        data={split: name for split, name in files.items() if name.count("/") == 1 and is_hub_id(name)},
     )
-    return model_card(seen, facts)
-
-
-def is_hub_data(source: str) -> bool:
-    """Whether data come from the hub, and so have a name that others know."""
-    return source.partition(":")[0].count("/") == 1 and is_hub_id(source)
-
-
-def _holds(choice: Choice) -> str:
-    what = {
-        "full": "full weights, of which all parameters were trained",
-        "merged": "full weights, the LoRA adapter merged into them",
-        "adapter": "the LoRA adapter alone",
-    }[choice.form]
-    if names := choice.folders:
-        what += f", in {len(names)} folders ({', '.join(names)}), one for each module or group of modules"
-    return f"This folder holds {what}."
+    return model_card(overview, facts)
 
 
 def _prompt_paragraphs(folder: Path) -> list[str]:
@@ -329,7 +321,7 @@ def _prompt_paragraphs(folder: Path) -> list[str]:
     if (folder / PROMPTS).is_file():
         text = (folder / PROMPTS).read_text(encoding="utf-8")
         return [f"Prompts (`{PROMPTS}`):", f"````yaml\n{text.rstrip()}\n````"]
-    if not _has_program(folder):
+    if not (folder / PROGRAM).is_file():
         return []
     state = json.loads((folder / PROGRAM).read_text(encoding="utf-8"))
     parts = [f"A DSPy program; `{PROGRAM}` holds its prompts and is read by `program.load`. Per predictor:"]

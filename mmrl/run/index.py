@@ -44,9 +44,9 @@ PASSAGE_BYTES = 620
 """Text of a passage of 100 words, for estimates before a corpus is read."""
 
 
-def build(given: BuildIndexArguments) -> int:
+def build(arguments: BuildIndexArguments) -> int:
     """`mmrl index build`."""
-    section, folder = given.section(), user_path(given.index)
+    section, folder = arguments.section(), user_path(arguments.index)
     # Nothing is downloaded or read before all of this is right.
     problems = packages_missing(section)
     if folder.exists():
@@ -54,7 +54,7 @@ def build(given: BuildIndexArguments) -> int:
     if not problems and section.encodes:
         problems += encoder_problems("model", str(spec_of(section).settings["model"]))
     try:
-        corpus = Corpus(given.corpus)
+        corpus = Corpus(arguments.corpus)
     except DataError as error:
         problems += error.problems
     if problems:
@@ -62,7 +62,7 @@ def build(given: BuildIndexArguments) -> int:
     spec = spec_of(section)
     # Sizes come before anything is read: an index may not fit on this disk, and its build takes hours.
     print(_estimate_text(spec, corpus.local_bytes(), corpus.hub_ids(), folder), flush=True)
-    if given.plan:
+    if arguments.plan:
         return 0
     if partial_of(folder).is_dir():
         print(f"continuing the build in {partial_of(folder)}", flush=True)
@@ -71,7 +71,7 @@ def build(given: BuildIndexArguments) -> int:
             folder,
             spec,
             corpus.passages,
-            sources=given.corpus,
+            sources=arguments.corpus,
             stamp=corpus.stamp(),
             on_corpus=lambda passages: print(_corpus_text(spec, passages), flush=True),
             **section.model_dump(include={"device", "batch_size"}),
@@ -86,9 +86,9 @@ def build(given: BuildIndexArguments) -> int:
     return 0
 
 
-def info(given: IndexInfoArguments) -> int:
+def info(arguments: IndexInfoArguments) -> int:
     """`mmrl index info`."""
-    folder = user_path(given.index)
+    folder = user_path(arguments.index)
     facts = read_info(folder, KEY)
     rows = {
         "index": str(folder),
@@ -104,15 +104,15 @@ def info(given: IndexInfoArguments) -> int:
     return 0
 
 
-def search(given: SearchIndexArguments) -> int:
+def search(arguments: SearchIndexArguments) -> int:
     """`mmrl index search`."""
     from transformers.utils.logging import disable_progress_bar
 
-    _, retriever, _ = _opened(given)
+    _, retriever, _ = _opened(arguments)
     disable_progress_bar()  # among the results
     retriever.load()
     started = time.perf_counter()
-    (documents,) = retriever.search([given.query], [given.top_k])
+    (documents,) = retriever.search([arguments.query], [arguments.top_k])
     spent = time.perf_counter() - started
     for rank, document in enumerate(documents, 1):
         title, text = (_line(part) for part in (document.title, document.text[:300]))
@@ -126,24 +126,24 @@ def _line(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-def serve(given: ServeIndexArguments) -> int:
+def serve(arguments: ServeIndexArguments) -> int:
     """`mmrl serve-retriever`."""
     if problems := server_problems("mmrl serve-retriever"):
         raise ConfigError(problems)
-    token = token_in(given)
-    facts, retriever, passages = _opened(given)
+    token = token_in(arguments)
+    facts, retriever, passages = _opened(arguments)
     served: dict[str, str | int] = {
         "kind": facts.kind,
         "documents": len(passages),
-        "index": Path(given.index).name,
+        "index": Path(arguments.index).name,
         "digest": facts.digest,
     }
-    app = make_app(retriever, served, max_batch=given.max_batch, token=token)
-    return listen(app, given, "listening on {url}")
+    app = make_app(retriever, served, max_batch=arguments.max_batch, token=token)
+    return listen(app, arguments, "listening on {url}")
 
 
 def _estimate_text(spec: IndexSpec, local_bytes: int, hub_ids: Sequence[str], folder: Path) -> str:
-    """What is known before the sources are read."""
+    """Sizes as known before the sources are read."""
     lines = [f"index: {_spec_text(spec)} -> {folder}"]
     if hub_ids:
         lines.append(f"fetched from the hub first: {', '.join(hub_ids)} (size: see docs/retrieval.md)")
@@ -157,7 +157,7 @@ def _estimate_text(spec: IndexSpec, local_bytes: int, hub_ids: Sequence[str], fo
 
 
 def _corpus_text(spec: IndexSpec, corpus: CorpusFacts) -> str:
-    """What is known once the passages are written."""
+    """Sizes as known once the passages are written."""
     passages = f"{corpus.documents:,} passages, {decimal(corpus.text_bytes)} of text"
     left_out = f"{corpus.duplicates:,} with the same title and text left out"
     return f"{passages} ({left_out})\n{_sizes_text(spec, corpus.documents, corpus.text_bytes)}"
@@ -175,19 +175,19 @@ def _sizes_text(spec: IndexSpec, passages: int, text_bytes: int) -> str:
 def _spec_text(spec: IndexSpec) -> str:
     """Kind and settings in one line."""
     # Prompts end in spaces: in quotes.
-    shown = {n: repr(v) if isinstance(v, str) and v != v.strip() else v for n, v in spec.settings.items() if v != ""}
-    return f"{spec.kind} ({', '.join(f'{name} {value}' for name, value in shown.items())})"
+    settings = {n: repr(v) if isinstance(v, str) and v != v.strip() else v for n, v in spec.settings.items() if v != ""}
+    return f"{spec.kind} ({', '.join(f'{name} {value}' for name, value in settings.items())})"
 
 
-def _opened(given: IndexArguments) -> tuple[IndexInfo, Retriever, PassageStore]:
+def _opened(arguments: IndexArguments) -> tuple[IndexInfo, Retriever, PassageStore]:
     """Info, retriever and passages of an index folder."""
-    folder = user_path(given.index)
+    folder = user_path(arguments.index)
     facts = read_info(folder, KEY)
     if problems := index_problems(KEY, facts):
         raise DataError(problems)
     try:
         passages = PassageStore(folder)
-        settings = given.model_dump(include={"device", "batch_size"})
+        settings = arguments.model_dump(include={"device", "batch_size"})
         retriever = open_index(folder, facts, passages, **settings)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{KEY}: cannot open {folder}: {error}") from None

@@ -18,8 +18,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from mmrl.config import HardwareConfig, TrainCommandConfig
-from mmrl.config.rules import engine_name
+from mmrl.config import HardwareConfig
 from mmrl.errors import ConfigError
 from mmrl.system.child_process import end_with_parent, free_port
 from mmrl.system.files import JsonObject
@@ -76,7 +75,7 @@ def start(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int:
 
 
 def environment(hardware: HardwareConfig, rank: int, port: int) -> dict[str, str]:
-    """What one process needs to find the others, and how accelerate is to wrap the model."""
+    """Variables by which one process finds the others, and how accelerate is to wrap the model."""
     variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -117,13 +116,8 @@ def wrapping(hardware: HardwareConfig) -> dict[str, str]:
     return {}
 
 
-def adopt(hardware: HardwareConfig) -> None:
-    """Under a launcher of the user's (torchrun, SLURM): what it does not say of how accelerate is to wrap the model."""
-    os.environ.update(wrapping(hardware))
-
-
 def must_start(processes: int, nodes: int) -> bool:
-    """Whether this process has to start those of the run: there are several, and no launcher has started them.
+    """True if this process has to start those of the run: there are several, and no launcher has started them.
 
     Raises:
         ConfigError: a run over several nodes that no launcher has started.
@@ -210,23 +204,16 @@ def released(task: Task) -> Iterator[None]:
         task.close()
 
 
-def device_problems(config: TrainCommandConfig) -> list[str]:
-    """What the processes of a hardware profile cannot do of a training run."""
-    hardware, replicas = config.hardware, getattr(config.engine, "replicas", 1)
+def replica_problems(hardware: HardwareConfig, replicas: int) -> list[str]:
+    """Problems of several vLLM servers on the GPUs of a hardware profile."""
     devices = hardware.rollout_devices or hardware.processes
-    problems = hardware_problems(
-        hardware,
-        engine_name(config),
-        modules=config.model.modules is not None,
-        critic=getattr(config.algo, "critic", None),
-    )
-    if hardware.device != "cpu" and devices % replicas:
-        problems.append(f"engine.replicas: got {replicas}, expected a divisor of {devices}, the GPUs that serve")
-    return problems
+    if hardware.device == "cpu" or not devices % replicas:
+        return []
+    return [f"engine.replicas: got {replicas}, expected a divisor of {devices}, the GPUs that serve"]
 
 
 def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:
-    """What cannot work of a hardware profile, one sentence each.
+    """Problems of a hardware profile, one sentence each.
 
     Args:
         engine: the engine that samples.
@@ -236,12 +223,12 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
     """
     # Over all machines: what the processes share does not depend on where they run.
     total, sharding = hardware.processes * hardware.nodes, hardware.sharding
-    whole = "none (every process holds the whole model)"
+    copies = "none (every process holds the whole model)"
     sharded = {
-        f"accelerate does not do on a CPU; use {whole}": sharding != "none" and hardware.device == "cpu",
+        f"accelerate does not do on a CPU; use {copies}": sharding != "none" and hardware.device == "cpu",
         "engine=transformers cannot sample from; use engine=vllm_server": sharding != "none"
         and engine == "transformers",
-        f"DeepSpeed cannot train a critic under; use fsdp2, or {whole}": sharding.startswith("zero") and bool(critic),
+        f"DeepSpeed cannot train a critic under; use fsdp2, or {copies}": sharding.startswith("zero") and bool(critic),
     }
     problems = [f"hardware.sharding: got {sharding}, which {why}" for why, wrong in sharded.items() if wrong]
     if total > 1 and engine == "vllm_colocated":
@@ -257,15 +244,10 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
 
 
 def missing_packages(hardware: HardwareConfig) -> list[str]:
-    """What a hardware profile needs and this interpreter does not have, one sentence each; imports nothing."""
-    if hardware.sharding.startswith("zero") and not installed("deepspeed"):
+    """Packages that a hardware profile needs and this interpreter lacks, one sentence each; imports nothing."""
+    if hardware.sharding.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         return [
             f"hardware.sharding: got {hardware.sharding}, which needs DeepSpeed, and {sys.executable} does not have "
             "it; install it (pip install 'mmrl[deepspeed]'), or use hardware.sharding=fsdp2"
         ]
     return []
-
-
-def installed(package: str) -> bool:
-    """Whether a package can be imported here."""
-    return importlib.util.find_spec(package) is not None

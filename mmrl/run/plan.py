@@ -11,6 +11,7 @@ from pydantic import Field
 
 from mmrl.config import (
     EvalCommandConfig,
+    HardwareConfig,
     PromptCommandConfig,
     RootConfig,
     SftCommandConfig,
@@ -18,16 +19,16 @@ from mmrl.config import (
     TaskConfig,
     TrainCommandConfig,
 )
-from mmrl.config.base import Idle, Section
+from mmrl.config.base import MINI, SPLITS, Idle, Section
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.tasks import BUILT_IN
-from mmrl.errors import ConfigError, unknown
+from mmrl.errors import ConfigError, gathered, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
 from mmrl.plan.cost import Device, evaluation_seconds, gpus, known_gpu
 from mmrl.plan.cost import device as find_device
 from mmrl.plan.estimate import Plan
-from mmrl.plan.shapes import Shape, shape_of
+from mmrl.plan.shapes import shape_of
 from mmrl.plan.workload import (
     Lengths,
     Load,
@@ -42,7 +43,7 @@ from mmrl.plan.workload import (
     without_endpoints,
 )
 from mmrl.run.build import build_task, evaluation_devices, reward_set
-from mmrl.run.check import collecting, plan_problems, process_problems
+from mmrl.run.check import plan_problems, process_problems
 from mmrl.run.settle import settle
 from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.stages.sft_data import sft_problems
@@ -53,7 +54,7 @@ ONE_GPU = ("auto", "gpu1")
 
 
 class PlanArguments(Section):
-    """What `mmrl plan` takes besides a config."""
+    """Keys of `mmrl plan` beside a config."""
 
     idle: ClassVar = [Idle("lengths", "dry!=0|null", ", which counts them; leave one of the two out")]
     lengths: str = Field("", description="MODULE:P/C[,...]: tokens of prompt and completion of each module")
@@ -64,7 +65,7 @@ class PlanArguments(Section):
 
 
 def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> str:
-    """What a run of any kind of stages will do and cost, as text or as JSON.
+    """Plan a run of any kind of stages: what it will do and cost, as text or as JSON.
 
     Raises:
         ConfigError: as `make_plan`, of every stage.
@@ -76,58 +77,42 @@ def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> st
     objects: list[object] = []
     problems: list[str] = []
     for number, stage in enumerate(config.in_turn, start=1):
-        with collecting(problems, f"stage {number}: "):
-            text, content = OF_KIND[stage.kind.name](stage, request)
+        with gathered(problems, f"stage {number}: "):
+            if stage.kind.credit:
+                plan = make_plan(cast("TrainCommandConfig", stage), request)
+                text, facts = plan.text(), json.loads(plan.as_json())
+            else:
+                facts = COUNTED[stage.kind.name](stage)
+                counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in facts.items())
+                text = f"{stage.algo.name} on {stage.task.name} with {stage.model.path}: {counts}"
             texts.append(f"stage {number}: {text}")
-            objects.append({"stage": number, **content})
+            objects.append({"stage": number, **facts})
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return json.dumps({"version": 1, "stages": objects}, indent=1) if as_json else "\n\n".join(texts)
 
 
-Counted = tuple[str, dict[str, object]]
-"""What a stage does, as text and as an object."""
-
-
-def _plan_rl(config: TrainCommandConfig, request: PlanArguments) -> Counted:
-    plan = make_plan(config, request)
-    return plan.text(), json.loads(plan.as_json())
-
-
-def _plan_sft(config: SftCommandConfig, request: PlanArguments) -> Counted:
+def _count_sft(config: SftCommandConfig) -> dict[str, int]:
     if problems := sft_problems(config, build_task(config.task, config.seed)):
         raise ConfigError(problems)
-    steps, size = config.train.steps, config.train.batch_size
-    return f"{_where(config)}: {steps} steps of {size} sequences", {"steps": steps, "sequences": steps * size}
+    return {"steps": config.train.steps, "sequences": config.train.steps * config.train.batch_size}
 
 
-def _plan_prompts(config: PromptCommandConfig, request: PlanArguments) -> Counted:
+def _count_prompts(config: PromptCommandConfig) -> dict[str, int]:
     task = build_task(config.task, config.seed)
     if problems := prompt_problems(config, task):
         raise ConfigError(problems)
-    train, validation = split(config.algo, task.examples("train"), config.seed)
-    modules = len(task.program.modules)
-    trials, most = config.algo.expected_trials(modules, len(validation)), len(validation)
-    facts: dict[str, object] = {"trials": trials, "train_examples": len(train), "validation_examples": most}
-    if not trials:
-        return f"{_where(config)}: as many rollouts as its budget allows", facts
-    # At most: rollouts of a candidate that was tried before come from the store.
-    facts["rollouts_at_most"] = rollouts = trials * most + len(train)
-    text = f"about {trials} trials on {most} validation examples and {len(train)} for demonstrations, at most"
-    text = f"{text} {rollouts:,} rollouts of {modules} modules; the same one is never run twice"
-    return f"{_where(config)}: {text}", facts
+    train, validation = map(len, split(config.algo, task.examples("train"), config.seed))
+    counts = {"train_examples": train, "validation_examples": validation}
+    # Without a number of trials it makes as many rollouts as its budget says (`algo.max_metric_calls`, ...).
+    if trials := config.algo.expected_trials(len(task.program.modules), validation):
+        # At most: rollouts of a candidate that was tried before come from the store.
+        counts |= {"trials": trials, "rollouts_at_most": trials * validation + train}
+    return counts
 
 
-def _where(config: StageConfig) -> str:
-    return f"{config.algo.name} on {config.task.name} with {config.model.path}"
-
-
-OF_KIND: Mapping[str, Callable[[Any, PlanArguments], Counted]] = {
-    "rl": _plan_rl,
-    "sft": _plan_sft,
-    "prompts": _plan_prompts,
-}
-"""Kind of a stage (`config.schema.Kind`) -> what it does."""
+COUNTED: Mapping[str, Callable[[Any], dict[str, int]]] = {"sft": _count_sft, "prompts": _count_prompts}
+"""Kind of a stage (`config.schema.Kind`) without credit -> what it does."""
 
 
 def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
@@ -151,37 +136,42 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     task = build_task(config.task if examples else on_mini_world(config.task), config.seed)
     # From here on with torch, which takes seconds to load.
     settled = settle(config, kind, planned=True)
-    device = _device(settled, request.device)
+    device = _device(settled.hardware, request.device)
     problems = plan_problems(settled, task)
+    lora, known = config.model.lora, shape.projections()
     # Without their sizes the plan would count no adapter there and promise too little memory.
-    problems += _strange_targets(settled, shape)
-    available = len(task.examples("train")) if examples else 0
-    if examples > available:
-        problems.append(f"dry: got {examples}, the train split has {available} examples")
+    if lora is not None and not lora.everywhere and (strange := [name for name in lora.targets if name not in known]):
+        targets = f"got {', '.join(strange)}; mmrl plan knows the sizes of {', '.join(known)} alone"
+        problems.append(f"model.lora.targets: {targets}")
+    if examples and examples > (most := len(task.examples("train"))):
+        problems.append(f"dry: got {examples}, the train split has {most} examples")
     if problems:
         raise ConfigError(problems)
     loads, rollout, source = _loads(settled, task, examples, lengths)
     if settled.engine.endpoints:
         loads = without_endpoints(loads, settled.engine.endpoints)
         source += f"; an endpoint answers for {', '.join(settled.engine.endpoints)}"
-    items = _items(settled, task, counted=bool(examples))
+    # The split has the data of the config, or those of the mini world stand in for them.
+    counted = examples or config.task.data.source_of(config.eval.split) == MINI
+    available = len(task.examples(config.eval.split)) if counted else None
+    items = _fewest(config.eval.items, config.task.data.items_of(config.eval.split), available)
     return Plan(config=settled, shape=shape, device=device, loads=loads, source=source, rollout=rollout, items=items)
 
 
-def _device(config: TrainCommandConfig, name: str | None) -> Device:
-    """The device that is planned for: the one named, else what a run of this config would take here.
+def _device(hardware: HardwareConfig, name: str | None) -> Device:
+    """The device that is planned for: the one named, else what a run of this profile would take here.
 
     Raises:
         ConfigError: the speed of this machine's GPU is not known.
     """
     # A profile of several GPUs is of other machines than the one where it is planned.
-    if name is None and config.hardware.device != "cpu" and config.hardware.name in ONE_GPU and (here := gpus()):
+    if name is None and hardware.device != "cpu" and hardware.name in ONE_GPU and (here := gpus()):
         return known_gpu(here[0])
-    return find_device(name or ("cpu" if config.hardware.device == "cpu" else "h100"), config.hardware.threads or 1)
+    return find_device(name or ("cpu" if hardware.device == "cpu" else "h100"), hardware.threads or 1)
 
 
 def problems_elsewhere(config: RootConfig) -> list[str]:
-    """What stands against a run on another machine: without its data, weights, devices and servers."""
+    """Problems of a run on another machine: without its data, weights, devices and servers."""
     if stages := getattr(config, "stages", ()):
         return [problem for stage in stages for problem in problems_elsewhere(stage)]
     try:
@@ -221,28 +211,8 @@ def evaluation_hours(config: EvalCommandConfig, items: int | None) -> tuple[floa
     return spent / 3600, devices
 
 
-def _items(config: TrainCommandConfig, task: Task, counted: bool) -> int | None:
-    """How many items an evaluation has.
-
-    Args:
-        counted: the task has the data of the config; else those of the mini world may stand in for them.
-    """
-    split = config.eval.split
-    known = counted or getattr(config.task.data, split) == "mini"
-    available = len(task.examples(split)) if known else None
-    return _fewest(config.eval.items, config.task.data.items_of(split), available)
-
-
 def _fewest(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _strange_targets(config: TrainCommandConfig, shape: Shape) -> list[str]:
-    """The one sentence for LoRA targets whose sizes are not known."""
-    lora, known = config.model.lora, shape.projections()
-    if lora is None or lora.everywhere or not (strange := [target for target in lora.targets if target not in known]):
-        return []
-    return [f"model.lora.targets: got {', '.join(strange)}; mmrl plan knows the sizes of {', '.join(known)} alone"]
 
 
 def _loads(
@@ -267,9 +237,8 @@ def on_mini_world(task: TaskConfig) -> TaskConfig:
     """The same task on the embedded data, with what needs no weights, server or key; a task of one's own stays."""
     if task.name not in BUILT_IN:
         return task
-    data = task.data.model_copy(update={"train": "mini", "dev": "mini", "test": "mini"})
     # What is left out needs a download, a server or a key, and the plan needs none of their contents.
-    plain: dict[str, object] = {"data": data}
+    plain: dict[str, object] = {"data": task.data.model_copy(update=dict.fromkeys(SPLITS, MINI))}
     plain |= {key: None for key in ("labels", "corpus") if hasattr(task, key)}
     if (retriever := getattr(task, "retriever", None)) is not None:
         plain["retriever"] = Bm25Config(top_k=retriever.top_k)

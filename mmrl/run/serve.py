@@ -35,14 +35,14 @@ class ServeArguments(ServerArguments):
     name: str = Field("policy", min_length=1, description="the model's name in requests")
 
 
-def serve_policy(config: EvalCommandConfig, given: ServeArguments, typed: Collection[str]) -> int:
+def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys: Collection[str]) -> int:
     """Load a policy and serve it.
 
     Args:
-        typed: keys of the config that the user set.
+        user_keys: keys of the config that the user set.
     """
-    policy = _checked(config, typed)
-    token = token_in(given)
+    policy = _checked(config, user_keys)
+    token = token_in(arguments)
     # The model's own limit and not a task's; requests join a batch whenever they come.
     task = config.task.model_copy(update={"max_context": None})
     config = settle(config.model_copy(update={"task": task}))
@@ -56,26 +56,26 @@ def serve_policy(config: EvalCommandConfig, given: ServeArguments, typed: Collec
     from mmrl.serve.openai_app import Served, make_app
 
     torch.set_num_threads(config.hardware.threads or 1)
-    names = models(given.name, policy)
+    names = models(arguments.name, policy)
     with (
         tempfile.TemporaryDirectory(prefix="mmrl-serve-") as folder,
         stoppable(),
         fixed_engine(config, policy, Path(folder), config.policy) as (engine, tokenizer),
     ):
         app = make_app(Served(engine=engine, tokenizer=tokenizer, models=names), token)
-        return listen(app, given, snippets(names, given), grace_s=5)
+        return listen(app, arguments, snippets(names, arguments), grace_s=5)
 
 
-def token_in(given: ServerArguments) -> str | None:
-    """What every request to a server must bring.
+def token_in(arguments: ServerArguments) -> str | None:
+    """Token that every request to a server must bring.
 
     Raises:
         ConfigError: the environment variable that is to hold it does not.
     """
-    return None if given.token_env is None else token_of(given.token_env, "token_env")
+    return None if arguments.token_env is None else token_of(arguments.token_env, "token_env")
 
 
-def listen(app: FastAPI, given: ServerArguments, announce: str, *, grace_s: int | None = None) -> int:
+def listen(app: FastAPI, arguments: ServerArguments, announce: str, *, grace_s: int | None = None) -> int:
     """Serve until Ctrl-C. Returns the exit code.
 
     Args:
@@ -87,10 +87,10 @@ def listen(app: FastAPI, given: ServerArguments, announce: str, *, grace_s: int 
     from mmrl.system.http_server import serve
 
     try:
-        serve(app, given.host, given.port, announce=announce, grace_s=grace_s)
+        serve(app, arguments.host, arguments.port, announce=announce, grace_s=grace_s)
     except OSError as error:
         text = error.strerror or error
-        raise ConfigError(f"host, port: cannot listen on host={given.host} port={given.port}: {text}") from None
+        raise ConfigError(f"host, port: cannot listen on host={arguments.host} port={arguments.port}: {text}") from None
     except KeyboardInterrupt:  # SIGTERM too: the server has answered what it could
         pass
     print("stopped", file=sys.stderr)
@@ -104,7 +104,7 @@ def models(name: str, policy: Policy) -> dict[str, str]:
     return {f"{name}/{module}": module for module in policy.modules}
 
 
-def _checked(config: EvalCommandConfig, typed: Collection[str]) -> Policy:
+def _checked(config: EvalCommandConfig, user_keys: Collection[str]) -> Policy:
     """The policy of a config that can be served.
 
     Raises:
@@ -113,10 +113,10 @@ def _checked(config: EvalCommandConfig, typed: Collection[str]) -> Policy:
     problems = [
         f"{key}: has no effect on mmrl serve; its keys are host, port, token_env, name and those of "
         f"{', '.join(SETTINGS)}"
-        for key in typed
+        for key in user_keys
         if key.partition(".")[0] not in SETTINGS
     ]
-    if "engine.schedule" in typed:
+    if "engine.schedule" in user_keys:
         problems.append("engine.schedule: has no effect on mmrl serve, where requests join a batch whenever they come")
     name = engine_name(config)
     if name == "openai" or config.engine.endpoints:
@@ -136,11 +136,11 @@ def _checked(config: EvalCommandConfig, typed: Collection[str]) -> Policy:
     return policy
 
 
-def snippets(names: Sequence[str] | dict[str, str], given: ServeArguments) -> str:
-    """What is printed when the server listens; `{url}` stands for its address."""
+def snippets(names: Sequence[str] | dict[str, str], arguments: ServeArguments) -> str:
+    """Text that is printed when the server listens; `{url}` stands for its address."""
     model = next(iter(names))
-    key = "'none'" if given.token_env is None else f"os.environ['{given.token_env}']"
-    header = "" if given.token_env is None else "import os\n  "
+    key = "'none'" if arguments.token_env is None else f"os.environ['{arguments.token_env}']"
+    header = "" if arguments.token_env is None else "import os\n  "
     return (
         f"listening on {{url}}/v1 (models: {', '.join(names)})\n\n"
         f"with openai:\n  {header}from openai import OpenAI\n"

@@ -5,6 +5,7 @@ Called by `cli` once `check` has passed. Every process of a run goes this way; t
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -34,7 +35,7 @@ from mmrl.report.rundir import RunDir, step_of
 from mmrl.run.build import RECORD, build_stage, build_task, check_model, evaluated, steps_of
 from mmrl.run.check import check_all
 from mmrl.run.doctor import look_before
-from mmrl.run.launch import adopt, must_start, released, start
+from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.settle import import_plugins, refuse_changes, run_folder, settle, stored_config
 from mmrl.run.start import restarted, started
 from mmrl.stages import Stage
@@ -119,7 +120,7 @@ def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
         return checkpoint
 
 
-def extend(folder: Path, typed: str) -> None:
+def extend(folder: Path, steps_text: str) -> None:
     """`resume=RUN train.steps=+100`: let a run, finished or not, continue to another number of steps.
 
     `config.yaml` stays as it was; `segments.jsonl` gets a line: the new number of steps, the steps done, and the
@@ -129,18 +130,18 @@ def extend(folder: Path, typed: str) -> None:
 
     Args:
         folder: the run directory.
-        typed: `+N` for N further steps than the run has now, or their number, which is more than are done.
+        steps_text: `+N` for N further steps than the run has now, or their number, which is more than are done.
 
     Raises:
         ConfigError: no such number, or a schedule that depends on it.
         CheckpointError: it is no training run, or another process has it.
     """
-    there = schema_of(RunDir.read(folder).config)
-    schema = there if issubclass(there, WeightsConfig) else TrainCommandConfig
+    stored_schema = schema_of(RunDir.read(folder).config)
+    schema = stored_schema if issubclass(stored_schema, WeightsConfig) else TrainCommandConfig
     config = stored_config(folder, schema, reading=True).train
-    if not re.fullmatch(r"\+?[0-9]{1,9}", typed):
-        raise ConfigError(f"train.steps: got '{typed}', expected +N (further steps) or a number of steps")
-    steps = int(typed) + (config.steps if typed.startswith("+") else 0)
+    if not re.fullmatch(r"\+?[0-9]{1,9}", steps_text):
+        raise ConfigError(f"train.steps: got '{steps_text}', expected +N (further steps) or a number of steps")
+    steps = int(steps_text) + (config.steps if steps_text.startswith("+") else 0)
     # Not an extension: the run may have been killed on its way to this very number.
     if steps == config.steps:
         return
@@ -154,10 +155,10 @@ def extend(folder: Path, typed: str) -> None:
         done = max((int(record["step"]) for record in run.history()), default=0)
         if steps <= done:
             raise ConfigError(
-                f"train.steps: got {typed}, but {folder} has done {done} steps; expected +N (further steps), or more "
-                f"than {done}"
+                f"train.steps: got {steps_text}, but {folder} has done {done} steps; expected +N (further steps), or "
+                f"more than {done}"
             )
-        run.add_segment(steps, done, ["mmrl", "train", f"resume={folder}", f"train.steps={typed}"])
+        run.add_segment(steps, done, ["mmrl", "train", f"resume={folder}", f"train.steps={steps_text}"])
 
 
 def work(job: JsonObject) -> int:
@@ -173,8 +174,8 @@ def work(job: JsonObject) -> int:
 
 def _join(hardware: HardwareConfig, engine: str) -> Processes:
     """Meet the other processes of the run."""
-    if launched() is not None:
-        adopt(hardware)
+    if launched() is not None:  # by a launcher of the user's, which does not say how accelerate is to wrap the model
+        os.environ.update(wrapping(hardware))
     processes = join(hardware.processes * hardware.nodes, hardware.device)
     return replace(processes, one_samples=processes.world > 1 and engines.serves_all(engine))
 
@@ -282,21 +283,21 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
     task = build_task(config.task, config.seed)
     metric, steps, done = task.main_metric, steps_of(config, task), step_number(checkpoint)
     # What the other processes would show or send, the main one does: they have a quiet display and no trackers.
-    shown, console = (config.run, None) if processes.main else (RunConfig(), Console(quiet=True))
-    name = shown.name or f"{config.algo.name}-{task.name}-s{config.seed}"
-    live = shown.progress
+    display, console = (config.run, None) if processes.main else (RunConfig(), Console(quiet=True))
+    name = display.name or f"{config.algo.name}-{task.name}-s{config.seed}"
+    live = display.progress
     sent = {"name": name, "group": f"{config.algo.name}-{task.name}", "device": config.hardware.device}
     with (
         Progress(total=steps, title=name, live=live, main_metric=metric, first_step=done, console=console) as progress,
         stoppable(in_a_group=processes.world > 1) as stop,
         released(task),
-        trackers(shown, rundir, **sent, warn=progress.note) as opened,
+        trackers(display, rundir, **sent, warn=progress.note) as opened,
     ):
         begun = f"continuing from step {done}" if done else "continuing" if rundir.history() else "starting"
-        place = f"{config.model.name} ({config.hardware.device}, {config.hardware.threads} threads)"
+        where = f"{config.model.name} ({config.hardware.device}, {config.hardware.threads} threads)"
         size = f", {steps} steps of {value_at(config, 'train.batch_size')} examples" if config.kind.weights else ""
         facts = ", ".join(f"{key} {value}" for key, value in task.describe().items())
-        work = f"{config.algo.name} on {task.name} with {place}{size}"
+        work = f"{config.algo.name} on {task.name} with {where}{size}"
         progress.note(f"{begun}: {work}\n{facts}\nrun directory: {rundir.path}")
         log = StepLog(rundir=rundir, progress=progress, trackers=opened, processes=processes, stop=stop)
         # None while the parts are built: what fails then has nothing to close.

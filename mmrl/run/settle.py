@@ -108,10 +108,10 @@ def _require_gpus(profile: str, training: int, serving: int) -> None:
         )
 
 
-def run_folder(given: str | None, *below: str, suffix: str = "") -> str:
+def run_folder(folder: str | None, *below: str, suffix: str = "") -> str:
     """The run directory: the user's, else a new one, named by the time, in a folder below `outputs/`."""
-    if given is not None:
-        return given
+    if folder is not None:
+        return folder
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     return str(allocate(Path("outputs", *below), stamp + suffix))
 
@@ -170,18 +170,18 @@ def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, 
     # A run that was extended has checkpoints of earlier segments, whose steps it knows.
     if "train.steps" in changes and changes["train.steps"][0] in run.planned_steps:
         changes.pop("train.steps")
-    shown = {path: f"{path}={here} (was {there})" for path, (there, here) in changes.items()}
+    texts = {path: f"{path}={here} (was {there})" for path, (there, here) in changes.items()}
     # A folder with the run that this one started from may have been moved as a whole; its content was compared.
     places = ("model.path", "model.revision", "task.prompts") if now.get("start") else ()
     allowed = [
-        path for path in shown if path.startswith("hardware.") or path.rpartition(".")[2] in _SERVERS or path in places
+        path for path in texts if path.startswith("hardware.") or path.rpartition(".")[2] in _SERVERS or path in places
     ]
-    if refused := [text for path, text in shown.items() if path not in allowed]:
+    if refused := [text for path, text in texts.items() if path not in allowed]:
         raise CheckpointError(
             f"{run.path}/config.yaml: is not the config that {checkpoint} was made with: {', '.join(refused)}; "
             "put it back, or start a new run"
         )
-    return [shown[path] for path in allowed]
+    return [texts[path] for path in allowed]
 
 
 def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
@@ -227,8 +227,8 @@ def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False)
     stored = RunDir.read(folder).config
     there = schema_of(stored)
     if not issubclass(there, schema):
-        said = (TrainCommandConfig if schema is EvalCommandConfig else there).kind.refusal
-        raise CheckpointError(f"{folder}: {said.format(folder=folder)}")
+        refusal = (TrainCommandConfig if schema is EvalCommandConfig else there).kind.refusal
+        raise CheckpointError(f"{folder}: {refusal.format(folder=folder)}")
     plugins = stored.get("plugins", ())
     # anything but names is for validation to refuse
     packages = [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else []
@@ -263,7 +263,7 @@ def announce_code(folder: Path, stored: Mapping[str, object], packages: Sequence
 
 
 def _needs_plugins(stored: Mapping[str, object]) -> bool:
-    """Whether a name that chooses a section's schema is none of those that are known by now."""
+    """True if a name that chooses a section's schema is none of those that are known by now."""
     known = {path: {*schemas, "auto"} for path, schemas in CHOICES.items()}
     names = {path: value_at(stored, f"{path}.name") for path in known}
     return any(name not in known[path] for path, name in names.items() if name)

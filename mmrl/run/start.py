@@ -49,10 +49,12 @@ def run_of(path: Path) -> Path:
     return ended[-1] if ended else path
 
 
-def with_typed(section: JsonObject, composed: Mapping[str, object], typed: Collection[str], name: str) -> JsonObject:
+def with_overrides(
+    section: JsonObject, composed: Mapping[str, object], user_keys: Collection[str], name: str
+) -> JsonObject:
     """A section of the run before, with the keys of it that were typed."""
     section = {key: value for key, value in section.items() if not (name == "task" and key == "prompts")}
-    for key in typed:
+    for key in user_keys:
         if key.startswith(f"{name}."):
             inner = section
             *above, last = key.removeprefix(f"{name}.").split(".")
@@ -63,40 +65,45 @@ def with_typed(section: JsonObject, composed: Mapping[str, object], typed: Colle
     return section
 
 
-def of_its_run(sections: Mapping[str, object], typed: Collection[str]) -> JsonObject:
+def evaluation_sections(sections: Mapping[str, object], user_keys: Collection[str]) -> JsonObject:
     """The sections of an evaluation, with its policy's own task, plugins and endpoints where none is typed.
 
     Args:
         sections: composed of what was typed.
-        typed: its keys.
+        user_keys: keys that the user set.
     """
     policy = str(sections.get("policy"))
     stored = run_config(policy)
     task, plugins = stored.get("task"), stored.get("plugins")
-    if "task" in typed or not isinstance(task, Mapping):
+    if "task" in user_keys or not isinstance(task, Mapping):
         return dict(sections)
     packages = plugins if isinstance(plugins, list) else []
     announce_code(Path(policy), stored, packages, program=True)
     import_plugins(packages)
-    inherited = with_typed({**task}, sections, typed, "task")
+    inherited = with_overrides({**task}, sections, user_keys, "task")
     name, prompts = prompts_of(policy)
     if prompts is not None and name == task.get("name"):
         inherited.setdefault("prompts", prompts)
-    made = {**sections, "task": as_tuples(inherited)}
+    result = {**sections, "task": as_tuples(inherited)}
     endpoints, engine = value_at(stored, "engine.endpoints"), sections.get("engine")
-    if endpoints and isinstance(engine, Mapping) and not any(key.startswith("engine.endpoints") for key in typed):
-        made["engine"] = {**engine, "endpoints": as_tuples(endpoints)}
-    return {**made, **({"plugins": as_tuples(packages)} if packages and "plugins" not in typed else {})}
+    if endpoints and isinstance(engine, Mapping) and not any(key.startswith("engine.endpoints") for key in user_keys):
+        result["engine"] = {**engine, "endpoints": as_tuples(endpoints)}
+    return {**result, **({"plugins": as_tuples(packages)} if packages and "plugins" not in user_keys else {})}
 
 
-def made_policy(run: Path) -> Policy:
+def policy_of_run(run: Path, *, undamaged: bool = False) -> Policy:
     """The policy that a run has made.
 
+    Args:
+        undamaged: compare its files with their digests too, which takes a while.
+
     Raises:
-        ConfigError: it has made none yet, or weights that no further run can start from.
+        ConfigError: it has made none yet, or weights that no further run can start from; a file of it is damaged.
     """
     try:
         policy = resolve(str(run), prompts_of(str(run))[1])
+        if undamaged:
+            require_undamaged(policy)
     except ConfigError as error:
         raise ConfigError(f"from{problem.removeprefix('policy')}" for problem in error.problems) from None
     if policy.modules:
@@ -111,13 +118,9 @@ def started(config: ConfigT, run: Path) -> ConfigT:
     """A run from the policy that `run` has made: its weights, with an adapter merged into them, and its prompts.
 
     Raises:
-        ConfigError: as `made_policy`; a file of it is damaged.
+        ConfigError: as `policy_of_run`.
     """
-    policy = made_policy(run)
-    try:
-        require_undamaged(policy)
-    except ConfigError as error:
-        raise ConfigError(f"from{problem.removeprefix('policy')}" for problem in error.problems) from None
+    policy = policy_of_run(run, undamaged=True)
     prompts = policy.prompts
     path = policy.base if policy.adapter is None else _merged(run, config)
     changed: dict[str, object] = {
@@ -140,15 +143,17 @@ def restarted(config: ConfigT, folder: Path) -> ConfigT:
     if start is None:
         return config
     # A folder with both runs may have been moved as a whole.
-    places = [Path(start.run), folder.absolute().parent / Path(start.run).name]
-    there = [place for place in places if place.is_dir()]
-    for place in there:
-        prompts = prompts_of(str(place))[1]
-        now = StartConfig(run=start.run, weights=_weights_digest(place), prompts=prompts and _digest(Path(prompts)))
+    candidates = [Path(start.run), folder.absolute().parent / Path(start.run).name]
+    existing = [candidate for candidate in candidates if candidate.is_dir()]
+    for candidate in existing:
+        prompts = prompts_of(str(candidate))[1]
+        now = StartConfig(run=start.run, weights=_weights_digest(candidate), prompts=prompts and _digest(Path(prompts)))
         if now == start:
-            return started(config, place).model_copy(update={"start": start})
-    what = "has another policy now than the one that this run started from" if there else "is not there"
-    raise CheckpointError(f"{folder}: from={there[0] if there else start.run} {what}; restore it, or start a new run")
+            return started(config, candidate).model_copy(update={"start": start})
+    what = "has another policy now than the one that this run started from" if existing else "is not there"
+    raise CheckpointError(
+        f"{folder}: from={existing[0] if existing else start.run} {what}; restore it, or start a new run"
+    )
 
 
 def _merged(run: Path, config: ConfigT) -> str:

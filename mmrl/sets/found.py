@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mmrl.config.base import shown
+from mmrl.config.base import literal
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
 from mmrl.sets.cells import SetResult, settings_of
@@ -68,11 +68,7 @@ def _labels(members: Sequence[Overview]) -> Iterator[str]:
     for name, values in zip(names, settings, strict=True):
         same = [others for other, others in zip(names, settings, strict=True) if other == name]
         paths = [path for path in values if len({others[path] for others in same if path in others}) > 1]
-        yield " ".join([name, *(f"{path}={_typed(values[path])}" for path in paths)])
-
-
-def _typed(value: object) -> str:
-    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else shown(value)
+        yield " ".join([name, *(f"{path}={literal(values[path])}" for path in paths)])
 
 
 def _one_per_seed(row: str, runs: Sequence[Overview], notes: list[str]) -> list[Overview]:

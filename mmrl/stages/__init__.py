@@ -62,6 +62,10 @@ class Stage(ABC, Generic[ConfigT]):
     def describe(self) -> Mapping[str, str]:
         """Facts for the summary, after `improve`."""
 
+    def recorded(self) -> Mapping[str, object]:
+        """What a checkpoint stores of the stage."""
+        return {}
+
     def close(self) -> None:
         """Free what the stage holds, however it ended."""
         self.engine.close()

@@ -1,7 +1,5 @@
 """The command line: help, one clear error for each mistake, exit code 2, light imports; credit; stops."""
 
-import importlib.util
-import json
 import os
 import pickle
 import signal
@@ -69,18 +67,6 @@ def test_mistakes_end_with_exit_code_2_and_no_traceback(arguments, code, says, c
     assert not (tmp_path / "outputs").exists(), "nothing may be written before the input is known to be right"
 
 
-def test_a_launcher_that_is_not_installed_is_refused_with_what_to_install(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *rest: None if name == "submitit" else find(name, *rest)
-    )
-    assert main(["train", "-m", "hydra/launcher=submitit_slurm", "seed=1,2", "train.lrr=1"]) == 2
-    shown = capsys.readouterr().err
-    assert "hydra/launcher: got submitit_slurm, which needs hydra-submitit-launcher" in shown
-    assert "pip install 'mmrl[slurm]'" in shown and "train.lrr: unknown key" in shown
-
-
 def test_a_profile_for_a_gpu_is_refused_where_there_is_none(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -101,42 +87,6 @@ def test_cfg_job_prints_the_composed_config():
     )
     assert done.returncode == 0, done.stderr
     assert "name: mhgpo_is" in done.stdout
-
-
-FOREST = {
-    "version": 1,
-    "modules": ["a"],
-    "calls": [
-        {"id": name, "example": "q", "parent": None, "module": "a", "invocation": 0, "turn": 0, "completion_tokens": 2}
-        for name in ("c0", "c1")
-    ],
-    "rollouts": [
-        {"id": "r0", "example": "q", "leaf": "c0", "reward": 1.0, "error": None, "fork": "a"},
-        {"id": "r1", "example": "q", "leaf": "c1", "reward": 0.0, "error": None, "fork": "a"},
-    ],
-}
-
-
-def test_credit_prints_json_alone_with_the_papers_values(tmp_path, capsys):
-    path = tmp_path / "forest.json"
-    path.write_text(json.dumps(FOREST))
-    assert main(["credit", "algo=mhgpo_fof", "algo.group_size=2", f"rollouts={path}", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["version"], found["algo"]) == (1, "mhgpo_fof")
-    assert [round(call["advantages"][0], 4) for call in found["calls"]] == [0.7071, -0.7071]
-
-
-def test_credit_prints_several_algorithms_side_by_side_without_torch(tmp_path):
-    path = tmp_path / "forest.json"
-    path.write_text(json.dumps(FOREST))
-    code = (
-        "import sys; from mmrl.cli import main;"
-        f"code = main(['credit', 'algo=mhgpo_fof,grpo', 'rollouts={path}']);"
-        "sys.exit('torch loaded' if 'torch' in sys.modules else code)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "mhgpo_fof" in done.stdout and "grpo" in done.stdout
 
 
 @pytest.mark.parametrize(

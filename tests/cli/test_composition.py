@@ -102,12 +102,6 @@ def test_a_wrong_value_is_named_with_what_was_expected(override, starts, says):
     assert says in problem
 
 
-def test_an_option_without_effect_is_refused_and_its_users_are_named():
-    (problem,) = problems("algo=mhgpo_fof", "algo.fork_probs=[1,0,0]")
-    assert problem.startswith("algo.fork_probs: has no effect")
-    assert "mhgpo_rr" in problem
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

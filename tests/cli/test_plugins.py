@@ -4,6 +4,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from mmrl.cli import main
 
 DOC = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -33,16 +35,18 @@ def test_the_documented_task_trains_from_the_users_own_folder(tmp_path, random_m
     assert "loud" in said.out
 
 
-def test_a_plugin_that_cannot_be_imported_is_a_config_error(capsys):
-    assert main(["train", "plugins=[nowhere_to_be_found]"]) == 2
-    assert "plugins: cannot import 'nowhere_to_be_found'" in capsys.readouterr().err
-
-
-def test_a_plugin_that_raises_is_a_config_error_with_its_line(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (None, ["No module named"]),
+        ("one = 1\nundefined_name\n", ["NameError", "line 2"]),
+        ("one = 1\ntwo = = 2\n", ["SyntaxError", "line 2"]),
+    ],
+)
+def test_a_plugin_that_cannot_be_imported_is_a_config_error_with_its_line(code, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "raises_at_import.py").write_text("one = 1\nundefined_name\n")
-    (tmp_path / "broken_syntax.py").write_text("one = 1\ntwo = = 2\n")
-    for name, said in (("raises_at_import", "NameError"), ("broken_syntax", "SyntaxError")):
-        assert main(["train", f"plugins=[{name}]"]) == 2
-        printed = capsys.readouterr().err
-        assert f"plugins: cannot import '{name}'" in printed and "line 2" in printed and said in printed
+    if code is not None:
+        (tmp_path / "broken_plugin.py").write_text(code)
+    assert main(["train", "plugins=[broken_plugin]"]) == 2
+    printed = capsys.readouterr().err
+    assert all(part in printed for part in ["error: plugins: cannot import 'broken_plugin': ", *said]), printed

@@ -90,7 +90,6 @@ def test_a_search_in_which_every_trial_fails_says_so_and_is_no_traceback(quick, 
 
 
 def test_what_a_search_may_try_is_validated_before_it_starts(quick, capsys):
-    quick.setattr("mmrl.cli.overrides.PLUGINS", ())
     line = read_line(["-m", "hydra/sweeper=optuna", "train.lr=interval(0,1)", "seed=1"])
     assert [[word for word in job if "lr" in word] for job in expand(line, [])] == [
         ["++train.lr=0.0"],
@@ -107,14 +106,7 @@ def test_an_interval_needs_a_sweeper_that_searches(capsys):
     assert "train.lr=interval(0,1): an interval is for a sweeper that searches" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_without_its_package_the_sweeper_is_refused_with_what_to_install(beside, monkeypatch, capsys):
-    """Whether another plugin of Hydra's, whose package it shares, is there or not."""
-
-    def not_there(name):
-        if not beside:
-            raise ModuleNotFoundError("No module named 'hydra_plugins'")
-
-    monkeypatch.setattr("importlib.util.find_spec", not_there)
-    assert main(["train", "-m", "hydra/sweeper=optuna", "seed=1"]) == 2
-    assert "hydra/sweeper: got optuna, which needs hydra-optuna-sweeper" in capsys.readouterr().err
+def test_without_its_package_a_sweeper_is_refused_with_those_that_are_there(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "-m", "hydra/sweeper=nothing", "seed=1,2"]) == 2
+    assert "Could not find 'hydra/sweeper/nothing'" in capsys.readouterr().err

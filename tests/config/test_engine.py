@@ -13,7 +13,7 @@ from mmrl.cli.overrides import read_line
 from mmrl.config import EngineConfig, TrainCommandConfig
 from mmrl.config.engines import TransformersConfig, VllmServerConfig
 from mmrl.config.rules import without_effect
-from mmrl.run.launch import device_problems
+from mmrl.run.launch import replica_problems
 
 FACTS = "outcome"
 
@@ -58,7 +58,8 @@ def test_several_servers_need_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_servers_share_the_gpus_equally() -> None:
     words = ("hardware=h100x8_split", "hardware.rollout_devices=4", "engine.replicas=3")
-    (problem,) = [one for one in device_problems(config_of(*words)) if one.startswith("engine.")]
+    config = config_of(*words)
+    (problem,) = replica_problems(config.hardware, config.engine.replicas)
     assert problem == "engine.replicas: got 3, expected a divisor of 4, the GPUs that serve"
 
 

@@ -105,7 +105,7 @@ def test_other_weights_under_the_tiny_model_are_refused_with_what_to_type(path):
     assert problem.startswith(f"model.path: got '{path}'") and f"use model=hf model.path={path}" in problem
 
 
-def test_a_run_of_a_former_version_with_other_weights_goes_on():
+def test_a_stored_run_with_other_weights_goes_on():
     stored = train().model_dump(mode="json")
     stored["model"]["path"] = "some/model"
     assert validate_stored(TrainCommandConfig, stored).model.path == "some/model"
@@ -156,6 +156,8 @@ def test_beside_a_file_a_split_without_one_is_absent():
     assert DataConfig(train="a.json").model_dump(exclude_unset=False)["dev"] is None
     assert DataConfig(train="a.json").files == {"train": "a.json"}
     assert [DataConfig().source_of(split) for split in ("train", "dev", "test")] == ["mini"] * 3
-    assert [DataConfig(train="mini", test=None).source_of(s) for s in ("train", "dev", "test")] == ["mini"] * 3
-    mixed = DataConfig(train="a.json", dev="mini")  # as runs of former versions have it
+    assert [DataConfig(train="mini").source_of(s) for s in ("train", "dev", "test")] == ["mini"] * 3
+    with pytest.raises(ValueError, match="train: got null, expected a file, a hub id or a Python list, or mini"):
+        DataConfig(train=None)
+    mixed = DataConfig(train="a.json", dev="mini")
     assert (mixed.dev, mixed.test) == ("mini", None)

@@ -248,7 +248,7 @@ def test_lengths_need_no_data_not_even_a_file_of_labels(capsys):
         (["model=qwen3_8b", "dry=2"], "not on this machine"),
         (["model=hf", "model.path=someone/unknown-model"], "does not know the sizes"),
         (["algo.group_size=1"], "algo.group_size"),
-        (["-m", "seed=1,2"], "takes one run"),
+        (["-m", "seed=1,2"], "-m: not for mmrl plan"),
     ],
 )
 def test_bad_input_is_refused(capsys, arguments, expected):

@@ -267,7 +267,7 @@ MISTAKES = {
         ["run={run}", "step=7", "rollouts=x"],
         "rollouts: expected a file (rollouts=FILE) or a run (run=RUN_DIR), and not both",
     ),
-    "a step of a file": (["rollouts=x", "algo=grpo", "step=7"], "step: has no effect without run=RUN_DIR"),
+    "a step of a file": (["rollouts=x", "algo=grpo", "step=7"], "step: got 7, which has no effect without run=RUN_DIR"),
     "no such algorithm": (["run={run}", "step=7", "algo=grop"], "did you mean 'grpo'"),
     "no such option": (["run={run}", "step=7", "algo.padding=ragged"], "algo.padding: unknown key"),
     "another's option": (

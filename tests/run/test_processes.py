@@ -1,5 +1,6 @@
 """Several processes: shares and their union, what a launcher is told, refusals, and runs of two against one."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -20,11 +21,11 @@ from mmrl.engines.vllm.command import server_environment
 from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir
-from mmrl.run import launch
+from mmrl.run import session
 from mmrl.run.build import server_devices
-from mmrl.run.launch import adopt, environment, hardware_problems, missing_packages, wrapping
+from mmrl.run.launch import environment, hardware_problems, missing_packages, wrapping
 from mmrl.system.conf import later_wins
-from mmrl.system.processes import Processes, join, merged
+from mmrl.system.processes import ALONE, Processes, join, merged
 from scripts.chaos.compare import comparable
 from tests.helpers.forests import Grow
 
@@ -118,42 +119,46 @@ def test_accelerate_reads_the_variables_of_fsdp2(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("values", "engine", "modules", "expected"),
+    ("values", "engine", "more", "expected"),
     [
-        ({"device": "cpu", "processes": 2, "sharding": "fsdp2"}, "vllm_server", False, "on a CPU"),
-        ({"sharding": "zero2"}, "vllm_server", False, "one process"),
-        ({"processes": 2, "sharding": "fsdp2"}, "transformers", False, "engine=vllm_server"),
-        ({"cpu_offload": True}, "transformers", False, "hardware.cpu_offload"),
-        ({"rollout_devices": 1}, "transformers", False, "hardware.rollout_devices"),
-        ({"processes": 2}, "transformers", True, "weights per module"),
+        ({"device": "cpu", "processes": 2, "sharding": "fsdp2"}, "vllm_server", {}, "on a CPU"),
+        ({"sharding": "zero2"}, "vllm_server", {}, "one process"),
+        ({"processes": 2, "sharding": "fsdp2"}, "transformers", {}, "engine=vllm_server"),
+        ({"cpu_offload": True}, "transformers", {}, "hardware.cpu_offload"),
+        ({"rollout_devices": 1}, "transformers", {}, "hardware.rollout_devices"),
+        ({"processes": 2}, "transformers", {"modules": True}, "weights per module"),
+        (
+            {"processes": 8, "sharding": "zero3"},
+            "vllm_server",
+            {"critic": "separate"},
+            "got zero3, which DeepSpeed cannot",
+        ),
+        (
+            {"processes": 8},
+            "vllm_server",
+            {"critic": "adapter"},
+            "algo.critic: got adapter, which needs one process or",
+        ),
+        *(
+            ({"processes": 8, "sharding": "fsdp2"}, "vllm_server", {"critic": kind}, "")
+            for kind in (None, "separate", "adapter", "head")
+        ),
+        ({"processes": 8}, "vllm_server", {"critic": "head"}, ""),
+        ({}, "vllm_server", {"critic": "adapter"}, ""),
+        ({"processes": 7, "sharding": "fsdp2", "rollout_devices": 1}, "vllm_server", {}, ""),
     ],
 )
-def test_profiles_that_cannot_work_are_refused(values, engine, modules, expected):
+def test_profiles_that_cannot_work_are_refused(values, engine, more, expected):
     sections = {"hardware": profile(**values), "engine": {"name": engine}}
-    (problem,) = hardware_problems(profile(**values), engine, modules) + across_sections(sections)
-    assert expected in problem
-
-
-def test_profiles_that_can_are_not():
-    assert hardware_problems(profile(processes=8, sharding="fsdp2"), "vllm_server", False) == []
-    assert hardware_problems(profile(processes=8), "vllm_server", False, critic="head") == []
-
-
-def test_critics_on_several_processes():
-    for kind in ("separate", "adapter", "head"):
-        assert hardware_problems(profile(processes=8, sharding="fsdp2"), "vllm_server", False, critic=kind) == []
-    (problem,) = hardware_problems(profile(processes=8, sharding="zero3"), "vllm_server", False, critic="separate")
-    assert "hardware.sharding: got zero3" in problem and "use fsdp2" in problem
-    (problem,) = hardware_problems(profile(processes=8), "vllm_server", False, critic="adapter")
-    assert "algo.critic: got adapter" in problem and "hardware.sharding=fsdp2" in problem
-    assert hardware_problems(profile(), "vllm_server", False, critic="adapter") == []
-    assert hardware_problems(profile(processes=7, sharding="fsdp2", rollout_devices=1), "vllm_server", False) == []
+    problems = hardware_problems(profile(**values), engine, **{"modules": False, **more}) + across_sections(sections)
+    assert len(problems) == bool(expected) and expected in "".join(problems)
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_zero_without_deepspeed_is_refused_before_anything_loads(stage, monkeypatch, capsys, tmp_path):
     arguments = ["hardware=h100x8", f"hardware.sharding={stage}", "engine.urls=[http://127.0.0.1:1]"]
-    monkeypatch.setattr(launch, "installed", lambda package: package != "deepspeed")
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else find(name))
     monkeypatch.setattr("mmrl.models.load.load_model", None)
     assert main(["train", *arguments, f"run.dir={tmp_path / 'run'}"]) == 2
     shown = capsys.readouterr().err
@@ -161,7 +166,7 @@ def test_zero_without_deepspeed_is_refused_before_anything_loads(stage, monkeypa
     assert "pip install 'mmrl[deepspeed]'" in shown and "hardware.sharding=fsdp2" in shown
     assert "Traceback" not in shown and not (tmp_path / "run").exists()
     assert missing_packages(profile(processes=8, sharding="fsdp2")) == []
-    monkeypatch.setattr(launch, "installed", lambda package: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert missing_packages(profile(processes=8, sharding=stage)) == []
 
 
@@ -177,7 +182,8 @@ def test_packages_that_a_profile_s_engine_needs_are_asked_for_too(monkeypatch, c
 def test_a_launcher_s_processes_wrap_the_model_as_the_profile_says(monkeypatch):
     """torchrun and SLURM say who the processes are; without accelerate's variables it would be DDP, in silence."""
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "16"})
-    adopt(profile(processes=8, nodes=2, sharding="fsdp2"))
+    monkeypatch.setattr(session, "join", lambda *arguments: ALONE)
+    session._join(profile(processes=8, nodes=2, sharding="fsdp2"), "vllm_server")
     assert os.environ["ACCELERATE_USE_FSDP"] == "true" and os.environ["FSDP_VERSION"] == "2"
 
 

@@ -45,9 +45,15 @@ def weights(run: Path, name: str, step: int = 2) -> dict[str, torch.Tensor]:
     return load_file(checkpoint(run, step) / name / "adapter_model.safetensors")
 
 
-def still(run: Path, name: str) -> bool:
-    """Whether an adapter is as it starts: peft starts B at 0, so the base speaks."""
-    return not any(bool(tensor.any()) for key, tensor in weights(run, name).items() if "lora_B" in key)
+def same(one: Path, other: Path, name: str, step: int, other_step: int | None = None) -> bool:
+    """Whether an adapter is equal in two runs."""
+    here, there = weights(one, name, step), weights(other, name, other_step or step)
+    return all(torch.equal(here[key], there[key]) for key in here)
+
+
+def still(run: Path, name: str, step: int = 2) -> bool:
+    """Whether an adapter is as it starts: peft starts B at 0, so the module replies with the base model."""
+    return not any(bool(tensor.any()) for key, tensor in weights(run, name, step).items() if "lora_B" in key)
 
 
 def train(model: str, run: Path, *extra: str) -> int:
@@ -70,8 +76,7 @@ def test_law_12_only_the_trained_modules_adapters_change(
     assert [still(tmp_path / "run", name) for name in MODULES] == [True, True, False]
     assert train(random_model, tmp_path / "again", *LORA, *frozen, "train.steps=1") == 0
     for name in MODULES:
-        one, two = weights(tmp_path / "run", name), weights(tmp_path / "again", name, step=1)
-        assert all(torch.equal(one[key], two[key]) for key in one) == (name != "answerer")
+        assert same(tmp_path / "run", tmp_path / "again", name, 2, 1) == (name != "answerer")
     record = RunDir.read(tmp_path / "run").history()[-1]
     assert {key for key in record if key.startswith("adapter/")} == {
         "adapter/answerer/grad_norm",
@@ -131,14 +136,9 @@ def test_one_groups_update_leaves_the_other_modules_alone(varied: None, random_m
     for name, more in (("all", "model.modules={}"), ("some", "model.modules.reranker.frozen=true")):
         assert main(command(random_model, tmp_path / name, *options, more)) == 0
     for module in ("rewriter", "answerer"):
-        one, two = weights(tmp_path / "all", module, 1), weights(tmp_path / "some", module, 1)
-        assert all(torch.equal(one[key], two[key]) for key in one)
-        assert not still_at(tmp_path / "all", module)
-    assert still_at(tmp_path / "some", "reranker") and not still_at(tmp_path / "all", "reranker")
-
-
-def still_at(run: Path, name: str) -> bool:
-    return not any(bool(tensor.any()) for key, tensor in weights(run, name, 1).items() if "lora_B" in key)
+        assert same(tmp_path / "all", tmp_path / "some", module, 1)
+        assert not still(tmp_path / "all", module, 1)
+    assert still(tmp_path / "some", "reranker", 1) and not still(tmp_path / "all", "reranker", 1)
 
 
 def test_stopped_and_resumed_adapters_per_module_give_bit_equal_numbers(
@@ -163,9 +163,7 @@ def test_stopped_and_resumed_adapters_per_module_give_bit_equal_numbers(
         assert main(command(random_model, tmp_path / "stopped", *extra)) != 0
     assert main(["train", f"resume={tmp_path / 'stopped'}"]) == 0
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "stopped")
-    for name in MODULES:
-        one, two = weights(tmp_path / "whole", name, 4), weights(tmp_path / "stopped", name, 4)
-        assert all(torch.equal(one[key], two[key]) for key in one)
+    assert all(same(tmp_path / "whole", tmp_path / "stopped", name, 4) for name in MODULES)
 
 
 def test_config_errors_come_at_once_with_the_nearest_name(random_model: str, tmp_path: Path, capsys: Any) -> None:

@@ -66,26 +66,19 @@ def test_a_run_that_is_terminated_saves_and_goes_on(
     assert (run / "digests.jsonl").read_bytes() == (whole / "digests.jsonl").read_bytes()
 
 
-def test_a_stop_that_comes_while_a_destructor_runs_is_not_lost(capsys):
+@pytest.mark.parametrize(
+    ("number", "raised", "says"),
+    [(signal.SIGTERM, SystemExit, str(Stopped.exit_code)), (signal.SIGINT, KeyboardInterrupt, None)],
+)
+def test_a_signal_that_comes_while_a_destructor_runs_is_not_lost(number, raised, says, capsys):
     class Ends:
         def __del__(self):
-            terminate()
-
-    with pytest.raises(SystemExit, match=str(Stopped.exit_code)), stoppable():
-        Ends()
-        time.sleep(5)
-    assert not capsys.readouterr().err
-
-
-def test_an_interrupt_that_comes_while_a_destructor_runs_is_not_lost(capsys):
-    class Ends:
-        def __del__(self):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     # a shell's background job begins with Ctrl-C ignored
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), stoppable():
+        with pytest.raises(raised, match=says), stoppable():
             Ends()
             time.sleep(5)
     finally:

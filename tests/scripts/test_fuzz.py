@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.cli.arguments import CommandLine
+from mmrl.cli.arguments import section_of
 from mmrl.config import TrainCommandConfig, validate
 from mmrl.errors import ConfigError, DataError
 from mmrl.plan.workload import parse_lengths
@@ -63,7 +63,7 @@ def test_lengths_that_int_refuses_are_refused_in_words(spec: str) -> None:
 def test_a_number_of_examples_that_int_refuses_is_refused_in_words() -> None:
     for value in ("²", "9" * 5000):
         with pytest.raises(ConfigError, match="dry: got"):
-            CommandLine(own={"dry": value}).section(PlanArguments)
+            section_of(PlanArguments, {"dry": value})
 
 
 def test_the_home_of_nobody_is_a_path_like_any_other() -> None:

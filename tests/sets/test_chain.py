@@ -82,7 +82,7 @@ def test_settings_of_a_stage_by_number_win_over_those_by_name():
     [
         (["stages=[mmgrop]"], "stages: got 'mmgrop'"),
         (["stages=miprov2"], "stages: got 'miprov2', expected names of algo= in a list"),
-        (["stages=[]"], "stages: got ()"),
+        (["stages=[]"], "stages: got []"),
         (["stages=[sft,mmgrpo]", "stage.sft.eval.split=test"], "stage.sft.eval.split: is the same for all stages"),
         (["stages=[sft,mmgrpo]", "stage.sft.task=hover"], "stage.sft.task: is the same for all stages"),
         (
@@ -200,8 +200,8 @@ def test_its_page_has_a_row_for_the_policy_after_each_run(whole, capsys):
 
 
 def test_a_run_starts_from_a_chain_as_from_its_last_run(whole):
-    (first,) = train_configs(read_line([f"from={whole}", "algo=mmgrpo"], own=("from",)))
-    (second,) = train_configs(read_line([f"from={whole / '2_mmgrpo'}", "algo=mmgrpo"], own=("from",)))
+    (first,) = train_configs(read_line([f"from={whole}", "algo=mmgrpo"], command_keys=("from",)))
+    (second,) = train_configs(read_line([f"from={whole / '2_mmgrpo'}", "algo=mmgrpo"], command_keys=("from",)))
     assert first == second and first.start.run == str(whole / "2_mmgrpo")
     assert first.model.path == "tiny_dspy", "of the model's name; the weights come with the start"
 

@@ -303,7 +303,7 @@ def shown(name: str, options: Options, folder: Path) -> object:
 
 def looked(name: str, options: Options, folder: Path) -> object:
     """Whether a few examples are played before training."""
-    with patch("mmrl.run.doctor._examined", lambda built, examples: (PLAYED, None)):
+    with patch("mmrl.run.doctor._examined", lambda built, examples: PLAYED):
         notes: list[str] = []
         run: Any = SimpleNamespace(path=folder)
         progress: Any = SimpleNamespace(note=notes.append)
