@@ -158,9 +158,10 @@ def _look(request: SetRequest) -> int:
     runs = find_runs(paths)
     # A folder of runs is a set by itself and is named by it; single run directories are not.
     one_folder = len(paths) == 1 and runs[0].resolve() != paths[0].resolve()
-    out = keys.out or (paths[0] if one_folder else allocate(TOP, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
     with damage_named(" ".join(map(str, paths))):
-        _show(found_set(keys.name or (paths[0].resolve().name if one_folder else "runs"), runs), Path(out))
+        result = found_set(keys.name or (paths[0].resolve().name if one_folder else "runs"), runs)
+    out = keys.out or (paths[0] if one_folder else allocate(TOP, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
+    _show(result, Path(out))
     return 0
 
 

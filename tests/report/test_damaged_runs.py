@@ -36,7 +36,8 @@ DAMAGE = {
 @pytest.mark.parametrize(
     ("name", "old", "new", "says"), [(name, *case) for name, cases in DAMAGE.items() for case in cases]
 )
-def test_the_damaged_file_is_named(name, old, new, says, tmp_path, capsys):
+def test_the_damaged_file_is_named(name, old, new, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     run = fake_run(tmp_path / "run", steps=1)
     run.write_summary({"name": "x", "main_metric": "em"})
     path = run.path / name
@@ -48,3 +49,4 @@ def test_the_damaged_file_is_named(name, old, new, says, tmp_path, capsys):
         assert main([command, str(run.path), *options]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert lines and all(line.startswith("error: ") for line in lines) and says in lines[0], (command, lines)
+    assert not (tmp_path / "outputs").exists()
