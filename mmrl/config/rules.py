@@ -60,10 +60,10 @@ TYPED = (
     Idle(
         "engine.python engine.args engine.start_timeout_s engine.restarts engine.gpu_memory engine.kv_cache_gb "
         "engine.replicas",
-        "engine.urls!=()",
+        "engine.urls!=[]",
         "with engine.urls: mmrl does not start those servers",
     ),
-    Idle("engine.router", "engine.urls=() engine.replicas=1", "with one server"),
+    Idle("engine.router", "engine.urls=[] engine.replicas=1", "with one server"),
     Idle(
         "run.group run.tags run.wandb_project run.report_calls", "run.report_to=[]", "without a tracker: run.report_to"
     ),

@@ -51,15 +51,16 @@ def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence
     # Exit codes are collected, so that one bad column neither stops the others nor is forgotten.
     codes: list[int] = []
     columns: dict[str, JsonObject] = {}
-    for name, config in configs.items():
+    for number, (name, config) in enumerate(configs.items(), start=1):
         folder = run_folder(config.run.dir, config.task.name, "eval")
-        print(f"-- evaluation {len(codes) + 1} of {len(configs)}: {name}")
+        print(f"-- evaluation {number} of {len(configs)}: {name}")
         try:
-            codes.append(evaluate_policy(config.in_folder(folder), command))
+            code = evaluate_policy(config.in_folder(folder), command)
             columns[name] = RunDir.read(folder).summary
         except MmrlError as error:
             print(f"error: {error}", file=sys.stderr)
-            codes.append(error.exit_code)
+            code = error.exit_code
+        codes.append(code)
     print(f"\n{columns_text(columns)}")
     return max(codes, default=0)
 

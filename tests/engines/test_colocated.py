@@ -268,4 +268,4 @@ def test_what_it_cannot_do_is_refused_before_anything_loads(
     assert "train.staleness: got 1 with engine=vllm_colocated" in said
     assert main([*command, "engine.urls=[http://h:1]", f"run.dir={tmp_path / 'run'}"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "engine.urls: got http://h:1, which has no effect with engine=vllm_colocated" in said
+    assert "engine.urls: got [http://h:1], which has no effect with engine=vllm_colocated" in said

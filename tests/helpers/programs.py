@@ -14,7 +14,7 @@ from typing import Any
 import pandas
 import pyarrow.parquet
 import yaml
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 
 from mmrl import rng
 from mmrl.config import DataConfig, TaskConfig
@@ -153,11 +153,12 @@ def default_config(name: str, **options: Any) -> TaskConfig:
 
 def task_section(raw: dict[str, Any]) -> TaskConfig:
     """`task` alone, by its own schema; a `ConfigError` names every problem in it."""
-    schema = task_schema(raw["name"])
+    alone = create_model("TaskAlone", task=(task_schema(raw["name"]), ...))
     try:
-        return schema.model_validate(raw)
+        section: TaskConfig = alone.model_validate({"task": raw}).task  # type: ignore[attr-defined]
+        return section
     except ValidationError as error:
-        raise ConfigError(explain(schema, error, prefix="task", raw={"task": raw})) from None
+        raise ConfigError(explain(alone, error, raw={"task": raw})) from None
 
 
 def make(name: str, folder: Any, documents: Sequence[dict[str, str]] = DOCUMENTS, **options: Any) -> Any:

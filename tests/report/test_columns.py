@@ -56,7 +56,8 @@ def test_one_command_evaluates_all_and_one_that_stops_does_not_stop_the_others(t
         seen.append((config.task.name, config.task.dataset))
         if config.task.name == "2wiki":
             raise MmrlError("stopped")
-        Path(config.run.dir).mkdir(parents=True, exist_ok=True)
+        (Path(config.run.dir) / "journal").mkdir(parents=True)
+        (Path(config.run.dir) / "config.yaml").touch()
         (Path(config.run.dir) / "summary.json").write_text(json.dumps({"metrics": METRICS}))
         return 0
 

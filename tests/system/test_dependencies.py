@@ -13,6 +13,7 @@ LOADED_BY_OTHERS = {
     "deepspeed": "accelerate",
     "hydra-submitit-launcher": "Hydra",
     "hydra-optuna-sweeper": "Hydra",
+    "vllm-router": "a process that mmrl starts",
     **dict.fromkeys(
         ["wandb", "tensorboard", "mlflow", "comet-ml", "trackio", "aim", "clearml", "dvclive", "swanlab"],
         "accelerate's trackers",

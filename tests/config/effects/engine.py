@@ -121,7 +121,7 @@ def _server(options: Options, folder: Path, device: str) -> Iterator[Any]:
     with (
         patch("mmrl.engines.vllm.base.vllm_problems", lambda *_: []),
         patch("mmrl.engines.vllm.server.ChildProcess", _Process),
-        patch.object(VllmServerEngine, "_boot", nothing),
+        patch.object(VllmServerEngine, "_first_boot", nothing),
         patch.dict(os.environ),
     ):
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
