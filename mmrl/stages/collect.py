@@ -11,8 +11,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent import futures
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
@@ -77,8 +77,10 @@ class Prefetch(Generic[Batch]):
         self.step: int | None = None
         """The step that is being sampled, or has been; None: nothing."""
         self._batch: Future[Batch] = Future()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Batch] | None = None
+        self._closed = False
 
     def start(self, step: int, work: Callable[[], Coroutine[object, object, Batch]]) -> None:
         """Begin `work` for `step`.
@@ -88,24 +90,21 @@ class Prefetch(Generic[Batch]):
         """
         if self.step is not None:
             raise RuntimeError(f"step {self.step} was prefetched and never trained on")
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            # A daemon: a run that is being killed must not wait for a server that does not answer.
-            self._thread = threading.Thread(target=_serve, args=(self._loop,), name="mmrl-prefetch", daemon=True)
-            self._thread.start()
-        self.step, self._batch = step, asyncio.run_coroutine_threadsafe(work(), self._loop)
+        self.step, self._batch = step, Future()
+        # A thread and an event loop for each batch: when they have ended, nothing of the batch is under way any more.
+        # A daemon: a run that is being killed must not wait for a server that does not answer.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="mmrl-prefetch", daemon=True)
+        self._thread.start()
 
     def wait(self) -> None:
         """Return when nothing is being sampled; the batch stays there for `take`."""
-        if self.step is not None:
-            futures.wait([self._batch])
+        if self._thread is not None:
+            self._thread.join()
 
     def sampled(self) -> Batch | None:
         """The batch, once it is there; None where none was begun, or sampling it failed."""
-        if self.step is None:
-            return None
         self.wait()
-        return None if self._batch.cancelled() or self._batch.exception() is not None else self._batch.result()
+        return None if self.step is None or self._batch.exception() is not None else self._batch.result()
 
     def put(self, step: int, batch: Batch) -> None:
         """Have the batch of `step`, which a checkpoint holds, for `take`."""
@@ -121,16 +120,26 @@ class Prefetch(Generic[Batch]):
 
     def close(self) -> None:
         """Cancel what is under way and drop it; may be called twice."""
-        if self._thread is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(STOP_S)
-            self._thread = None
+        self._closed = True
+        if self._thread is None or not self._thread.is_alive():
+            return
+        if self._loop is not None and self._task is not None:
+            with suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(STOP_S)
 
+    def _run(self, work: Callable[[], Coroutine[object, object, Batch]]) -> None:
+        try:
+            self._batch.set_result(asyncio.run(self._main(work)))
+        except BaseException as error:  # raised again by `take`, in the thread that trains
+            self._batch.set_exception(error)
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped; then what is under way in it is cancelled."""
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.get_loop().run_forever()
+    async def _main(self, work: Callable[[], Coroutine[object, object, Batch]]) -> Batch:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        # `close` may have run between the thread's start and here, when there was no task to cancel yet.
+        if self._closed:
+            raise asyncio.CancelledError
+        return await work()
 
 
 @dataclass(kw_only=True)
