@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,15 @@ def _records(name: str) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-# Documents are immutable, and each build of a task or retriever asks for them.
-@cache
 def mini_corpus() -> tuple[Document, ...]:
     """One document for each entity of the world."""
+    return _documents(FOLDER)
+
+
+# Documents are immutable, and each build of a task or retriever asks for them. By folder: the tiny models learn from
+# worlds in other folders.
+@lru_cache(maxsize=2)
+def _documents(folder: Path) -> tuple[Document, ...]:
     return tuple(Document(**record) for record in _records("documents"))
 
 
