@@ -27,6 +27,7 @@ SUITE: dict[str, list[str]] = {
     "step": ["steps=1", "micro=4"],
     "rollout": ["repeats=1"],
     "overhead": ["steps=8", "repeats=2"],
+    "fleet": [],
 }
 """Bench -> options that fit the suite into its time; alone each measures longer, and tunes its peers."""
 LARGE: dict[str, list[str]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from scripts import gpu_check
 from scripts.bench import __main__ as suite
-from scripts.bench import common, overhead, rollout, step, update
+from scripts.bench import common, fleet, overhead, rollout, step, update
 from scripts.bench.common import Bar
 from scripts.bench.update_shapes import GROUP, SHAPES, Dice, advantages, calls, independent
 
@@ -75,6 +76,10 @@ def test_share_of_a_step() -> None:
         (update, ["repeats=1", "shape=fof", "micro=4", "groups=1"], 3),
         (update, ["repeats=1", "shape=is", "micro=8"], 3),
         (step, ["steps=1", "micro=4"], 2),
+        pytest.param(
+            *(fleet, ["servers=1,2", "latency_ms=20"], 4),
+            marks=pytest.mark.skipif(find_spec("vllm_router") is None, reason="needs vllm-router"),
+        ),
     ],
 )
 def test_every_bench_runs_to_its_json(bench: Any, arguments: list[str], bars: int, tmp_path: Path) -> None:
