@@ -200,7 +200,7 @@ OWN_CODE = frozenset({ProgramFailure.kind, RewardFailure.kind, ReplayDivergence.
 
 
 def failed_how(kinds: Iterable[str]) -> str:
-    """How rollouts failed by no doing of the model, from the kinds of their failures: what follows "failed"."""
+    """Describe why rollouts failed through no fault of the model, by kind of failure: the words after "failed"."""
     own = {kind in OWN_CODE for kind in kinds}
     code = "in the code of the program or its reward"
     return code if own == {True} else f"from outside causes and {code}" if True in own else "from outside causes"
@@ -255,7 +255,7 @@ SHOWN, LONGEST = 100, 2_000
 
 
 def print_error(error: MmrlError) -> None:
-    """One line per problem on stderr."""
+    """Print one line per problem on stderr."""
     lines = error.problems if isinstance(error, ConfigError) else [str(error)]
     for text in lines[:SHOWN]:
         line = " ".join(text.splitlines())  # a value that it quotes may have several

@@ -235,7 +235,7 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
 
 @contextmanager
 def _as_the_command() -> Iterator[None]:
-    """What `mmrl` does around a command: secrets are hidden in what is printed, a full disk is one sentence."""
+    """Treat output and errors as the command `mmrl` does: hide secrets, report a full disk in one sentence."""
     add_environment()
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)
@@ -297,7 +297,7 @@ def _refuse_failure(code: int, folder: str) -> None:
 
 
 def _name(metric: Callable[..., object]) -> str:
-    """What a metric is called in Python: a function by its name, another object by its class's."""
+    """Return a metric's Python name: a function's own, or that of the object's class."""
     return re.sub(r"\W", "", getattr(metric, "__name__", type(metric).__name__))
 
 
@@ -340,7 +340,7 @@ def _inputs(examples: Sequence[dspy.Example], what: str) -> tuple[str, ...]:
 
 
 def _digest(examples: Sequence[dspy.Example]) -> str:
-    """Of what the examples hold, so that a run is not continued on others."""
+    """Return a digest of the examples' contents, so that a run is not continued on different ones."""
     text = json.dumps([dict(example.items()) for example in examples], default=repr, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -51,7 +51,7 @@ EMPTY: Mapping[str, Any] = _Empty()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One record of a task's data set."""
+    """Record of a task's data set."""
 
     id: str
     """Unique within its split."""
@@ -63,7 +63,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One generation by one module: prompt tokens in, completion tokens out.
+    """Generation by one module: prompt tokens in, completion tokens out.
 
     Per-token tuples have length `completion_tokens` (T), aligned with `completion_ids`; an end-of-turn token
     that was sampled is part of the completion and is trained.
@@ -127,7 +127,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One execution of the program on an example: a root-to-leaf path of calls with its reward."""
+    """Execution of the program on an example: a root-to-leaf path of calls with its reward."""
 
     id: str
     """`<example>/<path>`, unique within the forest."""
@@ -165,7 +165,7 @@ def caught(rollout: Rollout, path: Sequence[Call]) -> tuple[Call, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Forest:
-    """All calls and rollouts of one step. Calls are in a topological order: parents come first."""
+    """Calls and rollouts of one step. Calls are in a topological order: parents come first."""
 
     calls: Mapping[str, Call]
     rollouts: tuple[Rollout, ...]

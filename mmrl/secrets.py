@@ -38,7 +38,7 @@ _forms: tuple[tuple[str, str], ...] = ()
 
 
 def secret_name(key: str) -> bool:
-    """Whether a key of a config or of an address says that its value is a secret; one with `_env` names a variable."""
+    """Check if the name of a config or address key marks its value as a secret; one with `_env` names a variable."""
     key = key.lower().replace("-", "_")
     return not key.endswith("_env") and (any(word in key for word in SECRET_WORDS) or key in ("key", "token", "sig"))
 
@@ -51,17 +51,17 @@ _USER_IN_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*@")
 
 
 def looks_like_a_key(text: str) -> bool:
-    """Whether `text` holds what a well-known service issues as a key (OpenAI, Hugging Face, GitHub, AWS, ...)."""
+    """Check if `text` contains a key as issued by a well-known service (OpenAI, Hugging Face, GitHub, AWS, ...)."""
     return _KEY.search(text) is not None
 
 
 def user_in_address(text: str) -> bool:
-    """Whether `text` begins with an address that has a user or a password in it."""
+    """Check if `text` begins with an address that has a user or a password in it."""
     return _USER_IN_ADDRESS.match(text) is not None
 
 
 def worth_hiding(value: str) -> bool:
-    """Whether a value can be a secret: no number, truth value or short word, and no folder of this machine."""
+    """Check if a value can be a secret: no number, truth value or short word, and no folder of this machine."""
     if (
         len(value) < LEAST
         or value.lower() == "false"
@@ -158,7 +158,7 @@ def _current(match: re.Match[str]) -> str:
 
 
 def _forms_of(value: str, name: str) -> dict[str, str]:
-    """How a value may stand in a text (itself, JSON, HTML, an address, base64), and what is put there."""
+    """Return the encodings of a value in text (plain, JSON, HTML, address, base64), each with its replacement."""
     reference, mark = f"${{oc.env:{name}}}", f"[{name}]"
     raw = value.encode("utf-8", "surrogateescape")
     # What a reader of JSON or HTML gets back must be the reference, which `reveal` knows.

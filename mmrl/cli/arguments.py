@@ -139,7 +139,7 @@ def section_of(schema: type[SectionT], texts: Mapping[str, str]) -> SectionT:
 
 
 def repeated(keys: Sequence[str]) -> list[str]:
-    """One sentence for each key that was typed more than once."""
+    """Return one sentence for each key that was typed more than once."""
     return [f"{key}: given more than once" for key in dict.fromkeys(keys) if keys.count(key) > 1]
 
 

@@ -1,4 +1,4 @@
-"""One function per command: what it takes, what its help says, and whom it hands over to.
+"""Command-line commands, one function each: arguments, help, and the call of the code that runs.
 
 Every body imports what it runs, so that help and the other commands load neither torch nor Hydra.
 """
@@ -588,7 +588,7 @@ def serve_retriever(context: typer.Context) -> int:
 
 @app.command(WORKER, hidden=True)
 def worker() -> int:
-    """One process of a run of several; `mmrl train` starts it, with its job in an environment variable."""
+    """Run one process of a run of several; `mmrl train` starts it, with its job in an environment variable."""
     from mmrl.run.launch import JOB
     from mmrl.run.session import work
 

@@ -225,7 +225,7 @@ def stored_chain(folder: Path) -> StagedCommandConfig:
 
 
 def _stage(sections: Mapping[str, object], user_keys: Collection[str]) -> StageConfig:
-    """One stage, by the schema of its kind."""
+    """Validate one stage by the schema of its kind."""
     algo = sections.get("algo")
     schema = stage_schema(value_at(algo, "name"))
     if schema is TrainCommandConfig or not isinstance(algo, Mapping):

@@ -209,7 +209,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
 
 
 def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, problems: list[str]) -> AlgoConfig | None:
-    """One algorithm's settings: those of the run, if it is the run's own, else of `conf/algo`; and what was typed."""
+    """Return an algorithm's settings, the run's or else those of `conf/algo`, with the typed overrides."""
     trained = run.algo if run is not None and name == run.algo.name else None
     if trained is not None and not any(key.startswith("algo.") for key in line.keys):
         return trained

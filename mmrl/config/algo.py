@@ -234,7 +234,7 @@ class CcpoConfig(GroupConfig):
     ]
 
     def exchanged_modules(self, modules: Sequence[str]) -> tuple[str, ...]:
-        """All but the last, or as named."""
+        """Return the modules whose prompts may be exchanged: the named ones, else all but the last."""
         return tuple(modules[:-1]) if self.exchanged is None else self.exchanged
 
     @model_validator(mode="after")

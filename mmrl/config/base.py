@@ -242,7 +242,7 @@ def _hashable(value: object) -> object:
 
 
 def idle_values(rules: Iterable[Idle], sections: Mapping[str, object] | BaseModel) -> list[str]:
-    """One sentence for each key without effect that has another value than its default."""
+    """Return one sentence for each key without effect whose value is not its default."""
     keys = [(rule, key) for rule in rules for key in rule.keys.split() if not is_default(sections, key)]
     return [text for rule, key in keys if (text := rule.problem(sections, key))]
 

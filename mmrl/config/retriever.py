@@ -79,7 +79,7 @@ class Bm25Config(LocalRetrieverConfig):
 
 
 class DenseConfig(LocalRetrieverConfig):
-    """One vector per passage."""
+    """Dense retrieval: one vector per passage."""
 
     encodes: ClassVar[bool] = True
     name: Literal["dense"]

@@ -137,7 +137,7 @@ TYPED = (
 
 
 def across_sections(sections: Mapping[str, object] | BaseModel) -> list[str]:
-    """One sentence for each key that a value of another section leaves without effect.
+    """Return one sentence for each key that a value of another section leaves without effect.
 
     Args:
         sections: a command's config, or the sections of it that there are.
@@ -148,7 +148,7 @@ def across_sections(sections: Mapping[str, object] | BaseModel) -> list[str]:
 def without_effect(
     config: BaseModel, user_keys: Collection[str], reward_set: str, absent: Collection[str] = (), modules: int = 1
 ) -> list[str]:
-    """One sentence for each typed key that has no effect.
+    """Return one sentence for each typed key that has no effect.
 
     Args:
         config: of a command.

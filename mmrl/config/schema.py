@@ -46,7 +46,7 @@ class LoraConfig(Section):
 
 
 class ModuleWeights(Section):
-    """One module's LoRA adapter."""
+    """LoRA adapter of one module."""
 
     adapter: str | None = Field(
         None, description="name of the adapter; modules with one name share it; null: a separate one"

@@ -14,7 +14,7 @@ STUDENT = "student"
 
 
 class TeacherConfig(Section):
-    """One program that makes rollouts for mmGRPO: the task's, under another policy."""
+    """Teacher of mmGRPO: the task's program under another policy, which makes rollouts."""
 
     name: str = Field(min_length=1, description="`student` is the policy in training; any other name is a teacher")
     policy: str | None = Field(

@@ -1,4 +1,4 @@
-"""What a retriever is: queries in, scored documents out. Used by the tools of tasks."""
+"""Retriever interface: queries in, scored documents out. Used by the tools of tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One passage of a corpus."""
+    """Passage of a corpus."""
 
     id: str
     """Unique within its corpus."""

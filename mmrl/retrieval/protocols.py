@@ -84,14 +84,14 @@ def read_request(model: type[M], fields: object) -> M:
 
 
 def search_r1_item(document: Document, scored: bool) -> dict[str, object]:
-    """One passage of a Search-R1 reply."""
+    """Return one passage in the format of a Search-R1 reply."""
     contents = f"{document.title}\n{document.text}"
     fields = {"id": document.id, "title": document.title, "text": document.text, "contents": contents}
     return {"document": fields, "score": document.score} if scored else dict(fields)
 
 
 def dspy_item(document: Document, rank: int, *, posted: bool = False) -> dict[str, object]:
-    """One passage of a DSPy reply; DSPy's client copies `text` to `long_text` itself, but not of what it posted for."""
+    """Return one passage of a DSPy reply; DSPy's client copies `text` to `long_text` itself, except after a POST."""
     text = f"{document.title} | {document.text}"
     item: dict[str, object] = {"text": text, "pid": document.id, "rank": rank, "score": document.score}
     return {**item, "long_text": text} if posted else item

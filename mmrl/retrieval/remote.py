@@ -88,7 +88,7 @@ class RemoteRetriever(Retriever):
         return await self._http.run(self._search(list(queries), list(top_k)))
 
     def ping(self) -> None:
-        """One search whose result does not matter.
+        """Send one search and ignore its result.
 
         Raises:
             RetrievalFailure: no usable answer.
@@ -144,7 +144,7 @@ class RemoteRetriever(Retriever):
     async def _send(
         self, method: str, read: Callable[[object], T], body: object, params: Mapping[str, str], limit: int
     ) -> T:
-        """One request with its retries."""
+        """Send one request, with retries."""
 
         def parse(content: bytes) -> T:
             try:

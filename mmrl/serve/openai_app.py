@@ -276,7 +276,7 @@ def _stream_response(events: AsyncIterator[str], release: Callable[[], None]) ->
 
 
 class _Running:
-    """One completion under way."""
+    """Completion under way."""
 
     def __init__(self, served: Served, parsed: SamplingRequest, generation: Request):
         self.parsed = parsed

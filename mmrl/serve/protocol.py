@@ -84,7 +84,7 @@ def _joined(content: object) -> object:
 
 
 class Message(_Body):
-    """One message."""
+    """Message of a chat request."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined)]

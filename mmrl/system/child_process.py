@@ -37,7 +37,7 @@ GRACE_S = 10.0
 
 
 class ChildProcess:
-    """One server and its life.
+    """Server in a child process, from start to stop.
 
     Args:
         command: given a port, the command line.

@@ -184,7 +184,7 @@ def append_jsonl(path: Path, records: Iterable[Mapping[str, object]]) -> bytes:
 
 
 def read_jsonl(path: Path) -> list[JsonObject]:
-    """All records; a last line without its newline is ignored, a missing file is empty.
+    """Return all records; a last line without its newline is ignored, a missing file is empty.
 
     Raises:
         DataError: any other line that is not a JSON object, with file and line.

@@ -132,7 +132,7 @@ class Breaker:
 
 
 class HttpClient:
-    """One client's connections, its limit of concurrent requests, its retries and its breaker.
+    """HTTP client with a connection pool, a limit of concurrent requests, retries and a circuit breaker.
 
     Args:
         name: of the server, for log lines.

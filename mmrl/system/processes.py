@@ -117,7 +117,7 @@ def lost_a_process(error: RuntimeError) -> bool:
 
 
 def merged(forests: Sequence[Forest], examples: Sequence[Example]) -> Forest:
-    """One forest of several that share no example, in the order of `examples`."""
+    """Merge forests that share no example into one, in the order of `examples`."""
     place = {example.id: number for number, example in enumerate(examples)}
     calls = [call for forest in forests for call in forest.calls.values()]
     rollouts = [rollout for forest in forests for rollout in forest.rollouts]

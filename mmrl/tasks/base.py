@@ -1,4 +1,4 @@
-"""What a task is: data, program, tools, reward. The contract between `tasks` and everything above.
+"""Task interface: data, program, tools, reward. The contract between `tasks` and the layers above.
 
 A program is ordinary async Python. It never sees metadata, rewards, groups or engines; it only awaits `ctx`.
 """
@@ -23,7 +23,7 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What `ctx.call` returns to a program."""
+    """Result of `ctx.call`."""
 
     text: str
     """The completion without special tokens."""
@@ -38,7 +38,7 @@ class Reply:
 
 
 class Context(Protocol):
-    """What a program may do. Implemented by `mmrl.rollout.context` (record, replay, retries)."""
+    """Interface of a program to its rollout. Implemented by `mmrl.rollout.context` (record, replay, retries)."""
 
     async def call(
         self,
@@ -52,7 +52,7 @@ class Context(Protocol):
         parse: Callable[[str], object] | None = None,
         facts: Mapping[str, object] = EMPTY,
     ) -> Reply:
-        """One generation by `module` on `messages` (rendered with the model's chat template).
+        """Generate with `module` on `messages` (rendered with the model's chat template).
 
         Args:
             messages: a prompt; with `after`, what is added to that reply's context: messages (its turn ends, a new one
@@ -131,7 +131,7 @@ class Closing(Protocol):
     """A task whose program can be made to answer at once: what turn rewards by information gain need (`gain`)."""
 
     def closing(self, example: Example) -> tuple[str, Sequence[str]]:
-        """What the model would write up to its answer, were this its last turn; and the gold answers, as written."""
+        """Return the text up to the answer, were this the model's last turn; and the gold answers, as written."""
         ...
 
 
@@ -181,7 +181,7 @@ class FieldProgram(Protocol):
     """A program whose modules read and write named fields (DSPy's), so that fields are enough for a demonstration."""
 
     def demonstration(self, module: str, inputs: Mapping[str, object], outputs: Mapping[str, object]) -> Demonstration:
-        """What a rollout would send for `inputs` to a module, and `outputs` as the module would write them.
+        """Return the prompt that a rollout sends a module for `inputs`, with `outputs` as the module would write them.
 
         Raises:
             ConfigError: fields that the module does not have or that are missing, or values of another type.
@@ -208,7 +208,7 @@ Tool = Callable[..., object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a task says of one finished rollout."""
+    """Task's score of one finished rollout."""
 
     reward: float
     """Outcome reward of the chosen reward set."""
@@ -222,7 +222,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleScore:
-    """What a task says of one call on its own."""
+    """Task's score of one call by itself."""
 
     penalty: float = 0.0
     """R_spe of the module."""
@@ -232,7 +232,7 @@ class ModuleScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """One supervised example for the warm start: a prompt and the completion expected of a module."""
+    """Supervised example for the warm start: a prompt and the completion expected of a module."""
 
     module: str
     messages: Sequence[Message]
@@ -246,7 +246,7 @@ class Demonstrating(Protocol):
     """A task that makes supervised examples itself, for `algo=sft` (the built-in ones: `mmrl.tasks.mini.teach`)."""
 
     def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """What good modules would write on the way through an example, by its metadata; empty where nobody knows."""
+        """Return good modules' calls on an example, by its metadata; empty if the metadata does not tell."""
         ...
 
 
@@ -277,17 +277,17 @@ class Task(ABC):
     # cached, not a plain property: an instance may also set them
     @cached_property
     def failed_metrics(self) -> Mapping[str, float]:
-        """Its official metrics -> what an evaluation counts for a failed rollout, so that they are always reported."""
+        """Official metrics -> the value that a failed rollout counts in an evaluation, so that all are reported."""
         return {self.main_metric: 0.0}
 
     @cached_property
     def absent_features(self) -> Collection[str]:
-        """Those of `FEATURES` that the program never has, so that options about them are refused."""
+        """Members of `FEATURES` that the program never has, so that options about them are refused."""
         return frozenset()
 
     @abstractmethod
     def examples(self, split: str) -> Sequence[Example]:
-        """All examples of `train`, `dev` or `test`, in a stable order."""
+        """Return all examples of `train`, `dev` or `test`, in a stable order."""
 
     @abstractmethod
     def score(
@@ -310,7 +310,7 @@ class Task(ABC):
         """Facts for the run's summary: data sources, sizes, corpus, 'mini world' or 'partial corpus' labels."""
 
     def server_problems(self) -> list[str]:
-        """Which servers of the task cannot be used (judges, external models): one sentence each with the config key.
+        """Check the task's servers (judges, external models): one sentence with the config key for each unusable one.
 
         Called before a model loads.
         """

@@ -113,7 +113,7 @@ _NORMALISED = _Normalised()
 
 
 def leaked_pieces(pieces: Sequence[str], text: str) -> int:
-    """How many of `pieces` are in `text`, as far as rules can see: the leak count of `papillon`'s rule-based judge.
+    """Count the `pieces` in `text`, as far as rules can see: the leak count of `papillon`'s rule-based judge.
 
     A piece counts when its words stand in the text one after the other. Both are normalised first (NFKC, case folded,
     without invisible characters and DSPy's field markers). Not seen: paraphrase, translation, initials, other spellings

@@ -1,4 +1,4 @@
-"""What the question answering tasks share: data, corpora, the tool `search`, answer metrics, facts for summaries.
+"""Base of question answering tasks: data, corpora, the tool `search`, answer metrics, facts for summaries.
 
 Base of the task classes in `search_program` and `agents`.
 """

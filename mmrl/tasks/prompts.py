@@ -34,7 +34,7 @@ DEMONSTRATIONS = "demonstrations"
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """One default text and its placeholders."""
+    """Default text and its placeholders."""
 
     text: str
     required: frozenset[str] = frozenset()
@@ -68,7 +68,7 @@ _SHOTS = TypeAdapter(list[Shot])
 
 @dataclass(frozen=True, slots=True)
 class ModulePrompt:
-    """What an optimiser of prompts may change of a module."""
+    """Parts of a module's prompt that a prompt optimiser may change."""
 
     instructions: str
     """Plain text, except that `{question}` and other placeholders of its role are filled in."""

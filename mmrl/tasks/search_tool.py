@@ -117,7 +117,7 @@ class SearchTool:
         return f" ({listed})" if listed else ""
 
     def describe(self) -> str:
-        """Which retriever, its budget, where it searches, and its requests."""
+        """Describe the retriever, its budget, what it searches, and its requests."""
         where = self.config.get("index") or self.config.get("url")
         return (
             f"{self.config.name}, {self.config.top_k} documents"

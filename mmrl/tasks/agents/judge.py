@@ -109,7 +109,7 @@ class EndpointJudge:
         self.unreadable = self.without_verdict = 0
 
     def describe(self) -> str:
-        """Who judges, and how many requests, unreadable replies and rollouts without verdict there were."""
+        """Describe the judge, with its counts of requests, unreadable replies and rollouts without verdict."""
         counts = {"unreadable": self.unreadable, "without_verdict": self.without_verdict}
         return described(self.settings, self.chat, **counts)
 
@@ -118,7 +118,7 @@ class EndpointJudge:
         self.unreadable = self.without_verdict = 0
 
     async def ask(self, messages: Sequence[Mapping[str, str]], read: Callable[[str], T | None]) -> tuple[T, int]:
-        """What `read` makes of a reply, which is not None, and how many requests that took.
+        """Return what `read` parses from a reply (never None), and the number of requests that took.
 
         Raises:
             UnreadableReply: no reply can be read.
@@ -147,7 +147,7 @@ class EndpointJudge:
 
 @dataclass(frozen=True, slots=True)
 class JudgedTurn:
-    """One turn as the judge sees it."""
+    """Turn as the judge sees it."""
 
     generated: str
     """What the policy wrote."""
@@ -168,7 +168,7 @@ class Verdict:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What is counted."""
+        """Counts of requests, unreadable replies and rollouts without verdict."""
         return {"judge_asked": float(self.requests), "judge_fallback": float(self.fallback)}
 
 

@@ -52,7 +52,7 @@ class DirectAnswer:
         return self.prompts.messages(MODULE, system=system_role(chain_of_thought), question=question)
 
     async def run(self, example: Example, ctx: Context) -> dict[str, str]:
-        """One call."""
+        """Answer in one call."""
         reply = await ctx.call(MODULE, self.question(example.inputs["question"], self.chain_of_thought))
         return {"answer": parse_answer(reply.text)}
 

@@ -100,7 +100,7 @@ class R1Searcher(TurnAgent):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the rewards want to know of the sampled text of a rollout (documents are the program's, not in it)."""
+    """Features of a rollout's sampled text that the rewards use (the program's documents are not part of that text)."""
 
     # The rewards read sampled text alone: what the program inserted can never earn or cost anything.
     balanced: bool

@@ -23,7 +23,7 @@ RETRIEVED, WELL_FORMED, MALFORMED, RIGHT_FORMAT = 0.3, 0.1, -0.2, 0.2
 
 @dataclass(frozen=True, slots=True)
 class SearchTurn:
-    """One turn of the search agent."""
+    """Turn of the search agent."""
 
     text: str
     """What the model generated."""
@@ -32,7 +32,7 @@ class SearchTurn:
 
     @property
     def searches(self) -> bool:
-        """Whether a search pair was generated, executed or not."""
+        """True if a search pair was generated, executed or not."""
         pair = first_pair(self.text, ("search", "answer"))
         return pair is not None and pair[0] == "search"
 
@@ -119,7 +119,7 @@ def _opening(tags: Sequence[str], ignored: str = "") -> list[str]:
 
 
 def holds_answer(text: str, answers: Sequence[str], rules: SearchAgentConfig) -> bool:
-    """Whether `text` contains an accepted answer; one that is empty after normalisation is in no text."""
+    """Check if `text` contains an accepted answer; an answer that is empty after normalisation is in no text."""
     if rules.retrieval_match == "case_insensitive":
         return contains(text, answers)
     normalized = metrics.normalize(text, rules.punctuation)
@@ -129,7 +129,7 @@ def holds_answer(text: str, answers: Sequence[str], rules: SearchAgentConfig) ->
 
 
 def contains(text: str, answers: Sequence[str]) -> bool:
-    """Whether some answer is in `text`, without regard to case and outer spaces."""
+    """Check if some answer is in `text`, without regard to case and outer spaces."""
     lowered = text.lower()
     return any(answer.strip() and answer.strip().lower() in lowered for answer in answers)
 

@@ -58,7 +58,7 @@ def information(documents: str) -> str:
 
 
 class SearchAgentPrediction(TypedDict):
-    """What the program returns."""
+    """Result of the search agent."""
 
     answer: str | None
     actions: list[str]
@@ -75,7 +75,7 @@ class SearchAgent(TurnAgent):
     modules = (MODULE,)
 
     def correction(self) -> str:
-        """What follows a turn that did nothing."""
+        """Return the message that follows a turn without action."""
         return self.prompts.texts[MODULE]["correction"].format()
 
     def documents(self, passages: Sequence[Passage]) -> str:

@@ -122,7 +122,7 @@ class SearchO1(TurnAgent):
         return {"answer": boxed(turns.sampled), "queries": queries, "titles": titles, "ended": turns.ended}
 
     async def _condensed(self, ctx: Context, reasoning: str, query: str, passages: Sequence[Passage]) -> str:
-        """What the condenser makes of the documents; it is not called without any."""
+        """Return the condenser's summary of the documents; it is not called without any."""
         if not passages:
             return self.fixed("nothing")
         reply = await ctx.call(CONDENSER, self.condense(reasoning, query, passages))

@@ -75,7 +75,7 @@ def last_block(text: str, opening: str, closing: str) -> str | None:
 
 
 def has_word(query: str) -> bool:
-    """Whether a query has a letter or digit: without one there is nothing to search for, and nothing to reward."""
+    """Check if a query has a letter or digit: without one there is nothing to search for, and nothing to reward."""
     return any(character.isalnum() for character in query)
 
 

@@ -95,7 +95,7 @@ def read_command(text: str) -> tuple[str | None, str]:
 
 
 class ToolAgentPrediction(TypedDict):
-    """What the program returns."""
+    """Result of the tool agent."""
 
     answer: str | None
     actions: list[str]

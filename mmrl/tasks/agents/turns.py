@@ -25,7 +25,7 @@ CONTEXT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What goes on in the context after a turn."""
+    """Text or messages added to the context after a turn."""
 
     text: str
     state: str
@@ -45,7 +45,7 @@ class Turns:
 
     @property
     def sampled(self) -> str:
-        """What the model wrote."""
+        """Text that the model sampled."""
         return "".join(self.replies)
 
     @property
@@ -113,7 +113,7 @@ class TurnAgent(Program):
 
 
 class ReasonerPrediction(TypedDict):
-    """What `r1_searcher` and `search_o1` return."""
+    """Result of `r1_searcher` and `search_o1`."""
 
     answer: str | None
     queries: list[str]
@@ -143,7 +143,7 @@ class ReasonerTask(OpenQaTask):
 
 
 async def found(ctx: Context, example: Example, query: str) -> list[Passage]:
-    """What a search brings; through `ctx`, so that a fork or a replay has the same documents again."""
+    """Search through `ctx`, so that a fork or a replay has the same documents again."""
     passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
     return passages
 

@@ -63,7 +63,7 @@ class Corpus:
             raise DataError(problems)
 
     def paths(self) -> list[Path]:
-        """All local files, in order."""
+        """Return all local files, in order."""
         return [path for source, _ in self._sources if source is not None and (path := source.path) is not None]
 
     def hub_ids(self) -> list[str]:
@@ -80,7 +80,7 @@ class Corpus:
         return hashlib.blake2b(repr((list(self.specs), files)).encode(), digest_size=16).hexdigest()
 
     def passages(self) -> Iterator[Document]:
-        """All passages.
+        """Yield all passages.
 
         Raises:
             DataError: a malformed file, or one named by itself that holds no passages.
@@ -195,7 +195,7 @@ def coverage(splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequ
 
 
 def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: bool) -> dict[str, str]:
-    """What a result says of its corpus: the share of each split's items, under 'partial corpus' where it is one.
+    """Return a result's facts about its corpus: the share of each split's items, as 'partial corpus' if it is one.
 
     Args:
         criterion: what an item has to have in the corpus.
@@ -210,7 +210,7 @@ def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: b
 
 
 def occurring(answers: Iterable[str], documents: Iterable[Document]) -> set[str]:
-    """Those answers whose first words stand in a passage, one after the other."""
+    """Return the answers whose first words stand in a passage, one after the other."""
     answers_of: dict[tuple[str, ...], list[str]] = {}
     # By first word: one pass over the passages, whatever the number of answers.
     lengths: dict[str, set[int]] = {}

@@ -26,7 +26,7 @@ Paragraph = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What every layout is read into."""
+    """Common record of all layouts."""
 
     id: str
     question: str
@@ -164,7 +164,7 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 def load_records(source: Source, split: str, layout: Layout) -> list[Record]:
-    """All records of a source.
+    """Return all records of a source.
 
     Raises:
         DataError: a missing or malformed file, a record without a field or with an empty answer, or duplicate ids.
@@ -176,7 +176,7 @@ def load_records(source: Source, split: str, layout: Layout) -> list[Record]:
 
 
 def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
-    """One row as a record; where a row has neither id nor evidence, `number` is its id."""
+    """Convert a row to a record; if it has neither id nor evidence, `number` is its id."""
     values = row.values
     if not isinstance(values, Mapping):
         raise DataError(f"{source.key}: {row.where}: got {type(values).__name__}, expected a record (a JSON object)")
@@ -239,7 +239,7 @@ def load_corpus(key: str, spec: str) -> list[Document]:
 
 
 def passage(source: Source, row: Row, number: int) -> Document:
-    """One passage: `title` and `text` (or its sentences), `[title, text]`, or `contents` with the title as first line.
+    """Read a passage: `title` and `text` (or sentences), `[title, text]`, or `contents` with the title as first line.
 
     Raises:
         DataError: another shape.

@@ -45,7 +45,7 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One record of a source."""
+    """Record of a source."""
 
     where: str
     """File and line, or file and number, for messages."""
@@ -67,7 +67,7 @@ NamedT = TypeVar("NamedT", bound=_Named)
 
 
 def unique(key: str, found: Iterable[tuple[Row, NamedT]]) -> list[NamedT]:
-    """What was made of rows, if no two have the same id.
+    """Return the objects built from rows, if no two have the same id.
 
     Raises:
         DataError: two do.
@@ -130,7 +130,7 @@ class Source:
 
     @property
     def is_object(self) -> bool:
-        """Whether it names a Python object and no file."""
+        """True if the source is a Python object, not a file."""
         return OBJECT.fullmatch(self.spec) is not None and not user_path(self.spec).is_file()
 
     def identity(self, split: str) -> str:
@@ -149,7 +149,7 @@ class Source:
         return name, config, hub_split or HUB_SPLITS[split]
 
     def rows(self, split: str) -> list[Row]:
-        """All rows.
+        """Return all rows.
 
         Args:
             split: `train`, `dev` or `test`; names the hub split where the id does not.
@@ -341,7 +341,7 @@ def _parquet(path: Path, key: str) -> Iterator[Row]:
 
 
 def _undecodable() -> tuple[type[Exception], ...]:
-    """What pyarrow raises for data that it cannot read, or that Python has no value for."""
+    """Return pyarrow's exceptions for data that it cannot read, or that Python has no value for."""
     import pyarrow
 
     return OSError, ValueError, OverflowError, pyarrow.ArrowException

@@ -1,4 +1,4 @@
-"""Whether the code that a user has written takes the arguments that it will get: by its signature, before it runs."""
+"""Checks of user code by signature: it takes the arguments that it will get, known before it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refused(function: Callable[..., Any], *args: object, **named: object) -> str
 
 
 def further(function: Callable[..., Any], count: int) -> int:
-    """How many positional arguments without a default come after the first `count`."""
+    """Count the positional arguments without a default after the first `count`."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

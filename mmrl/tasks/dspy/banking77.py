@@ -26,7 +26,7 @@ SAMPLE_SEED = 0
 
 
 class BankingPrediction(TypedDict):
-    """What the program returns."""
+    """Result of the program."""
 
     reasoning: str
     label: str

@@ -1,4 +1,4 @@
-"""What the tasks with DSPy programs share: splits, prompts of predictors, demonstrations, facts for summaries.
+"""Base of tasks with DSPy programs: splits, prompts of predictors, demonstrations, facts for summaries.
 
 Base of `banking77`, `papillon`, `hover` and `own`. The program of such a task is a raw `dspy.Module`; whoever builds
 the task wraps it (`mmrl.rollout.with_program`). DSPy takes seconds to import, so it is imported when a task is built.
@@ -89,7 +89,7 @@ class DspyTask(Task):
             raise ConfigError(own)
 
     def load(self) -> Mapping[str, Sequence[Example]]:
-        """All examples of each split, or those of the paper's sample: the mini world's, or those of the files.
+        """Return the examples of each split, from the mini world or from files: all, or the paper's sample.
 
         Raises:
             ConfigError: data that cannot be used.
@@ -145,7 +145,7 @@ class DspyTask(Task):
         return self._examples[split]
 
     def used(self) -> str:
-        """How many items of each split of the paper's sample are really used, for `describe`."""
+        """Describe how many items of each split of the paper's sample are really used, for `describe`."""
         counts = {split: len(self._examples[split]) for split in self.sources if split in self.places}
         of = {split: self.places[split][1] - self.places[split][0] for split in counts}
         return ", ".join(
@@ -191,13 +191,13 @@ class DspyTask(Task):
 
 
 def is_dspy_module(program: object) -> bool:
-    """Whether it is a `dspy.Module`, without importing DSPy: whoever made one has done so."""
+    """Check if `program` is a `dspy.Module`, without importing DSPy: if it is one, DSPy is imported already."""
     dspy = sys.modules.get("dspy")
     return dspy is not None and isinstance(program, dspy.Module)
 
 
 def awaits(module: dspy.Module) -> bool:
-    """Whether `aforward` is what runs: of the most derived class that has either (CodeAct inherits one for ReAct)."""
+    """Check if `aforward` runs: the most derived class with either method decides (CodeAct inherits ReAct's)."""
     for names in (vars(module), *map(vars, type(module).__mro__)):
         if "aforward" in names or "forward" in names:
             return "aforward" in names
@@ -267,7 +267,7 @@ def set_prompts(program: dspy.Module, path: str | None) -> None:
 
 
 def _texts_of(predictor: dspy.Predict) -> dict[str, str]:
-    """What a file may say otherwise: the instructions, and the description of each field."""
+    """Return the texts that a prompts file may replace: the instructions, and the description of each field."""
     signature = predictor.signature
     described = {name: str(field.json_schema_extra["desc"]) for name, field in signature.fields.items()}
     return {"instructions": signature.instructions, **{f"{FIELDS}.{name}": text for name, text in described.items()}}

@@ -70,7 +70,7 @@ def _shared_first_class(kind: Any) -> Any:
 
 
 def within_bounds(signature: type[dspy.Signature], text: str, parse: Callable[[type[dspy.Signature], str], T]) -> T:
-    """What `parse` makes of `text` (`dspy.Adapter.parse`, or more of what DSPy does with a reply).
+    """Run `parse` on `text` (`dspy.Adapter.parse`, or more of DSPy's handling of a reply).
 
     Raises:
         AdapterParseError: what `parse` raises, and for a text that it cannot read in bounded time and depth.
@@ -91,7 +91,7 @@ def within_bounds(signature: type[dspy.Signature], text: str, parse: Callable[[t
 
 
 def too_many_brackets(text: str) -> bool:
-    """Whether more brackets are open at once, or more are there, than are read; one of another kind closes nothing."""
+    """Check if a text has too many brackets, open at once or in all; one of another kind closes nothing."""
     opened: list[str] = []
     for number, match in enumerate(_BRACKETS.finditer(text)):
         bracket = match[0]

@@ -44,7 +44,7 @@ Passage = dict[str, str | float]
 
 
 class HoverPrediction(TypedDict):
-    """What the program returns."""
+    """Result of the program."""
 
     key_facts: list[str]
     retrieved_docs: list[str]
@@ -225,7 +225,7 @@ class HoverTask(DspyTask):
 
 
 def same_title(title: str) -> str:
-    """What is equal for titles that name one page: normalised as the reference code does (NFD, then as answers are).
+    """Return a key equal for titles of one page: normalised as in the reference code (NFD, then as answers are).
 
     Copies of Wikipedia also differ in whether `&amp;` stands for `&`.
     """

@@ -1,4 +1,4 @@
-"""What DSPy logs and prints while rollouts run: counted by kind, of which the first, tenth, hundredth … is logged.
+"""DSPy's log lines and printed text while rollouts run: counted by kind; the first, tenth, hundredth … is logged.
 
 In rollouts the same sentence comes hundreds of times. Kept for the process, as DSPy's own loggers are. Outside of
 rollouts DSPy's lines stay as they are.
@@ -25,7 +25,7 @@ _counts: Counter[str] = Counter()
 
 
 def counts() -> str:
-    """How many there were of each kind, for a run's facts; empty where there were none."""
+    """Return the number of notices of each kind, for a run's facts; empty if there were none."""
     return ", ".join(f"{count} {kind}" for kind, count in _counts.most_common())
 
 

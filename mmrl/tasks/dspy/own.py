@@ -36,7 +36,7 @@ Reward = Callable[[Example, Any], "float | Score | Awaitable[float | Score]"]
 
 @dataclass(frozen=True)
 class OwnTask:
-    """What makes a task; calling it with a config and a seed builds one, as entries of `TASKS` do.
+    """Factory of a task; calling it with a config and a seed builds one, as entries of `TASKS` do.
 
         TASKS["routing"] = OwnTask(program, reward, inputs=["message"], modules=["router"])
 
@@ -123,7 +123,7 @@ class _RecordTask(DspyTask):
 
     @abstractmethod
     def metadata(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the reward sees of a record."""
+        """Return the metadata of a record, for the reward."""
 
     def make_program(self) -> object:
         """See `DspyTask.make_program`."""

@@ -36,7 +36,7 @@ RULE_F1 = 0.5
 
 
 class PapillonPrediction(TypedDict):
-    """What the program returns."""
+    """Result of the program."""
 
     llm_request: str
     """What the external model was sent."""
@@ -185,15 +185,15 @@ class RuleJudges:
     """
 
     def describe(self) -> str:
-        """Who they are, for a result's facts."""
+        """Describe the external models, for a result's facts."""
         return "rule-based judge"
 
     async def quality(self, query: str, new: str, gold: str) -> bool:
-        """Whether the new response is at least as good as the reference."""
+        """Check if the new response is at least as good as the reference."""
         return _names(gold) <= _names(new) and metrics.f1(new, gold) >= RULE_F1
 
     async def leaked(self, units: Sequence[str], request: str) -> int:
-        """How many of the private pieces are in the request."""
+        """Count the private pieces in the request."""
         return leaked_pieces(units, request)
 
 
@@ -227,7 +227,7 @@ class EndpointJudges(EndpointJudge):
         return bool((await self._ask(QUALITY, inputs))["judgment"])
 
     async def leaked(self, units: Sequence[str], request: str) -> int:
-        """How many of the private pieces the judge counts in the request, which may be more than there are."""
+        """Return the judge's count of private pieces in the request, which may be more than there are."""
         from mmrl.tasks.dspy.built_in import LEAKAGE
 
         inputs = {"information_pieces": list(units), "prompt": plain(request)}

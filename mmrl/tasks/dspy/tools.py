@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Host(Protocol):
-    """What a rollout offers to the module that it runs."""
+    """Rollout's interface to the module that it runs."""
 
     def tool(self, name: str, **arguments: object) -> Coroutine[Any, Any, Any]:
         """`Context.tool` of the rollout."""
@@ -30,7 +30,7 @@ class Host(Protocol):
         ...
 
     def on_loop(self) -> bool:
-        """Whether the caller runs on the rollout's event loop."""
+        """Check if the caller runs on the rollout's event loop."""
         ...
 
     async def awaited(self, coroutine: Coroutine[object, object, T]) -> T:

@@ -30,7 +30,7 @@ class Draws:
         return int(self._random() * count)
 
     def pick(self, choices: Sequence[T]) -> T:
-        """One of `choices`."""
+        """Draw one of `choices`."""
         return choices[self.below(len(choices))]
 
     def shuffle(self, items: MutableSequence[T]) -> None:

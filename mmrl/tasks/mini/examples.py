@@ -26,7 +26,7 @@ def _records(name: str) -> Iterator[dict[str, Any]]:
 # Documents are immutable, and each build of a task or retriever asks for them.
 @cache
 def mini_corpus() -> tuple[Document, ...]:
-    """One document for each entity of the world."""
+    """Return one document for each entity of the world."""
     return tuple(Document(**record) for record in _records("documents"))
 
 
@@ -73,7 +73,7 @@ def mini_records(split: str, kind: str) -> list[Example]:
 
 
 def _question(record: dict[str, Any], corpus: str, stepwise: bool = False) -> Example:
-    """One question over `corpus`; `stepwise` puts the query that names the first hop's result into the second hop."""
+    """Build a question; `stepwise` puts the query that names the first hop's result into the second hop."""
     inputs, metadata = record["inputs"], record["metadata"]
     if stepwise and "second_query" in record:
         metadata["hops"][1]["query"] = record["second_query"]

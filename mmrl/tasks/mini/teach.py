@@ -1,4 +1,4 @@
-"""What good modules would write about the mini world: supervised examples for `algo=sft` and the shipped tiny models.
+"""Completions of good modules on the mini world: supervised examples for `algo=sft` and the shipped tiny models.
 
 One function for each task that has mini-world data, since a demonstration needs the prompts of the task's own program.
 Of data files there are those of `banking77`, whose labels they hold, and those of search programs and agents where the
@@ -31,7 +31,7 @@ History = tuple[tuple[str, str | Sequence[Message]], ...]
 
 
 class Hop(TypedDict):
-    """One search on the way to an answer."""
+    """Search on the way to an answer."""
 
     query: str
     title: str
@@ -113,7 +113,7 @@ def _turns(
     added: Callable[[Hop, list[Passage]], str | Sequence[Message]],
     answer: Callable[[str, str], str],
 ) -> list[Demonstration]:
-    """One search per hop and the answer, as turns of one context of the program's first module.
+    """Return one search per hop and the answer, as turns of one context of the program's first module.
 
     Args:
         search: thought and query -> the turn that searches.
@@ -233,7 +233,7 @@ def _dspy(task: DspyTask, example: Example) -> list[Demonstration]:
 
 @singledispatch
 def filled(task: object, example: Example) -> list[Filled]:
-    """What the modules of a DSPy task would be given and write for an example, first call first; empty as above."""
+    """Return inputs and outputs of a DSPy task's modules on an example, in call order; empty as in `demonstrations`."""
     return []
 
 
@@ -284,5 +284,5 @@ def _hover(task: HoverTask, example: Example) -> list[Filled]:
 
 
 def _single(module: str, messages: Sequence[Message], completion: str) -> Demonstration:
-    """One call in a context of its own."""
+    """Return a call in a context of its own."""
     return Demonstration(module=module, messages=messages, completion=completion)

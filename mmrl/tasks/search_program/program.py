@@ -63,7 +63,7 @@ TEMPLATES: Templates = {
 # on with what is usable.
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a reranker's output says."""
+    """Parsed output of a reranker."""
 
     indices: tuple[int, ...]
     """Indices in range, first occurrences, in the order written."""
@@ -97,7 +97,7 @@ def parse_answer(text: str) -> str:
 
 
 class SearchProgramPrediction(TypedDict):
-    """What the program returns."""
+    """Result of the program."""
 
     answer: str
     queries: list[str]
@@ -149,7 +149,7 @@ class SearchProgram:
         return parse_answer(call.text) or None
 
     async def run(self, example: Example, ctx: Context) -> SearchProgramPrediction:
-        """One call of each module; the search lies between the first and the second."""
+        """Call each module once; the search lies between the first and the second."""
         question = example.inputs["question"]
         reply = await ctx.call("rewriter", self.rewriter(question))
         # without a readable sub-question the question itself is searched for: the penalty, not the retrieval, teaches
