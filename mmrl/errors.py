@@ -216,7 +216,7 @@ _TORCH_CANNOT_WRITE = ("PytorchStreamWriter", "iostream", "unexpected pos")
 
 
 def storage_error(error: Exception, path: object = None) -> StorageError | None:
-    """The one sentence for a file that the operating system refuses; None where that is not what happened.
+    """Return the error for a file that the operating system refuses; None if another error happened.
 
     Args:
         path: what was to be written, where the error does not say it.
@@ -266,7 +266,7 @@ def print_error(error: MmrlError) -> None:
 
 
 def nearest(name: str, choices: Sequence[str]) -> str:
-    """`"; did you mean 'x'?"` for the closest of `choices`, or an empty string."""
+    """Return `"; did you mean 'x'?"` for the closest of `choices`, or an empty string."""
     # 0.6 accepts a swapped or missing letter or two; names that merely share a prefix would only mislead.
     match = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.6)
     return f"; did you mean '{match[0]}'?" if match else ""
@@ -277,7 +277,7 @@ MANY = 30
 
 
 def unknown(path: str, got: object, choices: Iterable[str]) -> str:
-    """The one sentence for a name that is not among the valid choices; of very many, only the nearest are named."""
+    """Return the sentence for a name that is not among the valid choices; of very many, it names the nearest."""
     valid = sorted(choices)
     shown = ", ".join(valid)
     # The nearest are named whatever their distance: a list that says nothing is worse than a poor guess.

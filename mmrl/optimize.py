@@ -108,7 +108,7 @@ class MMRL(Teleprompter):
     def _run(
         self, student: dspy.Module, train: list[dspy.Example], dev: list[dspy.Example], resume: Path | None
     ) -> Path:
-        """The run, as the command makes it. Returns its folder."""
+        """Run the training as the command does. Returns the run's folder."""
         with _as_the_command():
             if resume is not None:
                 return self._resume(student, train, dev, resume)
@@ -135,7 +135,7 @@ class MMRL(Teleprompter):
             return Path(folder)
 
     def words(self, student: dspy.Module, train: Sequence[dspy.Example], dev: Sequence[dspy.Example]) -> list[str]:
-        """The words of `mmrl train` that say the same, with names for the objects.
+        """Return the equivalent words of `mmrl train`, with names for the objects.
 
         Raises:
             ConfigError: settings that cannot be words, or that the objects have said already.
@@ -195,7 +195,7 @@ class MMRL(Teleprompter):
 
 
 def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
-    """A copy of `program` whose predictors speak with what a run has trained; it runs in plain DSPy.
+    """Return a copy of `program` whose predictors use the weights and prompts of a run; it runs in plain DSPy.
 
     Args:
         program: the one that was trained, as it was written.
@@ -320,7 +320,7 @@ def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[l
 
 
 def _inputs(examples: Sequence[dspy.Example], what: str) -> tuple[str, ...]:
-    """The input fields, the same of all examples.
+    """Return the input fields, the same of all examples.
 
     Raises:
         ConfigError: an example without, or with others than the first.
@@ -346,7 +346,7 @@ def _digest(examples: Sequence[dspy.Example]) -> str:
 
 
 def _model(model: str | None) -> dict[str, str]:
-    """The words for `model`: one of `conf/model`, or any other with the neutral config."""
+    """Return the words for `model`: a file of `conf/model`, or any other model with the neutral config."""
     if model is None or model in (known := options("model")):
         return {} if model is None else {"model": model}
     if model in SHIPPED:

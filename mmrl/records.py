@@ -157,7 +157,7 @@ class Rollout:
 
 
 def caught(rollout: Rollout, path: Sequence[Call]) -> tuple[Call, ...]:
-    """The calls of a rollout that could not be parsed and after which its program went on."""
+    """Return the calls of a rollout that could not be parsed and after which its program continued."""
     failing = tuple(call for call in path if not call.ok)
     ended = rollout.error == ParseFailure.kind and bool(path) and not path[-1].ok
     return failing[:-1] if ended else failing
@@ -194,7 +194,7 @@ class Forest:
         return {call.id: call for rollout in self.rollouts for call in caught(rollout, self.path(rollout))}
 
     def part(self, examples: Iterable[str]) -> Forest:
-        """The part that belongs to some examples."""
+        """Return the part that belongs to some examples."""
         # Mostly all of it: then the same forest, without a copy of a large batch.
         chosen = set(examples)
         if chosen.issuperset(self.examples) and all(call.example in chosen for call in self.calls.values()):

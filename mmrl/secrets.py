@@ -98,7 +98,7 @@ def add_environment() -> None:
 
 
 def environment_value(name: str) -> str | None:
-    """The value of an environment variable that a config interpolates, hidden from now on; None where it is not set."""
+    """Return the value of an environment variable that a config interpolates and hide it from now on; None if unset."""
     value = os.environ.get(name)
     if value is not None:
         add_secret(name, value)
@@ -106,7 +106,7 @@ def environment_value(name: str) -> str | None:
 
 
 def hide(text: str) -> str:
-    """`text` with each secret replaced by the reference to its variable; also as JSON, HTML, an address or base64."""
+    """Replace each secret in `text` by the reference to its variable; also as JSON, HTML, an address or base64."""
     # Most texts hold none of them, and looking costs less than replacing.
     for form, reference in _forms:
         if form in text:
@@ -115,7 +115,7 @@ def hide(text: str) -> str:
 
 
 def token_of(name: str, key: str) -> str:
-    """The token that the environment variable `name` holds, hidden from now on.
+    """Return the token in the environment variable `name` and hide it from now on.
 
     Raises:
         ConfigError: it is not set, or holds no token; `key` is what the user would change.
@@ -133,7 +133,7 @@ def token_of(name: str, key: str) -> str:
 
 
 def holder(text: str) -> str | None:
-    """The variable whose value stands in `text` as it is, or None."""
+    """Return the variable whose literal value is in `text`, or None."""
     return next((name for value, name in list(_secrets.items()) if value in text), None)
 
 
@@ -183,7 +183,7 @@ class HidingStream:
 
     @classmethod
     def around(cls, stream: TextIO) -> TextIO:
-        """`stream` with this around it, once."""
+        """Wrap `stream`, unless it is wrapped already."""
         return stream if isinstance(stream, cls) else cast(TextIO, cls(stream))
 
     def write(self, text: str) -> int:

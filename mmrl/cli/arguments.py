@@ -68,11 +68,11 @@ class CommandLine:
         return tuple(override.key_or_group for override in self.overrides)
 
     def section(self, schema: type[SectionT]) -> SectionT:
-        """The command's own keys; raises `ConfigError` as `section_of`."""
+        """Return the command's own keys; raises `ConfigError` as `section_of`."""
         return section_of(schema, self.command_keys)
 
     def without(self, keys: Collection[str]) -> CommandLine:
-        """The same without the overrides of `keys`."""
+        """Return a copy without the overrides of `keys`."""
         return replace(self, overrides=tuple(o for o in self.overrides if o.key_or_group not in keys))
 
 
@@ -178,7 +178,7 @@ def read_arguments(
 
 
 def comma_separated(text: str) -> tuple[str, ...]:
-    """The parts of `a,b` or `[a,b]`."""
+    """Return the parts of `a,b` or `[a,b]`."""
     return tuple(part.strip() for part in text.strip("[]").split(",") if part.strip())
 
 

@@ -41,12 +41,12 @@ WEIGHTS = ("model", "model.path", "model.name", "model.revision")
 
 
 def train_configs(line: CommandLine) -> list[StageConfig]:
-    """The config of every job of `mmrl train`, validated; the problems of all jobs together, each once."""
+    """Return the config of every job of `mmrl train`, validated; the problems of all jobs together, each once."""
     return _configs("train", _after(line), lambda raw, words: _train_config(line, raw, words))
 
 
 def eval_configs(line: CommandLine) -> list[EvalCommandConfig]:
-    """The same of `mmrl eval`."""
+    """Return the config of every job of `mmrl eval`, as `train_configs`."""
     stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
     # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `hydra._sections`).
     problems = [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
@@ -75,7 +75,7 @@ def _configs(
 
 
 def configured(words: Sequence[str], config_dir: str | None = None) -> StageConfig:
-    """The config that `mmrl train WORDS` would run with, before its cross-section checks.
+    """Return the config that `mmrl train WORDS` would run with, before its cross-section checks.
 
     Raises:
         ConfigError: every problem.
@@ -85,7 +85,7 @@ def configured(words: Sequence[str], config_dir: str | None = None) -> StageConf
 
 
 def set_config(command: str, words: Sequence[str], config_dir: str | None) -> StageConfig | EvalCommandConfig:
-    """The config of `mmrl train WORDS` or `mmrl eval WORDS`, a run of a set; raises as `configured`."""
+    """Return the config of `mmrl train WORDS` or `mmrl eval WORDS`, a run of a set; raises as `configured`."""
     if command == "eval":
         return eval_configs(replace(read_line(words, once=False), config_dir=config_dir))[0]
     config = configured(words, config_dir)
@@ -108,7 +108,7 @@ def _eval_config(raw: Mapping[str, object], words: Sequence[str]) -> EvalCommand
 
 
 def _after(line: CommandLine) -> CommandLine:
-    """The words of a run that starts from another (`from=RUN`), with that one's model and task where none is typed."""
+    """Return the words of a run with `from=RUN`; model and task are that run's unless typed."""
     if "from" not in line.command_keys:
         return line
     from mmrl.run.start import run_of, sections_of
@@ -120,7 +120,7 @@ def _after(line: CommandLine) -> CommandLine:
 
 
 def _from(line: CommandLine, raw: Mapping[str, object], user_keys: Sequence[str]) -> StageConfig:
-    """The config of a job that starts from another run, with the sections of that one which were not typed."""
+    """Return the config of a job that starts from another run, whose sections stand for those not typed."""
     from mmrl.run.start import policy_of_run, run_of, sections_of, with_overrides
 
     run = run_of(Path(line.command_keys["from"]))
@@ -137,7 +137,7 @@ def _from(line: CommandLine, raw: Mapping[str, object], user_keys: Sequence[str]
 
 
 def _train_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[str]) -> StageConfig:
-    """The config of a job of `mmrl train`.
+    """Return the config of a job of `mmrl train`.
 
     Args:
         raw: the job, composed.
@@ -154,7 +154,7 @@ def _train_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[
 
 
 def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> StagedCommandConfig:
-    """The config of `stages=[A,B]`."""
+    """Return the config of `stages=[A,B]`."""
     algos = _stage_names(raw["stages"], config_dir)
     stage_settings = raw.get("stage", {})
     choices = [*algos, *(str(number) for number in range(1, len(algos) + 1))]
@@ -212,7 +212,7 @@ def _staged(
 
 
 def stored_chain(folder: Path) -> StagedCommandConfig:
-    """The runs of `folder/set.yaml`, which `mmrl train stages=[A,B]` has written.
+    """Return the runs of `folder/set.yaml`, which `mmrl train stages=[A,B]` has written.
 
     Raises:
         ConfigError: every problem of the file, or of its words.
@@ -246,7 +246,7 @@ def _stage(sections: Mapping[str, object], user_keys: Collection[str]) -> StageC
 
 
 def _stage_names(names: object, config_dir: str | None) -> list[str]:
-    """The names of the stages.
+    """Return the names of the stages.
 
     Raises:
         ConfigError: they are none.

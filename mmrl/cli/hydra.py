@@ -101,7 +101,7 @@ def _refusal(error: Exception) -> ConfigError:
 
 
 def _sections(config_name: str, config: DictConfig) -> dict[str, object]:
-    """The sections that the command knows. A `model=` sets `train.*` too, which is no mistake in an evaluation."""
+    """Return the command's own sections. A `model=` sets `train.*` too, which is no mistake in an evaluation."""
     raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     assert isinstance(raw, dict)
     left_out = {"experiment", "hydra", *(("train", "algo") if config_name == "eval" else ())}
@@ -134,7 +134,7 @@ def _put_user_folders_first(config_dir: str | None) -> None:
 
 
 def print_job(config_name: str, line: CommandLine) -> None:
-    """`--cfg job`: print the composed sections; nothing runs.
+    """Print the composed sections (`--cfg job`); nothing runs.
 
     Raises:
         ConfigError: a sweep, or a choice that a group does not have.

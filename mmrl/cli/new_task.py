@@ -48,7 +48,7 @@ class NewTaskArguments(Section):
 
 
 def create(words: Sequence[str]) -> int:
-    """`mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]`."""
+    """Run `mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]`."""
     arguments = read_arguments("mmrl new-task", NewTaskArguments, words, name="name", called="NAME")
     top = user_path(arguments.dir)
     problems = [] if top.is_dir() else [f"dir: no folder '{arguments.dir}'"]

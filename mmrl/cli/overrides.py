@@ -86,7 +86,7 @@ def read_line(
 
 
 def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
-    """Each text as Hydra's parser reads it; those that it cannot read are added to `problems`."""
+    """Parse each text with Hydra; texts that it cannot read are added to `problems`."""
     # One by one: the parser stops at the first word that it cannot read, and all of them are to be named.
     parser, parsed = OverridesParser.create(), []
     for text in texts:
@@ -98,7 +98,7 @@ def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
 
 
 def key_of(word: str) -> str:
-    """The key that an override sets."""
+    """Return the key that an override sets."""
     return word.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
@@ -115,7 +115,7 @@ def searched(line: CommandLine) -> bool:
 
 
 def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
-    """The overrides of each job: one without `-m`, else the cross product; two at the ends of what is searched.
+    """Return the overrides of each job: one without `-m`, else the cross product; of a search, its two extremes.
 
     A group that is given a choice it does not have is added to `problems` and left at its default, so that the rest
     of the command line can still be judged.
@@ -182,7 +182,7 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
 
 
 def forced(override: Override, value: str | None) -> str:
-    """The override in a form that Hydra never refuses; pydantic names unknown keys afterwards."""
+    """Return the override in a form that Hydra never refuses; pydantic names unknown keys afterwards."""
     key = override.key_or_group
     text = override.get_key_element() if value is None else f"{override.get_key_element()}={value}"
     # A choice of a group and Hydra's own keys take no `++`; with a `+` or `~` the user has chosen the form already.
@@ -237,7 +237,7 @@ def refuse_beside_resume(line: CommandLine, *allowed: str) -> None:
 
 
 def hydra_value(key: str, value: object) -> str:
-    """A value in Hydra's grammar.
+    """Return a value in Hydra's grammar.
 
     Raises:
         ConfigError: it is no text, number, truth value, None, list or mapping of these.

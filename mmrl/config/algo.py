@@ -47,7 +47,7 @@ class AlgoConfig(MethodConfig):
 
     @classmethod
     def of(cls, algo: AlgoConfig) -> Self:
-        """`algo` as this section.
+        """Return `algo` as this section.
 
         Raises:
             ConfigError: it is another algorithm's.

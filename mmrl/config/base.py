@@ -21,7 +21,7 @@ LEAST_TEMPERATURE = 0.01
 
 
 def sampled_or_greedy(temperature: float) -> float:
-    """The temperature; raises `ValueError` between 0 and `LEAST_TEMPERATURE`."""
+    """Return the temperature; raises `ValueError` between 0 and `LEAST_TEMPERATURE`."""
     if 0 < temperature < LEAST_TEMPERATURE:
         raise ValueError(f"got {temperature!r}, expected at least {LEAST_TEMPERATURE}, or 0 where greedy is meant")
     return temperature
@@ -41,7 +41,7 @@ class Idle(NamedTuple):
     """Goes on after "with key=value" of the first term, or after "has no effect" where it begins with a letter."""
 
     def problem(self, sections: object, key: str) -> str | None:
-        """The sentence for a key of these; None where it has an effect."""
+        """Return the sentence for a key of these, or None if it has an effect."""
         terms = [re.split(r"(!?[=~])", term, maxsplit=1) for term in self.when.split()]
         if not all(_holds(value_at(sections, path), sign, wanted) for path, sign, wanted in terms):
             return None
@@ -108,7 +108,7 @@ class MethodConfig(Section):
 def by_name(
     schemas: Mapping[str, type[SectionT]], other: type[SectionT] | None = None, default: str | None = None
 ) -> Callable[[object], object]:
-    """A validator, to run before a field's own, that judges a mapping by the schema which its `name` picks.
+    """Return a validator, to run before a field's own, that judges a mapping by the schema which its `name` picks.
 
     Pydantic's discriminated unions are closed when a class is made, and plugins add to `schemas` later.
 
@@ -199,7 +199,7 @@ def address_problem(url: str, more: str = "") -> str | None:
 
 
 def reasons(error: ValidationError, most: int = 5) -> str:
-    """The fields that a schema refuses, and why, in one line."""
+    """Return the fields that a schema refuses, and why, in one line."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)[:most]
     places = (".".join(str(part) for part in problem["loc"]) for problem in problems)
     return "; ".join(
@@ -256,14 +256,14 @@ def is_default(sections: Mapping[str, object] | BaseModel, path: str) -> bool:
 
 
 def literal(value: object) -> str:
-    """A value as it would be typed."""
+    """Format a value as on the command line."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(literal, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def quoted(value: object) -> str:
-    """A value in a message: a list as it would be typed, text in quotes."""
+    """Format a value for a message: a list as on the command line, text in quotes."""
     return literal(value) if isinstance(value, list | tuple) else repr(value)
 
 
@@ -283,12 +283,12 @@ FETCHED: Mapping[str, str] = {"smollm2_135m": "HuggingFaceTB/SmolLM2-135M-Instru
 
 
 def shipped_for(task: str) -> str:
-    """The model that `tiny` stands for with `task`; the first one where none was made for it."""
+    """Return the model that `tiny` stands for with `task`; the first model if no other was made for the task."""
     return next((model for model, tasks in SHIPPED.items() if task in tasks), "tiny")
 
 
 def under_tiny(name: object, path: object) -> list[str]:
-    """The one sentence for other weights under `model=tiny`, whose learning rate and limits suit none but its own."""
+    """Return the sentence for other weights under `model=tiny`, whose learning rate and limits suit only its own."""
     # a password in it is not repeated, and refused in a sentence of its own
     if name != "tiny" or not isinstance(path, str) or path in SHIPPED or user_in_address(path):
         return []

@@ -164,12 +164,12 @@ def without_effect(
 
 
 def _with_facts(sections: Mapping[str, object] | BaseModel, **facts: object) -> dict[str, object]:
-    """The sections, with what rules need beside them as `facts`."""
+    """Return the sections and, as `facts`, the other values that rules read."""
     other_path = value_at(sections, "policy") != value_at(sections, "model.path")
     return {**dict(sections), "facts": {"engine": engine_name(sections), "other_path": other_path, **facts}}
 
 
 def engine_name(config: Mapping[str, object] | BaseModel) -> str:
-    """The engine in use."""
+    """Return the engine in use."""
     name = value_at(config, "engine.name")
     return str(value_at(config, "hardware.engine") if name == "auto" else name)

@@ -290,7 +290,7 @@ class SftCommandConfig(WeightsConfig):
 
 
 def stage_schema(name: object) -> type[StageConfig]:
-    """The schema of `mmrl train algo=name`; for unknown names that of the algorithms, which refuses them."""
+    """Return the schema of `mmrl train algo=name`; for unknown names that of the algorithms, which refuses them."""
     # a damaged file may hold anything
     if isinstance(name, str) and name in PROMPT_SCHEMAS:
         return PromptCommandConfig
@@ -325,5 +325,5 @@ class EvalCommandConfig(RootConfig):
 
 
 def schema_of(config: Mapping[str, object]) -> type[RootConfig]:
-    """The schema of a command's config, as composed or as a run has stored it."""
+    """Return the schema of a command's config, as composed or as a run has stored it."""
     return EvalCommandConfig if "policy" in config else stage_schema(value_at(config, "algo.name"))

@@ -285,5 +285,5 @@ BUILT_IN = tuple(TASK_SCHEMAS)
 
 
 def task_schema(name: str) -> type[TaskConfig]:
-    """The schema of a task, built in or a plugin's."""
+    """Return the schema of a task, built in or a plugin's."""
     return TASK_SCHEMAS.get(name, PluginTaskConfig)

@@ -96,7 +96,7 @@ def as_tuples(value: object) -> object:
 
 
 def _with_shipped(config: ConfigT) -> ConfigT:
-    """`tiny` replaced by the shipped model that plays the task, wherever weights are named."""
+    """Replace `tiny` by the shipped model that plays the task, wherever weights are named."""
     # Here and not where weights load, so that config.yaml and report name the model that was really used.
     shipped = shipped_for(config.task.name)
     changed: dict[str, object] = {}
@@ -118,7 +118,7 @@ class _AlgoAlone(Section):
 
 
 def algo_section(raw: object) -> AlgoConfig:
-    """`algo` alone, by its own schema.
+    """Validate `algo` alone, by its own schema.
 
     Raises:
         ConfigError: every problem.
@@ -182,7 +182,7 @@ def _unknown_key(schema: type[BaseModel], parts: list[str], value: object, raw: 
 
 
 def meant_keys(key: str) -> str:
-    """`"; did you mean train.steps?"` for a key that was typed without its section, or an empty string."""
+    """Return `"; did you mean train.steps?"` for a key that was typed without its section, or an empty string."""
     found = []
     for section, field in TrainCommandConfig.model_fields.items():
         kinds = CHOICES.get(section, {}).values() or _sections_of(field.annotation)
@@ -192,7 +192,7 @@ def meant_keys(key: str) -> str:
 
 
 def _chosen_name(raw: Mapping[str, object], path: str) -> str:
-    """The name that picks the schema at `path`, as far as the mapping gives one."""
+    """Return the name that picks the schema at `path`, as far as the mapping gives one."""
     section = value_at(raw, path)
     # the defaults of the two sections whose name may be left out
     default = {"engine": "auto", "task.retriever": "bm25"}.get(path)
@@ -222,7 +222,7 @@ def _fields_at(schema: type[BaseModel], location: Iterable[str], raw: Mapping[st
 
 
 def _sections_of(annotation: object) -> Iterator[type[BaseModel]]:
-    """The schemas in a type: optional sections, mappings and lists of sections have theirs among its arguments."""
+    """Yield the schemas in a type: those of optional sections, mappings and lists are among its arguments."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):

@@ -27,7 +27,7 @@ class Retriever(ABC):
 
     @abstractmethod
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
-        """The best documents for each query.
+        """Return the best documents for each query.
 
         Args:
             queries: any text, also empty.
@@ -46,7 +46,7 @@ class Retriever(ABC):
         return
 
     async def search_async(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
-        """`search` for callers on an event loop."""
+        """Search as `search`, for callers on an event loop."""
         # In process a search is computation: a thread would only compete with the decode loop for the interpreter.
         return self.search(queries, top_k)
 
@@ -62,7 +62,7 @@ class Retriever(ABC):
 
 
 def whole_text(text: str) -> str:
-    """`text` in which U+FFFD stands for each half of a UTF-16 pair: no tokenizer and no file takes those."""
+    """Replace each lone UTF-16 surrogate in `text` by U+FFFD: no tokenizer and no file takes those."""
     try:
         text.encode()
     except UnicodeEncodeError:

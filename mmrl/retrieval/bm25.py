@@ -163,7 +163,7 @@ def _build(documents: Sequence[Document], settings: Bm25Settings) -> BM25:
 
 
 def _cached(folder: Path, build: Callable[[], BM25]) -> BM25:
-    """The index in `folder`; built, and saved there, where it is missing or damaged.
+    """Return the index in `folder`; build and save it there if it is missing or damaged.
 
     Where the cache cannot be written, it is built for this process alone, with a notice.
 

@@ -71,7 +71,7 @@ FAMILIES = {
 
 
 def treatment_of(config: DenseConfig, model: str) -> Treatment:
-    """The treatment that a section describes for a model, a folder or hub id."""
+    """Return the treatment that a section describes for a model, a folder or hub id."""
     name = Path(model).name.lower()
     family = next((family for family, names in FAMILIES.items() if names.fullmatch(name)), "own")
     base = PRESETS.get(config.encoder or family, Treatment(encoder="own"))
@@ -164,7 +164,7 @@ class Encoder:
         return np.asarray(vectors, dtype=np.float32)
 
     def _limited(self, tokens: int) -> SentenceTransformer:
-        """The network, cutting texts at `tokens`; a model's own files name a limit of their own."""
+        """Return the network, which cuts texts at `tokens`; a model's files name a limit of their own."""
         network = self._network
         if self.treatment.encoder != "own":
             network.max_seq_length = min(tokens, self._positions)
@@ -245,7 +245,7 @@ def build(folder: Path, documents: Sequence[Document], encoder: Encoder, form: s
 
 
 def _encode_shards(folder: Path, documents: Sequence[Document], encoder: Encoder) -> list[Path]:
-    """The files of all shards, in corpus order; those of an earlier attempt are reused."""
+    """Encode all shards and return their files, in corpus order; those of an earlier attempt are reused."""
     folder.mkdir(exist_ok=True)
     files = []
     with progress("encoding", len(documents)) as advance:

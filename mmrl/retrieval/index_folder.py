@@ -70,7 +70,7 @@ class IndexInfo(IndexSpec):
 
 
 def spec_of(config: RetrieverConfig) -> IndexSpec:
-    """The index that a `task.retriever` section without `index` describes."""
+    """Return the spec of the index that a `task.retriever` section without `index` describes."""
     if isinstance(config, DenseConfig):
         model = config.model or dense.DEFAULT_MODEL
         settings = {"model": model, **asdict(dense.treatment_of(config, model)), "faiss": config.faiss}
@@ -182,7 +182,7 @@ def _finish(
 
 
 def partial_of(folder: Path) -> Path:
-    """The folder in which the index that will be `folder` is built."""
+    """Return the folder in which an index is built before it is moved to `folder`."""
     return folder.with_name(f"{folder.name}.partial")
 
 
@@ -208,7 +208,7 @@ def _build(work: Path, passages: PassageStore, spec: IndexSpec, device: str, bat
 def open_index(
     folder: Path, info: IndexInfo, passages: PassageStore, *, device: str = "cpu", batch_size: int = 32
 ) -> Retriever:
-    """The retriever of an index folder; everything large is memory-mapped, encoders load at the first query.
+    """Return the retriever of an index folder; everything large is memory-mapped, encoders load at the first query.
 
     Raises:
         OSError, ValueError, RuntimeError: damaged files.
@@ -246,7 +246,7 @@ def estimated_bytes(spec: IndexSpec, passages: int, text_bytes: int) -> dict[str
 
 
 def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: Path) -> Path:
-    """The index folder of a corpus in memory, built in the cache where it is not there yet or is damaged.
+    """Return the index folder of a corpus in memory, built in the cache if it is missing or damaged.
 
     Raises:
         DataError: it cannot be built.
@@ -281,7 +281,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def model_identity(model: str) -> str:
-    """A text that changes when the weights behind a model's name do: hash of a folder's files, or a cached revision."""
+    """Return a text that changes with the weights behind a model's name: hash of a folder's files, or a revision."""
     model = encoder_source(model)
     folder = user_path(model)
     if not folder.is_dir():

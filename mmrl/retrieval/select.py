@@ -27,7 +27,7 @@ PROBE_RETRIES = 2
 
 
 def open_index_corpus(config: RetrieverConfig) -> PassageStore:
-    """The passages of `task.retriever.index`.
+    """Open the passages of `task.retriever.index`.
 
     Raises:
         DataError: no such index, a damaged one, or one of another kind than `task.retriever.name`.
@@ -95,7 +95,7 @@ def server_problems(what: str) -> list[str]:
 
 
 def open_retriever(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
-    """The retriever of a section.
+    """Open the retriever of a section.
 
     Args:
         config: checked by `retriever_problems`.

@@ -86,7 +86,7 @@ class Batches:
 def make_app(
     retriever: Retriever, facts: Mapping[str, str | int], *, max_batch: int = 64, token: str | None = None
 ) -> FastAPI:
-    """The HTTP application.
+    """Build the HTTP application.
 
     Args:
         retriever: what it serves.
@@ -126,7 +126,7 @@ def make_app(
 
 
 async def _respond(answer: Callable[[Request], Awaitable[object]], request: Request) -> Response:
-    """The reply to a request, or its error."""
+    """Return the reply to a request, or its error."""
     from fastapi.responses import Response
 
     status = 200

@@ -90,7 +90,7 @@ PLAIN = _Shape(
 
 
 def make_app(served: Served, token: str | None = None) -> FastAPI:
-    """The HTTP application.
+    """Build the HTTP application.
 
     Args:
         token: every request must bring it (`Authorization: Bearer …`); None: anybody may ask.
@@ -137,7 +137,7 @@ class _Server:
         self._longest = max(map(len, served.tokenizer.get_vocab()))
 
     async def answer(self, shape: _Shape, request: HttpRequest) -> Response:
-        """The reply to a request, or its refusal as an OpenAI error object."""
+        """Return the reply to a request, or its refusal as an OpenAI error object."""
         from fastapi.responses import JSONResponse
 
         try:
@@ -177,7 +177,7 @@ class _Server:
                 release()
 
     async def _generation(self, parsed: ChatRequest | CompletionRequest) -> Request:
-        """The request to the engine.
+        """Return the request to the engine.
 
         Raises:
             Refused: an unknown model, messages that the chat template does not take, or several prompts.
@@ -239,7 +239,7 @@ class _Server:
         return await asyncio.get_running_loop().run_in_executor(self._renderer, work)
 
     async def _stream(self, running: _Running, shape: _Shape) -> AsyncIterator[str]:
-        """The parts of a completion as server-sent events."""
+        """Yield the parts of a completion as server-sent events."""
         head = running.head(shape.prefix, shape.part)
         try:
             if shape.first:
@@ -257,7 +257,7 @@ class _Server:
 
 
 def _stream_response(events: AsyncIterator[str], release: Callable[[], None]) -> Response:
-    """A response of server-sent events.
+    """Return a response of server-sent events.
 
     Args:
         release: called when it ends, however it ends. Not the generator's own `finally`: of a client that leaves before
@@ -328,7 +328,7 @@ class _Running:
         }
 
     async def pieces(self) -> AsyncIterator[str]:
-        """The text in parts, as tokens come; together they are `result`'s."""
+        """Yield the text in parts, as tokens come; together they are `result`'s."""
         # So many characters may be the beginning of a stop string, which must not be sent.
         held = max((len(stop) for stop in self._stops), default=1) - 1
         ids: list[int] = []

@@ -57,12 +57,12 @@ class Refused(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, object]:
-        """An OpenAI error object."""
+        """Return an OpenAI error object."""
         return error_object(self.status, self.message, self.param, self.code)
 
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
-    """An OpenAI error object."""
+    """Return an OpenAI error object."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -73,7 +73,7 @@ class _Body(BaseModel):
 
 
 def _joined(content: object) -> object:
-    """The parts of a message as one text."""
+    """Join the parts of a message into one text."""
     if not isinstance(content, list):
         return content
     parts = [part if isinstance(part, Mapping) else {} for part in content]
@@ -153,7 +153,7 @@ BodyT = TypeVar("BodyT", bound=SamplingRequest)
 
 
 def parse_request(schema: type[BodyT], body: bytes) -> BodyT:
-    """A request.
+    """Parse and check a request.
 
     Raises:
         Refused: it is none, or asks for what cannot be had.

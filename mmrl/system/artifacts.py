@@ -17,7 +17,7 @@ FileChecks: TypeAlias = Mapping[str, tuple[int, str | None]]
 
 
 def cache_root(configured: str | None) -> Path:
-    """The cache folder: `task.retriever.cache_dir`, else $MMRL_CACHE, else ~/.cache/mmrl."""
+    """Return the cache folder: `task.retriever.cache_dir`, else $MMRL_CACHE, else ~/.cache/mmrl."""
     chosen = configured or os.environ.get("MMRL_CACHE") or "~/.cache/mmrl"
     return user_path(chosen)
 

@@ -122,7 +122,7 @@ class ChildProcess:
             _end(process)
 
     def log_tail(self) -> str:
-        """The last log lines, for errors."""
+        """Return the last log lines, for errors."""
         try:
             with self.log.open("rb") as file:
                 file.seek(0, os.SEEK_END)
@@ -193,7 +193,7 @@ def _stop_all() -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

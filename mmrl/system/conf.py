@@ -13,7 +13,7 @@ GROUPS = ("task", "algo", "model", "hardware", "engine", "experiment")
 
 
 def conf_dir() -> Path:
-    """The shipped configs: `mmrl/conf` of an installed wheel, `conf/` at the top of a checkout."""
+    """Return the folder of shipped configs: `mmrl/conf` of an installed wheel, `conf/` at the top of a checkout."""
     packaged = Path(__file__).resolve().parents[1] / "conf"
     return packaged if packaged.is_dir() else packaged.parent.parent / "conf"
 
@@ -43,7 +43,7 @@ def later_wins(words: Iterable[str]) -> list[str]:
 
 
 def chained(algo: str, folders: Iterable[Path]) -> list[str]:
-    """The algorithms that a choice of `algo=` stands for: itself, or those that its file lists as `stages`.
+    """Return the algorithms that a choice of `algo=` stands for: itself, or those that its file lists as `stages`.
 
     Args:
         folders: of configs, first wins.

@@ -35,7 +35,7 @@ MOST_VALUES = 1_000_000
 
 
 def to_plain(value: object) -> object:
-    """`json`'s `default`: what it cannot write itself (mappings, numpy numbers and arrays, paths, sets).
+    """Convert what `json` cannot write itself, as its `default` (mappings, numpy numbers and arrays, paths, sets).
 
     Raises:
         TypeError: anything else; silently writing a `repr` would lose data.
@@ -73,12 +73,12 @@ def dumps(value: object, *, indent: int | None = None) -> str:
 
 
 def plain(value: object) -> Any:
-    """`value` as JSON would read it back: tuples become lists, numpy numbers Python's, secrets references."""
+    """Convert `value` as a JSON round trip would: tuples become lists, numpy numbers Python's, secrets references."""
     return json.loads(dumps(value))
 
 
 def user_path(text: str) -> Path:
-    """The path that a user typed, with `~` as their home; `~somebody` stays where nobody is called that.
+    """Expand a path that a user typed: `~` is the home folder; `~somebody` stays if there is no such user.
 
     Raises:
         ConfigError: longer than any file's name, or with a NUL: every look at it would raise.
@@ -197,7 +197,7 @@ def read_jsonl(path: Path) -> list[JsonObject]:
 
 
 def parse_jsonl(data: bytes, source: str) -> list[JsonObject]:
-    """The JSON objects in `data`, one a line; empty lines are passed over.
+    """Parse the JSON objects in `data`, one a line; empty lines are skipped.
 
     Raises:
         DataError: any other line that is not a JSON object, with its number in `source`.
@@ -218,7 +218,7 @@ def parse_jsonl(data: bytes, source: str) -> list[JsonObject]:
 
 
 def read_yaml(path: Path) -> object:
-    """The content of a YAML file.
+    """Read a YAML file.
 
     Raises:
         DataError: it cannot be read, or is not YAML; names the file and the line.
@@ -290,13 +290,13 @@ def digest(path: Path, size: int | None = None) -> str:
 
 
 def several(work: Callable[[T], str], items: Iterable[T]) -> list[str]:
-    """`work` of each, several at a time: reading and hashing both let other threads work."""
+    """Call `work` on each item, in several threads: reading and hashing both release the interpreter lock."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(work, items))
 
 
 def digests(paths: Sequence[Path]) -> list[str]:
-    """`digest` of each."""
+    """Return the digest of each file."""
     return several(digest, paths)
 
 

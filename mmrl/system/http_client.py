@@ -115,18 +115,18 @@ class Breaker:
         return False
 
     def success(self) -> bool:
-        """A request was answered. Returns whether it was open until now."""
+        """Record an answered request. Returns True if the breaker was open until now."""
         was_open, self._failures = self.open, 0
         return was_open
 
     def failure(self) -> bool:
-        """A request failed for good. Returns whether it opens by this one."""
+        """Record a request that failed for good. Returns True if this failure opens the breaker."""
         self._failures += 1
         self._probe_at = self._clock() + self._wait_s
         return self._failures == self._limit
 
     def abandoned(self) -> None:
-        """A request was cancelled before its outcome was known."""
+        """Record a request that was cancelled before its outcome was known."""
         if self._probe_at == math.inf:
             self._probe_at = self._clock()
 
@@ -284,7 +284,7 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         limit: int,
     ) -> bytes:
-        """The content of one reply, sent once and at once.
+        """Send the request once, without waiting, and return the content of the reply.
 
         Args:
             body: sent as JSON.

@@ -52,7 +52,7 @@ def require_token(app: FastAPI, token: str, refusal: object) -> None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body of a request, of at most `limit` bytes.
+    """Read the body of a request, of at most `limit` bytes.
 
     Raises:
         BodyRefused: it has more, by its header (then nothing is read) or as soon as they have come; or its end does

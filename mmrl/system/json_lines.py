@@ -27,7 +27,7 @@ def mark_of(data: bytes) -> JsonObject:
 
 
 def file_mark(path: Path) -> JsonObject:
-    """`mark_of` a file, which need not exist."""
+    """Return the mark of a file (`mark_of`), which need not exist."""
     return mark_of(path.read_bytes() if path.exists() else b"")
 
 
@@ -160,7 +160,7 @@ class Table(Store):
 
 
 def stored_lines(path: Path, key: str) -> list[JsonObject]:
-    """The lines of a `Store`, each of which has `key`.
+    """Return the lines of a `Store`, each of which has `key`.
 
     Raises:
         CheckpointError: one is damaged; it names the line, and what to do.

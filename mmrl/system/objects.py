@@ -35,7 +35,7 @@ def is_given(path: str) -> bool:
 
 
 def import_module(key: str, name: str) -> ModuleType:
-    """A module of the user's, which may lie in the current folder, as with `python -m`.
+    """Import a module of the user's, which may be in the current folder, as with `python -m`.
 
     Args:
         key: the config key, for errors.
@@ -60,12 +60,12 @@ def import_module(key: str, name: str) -> ModuleType:
 
 
 def readable(text: str) -> str:
-    """A text in which the objects of `mmrl.optimize` are called what they are called in Python."""
+    """Replace the stored names of `mmrl.optimize` objects in a text by their Python names."""
     return _LISTS.sub("a Python list", _NAMED.sub(r"\1", text))
 
 
 def imported(key: str, path: str) -> Any:
-    """The object at `package.module:name`.
+    """Import the object `package.module:name`.
 
     Args:
         key: the config key, for errors.

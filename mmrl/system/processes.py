@@ -37,17 +37,17 @@ class Processes:
         return self.rank == 0
 
     def share(self, items: Sequence[Value]) -> list[Value]:
-        """The items that this process samples; the parts of all processes make up the whole."""
+        """Return the items that this process samples; the shares of all processes make up the batch."""
         if self.one_samples:
             return list(items) if self.main else []
         return self.part(items)
 
     def part(self, items: Sequence[Value]) -> list[Value]:
-        """An even part of `items`, whoever sampled them."""
+        """Return this process's even part of `items`, regardless of which process sampled them."""
         return list(items[self.rank :: self.world])
 
     def gather(self, value: Value) -> list[Value]:
-        """The values of all processes, by rank. A collective: all processes must call it."""
+        """Gather the values of all processes, by rank. A collective: all processes must call it."""
         if self.world == 1:
             return [value]
         from accelerate.utils import gather_object
@@ -56,7 +56,7 @@ class Processes:
         return values
 
     def first(self, value: Value) -> Value:
-        """The main process's value. A collective."""
+        """Return the main process's value. A collective."""
         return self.gather(value)[0]
 
     def barrier(self) -> None:
@@ -67,7 +67,7 @@ class Processes:
             PartialState().wait_for_everyone()
 
     def forest(self, part: Forest, examples: Sequence[Example]) -> Forest:
-        """The forest of the whole batch from the processes' shares, in the order of `examples`."""
+        """Merge the processes' shares into the forest of the batch, in the order of `examples`."""
         return part if self.world == 1 else merged(self.gather(part), examples)
 
 

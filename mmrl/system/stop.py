@@ -21,14 +21,14 @@ class Stop:
         self._again: threading.Timer | None = None
 
     def ask(self, number: int, frame: object) -> None:
-        """The handler of SIGTERM: raises `Stopped`, the first time and where that is not held back."""
+        """Handle SIGTERM: raise `Stopped`, the first time and unless that is held back."""
         # Once: schedulers and parents repeat the signal, which must not break what is being saved or closed.
         first, self.requested = not self.requested, True
         if first and not self._held:
             raise Stopped
 
     def swallowed(self, number: int) -> None:
-        """A destructor was running when the signal came, and Python drops what is raised there: signal once more."""
+        """Signal once more after a signal during a destructor, where Python drops exceptions."""
         if number == signal.SIGTERM:
             self.requested = False
         # a moment later, when the destructor has returned

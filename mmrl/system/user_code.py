@@ -74,7 +74,7 @@ async def scored(metric: Callable[..., Any], *args: object) -> Any:
 
 
 def as_number(value: object) -> float | None:
-    """A number as a float, None for anything else; numpy's and torch's numbers and arrays of one element are numbers.
+    """Return a number as a float, else None; numpy's and torch's numbers and one-element arrays are numbers.
 
     What is too large for a float is infinite.
     """
@@ -110,7 +110,7 @@ def finite_numbers(values: Mapping[str, object]) -> dict[str, float]:
 
 
 def threaded(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """The tool as an async function; a plain one runs in threads, so that it holds up no other rollout."""
+    """Return the tool as an async function; a synchronous one runs in threads, so that it blocks no other rollout."""
 
     async def used(**arguments: object) -> Any:
         result = tool(**arguments) if is_async(tool) else await in_thread(tool, **arguments)
@@ -125,7 +125,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def located(kind: type[F], error: BaseException, before: str = "") -> F:
-    """A failure that says where in the user's own code `error` was raised, and keeps the end of its traceback.
+    """Return a failure that says where in the user's code `error` was raised, and keeps the end of its traceback.
 
     Args:
         before: what the message begins with.

@@ -79,7 +79,7 @@ class Context(Protocol):
         ...
 
     async def remember(self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]) -> Any:
-        """The same for anything else whose result may differ from one run to the next: a tool of the program's own.
+        """Record, as `tool`, anything else whose result may differ between runs: a tool of the program's own.
 
         Args:
             run: makes the result; not called on replay, unless it made requests of its own to this context.
@@ -111,7 +111,7 @@ class ContinuingProgram(Protocol):
 
 
 def continuing_modules(program: Program) -> tuple[str, ...]:
-    """The modules of a program that go on in the context of an earlier reply, in program order."""
+    """Return the modules of a program that go on in the context of an earlier reply, in program order."""
     continues = program.continues if isinstance(program, ContinuingProgram) else ()
     return tuple(module for module in program.modules if module in continues)
 
@@ -140,7 +140,7 @@ class Canonical(Protocol):
     """A program that can write again its modules' outputs, in one way: what `algo.reserialise` trains on."""
 
     def canonical(self, call: Call) -> str | None:
-        """The canonical text of what `call.text` says, or None where it says nothing that has one.
+        """Return the canonical form of `call.text`, or None if it has none.
 
         Parsing it again must give what parsing `call.text` gives.
 
@@ -155,7 +155,7 @@ class Described(Protocol):
     """A program whose predictions are objects: the task scores the object, the journal keeps its description."""
 
     def description(self, prediction: Any) -> object:
-        """The prediction as JSON values.
+        """Return the prediction as JSON values.
 
         Raises:
             ProgramFailure: it holds something that JSON has no form for.
@@ -189,7 +189,7 @@ class FieldProgram(Protocol):
         ...
 
     def written(self, module: str, fields: Mapping[str, object]) -> str:
-        """The text in which `module` would write these output fields: `rollout.scripted` takes replies as fields."""
+        """Return output fields as the text that `module` would write: `rollout.scripted` takes replies as fields."""
         ...
 
 

@@ -81,7 +81,7 @@ def answer_shape(answer: str) -> dict[str, float]:
 
 
 def best(metric: Callable[..., float], prediction: str, golds: Sequence[str], **options: object) -> float:
-    """The highest value of `metric` over several accepted answers; 0.0 without any."""
+    """Return the highest value of `metric` over several accepted answers; 0.0 without any."""
     return max((metric(prediction, gold, **options) for gold in golds), default=0.0)
 
 
@@ -125,5 +125,5 @@ def leaked_pieces(pieces: Sequence[str], text: str) -> int:
 
 
 def _words(text: str) -> str:
-    """The words of a normalised text, each between single spaces."""
+    """Return the words of a normalised text, each between single spaces."""
     return f" {' '.join(_WORD.findall(_MARKER.sub('', text.translate(_NORMALISED))))} "

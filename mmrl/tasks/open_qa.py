@@ -109,16 +109,16 @@ class OpenQaTask(Task):
         self._warn()
 
     def as_asked(self, question: str) -> str:
-        """A data file's question as prompts have it."""
+        """Return a data file's question as it is in prompts."""
         return question
 
     @abstractmethod
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """The task's questions about the mini world."""
+        """Return the task's questions about the mini world."""
 
     @abstractmethod
     def make_program(self, prompts: Prompts) -> Program:
-        """The task's program, with these prompts."""
+        """Build the task's program, with these prompts."""
 
     def instruction_roles(self) -> dict[str, str]:
         """Module -> the role that is its instructions, of a module that has several."""
@@ -221,7 +221,7 @@ class OpenQaTask(Task):
         return self._examples[split]
 
     def search(self, queries: Sequence[str], corpus: str) -> list[Passage]:
-        """The tool `search`, blocking; programs reach it through `ctx.tool`.
+        """Search, as the tool `search`; blocks. Programs reach it through `ctx.tool`.
 
         `top_k` documents in all, split over the queries, remainder to the earliest.
 
@@ -258,7 +258,7 @@ class OpenQaTask(Task):
             self.judge.reset_counts()
 
     def best(self, metric: Callable[..., float], answer: str, example: Example, **options: object) -> float:
-        """The highest value of a metric over the example's accepted answers, under the task's normalisation."""
+        """Return the highest value of a metric over the example's accepted answers, under the task's normalisation."""
         golds = example.metadata["answers"]
         return metrics.best(metric, answer, golds, punctuation=self.config.punctuation, **options)
 

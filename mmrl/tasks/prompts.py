@@ -82,11 +82,11 @@ class PromptedTask(Protocol):
     all_prompts: Prompts
 
     def make_program(self, prompts: Prompts) -> Program:
-        """A program that uses these prompts; the task stays as it is."""
+        """Build a program that uses these prompts; the task stays as it is."""
         ...
 
     def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
-        """A demonstration from a rollout's calls (first call first): the module's first call, or its whole context.
+        """Make a demonstration of a rollout's calls (first call first): the module's first call, or its whole context.
 
         None where the module made no call that can be shown: none at all, an empty or cut reply, one that does not
         parse, or a prompt whose last message cannot be told apart from what stands in it.
@@ -108,7 +108,7 @@ class Prompts:
     def messages(
         self, module: str, *, system: str = "system", user: str = "user", **values: object
     ) -> list[dict[str, str]]:
-        """The messages of a call, by the roles `system` and `user` of its module, with `values` filled in."""
+        """Return the messages of a call, by the roles `system` and `user` of its module, with `values` filled in."""
         texts = self.texts[module]
         return messages(texts[system].format(**values), texts[user].format(**values), self.shots.get(module, ()))
 
@@ -130,7 +130,7 @@ class Prompts:
         }
 
     def replaced(self, prompts: Mapping[str, ModulePrompt]) -> Prompts:
-        """The same with other instructions and demonstrations for some modules.
+        """Return a copy with other instructions and demonstrations for some modules.
 
         Raises:
             ConfigError: an unknown module, or instructions without a placeholder that they must have.
@@ -181,7 +181,7 @@ class Prompts:
 
 
 def prompts_file(given: str, task: str) -> Path:
-    """The file that `task.prompts` stands for.
+    """Return the file that `task.prompts` names.
 
     Raises:
         ConfigError: `paper`, of a task that has no such set.
@@ -199,7 +199,7 @@ def prompts_file(given: str, task: str) -> Path:
 
 
 def load_prompts(templates: Templates, path: str | None) -> Prompts:
-    """The default texts, with those of the YAML file at `path` in their place, and its demonstrations.
+    """Load the default texts, replaced by those of the YAML file at `path`, and its demonstrations.
 
     The file holds `module: {role: text, demonstrations: [{user: text, assistant: text}]}`; whatever it does not name
     keeps its default. Only modules with instructions take demonstrations. Roles named `fields.NAME` stand below
@@ -252,7 +252,7 @@ def _flat(roles: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def _shots(where: str, given: object, roles: Mapping[str, Template], problems: list[str]) -> tuple[Shot, ...]:
-    """A module's demonstrations; what is wrong with them is added to `problems`."""
+    """Parse a module's demonstrations; errors are added to `problems`."""
     if not any(template.instructions for template in roles.values()):
         problems.append(
             f"{where}: has no effect: a judge is shown none, and a program of DSPy takes its own from the JSON file "
@@ -269,7 +269,7 @@ def _shots(where: str, given: object, roles: Mapping[str, Template], problems: l
 
 
 def messages(system: str, user: str, shots: Iterable[Shot] = ()) -> list[dict[str, str]]:
-    """A system message (none where its text is empty), demonstrations as turns, and a user message.
+    """Return a system message (none where its text is empty), demonstrations as turns, and a user message.
 
     In this order, since what all items share is forwarded once where it comes first.
     """
@@ -300,7 +300,7 @@ def last_user(prompt_text: str) -> str | None:
 
 
 def snippet(text: str, words: int | None) -> str:
-    """The first `words` whitespace words of a text; an already short one as it is."""
+    """Return the first `words` whitespace words of a text; an already short one as it is."""
     # A short text keeps its own white space; a cut one has single spaces.
     parts = text.split()
     return text if words is None or len(parts) <= words else " ".join(parts[:words])
@@ -317,13 +317,13 @@ def _read(path: str) -> Mapping[str, object]:
 
 
 def _plain(template: str) -> str:
-    """A template as people write it: single braces, around placeholders too."""
+    """Convert a template to text as people write it: single braces, also around placeholders."""
     parts = string.Formatter().parse(template)
     return "".join(literal + ("" if name is None else f"{{{name}}}") for literal, name, _, _ in parts)
 
 
 def _template(text: str, placeholders: Iterable[str]) -> str:
-    """The template in which exactly the `{name}` of `placeholders` are filled in, and all other braces stay."""
+    """Convert text to a template that fills in exactly the `{name}` of `placeholders`; all other braces stay."""
     fields = "|".join(re.escape(f"{{{name}}}") for name in sorted(placeholders))
     pieces = re.split(f"({fields})", text) if fields else [text]
     # with one group, every other piece is a field

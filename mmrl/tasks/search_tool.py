@@ -27,7 +27,7 @@ COUNTED = ("requests", "cached", "retries", "short", "empty", "failures")
 
 
 def named_corpus(retriever: RetrieverConfig, corpus: str | None) -> dict[str, Sequence[Document]]:
-    """The corpus that a config names, under what it is; empty where it names none.
+    """Return the corpus that a config names, by its name; empty if it names none.
 
     What a remote retriever holds is not known: its corpus has no documents here.
 
@@ -63,7 +63,7 @@ class SearchTool:
         self._closed_counts: Counter[str] = Counter()
 
     def search(self, queries: Sequence[str], top_k: Sequence[int], corpus: str) -> list[list[Document]]:
-        """The best `top_k[i]` documents for each query; blocks."""
+        """Return the best `top_k[i]` documents for each query; blocks."""
         return self._open(corpus).search(queries, top_k)
 
     def use(

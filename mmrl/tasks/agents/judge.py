@@ -114,7 +114,7 @@ class EndpointJudge:
         return described(self.settings, self.chat, **counts)
 
     def reset_counts(self) -> None:
-        """A new run begins."""
+        """Reset the counts at the start of a run."""
         self.unreadable = self.without_verdict = 0
 
     async def ask(self, messages: Sequence[Mapping[str, str]], read: Callable[[str], T | None]) -> tuple[T, int]:
@@ -189,7 +189,7 @@ class Judge(EndpointJudge):
     async def verdict(
         self, reward_set: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]
     ) -> Verdict:
-        """`judge_outcome`: one score in [0, 1] for the rollout; `judge_turn`: one in [-1, 1] per turn.
+        """Score a rollout: `judge_outcome`, one score in [0, 1]; `judge_turn`, one in [-1, 1] per turn.
 
         By the fixed rule, where no reply can be read: 0 for the rollout, `salvage_turns` of the last reply.
 
@@ -224,7 +224,7 @@ class Judge(EndpointJudge):
 
 
 def build_judge(config: AgentJudgedConfig, texts: Texts) -> Judge | None:
-    """The judge of a task whose prompts hold the part `judge`; None where its reward set asks none.
+    """Return the judge of a task whose prompts have the part `judge`; None if its reward set uses none.
 
     Raises:
         ConfigError: no endpoint for a reward set that needs one, one without effect, or no key.
@@ -253,7 +253,7 @@ async def judged(
     answers: Sequence[str],
     metrics: Mapping[str, float],
 ) -> Score:
-    """The judge's score of a rollout whose calls are the turns of one context.
+    """Return the judge's score of a rollout whose calls are the turns of one context.
 
     Args:
         prompt: the user's prompt.
@@ -278,7 +278,7 @@ async def judged(
 
 
 def escape(text: str) -> str:
-    """`text` without an angle bracket of its own: it cannot open, close or forge a block."""
+    """Escape angle brackets in `text`, so that it cannot open, close or forge a block."""
     # `&` first, or the entities of the brackets would be escaped again.
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
@@ -289,7 +289,7 @@ def _block(number: int, turn: JudgedTurn) -> str:
 
 
 def read_outcome(reply: str) -> tuple[float, ...] | None:
-    """The one number of a reply, clamped to [0, 1]; None if the reply has another form."""
+    """Parse the one number of a reply, clamped to [0, 1]; None if the reply has another form."""
     content = _score_block(reply)
     if content is None or not re.fullmatch(_NUMBER, content):
         return None
@@ -312,7 +312,7 @@ def read_turns(reply: str, count: int) -> tuple[float, ...] | None:
 
 
 def salvage_turns(reply: str, count: int) -> tuple[float, ...]:
-    """The fixed rule for a reply of another form: no block, all 0; a missing turn, 0; further turns, cut.
+    """Score a reply of another form by the fixed rule: no block, all 0; a missing turn, 0; further turns, cut.
 
     A turn that is scored twice keeps its first score.
     """

@@ -61,7 +61,7 @@ TEMPLATES: Templates = {
 
 
 def result(text: str) -> str:
-    """The observation that holds retrieved documents."""
+    """Return the observation that holds retrieved documents."""
     return f"{OPEN}{text}{CLOSE}"
 
 

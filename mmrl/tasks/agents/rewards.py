@@ -95,7 +95,7 @@ def merged_reward(em: bool, answered: bool, reward: SearchReward) -> float:
 
 
 def final_well_formed(text: str, check: Literal["strict", "loose"]) -> bool:
-    """The last turn thinks once, then answers once, and has no other known tag."""
+    """Check that the last turn thinks once, then answers once, and has no other known tag."""
     tags = tag_sequence(text, SEARCH_TAGS)
     if check == "strict":
         return tags == FINAL
@@ -103,7 +103,7 @@ def final_well_formed(text: str, check: Literal["strict", "loose"]) -> bool:
 
 
 def intermediate_well_formed(turn: SearchTurn, check: Literal["strict", "loose"]) -> bool:
-    """An earlier turn thinks once, then searches once, and the program inserted the results.
+    """Check that an earlier turn thinks once, then searches once, and the program inserted the results.
 
     `loose` looks at opening tags only and does not mind an answer tag.
     """

@@ -53,7 +53,7 @@ TEMPLATES: Templates = {
 
 
 def information(documents: str) -> str:
-    """The observation that holds retrieved documents."""
+    """Return the observation that holds retrieved documents."""
     return f"{OPEN}{documents}{CLOSE}"
 
 
@@ -188,7 +188,7 @@ class SearchAgentTask(OpenQaTask):
 
 
 def turns_of(actions: Sequence[str], path: Sequence[Call]) -> list[SearchTurn]:
-    """The turns of a rollout; the result of a turn's search is what the next call's prompt adds."""
+    """Return the turns of a rollout; the result of a turn's search is what the next call's prompt adds."""
     following = [call.prompt_text for call in path[1:]]
     return [
         SearchTurn(

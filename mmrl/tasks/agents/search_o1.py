@@ -61,7 +61,7 @@ TEMPLATES: Templates = {
 
 
 def result(text: str) -> str:
-    """The observation that holds a search result."""
+    """Return the observation that holds a search result."""
     return f"{OPEN}{text}{CLOSE}"
 
 
@@ -87,12 +87,12 @@ class SearchO1(TurnAgent):
     modules = (REASONER, CONDENSER)
 
     def condense(self, reasoning: str, query: str, passages: Sequence[Passage]) -> list[dict[str, str]]:
-        """The condenser's prompt."""
+        """Return the condenser's prompt."""
         listing = disarm_markers("\n".join(self.prompts.documents(CONDENSER, passages, self.snippet_words)))
         return self.prompts.messages(CONDENSER, reasoning=reasoning, query=query, documents=listing)
 
     def fixed(self, role: str) -> str:
-        """`nothing` or `limit`."""
+        """Return the fixed text `nothing` or `limit`."""
         return self.prompts.texts[REASONER][role].format()
 
     async def run(self, example: Example, ctx: Context) -> ReasonerPrediction:
@@ -140,7 +140,7 @@ class SearchO1Task(ReasonerTask):
         return SearchO1(prompts, self.config, self.config.max_turns)
 
     def score_call(self, call: Call) -> ModuleScore:
-        """No penalty; whether the reasoner searched, answered or did neither, and how much the condenser wrote."""
+        """Return facts without penalty: the reasoner's action, and how much the condenser wrote."""
         if call.module == CONDENSER:
             return ModuleScore(facts={"words": float(len(call.text.split()))})
         if final_query(call.text, QUERY) is not None:

@@ -39,7 +39,7 @@ def tag_sequence(text: str, names: Iterable[str]) -> list[str]:
 
 
 def disarm(text: str, names: Iterable[str]) -> str:
-    """`text` with `<` and `>` of anything like a known tag turned into parentheses."""
+    """Turn `<` and `>` of anything like a known tag in `text` into parentheses."""
     # one way only to read a run of spaces, or a long one would take the square of its length
     return re.sub(rf"<(\s*(?:/\s*)?(?:{'|'.join(names)})\b[^<>]*)>", r"(\1)", text, flags=re.IGNORECASE)
 
@@ -47,7 +47,7 @@ def disarm(text: str, names: Iterable[str]) -> str:
 def fitted(
     ctx: Context, reply: Reply, text: str, frame: Callable[[str], ObservationT], limit: int
 ) -> tuple[ObservationT, bool]:
-    """An observation of at most `limit` tokens: `frame(text)`, the text cut after a word where need be.
+    """Fit an observation into `limit` tokens: `frame(text)`, the text cut after a word if necessary.
 
     Returns:
         The observation, and whether it fits; it does not when the frame alone is longer.
@@ -80,11 +80,11 @@ def has_word(query: str) -> bool:
 
 
 def final_query(text: str, markers: tuple[str, str]) -> str | None:
-    """The query with which a turn ends, or None: its ending marker is a stop string, so nothing follows a query."""
+    """Return the query at the end of a turn, or None: its end marker is a stop string, so nothing follows a query."""
     return last_block(text, *markers) if text.rstrip().endswith(markers[1]) else None
 
 
 def disarm_markers(text: str) -> str:
-    """`text` in which nothing can be or become `<|…|>`: the brackets of its halves are parentheses."""
+    """Disarm `<|…|>` in `text`, also markers that could form later: the brackets of both halves become parentheses."""
     # Each half alone, too: `<|x` in one document and `y|>` in the next would make one marker.
     return text.replace("<|", "(|").replace("|>", "|)")

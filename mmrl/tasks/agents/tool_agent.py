@@ -59,18 +59,18 @@ TEMPLATES: Templates = {
 
 
 def result(text: str) -> Sequence[Message]:
-    """The user message that holds a tool's output."""
+    """Return the user message that holds a tool's output."""
     return [{"role": "user", "content": f"<result>{text}</result>"}]
 
 
 def turns_of(shot: Shot) -> list[Shot]:
-    """A demonstration as turns: each `<result>…</result>` in its reply is a user message, as in a rollout."""
+    """Return a demonstration as turns: each `<result>…</result>` in its reply is a user message, as in a rollout."""
     pieces = [shot.user, *re.split(r"(<result>.*?</result>)", shot.assistant, flags=re.DOTALL)]
     return [Shot(user, reply.strip()) for user, reply in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
 def read_command(text: str) -> tuple[str | None, str]:
-    """The query of a tool command, or None and what is wrong with it.
+    """Parse a tool command into its query, or None and an error message.
 
     Args:
         text: content of a `<tool>` pair; should be `{"name": "wiki_search", "args": {"query": text}}`.
@@ -121,15 +121,15 @@ class ToolAgent:
     continues: ClassVar[frozenset[str]] = frozenset({MODULE})
 
     def question(self, question: str) -> list[dict[str, str]]:
-        """The first prompt."""
+        """Return the first prompt."""
         return self.prompts.messages(MODULE, question=question)
 
     def correction(self) -> list[dict[str, str]]:
-        """The user message after one that did nothing."""
+        """Return the user message after a message without action."""
         return [{"role": "user", "content": self.prompts.texts[MODULE]["correction"].format()}]
 
     def articles(self, passages: Sequence[Passage]) -> str:
-        """The search's result, in which nothing looks like a tag of the agent."""
+        """Search, and return the result without anything that looks like a tag of the agent."""
         return disarm("\n".join(self.prompts.documents(MODULE, passages)), TAGS) or "No article was found."
 
     async def run(self, example: Example, ctx: Context) -> ToolAgentPrediction:
@@ -178,7 +178,7 @@ class ToolAgent:
 
 
 def action_of(text: str) -> tuple[str, str]:
-    """The action of a message (`answer`, `tool` or `none`) and what its tags hold.
+    """Return the action of a message (`answer`, `tool` or `none`) and what its tags hold.
 
     An answer ends the rollout even beside a tool command: the environment reads it first.
     """
@@ -268,6 +268,6 @@ class ToolAgentTask(OpenQaTask):
         return Score(reward=sum(parts.values()), metrics=scores, parts=parts, turn_rewards=turn_rewards)
 
     def score_call(self, call: Call) -> ModuleScore:
-        """No penalty; which action the message took."""
+        """Return facts without penalty: the action of the message."""
         action, _ = action_of(call.text)
         return ModuleScore(facts={f"action_{name}": float(action == name) for name in ("tool", "answer", "none")})

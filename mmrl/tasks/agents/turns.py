@@ -77,7 +77,7 @@ class TurnAgent(Program):
         return self.modules[:1]
 
     def question(self, question: str) -> list[dict[str, str]]:
-        """The first prompt."""
+        """Return the first prompt."""
         return self.prompts.messages(self.modules[0], question=question, searches=self.searches)
 
     async def play(
@@ -87,7 +87,7 @@ class TurnAgent(Program):
         stop: Sequence[str],
         act: Callable[[Turns], Awaitable[Addition | str]],
     ) -> Turns:
-        """The first module's turns until `act`, which reads the newest reply, says how it ended, or no room is left.
+        """Run the first module's turns until `act`, which reads the newest reply, ends them, or no room is left.
 
         Args:
             act: returns what is added, or a word for `Turns.ended` (`context` is that of no room).
@@ -149,10 +149,10 @@ async def found(ctx: Context, example: Example, query: str) -> list[Passage]:
 
 
 def titles_of(passages: Sequence[Passage]) -> str:
-    """The state after a search."""
+    """Return the state after a search: the titles found."""
     return "; ".join(passage["title"] for passage in passages)
 
 
 def action_facts(action: str) -> ModuleScore:
-    """No penalty; whether a turn searched, answered or did neither (`none`)."""
+    """Return facts without penalty: whether a turn searched, answered or did neither (`none`)."""
     return ModuleScore(facts={f"action_{name}": float(action == name) for name in ("search", "answer", "none")})

@@ -134,7 +134,7 @@ def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Itera
 
 
 def _kind(values: object) -> str:
-    """`passage`, `record`, or nothing."""
+    """Return the kind of a row: `passage`, `record`, or an empty string."""
     if isinstance(values, Mapping):
         if "paragraphs" in values or ("context" in values and "question" in values):
             return "record"
@@ -147,7 +147,7 @@ def _kind(values: object) -> str:
 
 
 def _paragraphs(values: Fields) -> list[object]:
-    """The paragraphs of a question, each as `passage` reads it."""
+    """Return the paragraphs of a question, each as `passage` reads it."""
     paragraphs = values.get("paragraphs", values.get("context"))
     if isinstance(paragraphs, Mapping):  # as the hub's columns have it
         return [list(pair) for pair in zip(paragraphs["title"], paragraphs["sentences"], strict=True)]

@@ -116,7 +116,7 @@ def _popqa(values: Fields) -> Record:
 
 
 def _questions(values: Fields, name: object = None) -> Record:
-    """A question with its accepted answers and nothing else; `name` is its id where it has none."""
+    """Return a question with its accepted answers and nothing else; `name` is its id where it has none."""
     return Record(
         id=_text(values["id"] if name is None else name, "id"),
         question=_text(values["question"], "question"),
@@ -211,7 +211,7 @@ def _text(value: object, field: str) -> str:
 
 
 def to_example(record: Record, corpus: str) -> Example:
-    """A record as an example that searches the corpus of that name."""
+    """Convert a record to an example that searches the corpus of that name."""
     return Example(
         id=record.id,
         inputs={"question": record.question, "corpus": corpus},
@@ -220,7 +220,7 @@ def to_example(record: Record, corpus: str) -> Example:
 
 
 def paragraphs_of(records: Iterable[Record]) -> list[Document]:
-    """The union of the records' paragraphs, in order of first appearance, without repetition of (title, text)."""
+    """Merge the records' paragraphs, in order of first appearance, without repetition of (title, text)."""
     # The same paragraph comes with many questions; one document each, in a stable order, or ids would change with the
     # splits in use.
     union = dict.fromkeys(paragraph for record in records for paragraph in record.paragraphs)
@@ -228,7 +228,7 @@ def paragraphs_of(records: Iterable[Record]) -> list[Document]:
 
 
 def load_corpus(key: str, spec: str) -> list[Document]:
-    """A corpus from a file or the hub, held in memory; see `passage` for the records that it may have.
+    """Load a corpus from a file or the hub into memory; see `passage` for the records that it may have.
 
     Raises:
         DataError: a missing or malformed file, a document without a field, or duplicate ids.
@@ -268,7 +268,7 @@ def passage(source: Source, row: Row, number: int) -> Document:
 
 
 def subset(examples: Sequence[Example], items: int | None, *key: int | str) -> list[Example]:
-    """The first `items` after a shuffle keyed by `key`; all, in their own order, without a limit."""
+    """Return the first `items` after a shuffle keyed by `key`; without a limit, all in their order."""
     if items is None or items >= len(examples):
         return list(examples)
     # By keyed digest, not by shuffling: adding a row to the file changes at most one member of the subset.

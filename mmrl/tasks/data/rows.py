@@ -54,7 +54,7 @@ class Row:
 
 
 def record_id(values: Fields, *names: str) -> Any:
-    """The first of the fields `names` that holds an id, else None. 0 is one; null and an empty text are none."""
+    """Return the first of the fields `names` that holds an id, else None. 0 is one; null and an empty text are none."""
     return next((values[name] for name in names if values.get(name) not in (None, "")), None)
 
 
@@ -134,7 +134,7 @@ class Source:
         return OBJECT.fullmatch(self.spec) is not None and not user_path(self.spec).is_file()
 
     def identity(self, split: str) -> str:
-        """The same for two sources exactly if they hold the same rows: a hub id without a split has one for each."""
+        """Return a text equal for two sources exactly if their rows are: a hub id without a split has one per split."""
         if self.is_object:
             return self.spec
         path = user_path(self.spec)
@@ -163,7 +163,7 @@ class Source:
         return rows
 
     def stream(self, split: str) -> Iterator[Row]:
-        """`rows` one by one, for sources larger than memory (all but `.json`); an empty source is no error here."""
+        """Yield rows one by one, for sources larger than memory (all but `.json`); an empty source is no error here."""
         if self.is_object:
             return self._object()
         path = self.path
@@ -274,7 +274,7 @@ def _parsed(text: str, where: str) -> object:
 
 
 def _whole(values: object, where: str) -> object:
-    """A record whose texts are whole (see `whole_text`)."""
+    """Apply `whole_text` to all texts of a record."""
     written = json.dumps(values, ensure_ascii=False)
     if (whole := whole_text(written)) == written:
         return values

@@ -10,7 +10,7 @@ from mmrl.tasks.dspy.base import awaits
 
 
 def refused(function: Callable[..., Any], *args: object, **named: object) -> str | None:
-    """The arguments that a function takes, as it has them in brackets, if it cannot be called with these."""
+    """Return a function's parameter list as text, if it cannot be called with these arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of compiled code, which does not say

@@ -100,15 +100,15 @@ class DspyTask(Task):
 
     @abstractmethod
     def mini(self, split: str) -> Sequence[Example]:
-        """The mini world's examples of a split, for a config that names no data."""
+        """Return the mini world's examples of a split, for a config that names no data."""
 
     @abstractmethod
     def read(self, split: str) -> Sequence[Example]:
-        """The examples of a split's source."""
+        """Read the examples of a split's source."""
 
     @abstractmethod
     def make_program(self) -> Any:
-        """The raw `dspy.Module`, called with the inputs of an example as keywords."""
+        """Build the raw `dspy.Module`, called with the inputs of an example as keywords."""
 
     def option_problems(self) -> list[str]:
         """Options that were set and have no effect; the schema has refused what no program of this task reads."""
@@ -132,7 +132,7 @@ class DspyTask(Task):
         return self.config.data.files
 
     def rows(self, split: str) -> list[Row]:
-        """The rows of a split's source, each checked to be an object."""
+        """Read the rows of a split's source, each checked to be an object."""
         source = Source(f"task.data.{split}", self.sources[split])
         rows = source.rows(split)
         for row in rows:
@@ -154,7 +154,7 @@ class DspyTask(Task):
         )
 
     def sampled(self, split: str, shuffled: Sequence[Example], what: str) -> Sequence[Example]:
-        """The paper's sample of a split.
+        """Return the paper's sample of a split.
 
         Args:
             shuffled: items of its source.
@@ -205,7 +205,7 @@ def awaits(module: dspy.Module) -> bool:
 
 
 def read_json(key: str, path: str) -> Any:
-    """The content of a JSON file that a config key names.
+    """Read a JSON file that a config key names.
 
     Raises:
         DataError: it cannot be read, or is not JSON.
@@ -219,7 +219,7 @@ def read_json(key: str, path: str) -> Any:
 
 
 def text_of(key: str, row: Row, *names: str, empty: bool = False) -> str:
-    """The first of the fields `names` that a row has, as text.
+    """Return the first of the fields `names` that a row has, as text.
 
     Raises:
         DataError: it has none of them, or something other than text, or nothing in it (unless `empty`).

@@ -169,6 +169,6 @@ class Hover(dspy.Module):
 
 
 def needed(queries: Iterable[str | None]) -> list[str]:
-    """The queries without those that say None or nothing, and without repetition."""
+    """Return the queries without those that say None or nothing, and without repetition."""
     texts = [(query or "").strip() for query in queries]
     return list(dict.fromkeys(text for text in texts if text and text.strip("\"'.").lower() != "none"))

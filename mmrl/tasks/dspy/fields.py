@@ -25,7 +25,7 @@ _CLOSES = {"]": "[", "}": "{", ")": "("}
 
 
 def adapter_in_use(layout: str) -> dspy.Adapter:
-    """The user's adapter (`dspy.configure(adapter=...)`) or DSPy's chat adapter, in a layout (`task.prompt_layout`)."""
+    """Return the user's adapter (`dspy.configure(adapter=...)`) or DSPy's chat adapter, in `task.prompt_layout`."""
     import dspy
 
     adapter: dspy.Adapter = dspy.settings.adapter or dspy.ChatAdapter()
@@ -33,7 +33,7 @@ def adapter_in_use(layout: str) -> dspy.Adapter:
 
 
 def shared_first(inner: dspy.Adapter) -> dspy.Adapter:
-    """A copy of an adapter that reminds of the output fields at the end of the system message and not after the item.
+    """Copy an adapter; the copy lists the output fields at the end of the system message, not after the item.
 
     What follows the item is in no prefix that two prompts share. Of a classifier with many labels, whose reminder lists
     them all, that is half of every prompt.

@@ -93,7 +93,7 @@ class HoverTask(DspyTask):
         ]
 
     def _documents(self) -> Sequence[Document]:
-        """The corpus; empty where a server has it and it is not known."""
+        """Return the corpus; empty if only a server has it."""
         config = self.config
         named = named_corpus(config.retriever, config.corpus)
         if not named and self.sources:
@@ -171,7 +171,7 @@ class HoverTask(DspyTask):
         return Hover(self.config.search_hops, *self.top_k, self.config.passages)
 
     def search(self, queries: Sequence[str], top_k: int) -> list[Passage] | Awaitable[list[Passage]]:
-        """The tool `search`: `top_k` passages for each query, one list after the other.
+        """Search, as the tool `search`: `top_k` passages for each query, one list after the other.
 
         To be awaited where the retriever is behind HTTP.
         """

@@ -30,7 +30,7 @@ def counts() -> str:
 
 
 def reset() -> None:
-    """A run begins."""
+    """Reset the counts at the start of a run."""
     with _lock:
         _counts.clear()
 
@@ -44,7 +44,7 @@ def _note(kind: str, text: str) -> None:
 
 
 def _written(record: logging.LogRecord) -> bool:
-    """A filter of DSPy's handler: whether it writes the record."""
+    """Filter a record of DSPy's handler: True if it is written."""
     if tape.current() is None or record.levelno < logging.WARNING:
         return True
     # Of the same kind are warnings that begin alike, up to their first value or reason.
@@ -53,7 +53,7 @@ def _written(record: logging.LogRecord) -> bool:
 
 
 def _print(kind: str, *values: object, **options: Any) -> None:
-    """`print` of a module that prints nothing but attempts that failed."""
+    """Replace `print` in a module that prints only failed attempts."""
     if tape.current() is None:
         builtins.print(*values, **options)
     else:

@@ -60,7 +60,7 @@ class OwnTask:
     main_metric: str = "reward"
 
     def __call__(self, config: TaskConfig, seed: int) -> Task:
-        """The task of a config.
+        """Build the task of a config.
 
         Raises:
             ConfigError: options without effect, a program that cannot be one, no data, bad data; all at once.
@@ -176,11 +176,11 @@ class _PluginTask(_RecordTask):
         ]
 
     def metadata(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The fields that the program does not see: one that saw the reference could copy it."""
+        """Return the fields that the program does not see: one that saw the reference could copy it."""
         return {field: value for field, value in record.items() if field not in (*self.parts_given.inputs, "id")}
 
     async def score(self, example: Example, prediction: object, path: Sequence[Call], reward_set: str) -> Score:
-        """The score of the reward function.
+        """Return the score of the reward function.
 
         Raises:
             RewardFailure: it is neither a number nor a `Score`.
@@ -221,11 +221,11 @@ class ImportedTask(_RecordTask):
         raise ConfigError("task.data: task dspy has no mini world; expected files, such as task.data.train=train.jsonl")
 
     def metadata(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The whole record."""
+        """Return the whole record."""
         return dict(record)
 
     async def score(self, example: Example, prediction: object, path: Sequence[Call], reward_set: str) -> Score:
-        """The metric's number, or its `score` beside other numbers, which are reported.
+        """Return the metric's number, or its `score` beside other numbers, which are reported.
 
         Raises:
             RewardFailure: there is no `score`, or a number is not finite.
@@ -261,7 +261,7 @@ class ImportedTask(_RecordTask):
 
 
 def _program(given: Any, modules: Sequence[str], name: str, key: Callable[[str], str]) -> object:
-    """The program: a raw `dspy.Module` (wrapped by whoever builds the task), or one that runs as it is.
+    """Return the program: a raw `dspy.Module` (wrapped by the code that builds the task), or one that runs as it is.
 
     Args:
         given: a program, what makes one without arguments, or an async function.
@@ -304,7 +304,7 @@ def _is_program(value: object) -> bool:
 
 
 def _numbers(result: object) -> dict[str, float]:
-    """The numbers of a metric's result: a number is the `score`; of a mapping, the values that are numbers."""
+    """Return the numbers of a metric's result: a number is the `score`; of a mapping, the values that are numbers."""
     # Where DSPy was never imported nothing can be an object of it, and importing it takes seconds.
     dspy = sys.modules.get("dspy")
     values = result.toDict() if dspy is not None and isinstance(result, dspy.Example) else result

@@ -126,7 +126,7 @@ class PapillonTask(DspyTask):
         return Papillon()
 
     async def ask_external(self, request: str) -> str:
-        """The tool `external`: what the untrusted model answers.
+        """Ask the untrusted model, as the tool `external`.
 
         Raises:
             ToolFailure: the endpoint did not answer.
@@ -202,7 +202,7 @@ def _names(text: str) -> set[str]:
 
 
 def plain(text: str) -> str:
-    """`text` without field headers (`[[ ## … ## ]]`) and chat-template markers (`<|…|>`): spaces break them.
+    """Disarm field headers (`[[ ## … ## ]]`) and chat-template markers (`<|…|>`) in `text`: spaces break them.
 
     So what the policy wrote can neither forge another field of the judge's prompt nor end its turn.
     """

@@ -20,13 +20,13 @@ class Host(Protocol):
     """Rollout's interface to the module that it runs."""
 
     def tool(self, name: str, **arguments: object) -> Coroutine[Any, Any, Any]:
-        """`Context.tool` of the rollout."""
+        """Call `Context.tool` of the rollout."""
         ...
 
     def remember(
         self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]
     ) -> Coroutine[Any, Any, Any]:
-        """`Context.remember` of the rollout."""
+        """Call `Context.remember` of the rollout."""
         ...
 
     def on_loop(self) -> bool:
@@ -57,7 +57,7 @@ def running(host: Host) -> Iterator[None]:
 
 
 def current() -> Host | None:
-    """The host of the rollout that is running, if any."""
+    """Return the host of the rollout that is running, if any."""
     return _HOST.get()
 
 
@@ -73,7 +73,7 @@ async def use_tool(name: str, **arguments: object) -> Any:
 
 
 def use_tool_sync(name: str, **arguments: object) -> Any:
-    """The same from a module that has only `forward`."""
+    """Use a tool from a module that has only `forward`."""
     host = _host(name)
     return host.wait(host.tool(name, **arguments))
 

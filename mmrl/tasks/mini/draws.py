@@ -26,7 +26,7 @@ class Draws:
         self._random = rng.stream("mini", *key).random
 
     def below(self, count: int) -> int:
-        """An integer in [0, count)."""
+        """Draw an integer in [0, count)."""
         return int(self._random() * count)
 
     def pick(self, choices: Sequence[T]) -> T:

@@ -31,7 +31,7 @@ def mini_corpus() -> tuple[Document, ...]:
 
 
 def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa", stepwise: bool = False) -> list[Example]:
-    """The multi-hop questions of a split; `metadata["hops"]` has the reasoning that demonstrations are made from.
+    """Return the multi-hop questions of a split; `metadata["hops"]` has the reasoning for demonstrations.
 
     The kinds are mixed as `dataset` has them: `hotpotqa` all (a quarter comparisons), `2wiki` as many comparisons as
     bridges, `musique` bridges alone. The questions of the last two are among those of the first, in the same split.
@@ -53,7 +53,7 @@ def mini_questions(dataset: str, split: str, corpus: str = "mini", stepwise: boo
 
 
 def mini_single(split: str, corpus: str = "mini") -> list[Example]:
-    """The single-hop questions of a split."""
+    """Return the single-hop questions of a split."""
     return [_question(record, corpus) for record in _records(f"{split}/singles")]
 
 
@@ -65,7 +65,7 @@ def mini_search(split: str, corpus: str = "mini") -> list[Example]:
 
 
 def mini_records(split: str, kind: str) -> list[Example]:
-    """The `claims`, `support` queries or private `requests` of a split.
+    """Return the `claims`, `support` queries or private `requests` of a split.
 
     Demonstrations are made from `notes`, `reason` and `ask` of their metadata.
     """

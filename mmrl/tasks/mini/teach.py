@@ -56,7 +56,7 @@ def _hops(example: Example, most: int | None = None) -> list[Hop]:
 
 
 def _then(hop: Hop) -> str:
-    """The thought after a search."""
+    """Return the thought after a search."""
     return f"it is {hop['answer']}" if hop["answer"] is not None else f"now I have read {hop['title']}"
 
 
@@ -227,7 +227,7 @@ class Filled:
 
 @demonstrations.register
 def _dspy(task: DspyTask, example: Example) -> list[Demonstration]:
-    """The prompts of the program's predictors, as they are now, and outputs in the form that their adapter parses."""
+    """Return the current prompts of the program's predictors, with outputs in the form that their adapter parses."""
     return [task.program.demonstration(call.module, call.inputs, call.outputs) for call in filled(task, example)]
 
 
@@ -239,14 +239,14 @@ def filled(task: object, example: Example) -> list[Filled]:
 
 @filled.register
 def _banking77(task: Banking77Task, example: Example) -> list[Filled]:
-    """A short reason and the label; of data files, which hold labels alone, the label after no reason."""
+    """Return a short reason and the label; of data files, which hold labels alone, the label after no reason."""
     reason, label = example.metadata.get("reason", ""), example.metadata["label"]
     return [Filled("classify.predict", example.inputs, {"reasoning": reason, "label": label})]
 
 
 @filled.register
 def _papillon(task: PapillonTask, example: Example) -> list[Filled]:
-    """A request without the private pieces, and the external model's text made out in the asker's name."""
+    """Return a request without the private pieces, and the external model's text with the asker's name."""
     ask = example.metadata.get("ask")
     if ask is None:
         return []

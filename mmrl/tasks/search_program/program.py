@@ -89,7 +89,7 @@ def parse_selection(text: str, candidates: int) -> Selection:
 
 
 def parse_answer(text: str) -> str:
-    """The answer in an answerer's output: the last paragraph without `*`, after an "Answer:" if it has one."""
+    """Parse the answer from an answerer's output: the last paragraph without `*`, after an "Answer:" if it has one."""
     paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text.replace("*", "")) if part.strip()]
     if not paragraphs:
         return ""
