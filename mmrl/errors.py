@@ -201,9 +201,9 @@ OWN_CODE = frozenset({ProgramFailure.kind, RewardFailure.kind, ReplayDivergence.
 
 def failed_how(kinds: Iterable[str]) -> str:
     """Describe why rollouts failed through no fault of the model, by kind of failure: the words after "failed"."""
-    own = {kind in OWN_CODE for kind in kinds}
+    causes = {kind in OWN_CODE for kind in kinds}
     code = "in the code of the program or its reward"
-    return code if own == {True} else f"from outside causes and {code}" if True in own else "from outside causes"
+    return code if causes == {True} else f"from outside causes and {code}" if True in causes else "from outside causes"
 
 
 _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -221,9 +221,9 @@ def storage_error(error: Exception, path: object = None) -> StorageError | None:
     Args:
         path: what was to be written, where the error does not say it.
     """
-    place, number, reason = path, 0, ""
+    file, number, reason = path, 0, ""
     if isinstance(error, OSError):
-        place = path if error.filename is None else error.filename
+        file = path if error.filename is None else error.filename
         number, reason = error.errno or 0, error.strerror or str(error)
     elif match := re.search(r"\(os error (\d+)\)", str(error)):
         # safetensors and tokenizers say it in words, the latter as a plain `Exception`
@@ -231,10 +231,10 @@ def storage_error(error: Exception, path: object = None) -> StorageError | None:
     elif isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH_CANNOT_WRITE):
         number, reason = errno.ENOSPC, os.strerror(errno.ENOSPC)
     # A full or failing disk is always one; of the others only those that name a file (a pipe or socket has none).
-    if number not in _ROOM + _PLACE or (place is None and number not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
+    if number not in _ROOM + _PLACE or (file is None and number not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
         return None
     remedy = "free some space there" if number in _ROOM else "see that a file can be read and written there"
-    return StorageError(f"{'the output' if place is None else place}: {reason}; {remedy}, and run it again")
+    return StorageError(f"{'the output' if file is None else file}: {reason}; {remedy}, and run it again")
 
 
 @contextmanager
@@ -259,8 +259,8 @@ def print_error(error: MmrlError) -> None:
     lines = error.problems if isinstance(error, ConfigError) else [str(error)]
     for text in lines[:SHOWN]:
         line = " ".join(text.splitlines())  # a value that it quotes may have several
-        shown = line if len(line) <= LONGEST else f"{line[:LONGEST]}... ({len(line) - LONGEST} more characters)"
-        print(f"error: {shown}", file=sys.stderr)
+        message = line if len(line) <= LONGEST else f"{line[:LONGEST]}... ({len(line) - LONGEST} more characters)"
+        print(f"error: {message}", file=sys.stderr)
     if len(lines) > SHOWN:
         print(f"error: {len(lines) - SHOWN} more problems", file=sys.stderr)
 
@@ -279,9 +279,9 @@ MANY = 30
 def unknown(path: str, got: object, choices: Iterable[str]) -> str:
     """Return the sentence for a name that is not among the valid choices; of very many, it names the nearest."""
     valid = sorted(choices)
-    shown = ", ".join(valid)
+    names = ", ".join(valid)
     # The nearest are named whatever their distance: a list that says nothing is worse than a poor guess.
     if len(valid) > MANY:
         near = difflib.get_close_matches(str(got), valid, n=5, cutoff=0.0)
-        shown = f"{len(valid)} names, the nearest are {', '.join(near)}"
-    return f"{path}: got '{got}', expected one of {shown}{nearest(str(got), valid)}"
+        names = f"{len(valid)} names, the nearest are {', '.join(near)}"
+    return f"{path}: got '{got}', expected one of {names}{nearest(str(got), valid)}"

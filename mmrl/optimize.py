@@ -150,7 +150,7 @@ class MMRL(Teleprompter):
             "task.data.dev": put(f"dev_{number}_{_digest(dev)}", list(dev)),
         }
         arguments = {"task": "dspy", "algo": self.algo, **names, "task.inputs": list(_inputs(train, "trainset"))}
-        arguments |= _model(self.model)
+        arguments |= _model_words(self.model)
         if self.run_dir is not None:
             arguments["run.dir"] = str(self.run_dir)
         # the `name` of a group's mapping is the choice of that group
@@ -345,10 +345,10 @@ def _digest(examples: Sequence[dspy.Example]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _model(model: str | None) -> dict[str, str]:
+def _model_words(model: str | None) -> dict[str, str]:
     """Return the words for `model`: a file of `conf/model`, or any other model with the neutral config."""
-    if model is None or model in (known := options("model")):
+    if model is None or model in (names := options("model")):
         return {} if model is None else {"model": model}
     if model in SHIPPED:
         return {"model": "tiny", "model.path": model}
-    return {"model": "hf", "model.path": model} if "hf" in known else {"model.path": model}
+    return {"model": "hf", "model.path": model} if "hf" in names else {"model.path": model}

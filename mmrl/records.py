@@ -196,11 +196,11 @@ class Forest:
     def part(self, examples: Iterable[str]) -> Forest:
         """Return the part that belongs to some examples."""
         # Mostly all of it: then the same forest, without a copy of a large batch.
-        chosen = set(examples)
-        if chosen.issuperset(self.examples) and all(call.example in chosen for call in self.calls.values()):
+        ids = set(examples)
+        if ids.issuperset(self.examples) and all(call.example in ids for call in self.calls.values()):
             return self
-        calls = {key: call for key, call in self.calls.items() if call.example in chosen}
-        return replace(self, calls=calls, rollouts=tuple(r for r in self.rollouts if r.example in chosen))
+        calls = {key: call for key, call in self.calls.items() if call.example in ids}
+        return replace(self, calls=calls, rollouts=tuple(r for r in self.rollouts if r.example in ids))
 
     def path(self, rollout: Rollout) -> tuple[Call, ...]:
         """Calls of `rollout`, root first; empty if it failed before its first call."""

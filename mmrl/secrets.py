@@ -86,8 +86,8 @@ def add_secret(name: str, value: str, anyway: bool = False) -> None:
     if value in _secrets or not (worth_hiding(value) or (anyway and len(value) >= LEAST)):
         return
     _secrets[value] = name
-    made = {form: reference for known, at in _secrets.items() for form, reference in _forms_of(known, at).items()}
-    _forms = tuple(sorted(made.items(), key=lambda pair: -len(pair[0])))
+    forms = {form: mark for secret, variable in _secrets.items() for form, mark in _forms_of(secret, variable).items()}
+    _forms = tuple(sorted(forms.items(), key=lambda pair: -len(pair[0])))
 
 
 def add_environment() -> None:
@@ -171,8 +171,8 @@ def _forms_of(value: str, name: str) -> dict[str, str]:
         coded = base64.b64encode(b"\0" * shift + raw).decode().rstrip("=")
         inner = coded[(shift * 8 + 5) // 6 : len(coded) - ((len(raw) + shift) % 3 != 0)]
         other += [inner, inner.replace("+", "-").replace("/", "_")]
-    made = {form: mark for form in other if len(form) >= LEAST} | forms
-    return made | {value: reference}
+    marks = {form: mark for form in other if len(form) >= LEAST} | forms
+    return marks | {value: reference}
 
 
 class HidingStream:

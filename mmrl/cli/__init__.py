@@ -117,8 +117,8 @@ def _dispatch(words: Sequence[str]) -> int:
     if problems:
         raise ConfigError(problems)
     if "_MMRL_COMPLETE" in os.environ or words[:1] in (["--install-completion"], ["--show-completion"]):
-        asked: int = app(words, standalone_mode=False, prog_name="mmrl")
-        return asked
+        completion: int = app(words, standalone_mode=False, prog_name="mmrl")
+        return completion
     # Typer's page of all commands knows nothing of the config groups, so the first word is looked at here.
     first = words[0] if words else "--help"
     if first in ("-h", "--help", "help"):

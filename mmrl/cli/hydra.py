@@ -58,8 +58,8 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
     """
     try:
         sections = _sections(config_name, _composition(config_name, overrides, config_dir))
-        if config_name == "eval" and (more := policy_words(sections, overrides, config_dir)):
-            sections = _sections(config_name, _composition(config_name, [*overrides, *more], config_dir))
+        if config_name == "eval" and (policy_overrides := policy_words(sections, overrides, config_dir)):
+            sections = _sections(config_name, _composition(config_name, [*overrides, *policy_overrides], config_dir))
         return sections
     except (HydraException, OmegaConfBaseException) as error:
         raise _refusal(error) from None

@@ -71,9 +71,9 @@ def name_problems(name: str, top: Path) -> list[str]:
         return [f"mmrl new-task: got '{name}', expected a name for a Python package: letters, digits, _"]
     if (conf_dir() / "task" / f"{name}.yaml").exists():
         return [f"mmrl new-task: '{name}' is a task of mmrl's own; expected another name"]
-    taken = [path for path in (top / name, top / "conf" / "task" / f"{name}.yaml") if path.exists()]
-    if taken:
-        return [f"mmrl new-task: {path} exists, and nothing is overwritten; expected another name" for path in taken]
+    existing = [path for path in (top / name, top / "conf" / "task" / f"{name}.yaml") if path.exists()]
+    if existing:
+        return [f"mmrl new-task: {path} exists, and nothing is overwritten; expected another name" for path in existing]
     # The current folder is searched last when plugins are imported, so an installed package of that name would win.
     if importlib.util.find_spec(name) is not None:
         return [f"mmrl new-task: '{name}' is an installed Python package, which would hide the task's; another name"]

@@ -110,8 +110,8 @@ def value_text(override: Override) -> str | None:
 
 def searched(line: CommandLine) -> bool:
     """True if a sweeper chooses values as it goes (`hydra/sweeper=optuna`), so that its jobs cannot be listed."""
-    chosen = [value_text(override) for override in line.overrides if override.key_or_group == "hydra/sweeper"]
-    return line.multirun and any(name not in (None, "basic") for name in chosen)
+    sweepers = [value_text(override) for override in line.overrides if override.key_or_group == "hydra/sweeper"]
+    return line.multirun and any(name not in (None, "basic") for name in sweepers)
 
 
 def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
@@ -137,9 +137,9 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
         except HydraException as error:
             raise ConfigError(f"{override.input_line}: {error}") from None
         axes[override.get_key_element()] = [(override, value) for value in values]
-        again = [value for value in dict.fromkeys(values) if values.count(value) > 1 and not search]
+        repeats = [value for value in dict.fromkeys(values) if values.count(value) > 1 and not search]
         problems += [
-            f"{override.key_or_group}: got {value} more than once, which would be the same run" for value in again
+            f"{override.key_or_group}: got {value} more than once, which would be the same run" for value in repeats
         ]
     # Of a search its begin and its end, in all of its keys at once: what is wrong is reported before anything runs. Of
     # a grid the last key varies fastest, as in Hydra's own sweeper, so that jobs have the same numbers there.
@@ -211,29 +211,29 @@ def policy_words(sections: Mapping[str, object], words: Sequence[str], config_di
     if elsewhere:
         name, keys = "hf", {}
     name = name if name in options("model", config_dir) else "hf"
-    chosen = model.get("name") != "tiny" or name == "tiny" or "model" in user_keys
-    more = [] if chosen else [f"model={name}"]
-    if model.get("path") is None or (more and name == "hf"):
+    explicit = model.get("name") != "tiny" or name == "tiny" or "model" in user_keys
+    added = [] if explicit else [f"model={name}"]
+    if model.get("path") is None or (added and name == "hf"):
         # an endpoint's texts are read by a tokenizer that is here
         keys = {"path": "tiny" if elsewhere else policy, **keys}
-    more += [
+    added += [
         f"++model.{key}={hydra_value(key, value)}" for key, value in keys.items() if f"model.{key}" not in user_keys
     ]
     task, prompts = prompts_of(policy) if not elsewhere else (None, None)
     # Weights that were trained with prompts of their own are evaluated with these, on the task that they are for.
     if prompts is not None and value_at(sections, "task.name") == task and "task.prompts" not in user_keys:
-        more.append(f"++task.prompts={hydra_value('task.prompts', prompts)}")
-    return more
+        added.append(f"++task.prompts={hydra_value('task.prompts', prompts)}")
+    return added
 
 
 def refuse_beside_resume(line: CommandLine, *allowed: str) -> None:
     """Raises `ConfigError` for anything beside `resume=` but the keys that are `allowed`."""
     line = line.without(allowed)
-    others = [f"{key}={value}" for key, value in line.command_keys.items() if key != "resume"]
-    if line.overrides or line.switches or others:
-        extra = ", ".join([*others, *line.words, *line.switches])
-        more = f" (but {' '.join(allowed)}: further steps)" if allowed else ""
-        raise ConfigError(f"resume: a run continues with the config it was started with{more}; remove {extra}")
+    pairs = [f"{key}={value}" for key, value in line.command_keys.items() if key != "resume"]
+    if line.overrides or line.switches or pairs:
+        extra = ", ".join([*pairs, *line.words, *line.switches])
+        exception = f" (but {' '.join(allowed)}: further steps)" if allowed else ""
+        raise ConfigError(f"resume: a run continues with the config it was started with{exception}; remove {extra}")
 
 
 def hydra_value(key: str, value: object) -> str:

@@ -127,8 +127,8 @@ class MhgpoConfig(GroupConfig, PenaltyConfig):
 
     def trains(self, module: str) -> bool:
         """True if the module is in the loss."""
-        chosen = self.train_modules is None or module in self.train_modules
-        return chosen and module not in self.freeze_modules
+        trained = self.train_modules is None or module in self.train_modules
+        return trained and module not in self.freeze_modules
 
     def leaving_out(self, modules: Collection[str]) -> AlgoConfig:
         """MHGPO divides by the number of trained slots, so it must know of every module that is left out."""

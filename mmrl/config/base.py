@@ -56,8 +56,8 @@ class Idle(NamedTuple):
 
 
 def _holds(value: object, sign: str, wanted: str) -> bool:
-    found = wanted in str(value) if sign[-1] == "~" else literal(value) in wanted.split("|")
-    return found != sign.startswith("!")
+    matches = wanted in str(value) if sign[-1] == "~" else literal(value) in wanted.split("|")
+    return matches != sign.startswith("!")
 
 
 class Section(BaseModel):
@@ -150,8 +150,8 @@ def is_address(url: str) -> bool:
         port = parts.port
     except ValueError:  # a port that is no number or above 65535, a bracket that is not closed
         return False
-    known = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
-    return known and url.isprintable() and " " not in url
+    http = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
+    return http and url.isprintable() and " " not in url
 
 
 class ServerArguments(Section):
@@ -179,16 +179,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def address_problem(url: str, more: str = "") -> str | None:
+def address_problem(url: str, suffix: str = "") -> str | None:
     """Say why `url` is no address that a config may hold, beginning with "got"; the password in one is not repeated.
 
     Args:
-        more: what is expected besides, for the sentence.
+        suffix: what is expected besides, for the sentence.
     """
     if "@" in url.partition("?")[0]:
         return "got an address with a user or password, which run directories would keep; take an environment variable"
     if not is_address(url):
-        return f"got '{url}', expected http://HOST[:PORT]… or https://…{more}"
+        return f"got '{url}', expected http://HOST[:PORT]… or https://…{suffix}"
     named = [name for name, value in parse_qsl(urlsplit(url).query) if secret_name(name) and holder(value) is None]
     if named:
         return (
@@ -198,13 +198,13 @@ def address_problem(url: str, more: str = "") -> str | None:
     return None
 
 
-def reasons(error: ValidationError, most: int = 5) -> str:
+def reasons(error: ValidationError, limit: int = 5) -> str:
     """Return the fields that a schema refuses, and why, in one line."""
-    problems = error.errors(include_url=False, include_context=False, include_input=False)[:most]
-    places = (".".join(str(part) for part in problem["loc"]) for problem in problems)
+    problems = error.errors(include_url=False, include_context=False, include_input=False)[:limit]
+    paths = (".".join(str(part) for part in problem["loc"]) for problem in problems)
     return "; ".join(
         f"{path}: {problem['msg'].removeprefix('Value error, ')}".removeprefix(": ")
-        for path, problem in zip(places, problems, strict=True)
+        for path, problem in zip(paths, problems, strict=True)
     )
 
 
@@ -217,13 +217,13 @@ def value_at(sections: object, path: str) -> object:
     return value
 
 
-def leaves(sections: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+def leaves(sections: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Dotted paths of a mapping of mappings, and their values; an empty mapping is a value."""
     for key, value in sections.items():
         if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{above}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{above}{key}", value
+            yield f"{prefix}{key}", value
 
 
 def flattened(config: Mapping[str, object]) -> dict[str, object]:

@@ -156,8 +156,10 @@ def build_schema(words: Collection[str]) -> type[BuildIndexArguments]:
     name = next((word.partition("=")[2] for word in words if word.startswith("retriever=")), "bm25")
     fields = RETRIEVER_SCHEMAS.get(name, Bm25Config).model_fields
     searching = LocalRetrieverConfig.model_fields
-    more: dict[str, Any] = {key: (field.annotation, field) for key, field in fields.items() if key not in searching}
-    return create_model("BuildIndexArguments", __base__=BuildIndexArguments, **more)
+    index_fields: dict[str, Any] = {
+        key: (field.annotation, field) for key, field in fields.items() if key not in searching
+    }
+    return create_model("BuildIndexArguments", __base__=BuildIndexArguments, **index_fields)
 
 
 class SearchIndexArguments(IndexArguments):

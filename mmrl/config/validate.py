@@ -142,8 +142,8 @@ def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, o
         if kind == "extra_forbidden":
             sentences += _unknown_key(schema, parts, item["input"], raw or {})
         elif kind == "missing":
-            how = "expected model.path=FOLDER_OR_HUB_ID" if path == "model.path" else "a value is required"
-            sentences.append(f"{path}: missing, {how}")
+            expected = "expected model.path=FOLDER_OR_HUB_ID" if path == "model.path" else "a value is required"
+            sentences.append(f"{path}: missing, {expected}")
         elif kind == "value_error":
             # A section's own check names the key itself, a field's own check starts with what it got.
             for message in item["ctx"]["error"].args:
@@ -153,10 +153,10 @@ def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, o
         else:
             section = f"a section: {path}.KEY=VALUE"
             words = {"model_type": section, "dict_type": section, "tuple_type": f"a list: {path}=[a,b]"}
-            plain = (
+            wanted = (
                 item["msg"].removeprefix("Input should be ").removeprefix("a valid ").replace("String should ", "to ")
             )
-            sentences.append(f"{path}: got {quoted(item['input'])}, expected {words.get(kind, plain)}")
+            sentences.append(f"{path}: got {quoted(item['input'])}, expected {words.get(kind, wanted)}")
     return sentences
 
 
@@ -165,38 +165,38 @@ LABELS = {"task": "task ", "engine": "engine=", "task.retriever": "task.retrieve
 
 def _unknown_key(schema: type[BaseModel], parts: list[str], value: object, raw: Mapping[str, object]) -> Iterator[str]:
     """Sentences for a key that is not in its section's schema."""
-    path, above, key = ".".join(parts), ".".join(parts[:-1]), parts[-1]
+    path, section, key = ".".join(parts), ".".join(parts[:-1]), parts[-1]
     fields = _fields_at(schema, parts[:-1], raw)
     if fields is None:
         return  # the name that chooses the schema is wrong itself, and is reported
-    having = [name for name, other in CHOICES.get(above, {}).items() if key in other.model_fields]
+    having = [name for name, other in CHOICES.get(section, {}).items() if key in other.model_fields]
     if having:
-        name, users = _chosen_name(raw, above), ", ".join(having)
+        name, users = _chosen_name(raw, section), ", ".join(having)
         # One sentence for each key that was typed: `task.judge.url`, not the section around it.
         for leaf, leaf_value in flattened({path: value}).items():
-            got = "" if above == "algo" else f"got {literal(leaf_value)}, which "
-            yield f"{leaf}: {got}has no effect with {LABELS.get(above, '')}{name}; it is an option of {users}"
+            got = "" if section == "algo" else f"got {literal(leaf_value)}, which "
+            yield f"{leaf}: {got}has no effect with {LABELS.get(section, '')}{name}; it is an option of {users}"
     else:
-        meant = nearest(key, fields) if above else meant_keys(key) or nearest(key, fields)
-        yield f"{path}: unknown key{meant} (valid here: {', '.join(sorted(fields))})"
+        hint = nearest(key, fields) if section else meant_keys(key) or nearest(key, fields)
+        yield f"{path}: unknown key{hint} (valid here: {', '.join(sorted(fields))})"
 
 
 def meant_keys(key: str) -> str:
     """Return `"; did you mean train.steps?"` for a key that was typed without its section, or an empty string."""
-    found = []
+    keys = []
     for section, field in TrainCommandConfig.model_fields.items():
         kinds = CHOICES.get(section, {}).values() or _sections_of(field.annotation)
         if any(key in kind.model_fields for kind in kinds):
-            found.append(f"{section}.{key}")
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+            keys.append(f"{section}.{key}")
+    return f"; did you mean {' or '.join(keys)}?" if keys else ""
 
 
 def _chosen_name(raw: Mapping[str, object], path: str) -> str:
     """Return the name that picks the schema at `path`, as far as the mapping gives one."""
     section = value_at(raw, path)
     # the defaults of the two sections whose name may be left out
-    default = {"engine": "auto", "task.retriever": "bm25"}.get(path)
-    name = section.get("name", default) if isinstance(section, Mapping) else default
+    wanted = {"engine": "auto", "task.retriever": "bm25"}.get(path)
+    name = section.get("name", wanted) if isinstance(section, Mapping) else wanted
     if path == "engine" and name == "auto":
         hardware = value_at(raw, "hardware")
         fallback = HardwareConfig.model_fields["engine"].default

@@ -110,8 +110,8 @@ class Encoder:
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise DataError(f"encoder '{self.model}': cannot be loaded by sentence-transformers: {error}") from None
         if encoder.similarity_fn_name not in (None, "cosine", "dot"):
-            how = f"is compared by {encoder.similarity_fn_name}, expected cosine or dot (inner product)"
-            raise DataError(f"encoder '{self.model}': {how}")
+            problem = f"is compared by {encoder.similarity_fn_name}, expected cosine or dot (inner product)"
+            raise DataError(f"encoder '{self.model}': {problem}")
         if self.treatment.normalise is False and any(isinstance(module, Normalize) for module in encoder):
             raise DataError(f"encoder '{self.model}': normalise=false has no effect: its own files normalise")
         return encoder

@@ -88,10 +88,10 @@ def packages_missing(config: RetrieverConfig) -> list[str]:
     ]
 
 
-def server_problems(what: str) -> list[str]:
+def server_problems(feature: str) -> list[str]:
     """Packages of the extra `server` that are missing."""
     missing = [module for module in ("fastapi", "uvicorn") if importlib.util.find_spec(module) is None]
-    return [f"{what} needs {' and '.join(missing)}; pip install 'mmrl[server]'"] if missing else []
+    return [f"{feature} needs {' and '.join(missing)}; pip install 'mmrl[server]'"] if missing else []
 
 
 def open_retriever(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:

@@ -54,7 +54,7 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
         Counts and hash.
     """
     # Hashes, not texts: 21 million passages of Wikipedia are 14 GB of text.
-    known: set[bytes] = set()
+    hashes: set[bytes] = set()
     ids: set[int] = set()
     offsets, titles = [0], []
     digest = hashlib.blake2b(digest_size=16)
@@ -65,10 +65,10 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
             # Control characters as separators, so that titles and texts do not run into each other.
             content = f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass")
             key = hashlib.blake2b(content, digest_size=16).digest()
-            if key in known:
+            if key in hashes:
                 duplicates += 1
                 continue
-            known.add(key)
+            hashes.add(key)
             digest.update(content)
             text_bytes += len(content) - 2
             name = document.id

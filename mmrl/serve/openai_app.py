@@ -63,8 +63,8 @@ class _Shape:
 
     schema: type[ChatRequest] | type[CompletionRequest]
     prefix: str
-    whole: str
-    part: str
+    kind: str
+    chunk_kind: str
     content: Callable[[str], dict[str, object]]
     delta: Callable[[str], dict[str, object]]
     first: Mapping[str, object]
@@ -166,12 +166,12 @@ class _Server:
         try:
             running = _Running(self.served, parsed, await self._generation(parsed))
             # Once a stream has begun its status is sent, so what is refused at once must come before.
-            await running.begun()
+            await running.raise_refusal()
             if parsed.stream:
                 streams = True
                 return _stream_response(self._stream(running, shape), release)
             await _until_done(running.task, request)
-            return JSONResponse(_whole(running, shape))
+            return JSONResponse(_response_body(running, shape))
         finally:
             if not streams:
                 release()
@@ -185,7 +185,7 @@ class _Server:
         if parsed.model not in self.served.models:
             text = f"model: got '{parsed.model[:100]}', expected one of {', '.join(self.served.models)}"
             raise Refused(404, text, "model", "model_not_found")
-        ids = await (self._chat(parsed) if isinstance(parsed, ChatRequest) else self._plain(parsed.prompt))
+        ids = await (self._chat(parsed) if isinstance(parsed, ChatRequest) else self._encode_prompt(parsed.prompt))
         # Without a seed a repeated request must give another completion; with one, the same.
         seed = secrets.randbits(64) if parsed.seed is None else parsed.seed
         sampling = Sampling(
@@ -209,7 +209,7 @@ class _Server:
         except TemplateError as error:
             raise Refused(400, f"messages: the model's chat template refuses them: {error}", "messages") from None
 
-    async def _plain(self, prompt: str | list[int] | list[str]) -> Sequence[int]:
+    async def _encode_prompt(self, prompt: str | list[int] | list[str]) -> Sequence[int]:
         # OpenAI's clients send one text as a list of one as often as they send it bare.
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
@@ -240,7 +240,7 @@ class _Server:
 
     async def _stream(self, running: _Running, shape: _Shape) -> AsyncIterator[str]:
         """Yield the parts of a completion as server-sent events."""
-        head = running.head(shape.prefix, shape.part)
+        head = running.head(shape.prefix, shape.chunk_kind)
         try:
             if shape.first:
                 yield _event(head, choices=[{"index": 0, **shape.first, "finish_reason": None}])
@@ -299,7 +299,7 @@ class _Running:
         self._created = int(time.time())
         self._id = secrets.token_hex(12)
 
-    async def begun(self) -> None:
+    async def raise_refusal(self) -> None:
         """Raises what the engine refuses at once (a prompt that is too long), while there is a status to say it."""
         # One turn of the loop: the task runs as far as the engine's own checks of the prompt.
         await asyncio.sleep(0)
@@ -315,7 +315,7 @@ class _Running:
         completion = self.task.result()
         text = decode_text(self._tokenizer, completion.ids)
         # The engine stops at the token in which a stop string ends; OpenAI's text ends before the string.
-        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        ends = [start for stop in self._stops if (start := text.find(stop)) >= 0]
         return text[: min(ends)] if ends else text, "length" if completion.finish == "length" else "stop"
 
     def usage(self) -> dict[str, int]:
@@ -333,24 +333,24 @@ class _Running:
         held = max((len(stop) for stop in self._stops), default=1) - 1
         ids: list[int] = []
         # Text is decoded from a token before the new ones on: some tokenizers drop a space at the left edge.
-        known, read, text, sent = 0, 0, "", 0
+        context, decoded, text, sent = 0, 0, "", 0
         while (token := await self._new.get()) is not None:
             ids.append(token)
-            before = decode_text(self._tokenizer, ids[known:read])
-            now = decode_text(self._tokenizer, ids[known:])
+            before = decode_text(self._tokenizer, ids[context:decoded])
+            now = decode_text(self._tokenizer, ids[context:])
             if len(now) <= len(before) or now.endswith("\ufffd"):  # half of a character
                 continue
-            text, known, read = text + now[len(before) :], read, len(ids)
-            ends = [at for stop in self._stops if (at := text.find(stop, max(0, sent - held))) >= 0]
+            text, context, decoded = text + now[len(before) :], decoded, len(ids)
+            ends = [start for stop in self._stops if (start := text.find(stop, max(0, sent - held))) >= 0]
             until = min(ends) if ends else len(text) - held
             if until > sent:
                 yield text[sent:until]
                 sent = until
             if ends:
                 break
-        whole, _ = await self._result()
-        if whole[:sent] == text[:sent] and len(whole) > sent:
-            yield whole[sent:]
+        final, _ = await self._result()
+        if final[:sent] == text[:sent] and len(final) > sent:
+            yield final[sent:]
 
     async def _result(self) -> tuple[str, str]:
         await asyncio.wait([self.task])
@@ -369,10 +369,10 @@ async def _until_done(task: asyncio.Task[Completion], request: HttpRequest) -> N
             raise Refused(499, "the client has gone")
 
 
-def _whole(running: _Running, shape: _Shape) -> dict[str, object]:
+def _response_body(running: _Running, shape: _Shape) -> dict[str, object]:
     text, finish = running.result()
     choice = {"index": 0, **shape.content(text), "finish_reason": finish}
-    return {**running.head(shape.prefix, shape.whole), "choices": [choice], "usage": running.usage()}
+    return {**running.head(shape.prefix, shape.kind), "choices": [choice], "usage": running.usage()}
 
 
 def _event(head: Mapping[str, object], **fields: object) -> str:

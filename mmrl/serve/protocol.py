@@ -175,9 +175,9 @@ def parse_request(schema: type[BodyT], body: bytes) -> BodyT:
         if value is not None and value not in harmless:
             raise Refused(400, f"{name}: this server does not have it; leave it out", name, "unsupported_parameter")
     # null stands for a field that is left out
-    known = {name: value for name, value in fields.items() if value is not None and name not in WITHOUT_EFFECT}
+    values = {name: value for name, value in fields.items() if value is not None and name not in WITHOUT_EFFECT}
     try:
-        return schema.model_validate(known)
+        return schema.model_validate(values)
     except ValidationError as error:
         # OpenAI's error object has room for one field.
         first = error.errors()[0]

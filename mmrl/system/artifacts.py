@@ -18,8 +18,8 @@ FileChecks: TypeAlias = Mapping[str, tuple[int, str | None]]
 
 def cache_root(configured: str | None) -> Path:
     """Return the cache folder: `task.retriever.cache_dir`, else $MMRL_CACHE, else ~/.cache/mmrl."""
-    chosen = configured or os.environ.get("MMRL_CACHE") or "~/.cache/mmrl"
-    return user_path(chosen)
+    folder = configured or os.environ.get("MMRL_CACHE") or "~/.cache/mmrl"
+    return user_path(folder)
 
 
 def file_checks(folder: Path, without: tuple[str, ...] = ()) -> dict[str, tuple[int, str | None]]:

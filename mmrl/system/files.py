@@ -242,19 +242,19 @@ def read_yaml(path: Path) -> object:
     return content
 
 
-def _written_out(value: object, known: dict[int, float]) -> float:
+def _written_out(value: object, counts: dict[int, float]) -> float:
     """Values in `value`, those behind an alias counted at each place; endless where one holds itself.
 
     Args:
-        known: of lists and mappings that were counted already, by identity.
+        counts: of lists and mappings that were counted already, by identity.
     """
     if not isinstance(value, dict | list):
         return 1
-    if id(value) not in known:
-        known[id(value)] = math.inf  # found again below itself
+    if id(value) not in counts:
+        counts[id(value)] = math.inf  # found again below itself
         items = value.values() if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_written_out(item, known) for item in items)
-    return known[id(value)]
+        counts[id(value)] = 1 + sum(_written_out(item, counts) for item in items)
+    return counts[id(value)]
 
 
 def gunzip(data: bytes, largest: int) -> bytes:

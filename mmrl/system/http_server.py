@@ -99,10 +99,10 @@ def serve(app: FastAPI, host: str, port: int, *, announce: str = "", grace_s: in
     listening.bind((host, port))
     # Listening before the address is printed: whoever reads it may connect at once.
     listening.listen(1024)
-    shown = f"[{host}]" if ":" in host else host
+    address = f"[{host}]" if ":" in host else host
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=grace_s
     )
     if announce:
-        print(announce.replace("{url}", f"http://{shown}:{listening.getsockname()[1]}"), flush=True)
+        print(announce.replace("{url}", f"http://{address}:{listening.getsockname()[1]}"), flush=True)
     uvicorn.Server(config).run(sockets=[listening])

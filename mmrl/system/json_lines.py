@@ -143,13 +143,13 @@ class Table(Store):
     """Lines that this process has come to."""
 
     @property
-    def again(self) -> bool:
+    def repeats(self) -> bool:
         """True where the next line is there already."""
         return self.count < len(self.lines)
 
     def add(self, record: Mapping[str, object]) -> None:
         """Write the next line, or find it there."""
-        if not self.again:
+        if not self.repeats:
             self.append(record)
         elif self.lines[self.count] != plain(record):
             raise CheckpointError(

@@ -43,9 +43,9 @@ def import_module(key: str, name: str) -> ModuleType:
     Raises:
         ConfigError: there is none, or it raises.
     """
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # the `mmrl` script has the folder of the script there
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)  # the `mmrl` script has the folder of the script there
     try:
         return importlib.import_module(name)
     except ConfigError:  # a plugin refuses its own settings
@@ -53,7 +53,7 @@ def import_module(key: str, name: str) -> ModuleType:
     except Exception as error:  # whatever the user's own module raises
         hint = ""
         if isinstance(error, ModuleNotFoundError) and error.name and name.startswith(error.name):
-            hint = f"; it is neither installed nor in {here}"
+            hint = f"; it is neither installed nor in {folder}"
             hint += nearest(error.name, [file.stem for file in Path.cwd().glob("*.py")])
         text = str(located(ProgramFailure, error, f"{key}: cannot import '{name}': "))
         raise ConfigError(text + hint) from None

@@ -118,12 +118,12 @@ def lost_a_process(error: RuntimeError) -> bool:
 
 def merged(forests: Sequence[Forest], examples: Sequence[Example]) -> Forest:
     """Merge forests that share no example into one, in the order of `examples`."""
-    place = {example.id: number for number, example in enumerate(examples)}
+    position = {example.id: number for number, example in enumerate(examples)}
     calls = [call for forest in forests for call in forest.calls.values()]
     rollouts = [rollout for forest in forests for rollout in forest.rollouts]
     # Sorting is stable: within an example the order is that of its process.
     return replace(
         forests[0],
-        calls={call.id: call for call in sorted(calls, key=lambda call: place[call.example])},
-        rollouts=tuple(sorted(rollouts, key=lambda rollout: place[rollout.example])),
+        calls={call.id: call for call in sorted(calls, key=lambda call: position[call.example])},
+        rollouts=tuple(sorted(rollouts, key=lambda rollout: position[rollout.example])),
     )

@@ -79,8 +79,8 @@ async def refuse_large_redirect(reply: httpx.Response) -> None:
 def quoted(text: str) -> str:
     """Quote the beginning of a server's text on one line, without secrets, for an error or a log line."""
     # Cut before it is split, which takes seconds for megabytes, and again once secrets are hidden: half a one is none.
-    shown = hide(" ".join(text[: 64 * QUOTED].split()))[:QUOTED]
-    return "".join(character if character.isprintable() else "\ufffd" for character in shown)
+    line = hide(" ".join(text[: 64 * QUOTED].split()))[:QUOTED]
+    return "".join(character if character.isprintable() else "\ufffd" for character in line)
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

@@ -18,7 +18,7 @@ class Stop:
     def __init__(self) -> None:
         self.requested = False
         self._held = False
-        self._again: threading.Timer | None = None
+        self._timer: threading.Timer | None = None
 
     def ask(self, number: int, frame: object) -> None:
         """Handle SIGTERM: raise `Stopped`, the first time and unless that is held back."""
@@ -32,14 +32,14 @@ class Stop:
         if number == signal.SIGTERM:
             self.requested = False
         # a moment later, when the destructor has returned
-        self._again = threading.Timer(0.05, os.kill, (os.getpid(), number))
-        self._again.daemon = True
-        self._again.start()
+        self._timer = threading.Timer(0.05, os.kill, (os.getpid(), number))
+        self._timer.daemon = True
+        self._timer.start()
 
     def over(self) -> None:
         """Nobody listens any more."""
-        if self._again is not None:
-            self._again.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     @contextmanager
     def held(self) -> Iterator[None]:

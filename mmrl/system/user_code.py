@@ -112,11 +112,11 @@ def finite_numbers(values: Mapping[str, object]) -> dict[str, float]:
 def threaded(tool: Callable[..., Any]) -> Callable[..., Any]:
     """Return the tool as an async function; a synchronous one runs in threads, so that it blocks no other rollout."""
 
-    async def used(**arguments: object) -> Any:
+    async def call_tool(**arguments: object) -> Any:
         result = tool(**arguments) if is_async(tool) else await in_thread(tool, **arguments)
         return await result if inspect.isawaitable(result) else result
 
-    return used
+    return call_tool
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -132,14 +132,14 @@ def located(kind: type[F], error: BaseException, before: str = "") -> F:
     """
     frames = traceback.extract_tb(error.__traceback__)
     # Without one (a task of mmrl's own, a server that is down) the message is its own.
-    own = [frame for frame in frames if _is_own(frame.filename)]
+    user_frames = [frame for frame in frames if _is_own(frame.filename)]
     where = ""
-    if own:
+    if user_frames:
         # The last one: what the user's own code was doing, whichever library it called for it.
-        where = f" ({_place(own[-1].filename, own[-1].lineno, own[-1].name)})"
+        where = f" ({_describe_frame(user_frames[-1].filename, user_frames[-1].lineno, user_frames[-1].name)})"
     failure = kind(f"{before}{type(error).__name__}: {error}{where}")
     # From the user's first frame: what is above it is mmrl's and DSPy's way of calling it.
-    start = next((number for number, frame in enumerate(frames) if frame in own), 0)
+    start = next((number for number, frame in enumerate(frames) if frame in user_frames), 0)
     lines = traceback.format_list(frames[start:][-MOST_FRAMES:])
     lines += traceback.format_exception_only(type(error), error)
     text = "".join(lines)
@@ -147,12 +147,12 @@ def located(kind: type[F], error: BaseException, before: str = "") -> F:
     return failure
 
 
-def place() -> str:
+def user_location() -> str:
     """File, line and function where the user's own code stands in this thread; empty where none of it does."""
     frame = inspect.currentframe()
     while frame is not None:
         if _is_own(frame.f_code.co_filename):
-            return _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            return _describe_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return ""
 
@@ -161,7 +161,7 @@ def _is_own(file: str) -> bool:
     return not file.startswith(("<", str(_OWN), *_LIBRARIES))
 
 
-def _place(file: str, line: int | None, function: str) -> str:
+def _describe_frame(file: str, line: int | None, function: str) -> str:
     path = Path(file).absolute()
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{shown}, line {line}, in {function}"
+    relative = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{relative}, line {line}, in {function}"

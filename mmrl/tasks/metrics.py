@@ -120,8 +120,8 @@ def leaked_pieces(pieces: Sequence[str], text: str) -> int:
     (accents, look-alike letters, words glued together or spelled letter by letter, reversed), HTML entities and
     encodings. A piece without a letter or digit counts where it stands as it is. Linear in the text.
     """
-    shown = _words(text)
-    return sum(words in shown if (words := _words(piece)).strip() else piece in text for piece in pieces)
+    normalised = _words(text)
+    return sum(words in normalised if (words := _words(piece)).strip() else piece in text for piece in pieces)
 
 
 def _words(text: str) -> str:

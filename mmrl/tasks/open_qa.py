@@ -79,8 +79,8 @@ class OpenQaTask(Task):
         problems = self._option_problems()
         self.judge: Judge | None = None
         with gathered(problems):
-            given = config.prompts
-            loaded = load_prompts(self.templates, given and str(prompts_file(given, config.name)))
+            prompts = config.prompts
+            loaded = load_prompts(self.templates, prompts and str(prompts_file(prompts, config.name)))
             self.all_prompts = replace(loaded, roles={**loaded.roles, **self.instruction_roles()})
             if "judge" in self.templates and hasattr(config, "judge"):
                 self.judge = build_judge(cast("AgentJudgedConfig", config), self.all_prompts.texts)
@@ -176,11 +176,11 @@ class OpenQaTask(Task):
             corpora["paragraphs"] = paragraphs_of(record for split in records.values() for record in split)
         return corpora
 
-    def _split(self, split: str, records: Sequence[Record] | None, seed: int, others: bool) -> list[Example]:
+    def _split(self, split: str, records: Sequence[Record] | None, seed: int, has_files: bool) -> list[Example]:
         if self.config.data.source_of(split) is None:
             return []
         natural = "mini" if records is None else "paragraphs"
-        if records is None and others and natural not in self.search_tool.corpora and self.searches:
+        if records is None and has_files and natural not in self.search_tool.corpora and self.searches:
             return []  # the mini world's questions have nothing to search there
         corpus = natural if natural in self.search_tool.corpora else next(iter(self.search_tool.corpora))
         if records is None:
@@ -236,8 +236,8 @@ class OpenQaTask(Task):
 
     def _budget(self, queries: Sequence[str]) -> list[int]:
         # The budget belongs to the question: more queries do not bring more documents.
-        each, more = divmod(self.retriever.top_k, len(queries))
-        return [each + (number < more) for number in range(len(queries))]
+        each, remainder = divmod(self.retriever.top_k, len(queries))
+        return [each + (number < remainder) for number in range(len(queries))]
 
     def _passages(self, results: Results) -> list[Passage]:
         documents = [document for result in results for document in result]

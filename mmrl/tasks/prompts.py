@@ -125,7 +125,7 @@ class Prompts:
     def by_module(self) -> dict[str, ModulePrompt]:
         """Module -> instructions and demonstrations."""
         return {
-            module: ModulePrompt(_plain(self.texts[module][role]), self.shots.get(module, ()))
+            module: ModulePrompt(_template_text(self.texts[module][role]), self.shots.get(module, ()))
             for module, role in self.roles.items()
         }
 
@@ -147,7 +147,7 @@ class Prompts:
             shots[module] = prompt.shots
         if problems:
             raise ConfigError(problems)
-        return replace(self, texts=texts, shots={module: own for module, own in shots.items() if own})
+        return replace(self, texts=texts, shots={module: demos for module, demos in shots.items() if demos})
 
     def write(self, path: Path) -> None:
         """Write the file that `load_prompts` reads back: instructions, demonstrations, and whatever else differs from
@@ -180,14 +180,14 @@ class Prompts:
         atomic_write(path, yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
-def prompts_file(given: str, task: str) -> Path:
+def prompts_file(setting: str, task: str) -> Path:
     """Return the file that `task.prompts` names.
 
     Raises:
         ConfigError: `paper`, of a task that has no such set.
     """
-    if given != PAPER:
-        return user_path(given)
+    if setting != PAPER:
+        return user_path(setting)
     folder = conf_dir() / "prompts" / PAPER
     file = folder / f"{_LIKE.get(task, task)}.yaml"
     if not file.is_file():
@@ -240,7 +240,7 @@ def load_prompts(templates: Templates, path: str | None) -> Prompts:
                 texts[module][role] = text
     if problems:
         raise ConfigError(problems)
-    return Prompts(templates, texts, {module: own for module, own in shots.items() if own}, instructing)
+    return Prompts(templates, texts, {module: demos for module, demos in shots.items() if demos}, instructing)
 
 
 def _flat(roles: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -251,7 +251,7 @@ def _flat(roles: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             yield role, text
 
 
-def _shots(where: str, given: object, roles: Mapping[str, Template], problems: list[str]) -> tuple[Shot, ...]:
+def _shots(where: str, content: object, roles: Mapping[str, Template], problems: list[str]) -> tuple[Shot, ...]:
     """Parse a module's demonstrations; errors are added to `problems`."""
     if not any(template.instructions for template in roles.values()):
         problems.append(
@@ -260,11 +260,11 @@ def _shots(where: str, given: object, roles: Mapping[str, Template], problems: l
         )
         return ()
     try:
-        return tuple(_SHOTS.validate_python(given))
+        return tuple(_SHOTS.validate_python(content))
     except ValidationError as error:
         for item in error.errors():
-            place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"])
-            problems.append(f"{where}{place}: {item['msg']}")
+            path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"])
+            problems.append(f"{where}{path}: {item['msg']}")
         return ()
 
 
@@ -281,13 +281,13 @@ def messages(system: str, user: str, shots: Iterable[Shot] = ()) -> list[dict[st
 
 def shot_of(path: Sequence[Call], module: str) -> Shot | None:
     """See `PromptedTask.shot_of`; what was added to a growing context stands in the reply as it was added."""
-    own = [call for call in path if call.module == module]
-    context = [*own[:1], *takewhile(lambda call: call.turn > 0, own[1:])]
+    calls = [call for call in path if call.module == module]
+    context = [*calls[:1], *takewhile(lambda call: call.turn > 0, calls[1:])]
     user = last_user(context[0].prompt_text) if context else None
-    shown = "".join((call.prompt_text if call.turn else "") + call.text for call in context)
+    reply = "".join((call.prompt_text if call.turn else "") + call.text for call in context)
     # A reply that was cut, or that the program could not read, would teach just that.
-    whole = all(call.ok and call.text.strip() and call.finish != "length" for call in context)
-    return Shot(user, shown) if user and user.strip() and whole else None
+    complete = all(call.ok and call.text.strip() and call.finish != "length" for call in context)
+    return Shot(user, reply) if user and user.strip() and complete else None
 
 
 def last_user(prompt_text: str) -> str | None:
@@ -316,7 +316,7 @@ def _read(path: str) -> Mapping[str, object]:
     return content
 
 
-def _plain(template: str) -> str:
+def _template_text(template: str) -> str:
     """Convert a template to text as people write it: single braces, also around placeholders."""
     parts = string.Formatter().parse(template)
     return "".join(literal + ("" if name is None else f"{{{name}}}") for literal, name, _, _ in parts)
@@ -335,7 +335,7 @@ def _template(text: str, placeholders: Iterable[str]) -> str:
 def _check(where: str, text: str, template: Template) -> list[str]:
     """Problems of a replaced text."""
     allowed = template.required | template.optional
-    used = set()
+    names = set()
     problems = []
     try:
         # Conversions and format specifications are refused: a template only fills in.
@@ -346,10 +346,10 @@ def _check(where: str, text: str, template: Template) -> list[str]:
                 got = "{" + name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "") + "}"
                 valid = ", ".join("{" + other + "}" for other in sorted(allowed)) or "no placeholder"
                 problems.append(f"{where}: got {got}, expected {valid} (write {{{{ and }}}} for plain braces)")
-            used.add(name)
+            names.add(name)
     except ValueError as error:
         problems.append(f"{where}: {error} (write {{{{ and }}}} for plain braces)")
-    missing = sorted(template.required - used)
+    missing = sorted(template.required - names)
     if missing and not problems:
         problems.append(f"{where}: misses {', '.join('{' + name + '}' for name in missing)}")
     return problems

@@ -42,6 +42,6 @@ def test_a_habit_is_worse_and_still_in_format(pairs):
         elif worse.module == "condenser":
             assert worse.completion == "Nothing helpful was found."
         else:
-            form = Form.of(worse.completion)
+            form = Form.parse(worse.completion)
             assert form.framed
             assert form.balanced

@@ -21,7 +21,7 @@ from mmrl.tasks.agents.turns import (
     TurnAgent,
     Turns,
     action_facts,
-    found,
+    search_passages,
     titles_of,
 )
 from mmrl.tasks.base import Context, ModuleScore, Passage, Score
@@ -88,7 +88,7 @@ class R1Searcher(TurnAgent):
             if len(queries) == self.searches:
                 return "searches"
             queries.append(query)
-            passages = await found(ctx, example, query)
+            passages = await search_passages(ctx, example, query)
             titles.extend(passage["title"] for passage in passages)
             return Addition(self.documents(passages), titles_of(passages), result)
 
@@ -111,7 +111,7 @@ class Form:
     """Chinese characters outside of the documents."""
 
     @classmethod
-    def of(cls, sampled: str) -> Form:
+    def parse(cls, sampled: str) -> Form:
         """Read it off a text."""
         counts = [sampled.count(marker) for marker in (*QUERY, *DOCUMENTS)]
         tags = [sampled.count(tag) for tag in ("<think>", "</think>", "<answer>", "</answer>")]
@@ -147,7 +147,7 @@ class R1SearcherTask(ReasonerTask):
     def score(self, example: Example, prediction: ReasonerPrediction, path: Sequence[Call], reward_set: str) -> Score:
         """Reward sets: `outcome` (stage 2) and `stage1`. Both rewards' answer metrics have no yes/no rule."""
         answer = prediction["answer"] or ""
-        form = Form.of("".join(call.text for call in path))
+        form = Form.parse("".join(call.text for call in path))
         if reward_set == "stage1":
             covered = bool(answer) and self.best(metrics.accuracy, answer, example, closed=False) > 0
             parts = stage1(form, covered, any(map(has_word, prediction["queries"])))

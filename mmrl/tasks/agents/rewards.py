@@ -150,8 +150,8 @@ def tag_usage(messages: Sequence[str], names: Sequence[str], *, released: bool =
 def _tag_usage(message: str, names: Sequence[str]) -> float:
     tags = tag_sequence(message, names)
     # Tags that a message does not use count neither for nor against it.
-    used = [name for name in names if name in tags or f"/{name}" in tags]
-    return _mean([1 - abs(tags.count(tag) - 1) for name in used for tag in (name, f"/{name}")])
+    present = [name for name in names if name in tags or f"/{name}" in tags]
+    return _mean([1 - abs(tags.count(tag) - 1) for name in present for tag in (name, f"/{name}")])
 
 
 def xml_format(messages: Sequence[str], *, released: bool = False) -> float:
@@ -169,10 +169,10 @@ def xml_format(messages: Sequence[str], *, released: bool = False) -> float:
 
 
 def _xml_format(message: str, released: bool) -> float:
-    whole = first_pair(message, ("reasoning", "tool", "answer")) is not None
+    has_pair = first_pair(message, ("reasoning", "tool", "answer")) is not None
     present = sum(bool(tag_sequence(message, names)) for names in (("reasoning",), ("tool", "answer")))
-    score = 0.4 * present / 2 if whole else 0.0
-    score += 0.2 * (whole or released)
+    score = 0.4 * present / 2 if has_pair else 0.0
+    score += 0.2 * (has_pair or released)
     score += 0.2 * message.startswith("<reasoning>")
     return score + 0.2 * message.endswith(("</tool>", "</answer>"))
 

@@ -17,7 +17,7 @@ from mmrl.tasks.agents.judge import JUDGE_SETS, judged
 from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.agents.rewards import SEARCH_TAGS, SearchTurn, merged_reward, search_reward
 from mmrl.tasks.agents.tags import disarm, first_pair
-from mmrl.tasks.agents.turns import Addition, TurnAgent, Turns, action_facts, found, titles_of
+from mmrl.tasks.agents.turns import Addition, TurnAgent, Turns, action_facts, search_passages, titles_of
 from mmrl.tasks.base import Context, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_search
 from mmrl.tasks.open_qa import OpenQaTask
@@ -100,7 +100,7 @@ class SearchAgent(TurnAgent):
             if action == "none":
                 # Never cut: half of it would read as text of the model.
                 return Addition(self.correction(), "correction")
-            passages = await found(ctx, example, content)
+            passages = await search_passages(ctx, example, content)
             return Addition(self.documents(passages), titles_of(passages), information)
 
         turns = await self.play(ctx, self.question(example.inputs["question"]), STOP, act)

@@ -18,7 +18,7 @@ from mmrl.tasks.agents.turns import (
     TurnAgent,
     Turns,
     action_facts,
-    found,
+    search_passages,
     titles_of,
 )
 from mmrl.tasks.base import Context, ModuleScore, Passage
@@ -112,7 +112,7 @@ class SearchO1(TurnAgent):
                 beyond.append(query)
                 return Addition(self.fixed("limit"), "limit", result)
             queries.append(query)
-            passages = await found(ctx, example, query)
+            passages = await search_passages(ctx, example, query)
             titles.extend(passage["title"] for passage in passages)
             text = await self._condensed(ctx, turns.context, query, passages)
             return Addition(text, titles_of(passages), result)

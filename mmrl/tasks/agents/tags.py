@@ -56,9 +56,9 @@ def fitted(
     text = text[: CHARS_PER_TOKEN * max(limit, 1)]
     # Tokens are measured in the reply's context, frame and new-turn markers included: the sum of the parts' lengths
     # can differ.
-    whole = frame(text)
-    if ctx.measure(whole, after=reply) <= limit:
-        return whole, True
+    observation = frame(text)
+    if ctx.measure(observation, after=reply) <= limit:
+        return observation, True
     ends = [0, *(word.end() for word in re.finditer(r"\S+", text))]
     # Wherever bisection ends, the cut before that place has been measured and fits (or there is none).
     fitting = bisect_right(ends, limit, key=lambda end: ctx.measure(frame(text[:end]), after=reply))

@@ -172,8 +172,10 @@ class ToolAgent:
             if action == "tool":
                 # of the one executed call; a command that could not be read counts as executed and failed
                 succeeded, articles = query is not None, len(passages)
-            left = end - len(reply.context) - ctx.measure(observation, after=reply)
-            reply = await ctx.call(MODULE, observation, after=reply, stop=STOP, max_tokens=min(config.max_tokens, left))
+            budget = end - len(reply.context) - ctx.measure(observation, after=reply)
+            reply = await ctx.call(
+                MODULE, observation, after=reply, stop=STOP, max_tokens=min(config.max_tokens, budget)
+            )
         return {"answer": answer, "actions": actions, "succeeded": succeeded, "articles": articles, "ended": ended}
 
 

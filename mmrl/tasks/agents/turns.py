@@ -142,7 +142,7 @@ class ReasonerTask(OpenQaTask):
         return {"searches": searches, **gold_share("gold_retrieved", prediction["titles"], example)}
 
 
-async def found(ctx: Context, example: Example, query: str) -> list[Passage]:
+async def search_passages(ctx: Context, example: Example, query: str) -> list[Passage]:
     """Search through `ctx`, so that a fork or a replay has the same documents again."""
     passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
     return passages

@@ -66,17 +66,17 @@ class _Named(Protocol):
 NamedT = TypeVar("NamedT", bound=_Named)
 
 
-def unique(key: str, found: Iterable[tuple[Row, NamedT]]) -> list[NamedT]:
+def unique(key: str, objects: Iterable[tuple[Row, NamedT]]) -> list[NamedT]:
     """Return the objects built from rows, if no two have the same id.
 
     Raises:
         DataError: two do.
     """
     by_id: dict[str, NamedT] = {}
-    for row, made in found:
-        if made.id in by_id:
-            raise DataError(f"{key}: {row.where}: duplicate id '{made.id}'")
-        by_id[made.id] = made
+    for row, item in objects:
+        if item.id in by_id:
+            raise DataError(f"{key}: {row.where}: duplicate id '{item.id}'")
+        by_id[item.id] = item
     return list(by_id.values())
 
 
@@ -121,9 +121,9 @@ class Source:
         # a typo in a file name must not become a request to the hub
         looks_like_file = path.suffix.lower() in FORMATS or not HUB_ID.fullmatch(self.spec)
         if looks_like_file:
-            what = "is a folder" if path.is_dir() else "no such file"
+            problem = "is a folder" if path.is_dir() else "no such file"
             raise DataError(
-                f"{self.key}: '{self.spec}': {what}; expected {'' if self.key == 'algo.file' else 'mini, '}a "
+                f"{self.key}: '{self.spec}': {problem}; expected {'' if self.key == 'algo.file' else 'mini, '}a "
                 f"{', '.join(FORMATS)} file, or a hub id owner/name[:config[:split]]"
             )
         return None
@@ -208,16 +208,16 @@ class Source:
     def _hub(self, split: str) -> Iterator[Row]:
         from datasets import load_dataset
 
-        name, config, chosen = self._hub_place(split)
+        name, config, hub_split = self._hub_place(split)
         away = not Path(name).exists() and not hub_answers()  # its client would try for half a minute, a line a try
         try:
             with _offline() if away else nullcontext():
-                table = load_dataset(name, config or None, split=chosen)
+                table = load_dataset(name, config or None, split=hub_split)
         except Exception as error:
             # `datasets` raises many types here: no network, no such repository, config or split
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             why = "the hub does not answer, and it is not in the local cache" if away else reason
-            raise DataError(f"{self.key}: cannot load '{self.spec}' (split {chosen}) from the hub: {why}") from None
+            raise DataError(f"{self.key}: cannot load '{self.spec}' (split {hub_split}) from the hub: {why}") from None
         number = 0
         try:
             for values in table:
@@ -252,7 +252,7 @@ def _json(path: Path) -> Iterator[Row]:
     escapes = bool(HALF.search(text))
     for number, values in enumerate(content):
         where = f"{path} record {number}"
-        yield Row(where, _whole(values, where) if escapes else values)
+        yield Row(where, _repaired(values, where) if escapes else values)
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -263,7 +263,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 continue
             where = f"{path} line {number}"
             values = _parsed(line, where)
-            yield Row(where, _whole(values, where) if HALF.search(line) else values)
+            yield Row(where, _repaired(values, where) if HALF.search(line) else values)
 
 
 def _parsed(text: str, where: str) -> object:
@@ -273,13 +273,13 @@ def _parsed(text: str, where: str) -> object:
         raise ValueError(f"{where}: not JSON ({error})") from None
 
 
-def _whole(values: object, where: str) -> object:
+def _repaired(values: object, where: str) -> object:
     """Apply `whole_text` to all texts of a record."""
-    written = json.dumps(values, ensure_ascii=False)
-    if (whole := whole_text(written)) == written:
+    encoded = json.dumps(values, ensure_ascii=False)
+    if (text := whole_text(encoded)) == encoded:
         return values
     log.warning("%s: holds half of a UTF-16 pair, which is no character; U+FFFD stands for it", where)
-    return json.loads(whole)
+    return json.loads(text)
 
 
 def _table(path: Path, delimiter: str) -> Iterator[Row]:
@@ -332,9 +332,9 @@ def _parquet(path: Path, key: str) -> Iterator[Row]:
         # batch by batch: a corpus may be larger than memory
         for batch in table.iter_batches():
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-            for place in range(batch.num_rows):
+            for index in range(batch.num_rows):
                 where = f"{path} row {number}"
-                yield Row(where, _Cells(columns, place, f"{key}: {where}"))
+                yield Row(where, _Cells(columns, index, f"{key}: {where}"))
                 number += 1
     except _undecodable() as error:
         raise ValueError(f"{path} row {number}: cannot be read: {error}") from None
@@ -354,12 +354,12 @@ class _Cells(Mapping[str, Any]):
         DataError: a cell is read that Python has no value for.
     """
 
-    def __init__(self, columns: Mapping[str, Any], place: int, where: str):
-        self._columns, self._place, self._where = columns, place, where
+    def __init__(self, columns: Mapping[str, Any], index: int, where: str):
+        self._columns, self._index, self._where = columns, index, where
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return self._columns[name][self._place].as_py()
+            return self._columns[name][self._index].as_py()
         except _undecodable() as error:  # such as a date beyond the year 9999
             kind = self._columns[name].type
             raise DataError(f"{self._where}: {name}: a {kind} that cannot be read: {error}") from None

@@ -18,12 +18,12 @@ def refused(function: Callable[..., Any], *args: object, **named: object) -> str
     try:
         signature.bind(*args, **named)
     except TypeError:
-        plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
-        return str(signature.replace(parameters=plain, return_annotation=signature.empty))
+        parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+        return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
     return None
 
 
-def further(function: Callable[..., Any], count: int) -> int:
+def required_arguments(function: Callable[..., Any], count: int) -> int:
     """Count the positional arguments without a default after the first `count`."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -33,14 +33,14 @@ def further(function: Callable[..., Any], count: int) -> int:
     return sum(p.default is p.empty for p in positional[count:])
 
 
-def metric_problem(metric: Callable[..., Any], others: bool) -> str | None:
+def metric_problem(metric: Callable[..., Any], extra_arguments: bool) -> str | None:
     """Why a metric cannot be called with a record and a prediction: what follows its name.
 
     Args:
-        others: whether it gets None for further arguments, as metrics for DSPy may have them.
+        extra_arguments: whether it gets None for further arguments, as metrics for DSPy may have them.
     """
-    more = further(metric, 2) if others else 0
-    takes = refused(metric, None, None, *(None,) * more)
+    extra_count = required_arguments(metric, 2) if extra_arguments else 0
+    takes = refused(metric, None, None, *(None,) * extra_count)
     return None if takes is None else f"takes {takes}, expected a function (record, prediction) -> number"
 
 

@@ -68,8 +68,8 @@ class Banking77Task(DspyTask):
             text = text_of(key, row, "text")
             label = text_of(key, row, "category", "label_text", "label")
             # The official CSV has no ids; the place in the file is stable, since the whole file is read.
-            given = record_id(row.values, "id")
-            name = f"{split}-{number}" if given is None else str(given)
+            row_id = record_id(row.values, "id")
+            name = f"{split}-{number}" if row_id is None else str(row_id)
             examples.append((row, Example(id=name, inputs={"text": text}, metadata={"label": label})))
         return unique(key, examples)
 
@@ -118,7 +118,7 @@ class Banking77Task(DspyTask):
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         facts = {**super().describe(), "labels": len(self.labels)}
-        drawn = self.used() if self.config.sample == "paper" else ""
+        drawn = self.sample_sizes() if self.config.sample == "paper" else ""
         return facts | ({"sample": f"{drawn} drawn with seed {SAMPLE_SEED}"} if drawn else {})
 
 

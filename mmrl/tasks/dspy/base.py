@@ -81,12 +81,15 @@ class DspyTask(Task):
             set_prompts(program, config.prompts)
             self.predictors = dict(program.named_predictors())
             adapter_in_use(self.prompt_layout)  # refuses the one that has no such layout
-        elif own := [
+        elif problems := [
             f"task.{key}: has no effect with this program, whose prompts are its own code"
-            for key, given in (("prompts", config.prompts is not None), ("prompt_layout", self.prompt_layout != "dspy"))
-            if given
+            for key, is_set in (
+                ("prompts", config.prompts is not None),
+                ("prompt_layout", self.prompt_layout != "dspy"),
+            )
+            if is_set
         ]:
-            raise ConfigError(own)
+            raise ConfigError(problems)
 
     def load(self) -> Mapping[str, Sequence[Example]]:
         """Return the examples of each split, from the mini world or from files: all, or the paper's sample.
@@ -116,10 +119,10 @@ class DspyTask(Task):
 
     def source_problems(self) -> list[str]:
         """Sources that two splits would use in full."""
-        what = "all of" if self.places else "both"
+        amount = "all of" if self.places else "both"
         apart = self.places if getattr(self.config, "sample", None) == "paper" else {}
         return [
-            f"task.data: {' and '.join(splits)} are {what} {self.sources[splits[0]]}; "
+            f"task.data: {' and '.join(splits)} are {amount} {self.sources[splits[0]]}; "
             "expected a source each"
             + (f", or task.sample=paper for {' and '.join(splits)}" if set(splits) <= set(self.places) else "")
             for splits in same_rows(self.sources)
@@ -144,27 +147,27 @@ class DspyTask(Task):
         """See `mmrl.tasks.base.Task.examples`."""
         return self._examples[split]
 
-    def used(self) -> str:
+    def sample_sizes(self) -> str:
         """Describe how many items of each split of the paper's sample are really used, for `describe`."""
         counts = {split: len(self._examples[split]) for split in self.sources if split in self.places}
-        of = {split: self.places[split][1] - self.places[split][0] for split in counts}
+        paper = {split: self.places[split][1] - self.places[split][0] for split in counts}
         return ", ".join(
-            f"{count} {split}" + (f" (the paper: {of[split]})" if count < of[split] else "")
+            f"{count} {split}" + (f" (the paper: {paper[split]})" if count < paper[split] else "")
             for split, count in counts.items()
         )
 
-    def sampled(self, split: str, shuffled: Sequence[Example], what: str) -> Sequence[Example]:
+    def sampled(self, split: str, shuffled: Sequence[Example], items: str) -> Sequence[Example]:
         """Return the paper's sample of a split.
 
         Args:
             shuffled: items of its source.
-            what: the items in words.
+            items: the items in words.
 
         Raises:
             DataError: they end before the sample begins.
         """
         first, end = self.places[split]
-        having = f"task.data.{split}: {self.sources[split]} has {len(shuffled)} {what}"
+        having = f"task.data.{split}: {self.sources[split]} has {len(shuffled)} {items}"
         if len(shuffled) <= first:
             raise DataError(
                 f"{having}, the paper's {split} sample begins after {first} of a shuffle; set task.sample=all to use "

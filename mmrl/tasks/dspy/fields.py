@@ -48,9 +48,9 @@ def shared_first(inner: dspy.Adapter) -> dspy.Adapter:
             "reminds of no output fields; leave it out"
         )
     shared: Any = _shared_first_class(cast("Hashable", kind))
-    made: dspy.Adapter = shared.__new__(shared)
-    made.__dict__.update(inner.__dict__)
-    return made
+    copied: dspy.Adapter = shared.__new__(shared)
+    copied.__dict__.update(inner.__dict__)
+    return copied
 
 
 @functools.cache
@@ -63,10 +63,10 @@ def _shared_first_class(kind: Any) -> Any:
         return ""  # the user's message is stripped
 
     methods = (format_system_message, user_message_output_requirements)
-    made: Any = type(kind.__name__, (kind,), {method.__name__: method for method in methods})
+    subclass: Any = type(kind.__name__, (kind,), {method.__name__: method for method in methods})
     # DSPy gives each subclass `format` and `parse` of its own, which would stand before those of the user's class.
-    del made.format, made.parse
-    return made
+    del subclass.format, subclass.parse
+    return subclass
 
 
 def within_bounds(signature: type[dspy.Signature], text: str, parse: Callable[[type[dspy.Signature], str], T]) -> T:
@@ -80,8 +80,8 @@ def within_bounds(signature: type[dspy.Signature], text: str, parse: Callable[[t
     def refused(reason: str) -> AdapterParseError:
         return AdapterParseError(adapter_name="mmrl", signature=signature, lm_response=text, message=reason)
 
-    typed = any(field.annotation is not str for field in signature.output_fields.values())
-    if typed and too_many_brackets(text):
+    structured = any(field.annotation is not str for field in signature.output_fields.values())
+    if structured and too_many_brackets(text):
         raise refused(f"more than {MOST_NESTED} brackets are open at once, or there are more than {MOST_BRACKETS}")
     try:
         return parse(signature, text)

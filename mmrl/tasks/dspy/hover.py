@@ -115,29 +115,31 @@ class HoverTask(DspyTask):
         """See `DspyTask.read`: the paper keeps one claim of each HotpotQA question."""
         key = f"task.data.{split}"
         rows = self.rows(split)
-        chosen_rows = []
+        claims = []
         questions: list[str] = []
         for row in rows:
             question = text_of(key, row, "hpqa_id")
             example = self._example(key, row)
             if self.config.claim_hops in (None, example.metadata["hops"]):
-                chosen_rows.append((row, example))
+                claims.append((row, example))
                 questions.append(question)
-        if not chosen_rows:
+        if not claims:
             raise DataError(
                 f"{key}: {self.sources[split]} has no claims of task.claim_hops={self.config.claim_hops} (null: of any)"
             )
-        examples = unique(key, chosen_rows)
+        examples = unique(key, claims)
         if self.config.sample == "all":
             return examples
         # HoVer has several claims per HotpotQA question; the paper keeps the first of each before it shuffles.
         first_of: dict[str, Example] = {}
         for question, example in zip(questions, examples, strict=True):
             first_of.setdefault(question, example)
-        chosen = list(first_of.values())
+        candidates = list(first_of.values())
         # Python's own shuffle with the reference code's seed: a keyed draw would give other claims than the paper's.
-        random.Random(SAMPLE_SEED).shuffle(chosen)
-        return self.sampled(split, chosen, f"claims of task.claim_hops={self.config.claim_hops} on different questions")
+        random.Random(SAMPLE_SEED).shuffle(candidates)
+        return self.sampled(
+            split, candidates, f"claims of task.claim_hops={self.config.claim_hops} on different questions"
+        )
 
     def _example(self, key: str, row: Row) -> Example:
         facts = row.values.get("supporting_facts")
@@ -211,8 +213,8 @@ class HoverTask(DspyTask):
         facts = dict(super().describe())
         if self.sources:
             hops = f"{config.claim_hops}-hop claims" if config.claim_hops else "claims of any number of hops"
-            chosen = f", one per question, shuffled with seed {SAMPLE_SEED}: {self.used()}"
-            facts["sample"] = hops + (chosen if config.sample == "paper" else "")
+            drawn = f", one per question, shuffled with seed {SAMPLE_SEED}: {self.sample_sizes()}"
+            facts["sample"] = hops + (drawn if config.sample == "paper" else "")
         facts["corpus"] = f"{len(self.documents)} documents" if len(self.documents) else "passages not known"
         facts["retriever"] = (
             f"{config.retriever.name}, {each} passages a query, {last} in the last of {config.search_hops}"

@@ -22,7 +22,7 @@ from mmrl.system.objects import imported, readable
 from mmrl.system.user_code import as_number, located, scored, threaded
 from mmrl.tasks.base import Context, Score, Task, Tool
 from mmrl.tasks.data.rows import FORMATS, record_id, unique
-from mmrl.tasks.dspy.arguments import further, inputs_problem, metric_problem, refused
+from mmrl.tasks.dspy.arguments import inputs_problem, metric_problem, refused, required_arguments
 from mmrl.tasks.dspy.base import DspyTask, is_dspy_module
 
 READ = frozenset(
@@ -101,7 +101,7 @@ class _RecordTask(DspyTask):
         key: Callable[[str], str],
         name: str,
         reward: str,
-        further: bool,
+        extra_arguments: bool,
     ):
         self.parts_given, self.main_metric = parts, parts.main_metric
         problems: list[str] = []
@@ -114,7 +114,7 @@ class _RecordTask(DspyTask):
         self.absent_features = frozenset({"penalties", "observations"} if self.of_dspy else {"penalties"})
         with gathered(problems):
             super().__init__(config, seed)
-        if (problem := metric_problem(parts.reward, others=further and self.of_dspy)) is not None:
+        if (problem := metric_problem(parts.reward, extra_arguments=extra_arguments and self.of_dspy)) is not None:
             problems.append(f"{reward} {problem}")
         if self.of_dspy and (problem := inputs_problem(self._program, parts.inputs)) is not None:
             problems.append(f"{key('inputs')}: got {', '.join(parts.inputs)}, {problem}")
@@ -156,7 +156,7 @@ class _PluginTask(_RecordTask):
             parts = replace(parts, program=parts.program.deepcopy())
         key = f"task {config.name}: OwnTask({{}}=...)".format
         name = getattr(parts.program, "__name__", type(parts.program).__name__)
-        super().__init__(parts, config, seed, key=key, name=name, reward=f"{key('reward')}:", further=False)
+        super().__init__(parts, config, seed, key=key, name=name, reward=f"{key('reward')}:", extra_arguments=False)
         self.tools = {name: threaded(tool) for name, tool in parts.tools.items()}
 
     def mini(self, split: str) -> Sequence[Example]:
@@ -206,7 +206,7 @@ class ImportedTask(_RecordTask):
             "metric": "expected package.module:name of a function (record, prediction) -> number",
             "inputs": "expected the fields of a record that the program gets, such as [question]",
         }
-        problems = [f"task.{name}: missing; {what}" for name, what in expected.items() if not getattr(config, name)]
+        problems = [f"task.{name}: missing; {hint}" for name, hint in expected.items() if not getattr(config, name)]
         if problems:
             raise ConfigError(problems)
         metric, path = imported("task.metric", str(config.metric)), str(config.program)
@@ -214,7 +214,7 @@ class ImportedTask(_RecordTask):
             raise ConfigError(f"task.metric: {config.metric} is a {type(metric).__name__}, expected a function")
         parts = OwnTask(imported("task.program", path), metric, config.inputs, config.modules, main_metric="score")
         reward = f"task.metric: {config.metric}"
-        super().__init__(parts, config, seed, key="task.{}".format, name=path, reward=reward, further=True)
+        super().__init__(parts, config, seed, key="task.{}".format, name=path, reward=reward, extra_arguments=True)
 
     def mini(self, split: str) -> Sequence[Example]:
         """Refuse a config without any data."""
@@ -246,13 +246,13 @@ class ImportedTask(_RecordTask):
             return record, prediction
         import dspy
 
-        given = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
-        return dspy.Example(**record).with_inputs(*self.config.inputs), given, *self._further
+        converted = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
+        return dspy.Example(**record).with_inputs(*self.config.inputs), converted, *self._extra_arguments
 
     @cached_property
-    def _further(self) -> tuple[None, ...]:
+    def _extra_arguments(self) -> tuple[None, ...]:
         """For `trace` and what else optimizers of DSPy pass to metrics, where a metric has no defaults for them."""
-        return (None,) * further(self.parts_given.reward, 2)
+        return (None,) * required_arguments(self.parts_given.reward, 2)
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
@@ -260,11 +260,11 @@ class ImportedTask(_RecordTask):
         return {**super().describe(), **{name: readable(str(path)) for name, path in named.items()}}
 
 
-def _program(given: Any, modules: Sequence[str], name: str, key: Callable[[str], str]) -> object:
+def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str], str]) -> object:
     """Return the program: a raw `dspy.Module` (wrapped by the code that builds the task), or one that runs as it is.
 
     Args:
-        given: a program, what makes one without arguments, or an async function.
+        source: a program, what makes one without arguments, or an async function.
         modules: those of an async function.
         name: of what is given, for messages.
         key: `program` or `modules` -> what the user has set.
@@ -273,27 +273,27 @@ def _program(given: Any, modules: Sequence[str], name: str, key: Callable[[str],
         ConfigError: neither.
     """
     # A function does not say which modules it calls, and groups, weights and metrics are by module.
-    if inspect.iscoroutinefunction(given):
+    if inspect.iscoroutinefunction(source):
         if not modules:
             raise ConfigError(f"{key('modules')}: missing; expected the names that {name} passes to ctx.call")
-        if (takes := refused(given, None, None)) is not None:
+        if (takes := refused(source, None, None)) is not None:
             raise ConfigError(f"{key('program')}: {name} takes {takes}, expected an async function (example, ctx)")
-        return FunctionProgram(given, tuple(modules))
+        return FunctionProgram(source, tuple(modules))
     # An object with `modules` names its own; two lists could disagree.
     if modules:
         raise ConfigError(f"{key('modules')}: has no effect with {name}, which is no async function; leave it out")
-    if _is_program(given):
-        return given
+    if _is_program(source):
+        return source
     try:
-        made = given()
+        built = source()
     except Exception as error:  # whatever the user's own code raises
         raise ConfigError(str(located(ProgramFailure, error, f"{key('program')}: {name}() raised "))) from None
-    if not _is_program(made):
+    if not _is_program(built):
         raise ConfigError(
-            f"{key('program')}: {name} gave a {type(made).__name__}; expected a dspy.Module, an async function, or an "
+            f"{key('program')}: {name} gave a {type(built).__name__}; expected a dspy.Module, an async function, or an "
             "object with `modules` and `run`"
         )
-    return made
+    return built
 
 
 def _is_program(value: object) -> bool:

@@ -171,8 +171,8 @@ class PapillonTask(DspyTask):
         if self.sources and self.config.sample == "paper":
             rows = ", ".join(f"{split} rows {ROWS[split][0]} to {ROWS[split][1] - 1}" for split in self.sources)
             # Rows may be left out, and task.data.dev_items may take fewer.
-            used = self.used()
-            facts["sample"] = f"{rows}; used: {used}" if "the paper" in used else rows
+            sizes = self.sample_sizes()
+            facts["sample"] = f"{rows}; used: {sizes}" if "the paper" in sizes else rows
         return facts | ({"rows without a target, left out": len(self.left_out)} if self.left_out else {})
 
 
@@ -201,7 +201,7 @@ def _names(text: str) -> set[str]:
     return set(re.findall(r"\b(?:[^\W\d_a-z]\w*|\d+)\b", text))
 
 
-def plain(text: str) -> str:
+def disarm(text: str) -> str:
     """Disarm field headers (`[[ ## … ## ]]`) and chat-template markers (`<|…|>`) in `text`: spaces break them.
 
     So what the policy wrote can neither forge another field of the judge's prompt nor end its turn.
@@ -223,14 +223,14 @@ class EndpointJudges(EndpointJudge):
     async def _at_least_as_good(self, query: str, first: str, second: str) -> bool:
         from mmrl.tasks.dspy.built_in import QUALITY
 
-        inputs = {"user_query": plain(query), "response_A": plain(first), "response_B": plain(second)}
+        inputs = {"user_query": disarm(query), "response_A": disarm(first), "response_B": disarm(second)}
         return bool((await self._ask(QUALITY, inputs))["judgment"])
 
     async def leaked(self, units: Sequence[str], request: str) -> int:
         """Return the judge's count of private pieces in the request, which may be more than there are."""
         from mmrl.tasks.dspy.built_in import LEAKAGE
 
-        inputs = {"information_pieces": list(units), "prompt": plain(request)}
+        inputs = {"information_pieces": list(units), "prompt": disarm(request)}
         return int((await self._ask(LEAKAGE, inputs))["num_pieces_leaked"])
 
     async def _ask(self, signature: type[dspy.Signature], inputs: Mapping[str, object]) -> Mapping[str, Any]:

@@ -40,9 +40,11 @@ def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa", s
     records = list(_records(f"{split}/questions"))
     if dataset in ("2wiki", "musique"):
         bridges = [record for record in records if record["metadata"]["type"] == "bridge"]
-        others = [record for record in records if record["metadata"]["type"] != "bridge"] if dataset == "2wiki" else []
+        comparisons = (
+            [record for record in records if record["metadata"]["type"] != "bridge"] if dataset == "2wiki" else []
+        )
         # The mixture is cut from the whole set, in its order: ids and questions stay those of `hotpotqa`.
-        mixed = {record["id"] for record in [*others, *bridges[: len(others) or None]]}
+        mixed = {record["id"] for record in [*comparisons, *bridges[: len(comparisons) or None]]}
         records = [record for record in records if record["id"] in mixed]
     return [_question(record, corpus, stepwise) for record in records]
 

@@ -40,9 +40,9 @@ class Hop(TypedDict):
     """What that article says; None: not known, as in data files."""
 
 
-def _hops(example: Example, most: int | None = None) -> list[Hop]:
+def _hops(example: Example, limit: int | None = None) -> list[Hop]:
     """The mini world's hops; of data files one for each gold article, searched by its title; none where none is named,
-    or more than `most`, the searches that a rollout may make.
+    or more than `limit`, the searches that a rollout may make.
 
     In the order of the data. A title that nobody could know before reading another is searched for all the same: this
     is a start, which reinforcement learning goes on from.
@@ -52,7 +52,7 @@ def _hops(example: Example, most: int | None = None) -> list[Hop]:
         Hop(query=unescape(title), title=title, answer=None)  # HotpotQA writes "Will &amp; Grace"
         for title in named
     ]
-    return hops if most is None or len(hops) <= most else []
+    return hops if limit is None or len(hops) <= limit else []
 
 
 def _then(hop: Hop) -> str:
@@ -83,26 +83,26 @@ def _search_program(task: MultihopQaTask, example: Example) -> list[Demonstratio
     question, answer, program = example.inputs["question"], example.metadata["answers"][0], task.program
     draws = Draws("demonstration", example.id)
     queries = [hop["query"].replace(";", ",") for hop in hops]  # a semicolon ends a query
-    shown = [_single("rewriter", program.rewriter(question), f"### {'; '.join(queries)} ###")]
+    calls = [_single("rewriter", program.rewriter(question), f"### {'; '.join(queries)} ###")]
     poorer = draws.pick([[question], [queries[0], question], [question, queries[:2][-1]], queries[::-1], queries[:1]])
     titles = [hop["title"] for hop in hops]
-    for used in (queries, poorer):
-        candidates = task.search(used, example.inputs["corpus"])
+    for searched in (queries, poorer):
+        candidates = task.search(searched, example.inputs["corpus"])
         names = [candidate["title"] for candidate in candidates]
         # A reranker can only choose what was retrieved; none is shown where nothing gold was.
         gold = [names.index(title) for title in titles if title in names]
         if gold:
-            chosen = ", ".join(str(index) for index in gold)
-            shown.append(_single("reranker", program.reranker(question, candidates), chosen))
+            indices = ", ".join(str(index) for index in gold)
+            calls.append(_single("reranker", program.reranker(question, candidates), indices))
         if len(gold) == len(titles):
             selected = [candidates[index] for index in gold]
-            if used is poorer:
-                others = [other for other in candidates if other["title"] not in titles]
-                draws.shuffle(others)
-                selected += others[: draws.below(3)]
+            if searched is poorer:
+                distractors = [other for other in candidates if other["title"] not in titles]
+                draws.shuffle(distractors)
+                selected += distractors[: draws.below(3)]
                 draws.shuffle(selected)
-            shown.append(_single("answerer", program.answerer(question, selected), answer))
-    return shown
+            calls.append(_single("answerer", program.answerer(question, selected), answer))
+    return calls
 
 
 def _turns(
@@ -125,10 +125,10 @@ def _turns(
     module, first = task.program.modules[0], task.program.question(example.inputs["question"])
     thought = Draws(task.name, example.id).pick(["look it up", "search first"])
     history: History = ()
-    shown = []
+    calls = []
     for hop in hops:
         turn = search(thought, hop["query"])
-        shown.append(Demonstration(module=module, messages=first, history=history, completion=turn))
+        calls.append(Demonstration(module=module, messages=first, history=history, completion=turn))
         documents = task.search([hop["query"]], example.inputs["corpus"])
         if hop["title"] not in [document["title"] for document in documents]:
             return []
@@ -136,7 +136,7 @@ def _turns(
         thought = _then(hop)
     right = example.metadata["answers"][0]
     last = answer(f"it is {hops[-1]['answer'] or right}", right)
-    return [*shown, Demonstration(module=module, messages=first, history=history, completion=last)]
+    return [*calls, Demonstration(module=module, messages=first, history=history, completion=last)]
 
 
 @demonstrations.register
@@ -187,7 +187,7 @@ def _search_o1(task: search_o1.SearchO1Task, example: Example) -> list[Demonstra
 
     hops = example.metadata.get("hops", ())
     turns = _turns(task, example, hops, search, added, lambda thought, answer: f"{thought} {search_o1.BOX}{answer}}}")
-    return [shown for pair in zip_longest(turns, condensed) for shown in pair if shown] if turns else []
+    return [call for pair in zip_longest(turns, condensed) for call in pair if call] if turns else []
 
 
 @demonstrations.register
@@ -265,7 +265,7 @@ def _hover(task: HoverTask, example: Example) -> list[Filled]:
     notes, titles = example.metadata.get("notes"), example.metadata["titles"]
     if notes is None:
         return []
-    claim, shown = example.inputs["claim"], []
+    claim, calls = example.inputs["claim"], []
     for hop in range(task.config.search_hops):
         # the claim leads to the subject, what it names by its name; after the city nothing is missing
         query = titles[hop] if 0 < hop < len(titles) else "None"
@@ -273,14 +273,14 @@ def _hover(task: HoverTask, example: Example) -> list[Filled]:
         if hop:
             queries = {"search_query1": query, "search_query2": "None", "search_query3": "None"}
             reasoning = f"{query} is next" if hop < len(titles) else "all is found"
-            shown.append(Filled("generate_query.predict", inputs, {"reasoning": reasoning, **queries}))
+            calls.append(Filled("generate_query.predict", inputs, {"reasoning": reasoning, **queries}))
         if hop < min(task.config.search_hops - 1, len(titles)):
             passages = task.passages_now([query if hop else claim], task.top_k[0])
             if any(passage.startswith(f"{titles[hop]} | ") for passage in passages):
                 outputs = {"reasoning": f"{titles[hop]} tells", "new_key_facts": notes[hop]}
                 inputs = {**inputs, "new_search_results": passages}
-                shown.append(Filled("append_notes.predict", inputs, outputs))
-    return shown
+                calls.append(Filled("append_notes.predict", inputs, outputs))
+    return calls
 
 
 def _single(module: str, messages: Sequence[Message], completion: str) -> Demonstration:
