@@ -178,8 +178,8 @@ class MMRL(Teleprompter):
             if not stored[split].endswith(f"_{_digest(rows)}"):
                 raise CheckpointError(f"{folder}: the {split} examples are not those that the run was started with")
         objects = {"train": train, "dev": dev, "program": student.deepcopy(), "metric": self.metric}
-        for what, value in objects.items():
-            put(stored[what].partition(":")[2], value)
+        for key, value in objects.items():
+            put(stored[key].partition(":")[2], value)
         config = stored_config(run.path, RootConfig)
         # Its task may have been built in this process already, from the objects of before.
         forget_task(config.task, config.seed)
@@ -272,8 +272,8 @@ def _outside_of_loops(work: Callable[[], T]) -> T:
             try:
                 wait([outcome], timeout=0.2)
             except KeyboardInterrupt:
-                to, what = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(to, what)
+                thread_id, exception = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, exception)
     return outcome.result()
 
 
@@ -319,7 +319,7 @@ def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[l
     return rest, held
 
 
-def _inputs(examples: Sequence[dspy.Example], what: str) -> tuple[str, ...]:
+def _inputs(examples: Sequence[dspy.Example], name: str) -> tuple[str, ...]:
     """Return the input fields, the same of all examples.
 
     Raises:
@@ -330,12 +330,12 @@ def _inputs(examples: Sequence[dspy.Example], what: str) -> tuple[str, ...]:
         try:
             names = tuple(example.inputs().keys())
         except (ValueError, AttributeError):
-            raise ConfigError(f"{what}[{number}]: names no inputs; expected dspy.Example(…).with_inputs(…)") from None
+            raise ConfigError(f"{name}[{number}]: names no inputs; expected dspy.Example(…).with_inputs(…)") from None
         common = common or names
         if set(names) != set(common):
-            raise ConfigError(f"{what}[{number}]: has the inputs {', '.join(names)}, expected {', '.join(common)}")
+            raise ConfigError(f"{name}[{number}]: has the inputs {', '.join(names)}, expected {', '.join(common)}")
     if not common:
-        raise ConfigError(f"{what}: has no examples with inputs; expected dspy.Example(…).with_inputs(…)")
+        raise ConfigError(f"{name}: has no examples with inputs; expected dspy.Example(…).with_inputs(…)")
     return common
 
 

@@ -205,9 +205,9 @@ class Forest:
     def path(self, rollout: Rollout) -> tuple[Call, ...]:
         """Calls of `rollout`, root first; empty if it failed before its first call."""
         # Calls know their parents alone: a call may have many successors, but lies on one way up.
-        return tuple(reversed(list(self._up(rollout.leaf))))
+        return tuple(reversed(list(self._ancestors(rollout.leaf))))
 
-    def _up(self, call_id: str | None) -> Iterator[Call]:
+    def _ancestors(self, call_id: str | None) -> Iterator[Call]:
         while call_id is not None:
             call = self.calls[call_id]
             yield call

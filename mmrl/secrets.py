@@ -86,7 +86,7 @@ def add_secret(name: str, value: str, anyway: bool = False) -> None:
     if value in _secrets or not (worth_hiding(value) or (anyway and len(value) >= LEAST)):
         return
     _secrets[value] = name
-    forms = {form: mark for secret, variable in _secrets.items() for form, mark in _forms_of(secret, variable).items()}
+    forms = {form: mark for secret, variable in _secrets.items() for form, mark in _encodings(secret, variable).items()}
     _forms = tuple(sorted(forms.items(), key=lambda pair: -len(pair[0])))
 
 
@@ -157,7 +157,7 @@ def _current(match: re.Match[str]) -> str:
     return value
 
 
-def _forms_of(value: str, name: str) -> dict[str, str]:
+def _encodings(value: str, name: str) -> dict[str, str]:
     """Return the encodings of a value in text (plain, JSON, HTML, address, base64), each with its replacement."""
     reference, mark = f"${{oc.env:{name}}}", f"[{name}]"
     raw = value.encode("utf-8", "surrogateescape")

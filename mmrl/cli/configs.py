@@ -42,7 +42,7 @@ WEIGHTS = ("model", "model.path", "model.name", "model.revision")
 
 def train_configs(line: CommandLine) -> list[StageConfig]:
     """Return the config of every job of `mmrl train`, validated; the problems of all jobs together, each once."""
-    return _configs("train", _after(line), lambda raw, words: _train_config(line, raw, words))
+    return _configs("train", _from_run(line), lambda raw, words: _train_config(line, raw, words))
 
 
 def eval_configs(line: CommandLine) -> list[EvalCommandConfig]:
@@ -96,7 +96,7 @@ def set_config(command: str, words: Sequence[str], config_dir: str | None) -> St
 
 def swept(line: CommandLine, job: Job) -> None:
     """Let Hydra go through the jobs of a sweep of `mmrl train`, by any sweeper and launcher."""
-    through_hydra("train", _after(line), lambda raw, words: job(lambda: _train_config(line, raw(), words)))
+    through_hydra("train", _from_run(line), lambda raw, words: job(lambda: _train_config(line, raw(), words)))
 
 
 def _eval_config(raw: Mapping[str, object], words: Sequence[str]) -> EvalCommandConfig:
@@ -107,7 +107,7 @@ def _eval_config(raw: Mapping[str, object], words: Sequence[str]) -> EvalCommand
     return validate(EvalCommandConfig, raw)
 
 
-def _after(line: CommandLine) -> CommandLine:
+def _from_run(line: CommandLine) -> CommandLine:
     """Return the words of a run with `from=RUN`; model and task are that run's unless typed."""
     if "from" not in line.command_keys:
         return line

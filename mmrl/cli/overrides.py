@@ -54,11 +54,11 @@ def read_line(
         ConfigError: every word that cannot be read.
     """
     flags, rest = FLAGS.parse_known_args(words)
-    others, settings, unknown_flags = sort_words(rest)
-    problems = [] if names else [f"{name}: expected key=value" for name in others]
+    positional, settings, unknown_flags = sort_words(rest)
+    problems = [] if names else [f"{name}: expected key=value" for name in positional]
     for flag in unknown_flags:
-        meant = meant_keys(flag.partition("=")[0].lstrip("-").replace("-", "_"))
-        hint = f"{meant} Keys are typed as KEY=VALUE" if meant else ""
+        suggestion = meant_keys(flag.partition("=")[0].lstrip("-").replace("-", "_"))
+        hint = f"{suggestion} Keys are typed as KEY=VALUE" if suggestion else ""
         problems.append(f"{flag.partition('=')[0]}: unknown flag{hint} (known: -m, --config-dir, --cfg job)")
     if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
         problems.append(f"--config-dir: no folder '{flags.config_dir}'")
@@ -72,7 +72,9 @@ def read_line(
         keys = [override.get_key_element().lstrip("+") for override in overrides if not override.is_delete()]
         problems += repeated([*keys, *("experiment" for text in texts if text in NO_ROW)])
     prints = flags.cfg is not None
-    line = CommandLine(tuple(overrides), dict(command_pairs), tuple(others), flags.multirun, flags.config_dir, prints)
+    line = CommandLine(
+        tuple(overrides), dict(command_pairs), tuple(positional), flags.multirun, flags.config_dir, prints
+    )
     idle = ("hydra.run.", "hydra.mode.") if line.multirun else ("hydra.", "hydra/")
     problems += [
         f"{key}: has no effect here; a run's folder is run.dir=, and Hydra drives sweeps alone (mmrl train -m)"
@@ -176,8 +178,8 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
     choices = options(key, line.config_dir)
     if choice in choices:
         return False
-    none = f"{key}: got '{choice}', and there is none; conf/{key}/{choice}.yaml in the current folder would be it"
-    problems.append(unknown(key, choice, choices) if choices else none)
+    missing = f"{key}: got '{choice}', and there is none; conf/{key}/{choice}.yaml in the current folder would be it"
+    problems.append(unknown(key, choice, choices) if choices else missing)
     return True
 
 

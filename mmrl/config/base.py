@@ -43,7 +43,7 @@ class Idle(NamedTuple):
     def problem(self, sections: object, key: str) -> str | None:
         """Return the sentence for a key of these, or None if it has an effect."""
         terms = [re.split(r"(!?[=~])", term, maxsplit=1) for term in self.when.split()]
-        if not all(_holds(value_at(sections, path), sign, wanted) for path, sign, wanted in terms):
+        if not all(_term_matches(value_at(sections, path), sign, wanted) for path, sign, wanted in terms):
             return None
         path, sign, wanted = terms[0]
         value = value_at(sections, key)
@@ -55,7 +55,7 @@ class Idle(NamedTuple):
         return f"{key}: {got}has no effect {why}"
 
 
-def _holds(value: object, sign: str, wanted: str) -> bool:
+def _term_matches(value: object, sign: str, wanted: str) -> bool:
     matches = wanted in str(value) if sign[-1] == "~" else literal(value) in wanted.split("|")
     return matches != sign.startswith("!")
 

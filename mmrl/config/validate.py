@@ -169,9 +169,9 @@ def _unknown_key(schema: type[BaseModel], parts: list[str], value: object, raw: 
     fields = _fields_at(schema, parts[:-1], raw)
     if fields is None:
         return  # the name that chooses the schema is wrong itself, and is reported
-    having = [name for name, other in CHOICES.get(section, {}).items() if key in other.model_fields]
-    if having:
-        name, users = _chosen_name(raw, section), ", ".join(having)
+    owners = [name for name, other in CHOICES.get(section, {}).items() if key in other.model_fields]
+    if owners:
+        name, users = _chosen_name(raw, section), ", ".join(owners)
         # One sentence for each key that was typed: `task.judge.url`, not the section around it.
         for leaf, leaf_value in flattened({path: value}).items():
             got = "" if section == "algo" else f"got {literal(leaf_value)}, which "
@@ -212,10 +212,10 @@ def _fields_at(schema: type[BaseModel], location: Iterable[str], raw: Mapping[st
         if path in CHOICES:
             # the annotation names the base class; the config's name says which subclass validated
             name = _chosen_name(raw, path)
-            chosen = task_schema(name) if path == "task" else CHOICES[path].get(name)
-            if chosen is None:
+            choice = task_schema(name) if path == "task" else CHOICES[path].get(name)
+            if choice is None:
                 return None
-            schema = chosen
+            schema = choice
         elif part in schema.model_fields:  # else a key of a mapping of sections, or a number in a list of them
             schema = next(_sections_of(schema.model_fields[part].annotation), schema)
     return [field.alias or name for name, field in schema.model_fields.items()]

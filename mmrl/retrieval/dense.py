@@ -255,10 +255,10 @@ def _encode_shards(folder: Path, documents: Sequence[Document], encoder: Encoder
             # A killed build leaves no half of a shard: it is written beside its place and renamed.
             if not file.is_file():
                 work = file.with_suffix(".tmp")
-                with work.open("wb") as out:
-                    np.savez(out, vectors=encoder.passages(part, advance))
-                    out.flush()
-                    os.fsync(out.fileno())
+                with work.open("wb") as output:
+                    np.savez(output, vectors=encoder.passages(part, advance))
+                    output.flush()
+                    os.fsync(output.fileno())
                 os.replace(work, file)
             else:
                 advance(len(part))

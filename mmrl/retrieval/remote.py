@@ -154,7 +154,7 @@ class RemoteRetriever(Retriever):
 
         try:
             return await self._http.request(
-                method, self.url, parse, body=body, params=params, limit=limit, before=self._before
+                method, self.url, parse, body=body, params=params, limit=limit, before=self._count_request
             )
         except HttpFailure as failure:
             self._counts["failures"] += 1
@@ -166,7 +166,7 @@ class RemoteRetriever(Retriever):
                 log.warning("%s; the rollout is aborted, and such failures are counted from here on", failed)
             raise failed from None
 
-    async def _before(self, number: int) -> None:
+    async def _count_request(self, number: int) -> None:
         self._counts["requests"] += 1
         self._counts["retries"] += number > 0
 

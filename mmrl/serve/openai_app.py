@@ -287,12 +287,12 @@ class _Running:
         loop = asyncio.get_running_loop()
         if parsed.stream:
             # from the decoder's thread
-            def heard(token: int) -> None:
+            def on_token(token: int) -> None:
                 with suppress(RuntimeError):  # the server has ended meanwhile
                     loop.call_soon_threadsafe(self._new.put_nowait, token)
 
             # Only for streams: otherwise each token would wake the event loop for nobody.
-            generation = replace(generation, on_token=heard)
+            generation = replace(generation, on_token=on_token)
         self.task: asyncio.Task[Completion] = loop.create_task(served.engine.generate(generation))
         # Also where it fails or is cancelled: `pieces` must not wait for a token that never comes.
         self.task.add_done_callback(lambda task: self._new.put_nowait(None))
@@ -337,10 +337,10 @@ class _Running:
         while (token := await self._new.get()) is not None:
             ids.append(token)
             before = decode_text(self._tokenizer, ids[context:decoded])
-            now = decode_text(self._tokenizer, ids[context:])
-            if len(now) <= len(before) or now.endswith("\ufffd"):  # half of a character
+            after = decode_text(self._tokenizer, ids[context:])
+            if len(after) <= len(before) or after.endswith("\ufffd"):  # half of a character
                 continue
-            text, context, decoded = text + now[len(before) :], decoded, len(ids)
+            text, context, decoded = text + after[len(before) :], decoded, len(ids)
             ends = [start for stop in self._stops if (start := text.find(stop, max(0, sent - held))) >= 0]
             until = min(ends) if ends else len(text) - held
             if until > sent:

@@ -169,14 +169,14 @@ def append_jsonl(path: Path, records: Iterable[Mapping[str, object]]) -> bytes:
         return data
     with named(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        before = os.fstat(descriptor).st_size
+        size = os.fstat(descriptor).st_size
         try:
-            rest = data
+            remaining = data
             # A write may be partial (a full disk, a signal); what is missing is written on.
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+            while remaining:
+                remaining = remaining[os.write(descriptor, remaining) :]
         except OSError:
-            os.ftruncate(descriptor, before)
+            os.ftruncate(descriptor, size)
             raise
         finally:
             os.close(descriptor)
@@ -289,7 +289,7 @@ def digest(path: Path, size: int | None = None) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def several(work: Callable[[T], str], items: Iterable[T]) -> list[str]:
+def map_threaded(work: Callable[[T], str], items: Iterable[T]) -> list[str]:
     """Call `work` on each item, in several threads: reading and hashing both release the interpreter lock."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(work, items))
@@ -297,7 +297,7 @@ def several(work: Callable[[T], str], items: Iterable[T]) -> list[str]:
 
 def digests(paths: Sequence[Path]) -> list[str]:
     """Return the digest of each file."""
-    return several(digest, paths)
+    return map_threaded(digest, paths)
 
 
 def differences(files: Mapping[Path, tuple[int, str | None]], grown: bool = False) -> dict[Path, str]:
@@ -312,14 +312,14 @@ def differences(files: Mapping[Path, tuple[int, str | None]], grown: bool = Fals
         size, sha256 = files[path]
         if not path.is_file():
             return "is missing"
-        now = path.stat().st_size
-        if now < size or (now > size and not grown):
-            return f"has {now:,} bytes, not the {size:,} that were written"
+        current_size = path.stat().st_size
+        if current_size < size or (current_size > size and not grown):
+            return f"has {current_size:,} bytes, not the {size:,} that were written"
         # A torn write often has the right size: file systems extend a file before its blocks are there.
-        same = sha256 is None or digest(path, size if now > size else None) == sha256
-        return "" if same else "has not the content that was written"
+        unchanged = sha256 is None or digest(path, size if current_size > size else None) == sha256
+        return "" if unchanged else "has not the content that was written"
 
-    texts = several(difference, files)
+    texts = map_threaded(difference, files)
     return {path: text for path, text in zip(files, texts, strict=True) if text}
 
 

@@ -36,8 +36,8 @@ class Stop:
         self._timer.daemon = True
         self._timer.start()
 
-    def over(self) -> None:
-        """Nobody listens any more."""
+    def close(self) -> None:
+        """Cancel the repeated signal."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -107,13 +107,13 @@ def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
         raise KeyboardInterrupt
 
     try:
-        before = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop.ask)}
+        handlers = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop.ask)}
     except ValueError:  # not the main thread: someone else handles signals
         yield stop
         return
     # A second Ctrl-C, which the parent passes on too, would break the cleaning up that the first one began.
     if in_a_group:
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
+        handlers[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
 
     def interrupted(args: sys.UnraisableHookArgs) -> bool:
         if not issubclass(args.exc_type, KeyboardInterrupt):
@@ -127,6 +127,6 @@ def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
     except Stopped as stopped:
         raise SystemExit(Stopped.exit_code) from stopped
     finally:
-        stop.over()
-        for number, handler in before.items():
+        stop.close()
+        for number, handler in handlers.items():
             signal.signal(number, handler)

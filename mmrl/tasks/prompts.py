@@ -135,11 +135,11 @@ class Prompts:
         Raises:
             ConfigError: an unknown module, or instructions without a placeholder that they must have.
         """
-        now, roles, texts, shots = self.by_module(), self.roles, dict(self.texts), dict(self.shots)
+        current, roles, texts, shots = self.by_module(), self.roles, dict(self.texts), dict(self.shots)
         problems = [unknown("prompts", module, roles) for module in prompts if module not in roles]
         for module, prompt in prompts.items():
             # An unchanged text keeps its template: braces doubled around a placeholder's name are plain there.
-            if module in roles and prompt.instructions != now[module].instructions:
+            if module in roles and prompt.instructions != current[module].instructions:
                 template = self.templates[module][roles[module]]
                 text = _template(prompt.instructions, template.required | template.optional)
                 problems += _check(f"prompts: {module}.{roles[module]}", text, template)
@@ -191,9 +191,9 @@ def prompts_file(setting: str, task: str) -> Path:
     folder = conf_dir() / "prompts" / PAPER
     file = folder / f"{_LIKE.get(task, task)}.yaml"
     if not file.is_file():
-        having = sorted([*(path.stem for path in folder.glob("*.yaml")), *_LIKE])
+        tasks = sorted([*(path.stem for path in folder.glob("*.yaml")), *_LIKE])
         raise ConfigError(
-            f"task.prompts: got '{PAPER}', which task {task} does not have ({', '.join(having)} have); expected a file"
+            f"task.prompts: got '{PAPER}', which task {task} does not have ({', '.join(tasks)} have); expected a file"
         )
     return file
 
@@ -273,10 +273,10 @@ def messages(system: str, user: str, shots: Iterable[Shot] = ()) -> list[dict[st
 
     In this order, since what all items share is forwarded once where it comes first.
     """
-    spoken = [{"role": "system", "content": system}] if system else []
+    conversation = [{"role": "system", "content": system}] if system else []
     for shot in shots:
-        spoken += [{"role": "user", "content": shot.user}, {"role": "assistant", "content": shot.assistant}]
-    return [*spoken, {"role": "user", "content": user}]
+        conversation += [{"role": "user", "content": shot.user}, {"role": "assistant", "content": shot.assistant}]
+    return [*conversation, {"role": "user", "content": user}]
 
 
 def shot_of(path: Sequence[Call], module: str) -> Shot | None:

@@ -211,17 +211,17 @@ def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: b
 
 def occurring(answers: Iterable[str], documents: Iterable[Document]) -> set[str]:
     """Return the answers whose first words stand in a passage, one after the other."""
-    answers_of: dict[tuple[str, ...], list[str]] = {}
+    by_words: dict[tuple[str, ...], list[str]] = {}
     # By first word: one pass over the passages, whatever the number of answers.
     lengths: dict[str, set[int]] = {}
     for answer in answers:
         if run := tuple(WORD.findall(answer.lower())[:LONGEST]):
-            answers_of.setdefault(run, []).append(answer)
+            by_words.setdefault(run, []).append(answer)
             lengths.setdefault(run[0], set()).add(len(run))
     present: set[tuple[str, ...]] = set()
     for document in documents:
         words = WORD.findall(f"{document.title} {document.text}".lower())
         for start, word in enumerate(words):
             runs = (tuple(words[start : start + length]) for length in lengths.get(word, ()))
-            present.update(run for run in runs if run in answers_of)
-    return {answer for run in present for answer in answers_of[run]}
+            present.update(run for run in runs if run in by_words)
+    return {answer for run in present for answer in by_words[run]}

@@ -66,10 +66,10 @@ def _is_texts(value: object) -> bool:
 def _pairs(value: object, field: str, columns: tuple[str, str]) -> list[tuple[Any, Any]]:
     """Pairs in the files' form `[[a, b], ...]` or in the hub's, two columns."""
     if isinstance(value, Mapping):
-        both = [value[column] for column in columns]
-        if any(isinstance(column, str) for column in both):  # whose letters would be taken for entries
+        cells = [value[column] for column in columns]
+        if any(isinstance(column, str) for column in cells):  # whose letters would be taken for entries
             raise TypeError(f"{field}: expected lists in its columns {' and '.join(columns)}")
-        return list(zip(*both, strict=True))
+        return list(zip(*cells, strict=True))
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise TypeError(f"{field}: expected a list of [{', '.join(columns)}] pairs")
     return [(first, second) for first, second in value]

@@ -209,14 +209,14 @@ class Source:
         from datasets import load_dataset
 
         name, config, hub_split = self._hub_place(split)
-        away = not Path(name).exists() and not hub_answers()  # its client would try for half a minute, a line a try
+        offline = not Path(name).exists() and not hub_answers()  # its client would try for half a minute, a line a try
         try:
-            with _offline() if away else nullcontext():
+            with _offline() if offline else nullcontext():
                 table = load_dataset(name, config or None, split=hub_split)
         except Exception as error:
             # `datasets` raises many types here: no network, no such repository, config or split
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            why = "the hub does not answer, and it is not in the local cache" if away else reason
+            why = "the hub does not answer, and it is not in the local cache" if offline else reason
             raise DataError(f"{self.key}: cannot load '{self.spec}' (split {hub_split}) from the hub: {why}") from None
         number = 0
         try:
@@ -234,12 +234,12 @@ def _offline() -> Iterator[None]:
     from huggingface_hub import constants
 
     # Both libraries read their switch once, at import, so an environment variable would come too late.
-    was = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    settings = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = was
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = settings
 
 
 def _json(path: Path) -> Iterator[Row]:

@@ -120,13 +120,13 @@ class DspyTask(Task):
     def source_problems(self) -> list[str]:
         """Sources that two splits would use in full."""
         amount = "all of" if self.places else "both"
-        apart = self.places if getattr(self.config, "sample", None) == "paper" else {}
+        disjoint = self.places if getattr(self.config, "sample", None) == "paper" else {}
         return [
             f"task.data: {' and '.join(splits)} are {amount} {self.sources[splits[0]]}; "
             "expected a source each"
             + (f", or task.sample=paper for {' and '.join(splits)}" if set(splits) <= set(self.places) else "")
             for splits in same_rows(self.sources)
-            if not set(splits) <= set(apart)
+            if not set(splits) <= set(disjoint)
         ]
 
     @property
@@ -167,17 +167,17 @@ class DspyTask(Task):
             DataError: they end before the sample begins.
         """
         first, end = self.places[split]
-        having = f"task.data.{split}: {self.sources[split]} has {len(shuffled)} {items}"
+        prefix = f"task.data.{split}: {self.sources[split]} has {len(shuffled)} {items}"
         if len(shuffled) <= first:
             raise DataError(
-                f"{having}, the paper's {split} sample begins after {first} of a shuffle; set task.sample=all to use "
+                f"{prefix}, the paper's {split} sample begins after {first} of a shuffle; set task.sample=all to use "
                 "every row"
             )
         if len(shuffled) < end:
             log.warning(
                 "%s, so the sample is %d items instead of the paper's %d (numbers %d to %d of a shuffle); set "
                 "task.sample=all to use every row",
-                *(having, len(shuffled) - first, end - first, first, end - 1),
+                *(prefix, len(shuffled) - first, end - first, first, end - 1),
             )
         return shuffled[first:end]
 

@@ -55,7 +55,7 @@ def _hops(example: Example, limit: int | None = None) -> list[Hop]:
     return hops if limit is None or len(hops) <= limit else []
 
 
-def _then(hop: Hop) -> str:
+def _thought_after(hop: Hop) -> str:
     """Return the thought after a search."""
     return f"it is {hop['answer']}" if hop["answer"] is not None else f"now I have read {hop['title']}"
 
@@ -133,7 +133,7 @@ def _turns(
         if hop["title"] not in [document["title"] for document in documents]:
             return []
         history = (*history, (turn, added(hop, documents)))
-        thought = _then(hop)
+        thought = _thought_after(hop)
     right = example.metadata["answers"][0]
     last = answer(f"it is {hops[-1]['answer'] or right}", right)
     return [*calls, Demonstration(module=module, messages=first, history=history, completion=last)]
@@ -181,8 +181,8 @@ def _search_o1(task: search_o1.SearchO1Task, example: Example) -> list[Demonstra
 
     def added(hop: Hop, documents: list[Passage]) -> str:
         prompt = task.program.condense("".join(reasoning), hop["query"], documents)
-        condensed.append(_single(search_o1.CONDENSER, prompt, _then(hop)))
-        reasoning.append(search_o1.result(_then(hop)))
+        condensed.append(_single(search_o1.CONDENSER, prompt, _thought_after(hop)))
+        reasoning.append(search_o1.result(_thought_after(hop)))
         return reasoning[-1]
 
     hops = example.metadata.get("hops", ())
