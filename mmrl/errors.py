@@ -239,7 +239,7 @@ def storage_error(error: Exception, path: object = None) -> StorageError | None:
 
 @contextmanager
 def storage(path: object = None) -> Iterator[None]:
-    """Files that the operating system refuses inside raise `StorageError`; see `storage_error`."""
+    """Raise `StorageError` for files that the operating system refuses inside; see `storage_error`."""
     try:
         yield
     except MmrlError:

@@ -203,7 +203,7 @@ class Forest:
         return replace(self, calls=calls, rollouts=tuple(r for r in self.rollouts if r.example in ids))
 
     def path(self, rollout: Rollout) -> tuple[Call, ...]:
-        """Calls of `rollout`, root first; empty if it failed before its first call."""
+        """Return the calls of `rollout`, root first; empty if it failed before its first call."""
         # Calls know their parents alone: a call may have many successors, but lies on one way up.
         return tuple(reversed(list(self._ancestors(rollout.leaf))))
 

@@ -138,7 +138,7 @@ def holder(text: str) -> str | None:
 
 
 def reveal(value: object) -> object:
-    """References to variables, at any depth, replaced by the values, which are hidden from now on.
+    """Replace references to variables, at any depth, by their values, which are hidden from now on.
 
     Raises:
         KeyError: a variable is not set; its name.

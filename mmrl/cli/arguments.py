@@ -127,7 +127,7 @@ class CreditArguments(Section):
 
 
 def section_of(schema: type[SectionT], texts: Mapping[str, str]) -> SectionT:
-    """Keys of a command, as typed, as its section.
+    """Validate the typed keys of a command as its section.
 
     Raises:
         ConfigError: every problem at once.
@@ -146,7 +146,7 @@ def repeated(keys: Sequence[str]) -> list[str]:
 def read_arguments(
     command: str, schema: type[SectionT], words: Sequence[str], *, name: str | None = None, called: str = ""
 ) -> SectionT:
-    """Words as a section.
+    """Parse words and validate them as a section.
 
     Args:
         command: `mmrl index build`, for messages.

@@ -66,7 +66,7 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
 
 
 def _composition(config_name: str, overrides: Sequence[str], config_dir: str | None) -> DictConfig:
-    """As Hydra composes it, interpolations as they are.
+    """Compose the config with Hydra, interpolations unresolved.
 
     Raises:
         ConfigError: Hydra could not compose it.

@@ -64,7 +64,7 @@ def create(words: Sequence[str]) -> int:
 
 
 def name_problems(name: str, top: Path) -> list[str]:
-    """Reasons against a package and task of that name in `top`, one sentence each."""
+    """Return the reasons against a package and task of that name in `top`, one sentence each."""
     # `task=null` would choose no task, `task=true` a truth value.
     value = name.lower() in ("null", "true", "false", "nan", "inf")
     if value or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
@@ -105,7 +105,7 @@ def write(name: str, top: Path, kind: str) -> list[Path]:
 
 
 def next_commands(name: str, top: Path) -> str:
-    """Commands to go on with: the test, a short training run, an evaluation of it."""
+    """Return the next commands: the test, a short training run, an evaluation of it."""
     lines = [
         f"python -m pytest {name}",
         f"mmrl train task={name} algo=mmgrpo train.steps=15 train.batch_size=8 run.dir=outputs/{name}_first",

@@ -153,7 +153,7 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
 
 
 def _values(override: Override, search: bool) -> list[str | None]:
-    """Texts after the `=`, one for each value of a sweep, the first and the last of a search; None: `~key` alone."""
+    """Return the texts after the `=`: each value of a sweep, both ends of a search; None: `~key` alone."""
     value = override.value()
     if isinstance(value, IntervalSweep):
         if not search:
@@ -229,7 +229,7 @@ def policy_words(sections: Mapping[str, object], words: Sequence[str], config_di
 
 
 def refuse_beside_resume(line: CommandLine, *allowed: str) -> None:
-    """Raises `ConfigError` for anything beside `resume=` but the keys that are `allowed`."""
+    """Raise `ConfigError` for anything beside `resume=` except the keys in `allowed`."""
     line = line.without(allowed)
     pairs = [f"{key}={value}" for key, value in line.command_keys.items() if key != "resume"]
     if line.overrides or line.switches or pairs:

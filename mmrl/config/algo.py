@@ -57,11 +57,11 @@ class AlgoConfig(MethodConfig):
         return algo
 
     def leaving_out(self, modules: Collection[str]) -> AlgoConfig:
-        """This section where the modules are out of the loss."""
+        """Return a copy of this section with `modules` out of the loss."""
         return self
 
     def exchanged_modules(self, modules: Sequence[str]) -> tuple[str, ...]:
-        """Modules of a program that a second play of a rollout does without."""
+        """Return the modules whose replies a second play of a rollout exchanges."""
         return ()
 
     @property
@@ -234,7 +234,7 @@ class CcpoConfig(GroupConfig):
     ]
 
     def exchanged_modules(self, modules: Sequence[str]) -> tuple[str, ...]:
-        """Return the modules whose prompts may be exchanged: the named ones, else all but the last."""
+        """Return the modules whose replies a second play exchanges: the named ones, else all but the last."""
         return tuple(modules[:-1]) if self.exchanged is None else self.exchanged
 
     @model_validator(mode="after")
@@ -379,7 +379,7 @@ class MmgrpoConfig(GroupConfig):
         return self
 
     def shares(self) -> dict[str, int]:
-        """Rollouts per example of each teacher, in the order in which they are made."""
+        """Return the rollouts per example of each teacher, in sampling order."""
         teachers = self.teachers or (TeacherConfig(name=STUDENT),)
         return {t.name: t.rollouts or self.rollouts // len(teachers) for t in teachers}
 

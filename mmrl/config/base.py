@@ -133,7 +133,7 @@ def by_name(
 
 
 def no_lookalike(value: object) -> object:
-    """For choices among whole numbers, where Python takes `true` for 1 and 1.0 for 1.
+    """Refuse `true` and 1.0 among whole numbers: Python takes both for 1.
 
     Raises:
         ValueError: a truth value or a fraction.
@@ -209,7 +209,7 @@ def reasons(error: ValidationError, limit: int = 5) -> str:
 
 
 def value_at(sections: object, path: str) -> object:
-    """Value at a path of sections or of a composed mapping; None where nothing does."""
+    """Return the value at a path of sections or of a composed mapping; None if there is none."""
     value = sections
     for part in path.split("."):
         fields = value.__dict__ if isinstance(value, BaseModel) else value

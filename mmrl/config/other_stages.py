@@ -45,7 +45,7 @@ class PromptConfig(MethodConfig):
         return None
 
     def minibatch_of(self, validation: int) -> int | None:
-        """Examples of a trial, where trials are no evaluations on all of so many."""
+        """Return the number of examples of a trial, if trials use fewer than all."""
         return None
 
 

@@ -56,7 +56,7 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool =
 
 
 def _secrets_in(raw: Mapping[str, object]) -> list[str]:
-    """Secrets among the values, which every run directory would keep, and where they belong."""
+    """Report secrets among the values, which every run directory would keep, and where they belong."""
     problems = []
     for path, value in flattened(raw).items():
         key, text = path.rpartition(".")[2], literal(value)
@@ -89,7 +89,7 @@ def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> Conf
 
 
 def as_tuples(value: object) -> object:
-    """Lists as tuples, missing values (`???`) left out: what strict models take."""
+    """Convert lists to tuples and drop missing values (`???`), as strict models require."""
     if isinstance(value, dict):
         return {str(key): as_tuples(item) for key, item in value.items() if item != "???"}
     return tuple(as_tuples(item) for item in value) if isinstance(value, list) else value
@@ -130,7 +130,7 @@ def algo_section(raw: object) -> AlgoConfig:
 
 
 def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, object] | None = None) -> list[str]:
-    """Sentences for pydantic's errors, in the words of the command line.
+    """Return a sentence for each pydantic error, in the words of the command line.
 
     Args:
         raw: the config that was validated, for the names that choose schemas.
@@ -164,7 +164,7 @@ LABELS = {"task": "task ", "engine": "engine=", "task.retriever": "task.retrieve
 
 
 def _unknown_key(schema: type[BaseModel], parts: list[str], value: object, raw: Mapping[str, object]) -> Iterator[str]:
-    """Sentences for a key that is not in its section's schema."""
+    """Yield sentences for a key that is not in its section's schema."""
     path, section, key = ".".join(parts), ".".join(parts[:-1]), parts[-1]
     fields = _fields_at(schema, parts[:-1], raw)
     if fields is None:
@@ -205,7 +205,7 @@ def _chosen_name(raw: Mapping[str, object], path: str) -> str:
 
 
 def _fields_at(schema: type[BaseModel], location: Iterable[str], raw: Mapping[str, object]) -> list[str] | None:
-    """Field names of the section at `location` below `schema`; None where its schema is not known."""
+    """Return the field names of the section at `location` below `schema`; None if its schema is not known."""
     path = ""
     for part in location:
         path = f"{path}.{part}".lstrip(".")

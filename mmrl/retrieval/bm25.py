@@ -127,7 +127,7 @@ def tokenize(text: str, stop: frozenset[str]) -> list[str]:
 
 
 def top_indices(scores: np.ndarray, k: int) -> list[int]:
-    """Indices of the k highest positive scores, best first; equal scores in index order. Shape of scores: (n,)."""
+    """Return the indices of the k highest positive scores (n,), best first; equal scores in index order."""
     # A full sort of a million scores would cost more than scoring them. The k-th highest is a threshold; whatever ties
     # with it stays in, so that the stable sort below breaks ties by index.
     if k < len(scores):

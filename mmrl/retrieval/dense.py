@@ -127,14 +127,14 @@ class Encoder:
             _ = self._network
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
-        """Vectors of queries: float32, shape (texts, dimension)."""
+        """Encode queries: float32, shape (texts, dimension)."""
         # The lock: the network is loaded once, and its tokenizer is not safe in two threads.
         with self._lock:
             network = self._limited(QUERY_TOKENS)
             return self._encoded(network.encode_query, texts, self.treatment.query_prompt)
 
     def passages(self, documents: Sequence[Document], advance: Advance = lambda done: None) -> np.ndarray:
-        """Vectors of passages (title and text): float32, shape (documents, dimension).
+        """Encode passages (title and text): float32, shape (documents, dimension).
 
         Args:
             documents: the passages.

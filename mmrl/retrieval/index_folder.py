@@ -220,7 +220,7 @@ def open_index(
 
 
 def estimated_bytes(spec: IndexSpec, passages: int, text_bytes: int) -> dict[str, float]:
-    """Estimates of `disk` (finished index), `work` (more disk while building), `build` and `search` (memory), in bytes.
+    """Estimate `disk` (index), `work` (more disk while building), `build` and `search` (memory), in bytes.
 
     Args:
         spec: kind and settings.

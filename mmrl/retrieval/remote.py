@@ -183,5 +183,5 @@ class RemoteRetriever(Retriever):
 
 
 def largest_reply(passages: int) -> int:
-    """Bytes that a reply with so many passages may have."""
+    """Return the largest size in bytes of a reply with so many passages."""
     return min(LARGEST_REPLY, LARGEST_PASSAGE * (passages + 1))

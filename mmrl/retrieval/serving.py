@@ -52,7 +52,7 @@ class Batches:
 
     # No lock: everything but the search itself runs on the server's one event loop.
     async def search(self, queries: Sequence[str], k: int) -> list[list[Document]]:
-        """Results of each query. Raises what the retriever raised."""
+        """Search each query. Raises what the retriever raised."""
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in queries]
         self._waiting += [(query, k, future) for query, future in zip(queries, futures, strict=True)]

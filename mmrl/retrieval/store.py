@@ -117,7 +117,7 @@ class PassageStore(Sequence[Document]):
         return Document(id=name, title=title, text=text)
 
     def identity(self) -> bytes:
-        """Changes when the passages do (their lengths and titles, which is enough to tell corpora apart)."""
+        """Return a text that changes with the passages (lengths and titles, which is enough to tell corpora apart)."""
         state = hashlib.blake2b(self._offsets.tobytes(), digest_size=16)
         state.update(self._titles.tobytes())
         return state.digest()

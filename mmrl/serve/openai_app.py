@@ -300,18 +300,18 @@ class _Running:
         self._id = secrets.token_hex(12)
 
     async def raise_refusal(self) -> None:
-        """Raises what the engine refuses at once (a prompt that is too long), while there is a status to say it."""
+        """Raise what the engine refuses at once (a prompt that is too long), before a status is sent."""
         # One turn of the loop: the task runs as far as the engine's own checks of the prompt.
         await asyncio.sleep(0)
         if self.task.done():
             self.task.result()
 
     def head(self, prefix: str, kind: str) -> dict[str, object]:
-        """Fields that all objects of this completion begin with."""
+        """Return the fields that all objects of this completion begin with."""
         return {"id": f"{prefix}-{self._id}", "object": kind, "created": self._created, "model": self.parsed.model}
 
     def result(self) -> tuple[str, str]:
-        """Text up to the first stop string, and OpenAI's finish reason."""
+        """Return the text up to the first stop string, and OpenAI's finish reason."""
         completion = self.task.result()
         text = decode_text(self._tokenizer, completion.ids)
         # The engine stops at the token in which a stop string ends; OpenAI's text ends before the string.
@@ -319,7 +319,7 @@ class _Running:
         return text[: min(ends)] if ends else text, "length" if completion.finish == "length" else "stop"
 
     def usage(self) -> dict[str, int]:
-        """Tokens."""
+        """Return OpenAI's `usage`: numbers of tokens."""
         new = len(self.task.result().ids)
         return {
             "prompt_tokens": self._prompt_tokens,
@@ -380,7 +380,7 @@ def _event(head: Mapping[str, object], **fields: object) -> str:
 
 
 def _failed(error: Exception) -> tuple[int, dict[str, object]]:
-    """Status and OpenAI error object of a refusal, or of what an engine raised."""
+    """Return status and OpenAI error object of a refusal, or of an engine's exception."""
     if isinstance(error, Refused):
         return error.status, error.body()
     if isinstance(error, BodyRefused):

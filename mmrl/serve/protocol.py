@@ -136,7 +136,7 @@ class ChatRequest(SamplingRequest):
     messages: list[Message] = Field(min_length=1)
 
     def rendered(self) -> list[dict[str, str]]:
-        """Messages for a chat template, whose word for a developer is system."""
+        """Convert messages for a chat template, where the role developer is system."""
         return [
             {"role": "system" if message.role == "developer" else message.role, "content": message.content}
             for message in self.messages

@@ -23,7 +23,7 @@ def cache_root(configured: str | None) -> Path:
 
 
 def file_checks(folder: Path, without: tuple[str, ...] = ()) -> dict[str, tuple[int, str | None]]:
-    """Sizes and checksums of all files below a folder, except those with certain names."""
+    """Return sizes and checksums of all files below a folder, except those with certain names."""
     checks = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file() and file.name not in without:

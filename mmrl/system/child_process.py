@@ -134,7 +134,7 @@ class ChildProcess:
         return "\n".join([f"its log ({self.log}) ends with:", *[f"  {line[:300]}" for line in lines[-LOG_LINES:]]])
 
     async def _fork(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Runs in the I/O loop's thread."""
+        """Start the process, in the I/O loop's thread."""
         with self.log.open("ab") as log:
             log.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} {hide(' '.join(command))}\n".encode())
             log.flush()
@@ -205,6 +205,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """In a child, before it becomes another program: SIGTERM when the thread that started it ends, however (Linux)."""
+    """Ask for SIGTERM at the end of the starting thread; called in a child before it executes its program (Linux)."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

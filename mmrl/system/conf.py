@@ -19,7 +19,7 @@ def conf_dir() -> Path:
 
 
 def user_dirs(config_dir: str | None = None) -> list[Path]:
-    """Folders that overlay the shipped configs, first wins: `--config-dir`, then the current folder's `conf/`."""
+    """Return the folders over the shipped configs, first wins: `--config-dir`, then the current folder's `conf/`."""
     folders = [Path(config_dir).resolve()] if config_dir else []
     local = Path.cwd() / "conf"
     if local.is_dir() and local.resolve() != conf_dir().resolve():
@@ -29,7 +29,7 @@ def user_dirs(config_dir: str | None = None) -> list[Path]:
 
 
 def options(group: str, config_dir: str | None = None) -> list[str]:
-    """Names that `group=` accepts."""
+    """Return the names that `group=` accepts."""
     names: set[str] = set()
     for folder in [*user_dirs(config_dir), conf_dir()]:
         root = folder / group
@@ -38,7 +38,7 @@ def options(group: str, config_dir: str | None = None) -> list[str]:
 
 
 def later_wins(words: Iterable[str]) -> list[str]:
-    """Overrides with each key once, at its first place and with its last value: a command line takes no key twice."""
+    """Keep each key once, at its first position with its last value: a command line takes no key twice."""
     return list({word.partition("=")[0].lstrip("+"): word for word in words}.values())
 
 

@@ -95,7 +95,7 @@ def user_path(text: str) -> Path:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Errors of the operating system inside name `path`: a write to an open file says nothing of it."""
+    """Add `path` to errors of the operating system inside: a write to an open file does not name it."""
     try:
         yield
     except OSError as error:
@@ -243,7 +243,7 @@ def read_yaml(path: Path) -> object:
 
 
 def _written_out(value: object, counts: dict[int, float]) -> float:
-    """Values in `value`, those behind an alias counted at each place; endless where one holds itself.
+    """Count the values in `value`, an alias at each use; infinite if a value contains itself.
 
     Args:
         counts: of lists and mappings that were counted already, by identity.
@@ -301,7 +301,7 @@ def digests(paths: Sequence[Path]) -> list[str]:
 
 
 def differences(files: Mapping[Path, tuple[int, str | None]], grown: bool = False) -> dict[Path, str]:
-    """Files that are not what they were when they were written, and what is wrong with each.
+    """Return the files that differ from what was written, and how each differs.
 
     Args:
         files: file -> its bytes and SHA-256 then; None: its size alone is compared.

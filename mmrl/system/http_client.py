@@ -336,7 +336,7 @@ class HttpClient:
         )
 
     def _pause(self, number: int, failure: HttpFailure) -> float:
-        """Seconds until the next attempt; a failure whose server asks for too many is no longer transient."""
+        """Return the seconds until the next attempt; if the server asks for too many, the failure is not transient."""
         first, longest = self._waits_s
         if failure.pause is None:
             # Random: after equal pauses, requests that were refused together would come back together.

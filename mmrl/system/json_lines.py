@@ -70,7 +70,7 @@ class Ledger:
         return str(path.relative_to(self.folder)) in self._noted
 
     def changed(self, mark: Mapping[str, Any] | None, grown: bool = False) -> dict[Path, str]:
-        """Files that are not what they were when `mark` was made, and what is wrong with each.
+        """Return the files that differ from what `mark` describes, and how each differs.
 
         Args:
             mark: None: all lines are taken for what they are.

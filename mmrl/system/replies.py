@@ -84,7 +84,7 @@ def quoted(text: str) -> str:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds to wait by `Retry-After` (seconds or an HTTP date), or None."""
+    """Return the seconds to wait by `Retry-After` (seconds or an HTTP date), or None."""
     value = headers.get("retry-after")
     if value is None:
         return None

@@ -91,7 +91,7 @@ def as_number(value: object) -> float | None:
 
 
 def finite_numbers(values: Mapping[str, object]) -> dict[str, float]:
-    """Numbers that a reward function gave by name, as floats.
+    """Check a reward function's numbers by name and return them as floats.
 
     Raises:
         RewardFailure: one is no number, not finite, or beyond `LARGEST`.
@@ -148,7 +148,7 @@ def located(kind: type[F], error: BaseException, before: str = "") -> F:
 
 
 def user_location() -> str:
-    """File, line and function where the user's own code stands in this thread; empty where none of it does."""
+    """Return file, line and function of the user's code that this thread runs; empty if it runs none."""
     frame = inspect.currentframe()
     while frame is not None:
         if _is_own(frame.f_code.co_filename):

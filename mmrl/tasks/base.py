@@ -71,7 +71,7 @@ class Context(Protocol):
         ...
 
     def measure(self, observation: Sequence[Message] | str, *, after: Reply) -> int:
-        """Tokens that `observation` would add to the context of a reply, the frame of a new turn included."""
+        """Count the tokens that `observation` would add to the context of a reply, the frame of a new turn included."""
         ...
 
     async def tool(self, name: str, **arguments: object) -> Any:
@@ -307,7 +307,7 @@ class Task(ABC):
 
     @abstractmethod
     def describe(self) -> Mapping[str, object]:
-        """Facts for the run's summary: data sources, sizes, corpus, 'mini world' or 'partial corpus' labels."""
+        """Return facts for the run's summary: data sources, sizes, corpus, 'mini world' or 'partial corpus' labels."""
 
     def server_problems(self) -> list[str]:
         """Check the task's servers (judges, external models): one sentence with the config key for each unusable one.
@@ -322,7 +322,7 @@ class Task(ABC):
             chat.forget_counts()
 
     def endpoint_usage(self) -> Mapping[str, float]:
-        """Requests to judges and external models so far, by metric name (`endpoint/judge/requests`)."""
+        """Return the requests to judges and external models so far, by metric name (`endpoint/judge/requests`)."""
         counts = [chat.usage.metrics(f"endpoint/{name}") for name, chat in self.endpoints.items()]
         return {name: count for usage in counts for name, count in usage.items()}
 

@@ -72,7 +72,7 @@ def accuracy(prediction: str, gold: str, *, closed: bool = True, punctuation: Pu
 
 
 def answer_shape(answer: str) -> dict[str, float]:
-    """Words of an answer and candidates in it: the parts between commas, semicolons, bars, lines, "or" and "and".
+    """Count an answer's words and candidates: the parts between commas, semicolons, bars, lines, "or" and "and".
 
     Rewards that look for an accepted answer inside the given one rise with both; alarms watch them.
     """

@@ -286,7 +286,7 @@ class OpenQaTask(Task):
         return Score(reward=reward, metrics=scores, parts={"f1": reward})
 
     def search_metrics(self, prediction: Any, example: Example) -> dict[str, float]:
-        """Numbers of a rollout beside those of its answer."""
+        """Return a rollout's metrics beside those of its answer."""
         return {}
 
     def describe(self) -> Mapping[str, object]:

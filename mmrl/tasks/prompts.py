@@ -333,7 +333,7 @@ def _template(text: str, placeholders: Iterable[str]) -> str:
 
 
 def _check(where: str, text: str, template: Template) -> list[str]:
-    """Problems of a replaced text."""
+    """Report problems of a replaced text."""
     allowed = template.required | template.optional
     names = set()
     problems = []

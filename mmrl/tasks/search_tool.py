@@ -111,7 +111,7 @@ class SearchTool:
         return coverage(splits, self.corpora)
 
     def describe_counts(self) -> str:
-        """Requests to retrievers behind HTTP, in brackets; empty for those in process."""
+        """Return the requests to retrievers behind HTTP, in brackets; empty for those in process."""
         counts = self.counts
         listed = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in COUNTED if counts.get(name))
         return f" ({listed})" if listed else ""

@@ -76,7 +76,7 @@ class R1Searcher(TurnAgent):
         return disarm_markers(disarm(listing, TAGS)) or self.prompts.texts[MODULE]["nothing"].format()
 
     async def run(self, example: Example, ctx: Context) -> ReasonerPrediction:
-        """Turns until one ends without a query, or a limit; the answer is the last `<answer>` pair."""
+        """Run turns until one ends without a query, or a limit; the answer is the last `<answer>` pair."""
         queries: list[str] = []
         titles: list[str] = []
 
@@ -119,7 +119,7 @@ class Form:
 
 
 def stage1(form: Form, covered: bool, searched: bool) -> dict[str, float]:
-    """Parts of the first stage's reward, -1 to 2: cover exact match +1 or -1, +0.5 for a search, +0.5 for the frame."""
+    """Score the first stage, -1 to 2: cover exact match +1 or -1, +0.5 for a search, +0.5 for the frame."""
     return {
         "cover_match": 1.0 if covered else -1.0,
         "retrieval": 0.5 * (form.balanced and searched),
@@ -128,7 +128,7 @@ def stage1(form: Form, covered: bool, searched: bool) -> dict[str, float]:
 
 
 def stage2(form: Form, f1: float) -> dict[str, float]:
-    """Parts of the second stage's reward, -1 to 1: F1, and -1 where the form is wrong."""
+    """Score the second stage, -1 to 1: F1, and -1 if the form is wrong."""
     # one penalty, however many things are wrong
     wrong = not form.balanced or not form.framed or form.chinese
     return {"f1": f1, "format": -1.0 * wrong}

@@ -55,7 +55,7 @@ class SearchReward:
 def search_reward(
     turns: Sequence[SearchTurn], em: bool, answers: Sequence[str], rules: SearchAgentConfig
 ) -> SearchReward:
-    """Rewards of MT-PPO's search agent, turn by turn (arXiv 2505.11821, Sec. 4 to 6 and App. C).
+    """Compute the rewards of MT-PPO's search agent, turn by turn (arXiv 2505.11821, Sec. 4 to 6 and App. C).
 
     Last turn: 1 for an exact match (of the right format, unless `em_needs_format` is off); else 0.2 for the right
     format alone, and `final_penalty` for a wrong one. An earlier turn: 0.3 if its search brought an accepted answer,

@@ -83,7 +83,7 @@ class SearchAgent(TurnAgent):
         return disarm("".join(self.prompts.documents(MODULE, passages, self.snippet_words)), SEARCH_TAGS)
 
     async def run(self, example: Example, ctx: Context) -> SearchAgentPrediction:
-        """Turns until an answer or a limit."""
+        """Run turns until an answer or a limit."""
         actions: list[str] = []
         contents: list[str] = []
 

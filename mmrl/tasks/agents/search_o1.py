@@ -96,7 +96,7 @@ class SearchO1(TurnAgent):
         return self.prompts.texts[REASONER][role].format()
 
     async def run(self, example: Example, ctx: Context) -> ReasonerPrediction:
-        """Turns of the reasoner until one ends without a query, or a limit."""
+        """Run the reasoner's turns until one ends without a query, or a limit."""
         queries: list[str] = []
         titles: list[str] = []
         beyond: list[str] = []

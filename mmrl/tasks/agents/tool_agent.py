@@ -133,7 +133,7 @@ class ToolAgent:
         return disarm("\n".join(self.prompts.documents(MODULE, passages)), TAGS) or "No article was found."
 
     async def run(self, example: Example, ctx: Context) -> ToolAgentPrediction:
-        """Messages until an answer, a second tool call, or the token limit."""
+        """Exchange messages until an answer, a second tool call, or the token limit."""
         actions: list[str] = []
         succeeded: bool | None = None
         articles = 0

@@ -67,7 +67,7 @@ class Corpus:
         return [path for source, _ in self._sources if source is not None and (path := source.path) is not None]
 
     def hub_ids(self) -> list[str]:
-        """Sources that are fetched from the hub."""
+        """Return the sources that are fetched from the hub."""
         return [source.spec for source, _ in self._sources if source is not None and source.path is None]
 
     def local_bytes(self) -> int:
@@ -75,7 +75,7 @@ class Corpus:
         return sum(path.stat().st_size for path in self.paths())
 
     def stamp(self) -> str:
-        """Changes when the sources do: their names, sizes and times."""
+        """Return a text that changes with the sources: their names, sizes and times."""
         files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.paths()]
         return hashlib.blake2b(repr((list(self.specs), files)).encode(), digest_size=16).hexdigest()
 
@@ -111,7 +111,7 @@ def _sources(spec: str) -> list[tuple[Source | None, bool]]:
 
 
 def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Iterator[Document]:
-    """Passages of one source; the first record says which kind: passages, questions with paragraphs, or neither."""
+    """Yield a source's passages; its first record tells the kind: passages, questions with paragraphs, or neither."""
     kind = ""
     for row in source.stream("train"):
         this_kind = _kind(row.values)

@@ -64,7 +64,7 @@ def _is_texts(value: object) -> bool:
 
 
 def _pairs(value: object, field: str, columns: tuple[str, str]) -> list[tuple[Any, Any]]:
-    """Pairs in the files' form `[[a, b], ...]` or in the hub's, two columns."""
+    """Read pairs in the files' form `[[a, b], ...]` or in the hub's, two columns."""
     if isinstance(value, Mapping):
         cells = [value[column] for column in columns]
         if any(isinstance(column, str) for column in cells):  # whose letters would be taken for entries
@@ -96,7 +96,7 @@ def _musique(values: Fields) -> Record:
 
 
 def _supporting(paragraphs: Sequence[Fields], *, required: bool) -> tuple[str, ...]:
-    """Titles of the gold paragraphs; every paragraph has to have one."""
+    """Return the titles of the gold paragraphs; every paragraph has to have one."""
     titles = [_string(p["title"], "paragraphs: title") for p in paragraphs]
     gold = [p["is_supporting"] if required else p.get("is_supporting") for p in paragraphs]
     return tuple(dict.fromkeys(title for title, supports in zip(titles, gold, strict=True) if supports))

@@ -81,7 +81,7 @@ def unique(key: str, objects: Iterable[tuple[Row, NamedT]]) -> list[NamedT]:
 
 
 def same_rows(sources: Mapping[str, str]) -> list[list[str]]:
-    """Groups of splits whose sources hold the same rows.
+    """Group the splits whose sources have the same rows.
 
     Args:
         sources: split -> file, hub id or object.
@@ -229,7 +229,7 @@ class Source:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Datasets from the local cache alone."""
+    """Load data sets from the local cache alone."""
     import datasets
     from huggingface_hub import constants
 
@@ -300,7 +300,7 @@ def _table(path: Path, delimiter: str) -> Iterator[Row]:
 
 
 def _topics(path: Path) -> Iterator[Row]:
-    """Topics of DPR and Anserini: question, tab, a Python list of answers; no header."""
+    """Read topics of DPR and Anserini: question, tab, a Python list of answers; no header."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, delimiter="\t")
         for cells in reader:

@@ -34,7 +34,7 @@ def required_arguments(function: Callable[..., Any], count: int) -> int:
 
 
 def metric_problem(metric: Callable[..., Any], extra_arguments: bool) -> str | None:
-    """Why a metric cannot be called with a record and a prediction: what follows its name.
+    """Explain why a metric cannot be called with a record and a prediction: the words after its name.
 
     Args:
         extra_arguments: whether it gets None for further arguments, as metrics for DSPy may have them.
@@ -45,7 +45,7 @@ def metric_problem(metric: Callable[..., Any], extra_arguments: bool) -> str | N
 
 
 def inputs_problem(module: Any, fields: Sequence[str]) -> str | None:
-    """Why a `dspy.Module` cannot be called with these fields as keywords: what follows "got FIELDS"."""
+    """Explain why a `dspy.Module` cannot be called with these fields as keywords: the words after "got FIELDS"."""
     name = "aforward" if awaits(module) else "forward"
     # Not by `module.forward`: DSPy takes that for a call which goes around its own.
     method = vars(module).get(name) or getattr(type(module), name, None)

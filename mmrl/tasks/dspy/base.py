@@ -114,11 +114,11 @@ class DspyTask(Task):
         """Build the raw `dspy.Module`, called with the inputs of an example as keywords."""
 
     def option_problems(self) -> list[str]:
-        """Options that were set and have no effect; the schema has refused what no program of this task reads."""
+        """Report options that were set without effect; those that no program of this task reads were refused before."""
         return []
 
     def source_problems(self) -> list[str]:
-        """Sources that two splits would use in full."""
+        """Report sources that two splits would use in full."""
         amount = "all of" if self.places else "both"
         disjoint = self.places if getattr(self.config, "sample", None) == "paper" else {}
         return [

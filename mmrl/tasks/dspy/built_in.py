@@ -26,7 +26,7 @@ class Banking77(dspy.Module):
         )
 
     async def aforward(self, text: str) -> dspy.Prediction:
-        """Returns reasoning and label."""
+        """Return reasoning and label."""
         prediction: dspy.Prediction = await self.classify.acall(text=text)
         return prediction
 
@@ -59,7 +59,7 @@ class Papillon(dspy.Module):
         self.respond_to_query = dspy.Predict(RespondToQuery)
 
     async def aforward(self, user_query: str) -> dspy.Prediction:
-        """Returns llm_request, llm_response and response."""
+        """Return llm_request, llm_response and response."""
         llm_request = (await self.craft_redacted_request.acall(user_query=user_query)).llm_request
         # A tool of the task, so that the answer is recorded and rollouts that fork after it see the same one.
         llm_response = await use_tool("external", request=llm_request)
@@ -137,7 +137,7 @@ class Hover(dspy.Module):
         self.append_notes = dspy.ChainOfThought(AppendNotes)
 
     async def aforward(self, claim: str) -> dspy.Prediction:
-        """Returns key_facts and retrieved_docs."""
+        """Return key_facts and retrieved_docs."""
         key_facts: list[str] = []
         committed: list[str] = []
         for hop in range(self.hops):
@@ -159,7 +159,7 @@ class Hover(dspy.Module):
         return dspy.Prediction(key_facts=key_facts, retrieved_docs=committed[: self.passages])
 
     async def _search(self, queries: Sequence[str], top_k: int) -> list[str]:
-        """Passages of all queries by score, best first, none twice."""
+        """Return the passages of all queries by score, best first, none twice."""
         if not queries:
             return []
         results = await use_tool("search", queries=list(queries), top_k=top_k)

@@ -180,7 +180,7 @@ class HoverTask(DspyTask):
         return self.search_tool.use(queries, [top_k] * len(queries), CORPUS, _passages)
 
     def passages_now(self, queries: Sequence[str], top_k: int) -> list[str]:
-        """Texts of the passages that the tool `search` brings, in its order; blocks."""
+        """Search, and return the texts of the passages in the order of the tool `search`; blocks."""
         results = self.search_tool.search(queries, [top_k] * len(queries), CORPUS)
         return [str(passage["long_text"]) for passage in _passages(results)]
 
@@ -237,7 +237,7 @@ def same_title(title: str) -> str:
 
 
 def _gold_titles(facts: object) -> list[str] | None:
-    """Titles in `[[title, sentence], ...]`, or as the hub has it, with `key` for the title; None in another shape."""
+    """Read titles from `[[title, sentence], ...]`, or from the hub's mappings with `key`; None for another shape."""
     if isinstance(facts, Mapping):
         facts = [{"key": title} for title in facts.get("key") or ()]
     if not isinstance(facts, list):

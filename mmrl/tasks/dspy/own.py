@@ -167,7 +167,7 @@ class _PluginTask(_RecordTask):
         )
 
     def option_problems(self) -> list[str]:
-        """Options that were set and that no such task reads."""
+        """Report options that were set and that no such task reads."""
         read = READ | {"prompts", "prompt_layout"} if self.of_dspy else READ
         return [
             f"task.{name}: has no effect with task {self.name}; leave it out"

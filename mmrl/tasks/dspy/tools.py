@@ -48,7 +48,7 @@ _HOST: ContextVar[Host | None] = ContextVar("mmrl_host", default=None)
 
 @contextmanager
 def running(host: Host) -> Iterator[None]:
-    """Everything that runs inside belongs to the rollout of `host`."""
+    """Assign everything that runs inside to the rollout of `host`."""
     token = _HOST.set(host)
     try:
         yield

@@ -62,7 +62,7 @@ def _thought_after(hop: Hop) -> str:
 
 @singledispatch
 def demonstrations(task: object, example: Example) -> list[Demonstration]:
-    """Supervised examples from one example of a task, by the task's class.
+    """Return supervised examples from one example of a task, by the task's class.
 
     Empty for a task that is not listed here, for data that does not hold what they are made of, and where the retriever
     misses a document that the reasoning needs: what a module says it read must be true.

@@ -72,7 +72,7 @@ class Selection:
 
 
 def parse_queries(text: str) -> list[str]:
-    """Sub-queries between the first two `###`, split on `;`; empty when there is no such block or nothing in it."""
+    """Parse sub-queries between the first two `###`, split on `;`; empty without such a block or with nothing in it."""
     # the first two marks only: what a model writes after its list is ignored
     parts = text.split("###", 2)
     if len(parts) < 3:
@@ -81,7 +81,7 @@ def parse_queries(text: str) -> list[str]:
 
 
 def parse_selection(text: str, candidates: int) -> Selection:
-    """Indices in a reranker's output, against the number of candidate documents."""
+    """Parse the indices in a reranker's output, against the number of candidate documents."""
     # Python refuses to read thousands of digits; 12 are beyond any number of documents.
     written = [int(digits[:12]) for digits in re.findall(r"[0-9]+", text)]
     valid = tuple(dict.fromkeys(index for index in written if index < candidates))
