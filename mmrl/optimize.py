@@ -33,7 +33,7 @@ from dspy.teleprompt import Teleprompter
 
 from mmrl.cli.overrides import hydra_value
 from mmrl.config import EvalCommandConfig, RootConfig
-from mmrl.config.base import SHIPPED, leaves, value_at
+from mmrl.config.base import SHIPPED, iter_leaves, value_at
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import prompts_of
 from mmrl.report.rundir import RunDir, rows_of
@@ -155,7 +155,7 @@ class MMRL(Teleprompter):
             arguments["run.dir"] = str(self.run_dir)
         # the `name` of a group's mapping is the choice of that group
         choices = {f"{group}.name": group for group in GROUPS}
-        settings = {choices.get(key, key): value for key, value in leaves(self.settings)}
+        settings = {choices.get(key, key): value for key, value in iter_leaves(self.settings)}
         if twice := sorted(set(arguments) & set(settings)):
             raise ConfigError(f"{key}: given by the arguments of MMRL already; leave it out" for key in twice)
         return [f"{key}={hydra_value(key, value)}" for key, value in {**arguments, **settings}.items()]

@@ -60,7 +60,7 @@ def user_in_address(text: str) -> bool:
     return _USER_IN_ADDRESS.match(text) is not None
 
 
-def worth_hiding(value: str) -> bool:
+def can_be_secret(value: str) -> bool:
     """Check if a value can be a secret: no number, truth value or short word, and no folder of this machine."""
     if (
         len(value) < LEAST
@@ -83,7 +83,7 @@ def add_secret(name: str, value: str, anyway: bool = False) -> None:
     """
     global _forms
     value = value.strip()
-    if value in _secrets or not (worth_hiding(value) or (anyway and len(value) >= LEAST)):
+    if value in _secrets or not (can_be_secret(value) or (anyway and len(value) >= LEAST)):
         return
     _secrets[value] = name
     forms = {form: mark for secret, variable in _secrets.items() for form, mark in _encodings(secret, variable).items()}

@@ -138,7 +138,7 @@ def section_of(schema: type[SectionT], texts: Mapping[str, str]) -> SectionT:
         raise ConfigError(explain(schema, error)) from None
 
 
-def repeated(keys: Sequence[str]) -> list[str]:
+def find_repeated(keys: Sequence[str]) -> list[str]:
     """Return one sentence for each key that was typed more than once."""
     return [f"{key}: given more than once" for key in dict.fromkeys(keys) if keys.count(key) > 1]
 
@@ -161,7 +161,7 @@ def read_arguments(
     names, settings, flags = sort_words(words)
     problems = [f"{flag}: unknown flag of {command}" for flag in flags]
     pairs = [text.partition("=")[::2] for text in settings]
-    wrong = repeated([key for key, _ in pairs])
+    wrong = find_repeated([key for key, _ in pairs])
     if name is None:
         wrong += [f"{word}: expected key=value" for word in names]
     else:
@@ -177,7 +177,7 @@ def read_arguments(
     return section
 
 
-def comma_separated(text: str) -> tuple[str, ...]:
+def split_commas(text: str) -> tuple[str, ...]:
     """Return the parts of `a,b` or `[a,b]`."""
     return tuple(part.strip() for part in text.strip("[]").split(",") if part.strip())
 
@@ -187,7 +187,7 @@ def _value(schema: type[Section], key: str, text: str) -> object:
     declared = schema.model_fields.get(key)
     kind = str(declared.annotation) if declared else ""
     if "tuple" in kind:
-        return comma_separated(text)
+        return split_commas(text)
     if ("str" in kind or "Path" in kind) and "Literal" not in kind:
         return None if text == "null" and "None" in kind else text
     # True and TRUE are truth values too, as in Hydra's grammar, which the other commands read.

@@ -90,7 +90,7 @@ def train(context: typer.Context) -> int:
     if line.multirun:
         from mmrl.sets.sweep import sweep
 
-        searched = overrides.searched(line)
+        searched = overrides.is_search(line)
         return sweep(jobs, line.keys, command, lambda job: configs.swept(line, job), searched=searched)
     from mmrl.run.check import check_all
 

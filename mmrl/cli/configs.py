@@ -23,7 +23,7 @@ from mmrl.config import (
     TrainCommandConfig,
     validate,
 )
-from mmrl.config.base import leaves, quoted, value_at
+from mmrl.config.base import iter_leaves, quote_value, value_at
 from mmrl.config.schema import stage_schema
 from mmrl.config.validate import CHOICES
 from mmrl.errors import ConfigError, gathered, unknown
@@ -173,7 +173,7 @@ def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | No
     for number, name in enumerate(algos, start=1):
         sections = [value_at(stage_settings, name), value_at(stage_settings, str(number))]
         stage_keys = {
-            key: value for section in sections if isinstance(section, Mapping) for key, value in leaves(section)
+            key: value for section in sections if isinstance(section, Mapping) for key, value in iter_leaves(section)
         }
         problems += [
             f"stage.{name}.{key}: is the same for all stages, or that of the stage before; leave it out"
@@ -252,7 +252,9 @@ def _stage_names(names: object, config_dir: str | None) -> list[str]:
         ConfigError: they are none.
     """
     if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"stages: got {quoted(names)}, expected names of algo= in a list: stages=[miprov2,mmgrpo]")
+        raise ConfigError(
+            f"stages: got {quote_value(names)}, expected names of algo= in a list: stages=[miprov2,mmgrpo]"
+        )
     choices = options("algo", config_dir)
     if problems := [unknown("stages", name, choices) for name in names if name not in choices]:
         raise ConfigError(dict.fromkeys(problems))

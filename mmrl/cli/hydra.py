@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from mmrl.cli.arguments import CommandLine, CreditArguments
-from mmrl.cli.overrides import expand, forced, parse, policy_words, read_line, value_text
+from mmrl.cli.overrides import expand, force_override, parse, policy_words, read_line, value_text
 from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.config.validate import algo_section, as_tuples
 from mmrl.errors import ConfigError, gathered
@@ -155,7 +155,7 @@ def through_hydra(config_name: str, line: CommandLine, job: Job) -> None:
         return job(lambda: _sections(config_name, config), list(HydraConfig.get().overrides.task))
 
     # A sweep goes to Hydra unexpanded: which sweeper takes it apart may be an override too.
-    words = [forced(override, value_text(override)) for override in line.overrides]
+    words = [force_override(override, value_text(override)) for override in line.overrides]
     # `hydra.main` reads the process's own arguments and has no other way in.
     saved, sys.argv = sys.argv, ["mmrl", "-m", *words]
     # Hydra would print what a sweeper raises, with a traceback, and end the process.

@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
-from mmrl.cli.arguments import CommandLine, repeated, sort_words
+from mmrl.cli.arguments import CommandLine, find_repeated, sort_words
 from mmrl.config.base import value_at
 from mmrl.config.validate import meant_keys
 from mmrl.errors import ConfigError, unknown
@@ -64,13 +64,13 @@ def read_line(
         problems.append(f"--config-dir: no folder '{flags.config_dir}'")
     # Own keys are taken out before Hydra parses: a path or a list of names need not be valid Hydra grammar.
     command_pairs = [text.partition("=")[::2] for text in settings if text.partition("=")[0] in command_keys]
-    problems += repeated([key for key, _ in command_pairs])
+    problems += find_repeated([key for key, _ in command_pairs])
     texts = [text for text in settings if text.partition("=")[0] not in command_keys]
     overrides = parse([text for text in texts if text not in NO_ROW], problems)
     if once:
         # `~key` takes something out, and what is put in its place may have the same name.
         keys = [override.get_key_element().lstrip("+") for override in overrides if not override.is_delete()]
-        problems += repeated([*keys, *("experiment" for text in texts if text in NO_ROW)])
+        problems += find_repeated([*keys, *("experiment" for text in texts if text in NO_ROW)])
     prints = flags.cfg is not None
     line = CommandLine(
         tuple(overrides), dict(command_pairs), tuple(positional), flags.multirun, flags.config_dir, prints
@@ -110,7 +110,7 @@ def value_text(override: Override) -> str | None:
     return value if equals else None
 
 
-def searched(line: CommandLine) -> bool:
+def is_search(line: CommandLine) -> bool:
     """True if a sweeper chooses values as it goes (`hydra/sweeper=optuna`), so that its jobs cannot be listed."""
     sweepers = [value_text(override) for override in line.overrides if override.key_or_group == "hydra/sweeper"]
     return line.multirun and any(name not in (None, "basic") for name in sweepers)
@@ -132,7 +132,7 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
         )
     # A key that is given twice keeps its place and takes the later value, as in Hydra's own sweeper.
     axes: dict[str, list[tuple[Override, str | None]]] = {}
-    search = searched(line)
+    search = is_search(line)
     for override in line.overrides:
         try:
             values = _values(override, search)
@@ -147,7 +147,7 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
     # a grid the last key varies fastest, as in Hydra's own sweeper, so that jobs have the same numbers there.
     jobs = zip(*axes.values(), strict=True) if search else itertools.product(*axes.values())
     return [
-        [forced(override, value) for override, value in job if not _left_out(override, value, line, problems)]
+        [force_override(override, value) for override, value in job if not _left_out(override, value, line, problems)]
         for job in jobs
     ]
 
@@ -183,7 +183,7 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
     return True
 
 
-def forced(override: Override, value: str | None) -> str:
+def force_override(override: Override, value: str | None) -> str:
     """Return the override in a form that Hydra never refuses; pydantic names unknown keys afterwards."""
     key = override.key_or_group
     text = override.get_key_element() if value is None else f"{override.get_key_element()}={value}"

@@ -217,11 +217,11 @@ def value_at(sections: object, path: str) -> object:
     return value
 
 
-def leaves(sections: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def iter_leaves(sections: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Dotted paths of a mapping of mappings, and their values; an empty mapping is a value."""
     for key, value in sections.items():
         if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{key}.")
+            yield from iter_leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -229,7 +229,7 @@ def leaves(sections: Mapping[str, object], prefix: str = "") -> Iterator[tuple[s
 def flattened(config: Mapping[str, object]) -> dict[str, object]:
     """Config path -> value; lists as tuples, so that values can be compared and counted, sections in them by number."""
     flat: dict[str, object] = {}
-    for path, value in leaves(config):
+    for path, value in iter_leaves(config):
         if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
             flat |= flattened({path: {str(number): item for number, item in enumerate(value, start=1)}})
         else:
@@ -262,7 +262,7 @@ def literal(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def quoted(value: object) -> str:
+def quote_value(value: object) -> str:
     """Format a value for a message: a list as on the command line, text in quotes."""
     return literal(value) if isinstance(value, list | tuple) else repr(value)
 

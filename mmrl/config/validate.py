@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
-from mmrl.config.base import Section, flattened, literal, quoted, shipped_for, under_tiny, value_at
+from mmrl.config.base import Section, flattened, literal, quote_value, shipped_for, under_tiny, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
@@ -156,7 +156,7 @@ def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, o
             wanted = (
                 item["msg"].removeprefix("Input should be ").removeprefix("a valid ").replace("String should ", "to ")
             )
-            sentences.append(f"{path}: got {quoted(item['input'])}, expected {words.get(kind, wanted)}")
+            sentences.append(f"{path}: got {quote_value(item['input'])}, expected {words.get(kind, wanted)}")
     return sentences
 
 

@@ -68,7 +68,7 @@ class Processes:
 
     def forest(self, part: Forest, examples: Sequence[Example]) -> Forest:
         """Merge the processes' shares into the forest of the batch, in the order of `examples`."""
-        return part if self.world == 1 else merged(self.gather(part), examples)
+        return part if self.world == 1 else merge_forests(self.gather(part), examples)
 
 
 ALONE = Processes()
@@ -116,7 +116,7 @@ def lost_a_process(error: RuntimeError) -> bool:
     return isinstance(error, distributed.DistError) or "/gloo/transport/" in str(error)
 
 
-def merged(forests: Sequence[Forest], examples: Sequence[Example]) -> Forest:
+def merge_forests(forests: Sequence[Forest], examples: Sequence[Example]) -> Forest:
     """Merge forests that share no example into one, in the order of `examples`."""
     position = {example.id: number for number, example in enumerate(examples)}
     calls = [call for forest in forests for call in forest.calls.values()]

@@ -61,7 +61,7 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     return await asyncio.wrap_future(outcome)
 
 
-async def scored(metric: Callable[..., Any], *args: object) -> Any:
+async def call_scorer(metric: Callable[..., Any], *args: object) -> Any:
     """Call a metric: awaited where it is async, else in a thread, `MOST_AT_ONCE` at a time."""
 
     def bounded() -> object:
@@ -109,7 +109,7 @@ def finite_numbers(values: Mapping[str, object]) -> dict[str, float]:
     return numbers
 
 
-def threaded(tool: Callable[..., Any]) -> Callable[..., Any]:
+def as_async(tool: Callable[..., Any]) -> Callable[..., Any]:
     """Return the tool as an async function; a synchronous one runs in threads, so that it blocks no other rollout."""
 
     async def call_tool(**arguments: object) -> Any:

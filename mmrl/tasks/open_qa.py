@@ -23,7 +23,7 @@ from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Judge, build_judge
 from mmrl.tasks.base import Passage, Program, Score, Task, Tool
 from mmrl.tasks.data.corpus import label
-from mmrl.tasks.data.layouts import LAYOUTS, Record, load_records, paragraphs_of, subset, to_example
+from mmrl.tasks.data.layouts import LAYOUTS, Record, load_records, merge_paragraphs, subset, to_example
 from mmrl.tasks.data.rows import Source, same_rows
 from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.prompts import Prompts, Shot, Templates, load_prompts, prompts_file, shot_of
@@ -173,7 +173,7 @@ class OpenQaTask(Task):
         if any(self.config.data.source_of(split) == MINI for split in SPLITS):
             corpora["mini"] = mini_corpus()
         if records:
-            corpora["paragraphs"] = paragraphs_of(record for split in records.values() for record in split)
+            corpora["paragraphs"] = merge_paragraphs(record for split in records.values() for record in split)
         return corpora
 
     def _split(self, split: str, records: Sequence[Record] | None, seed: int, has_files: bool) -> list[Example]:

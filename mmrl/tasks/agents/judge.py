@@ -245,7 +245,7 @@ def build_judge(config: AgentJudgedConfig, texts: Texts) -> Judge | None:
     return Judge(config.judge, texts["judge"])
 
 
-async def judged(
+async def score_by_judge(
     judge: Judge | None,
     reward_set: str,
     prompt: str,

@@ -21,8 +21,8 @@ from mmrl.tasks.agents.turns import (
     TurnAgent,
     Turns,
     action_facts,
+    join_titles,
     search_passages,
-    titles_of,
 )
 from mmrl.tasks.base import Context, ModuleScore, Passage, Score
 from mmrl.tasks.prompts import Prompts, Template, Templates
@@ -90,7 +90,7 @@ class R1Searcher(TurnAgent):
             queries.append(query)
             passages = await search_passages(ctx, example, query)
             titles.extend(passage["title"] for passage in passages)
-            return Addition(self.documents(passages), titles_of(passages), result)
+            return Addition(self.documents(passages), join_titles(passages), result)
 
         turns = await self.play(ctx, self.question(example.inputs["question"]), STOP, act)
         # of the sampled text alone: an `<answer>` pair in a document is not the policy's

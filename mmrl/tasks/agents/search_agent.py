@@ -13,11 +13,11 @@ from typing import ClassVar, TypedDict
 from mmrl.config.tasks import SearchAgentConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
-from mmrl.tasks.agents.judge import JUDGE_SETS, judged
+from mmrl.tasks.agents.judge import JUDGE_SETS, score_by_judge
 from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.agents.rewards import SEARCH_TAGS, SearchTurn, merged_reward, search_reward
 from mmrl.tasks.agents.tags import disarm, first_pair
-from mmrl.tasks.agents.turns import Addition, TurnAgent, Turns, action_facts, search_passages, titles_of
+from mmrl.tasks.agents.turns import Addition, TurnAgent, Turns, action_facts, join_titles, search_passages
 from mmrl.tasks.base import Context, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_search
 from mmrl.tasks.open_qa import OpenQaTask
@@ -101,7 +101,7 @@ class SearchAgent(TurnAgent):
                 # Never cut: half of it would read as text of the model.
                 return Addition(self.correction(), "correction")
             passages = await search_passages(ctx, example, content)
-            return Addition(self.documents(passages), titles_of(passages), information)
+            return Addition(self.documents(passages), join_titles(passages), information)
 
         turns = await self.play(ctx, self.question(example.inputs["question"]), STOP, act)
         executed = list(zip(actions, contents, strict=True))[: self.searches]
@@ -150,7 +150,7 @@ class SearchAgentTask(OpenQaTask):
         the trainer adds turn rewards (`stages.information_gain`).
         """
         answers, answer = example.metadata["answers"], prediction["answer"] or ""
-        turns = turns_of(prediction["actions"], path)
+        turns = split_turns(prediction["actions"], path)
         # An empty answer would be an exact match of a gold answer that normalises to nothing ("The").
         em = self.best(metrics.exact_match, answer, example) if answer else 0.0
         reward = search_reward(turns, bool(em), answers, self.config)
@@ -171,7 +171,7 @@ class SearchAgentTask(OpenQaTask):
             return Score(reward=merged, metrics=scores, parts={"merged": merged})
         if reward_set in JUDGE_SETS:
             prompt = self.program.question(example.inputs["question"])[-1]["content"]
-            return judged(self.judge, reward_set, prompt, path, answers, scores)
+            return score_by_judge(self.judge, reward_set, prompt, path, answers, scores)
         # The last call has no turn reward: its value is the final reward itself.
         turn_rewards = {call.id: value for call, value in zip(path[:-1], reward.intermediate, strict=True)}
         parts = {"final": reward.final, "intermediate": sum(reward.intermediate)}
@@ -187,7 +187,7 @@ class SearchAgentTask(OpenQaTask):
         return action_facts(pair[0] if pair else "none")
 
 
-def turns_of(actions: Sequence[str], path: Sequence[Call]) -> list[SearchTurn]:
+def split_turns(actions: Sequence[str], path: Sequence[Call]) -> list[SearchTurn]:
     """Return the turns of a rollout; the result of a turn's search is what the next call's prompt adds."""
     following = [call.prompt_text for call in path[1:]]
     return [

@@ -18,8 +18,8 @@ from mmrl.tasks.agents.turns import (
     TurnAgent,
     Turns,
     action_facts,
+    join_titles,
     search_passages,
-    titles_of,
 )
 from mmrl.tasks.base import Context, ModuleScore, Passage
 from mmrl.tasks.prompts import Prompts, Template, Templates
@@ -65,7 +65,7 @@ def result(text: str) -> str:
     return f"{OPEN}{text}{CLOSE}"
 
 
-def boxed(text: str) -> str | None:
+def extract_boxed(text: str) -> str | None:
     r"""Content of the last \boxed{…} with balanced braces; None without one."""
     # One pass with a stack instead of a regular expression: braces nest, and a long unbalanced text must not take
     # quadratic time.
@@ -115,11 +115,11 @@ class SearchO1(TurnAgent):
             passages = await search_passages(ctx, example, query)
             titles.extend(passage["title"] for passage in passages)
             text = await self._condensed(ctx, turns.context, query, passages)
-            return Addition(text, titles_of(passages), result)
+            return Addition(text, join_titles(passages), result)
 
         turns = await self.play(ctx, self.question(example.inputs["question"]), (QUERY[1],), act)
         # The answer is looked for in what the reasoner wrote; the condenser also read what was inserted.
-        return {"answer": boxed(turns.sampled), "queries": queries, "titles": titles, "ended": turns.ended}
+        return {"answer": extract_boxed(turns.sampled), "queries": queries, "titles": titles, "ended": turns.ended}
 
     async def _condensed(self, ctx: Context, reasoning: str, query: str, passages: Sequence[Passage]) -> str:
         """Return the condenser's summary of the documents; it is not called without any."""
@@ -145,4 +145,4 @@ class SearchO1Task(ReasonerTask):
             return ModuleScore(facts={"words": float(len(call.text.split()))})
         if final_query(call.text, QUERY) is not None:
             return action_facts("search")
-        return action_facts("none" if boxed(call.text) is None else "answer")
+        return action_facts("none" if extract_boxed(call.text) is None else "answer")

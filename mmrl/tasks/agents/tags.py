@@ -44,7 +44,7 @@ def disarm(text: str, names: Iterable[str]) -> str:
     return re.sub(rf"<(\s*(?:/\s*)?(?:{'|'.join(names)})\b[^<>]*)>", r"(\1)", text, flags=re.IGNORECASE)
 
 
-def fitted(
+def fit_observation(
     ctx: Context, reply: Reply, text: str, frame: Callable[[str], ObservationT], limit: int
 ) -> tuple[ObservationT, bool]:
     """Fit an observation into `limit` tokens: `frame(text)`, the text cut after a word if necessary.

@@ -16,9 +16,9 @@ from mmrl.config.tasks import ToolAgentConfig
 from mmrl.errors import ConfigError
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
-from mmrl.tasks.agents.judge import OUTCOME, judged
+from mmrl.tasks.agents.judge import OUTCOME, score_by_judge
 from mmrl.tasks.agents.rewards import contains, tag_usage, xml_format
-from mmrl.tasks.agents.tags import disarm, first_pair, fitted, has_word
+from mmrl.tasks.agents.tags import disarm, first_pair, fit_observation, has_word
 from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_single
 from mmrl.tasks.open_qa import OpenQaTask
@@ -63,7 +63,7 @@ def result(text: str) -> Sequence[Message]:
     return [{"role": "user", "content": f"<result>{text}</result>"}]
 
 
-def turns_of(shot: Shot) -> list[Shot]:
+def split_turns(shot: Shot) -> list[Shot]:
     """Return a demonstration as turns: each `<result>…</result>` in its reply is a user message, as in a rollout."""
     pieces = [shot.user, *re.split(r"(<result>.*?</result>)", shot.assistant, flags=re.DOTALL)]
     return [Shot(user, reply.strip()) for user, reply in zip(pieces[::2], pieces[1::2], strict=True)]
@@ -147,7 +147,7 @@ class ToolAgent:
         end = len(reply.context) - reply.tokens + config.max_completion
         end = min(end, config.max_context or end)
         while True:
-            action, content = action_of(reply.text)
+            action, content = parse_action(reply.text)
             actions.append(action)
             if action == "answer":
                 answer, ended = content, "answer"
@@ -166,7 +166,7 @@ class ToolAgent:
                 if query is not None:
                     passages = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
                     output = self.articles(passages)
-                observation, fits = fitted(ctx, reply, output, result, room)
+                observation, fits = fit_observation(ctx, reply, output, result, room)
             if not fits:
                 break
             if action == "tool":
@@ -179,7 +179,7 @@ class ToolAgent:
         return {"answer": answer, "actions": actions, "succeeded": succeeded, "articles": articles, "ended": ended}
 
 
-def action_of(text: str) -> tuple[str, str]:
+def parse_action(text: str) -> tuple[str, str]:
     """Return the action of a message (`answer`, `tool` or `none`) and what its tags hold.
 
     An answer ends the rollout even beside a tool command: the environment reads it first.
@@ -204,7 +204,7 @@ class ToolAgentTask(OpenQaTask):
 
     def make_program(self, prompts: Prompts) -> ToolAgent:
         """See `OpenQaTask.make_program`."""
-        turns = [turn for shot in prompts.shots.get(MODULE, ()) for turn in turns_of(shot)]
+        turns = [turn for shot in prompts.shots.get(MODULE, ()) for turn in split_turns(shot)]
         if not all(turn.assistant for turn in turns):
             raise ConfigError(
                 f"task.prompts: {MODULE}.{DEMONSTRATIONS}: got nothing before or after a <result>…</result>, expected "
@@ -262,7 +262,7 @@ class ToolAgentTask(OpenQaTask):
             "turns": float(len(path)),
         }
         if reward_set == "judge_outcome":
-            return judged(self.judge, reward_set, example.inputs["question"], path, answers, scores)
+            return score_by_judge(self.judge, reward_set, example.inputs["question"], path, answers, scores)
         parts = {
             name: value for name, value in outcome.items() if name != "xml_format" or self.config.outcome_rewards == 4
         }
@@ -271,5 +271,5 @@ class ToolAgentTask(OpenQaTask):
 
     def score_call(self, call: Call) -> ModuleScore:
         """Return facts without penalty: the action of the message."""
-        action, _ = action_of(call.text)
+        action, _ = parse_action(call.text)
         return ModuleScore(facts={f"action_{name}": float(action == name) for name in ("tool", "answer", "none")})

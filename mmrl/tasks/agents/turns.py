@@ -13,7 +13,7 @@ from typing import ClassVar, TypedDict
 
 from mmrl.config.tasks import ReasonerConfig
 from mmrl.records import Example
-from mmrl.tasks.agents.tags import fitted
+from mmrl.tasks.agents.tags import fit_observation
 from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Program
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask, gold_share
@@ -101,7 +101,7 @@ class TurnAgent(Program):
             if step.frame is None:
                 observation, fits = step.text, ctx.measure(step.text, after=reply) <= room
             else:
-                observation, fits = fitted(ctx, reply, step.text, step.frame, room)
+                observation, fits = fit_observation(ctx, reply, step.text, step.frame, room)
             if not fits:
                 step = "context"
                 break
@@ -148,7 +148,7 @@ async def search_passages(ctx: Context, example: Example, query: str) -> list[Pa
     return passages
 
 
-def titles_of(passages: Sequence[Passage]) -> str:
+def join_titles(passages: Sequence[Passage]) -> str:
     """Return the state after a search: the titles found."""
     return "; ".join(passage["title"] for passage in passages)
 

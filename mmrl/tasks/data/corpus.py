@@ -184,7 +184,7 @@ def coverage(splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequ
         # Titles are known at once; looking for answers reads every passage.
         scans = len(documents) <= SCANNED
         answers = {str(answer) for e in untitled for answer in e.metadata.get("answers", ())} if scans else set()
-        present = occurring(answers, documents) if answers else set()
+        present = find_occurring(answers, documents) if answers else set()
         for split, examples in examples_of.items():
             for example in examples:
                 if titles := example.metadata.get("titles"):
@@ -209,7 +209,7 @@ def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: b
     return {name: f"{criterion}: {', '.join(f'{split} {share:.1%}' for split, share in shares.items())}"}
 
 
-def occurring(answers: Iterable[str], documents: Iterable[Document]) -> set[str]:
+def find_occurring(answers: Iterable[str], documents: Iterable[Document]) -> set[str]:
     """Return the answers whose first words stand in a passage, one after the other."""
     by_words: dict[tuple[str, ...], list[str]] = {}
     # By first word: one pass over the passages, whatever the number of answers.

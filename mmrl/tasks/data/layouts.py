@@ -16,7 +16,7 @@ from mmrl import rng
 from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
-from mmrl.tasks.data.rows import Fields, Row, Source, record_id, unique
+from mmrl.tasks.data.rows import Fields, Row, Source, check_unique, record_id
 
 log = logging.getLogger("mmrl.data")
 
@@ -170,7 +170,7 @@ def load_records(source: Source, split: str, layout: Layout) -> list[Record]:
         DataError: a missing or malformed file, a record without a field or with an empty answer, or duplicate ids.
     """
     rows = source.rows(split)
-    return unique(
+    return check_unique(
         source.key, ((row, _record(source, row, layout, f"{split}-{number}")) for number, row in enumerate(rows))
     )
 
@@ -219,7 +219,7 @@ def to_example(record: Record, corpus: str) -> Example:
     )
 
 
-def paragraphs_of(records: Iterable[Record]) -> list[Document]:
+def merge_paragraphs(records: Iterable[Record]) -> list[Document]:
     """Merge the records' paragraphs, in order of first appearance, without repetition of (title, text)."""
     # The same paragraph comes with many questions; one document each, in a stable order, or ids would change with the
     # splits in use.
@@ -235,7 +235,7 @@ def load_corpus(key: str, spec: str) -> list[Document]:
     """
     source = Source(key, spec)
     rows = source.rows("train")
-    return unique(key, ((row, passage(source, row, number)) for number, row in enumerate(rows)))
+    return check_unique(key, ((row, passage(source, row, number)) for number, row in enumerate(rows)))
 
 
 def passage(source: Source, row: Row, number: int) -> Document:

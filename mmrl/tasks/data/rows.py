@@ -66,7 +66,7 @@ class _Named(Protocol):
 NamedT = TypeVar("NamedT", bound=_Named)
 
 
-def unique(key: str, objects: Iterable[tuple[Row, NamedT]]) -> list[NamedT]:
+def check_unique(key: str, objects: Iterable[tuple[Row, NamedT]]) -> list[NamedT]:
     """Return the objects built from rows, if no two have the same id.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 from mmrl.tasks.dspy.base import awaits
 
 
-def refused(function: Callable[..., Any], *args: object, **named: object) -> str | None:
+def refusing_signature(function: Callable[..., Any], *args: object, **named: object) -> str | None:
     """Return a function's parameter list as text, if it cannot be called with these arguments."""
     try:
         signature = inspect.signature(function)
@@ -40,7 +40,7 @@ def metric_problem(metric: Callable[..., Any], extra_arguments: bool) -> str | N
         extra_arguments: whether it gets None for further arguments, as metrics for DSPy may have them.
     """
     extra_count = required_arguments(metric, 2) if extra_arguments else 0
-    takes = refused(metric, None, None, *(None,) * extra_count)
+    takes = refusing_signature(metric, None, None, *(None,) * extra_count)
     return None if takes is None else f"takes {takes}, expected a function (record, prediction) -> number"
 
 
@@ -52,5 +52,5 @@ def inputs_problem(module: Any, fields: Sequence[str]) -> str | None:
     if method is None:
         return None  # its rollouts tell
     bound = method if name in vars(module) else method.__get__(module)
-    takes = refused(bound, **dict.fromkeys(fields))
+    takes = refusing_signature(bound, **dict.fromkeys(fields))
     return None if takes is None else f"but {type(module).__name__}.{name} takes {takes}"

@@ -15,8 +15,8 @@ from mmrl.config.tasks import Banking77Config
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Score
-from mmrl.tasks.data.rows import record_id, unique
-from mmrl.tasks.dspy.base import DspyTask, read_json, text_of
+from mmrl.tasks.data.rows import check_unique, record_id
+from mmrl.tasks.dspy.base import DspyTask, first_text, read_json
 from mmrl.tasks.mini.examples import mini_records
 
 SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 750)}
@@ -65,13 +65,13 @@ class Banking77Task(DspyTask):
         key = f"task.data.{split}"
         examples = []
         for number, row in enumerate(self.rows(split)):
-            text = text_of(key, row, "text")
-            label = text_of(key, row, "category", "label_text", "label")
+            text = first_text(key, row, "text")
+            label = first_text(key, row, "category", "label_text", "label")
             # The official CSV has no ids; the place in the file is stable, since the whole file is read.
             row_id = record_id(row.values, "id")
             name = f"{split}-{number}" if row_id is None else str(row_id)
             examples.append((row, Example(id=name, inputs={"text": text}, metadata={"label": label})))
-        return unique(key, examples)
+        return check_unique(key, examples)
 
     def _given_labels(self) -> tuple[str, ...]:
         path = self.config.labels

@@ -221,7 +221,7 @@ def read_json(key: str, path: str) -> Any:
         raise DataError(f"{key}: {path} is not JSON: {error}") from None
 
 
-def text_of(key: str, row: Row, *names: str, empty: bool = False) -> str:
+def first_text(key: str, row: Row, *names: str, empty: bool = False) -> str:
     """Return the first of the fields `names` that a row has, as text.
 
     Raises:

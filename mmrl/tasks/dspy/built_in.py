@@ -145,7 +145,9 @@ class Hover(dspy.Module):
             queries = [claim]
             if hop:
                 prediction = await self.generate_query.acall(claim=claim, key_facts=key_facts)
-                queries = needed([prediction.search_query1, prediction.search_query2, prediction.search_query3])
+                queries = drop_empty_queries(
+                    [prediction.search_query1, prediction.search_query2, prediction.search_query3]
+                )
             # The last hop fills what is left of the budget; earlier ones keep `top_k` each.
             keep = max(0, self.passages - len(committed)) if last else self.top_k
             passages = await self._search(queries, self.last_top_k if last else self.top_k)
@@ -168,7 +170,7 @@ class Hover(dspy.Module):
         return list(dict.fromkeys(result["long_text"] for result in ranked))
 
 
-def needed(queries: Iterable[str | None]) -> list[str]:
+def drop_empty_queries(queries: Iterable[str | None]) -> list[str]:
     """Return the queries without those that say None or nothing, and without repetition."""
     texts = [(query or "").strip() for query in queries]
     return list(dict.fromkeys(text for text in texts if text and text.strip("\"'.").lower() != "none"))

@@ -22,8 +22,8 @@ from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.base import Score
 from mmrl.tasks.data.corpus import label
-from mmrl.tasks.data.rows import Row, unique
-from mmrl.tasks.dspy.base import DspyTask, text_of
+from mmrl.tasks.data.rows import Row, check_unique
+from mmrl.tasks.dspy.base import DspyTask, first_text
 from mmrl.tasks.mini.examples import mini_corpus, mini_records
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
@@ -118,7 +118,7 @@ class HoverTask(DspyTask):
         claims = []
         questions: list[str] = []
         for row in rows:
-            question = text_of(key, row, "hpqa_id")
+            question = first_text(key, row, "hpqa_id")
             example = self._example(key, row)
             if self.config.claim_hops in (None, example.metadata["hops"]):
                 claims.append((row, example))
@@ -127,7 +127,7 @@ class HoverTask(DspyTask):
             raise DataError(
                 f"{key}: {self.sources[split]} has no claims of task.claim_hops={self.config.claim_hops} (null: of any)"
             )
-        examples = unique(key, claims)
+        examples = check_unique(key, claims)
         if self.config.sample == "all":
             return examples
         # HoVer has several claims per HotpotQA question; the paper keeps the first of each before it shuffles.
@@ -155,8 +155,8 @@ class HoverTask(DspyTask):
         if not isinstance(hops, int) or isinstance(hops, bool):
             raise DataError(f"{key}: {row.where}: num_hops: got {hops!r}, expected a number")
         return Example(
-            id=text_of(key, row, "uid"),
-            inputs={"claim": text_of(key, row, "claim")},
+            id=first_text(key, row, "uid"),
+            inputs={"claim": first_text(key, row, "claim")},
             metadata={"titles": list(dict.fromkeys(titles)), "hops": hops, "label": str(row.values.get("label", ""))},
         )
 

@@ -19,10 +19,10 @@ from mmrl.config.tasks import DspyProgramConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure, gathered
 from mmrl.records import EMPTY, LARGEST, Call, Example
 from mmrl.system.objects import imported, readable
-from mmrl.system.user_code import as_number, located, scored, threaded
+from mmrl.system.user_code import as_async, as_number, call_scorer, located
 from mmrl.tasks.base import Context, Score, Task, Tool
-from mmrl.tasks.data.rows import FORMATS, record_id, unique
-from mmrl.tasks.dspy.arguments import inputs_problem, metric_problem, refused, required_arguments
+from mmrl.tasks.data.rows import FORMATS, check_unique, record_id
+from mmrl.tasks.dspy.arguments import inputs_problem, metric_problem, refusing_signature, required_arguments
 from mmrl.tasks.dspy.base import DspyTask, is_dspy_module
 
 READ = frozenset(
@@ -144,7 +144,7 @@ class _RecordTask(DspyTask):
                 metadata=self.metadata(row.values),
             )
             examples.append((row, example))
-        return unique(key, examples)
+        return check_unique(key, examples)
 
 
 class _PluginTask(_RecordTask):
@@ -157,7 +157,7 @@ class _PluginTask(_RecordTask):
         key = f"task {config.name}: OwnTask({{}}=...)".format
         name = getattr(parts.program, "__name__", type(parts.program).__name__)
         super().__init__(parts, config, seed, key=key, name=name, reward=f"{key('reward')}:", extra_arguments=False)
-        self.tools = {name: threaded(tool) for name, tool in parts.tools.items()}
+        self.tools = {name: as_async(tool) for name, tool in parts.tools.items()}
 
     def mini(self, split: str) -> Sequence[Example]:
         """Refuse a config without any data."""
@@ -185,7 +185,7 @@ class _PluginTask(_RecordTask):
         Raises:
             RewardFailure: it is neither a number nor a `Score`.
         """
-        score = await scored(self.parts_given.reward, example, prediction)
+        score = await call_scorer(self.parts_given.reward, example, prediction)
         if isinstance(score, Score):
             return score
         # `float` would train on a text of digits too.
@@ -230,7 +230,7 @@ class ImportedTask(_RecordTask):
         Raises:
             RewardFailure: there is no `score`, or a number is not finite.
         """
-        result = await scored(self.parts_given.reward, *self._arguments(example, prediction))
+        result = await call_scorer(self.parts_given.reward, *self._arguments(example, prediction))
         numbers = _numbers(result)
         if "score" not in numbers or not all(abs(number) <= LARGEST for number in numbers.values()):
             raise RewardFailure(
@@ -276,7 +276,7 @@ def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str]
     if inspect.iscoroutinefunction(source):
         if not modules:
             raise ConfigError(f"{key('modules')}: missing; expected the names that {name} passes to ctx.call")
-        if (takes := refused(source, None, None)) is not None:
+        if (takes := refusing_signature(source, None, None)) is not None:
             raise ConfigError(f"{key('program')}: {name} takes {takes}, expected an async function (example, ctx)")
         return FunctionProgram(source, tuple(modules))
     # An object with `modules` names its own; two lists could disagree.

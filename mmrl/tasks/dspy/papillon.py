@@ -19,7 +19,7 @@ from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import EndpointJudge
 from mmrl.tasks.base import Score
-from mmrl.tasks.dspy.base import DspyTask, text_of
+from mmrl.tasks.dspy.base import DspyTask, first_text
 from mmrl.tasks.dspy.fields import within_bounds
 from mmrl.tasks.metrics import leaked_pieces
 from mmrl.tasks.mini.examples import make_external, mini_records
@@ -102,17 +102,17 @@ class PapillonTask(DspyTask):
             numbered = numbered[first:end]
         examples = []
         for number, row in numbered:
-            target = text_of(key, row, "target_response", empty=True)
+            target = first_text(key, row, "target_response", empty=True)
             # Quality is judged against the target: beside an empty one every response is as good.
             if not target.strip():
                 self.left_out.append(row.where)
                 log.warning("%s: %s: target_response is empty; the row is left out", key, row.where)
                 continue
             # PUPA separates the pieces by two bars; repetitions would count twice in the share.
-            units = text_of(key, row, "pii_units", "pii_str", empty=True).split("||")
+            units = first_text(key, row, "pii_units", "pii_str", empty=True).split("||")
             pieces = list(dict.fromkeys(unit.strip() for unit in units if unit.strip()))
             metadata = {"target": target, "units": pieces}
-            inputs = {"user_query": text_of(key, row, "user_query")}
+            inputs = {"user_query": first_text(key, row, "user_query")}
             # conversation_hash names a conversation, several rows of which may be there: it is no id
             examples.append(Example(id=f"row-{number}", inputs=inputs, metadata=metadata))
         if not examples:

@@ -228,23 +228,23 @@ class Filled:
 @demonstrations.register
 def _dspy(task: DspyTask, example: Example) -> list[Demonstration]:
     """Return the current prompts of the program's predictors, with outputs in the form that their adapter parses."""
-    return [task.program.demonstration(call.module, call.inputs, call.outputs) for call in filled(task, example)]
+    return [task.program.demonstration(call.module, call.inputs, call.outputs) for call in module_calls(task, example)]
 
 
 @singledispatch
-def filled(task: object, example: Example) -> list[Filled]:
+def module_calls(task: object, example: Example) -> list[Filled]:
     """Return inputs and outputs of a DSPy task's modules on an example, in call order; empty as in `demonstrations`."""
     return []
 
 
-@filled.register
+@module_calls.register
 def _banking77(task: Banking77Task, example: Example) -> list[Filled]:
     """Return a short reason and the label; of data files, which hold labels alone, the label after no reason."""
     reason, label = example.metadata.get("reason", ""), example.metadata["label"]
     return [Filled("classify.predict", example.inputs, {"reasoning": reason, "label": label})]
 
 
-@filled.register
+@module_calls.register
 def _papillon(task: PapillonTask, example: Example) -> list[Filled]:
     """Return a request without the private pieces, and the external model's text with the asker's name."""
     ask = example.metadata.get("ask")
@@ -259,7 +259,7 @@ def _papillon(task: PapillonTask, example: Example) -> list[Filled]:
     ]
 
 
-@filled.register
+@module_calls.register
 def _hover(task: HoverTask, example: Example) -> list[Filled]:
     """Each hop notes what its document says and asks for what that names."""
     notes, titles = example.metadata.get("notes"), example.metadata["titles"]
