@@ -208,11 +208,11 @@ def failed_how(kinds: Iterable[str]) -> str:
 
 _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PLACE = (*(errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO), errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
-"""Of a file that the operating system refuses; other errors are bugs, or have types of their own."""
+"""Errors of a file that the operating system refuses; others are bugs, or have types of their own."""
 
 
 _TORCH_CANNOT_WRITE = ("PytorchStreamWriter", "iostream", "unexpected pos")
-"""Of `torch.save`, which does not say why; nearly always the disk is full."""
+"""Messages of `torch.save`, which does not say why; nearly always the disk is full."""
 
 
 def storage_error(error: Exception, path: object = None) -> StorageError | None:

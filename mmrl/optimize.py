@@ -46,7 +46,7 @@ from mmrl.tasks.dspy.base import set_prompts
 Metric = Callable[..., Any]
 T = TypeVar("T")
 HELD_BACK = 5
-"""Without a valset, every such part of the trainset is kept for evaluation."""
+"""Every n-th example of the trainset is held back for evaluation if there is no valset."""
 _NUMBERS = itertools.count(1)
 
 
@@ -312,11 +312,11 @@ def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[l
     # Spread over the whole set, which may be sorted.
     held = train[HELD_BACK - 1 :: HELD_BACK] or train[-1:]
     # By identity: an example may be there twice, and one of the two be held back.
-    rest = [example for example in train if not any(example is other for other in held)]
+    remaining = [example for example in train if not any(example is other for other in held)]
     print(
         f"no valset: {len(held)} of {len(train)} examples of the trainset are held back for evaluation", file=sys.stderr
     )
-    return rest, held
+    return remaining, held
 
 
 def _inputs(examples: Sequence[dspy.Example], name: str) -> tuple[str, ...]:

@@ -56,9 +56,9 @@ class Example:
     id: str
     """Unique within its split."""
     inputs: Mapping[str, Any]
-    """What the program may see."""
+    """Fields for the program."""
     metadata: Mapping[str, Any] = EMPTY
-    """What only the reward may see (gold answers, titles)."""
+    """Fields for the reward alone (gold answers, titles)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Call:
     module: str
     """Module name, as listed in `Forest.modules`."""
     invocation: int = 0
-    """How many earlier calls of the same module are on its path (0-based)."""
+    """Number of earlier calls of the same module on the call's path (0-based)."""
     turn: int = 0
     """Turn within its context (0-based); 0 for calls with a context of their own."""
     completion_tokens: int
@@ -90,7 +90,7 @@ class Call:
     completion_ids: tuple[int, ...] = ()
     """The trained ids, length T: as sampled, but for `algo.reserialise` and calls of a teacher; empty when unknown."""
     sampled_ids: tuple[int, ...] = ()
-    """What was sampled, where `completion_ids` are something else; empty otherwise."""
+    """Sampled ids, if `completion_ids` differ from them; empty otherwise."""
     logprobs: tuple[float, ...] | None = None
     """Sampling log-probabilities: log-softmax(logits / temperature) over the full vocabulary. Length T."""
     ref_logprobs: tuple[float, ...] | None = None
@@ -145,7 +145,7 @@ class Rollout:
     """Module at which the tree of this rollout forked (None: independent)."""
     teacher: str | None = None
     prediction: Any = None
-    """What the program returned; JSON-serialisable."""
+    """Return value of the program; JSON-serialisable."""
     metrics: Mapping[str, float] = EMPTY
     """Task metrics of this rollout (em, f1, accuracy, ...)."""
     parts: Mapping[str, float] = EMPTY

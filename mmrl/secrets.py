@@ -164,14 +164,14 @@ def _encodings(value: str, name: str) -> dict[str, str]:
     # What a reader of JSON or HTML gets back must be the reference, which `reveal` knows.
     forms = dict.fromkeys((json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]), reference)
     forms |= {html.escape(value): reference, html.escape(value, quote=False): reference}
-    other = [quote(raw, safe=""), quote(raw), quote_plus(raw)]
-    other += [text.lower() for text in other if "%" in text]
+    coded_forms = [quote(raw, safe=""), quote(raw), quote_plus(raw)]
+    coded_forms += [text.lower() for text in coded_forms if "%" in text]
     for shift in range(3):
         # Of a longer text in base64, three letters hold two to three bytes: those at the ends depend on the neighbours.
         coded = base64.b64encode(b"\0" * shift + raw).decode().rstrip("=")
-        inner = coded[(shift * 8 + 5) // 6 : len(coded) - ((len(raw) + shift) % 3 != 0)]
-        other += [inner, inner.replace("+", "-").replace("/", "_")]
-    marks = {form: mark for form in other if len(form) >= LEAST} | forms
+        core = coded[(shift * 8 + 5) // 6 : len(coded) - ((len(raw) + shift) % 3 != 0)]
+        coded_forms += [core, core.replace("+", "-").replace("/", "_")]
+    marks = {form: mark for form in coded_forms if len(form) >= LEAST} | forms
     return marks | {value: reference}
 
 

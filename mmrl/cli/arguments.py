@@ -42,7 +42,7 @@ class CommandLine:
     """The words after a command."""
 
     overrides: tuple[Override, ...] = ()
-    """As Hydra parsed them; the only place where they are parsed."""
+    """Overrides parsed by Hydra, nowhere else."""
     command_keys: Mapping[str, str] = field(default_factory=dict)
     """The command's own keys (`resume=`), which no config has: key -> value as typed."""
     names: tuple[str, ...] = ()
@@ -144,7 +144,7 @@ def find_repeated(keys: Sequence[str]) -> list[str]:
 
 
 def read_arguments(
-    command: str, schema: type[SectionT], words: Sequence[str], *, name: str | None = None, called: str = ""
+    command: str, schema: type[SectionT], words: Sequence[str], *, name: str | None = None, label: str = ""
 ) -> SectionT:
     """Parse words and validate them as a section.
 
@@ -153,7 +153,7 @@ def read_arguments(
         schema: its fields are the keys; a tuple field takes values joined by commas.
         words: `key=value` each, and the name.
         name: the field that the one word without a `=` sets; None: there is no such word.
-        called: what the name is in messages: `RUN_DIR`.
+        label: what the name is in messages: `RUN_DIR`.
 
     Raises:
         ConfigError: every problem at once.
@@ -166,7 +166,7 @@ def read_arguments(
         wrong += [f"{word}: expected key=value" for word in names]
     else:
         if len(names) != 1:
-            problems.append(f"{command}: got {len(names)} names, expected one: {command} {called}")
+            problems.append(f"{command}: got {len(names)} names, expected one: {command} {label}")
         # also where it is missing, so that the other keys are validated in the same call
         pairs.append((name, names[0] if names else ""))
     with gathered(wrong):

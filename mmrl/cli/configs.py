@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 OF_A_STAGE = ("algo.", "train.", "model.", "hardware.", "engine.", "eval.every.", "run.doctor.")
-"""What may differ between the stages of a run. They evaluate the same items, so that they can be compared."""
+"""Keys that may differ between the stages of a run. All stages evaluate the same items, to be comparable."""
 FIXED = ("algo", "algo.name")
 WEIGHTS = ("model", "model.path", "model.name", "model.revision")
-"""Of a later stage: those of the one before."""
+"""Keys of weights, refused in a later stage, which continues with the weights of the stage before."""
 
 
 def train_configs(line: CommandLine) -> list[StageConfig]:

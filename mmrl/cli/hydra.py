@@ -86,12 +86,12 @@ def _composition(config_name: str, overrides: Sequence[str], config_dir: str | N
 
 
 def _refusal(error: Exception) -> ConfigError:
-    before = error.__context__
-    while before is not None:
+    cause = error.__context__
+    while cause is not None:
         # Ctrl-C within OmegaConf, whose own clean-up then failed
-        if isinstance(before, KeyboardInterrupt):
-            raise before
-        before = before.__context__
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause
+        cause = cause.__context__
     # OmegaConf's errors alone have one: where an interpolation stands
     key = getattr(error, "full_key", None)
     text = " ".join((str(error).splitlines() or [""])[0].split())
@@ -213,10 +213,10 @@ def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, probl
     trained = run.algo if run is not None and name == run.algo.name else None
     if trained is not None and not any(key.startswith("algo.") for key in line.keys):
         return trained
-    before = len(problems)
+    count = len(problems)
     choice = parse([f"algo={name}"], problems)
     (job,) = expand(replace(line, multirun=False, overrides=(*choice, *line.overrides)), problems)
-    if len(problems) > before:
+    if len(problems) > count:
         return None
     sections = composed("credit", job, line.config_dir)
     raw = sections.get("algo")

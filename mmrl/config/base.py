@@ -15,7 +15,7 @@ from mmrl.secrets import holder, secret_name, user_in_address
 
 SPLITS = ("train", "dev", "test")
 MINI = "mini"
-"""In place of a file or hub id: the embedded mini world."""
+"""Name of the embedded mini world, instead of a file or hub id."""
 LEAST_TEMPERATURE = 0.01
 """Lowest temperature above 0: logits divided by much less overflow, and such samples are the greedy ones."""
 
@@ -75,7 +75,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
     idle: ClassVar[list[Idle]] = []
-    """Of the class that declares the keys; the default of a key is no choice."""
+    """Rules of the class that declares the keys; the default of a key is no choice."""
 
     @model_validator(mode="after")
     def _no_idle_keys(self) -> Self:
@@ -189,11 +189,11 @@ def address_problem(url: str, suffix: str = "") -> str | None:
         return "got an address with a user or password, which run directories would keep; take an environment variable"
     if not is_address(url):
         return f"got '{url}', expected http://HOST[:PORT]… or https://…{suffix}"
-    named = [name for name, value in parse_qsl(urlsplit(url).query) if secret_name(name) and holder(value) is None]
-    if named:
+    secrets = [name for name, value in parse_qsl(urlsplit(url).query) if secret_name(name) and holder(value) is None]
+    if secrets:
         return (
-            f"got an address with a secret in its query ({named[0]}), which run directories would keep; "
-            f"take an environment variable: {named[0]}=${{oc.env:NAME}}"
+            f"got an address with a secret in its query ({secrets[0]}), which run directories would keep; "
+            f"take an environment variable: {secrets[0]}=${{oc.env:NAME}}"
         )
     return None
 

@@ -28,7 +28,7 @@ class PromptConfig(MethodConfig):
     )
     validation_items: int | None = Field(None, ge=1, description="at most so many of these; null: 1000, as in MIPROv2")
     shuffles: ClassVar[bool] = False
-    """Whether the order of its train part comes from the run's seed, since DSPy has none for it."""
+    """True if the run's seed orders the train part, since DSPy has no seed for it."""
 
     def expected_trials(self, modules: int, validation: int) -> int:
         """About how many trials it makes, for a progress bar; 0: as many as its budget of rollouts allows.
@@ -219,7 +219,7 @@ PROMPT_SCHEMAS: dict[str, type[PromptConfig]] = {
 """Optimiser -> schema. The same names are in `conf/algo/`."""
 
 SFT = "sft"
-"""Its name after `algo=`."""
+"""Name after `algo=`."""
 
 
 class SftConfig(MethodConfig):

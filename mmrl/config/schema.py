@@ -15,9 +15,9 @@ from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, PromptConfig, SftConfi
 from mmrl.config.tasks import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
 
 LARGEST_SEED = 2**32 - 1
-"""What numpy's generator takes, which transformers seeds too."""
+"""Limit of numpy's generator, which transformers seeds too."""
 ALL_LINEAR = "all-linear"
-"""In place of names of layers; peft's word."""
+"""Peft's word for all linear layers, instead of names."""
 
 
 class LoraConfig(Section):
@@ -161,7 +161,7 @@ class EvalConfig(Section):
 TrackerName = Literal["wandb", "tensorboard", "mlflow", "comet_ml", "trackio", "aim", "clearml", "dvclive", "swanlab"]
 """The trackers of `accelerate.tracking`."""
 WITH_PROJECTS = ("wandb", "mlflow", "comet_ml", "trackio", "clearml", "swanlab")
-"""Those that keep runs in projects; TensorBoard, Aim and DVCLive keep them in the run directory."""
+"""Trackers that keep runs in projects; TensorBoard, Aim and DVCLive keep them in the run directory."""
 
 
 class RunConfig(Section):

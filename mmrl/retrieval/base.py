@@ -16,14 +16,14 @@ class Document:
     title: str
     text: str
     score: float = 0.0
-    """By the retriever, for a query; higher is better; 0 outside a search."""
+    """Score by the retriever, for a query; higher is better; 0 outside a search."""
 
 
 class Retriever(ABC):
     """Searches one corpus. All that callers use of a retriever is here; only `search` has to be written."""
 
     over_http: bool = False
-    """Whether a search waits for a server: then callers await `search_async`, so that other rollouts go on."""
+    """True if a search waits for a server: then callers await `search_async`, so that other rollouts go on."""
 
     @abstractmethod
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 WORD = re.compile(r"\w+")
 MANIFEST = "manifest.json"
-"""Of a cached index: sizes and digests of its files."""
+"""Manifest of a cached index: sizes and digests of its files."""
 FORMAT = 2
 """Part of the cache key: raise it when tokenisation or files change."""
 

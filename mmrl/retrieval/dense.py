@@ -51,10 +51,10 @@ class Treatment:
     encoder: str
     """`own` (the model's files), or a name of `PRESETS`, whose token vectors are averaged."""
     normalise: bool | None = None
-    """Whether vectors have length 1, so that inner products are cosines; None: where the model is compared by those."""
+    """True if vectors have length 1, so that inner products are cosines; None: if the model is compared by those."""
     query_prompt: str | None = None
     passage_prompt: str | None = None
-    """In front of every query and passage; None: the model's own."""
+    """Texts in front of every query and passage; None: the model's own."""
 
 
 PRESETS: Mapping[str, Treatment] = {

@@ -31,10 +31,10 @@ from mmrl.system.files import atomic_write, remove_leftovers, take_lock, user_pa
 
 FORMAT = 3
 INFO, PLAN, LOCK = "index.json", "plan.json", "lock"
-"""Of a finished index; of an unfinished one: its settings, and who builds."""
+"""File of a finished index; files of an unfinished one: its settings, and the process that builds it."""
 
 DIMENSION = 768
-"""Of the vectors of contriever and E5-base, for estimates."""
+"""Dimension of the vectors of contriever and E5-base, for estimates."""
 BM25_DISK, BM25_BUILD, BM25_SEARCH = 0.9, 8.0, 0.05
 """Bytes per byte of text: index files; memory while building; memory while searching, beside the mapped files."""
 

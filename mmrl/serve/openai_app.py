@@ -68,7 +68,7 @@ class _Shape:
     content: Callable[[str], dict[str, object]]
     delta: Callable[[str], dict[str, object]]
     first: Mapping[str, object]
-    """What the first part of a stream holds besides."""
+    """Further fields of the first part of a stream."""
 
 
 CHAT = _Shape(

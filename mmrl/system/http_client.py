@@ -64,7 +64,7 @@ class HttpFailure(Exception):
     """`refused` by the breaker, `timeout`, `connection`, `status` (300 or more), or `garbage`: a reply beyond its
     limit, or that cannot be read."""
     reason: str
-    """One sentence, without secrets."""
+    """Sentence about the failure, without secrets."""
     transient: bool = False
     """The same request may succeed."""
     status: int = 0
@@ -74,7 +74,7 @@ class HttpFailure(Exception):
     pause: float | None = None
     """Seconds that the server asks to wait."""
     reached: bool = True
-    """There was a connection."""
+    """True if there was a connection."""
     tries: int = 1
 
     def __str__(self) -> str:

@@ -107,7 +107,7 @@ class ContinuingProgram(Protocol):
     """A program some of whose calls pass `after=`, so that an engine that cannot do that is refused before a run."""
 
     continues: Collection[str]
-    """Its modules that go on in the context of an earlier reply."""
+    """Modules that go on in the context of an earlier reply."""
 
 
 def continuing_modules(program: Program) -> tuple[str, ...]:
@@ -252,7 +252,7 @@ class Demonstrating(Protocol):
 
 # What a task says here decides which options are refused as having no effect, so a wrong entry hides an option.
 FEATURES = ("observations", "penalties", "parse_failures", "repeated_calls")
-"""What a program may have and others never: text added to its contexts, penalties of single modules, replies that do
+"""Features that some programs never have: text added to contexts, penalties of single modules, replies that do
 not parse, and modules that a rollout calls more than once."""
 
 

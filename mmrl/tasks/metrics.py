@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 Punctuation = Literal["delete", "space"]
-"""What becomes of a punctuation mark in normalisation: `delete` (SQuAD, HotpotQA) or `space` (MMOA-RAG)."""
+"""Treatment of punctuation marks in normalisation: `delete` (SQuAD, HotpotQA) or `space` (MMOA-RAG)."""
 
 # HotpotQA's script: an answer of this kind is right or wrong, never partly right.
 CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})

@@ -59,15 +59,15 @@ class OpenQaTask(Task):
     """Layout of data files where `task.dataset` names none and the task's own name is none; None: it must be named."""
     # Untyped: an attribute of the protocol `Task`, which a subclass cannot narrow to a program of its own.
     program: Any
-    """What `make_program` makes with the task's prompts."""
+    """Program that `make_program` builds with the task's prompts."""
     searches: ClassVar[bool] = True
-    """Whether the program searches at all; without, there is neither corpus nor tool."""
+    """True if the program searches; otherwise there is neither corpus nor tool."""
     reward_sets: tuple[str, ...] = ("outcome",)
     main_metric: str = "em"
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0, "f1": 0.0, "accuracy": 0.0, "answered": 0.0}
-    """What an evaluation counts for a rollout without a score."""
+    """Metrics that an evaluation counts for a rollout without a score."""
     absent_features: ClassVar[frozenset[str]] = frozenset({"penalties", "parse_failures"})
-    """What the program never has, so that options about it are refused (`mmrl.config.rules`)."""
+    """Features that the program never has, so that options about them are refused (`mmrl.config.rules`)."""
 
     def __init__(self, config: OpenQaConfig, seed: int):
         self.name = config.name

@@ -42,7 +42,7 @@ class Template:
     optional: frozenset[str] = frozenset()
     """Placeholders that it may have."""
     instructions: bool = False
-    """Whether it is the text that says what its module is to do: what an optimiser of prompts changes. The other roles
+    """True if the text tells its module what to do: the text that a prompt optimiser changes. The other roles
     say in what form questions, documents and replies are written, and stay."""
 
 

@@ -59,7 +59,7 @@ class SearchTool:
         self.config = config
         self.corpora = corpora
         self.retrievers: dict[str, Retriever] = {}
-        """Those that are open, by corpus."""
+        """Open retrievers, by corpus."""
         self._closed_counts: Counter[str] = Counter()
 
     def search(self, queries: Sequence[str], top_k: Sequence[int], corpus: str) -> list[list[Document]]:

@@ -150,9 +150,9 @@ class JudgedTurn:
     """Turn as the judge sees it."""
 
     generated: str
-    """What the policy wrote."""
+    """Text that the policy sampled."""
     observation: str | None = None
-    """What its environment added; None where it added nothing."""
+    """Text that the environment added; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class Verdict:
     """The judge's reply."""
 
     scores: tuple[float, ...]
-    """One for the rollout, or one per turn."""
+    """Score of the rollout, or of each turn."""
     requests: int
     """Sent to the endpoint, the first one included."""
     fallback: bool

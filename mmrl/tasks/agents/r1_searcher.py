@@ -104,7 +104,7 @@ class Form:
 
     # The rewards read sampled text alone: what the program inserted can never earn or cost anything.
     balanced: bool
-    """As many query openings as endings, and no document marker: only the program writes those."""
+    """True if there are as many query openings as endings, and no document marker: only the program writes those."""
     framed: bool
     """Exactly one `</think>`, no `<think>` (the prompt has it), exactly one answer pair."""
     chinese: bool

@@ -16,7 +16,7 @@ from mmrl.tasks.agents.tags import first_pair, tag_sequence
 SEARCH_TAGS = ("think", "search", "information", "answer")
 FINAL = ["think", "/think", "answer", "/answer"]
 INTERMEDIATE = ["think", "/think", "search", "/search"]
-"""What the model writes; the program adds `<information>…</information>`."""
+"""Tags that the model writes; the program adds `<information>…</information>`."""
 # Values of the paper's table; what an option changes is read from the task's config instead.
 RETRIEVED, WELL_FORMED, MALFORMED, RIGHT_FORMAT = 0.3, 0.1, -0.2, 0.2
 
@@ -26,7 +26,7 @@ class SearchTurn:
     """Turn of the search agent."""
 
     text: str
-    """What the model generated."""
+    """Text that the model generated."""
     information: str | None
     """Retrieved text that the program inserted after it; None where it did not search."""
 
@@ -46,7 +46,7 @@ class SearchReward:
     intermediate: tuple[float, ...]
     """The turns before it."""
     format: bool
-    """All turns are well formed."""
+    """True if all turns are well formed."""
     final_format: bool
     retrieval: bool
     """Some inserted information holds an accepted answer."""

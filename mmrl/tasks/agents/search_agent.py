@@ -62,11 +62,11 @@ class SearchAgentPrediction(TypedDict):
 
     answer: str | None
     actions: list[str]
-    """One of `search`, `answer`, `none` per turn."""
+    """Action of each turn: `search`, `answer` or `none`."""
     queries: list[str]
-    """Those that were executed."""
+    """Executed queries."""
     ended: str
-    """What ended it: `answer`, `turns` or `context`."""
+    """Reason for the end: `answer`, `turns` or `context`."""
 
 
 class SearchAgent(TurnAgent):

@@ -28,7 +28,7 @@ MODULE = "agent"
 STOP = ("</tool>", "</answer>")
 TAGS = ("reasoning", "tool", "result", "answer")
 OWN_TAGS = ("reasoning", "tool", "answer")
-"""What the model may write."""
+"""Tags that the model may write."""
 TOOL = "wiki_search"
 TOOL_CALLS = 2
 """The rollout ends with this many tool calls; the last of them is not executed."""
@@ -99,13 +99,13 @@ class ToolAgentPrediction(TypedDict):
 
     answer: str | None
     actions: list[str]
-    """One of `tool`, `answer`, `none` per message."""
+    """Action of each message: `tool`, `answer` or `none`."""
     succeeded: bool | None
-    """Whether the executed tool call worked; None: none was executed."""
+    """True if the executed tool call worked; None: none was executed."""
     articles: int
-    """How many it brought."""
+    """Number of articles that it returned."""
     ended: str
-    """What ended it: `answer`, `calls` or `tokens`."""
+    """Reason for the end: `answer`, `calls` or `tokens`."""
 
 
 @dataclass(slots=True)
@@ -243,11 +243,11 @@ class ToolAgentTask(OpenQaTask):
             "xml_format": xml_format(texts, released=released),
         }
         # Everything sampled up to the first result is the first turn, so its last call carries the turn's reward.
-        called = prediction["actions"].index("tool") if prediction["succeeded"] is not None else None
+        position = prediction["actions"].index("tool") if prediction["succeeded"] is not None else None
         # Both 0 where no call was executed, so that the parts of all rollouts have the same names.
         tool = {"tool_execution": 0.0, "result_answer": 0.0}
-        if called is not None:
-            output = path[called + 1].prompt_text.partition("<result>")[2].removesuffix("</result>")
+        if position is not None:
+            output = path[position + 1].prompt_text.partition("<result>")[2].removesuffix("</result>")
             # An error or "No article was found." may hold the answer by chance; only an article holds it for a reason.
             retrieved = prediction["articles"] > 0 and contains(output, answers)
             tool = {"tool_execution": 0.2 * bool(prediction["succeeded"]), "result_answer": 0.5 * retrieved}
@@ -266,7 +266,7 @@ class ToolAgentTask(OpenQaTask):
         parts = {
             name: value for name, value in outcome.items() if name != "xml_format" or self.config.outcome_rewards == 4
         }
-        turn_rewards = {path[called].id: sum(tool.values())} if reward_set == "turn" and called is not None else {}
+        turn_rewards = {path[position].id: sum(tool.values())} if reward_set == "turn" and position is not None else {}
         return Score(reward=sum(parts.values()), metrics=scores, parts=parts, turn_rewards=turn_rewards)
 
     def score_call(self, call: Call) -> ModuleScore:

@@ -29,7 +29,7 @@ class Addition:
 
     text: str
     state: str
-    """What the next turn begins in, for algorithms that compare turns of one state."""
+    """State in which the next turn begins, for algorithms that compare turns of one state."""
     frame: Callable[[str], str] | None = None
     """Stands around the text, which is cut where there is no room; None: the text is added whole or not at all."""
 
@@ -117,9 +117,9 @@ class ReasonerPrediction(TypedDict):
 
     answer: str | None
     queries: list[str]
-    """Those that were executed."""
+    """Executed queries."""
     titles: list[str]
-    """Of all documents that the searches brought."""
+    """Titles of all documents that the searches returned."""
     ended: str
     """`answer`: a turn without a query; `searches`: a query after the last one allowed; `context`: no room left."""
 

@@ -47,7 +47,7 @@ class DspyTask(Task):
     """Split -> where the items of the paper begin and end in their source, with `task.sample=paper`."""
     reward_sets: tuple[str, ...] = ("outcome",)
     absent_features: Collection[str] = frozenset({"penalties", "observations"})
-    """What the program never has, so that options about it are refused (`mmrl.config.rules`)."""
+    """Features that the program never has, so that options about them are refused (`mmrl.config.rules`)."""
     main_metric: str
     # Untyped: an attribute of `Task`, which a subclass cannot narrow.
     program: Any

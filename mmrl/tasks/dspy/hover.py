@@ -40,7 +40,7 @@ CORPUS = "corpus"
 TITLE_CHARS = 1000
 """Characters of a title that are compared."""
 Passage = dict[str, str | float]
-"""What the program sees of a document: `long_text` ("title | text") and `score`."""
+"""Document as the program sees it: `long_text` ("title | text") and `score`."""
 
 
 class HoverPrediction(TypedDict):
@@ -95,13 +95,13 @@ class HoverTask(DspyTask):
     def _documents(self) -> Sequence[Document]:
         """Return the corpus; empty if only a server has it."""
         config = self.config
-        named = named_corpus(config.retriever, config.corpus)
-        if not named and self.sources:
+        corpora = named_corpus(config.retriever, config.corpus)
+        if not corpora and self.sources:
             raise ConfigError(
                 "task.corpus: got null, and HoVer's claims bring no passages to search; expected a file or hub id of "
                 "documents with title and text, or task.retriever.index or task.retriever.name=remote"
             )
-        return next(iter(named.values()), mini_corpus())
+        return next(iter(corpora.values()), mini_corpus())
 
     def mini(self, split: str) -> Sequence[Example]:
         """See `DspyTask.mini`."""
@@ -222,8 +222,8 @@ class HoverTask(DspyTask):
         )
         if not len(self.documents):
             facts["corpus coverage"] = "not known"
-        share = "claims with all gold titles in it"
-        return facts | label(share, self.gold_shares, len(self.documents), real=bool(self.sources))
+        criterion = "claims with all gold titles in it"
+        return facts | label(criterion, self.gold_shares, len(self.documents), real=bool(self.sources))
 
 
 def same_title(title: str) -> str:

@@ -256,8 +256,8 @@ class ImportedTask(_RecordTask):
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
-        named = {"program": self.config.program, "metric": self.config.metric}
-        return {**super().describe(), **{name: readable(str(path)) for name, path in named.items()}}
+        paths = {"program": self.config.program, "metric": self.config.metric}
+        return {**super().describe(), **{name: readable(str(path)) for name, path in paths.items()}}
 
 
 def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str], str]) -> object:

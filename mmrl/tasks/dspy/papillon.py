@@ -39,7 +39,7 @@ class PapillonPrediction(TypedDict):
     """Result of the program."""
 
     llm_request: str
-    """What the external model was sent."""
+    """Request that was sent to the external model."""
     llm_response: str
     response: str
 

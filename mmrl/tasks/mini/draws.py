@@ -34,7 +34,7 @@ class Draws:
         return choices[self.below(len(choices))]
 
     def shuffle(self, items: MutableSequence[T]) -> None:
-        """Permute in place (Fisher-Yates)."""
+        """Permute `items` in place (Fisher-Yates)."""
         for last in range(len(items) - 1, 0, -1):
-            other = self.below(last + 1)
-            items[last], items[other] = items[other], items[last]
+            index = self.below(last + 1)
+            items[last], items[index] = items[index], items[last]

@@ -37,7 +37,7 @@ class Hop(TypedDict):
     title: str
     """Article that it must find."""
     answer: str | None
-    """What that article says; None: not known, as in data files."""
+    """Answer in that article; None: not known, as in data files."""
 
 
 def _hops(example: Example, limit: int | None = None) -> list[Hop]:
@@ -47,10 +47,10 @@ def _hops(example: Example, limit: int | None = None) -> list[Hop]:
     In the order of the data. A title that nobody could know before reading another is searched for all the same: this
     is a start, which reinforcement learning goes on from.
     """
-    named = example.metadata.get("titles", ())
+    titles = example.metadata.get("titles", ())
     hops: list[Hop] = example.metadata.get("hops") or [
         Hop(query=unescape(title), title=title, answer=None)  # HotpotQA writes "Will &amp; Grace"
-        for title in named
+        for title in titles
     ]
     return hops if limit is None or len(hops) <= limit else []
 

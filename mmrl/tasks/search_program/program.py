@@ -101,7 +101,7 @@ class SearchProgramPrediction(TypedDict):
 
     answer: str
     queries: list[str]
-    """Those that were searched for."""
+    """Queries that were searched for."""
     candidates: list[str]
     """Titles of all documents that the reranker saw."""
     selected: list[str]
