@@ -48,7 +48,7 @@ class ConfigError(MmrlError, ValueError):
 
 @contextmanager
 def gathered(problems: list[str], where: str = "") -> Iterator[None]:
-    """A `ConfigError` raised inside ends the block and adds its sentences to `problems`, each after `where`."""
+    """Collect the sentences of a `ConfigError`, which ends the block, in `problems`, each after `where`."""
     try:
         yield
     except ConfigError as error:

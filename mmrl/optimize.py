@@ -279,7 +279,7 @@ def _outside_of_loops(work: Callable[[], T]) -> T:
 
 @contextmanager
 def _interrupts_raised() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt; asyncio would cancel the task, which is waiting here and does not hear of it."""
+    """Raise KeyboardInterrupt on Ctrl-C; asyncio would cancel the task, which waits here and would not notice."""
     try:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
     except ValueError:  # not the main thread: someone else handles signals
@@ -302,7 +302,7 @@ def _name(metric: Callable[..., object]) -> str:
 
 
 def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[list[dspy.Example], list[dspy.Example]]:
-    """Train and dev examples."""
+    """Split the examples into train and dev."""
     if dev is not None:
         return train, dev
     if len(train) < 2:

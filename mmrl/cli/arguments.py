@@ -27,7 +27,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def sort_words(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Names, settings (`key=value` and `~key`) and flags, which begin with `-`."""
+    """Sort words into names, settings (`key=value` and `~key`) and flags, which begin with `-`."""
     names: list[str] = []
     settings: list[str] = []
     flags: list[str] = []

@@ -38,7 +38,7 @@ Job = Callable[[Callable[[], dict[str, object]], Sequence[str]], float | None]
 
 
 def _env(*names: str) -> object:
-    """`${oc.env:NAME}`: as OmegaConf has it, and hidden wherever mmrl prints or writes it."""
+    """Resolve `${oc.env:NAME}` as OmegaConf does; the value is hidden wherever mmrl prints or writes it."""
     value: object = oc.env(*names)
     if names and isinstance(names[0], str):
         environment_value(names[0])

@@ -105,7 +105,7 @@ def key_of(word: str) -> str:
 
 
 def value_text(override: Override) -> str | None:
-    """Text after the `=`; None where `~key` stands alone."""
+    """Return the text after the `=`; None for `~key` alone."""
     _, equals, value = str(override.input_line).partition("=")
     return value if equals else None
 
@@ -193,7 +193,7 @@ def force_override(override: Override, value: str | None) -> str:
 
 
 def policy_words(sections: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> list[str]:
-    """Further words of an evaluation: the `model=` of its policy, and how its run wrote prompts, where not typed.
+    """Return further words of an evaluation, unless typed: `model=` and the prompt settings of its policy's run.
 
     Else every policy would be evaluated with the limits of the default model, the tiny one.
 

@@ -131,7 +131,7 @@ class MhgpoConfig(GroupConfig, PenaltyConfig):
         return trained and module not in self.freeze_modules
 
     def leaving_out(self, modules: Collection[str]) -> AlgoConfig:
-        """MHGPO divides by the number of trained slots, so it must know of every module that is left out."""
+        """Freeze the modules too: MHGPO divides by the number of trained slots."""
         return self.model_copy(update={"freeze_modules": tuple(dict.fromkeys((*self.freeze_modules, *modules)))})
 
     @property
@@ -356,7 +356,7 @@ class MmgrpoConfig(GroupConfig):
     @field_validator("failing_index", mode="before")
     @classmethod
     def _failing_index(cls, value: object) -> object:
-        """`algo.failing_index=true`, as anybody types it, is YAML's truth value and not the word."""
+        """Accept YAML's truth value for the word `true` in `algo.failing_index=true`."""
         return "true" if value is True else value
 
     @model_validator(mode="after")

@@ -218,7 +218,7 @@ def value_at(sections: object, path: str) -> object:
 
 
 def iter_leaves(sections: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Dotted paths of a mapping of mappings, and their values; an empty mapping is a value."""
+    """Yield the dotted paths of a mapping of mappings, and their values; an empty mapping is a value."""
     for key, value in sections.items():
         if isinstance(value, Mapping) and value:
             yield from iter_leaves(value, f"{prefix}{key}.")
@@ -227,7 +227,7 @@ def iter_leaves(sections: Mapping[str, object], prefix: str = "") -> Iterator[tu
 
 
 def flattened(config: Mapping[str, object]) -> dict[str, object]:
-    """Config path -> value; lists as tuples, so that values can be compared and counted, sections in them by number."""
+    """Map config paths to values; lists become tuples, to be compared and counted, sections in them by number."""
     flat: dict[str, object] = {}
     for path, value in iter_leaves(config):
         if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):

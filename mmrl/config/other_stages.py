@@ -31,7 +31,7 @@ class PromptConfig(MethodConfig):
     """True if the run's seed orders the train part, since DSPy has no seed for it."""
 
     def expected_trials(self, modules: int, validation: int) -> int:
-        """About how many trials it makes, for a progress bar; 0: as many as its budget of rollouts allows.
+        """Estimate the number of trials, for a progress bar; 0: as many as the budget of rollouts allows.
 
         Args:
             modules: of the program.

@@ -214,7 +214,7 @@ class RootConfig(Section):
     plugins: tuple[str, ...] = Field((), description="packages imported first; they may add tasks and algorithms")
 
     def in_folder(self, folder: str | None) -> Self:
-        """With this run directory; None: with none, as a user leaves it out."""
+        """Return a copy with this run directory; None: without one, as if left out."""
         return self.model_copy(update={"run": self.run.model_copy(update={"dir": folder})})
 
     # Not `by_name` as for the task: what `auto` stands for is in another section, validated before this one.

@@ -50,7 +50,7 @@ class Bm25Settings:
     """Language of the words that are left out (before stemming), or `none`."""
 
     def tokenizer(self) -> Callable[[str], list[str]]:
-        """From a text to its indexed words."""
+        """Return the function from a text to its indexed words."""
         stop = _stop_words(self.stopwords)
         if self.stemmer == "none":
             return lambda text: tokenize(text, stop)
@@ -122,7 +122,7 @@ def write_index(folder: Path, documents: Sequence[Document], settings: Bm25Setti
 
 
 def tokenize(text: str, stop: frozenset[str]) -> list[str]:
-    """Lower-cased words without stop words."""
+    """Return the lower-cased words without stop words."""
     return [word for word in WORD.findall(text.lower()) if word not in stop]
 
 
@@ -198,7 +198,7 @@ def _load(folder: Path) -> BM25:
 
 
 def _key(documents: Sequence[Document], settings: Bm25Settings) -> str:
-    """Hash of all that the index depends on: corpus in order, settings, bm25s' version."""
+    """Hash what the index depends on: corpus in order, settings, bm25s' version."""
     from bm25s import __version__
 
     state = hashlib.blake2b(f"{FORMAT} {__version__} {settings}".encode(), digest_size=16)

@@ -39,7 +39,7 @@ class CorpusFacts:
 
 
 def short_hash(text: str) -> int:
-    """64-bit hash of a title or an id."""
+    """Return the 64-bit hash of a title or an id."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 

@@ -159,7 +159,7 @@ class ChildProcess:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the process's group, time to end, then SIGKILL to the group and to all descendants."""
+    """Send SIGTERM to the process's group, wait, then send SIGKILL to the group and to all descendants."""
     # Both ways are needed: descendants whose leader has died no longer count as such, but stay in its group;
     # descendants that made a session of their own (an engine's core) have left the group.
     descendants: list[psutil.Process] = []

@@ -61,7 +61,7 @@ _WITH_NAN = json.JSONEncoder(default=to_plain)
 
 
 def dumps(value: object, *, indent: int | None = None) -> str:
-    """JSON with floats that read back bit-equal, and without secrets; one line unless `indent` is given.
+    """Write JSON with floats that read back bit-equal, and without secrets; one line unless `indent` is given.
 
     NaN and infinity, which JSON does not have, become null.
     """
@@ -123,7 +123,7 @@ def atomic_write(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """An empty folder to fill, which becomes `path` when the block ends; after an error nothing is left of it.
+    """Yield an empty folder to fill, which becomes `path` when the block ends; after an error it is removed.
 
     Raises:
         OSError: `path` exists and is not empty, or cannot be written.
@@ -282,7 +282,7 @@ def repair_jsonl(path: Path) -> None:
 
 
 def digest(path: Path, size: int | None = None) -> str:
-    """SHA-256 of a file's content, or of its first `size` bytes, as hexadecimal digits."""
+    """Return the SHA-256 of a file's content, or of its first `size` bytes, as hexadecimal digits."""
     with named(path), open(path, "rb") as file:
         if size is not None:
             return hashlib.sha256(file.read(size)).hexdigest()

@@ -22,7 +22,7 @@ LINES_DIFFER = "has lost or changed lines from before the checkpoint"
 
 
 def mark_of(data: bytes) -> JsonObject:
-    """Size and digest of a file's content."""
+    """Return size and digest of a file's content."""
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
@@ -82,7 +82,7 @@ class Ledger:
         return differences(noted, grown)
 
     def read(self) -> None:
-        """Begin with what the file holds."""
+        """Begin with the content of the file."""
         self._noted = self._lines(None)
 
     def cut(self, mark: Mapping[str, Any] | None) -> None:
@@ -94,7 +94,7 @@ class Ledger:
         self.read()
 
     def _lines(self, mark: Mapping[str, Any] | None) -> dict[str, JsonObject]:
-        """File -> its last line."""
+        """Return the last line of each file."""
         data = self.path.read_bytes() if self.path.exists() else b""
         noted: dict[str, JsonObject] = {}
         for text in data[: None if mark is None else mark["bytes"]].splitlines():

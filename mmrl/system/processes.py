@@ -76,7 +76,7 @@ ALONE = Processes()
 
 
 def launched() -> int | None:
-    """Number of processes that a launcher (mmrl's own, torchrun, accelerate, SLURM) has started; None without one."""
+    """Return the number of processes that a launcher (mmrl, torchrun, accelerate, SLURM) started; None without one."""
     world = os.environ.get("WORLD_SIZE", "")
     return int(world) if world.isdigit() and "RANK" in os.environ else None
 

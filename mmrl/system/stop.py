@@ -43,7 +43,7 @@ class Stop:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, a stop waits until somebody looks at `requested`: the weights are half-way between two steps."""
+        """Delay a stop until `requested` is read: the weights are half-way between two steps."""
         self._held = True
         try:
             yield
@@ -52,7 +52,7 @@ class Stop:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside `held`: a stop raises right now, one that came before too."""
+        """Let a stop raise at once inside `held`, also one that came before."""
         self._held = False
         try:
             if self.requested:
@@ -72,7 +72,7 @@ def print_resume(error: BaseException, command: str, show: Callable[[str], None]
 
 @contextmanager
 def _dropped(handled: Callable[[sys.UnraisableHookArgs], bool]) -> Iterator[None]:
-    """Inside, what Python drops (an exception of a destructor) is printed unless it is handled."""
+    """Print exceptions that Python drops inside (of a destructor) unless they are handled."""
 
     def unraisable(args: sys.UnraisableHookArgs) -> None:
         if not handled(args):
@@ -86,13 +86,13 @@ def _dropped(handled: Callable[[sys.UnraisableHookArgs], bool]) -> Iterator[None
 
 
 def quiet_loops() -> AbstractContextManager[None]:
-    """Inside, no word of event loops that Ctrl-C ended within their constructor: they cannot even be printed."""
+    """Suppress messages of event loops that Ctrl-C ended within their constructor: they cannot even be printed."""
     return _dropped(lambda args: getattr(args.object, "__qualname__", "") == "BaseEventLoop.__del__")
 
 
 @contextmanager
 def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
-    """SIGTERM ends what runs inside, by `Stopped`; what is saved stays.
+    """End the block on SIGTERM, by `Stopped`; saved files stay.
 
     Args:
         in_a_group: whether whoever started this process passes Ctrl-C on, so that it may come twice.

@@ -168,7 +168,7 @@ class Guarded(Protocol):
     """A program that something has to hold for, in this process, while its rollouts run."""
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Entered by the task that samples, before the first rollout, and left after the last.
+        """Return a context that the sampling coroutine enters before the first rollout and leaves after the last.
 
         Raises:
             ConfigError: on leaving, something that the program must not do; also ends the sampling.
@@ -302,7 +302,7 @@ class Task(ABC):
         """
 
     def score_call(self, call: Call) -> ModuleScore:
-        """Penalty and behaviour facts of one call, from its text and its facts."""
+        """Return penalty and behaviour facts of one call, from its text and its facts."""
         return ModuleScore()
 
     @abstractmethod

@@ -25,19 +25,19 @@ _SPACE = str.maketrans(string.punctuation, " " * len(string.punctuation))
 
 
 def normalize(text: str, punctuation: Punctuation = "delete") -> str:
-    """Lower case, no ASCII punctuation, no articles, single spaces. Other scripts' punctuation is left alone."""
+    """Normalise: lower case, no ASCII punctuation, no articles, single spaces. Other scripts' punctuation stays."""
     # Punctuation before articles, as the official script: "a." becomes the article "a" and goes.
     text = text.lower().translate(_DELETE if punctuation == "delete" else _SPACE)
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
 def exact_match(prediction: str, gold: str, punctuation: Punctuation = "delete") -> float:
-    """1.0 if both are equal after normalisation, else 0.0."""
+    """Return 1.0 if both are equal after normalisation, else 0.0."""
     return float(normalize(prediction, punctuation) == normalize(gold, punctuation))
 
 
 def f1(prediction: str, gold: str, *, closed: bool = False, punctuation: Punctuation = "delete") -> float:
-    """Harmonic mean of precision and recall over the multisets of normalised tokens.
+    """Return the harmonic mean of precision and recall over the multisets of normalised tokens.
 
     Args:
         closed: HotpotQA's evaluation rule: 0 when one side is yes, no or noanswer and the other is not the same.
@@ -58,7 +58,7 @@ def f1(prediction: str, gold: str, *, closed: bool = False, punctuation: Punctua
 
 
 def accuracy(prediction: str, gold: str, *, closed: bool = True, punctuation: Punctuation = "delete") -> float:
-    """1.0 if the normalised gold answer is a substring of the normalised prediction, else 0.0.
+    """Return 1.0 if the normalised gold answer is a substring of the normalised prediction, else 0.0.
 
     Args:
         closed: as in `f1`; without it every prediction that contains the letters "no" would hit the gold answer "no".

@@ -33,7 +33,7 @@ log = logging.getLogger("mmrl.data")
 
 
 def gold_share(name: str, titles: Collection[str], example: Example) -> dict[str, float]:
-    """Share of the example's gold titles that are among some; none where its data names no titles."""
+    """Return the share of the example's gold titles among `titles`; empty if its data names none."""
     gold = set(example.metadata.get("titles", ()))
     return {name: len(gold & set(titles)) / len(gold)} if gold else {}
 
@@ -121,7 +121,7 @@ class OpenQaTask(Task):
         """Build the task's program, with these prompts."""
 
     def instruction_roles(self) -> dict[str, str]:
-        """Module -> the role that is its instructions, of a module that has several."""
+        """Map each module that has several roles to the role of its instructions."""
         return {}
 
     def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
@@ -279,7 +279,7 @@ class OpenQaTask(Task):
     def score(
         self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str
     ) -> Score | Awaitable[Score]:
-        """Reward: F1 without the yes/no rule, or a prediction of "yes, …" would earn nothing for "yes"."""
+        """Reward F1 without the yes/no rule, or a prediction of "yes, …" would earn nothing for "yes"."""
         answer = prediction["answer"] or ""
         reward = self.best(metrics.f1, answer, example)
         scores = self.answer_metrics(answer, example) | self.search_metrics(prediction, example)

@@ -115,7 +115,7 @@ class Prompts:
     def documents(
         self, module: str, passages: Sequence[Passage], words: int | None = None, first: int = 1
     ) -> list[str]:
-        """Retrieved documents by the role `document` of a module, numbered from `first`, each cut to `words` words."""
+        """Format documents by the role `document` of a module, numbered from `first`, each cut to `words` words."""
         template = self.texts[module]["document"]
         return [
             template.format(index=index, title=passage["title"], text=snippet(passage["text"], words))
@@ -123,7 +123,7 @@ class Prompts:
         ]
 
     def by_module(self) -> dict[str, ModulePrompt]:
-        """Module -> instructions and demonstrations."""
+        """Return instructions and demonstrations of each module."""
         return {
             module: ModulePrompt(_template_text(self.texts[module][role]), self.shots.get(module, ()))
             for module, role in self.roles.items()

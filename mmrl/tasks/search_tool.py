@@ -107,7 +107,7 @@ class SearchTool:
             retriever.close()
 
     def coverage(self, splits: Mapping[str, Sequence[Example]]) -> dict[str, float]:
-        """Split -> share of its examples that the corpus can answer; absent where that is not known."""
+        """Return each split's share of examples that the corpus can answer; a split is absent if that is not known."""
         return coverage(splits, self.corpora)
 
     def describe_counts(self) -> str:

@@ -298,7 +298,7 @@ def read_outcome(reply: str) -> tuple[float, ...] | None:
 
 
 def read_turns(reply: str, count: int) -> tuple[float, ...] | None:
-    """Exactly `count` lines `TurnK: x` in order, each clamped to [-1, 1]; None if the reply has another form."""
+    """Parse exactly `count` lines `TurnK: x` in order, each clamped to [-1, 1]; None if the reply has another form."""
     content = _score_block(reply)
     if content is None:
         return None
@@ -324,7 +324,7 @@ def salvage_turns(reply: str, count: int) -> tuple[float, ...]:
 
 
 def _score_block(reply: str) -> str | None:
-    """Content of the one `<score>` block after the reasoning; None without one or with several.
+    """Return the content of the one `<score>` block after the reasoning; None without one or with several.
 
     The reasoning may quote anything, so nothing before its end is read; one that never ends has no score.
     """

@@ -71,7 +71,7 @@ class R1Searcher(TurnAgent):
     modules = (MODULE,)
 
     def documents(self, passages: Sequence[Passage]) -> str:
-        """Retrieved documents, in which nothing looks like a marker or tag of the searcher."""
+        """Format retrieved documents without anything that looks like a marker or tag of the searcher."""
         listing = "\n".join(self.prompts.documents(MODULE, passages, self.snippet_words))
         return disarm_markers(disarm(listing, TAGS)) or self.prompts.texts[MODULE]["nothing"].format()
 
@@ -145,7 +145,7 @@ class R1SearcherTask(ReasonerTask):
         return R1Searcher(prompts, self.config, self.config.max_turns)
 
     def score(self, example: Example, prediction: ReasonerPrediction, path: Sequence[Call], reward_set: str) -> Score:
-        """Reward sets: `outcome` (stage 2) and `stage1`. Both rewards' answer metrics have no yes/no rule."""
+        """Score by reward set: `outcome` (stage 2) or `stage1`. Both rewards' answer metrics have no yes/no rule."""
         answer = prediction["answer"] or ""
         form = Form.parse("".join(call.text for call in path))
         if reward_set == "stage1":

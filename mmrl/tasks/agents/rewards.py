@@ -86,7 +86,7 @@ def search_reward(
 
 
 def merged_reward(em: bool, answered: bool, reward: SearchReward) -> float:
-    """PPO-MR: one number for the whole rollout."""
+    """Compute PPO-MR's one number for the whole rollout."""
     if em:
         return 1.0 if reward.format else 0.8
     if reward.format:
@@ -135,7 +135,7 @@ def contains(text: str, answers: Sequence[str]) -> bool:
 
 
 def tag_usage(messages: Sequence[str], names: Sequence[str], *, released: bool = False) -> float:
-    """0.2 x the mean over messages of how nearly each used tag opens once and closes once, from 0 to 0.2.
+    """Return 0.2 x the mean over messages of how nearly each used tag opens and closes once, from 0 to 0.2.
 
     A message scores the mean of 1 - |count - 1| over opening and closing tags of the names that it uses at all; 0 when
     it uses none, and never less.
@@ -155,7 +155,7 @@ def _tag_usage(message: str, names: Sequence[str]) -> float:
 
 
 def xml_format(messages: Sequence[str], *, released: bool = False) -> float:
-    """0.2 x the mean over messages of how far each is `<reasoning>…</reasoning>` with a tool call or an answer.
+    """Return 0.2 x the mean form score of the messages: `<reasoning>…</reasoning>` with a tool call or an answer.
 
     A message scores 0.4 x the share of the field sets {reasoning}, {tool, answer} of which it has a tag (0 unless some
     pair is whole), 0.2 if some pair is whole, 0.2 if it starts with `<reasoning>`, 0.2 if it ends with `</tool>` or

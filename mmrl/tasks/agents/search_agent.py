@@ -79,7 +79,7 @@ class SearchAgent(TurnAgent):
         return self.prompts.texts[MODULE]["correction"].format()
 
     def documents(self, passages: Sequence[Passage]) -> str:
-        """Retrieved documents, in which nothing looks like a tag of the agent."""
+        """Format retrieved documents without anything that looks like a tag of the agent."""
         return disarm("".join(self.prompts.documents(MODULE, passages, self.snippet_words)), SEARCH_TAGS)
 
     async def run(self, example: Example, ctx: Context) -> SearchAgentPrediction:
@@ -133,18 +133,18 @@ class SearchAgentTask(OpenQaTask):
         return SearchAgent(prompts, self.config, self.config.max_turns - self.config.count_final_call)
 
     def as_asked(self, question: str) -> str:
-        """With a question mark, which NQ's questions lack: Search-R1 adds it to all of its data."""
+        """Add a question mark, which NQ's questions lack: Search-R1 adds it to all of its data."""
         question = question.strip()
         return question if question.endswith("?") else f"{question}?"
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """Single-hop and two-hop questions."""
+        """Return single-hop and two-hop questions."""
         return mini_search(split, corpus)
 
     def score(
         self, example: Example, prediction: SearchAgentPrediction, path: Sequence[Call], reward_set: str
     ) -> Score | Awaitable[Score]:
-        """Reward sets: `outcome` (exact match), `turn` (with intermediate rewards), `merged` (PPO-MR: one number).
+        """Score by set: `outcome` (exact match), `turn` (and intermediate rewards), `merged` (PPO-MR: one number).
 
         `judge_outcome` and `judge_turn` ask the judge for what `outcome` and `turn` compute; `gain` is the outcome, and
         the trainer adds turn rewards (`stages.information_gain`).

@@ -66,7 +66,7 @@ def result(text: str) -> str:
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""Content of the last \boxed{…} with balanced braces; None without one."""
+    r"""Return the content of the last \boxed{…} with balanced braces; None without one."""
     # One pass with a stack instead of a regular expression: braces nest, and a long unbalanced text must not take
     # quadratic time.
     open_braces: list[int] = []

@@ -22,7 +22,7 @@ ObservationT = TypeVar("ObservationT", str, Sequence[Message])
 
 
 def first_pair(text: str, names: Iterable[str]) -> tuple[str, str] | None:
-    """Name and stripped content of the pair `<name>…</name>` that opens first, among opening tags that are closed."""
+    """Return name and stripped content of the pair `<name>…</name>` that opens first, among closed tags."""
     # Not one expression `<name>(.*?)</name>`: each opening that is never closed would read the text to its end.
     last = {name: text.rfind(f"</{name}>") for name in names}
     for opening in re.finditer(rf"<({'|'.join(last)})>", text):
@@ -33,7 +33,7 @@ def first_pair(text: str, names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def tag_sequence(text: str, names: Iterable[str]) -> list[str]:
-    """Known tags in order, closing ones with a slash: `["think", "/think", ...]`."""
+    """Return the known tags in order, closing ones with a slash: `["think", "/think", ...]`."""
     # Exact tags only: `<think >` is none.
     return re.findall(rf"<(/?(?:{'|'.join(names)}))>", text)
 
@@ -67,7 +67,7 @@ def fit_observation(
 
 
 def last_block(text: str, opening: str, closing: str) -> str | None:
-    """Stripped text between the last `closing` and the nearest `opening` before it; None without such a block."""
+    """Return the stripped text between the last `closing` and the nearest `opening` before it; None without them."""
     # From the end: of several blocks the last one counts, and an opening inside a block belongs to it.
     before, closed, _ = text.rpartition(closing)
     _, opened, content = before.rpartition(opening)

@@ -222,13 +222,13 @@ class ToolAgentTask(OpenQaTask):
         return shot_of([replace(call, prompt_text=text) for call, text in zip(path, added, strict=True)], module)
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """Single-hop questions."""
+        """Return single-hop questions."""
         return mini_single(split, corpus)
 
     def score(
         self, example: Example, prediction: ToolAgentPrediction, path: Sequence[Call], reward_set: str
     ) -> Score | Awaitable[Score]:
-        """Reward: the sum of the outcome rewards; the set `turn` adds those of the tool call, if one was executed.
+        """Sum the outcome rewards; the set `turn` adds those of the tool call, if one was executed.
 
         `judge_outcome` asks the judge whether the answer is right. (Its turn rubric is that of the search agent.)
         """

@@ -133,7 +133,7 @@ class ReasonerTask(OpenQaTask):
     main_metric = "f1"
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """Multi-hop questions, or single-hop ones for a data set of such."""
+        """Return multi-hop questions, or single-hop ones for a data set of such."""
         return mini_questions(self.config.dataset or "hotpotqa", split, corpus)
 
     def search_metrics(self, prediction: ReasonerPrediction, example: Example) -> dict[str, float]:

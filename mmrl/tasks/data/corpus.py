@@ -71,7 +71,7 @@ class Corpus:
         return [source.spec for source, _ in self._sources if source is not None and source.path is None]
 
     def local_bytes(self) -> int:
-        """Size of the local files."""
+        """Return the size of the local files."""
         return sum(path.stat().st_size for path in self.paths())
 
     def stamp(self) -> str:
@@ -161,7 +161,7 @@ def _paragraphs(values: Fields) -> list[object]:
 
 
 def coverage(splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequence[Document]]) -> dict[str, float]:
-    """Split -> share of its questions that their corpus can answer; splits that cannot be judged are absent.
+    """Return each split's share of questions that their corpus can answer; splits that cannot be judged are absent.
 
     Args:
         splits: examples, with `metadata["titles"]` or `metadata["answers"]`, and `inputs["corpus"]` where there are

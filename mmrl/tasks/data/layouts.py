@@ -42,7 +42,7 @@ Layout = Callable[[Fields], Record]
 
 
 def _hotpot(values: Fields) -> Record:
-    """HotpotQA (distractor and fullwiki) and 2WikiMultihopQA."""
+    """Read HotpotQA (distractor and fullwiki) and 2WikiMultihopQA."""
     context = _pairs(values["context"], "context", ("title", "sentences"))
     facts = _pairs(values["supporting_facts"], "supporting_facts", ("title", "sent_id"))
     if not all(isinstance(title, str) and _is_texts(sentences) for title, sentences in context):
@@ -76,7 +76,7 @@ def _pairs(value: object, field: str, columns: tuple[str, str]) -> list[tuple[An
 
 
 def _musique(values: Fields) -> Record:
-    """MuSiQue-Ans."""
+    """Read MuSiQue-Ans."""
     paragraphs = values["paragraphs"]
     if not isinstance(paragraphs, list) or not all(isinstance(paragraph, Mapping) for paragraph in paragraphs):
         raise TypeError("paragraphs: expected a list of objects")
@@ -103,7 +103,7 @@ def _supporting(paragraphs: Sequence[Fields], *, required: bool) -> tuple[str, .
 
 
 def _popqa(values: Fields) -> Record:
-    """PopQA with gold passages."""
+    """Read PopQA with gold passages."""
     paragraphs = [p for p in values["paragraphs"] if isinstance(p, Mapping)]  # the file has null where one is missing
     return Record(
         id=_text(values["id"], "id"),
@@ -132,7 +132,7 @@ ANSWER_FIELDS = ("possible_answers", "golden_answers", "answers", "answer")
 
 
 def _answers(values: Fields) -> tuple[str, ...]:
-    """Accepted answers: one text, a list, a list written as JSON text, or TriviaQA's record of aliases."""
+    """Read accepted answers: one text, a list, a list written as JSON text, or TriviaQA's record of aliases."""
     field = next((name for name in ANSWER_FIELDS if name in values), "answer")
     value = values[field]
     # PopQA's file holds the list as JSON text in one column.

@@ -143,7 +143,7 @@ class Source:
         return ":".join(self._hub_place(split))
 
     def _hub_place(self, split: str) -> tuple[str, str, str]:
-        """Name, config (may be empty) and split of a hub id."""
+        """Return name, config (may be empty) and split of a hub id."""
         name, _, rest = self.spec.partition(":")
         config, _, hub_split = rest.partition(":")
         return name, config, hub_split or HUB_SPLITS[split]

@@ -111,7 +111,7 @@ class Banking77Task(DspyTask):
         return Banking77(self.labels)
 
     def score(self, example: Example, prediction: BankingPrediction, path: Sequence[Call], reward_set: str) -> Score:
-        """Reward and metric: whether the label is the gold one, letter for letter."""
+        """Score 1 if the label is the gold one, letter for letter, else 0."""
         hit = float(prediction["label"] == example.metadata["label"])
         return Score(reward=hit, metrics={"em": hit}, parts={"em": hit})
 

@@ -194,7 +194,7 @@ class HoverTask(DspyTask):
         self.search_tool.reset_counts()
 
     def score(self, example: Example, prediction: HoverPrediction, path: Sequence[Call], reward_set: str) -> Score:
-        """Metrics: `recall` (share of gold titles among the passages) and `all_titles` (whether all are there)."""
+        """Score `recall` (share of gold titles among the passages) and `all_titles` (1 if all are there)."""
         # The program returns texts, not documents; the title is what stands before the first bar.
         retrieved = {same_title(text.split(" | ")[0]) for text in prediction["retrieved_docs"][: self.config.passages]}
         gold = {same_title(title) for title in example.metadata["titles"]}

@@ -61,7 +61,7 @@ def _print(kind: str, *values: object, **options: Any) -> None:
 
 
 def install() -> None:
-    """Once for the process, where programs run: a task alone needs no DSPy."""
+    """Install the filters, once per process, where programs run: a task alone needs no DSPy."""
     from dspy.predict import best_of_n, refine
 
     for handler in logging.getLogger("dspy").handlers:

@@ -142,7 +142,7 @@ class PapillonTask(DspyTask):
     async def score(
         self, example: Example, prediction: PapillonPrediction, path: Sequence[Call], reward_set: str
     ) -> Score:
-        """Composite reward; `quality`, `leakage` (share of the private pieces that were sent) and `score` as metrics.
+        """Return the composite reward; metrics: `quality`, `leakage` (share of private pieces that were sent), `score`.
 
         Raises:
             JudgeFailure: a judge gave no usable verdict.

@@ -50,7 +50,7 @@ def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa", s
 
 
 def mini_questions(dataset: str, split: str, corpus: str = "mini", stepwise: bool = False) -> list[Example]:
-    """Single-hop questions for a data set of such questions, else multi-hop ones (`stepwise`: see `mini_multihop`)."""
+    """Return single-hop questions for a data set of such, else multi-hop ones (`stepwise`: see `mini_multihop`)."""
     return mini_single(split, corpus) if dataset in SINGLE_HOP else mini_multihop(split, corpus, dataset, stepwise)
 
 
@@ -60,7 +60,7 @@ def mini_single(split: str, corpus: str = "mini") -> list[Example]:
 
 
 def mini_search(split: str, corpus: str = "mini") -> list[Example]:
-    """Single-hop questions and half as many two-hop ones, mixed in a fixed order."""
+    """Return single-hop questions and half as many two-hop ones, mixed in a fixed order."""
     singles = mini_single(split, corpus)
     bridges = mini_multihop(split, corpus, "musique", stepwise=True)[: len(singles) // 2]
     return sorted([*singles, *bridges], key=lambda example: rng.digest("mini", "search", example.id))
@@ -104,8 +104,8 @@ UNNAMED = "(name)"
 
 
 def make_external() -> Callable[[str], str]:
-    """A deterministic stand-in for a powerful external model: it knows the companies and products of the world and
-    writes the letters above, whatever else a request says; to anything else it has one polite sentence."""
+    """Build a deterministic stand-in for a powerful external model: it knows the companies and products of the world
+    and writes the letters above, whatever else a request says; to anything else it has one polite sentence."""
     companies = {record["name"]: record for record in _records("companies")}
     products = {record["name"]: record for record in _records("products")}
 

@@ -153,7 +153,7 @@ def _search_agent(task: search_agent.SearchAgentTask, example: Example) -> list[
 
 @demonstrations.register
 def _tool_agent(task: tool_agent.ToolAgentTask, example: Example) -> list[Demonstration]:
-    """A tool call and the answer."""
+    """Return a tool call and the answer."""
 
     def call(thought: str, query: str) -> str:
         command = json.dumps({"name": tool_agent.TOOL, "args": {"query": query}})
@@ -171,7 +171,7 @@ def _tool_agent(task: tool_agent.ToolAgentTask, example: Example) -> list[Demons
 
 @demonstrations.register
 def _search_o1(task: search_o1.SearchO1Task, example: Example) -> list[Demonstration]:
-    """Each search is condensed in a context of its own."""
+    """Condense each search in a context of its own."""
     reasoning: list[str] = []
     condensed: list[Demonstration] = []
 
@@ -204,7 +204,7 @@ def _r1_searcher(task: r1_searcher.R1SearcherTask, example: Example) -> list[Dem
 
 @demonstrations.register
 def _qa_direct(task: qa_direct.DirectQaTask, example: Example) -> list[Demonstration]:
-    """The answer, plain and after the steps to it, whatever the config: one warm start serves both prompts."""
+    """Answer directly and after the steps, whatever the config: one warm start serves both prompts."""
     hops = example.metadata.get("hops")
     if not hops:
         return []
@@ -261,7 +261,7 @@ def _papillon(task: PapillonTask, example: Example) -> list[Filled]:
 
 @module_calls.register
 def _hover(task: HoverTask, example: Example) -> list[Filled]:
-    """Each hop notes what its document says and asks for what that names."""
+    """Note in each hop what its document says and ask for what that names."""
     notes, titles = example.metadata.get("notes"), example.metadata["titles"]
     if notes is None:
         return []
