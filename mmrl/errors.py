@@ -72,7 +72,7 @@ class StorageError(MmrlError):
 class Stopped(KeyboardInterrupt):
     """The process was to end (SIGTERM): unwound like Ctrl-C, with an exit code of its own."""
 
-    # What a shell reports of a process that SIGTERM has ended: a script that continues runs needs to know one code.
+    # Exit code that a shell reports after SIGTERM: a script that continues runs needs to know only one code.
     exit_code = 143
     resume = ""
     """The command that continues what was stopped; empty where nothing had begun."""
@@ -92,7 +92,7 @@ class RolloutError(MmrlError):
     Class attributes:
         kind: the type written to the journal and counted in metrics.
         model_caused: True if the policy's own output is to blame (trained with the failure rule).
-        traceback: where in the user's own code it was raised, for the record; empty where that is not known.
+        traceback: position in the user's code where it was raised, for the record; empty if unknown.
     """
 
     kind = "program"
@@ -104,7 +104,7 @@ class ParseFailure(RolloutError):
     """A completion that the program could not parse.
 
     Args:
-        message: what was expected.
+        message: expected format.
         present: output fields that it has.
         expected: output fields required (0 when unknown: scored as the full format failure).
     """
@@ -142,7 +142,7 @@ class RetrievalFailure(ToolFailure):
     """A retriever gave no usable answer.
 
     Args:
-        message: which retriever, and what happened.
+        message: retriever and cause.
         cause: `timeout`, `connection`, `status`, `garbage`, or `refused` (not sent: too many have failed).
         transient: True if another attempt may do better.
     """
@@ -193,7 +193,7 @@ class ReplayDivergence(RolloutError):
     kind = "replay"
 
 
-# By name and not by class: journals and forest files hold the kind as text.
+# Names, not classes: journals and forest files store the kind as text.
 MODEL_CAUSED = frozenset({ParseFailure.kind, LengthFailure.kind, LimitFailure.kind})
 OWN_CODE = frozenset({ProgramFailure.kind, RewardFailure.kind, ReplayDivergence.kind})
 """Failures of the code of a program or a reward, which no server has caused and another try does not mend."""
@@ -219,7 +219,7 @@ def storage_error(error: Exception, path: object = None) -> StorageError | None:
     """Return the error for a file that the operating system refuses; None if another error happened.
 
     Args:
-        path: what was to be written, where the error does not say it.
+        path: path to be written, if the error does not name it.
     """
     file, number, reason = path, 0, ""
     if isinstance(error, OSError):
@@ -230,7 +230,7 @@ def storage_error(error: Exception, path: object = None) -> StorageError | None:
         number, reason = int(match.group(1)), os.strerror(int(match.group(1)))
     elif isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH_CANNOT_WRITE):
         number, reason = errno.ENOSPC, os.strerror(errno.ENOSPC)
-    # A full or failing disk is always one; of the others only those that name a file (a pipe or socket has none).
+    # A full or failing disk always counts; other errors only if they name a file (a pipe or socket has none).
     if number not in _ROOM + _PLACE or (file is None and number not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
         return None
     remedy = "free some space there" if number in _ROOM else "see that a file can be read and written there"
@@ -280,7 +280,7 @@ def unknown(path: str, got: object, choices: Iterable[str]) -> str:
     """Return the sentence for a name that is not among the valid choices; of very many, it names the nearest."""
     valid = sorted(choices)
     names = ", ".join(valid)
-    # The nearest are named whatever their distance: a list that says nothing is worse than a poor guess.
+    # The nearest names are listed at any distance: a list without names is worse than a poor guess.
     if len(valid) > MANY:
         near = difflib.get_close_matches(str(got), valid, n=5, cutoff=0.0)
         names = f"{len(valid)} names, the nearest are {', '.join(near)}"

@@ -311,7 +311,7 @@ def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[l
         )
     # Spread over the whole set, which may be sorted.
     held = train[HELD_BACK - 1 :: HELD_BACK] or train[-1:]
-    # By identity: an example may be there twice, and one of the two be held back.
+    # Compared by identity: an example may occur twice, and one of the two be held back.
     remaining = [example for example in train if not any(example is other for other in held)]
     print(
         f"no valset: {len(held)} of {len(train)} examples of the trainset are held back for evaluation", file=sys.stderr

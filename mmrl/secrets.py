@@ -161,13 +161,13 @@ def _encodings(value: str, name: str) -> dict[str, str]:
     """Return the encodings of a value in text (plain, JSON, HTML, address, base64), each with its replacement."""
     reference, mark = f"${{oc.env:{name}}}", f"[{name}]"
     raw = value.encode("utf-8", "surrogateescape")
-    # What a reader of JSON or HTML gets back must be the reference, which `reveal` knows.
+    # A reader of JSON or HTML must get the reference back, which `reveal` knows.
     forms = dict.fromkeys((json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]), reference)
     forms |= {html.escape(value): reference, html.escape(value, quote=False): reference}
     coded_forms = [quote(raw, safe=""), quote(raw), quote_plus(raw)]
     coded_forms += [text.lower() for text in coded_forms if "%" in text]
     for shift in range(3):
-        # Of a longer text in base64, three letters hold two to three bytes: those at the ends depend on the neighbours.
+        # In a longer base64 text, three letters hold two to three bytes: letters at the ends depend on the neighbours.
         coded = base64.b64encode(b"\0" * shift + raw).decode().rstrip("=")
         core = coded[(shift * 8 + 5) // 6 : len(coded) - ((len(raw) + shift) % 3 != 0)]
         coded_forms += [core, core.replace("+", "-").replace("/", "_")]
@@ -188,7 +188,7 @@ class HidingStream:
 
     def write(self, text: str) -> int:
         """Write `text` without its secrets."""
-        # The count is that of the text as given, which is what a caller compares it with.
+        # The length before hiding is returned: callers compare it with their own text.
         self._stream.write(hide(text))
         return len(text)
 

@@ -153,7 +153,7 @@ def read_arguments(
         schema: its fields are the keys; a tuple field takes values joined by commas.
         words: `key=value` each, and the name.
         name: the field that the one word without a `=` sets; None: there is no such word.
-        label: what the name is in messages: `RUN_DIR`.
+        label: label of the name in messages: `RUN_DIR`.
 
     Raises:
         ConfigError: every problem at once.

@@ -180,7 +180,7 @@ def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | No
             for key in stage_keys
             if not f"{key}.".startswith(OF_A_STAGE) or key in (FIXED if number == 1 else (*FIXED, *WEIGHTS))
         ]
-        # Of `train` what was typed for all stages holds for those that have it.
+        # Keys of `train` that were typed for all stages hold for the stages that have them.
         elsewhere = ("stage.",) if "train" in stage_schema(name).model_fields else ("stage.", "train.")
         without = ("algo", "stages", *stage_keys)
         shared = [w for w in words if key_of(w) not in without and not f"{key_of(w)}.".startswith(elsewhere)]

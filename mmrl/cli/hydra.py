@@ -72,7 +72,7 @@ def _composition(config_name: str, overrides: Sequence[str], config_dir: str | N
         ConfigError: Hydra could not compose it.
     """
     _put_user_folders_first(config_dir)
-    # Hydra refuses a second composition in one process otherwise; a sweep is put back for whoever drives it.
+    # Otherwise Hydra refuses a second composition in one process; the state of a running sweep is restored.
     driving = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -183,7 +183,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     line = line.without(stray)
-    # What a package prints when it is imported is no part of the result, which may be JSON.
+    # Output of packages at import is no part of the result, which may be JSON.
     with redirect_stdout(sys.stderr):
         run = None
         if source.run is not None:

@@ -46,8 +46,8 @@ def read_line(
     Args:
         words: overrides, flags, and what the command takes besides.
         command_keys: keys of the command itself; Hydra does not see them, so their values need no quotes.
-        names: whether the command takes words without a `=`.
-        once: whether a config key may be given once alone; of the own keys that always holds.
+        names: True if the command takes words without a `=`.
+        once: True if a config key may be given only once; the command's own keys always may.
         single: name of a command that neither sweeps nor prints a config; empty: it does.
 
     Raises:
@@ -89,7 +89,7 @@ def read_line(
 
 def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
     """Parse each text with Hydra; texts that it cannot read are added to `problems`."""
-    # One by one: the parser stops at the first word that it cannot read, and all of them are to be named.
+    # Word by word: the parser stops at the first word that it cannot read, and all of them are to be named.
     parser, parsed = OverridesParser.create(), []
     for text in texts:
         try:
@@ -143,7 +143,7 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
         problems += [
             f"{override.key_or_group}: got {value} more than once, which would be the same run" for value in repeats
         ]
-    # Of a search its begin and its end, in all of its keys at once: what is wrong is reported before anything runs. Of
+    # For a search the two ends of all keys at once: problems are reported before anything runs. In
     # a grid the last key varies fastest, as in Hydra's own sweeper, so that jobs have the same numbers there.
     jobs = zip(*axes.values(), strict=True) if search else itertools.product(*axes.values())
     return [
@@ -198,7 +198,7 @@ def policy_words(sections: Mapping[str, object], words: Sequence[str], config_di
     Else every policy would be evaluated with the limits of the default model, the tiny one.
 
     Args:
-        sections: of the words as typed, composed.
+        sections: composition of the words as typed.
         words: the overrides of the job.
     """
     model, policy = sections.get("model"), sections.get("policy")

@@ -183,7 +183,7 @@ def address_problem(url: str, suffix: str = "") -> str | None:
     """Say why `url` is no address that a config may hold, beginning with "got"; the password in one is not repeated.
 
     Args:
-        suffix: what is expected besides, for the sentence.
+        suffix: further expectation, for the sentence.
     """
     if "@" in url.partition("?")[0]:
         return "got an address with a user or password, which run directories would keep; take an environment variable"

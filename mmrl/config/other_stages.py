@@ -34,7 +34,7 @@ class PromptConfig(MethodConfig):
         """Estimate the number of trials, for a progress bar; 0: as many as the budget of rollouts allows.
 
         Args:
-            modules: of the program.
+            modules: number of modules of the program.
             validation: examples that candidates are compared on.
         """
         return 0

@@ -21,7 +21,7 @@ _GREEDY = "eval.temperature=0.0 engine.endpoint.omit!~temperature"
 _PARSED = "with this task: nothing its modules write fails to parse"
 _ONCE = "with this task, whose program calls each module at most once: there are no lists of unequal length"
 
-# `facts.*` are those of `_with_facts`. For any value but the default, whoever set it:
+# `facts.*` are those of `_with_facts`. For any value but the default, set by the user or by a config file:
 RUNS = (
     Idle("train.warmup_steps", "train.schedule=constant", "; use train.schedule=constant_with_warmup"),
     Idle("train.old_logprobs algo.clip_high algo.loss", "algo.ratio_one=true"),
@@ -91,7 +91,7 @@ TYPED = (
     *(Idle(f"task.data.{split}_items", f"task.data.{split}=null", ": there is no such split") for split in SPLITS),
     # Their questions of the mini world are of one kind.
     Idle("task.dataset", f"task.name=search_agent|tool_agent {_MINI}", "on the mini world: it is for task.data"),
-    # What the papers drew from official files says nothing of the embedded world.
+    # The papers' samples are from official files, and do not apply to the embedded world.
     Idle("task.sample", _MINI, "on the mini world: it is for task.data"),
     Idle(
         "eval.parse_retries algo.parse_retries algo.format_failure_score algo.format_failure_best algo.failing_traces "
@@ -151,11 +151,11 @@ def without_effect(
     """Return one sentence for each typed key that has no effect.
 
     Args:
-        config: of a command.
+        config: config of a command.
         user_keys: keys as on the command line, without `+`.
         reward_set: in use.
-        absent: what the task's program never has (`tasks.base.FEATURES`).
-        modules: of the program.
+        absent: features that the task's program never has (`tasks.base.FEATURES`).
+        modules: number of modules of the program.
     """
     extended = _with_facts(config, reward_set=reward_set, absent=absent, modules=modules)
     # A key below the rule's (model.lora.r below model.lora) is switched off with it.

@@ -47,7 +47,7 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool =
     try:
         config = schema.model_validate(dict(raw))
     except ValidationError as error:
-        # What names a secret has its sentence, and the other one might repeat it.
+        # A secret is reported already, and pydantic's sentence might repeat its value.
         named = tuple(f"{problem.partition(': ')[0]}: " for problem in problems)
         problems += [sentence for sentence in explain(schema, error, raw=raw) if not sentence.startswith(named)]
     if problems:
@@ -145,7 +145,7 @@ def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, o
             expected = "expected model.path=FOLDER_OR_HUB_ID" if path == "model.path" else "a value is required"
             sentences.append(f"{path}: missing, {expected}")
         elif kind == "value_error":
-            # A section's own check names the key itself, a field's own check starts with what it got.
+            # The check of a section names the key itself; the check of a field starts with "got".
             for message in item["ctx"]["error"].args:
                 sentences.append(
                     f"{path}: {message}" if message.startswith("got ") else f"{path}.{message}".lstrip(".")
@@ -172,7 +172,7 @@ def _unknown_key(schema: type[BaseModel], parts: list[str], value: object, raw: 
     owners = [name for name, other in CHOICES.get(section, {}).items() if key in other.model_fields]
     if owners:
         name, users = _chosen_name(raw, section), ", ".join(owners)
-        # One sentence for each key that was typed: `task.judge.url`, not the section around it.
+        # A sentence for each key that was typed: `task.judge.url`, not the section around it.
         for leaf, leaf_value in flattened({path: value}).items():
             got = "" if section == "algo" else f"got {literal(leaf_value)}, which "
             yield f"{leaf}: {got}has no effect with {LABELS.get(section, '')}{name}; it is an option of {users}"

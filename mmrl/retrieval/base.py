@@ -31,7 +31,7 @@ class Retriever(ABC):
 
         Args:
             queries: any text, also empty.
-            top_k: how many documents to return at most, one number for each query.
+            top_k: maximum number of documents, for each query.
 
         Returns:
             One list for each query, best first, ties in corpus order; shorter than `top_k` when fewer documents match.

@@ -92,7 +92,7 @@ class Bm25Retriever(Retriever):
         self.documents = documents
         self._words = settings.tokenizer()
         build = partial(_build, documents, settings)
-        # An index folder is checked by whoever opens it; the cache is checked in here.
+        # An index folder is checked where it is opened; the cache is checked here.
         if built is not None:
             self._index = _load(built)
         elif cache is None:
@@ -174,7 +174,7 @@ def _cached(folder: Path, build: Callable[[], BM25]) -> BM25:
         try:
             verify(folder, json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
             return _load(folder)
-        # bm25s raises anything on a damaged file; whatever it is, building again is the cure.
+        # bm25s raises any exception on a damaged file; building again repairs it.
         except Exception as error:
             log.warning("cached index %s is damaged (%s); it is rebuilt", folder, error)
             shutil.rmtree(folder, ignore_errors=True)
@@ -185,7 +185,7 @@ def _cached(folder: Path, build: Callable[[], BM25]) -> BM25:
             index.save(work, show_progress=False)
             (work / MANIFEST).write_text(json.dumps(file_checks(work), indent=1), encoding="utf-8")
     except OSError as error:
-        # Of several builders the first to finish wins: the content is the same.
+        # The first of several builders to finish wins: the content is the same.
         if not (folder / MANIFEST).is_file():
             log.warning("cannot write the cache %s (%s); the index stays in memory", folder.parent, error)
     return index

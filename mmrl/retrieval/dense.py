@@ -84,7 +84,7 @@ class Encoder:
 
     Args:
         model: folder or hub id of an encoder, or the name of a fetched one.
-        treatment: of texts; `own` ones are sentence-transformers' `encode_query` and `encode_document`.
+        treatment: treatment of texts; `own` ones are sentence-transformers' `encode_query` and `encode_document`.
         device: `cpu` or `cuda`.
         batch_size: texts encoded at once.
     """

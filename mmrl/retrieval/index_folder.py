@@ -89,7 +89,7 @@ def read_info(folder: Path, key: str = "task.retriever.index") -> IndexInfo:
 
     Args:
         folder: made by `build_index`.
-        key: what the user typed, for messages.
+        key: key that the user typed, for messages.
 
     Raises:
         DataError: no index, one that is not finished, or a damaged one.
@@ -125,10 +125,10 @@ def build_index(
         folder: does not exist; made in one step when the build is done.
         spec: kind and settings.
         documents: gives the passages; those of an earlier attempt are written again, their vectors kept.
-        sources: where they come from, for people.
+        sources: origin of the documents, for people.
         stamp: changes when the content of the sources does; an earlier attempt with another is not continued.
-        device: of the encoder.
-        batch_size: of the encoder.
+        device: device of the encoder.
+        batch_size: batch size of the encoder.
         on_corpus: called with the passages' counts before anything is encoded.
 
     Raises:
@@ -224,8 +224,8 @@ def estimated_bytes(spec: IndexSpec, passages: int, text_bytes: int) -> dict[str
 
     Args:
         spec: kind and settings.
-        passages: how many.
-        text_bytes: of all titles and texts.
+        passages: number of passages.
+        text_bytes: size of all titles and texts.
     """
     # Dense follows from the arrays that it writes. BM25 on disk was within 20 % on corpora of 6 to 307 MB;
     # its memory to build is what a million passages took (docs/performance.md).
@@ -261,7 +261,7 @@ def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: 
     if _is_whole(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Of several processes one builds, and the others wait for it.
+    # One process builds, and the others wait for it.
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         if not _is_whole(folder):
             shutil.rmtree(folder, ignore_errors=True)

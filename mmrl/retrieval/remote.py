@@ -36,7 +36,7 @@ class RemoteRetriever(Retriever):
     Args:
         url: `http(s)://host:port[/path]`. Search-R1: `/retrieve` is added unless it is there. DSPy: used as it is.
         protocol: `search_r1` or `dspy`.
-        timeout_s: of one attempt.
+        timeout_s: timeout of one attempt.
         retries: further attempts after a timeout, a refused connection, a status >= 500 (or 408, 409, 425, 429), or a
             reply that cannot be read.
         concurrency: requests under way at once; more wait for their turn.

@@ -89,8 +89,8 @@ def make_app(
     """Build the HTTP application.
 
     Args:
-        retriever: what it serves.
-        facts: what `/health` shows beside the status.
+        retriever: retriever to serve.
+        facts: fields of `/health` beside the status.
         max_batch: queries of one search.
         token: every request must bring it (`Authorization: Bearer …`); None: anybody may ask.
     """

@@ -93,7 +93,7 @@ class PassageStore(Sequence[Document]):
     """The passages of an index folder, read through a memory map; safe to use from several threads.
 
     Args:
-        folder: where `write_passages` wrote.
+        folder: folder that `write_passages` wrote.
 
     Raises:
         OSError, ValueError: missing files; `read_info` has compared their content.

@@ -291,7 +291,7 @@ class _Running:
                 with suppress(RuntimeError):  # the server has ended meanwhile
                     loop.call_soon_threadsafe(self._new.put_nowait, token)
 
-            # Only for streams: otherwise each token would wake the event loop for nobody.
+            # Only for streams: otherwise each token would wake the event loop in vain.
             generation = replace(generation, on_token=on_token)
         self.task: asyncio.Task[Completion] = loop.create_task(served.engine.generate(generation))
         # Also where it fails or is cancelled: `pieces` must not wait for a token that never comes.
@@ -301,7 +301,7 @@ class _Running:
 
     async def raise_refusal(self) -> None:
         """Raise what the engine refuses at once (a prompt that is too long), before a status is sent."""
-        # One turn of the loop: the task runs as far as the engine's own checks of the prompt.
+        # After one turn of the loop the task has passed the engine's checks of the prompt.
         await asyncio.sleep(0)
         if self.task.done():
             self.task.result()

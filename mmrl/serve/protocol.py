@@ -47,7 +47,7 @@ class Refused(Exception):
 
     Args:
         status: HTTP status.
-        message: what was got and what was expected.
+        message: value received and value expected.
         param: the field.
         code: OpenAI's word for it, where it has one.
     """

@@ -40,10 +40,10 @@ class ChildProcess:
     """Server in a child process, from start to stop.
 
     Args:
-        command: given a port, the command line.
+        command: function from a port to the command line.
         env: variables added to those of this process.
-        log: where its output goes, appended.
-        timeout_s: until it must answer.
+        log: file to which its output is appended.
+        timeout_s: time within which it must answer.
         limit: name of `timeout_s` in an error ("engine.start_timeout_s").
     """
 

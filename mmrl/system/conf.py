@@ -46,7 +46,7 @@ def chained(algo: str, folders: Iterable[Path]) -> list[str]:
     """Return the algorithms that a choice of `algo=` stands for: itself, or those that its file lists as `stages`.
 
     Args:
-        folders: of configs, first wins.
+        folders: config folders, first wins.
     """
     import yaml
 

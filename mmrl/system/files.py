@@ -192,7 +192,7 @@ def read_jsonl(path: Path) -> list[JsonObject]:
     if not path.exists():
         return []
     data = path.read_bytes()
-    # What follows the last newline is empty, or a line half-written.
+    # After the last newline is nothing, or a half-written line.
     return parse_jsonl(data[: data.rfind(b"\n") + 1], str(path))
 
 
@@ -246,7 +246,7 @@ def _written_out(value: object, counts: dict[int, float]) -> float:
     """Count the values in `value`, an alias at each use; infinite if a value contains itself.
 
     Args:
-        counts: of lists and mappings that were counted already, by identity.
+        counts: counts of lists and mappings that were counted already, by identity.
     """
     if not isinstance(value, dict | list):
         return 1
@@ -305,7 +305,7 @@ def differences(files: Mapping[Path, tuple[int, str | None]], grown: bool = Fals
 
     Args:
         files: file -> its bytes and SHA-256 then; None: its size alone is compared.
-        grown: whether a file may have more than that, behind it.
+        grown: True if a file may have more content after that.
     """
 
     def difference(path: Path) -> str:

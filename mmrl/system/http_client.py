@@ -135,14 +135,14 @@ class HttpClient:
     """HTTP client with a connection pool, a limit of concurrent requests, retries and a circuit breaker.
 
     Args:
-        name: of the server, for log lines.
-        timeout_s: of one attempt, from its first byte to its last.
-        concurrency: of `slots`.
+        name: name of the server, for log lines.
+        timeout_s: timeout of one attempt, from its first byte to its last.
+        concurrency: number of `slots`.
         retries: further attempts of `request`.
         waits_s: pauses between attempts are drawn below the first, doubled each time up to the second; a server that
             asks for a longer one than that is not asked again.
         opens_on: causes that open the breaker.
-        headers: of every request.
+        headers: headers of every request.
         redirects: follow them.
         proxies: use those of the environment, which knows nothing of servers on this machine or in this cluster.
     """
@@ -288,7 +288,7 @@ class HttpClient:
 
         Args:
             body: sent as JSON.
-            headers: of this request, beside those of every request.
+            headers: headers of this request, beside those of every request.
             limit: bytes of the reply, decompressed, beyond which it is refused.
 
         Raises:
@@ -308,7 +308,7 @@ class HttpClient:
                 client.stream(method, url, params=params or None, content=data, headers=sent) as reply,
             ):
                 fine = reply.status_code < 300
-                # Of an error's page the beginning is enough to say what is wrong, however long it is.
+                # The beginning of an error page is enough to say what is wrong, however long the page is.
                 content = await read(reply, limit if fine else LONGEST_ERROR, cut=not fine)
         except ReplyRefused as error:
             raise HttpFailure("garbage", str(error)) from None

@@ -60,7 +60,7 @@ class Ledger:
         """
         name = str(path.relative_to(self.folder))
         line = {"file": name, **(file_mark(path) if data is None else mark_of(data))}
-        # An evaluation that is read back is what it was; one that was made again may differ in its last bits.
+        # An evaluation that is read back is identical; a repeated one may differ in its last bits.
         if self._noted.get(name) != line:
             append_jsonl(self.path, [line])
             self._noted[name] = line
@@ -74,7 +74,7 @@ class Ledger:
 
         Args:
             mark: None: all lines are taken for what they are.
-            grown: whether a file may have more than was noted, behind it.
+            grown: True if a file may have more content after that.
         """
         if mark is not None and not begins_with(self.path, mark):
             return {self.path: LINES_DIFFER}
@@ -112,7 +112,7 @@ class Store:
 
     Args:
         path: the file, which need not exist.
-        key: what every line has.
+        key: key that every line has.
 
     Raises:
         CheckpointError: a line is damaged.

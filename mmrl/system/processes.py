@@ -121,7 +121,7 @@ def merge_forests(forests: Sequence[Forest], examples: Sequence[Example]) -> For
     position = {example.id: number for number, example in enumerate(examples)}
     calls = [call for forest in forests for call in forest.calls.values()]
     rollouts = [rollout for forest in forests for rollout in forest.rollouts]
-    # Sorting is stable: within an example the order is that of its process.
+    # Sorting is stable: an example keeps the order of its process.
     return replace(
         forests[0],
         calls={call.id: call for call in sorted(calls, key=lambda call: position[call.example])},

@@ -95,7 +95,7 @@ def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
     """End the block on SIGTERM, by `Stopped`; saved files stay.
 
     Args:
-        in_a_group: whether whoever started this process passes Ctrl-C on, so that it may come twice.
+        in_a_group: True if the parent process passes Ctrl-C on, so that it may come twice.
 
     Raises:
         SystemExit: in place of `Stopped`: Typer has an exit code of its own for whatever is a KeyboardInterrupt.

@@ -42,7 +42,7 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     """
     context = contextvars.copy_context()
     outcome: Future[T] = Future()
-    # Under way from now on: whoever waits may be cancelled while the thread works, its outcome may not.
+    # Started here: the waiter may be cancelled while the thread works, its outcome may not.
     outcome.set_running_or_notify_cancel()
 
     def work() -> None:
@@ -65,7 +65,7 @@ async def call_scorer(metric: Callable[..., Any], *args: object) -> Any:
     """Call a metric: awaited where it is async, else in a thread, `MOST_AT_ONCE` at a time."""
 
     def bounded() -> object:
-        # Metrics wait for none of the others, so that a bound cannot end in all of them waiting.
+        # Metrics do not wait for each other, so that the bound cannot lead to a deadlock.
         with _SLOTS:
             return metric(*args)
 
@@ -78,7 +78,7 @@ def as_number(value: object) -> float | None:
 
     What is too large for a float is infinite.
     """
-    # By what they have, not by type: neither library is imported for it.
+    # By their methods, not by type: neither library is imported for it.
     shape: Any = getattr(value, "shape", None)
     if shape is not None and hasattr(value, "item") and math.prod(shape) == 1:
         value = value.item()
@@ -128,10 +128,10 @@ def located(kind: type[F], error: BaseException, before: str = "") -> F:
     """Return a failure that says where in the user's code `error` was raised, and keeps the end of its traceback.
 
     Args:
-        before: what the message begins with.
+        before: beginning of the message.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    # Without one (a task of mmrl's own, a server that is down) the message is its own.
+    # Without a user frame (a built-in task, a server that is down) the message names no position.
     user_frames = [frame for frame in frames if _is_own(frame.filename)]
     where = ""
     if user_frames:

@@ -250,7 +250,7 @@ class Demonstrating(Protocol):
         ...
 
 
-# What a task says here decides which options are refused as having no effect, so a wrong entry hides an option.
+# The entries of a task decide which options are refused as without effect, so a wrong entry hides an option.
 FEATURES = ("observations", "penalties", "parse_failures", "repeated_calls")
 """Features that some programs never have: text added to contexts, penalties of single modules, replies that do
 not parse, and modules that a rollout calls more than once."""
@@ -296,7 +296,7 @@ class Task(ABC):
         """Score a finished rollout (may be async: then it is awaited).
 
         Args:
-            prediction: what the program returned.
+            prediction: return value of the program.
             path: the rollout's calls, the first one first.
             reward_set: one of `reward_sets`.
         """

@@ -83,7 +83,7 @@ class UnreadableReply(JudgeFailure):
 
     Args:
         reply: the last of them.
-        requests: how many were sent.
+        requests: number of requests sent.
     """
 
     def __init__(self, reply: str, requests: int):
@@ -257,7 +257,7 @@ async def score_by_judge(
 
     Args:
         prompt: the user's prompt.
-        metrics: those that the task computes anyway; the judge's own are added: `judge`, its score of the last turn,
+        metrics: the task's own metrics; the judge's are added: `judge`, its score of the last turn,
             and `judge_right`, whether that is the score of a right answer, which both rubrics put at 1.
     """
     if judge is None:

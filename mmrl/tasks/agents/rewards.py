@@ -63,7 +63,7 @@ def search_reward(
 
     Args:
         turns: all of them, the last generated one last (it may lack an answer: a limit was reached).
-        em: whether the answer of the last turn is an exact match.
+        em: True if the answer of the last turn is an exact match.
         answers: accepted ones.
     """
     final_format = final_well_formed(turns[-1].text, rules.format_check)

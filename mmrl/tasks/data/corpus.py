@@ -198,10 +198,10 @@ def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: b
     """Return a result's facts about its corpus: the share of each split's items, as 'partial corpus' if it is one.
 
     Args:
-        criterion: what an item has to have in the corpus.
-        shares: of `coverage`.
-        passages: how many there are.
-        real: whether the items come from files or the hub; the mini world's corpus is whole, and says nothing.
+        criterion: requirement on an item, in words.
+        shares: result of `coverage`.
+        passages: number of passages.
+        real: True if the items come from files or the hub; the mini world's corpus is complete and has no fact.
     """
     if not shares or (not real and min(shares.values()) == 1):
         return {}
@@ -212,7 +212,7 @@ def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: b
 def find_occurring(answers: Iterable[str], documents: Iterable[Document]) -> set[str]:
     """Return the answers whose first words stand in a passage, one after the other."""
     by_words: dict[tuple[str, ...], list[str]] = {}
-    # By first word: one pass over the passages, whatever the number of answers.
+    # Indexed by first word: one pass over the passages for any number of answers.
     lengths: dict[str, set[int]] = {}
     for answer in answers:
         if run := tuple(WORD.findall(answer.lower())[:LONGEST]):

@@ -271,6 +271,6 @@ def subset(examples: Sequence[Example], items: int | None, *key: int | str) -> l
     """Return the first `items` after a shuffle keyed by `key`; without a limit, all in their order."""
     if items is None or items >= len(examples):
         return list(examples)
-    # By keyed digest, not by shuffling: adding a row to the file changes at most one member of the subset.
+    # Ordered by keyed digest, not by shuffling: a row added to the file changes at most one member of the subset.
     order = sorted(examples, key=lambda example: (rng.digest("subset", *key, example.id), example.id))
     return order[:items]

@@ -86,7 +86,7 @@ def same_rows(sources: Mapping[str, str]) -> list[list[str]]:
     Args:
         sources: split -> file, hub id or object.
     """
-    # By the rows that a source stands for, not by how it is written: two spellings of one file are one source, and a
+    # Compared by the rows of a source, not by its spelling: two spellings of one file are one source, and a
     # hub id without a split has other rows for each of ours.
     splits_of: dict[str, list[str]] = {}
     for split, spec in sources.items():
@@ -100,7 +100,7 @@ class Source:
 
     Args:
         key: the config key that named it (`task.data.train`).
-        spec: what the user wrote.
+        spec: text of the user.
     """
 
     key: str

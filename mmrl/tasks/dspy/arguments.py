@@ -37,7 +37,7 @@ def metric_problem(metric: Callable[..., Any], extra_arguments: bool) -> str | N
     """Explain why a metric cannot be called with a record and a prediction: the words after its name.
 
     Args:
-        extra_arguments: whether it gets None for further arguments, as metrics for DSPy may have them.
+        extra_arguments: True if it gets None for further arguments, as metrics for DSPy may have them.
     """
     extra_count = required_arguments(metric, 2) if extra_arguments else 0
     takes = refusing_signature(metric, None, None, *(None,) * extra_count)

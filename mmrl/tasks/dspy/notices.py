@@ -47,7 +47,7 @@ def _written(record: logging.LogRecord) -> bool:
     """Filter a record of DSPy's handler: True if it is written."""
     if tape.current() is None or record.levelno < logging.WARNING:
         return True
-    # Of the same kind are warnings that begin alike, up to their first value or reason.
+    # Warnings that begin alike, up to their first value or reason, are of the same kind.
     _note(re.split(r"[:%'\n]", str(record.msg), maxsplit=1)[0].strip()[:60], record.getMessage())
     return False
 

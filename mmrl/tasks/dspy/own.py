@@ -49,7 +49,7 @@ class OwnTask:
         inputs: fields of a record that the program sees; all others are metadata.
         modules: for a function, the names that it passes to `ctx.call`.
         tools: name -> function, for `ctx.tool` and `mmrl.tasks.dspy.tools.use_tool`.
-        main_metric: what progress and tables show first: `reward`, or a metric of the `Score`.
+        main_metric: metric that progress and tables show first: `reward`, or a metric of the `Score`.
     """
 
     program: Any
@@ -87,9 +87,9 @@ class _RecordTask(DspyTask):
 
     Args:
         key: `program`, `modules` or `inputs` -> what the user has set.
-        name: of the program, for messages.
+        name: name of the program, for messages.
         reward: name of the reward, likewise.
-        further: whether the reward of a DSPy program gets None for further arguments, as metrics for DSPy have them.
+        extra_arguments: True if the reward of a DSPy program gets None for further arguments, as DSPy's metrics do.
     """
 
     def __init__(
@@ -265,8 +265,8 @@ def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str]
 
     Args:
         source: a program, what makes one without arguments, or an async function.
-        modules: those of an async function.
-        name: of what is given, for messages.
+        modules: modules of an async function.
+        name: name of the source, for messages.
         key: `program` or `modules` -> what the user has set.
 
     Raises:

@@ -148,7 +148,7 @@ class PapillonTask(DspyTask):
             JudgeFailure: a judge gave no usable verdict.
         """
         query, new, gold = example.inputs["user_query"], prediction["response"], example.metadata["target"]
-        # One after the other: a judge that fails on quality need not judge leakage.
+        # In sequence: a judge that fails on quality need not judge leakage.
         quality = float(await self.judges.quality(query, new, gold))
         leakage, units = 0.0, example.metadata["units"]
         if units:  # else nothing private can leak, and a request to a judge costs money

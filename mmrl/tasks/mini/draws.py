@@ -18,7 +18,7 @@ class Draws:
     """A stream of draws for one purpose; equal keys give equal streams.
 
     Args:
-        key: what the draws are for.
+        key: purpose of the draws.
     """
 
     def __init__(self, *key: int | str):

@@ -267,7 +267,7 @@ def _hover(task: HoverTask, example: Example) -> list[Filled]:
         return []
     claim, calls = example.inputs["claim"], []
     for hop in range(task.config.search_hops):
-        # the claim leads to the subject, what it names by its name; after the city nothing is missing
+        # the claim finds the subject; the names in its document find the next ones; after the city nothing is missing
         query = titles[hop] if 0 < hop < len(titles) else "None"
         inputs = {"claim": claim, "key_facts": list(notes[:hop])}
         if hop:
