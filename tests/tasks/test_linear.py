@@ -51,7 +51,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "well_formed": lambda text: rewards.final_well_formed(text, "loose"),
     "contains": lambda text: rewards.contains(text, ["aaab" * 9]),
     "read_command": tool_agent.read_command,
-    "form": r1_searcher.Form.of,
+    "form": r1_searcher.Form.parse,
     "boxed": search_o1.extract_boxed,
     "parse_queries": program.parse_queries,
     "parse_selection": lambda text: program.parse_selection(text, 10),
