@@ -48,7 +48,7 @@ class ConfigError(MmrlError, ValueError):
 
 @contextmanager
 def gathered(problems: list[str], where: str = "") -> Iterator[None]:
-    """A `ConfigError` raised inside ends the block and adds its sentences to `problems`, each after `where`."""
+    """Collect the sentences of a `ConfigError`, which ends the block, in `problems`, each after `where`."""
     try:
         yield
     except ConfigError as error:
@@ -72,7 +72,7 @@ class StorageError(MmrlError):
 class Stopped(KeyboardInterrupt):
     """The process was to end (SIGTERM): unwound like Ctrl-C, with an exit code of its own."""
 
-    # What a shell reports of a process that SIGTERM has ended: a script that continues runs needs to know one code.
+    # Exit code that a shell reports after SIGTERM: a script that continues runs needs to know only one code.
     exit_code = 143
     resume = ""
     """The command that continues what was stopped; empty where nothing had begun."""
@@ -92,7 +92,7 @@ class RolloutError(MmrlError):
     Class attributes:
         kind: the type written to the journal and counted in metrics.
         model_caused: True if the policy's own output is to blame (trained with the failure rule).
-        traceback: where in the user's own code it was raised, for the record; empty where that is not known.
+        traceback: position in the user's code where it was raised, for the record; empty if unknown.
     """
 
     kind = "program"
@@ -104,7 +104,7 @@ class ParseFailure(RolloutError):
     """A completion that the program could not parse.
 
     Args:
-        message: what was expected.
+        message: expected format.
         present: output fields that it has.
         expected: output fields required (0 when unknown: scored as the full format failure).
     """
@@ -142,7 +142,7 @@ class RetrievalFailure(ToolFailure):
     """A retriever gave no usable answer.
 
     Args:
-        message: which retriever, and what happened.
+        message: retriever and cause.
         cause: `timeout`, `connection`, `status`, `garbage`, or `refused` (not sent: too many have failed).
         transient: True if another attempt may do better.
     """
@@ -193,53 +193,53 @@ class ReplayDivergence(RolloutError):
     kind = "replay"
 
 
-# By name and not by class: journals and forest files hold the kind as text.
+# Names, not classes: journals and forest files store the kind as text.
 MODEL_CAUSED = frozenset({ParseFailure.kind, LengthFailure.kind, LimitFailure.kind})
 OWN_CODE = frozenset({ProgramFailure.kind, RewardFailure.kind, ReplayDivergence.kind})
 """Failures of the code of a program or a reward, which no server has caused and another try does not mend."""
 
 
 def failed_how(kinds: Iterable[str]) -> str:
-    """How rollouts failed by no doing of the model, from the kinds of their failures: what follows "failed"."""
-    own = {kind in OWN_CODE for kind in kinds}
+    """Describe why rollouts failed through no fault of the model, by kind of failure: the words after "failed"."""
+    causes = {kind in OWN_CODE for kind in kinds}
     code = "in the code of the program or its reward"
-    return code if own == {True} else f"from outside causes and {code}" if True in own else "from outside causes"
+    return code if causes == {True} else f"from outside causes and {code}" if True in causes else "from outside causes"
 
 
 _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PLACE = (*(errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO), errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
-"""Of a file that the operating system refuses; other errors are bugs, or have types of their own."""
+"""Errors of a file that the operating system refuses; others are bugs, or have types of their own."""
 
 
 _TORCH_CANNOT_WRITE = ("PytorchStreamWriter", "iostream", "unexpected pos")
-"""Of `torch.save`, which does not say why; nearly always the disk is full."""
+"""Messages of `torch.save`, which does not say why; nearly always the disk is full."""
 
 
 def storage_error(error: Exception, path: object = None) -> StorageError | None:
-    """The one sentence for a file that the operating system refuses; None where that is not what happened.
+    """Return the error for a file that the operating system refuses; None if another error happened.
 
     Args:
-        path: what was to be written, where the error does not say it.
+        path: path to be written, if the error does not name it.
     """
-    place, number, reason = path, 0, ""
+    file, number, reason = path, 0, ""
     if isinstance(error, OSError):
-        place = path if error.filename is None else error.filename
+        file = path if error.filename is None else error.filename
         number, reason = error.errno or 0, error.strerror or str(error)
     elif match := re.search(r"\(os error (\d+)\)", str(error)):
         # safetensors and tokenizers say it in words, the latter as a plain `Exception`
         number, reason = int(match.group(1)), os.strerror(int(match.group(1)))
     elif isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH_CANNOT_WRITE):
         number, reason = errno.ENOSPC, os.strerror(errno.ENOSPC)
-    # A full or failing disk is always one; of the others only those that name a file (a pipe or socket has none).
-    if number not in _ROOM + _PLACE or (place is None and number not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
+    # A full or failing disk always counts; other errors only if they name a file (a pipe or socket has none).
+    if number not in _ROOM + _PLACE or (file is None and number not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
         return None
     remedy = "free some space there" if number in _ROOM else "see that a file can be read and written there"
-    return StorageError(f"{'the output' if place is None else place}: {reason}; {remedy}, and run it again")
+    return StorageError(f"{'the output' if file is None else file}: {reason}; {remedy}, and run it again")
 
 
 @contextmanager
 def storage(path: object = None) -> Iterator[None]:
-    """Files that the operating system refuses inside raise `StorageError`; see `storage_error`."""
+    """Raise `StorageError` for files that the operating system refuses inside; see `storage_error`."""
     try:
         yield
     except MmrlError:
@@ -255,18 +255,18 @@ SHOWN, LONGEST = 100, 2_000
 
 
 def print_error(error: MmrlError) -> None:
-    """One line per problem on stderr."""
+    """Print one line per problem on stderr."""
     lines = error.problems if isinstance(error, ConfigError) else [str(error)]
     for text in lines[:SHOWN]:
         line = " ".join(text.splitlines())  # a value that it quotes may have several
-        shown = line if len(line) <= LONGEST else f"{line[:LONGEST]}... ({len(line) - LONGEST} more characters)"
-        print(f"error: {shown}", file=sys.stderr)
+        message = line if len(line) <= LONGEST else f"{line[:LONGEST]}... ({len(line) - LONGEST} more characters)"
+        print(f"error: {message}", file=sys.stderr)
     if len(lines) > SHOWN:
         print(f"error: {len(lines) - SHOWN} more problems", file=sys.stderr)
 
 
 def nearest(name: str, choices: Sequence[str]) -> str:
-    """`"; did you mean 'x'?"` for the closest of `choices`, or an empty string."""
+    """Return `"; did you mean 'x'?"` for the closest of `choices`, or an empty string."""
     # 0.6 accepts a swapped or missing letter or two; names that merely share a prefix would only mislead.
     match = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.6)
     return f"; did you mean '{match[0]}'?" if match else ""
@@ -277,11 +277,11 @@ MANY = 30
 
 
 def unknown(path: str, got: object, choices: Iterable[str]) -> str:
-    """The one sentence for a name that is not among the valid choices; of very many, only the nearest are named."""
+    """Return the sentence for a name that is not among the valid choices; of very many, it names the nearest."""
     valid = sorted(choices)
-    shown = ", ".join(valid)
-    # The nearest are named whatever their distance: a list that says nothing is worse than a poor guess.
+    names = ", ".join(valid)
+    # The nearest names are listed at any distance: a list without names is worse than a poor guess.
     if len(valid) > MANY:
         near = difflib.get_close_matches(str(got), valid, n=5, cutoff=0.0)
-        shown = f"{len(valid)} names, the nearest are {', '.join(near)}"
-    return f"{path}: got '{got}', expected one of {shown}{nearest(str(got), valid)}"
+        names = f"{len(valid)} names, the nearest are {', '.join(near)}"
+    return f"{path}: got '{got}', expected one of {names}{nearest(str(got), valid)}"

@@ -33,7 +33,7 @@ from dspy.teleprompt import Teleprompter
 
 from mmrl.cli.overrides import hydra_value
 from mmrl.config import EvalCommandConfig, RootConfig
-from mmrl.config.base import SHIPPED, leaves, value_at
+from mmrl.config.base import SHIPPED, iter_leaves, value_at
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import prompts_of
 from mmrl.report.rundir import RunDir, rows_of
@@ -46,7 +46,7 @@ from mmrl.tasks.dspy.base import set_prompts
 Metric = Callable[..., Any]
 T = TypeVar("T")
 HELD_BACK = 5
-"""Without a valset, every such part of the trainset is kept for evaluation."""
+"""Every n-th example of the trainset is held back for evaluation if there is no valset."""
 _NUMBERS = itertools.count(1)
 
 
@@ -108,7 +108,7 @@ class MMRL(Teleprompter):
     def _run(
         self, student: dspy.Module, train: list[dspy.Example], dev: list[dspy.Example], resume: Path | None
     ) -> Path:
-        """The run, as the command makes it. Returns its folder."""
+        """Run the training as the command does. Returns the run's folder."""
         with _as_the_command():
             if resume is not None:
                 return self._resume(student, train, dev, resume)
@@ -135,7 +135,7 @@ class MMRL(Teleprompter):
             return Path(folder)
 
     def words(self, student: dspy.Module, train: Sequence[dspy.Example], dev: Sequence[dspy.Example]) -> list[str]:
-        """The words of `mmrl train` that say the same, with names for the objects.
+        """Return the equivalent words of `mmrl train`, with names for the objects.
 
         Raises:
             ConfigError: settings that cannot be words, or that the objects have said already.
@@ -150,12 +150,12 @@ class MMRL(Teleprompter):
             "task.data.dev": put(f"dev_{number}_{_digest(dev)}", list(dev)),
         }
         arguments = {"task": "dspy", "algo": self.algo, **names, "task.inputs": list(_inputs(train, "trainset"))}
-        arguments |= _model(self.model)
+        arguments |= _model_words(self.model)
         if self.run_dir is not None:
             arguments["run.dir"] = str(self.run_dir)
         # the `name` of a group's mapping is the choice of that group
         choices = {f"{group}.name": group for group in GROUPS}
-        settings = {choices.get(key, key): value for key, value in leaves(self.settings)}
+        settings = {choices.get(key, key): value for key, value in iter_leaves(self.settings)}
         if twice := sorted(set(arguments) & set(settings)):
             raise ConfigError(f"{key}: given by the arguments of MMRL already; leave it out" for key in twice)
         return [f"{key}={hydra_value(key, value)}" for key, value in {**arguments, **settings}.items()]
@@ -178,8 +178,8 @@ class MMRL(Teleprompter):
             if not stored[split].endswith(f"_{_digest(rows)}"):
                 raise CheckpointError(f"{folder}: the {split} examples are not those that the run was started with")
         objects = {"train": train, "dev": dev, "program": student.deepcopy(), "metric": self.metric}
-        for what, value in objects.items():
-            put(stored[what].partition(":")[2], value)
+        for key, value in objects.items():
+            put(stored[key].partition(":")[2], value)
         config = stored_config(run.path, RootConfig)
         # Its task may have been built in this process already, from the objects of before.
         forget_task(config.task, config.seed)
@@ -195,7 +195,7 @@ class MMRL(Teleprompter):
 
 
 def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
-    """A copy of `program` whose predictors speak with what a run has trained; it runs in plain DSPy.
+    """Return a copy of `program` whose predictors use the weights and prompts of a run; it runs in plain DSPy.
 
     Args:
         program: the one that was trained, as it was written.
@@ -235,7 +235,7 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
 
 @contextmanager
 def _as_the_command() -> Iterator[None]:
-    """What `mmrl` does around a command: secrets are hidden in what is printed, a full disk is one sentence."""
+    """Treat output and errors as the command `mmrl` does: hide secrets, report a full disk in one sentence."""
     add_environment()
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)
@@ -272,14 +272,14 @@ def _outside_of_loops(work: Callable[[], T]) -> T:
             try:
                 wait([outcome], timeout=0.2)
             except KeyboardInterrupt:
-                to, what = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(to, what)
+                thread_id, exception = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, exception)
     return outcome.result()
 
 
 @contextmanager
 def _interrupts_raised() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt; asyncio would cancel the task, which is waiting here and does not hear of it."""
+    """Raise KeyboardInterrupt on Ctrl-C; asyncio would cancel the task, which waits here and would not notice."""
     try:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
     except ValueError:  # not the main thread: someone else handles signals
@@ -297,12 +297,12 @@ def _refuse_failure(code: int, folder: str) -> None:
 
 
 def _name(metric: Callable[..., object]) -> str:
-    """What a metric is called in Python: a function by its name, another object by its class's."""
+    """Return a metric's Python name: a function's own, or that of the object's class."""
     return re.sub(r"\W", "", getattr(metric, "__name__", type(metric).__name__))
 
 
 def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[list[dspy.Example], list[dspy.Example]]:
-    """Train and dev examples."""
+    """Split the examples into train and dev."""
     if dev is not None:
         return train, dev
     if len(train) < 2:
@@ -311,16 +311,16 @@ def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[l
         )
     # Spread over the whole set, which may be sorted.
     held = train[HELD_BACK - 1 :: HELD_BACK] or train[-1:]
-    # By identity: an example may be there twice, and one of the two be held back.
-    rest = [example for example in train if not any(example is other for other in held)]
+    # Compared by identity: an example may occur twice, and one of the two be held back.
+    remaining = [example for example in train if not any(example is other for other in held)]
     print(
         f"no valset: {len(held)} of {len(train)} examples of the trainset are held back for evaluation", file=sys.stderr
     )
-    return rest, held
+    return remaining, held
 
 
-def _inputs(examples: Sequence[dspy.Example], what: str) -> tuple[str, ...]:
-    """The input fields, the same of all examples.
+def _inputs(examples: Sequence[dspy.Example], name: str) -> tuple[str, ...]:
+    """Return the input fields, the same of all examples.
 
     Raises:
         ConfigError: an example without, or with others than the first.
@@ -330,25 +330,25 @@ def _inputs(examples: Sequence[dspy.Example], what: str) -> tuple[str, ...]:
         try:
             names = tuple(example.inputs().keys())
         except (ValueError, AttributeError):
-            raise ConfigError(f"{what}[{number}]: names no inputs; expected dspy.Example(…).with_inputs(…)") from None
+            raise ConfigError(f"{name}[{number}]: names no inputs; expected dspy.Example(…).with_inputs(…)") from None
         common = common or names
         if set(names) != set(common):
-            raise ConfigError(f"{what}[{number}]: has the inputs {', '.join(names)}, expected {', '.join(common)}")
+            raise ConfigError(f"{name}[{number}]: has the inputs {', '.join(names)}, expected {', '.join(common)}")
     if not common:
-        raise ConfigError(f"{what}: has no examples with inputs; expected dspy.Example(…).with_inputs(…)")
+        raise ConfigError(f"{name}: has no examples with inputs; expected dspy.Example(…).with_inputs(…)")
     return common
 
 
 def _digest(examples: Sequence[dspy.Example]) -> str:
-    """Of what the examples hold, so that a run is not continued on others."""
+    """Return a digest of the examples' contents, so that a run is not continued on different ones."""
     text = json.dumps([dict(example.items()) for example in examples], default=repr, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _model(model: str | None) -> dict[str, str]:
-    """The words for `model`: one of `conf/model`, or any other with the neutral config."""
-    if model is None or model in (known := options("model")):
+def _model_words(model: str | None) -> dict[str, str]:
+    """Return the words for `model`: a file of `conf/model`, or any other model with the neutral config."""
+    if model is None or model in (names := options("model")):
         return {} if model is None else {"model": model}
     if model in SHIPPED:
         return {"model": "tiny", "model.path": model}
-    return {"model": "hf", "model.path": model} if "hf" in known else {"model.path": model}
+    return {"model": "hf", "model.path": model} if "hf" in names else {"model.path": model}

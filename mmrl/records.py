@@ -51,19 +51,19 @@ EMPTY: Mapping[str, Any] = _Empty()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One record of a task's data set."""
+    """Record of a task's data set."""
 
     id: str
     """Unique within its split."""
     inputs: Mapping[str, Any]
-    """What the program may see."""
+    """Fields for the program."""
     metadata: Mapping[str, Any] = EMPTY
-    """What only the reward may see (gold answers, titles)."""
+    """Fields for the reward alone (gold answers, titles)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One generation by one module: prompt tokens in, completion tokens out.
+    """Generation by one module: prompt tokens in, completion tokens out.
 
     Per-token tuples have length `completion_tokens` (T), aligned with `completion_ids`; an end-of-turn token
     that was sampled is part of the completion and is trained.
@@ -78,7 +78,7 @@ class Call:
     module: str
     """Module name, as listed in `Forest.modules`."""
     invocation: int = 0
-    """How many earlier calls of the same module are on its path (0-based)."""
+    """Number of earlier calls of the same module on the call's path (0-based)."""
     turn: int = 0
     """Turn within its context (0-based); 0 for calls with a context of their own."""
     completion_tokens: int
@@ -90,7 +90,7 @@ class Call:
     completion_ids: tuple[int, ...] = ()
     """The trained ids, length T: as sampled, but for `algo.reserialise` and calls of a teacher; empty when unknown."""
     sampled_ids: tuple[int, ...] = ()
-    """What was sampled, where `completion_ids` are something else; empty otherwise."""
+    """Sampled ids, if `completion_ids` differ from them; empty otherwise."""
     logprobs: tuple[float, ...] | None = None
     """Sampling log-probabilities: log-softmax(logits / temperature) over the full vocabulary. Length T."""
     ref_logprobs: tuple[float, ...] | None = None
@@ -127,7 +127,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One execution of the program on an example: a root-to-leaf path of calls with its reward."""
+    """Execution of the program on an example: a root-to-leaf path of calls with its reward."""
 
     id: str
     """`<example>/<path>`, unique within the forest."""
@@ -145,7 +145,7 @@ class Rollout:
     """Module at which the tree of this rollout forked (None: independent)."""
     teacher: str | None = None
     prediction: Any = None
-    """What the program returned; JSON-serialisable."""
+    """Return value of the program; JSON-serialisable."""
     metrics: Mapping[str, float] = EMPTY
     """Task metrics of this rollout (em, f1, accuracy, ...)."""
     parts: Mapping[str, float] = EMPTY
@@ -157,7 +157,7 @@ class Rollout:
 
 
 def caught(rollout: Rollout, path: Sequence[Call]) -> tuple[Call, ...]:
-    """The calls of a rollout that could not be parsed and after which its program went on."""
+    """Return the calls of a rollout that could not be parsed and after which its program continued."""
     failing = tuple(call for call in path if not call.ok)
     ended = rollout.error == ParseFailure.kind and bool(path) and not path[-1].ok
     return failing[:-1] if ended else failing
@@ -165,7 +165,7 @@ def caught(rollout: Rollout, path: Sequence[Call]) -> tuple[Call, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Forest:
-    """All calls and rollouts of one step. Calls are in a topological order: parents come first."""
+    """Calls and rollouts of one step. Calls are in a topological order: parents come first."""
 
     calls: Mapping[str, Call]
     rollouts: tuple[Rollout, ...]
@@ -194,20 +194,20 @@ class Forest:
         return {call.id: call for rollout in self.rollouts for call in caught(rollout, self.path(rollout))}
 
     def part(self, examples: Iterable[str]) -> Forest:
-        """The part that belongs to some examples."""
+        """Return the part that belongs to some examples."""
         # Mostly all of it: then the same forest, without a copy of a large batch.
-        chosen = set(examples)
-        if chosen.issuperset(self.examples) and all(call.example in chosen for call in self.calls.values()):
+        ids = set(examples)
+        if ids.issuperset(self.examples) and all(call.example in ids for call in self.calls.values()):
             return self
-        calls = {key: call for key, call in self.calls.items() if call.example in chosen}
-        return replace(self, calls=calls, rollouts=tuple(r for r in self.rollouts if r.example in chosen))
+        calls = {key: call for key, call in self.calls.items() if call.example in ids}
+        return replace(self, calls=calls, rollouts=tuple(r for r in self.rollouts if r.example in ids))
 
     def path(self, rollout: Rollout) -> tuple[Call, ...]:
-        """Calls of `rollout`, root first; empty if it failed before its first call."""
+        """Return the calls of `rollout`, root first; empty if it failed before its first call."""
         # Calls know their parents alone: a call may have many successors, but lies on one way up.
-        return tuple(reversed(list(self._up(rollout.leaf))))
+        return tuple(reversed(list(self._ancestors(rollout.leaf))))
 
-    def _up(self, call_id: str | None) -> Iterator[Call]:
+    def _ancestors(self, call_id: str | None) -> Iterator[Call]:
         while call_id is not None:
             call = self.calls[call_id]
             yield call

@@ -17,20 +17,20 @@ Key = tuple[int | str | None, ...]
 
 
 def digest(*key: int | str | None) -> int:
-    """A 128-bit integer that depends on every part of `key` and on its order."""
+    """Return a 128-bit integer that depends on every part of `key` and on its order."""
     # The type is part of the text, so that step 1 and example "1" differ; the separator stands in no name.
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in key)
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest(), "big")
 
 
 def stream(*key: int | str | None) -> random.Random:
-    """A fresh `random.Random` for one purpose; two equal keys give equal streams."""
+    """Return a fresh `random.Random` for one purpose; two equal keys give equal streams."""
     # The standard library's generator: light to import, and its streams are the same on every machine.
     return random.Random(digest(*key))
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
-    """`count` float64 uniforms in [0, 1) from a 128-bit `seed`; a longer draw has the shorter one as its prefix."""
+    """Draw `count` float64 uniforms in [0, 1) from a 128-bit `seed`; a longer draw begins with the shorter one."""
     # Imported here: `mmrl credit` and `mmrl --help` need this module and no arrays.
     import numpy as np
 

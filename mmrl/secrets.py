@@ -38,7 +38,7 @@ _forms: tuple[tuple[str, str], ...] = ()
 
 
 def secret_name(key: str) -> bool:
-    """Whether a key of a config or of an address says that its value is a secret; one with `_env` names a variable."""
+    """Check if the name of a config or address key marks its value as a secret; one with `_env` names a variable."""
     key = key.lower().replace("-", "_")
     return not key.endswith("_env") and (any(word in key for word in SECRET_WORDS) or key in ("key", "token", "sig"))
 
@@ -51,17 +51,17 @@ _USER_IN_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*@")
 
 
 def looks_like_a_key(text: str) -> bool:
-    """Whether `text` holds what a well-known service issues as a key (OpenAI, Hugging Face, GitHub, AWS, ...)."""
+    """Check if `text` contains a key as issued by a well-known service (OpenAI, Hugging Face, GitHub, AWS, ...)."""
     return _KEY.search(text) is not None
 
 
 def user_in_address(text: str) -> bool:
-    """Whether `text` begins with an address that has a user or a password in it."""
+    """Check if `text` begins with an address that has a user or a password in it."""
     return _USER_IN_ADDRESS.match(text) is not None
 
 
-def worth_hiding(value: str) -> bool:
-    """Whether a value can be a secret: no number, truth value or short word, and no folder of this machine."""
+def can_be_secret(value: str) -> bool:
+    """Check if a value can be a secret: no number, truth value or short word, and no folder of this machine."""
     if (
         len(value) < LEAST
         or value.lower() == "false"
@@ -83,11 +83,11 @@ def add_secret(name: str, value: str, anyway: bool = False) -> None:
     """
     global _forms
     value = value.strip()
-    if value in _secrets or not (worth_hiding(value) or (anyway and len(value) >= LEAST)):
+    if value in _secrets or not (can_be_secret(value) or (anyway and len(value) >= LEAST)):
         return
     _secrets[value] = name
-    made = {form: reference for known, at in _secrets.items() for form, reference in _forms_of(known, at).items()}
-    _forms = tuple(sorted(made.items(), key=lambda pair: -len(pair[0])))
+    forms = {form: mark for secret, variable in _secrets.items() for form, mark in _encodings(secret, variable).items()}
+    _forms = tuple(sorted(forms.items(), key=lambda pair: -len(pair[0])))
 
 
 def add_environment() -> None:
@@ -98,7 +98,7 @@ def add_environment() -> None:
 
 
 def environment_value(name: str) -> str | None:
-    """The value of an environment variable that a config interpolates, hidden from now on; None where it is not set."""
+    """Return the value of an environment variable that a config interpolates and hide it from now on; None if unset."""
     value = os.environ.get(name)
     if value is not None:
         add_secret(name, value)
@@ -106,7 +106,7 @@ def environment_value(name: str) -> str | None:
 
 
 def hide(text: str) -> str:
-    """`text` with each secret replaced by the reference to its variable; also as JSON, HTML, an address or base64."""
+    """Replace each secret in `text` by the reference to its variable; also as JSON, HTML, an address or base64."""
     # Most texts hold none of them, and looking costs less than replacing.
     for form, reference in _forms:
         if form in text:
@@ -115,7 +115,7 @@ def hide(text: str) -> str:
 
 
 def token_of(name: str, key: str) -> str:
-    """The token that the environment variable `name` holds, hidden from now on.
+    """Return the token in the environment variable `name` and hide it from now on.
 
     Raises:
         ConfigError: it is not set, or holds no token; `key` is what the user would change.
@@ -133,12 +133,12 @@ def token_of(name: str, key: str) -> str:
 
 
 def holder(text: str) -> str | None:
-    """The variable whose value stands in `text` as it is, or None."""
+    """Return the variable whose literal value is in `text`, or None."""
     return next((name for value, name in list(_secrets.items()) if value in text), None)
 
 
 def reveal(value: object) -> object:
-    """References to variables, at any depth, replaced by the values, which are hidden from now on.
+    """Replace references to variables, at any depth, by their values, which are hidden from now on.
 
     Raises:
         KeyError: a variable is not set; its name.
@@ -157,22 +157,22 @@ def _current(match: re.Match[str]) -> str:
     return value
 
 
-def _forms_of(value: str, name: str) -> dict[str, str]:
-    """How a value may stand in a text (itself, JSON, HTML, an address, base64), and what is put there."""
+def _encodings(value: str, name: str) -> dict[str, str]:
+    """Return the encodings of a value in text (plain, JSON, HTML, address, base64), each with its replacement."""
     reference, mark = f"${{oc.env:{name}}}", f"[{name}]"
     raw = value.encode("utf-8", "surrogateescape")
-    # What a reader of JSON or HTML gets back must be the reference, which `reveal` knows.
+    # A reader of JSON or HTML must get the reference back, which `reveal` knows.
     forms = dict.fromkeys((json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]), reference)
     forms |= {html.escape(value): reference, html.escape(value, quote=False): reference}
-    other = [quote(raw, safe=""), quote(raw), quote_plus(raw)]
-    other += [text.lower() for text in other if "%" in text]
+    coded_forms = [quote(raw, safe=""), quote(raw), quote_plus(raw)]
+    coded_forms += [text.lower() for text in coded_forms if "%" in text]
     for shift in range(3):
-        # Of a longer text in base64, three letters hold two to three bytes: those at the ends depend on the neighbours.
+        # In a longer base64 text, three letters hold two to three bytes: letters at the ends depend on the neighbours.
         coded = base64.b64encode(b"\0" * shift + raw).decode().rstrip("=")
-        inner = coded[(shift * 8 + 5) // 6 : len(coded) - ((len(raw) + shift) % 3 != 0)]
-        other += [inner, inner.replace("+", "-").replace("/", "_")]
-    made = {form: mark for form in other if len(form) >= LEAST} | forms
-    return made | {value: reference}
+        core = coded[(shift * 8 + 5) // 6 : len(coded) - ((len(raw) + shift) % 3 != 0)]
+        coded_forms += [core, core.replace("+", "-").replace("/", "_")]
+    marks = {form: mark for form in coded_forms if len(form) >= LEAST} | forms
+    return marks | {value: reference}
 
 
 class HidingStream:
@@ -183,12 +183,12 @@ class HidingStream:
 
     @classmethod
     def around(cls, stream: TextIO) -> TextIO:
-        """`stream` with this around it, once."""
+        """Wrap `stream`, unless it is wrapped already."""
         return stream if isinstance(stream, cls) else cast(TextIO, cls(stream))
 
     def write(self, text: str) -> int:
         """Write `text` without its secrets."""
-        # The count is that of the text as given, which is what a caller compares it with.
+        # The length before hiding is returned: callers compare it with their own text.
         self._stream.write(hide(text))
         return len(text)
 

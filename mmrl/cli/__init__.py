@@ -42,7 +42,7 @@ COMMANDS = tuple(name for name in GROUP.commands if name != WORKER)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit code: 0 done, 1 stopped, 2 bad input, 130 interrupted, 143 ended by SIGTERM."""
+    """Run `mmrl`. Returns the exit code: 0 done, 1 stopped, 2 bad input, 130 interrupted, 143 ended by SIGTERM."""
     words = list(sys.argv[1:] if argv is None else argv)
     if hasattr(sys.stdout, "reconfigure"):
         # a name that the terminal cannot show is no reason to end
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _sigterm_ends(words: Sequence[str]) -> Iterator[None]:
-    """SIGTERM ends with a word and its own exit code also where nothing else listens yet, as while packages load."""
+    """End by SIGTERM with a word and its exit code also before anything else listens, as while packages load."""
     # Not a process of a run, whose parent speaks for it; nor where the caller handles signals.
     ours = words[:1] != [WORKER] and threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -117,8 +117,8 @@ def _dispatch(words: Sequence[str]) -> int:
     if problems:
         raise ConfigError(problems)
     if "_MMRL_COMPLETE" in os.environ or words[:1] in (["--install-completion"], ["--show-completion"]):
-        asked: int = app(words, standalone_mode=False, prog_name="mmrl")
-        return asked
+        completion: int = app(words, standalone_mode=False, prog_name="mmrl")
+        return completion
     # Typer's page of all commands knows nothing of the config groups, so the first word is looked at here.
     first = words[0] if words else "--help"
     if first in ("-h", "--help", "help"):

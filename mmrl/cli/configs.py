@@ -23,7 +23,7 @@ from mmrl.config import (
     TrainCommandConfig,
     validate,
 )
-from mmrl.config.base import leaves, quoted, value_at
+from mmrl.config.base import iter_leaves, quote_value, value_at
 from mmrl.config.schema import stage_schema
 from mmrl.config.validate import CHOICES
 from mmrl.errors import ConfigError, gathered, unknown
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 OF_A_STAGE = ("algo.", "train.", "model.", "hardware.", "engine.", "eval.every.", "run.doctor.")
-"""What may differ between the stages of a run. They evaluate the same items, so that they can be compared."""
+"""Keys that may differ between the stages of a run. All stages evaluate the same items, to be comparable."""
 FIXED = ("algo", "algo.name")
 WEIGHTS = ("model", "model.path", "model.name", "model.revision")
-"""Of a later stage: those of the one before."""
+"""Keys of weights, refused in a later stage, which continues with the weights of the stage before."""
 
 
 def train_configs(line: CommandLine) -> list[StageConfig]:
-    """The config of every job of `mmrl train`, validated; the problems of all jobs together, each once."""
-    return _configs("train", _after(line), lambda raw, words: _train_config(line, raw, words))
+    """Return the config of every job of `mmrl train`, validated; the problems of all jobs together, each once."""
+    return _configs("train", _from_run(line), lambda raw, words: _train_config(line, raw, words))
 
 
 def eval_configs(line: CommandLine) -> list[EvalCommandConfig]:
-    """The same of `mmrl eval`."""
+    """Return the config of every job of `mmrl eval`, as `train_configs`."""
     stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
     # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `hydra._sections`).
     problems = [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
@@ -75,7 +75,7 @@ def _configs(
 
 
 def configured(words: Sequence[str], config_dir: str | None = None) -> StageConfig:
-    """The config that `mmrl train WORDS` would run with, before its cross-section checks.
+    """Return the config that `mmrl train WORDS` would run with, before its cross-section checks.
 
     Raises:
         ConfigError: every problem.
@@ -85,7 +85,7 @@ def configured(words: Sequence[str], config_dir: str | None = None) -> StageConf
 
 
 def set_config(command: str, words: Sequence[str], config_dir: str | None) -> StageConfig | EvalCommandConfig:
-    """The config of `mmrl train WORDS` or `mmrl eval WORDS`, a run of a set; raises as `configured`."""
+    """Return the config of `mmrl train WORDS` or `mmrl eval WORDS`, a run of a set; raises as `configured`."""
     if command == "eval":
         return eval_configs(replace(read_line(words, once=False), config_dir=config_dir))[0]
     config = configured(words, config_dir)
@@ -96,7 +96,7 @@ def set_config(command: str, words: Sequence[str], config_dir: str | None) -> St
 
 def swept(line: CommandLine, job: Job) -> None:
     """Let Hydra go through the jobs of a sweep of `mmrl train`, by any sweeper and launcher."""
-    through_hydra("train", _after(line), lambda raw, words: job(lambda: _train_config(line, raw(), words)))
+    through_hydra("train", _from_run(line), lambda raw, words: job(lambda: _train_config(line, raw(), words)))
 
 
 def _eval_config(raw: Mapping[str, object], words: Sequence[str]) -> EvalCommandConfig:
@@ -107,8 +107,8 @@ def _eval_config(raw: Mapping[str, object], words: Sequence[str]) -> EvalCommand
     return validate(EvalCommandConfig, raw)
 
 
-def _after(line: CommandLine) -> CommandLine:
-    """The words of a run that starts from another (`from=RUN`), with that one's model and task where none is typed."""
+def _from_run(line: CommandLine) -> CommandLine:
+    """Return the words of a run with `from=RUN`; model and task are that run's unless typed."""
     if "from" not in line.command_keys:
         return line
     from mmrl.run.start import run_of, sections_of
@@ -120,7 +120,7 @@ def _after(line: CommandLine) -> CommandLine:
 
 
 def _from(line: CommandLine, raw: Mapping[str, object], user_keys: Sequence[str]) -> StageConfig:
-    """The config of a job that starts from another run, with the sections of that one which were not typed."""
+    """Return the config of a job that starts from another run, whose sections stand for those not typed."""
     from mmrl.run.start import policy_of_run, run_of, sections_of, with_overrides
 
     run = run_of(Path(line.command_keys["from"]))
@@ -137,7 +137,7 @@ def _from(line: CommandLine, raw: Mapping[str, object], user_keys: Sequence[str]
 
 
 def _train_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[str]) -> StageConfig:
-    """The config of a job of `mmrl train`.
+    """Return the config of a job of `mmrl train`.
 
     Args:
         raw: the job, composed.
@@ -154,7 +154,7 @@ def _train_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[
 
 
 def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> StagedCommandConfig:
-    """The config of `stages=[A,B]`."""
+    """Return the config of `stages=[A,B]`."""
     algos = _stage_names(raw["stages"], config_dir)
     stage_settings = raw.get("stage", {})
     choices = [*algos, *(str(number) for number in range(1, len(algos) + 1))]
@@ -173,14 +173,14 @@ def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | No
     for number, name in enumerate(algos, start=1):
         sections = [value_at(stage_settings, name), value_at(stage_settings, str(number))]
         stage_keys = {
-            key: value for section in sections if isinstance(section, Mapping) for key, value in leaves(section)
+            key: value for section in sections if isinstance(section, Mapping) for key, value in iter_leaves(section)
         }
         problems += [
             f"stage.{name}.{key}: is the same for all stages, or that of the stage before; leave it out"
             for key in stage_keys
             if not f"{key}.".startswith(OF_A_STAGE) or key in (FIXED if number == 1 else (*FIXED, *WEIGHTS))
         ]
-        # Of `train` what was typed for all stages holds for those that have it.
+        # Keys of `train` that were typed for all stages hold for the stages that have them.
         elsewhere = ("stage.",) if "train" in stage_schema(name).model_fields else ("stage.", "train.")
         without = ("algo", "stages", *stage_keys)
         shared = [w for w in words if key_of(w) not in without and not f"{key_of(w)}.".startswith(elsewhere)]
@@ -212,7 +212,7 @@ def _staged(
 
 
 def stored_chain(folder: Path) -> StagedCommandConfig:
-    """The runs of `folder/set.yaml`, which `mmrl train stages=[A,B]` has written.
+    """Return the runs of `folder/set.yaml`, which `mmrl train stages=[A,B]` has written.
 
     Raises:
         ConfigError: every problem of the file, or of its words.
@@ -225,7 +225,7 @@ def stored_chain(folder: Path) -> StagedCommandConfig:
 
 
 def _stage(sections: Mapping[str, object], user_keys: Collection[str]) -> StageConfig:
-    """One stage, by the schema of its kind."""
+    """Validate one stage by the schema of its kind."""
     algo = sections.get("algo")
     schema = stage_schema(value_at(algo, "name"))
     if schema is TrainCommandConfig or not isinstance(algo, Mapping):
@@ -246,13 +246,15 @@ def _stage(sections: Mapping[str, object], user_keys: Collection[str]) -> StageC
 
 
 def _stage_names(names: object, config_dir: str | None) -> list[str]:
-    """The names of the stages.
+    """Return the names of the stages.
 
     Raises:
         ConfigError: they are none.
     """
     if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"stages: got {quoted(names)}, expected names of algo= in a list: stages=[miprov2,mmgrpo]")
+        raise ConfigError(
+            f"stages: got {quote_value(names)}, expected names of algo= in a list: stages=[miprov2,mmgrpo]"
+        )
     choices = options("algo", config_dir)
     if problems := [unknown("stages", name, choices) for name in names if name not in choices]:
         raise ConfigError(dict.fromkeys(problems))

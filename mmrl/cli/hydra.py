@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from mmrl.cli.arguments import CommandLine, CreditArguments
-from mmrl.cli.overrides import expand, forced, parse, policy_words, read_line, value_text
+from mmrl.cli.overrides import expand, force_override, parse, policy_words, read_line, value_text
 from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.config.validate import algo_section, as_tuples
 from mmrl.errors import ConfigError, gathered
@@ -38,7 +38,7 @@ Job = Callable[[Callable[[], dict[str, object]], Sequence[str]], float | None]
 
 
 def _env(*names: str) -> object:
-    """`${oc.env:NAME}`: as OmegaConf has it, and hidden wherever mmrl prints or writes it."""
+    """Resolve `${oc.env:NAME}` as OmegaConf does; the value is hidden wherever mmrl prints or writes it."""
     value: object = oc.env(*names)
     if names and isinstance(names[0], str):
         environment_value(names[0])
@@ -58,21 +58,21 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
     """
     try:
         sections = _sections(config_name, _composition(config_name, overrides, config_dir))
-        if config_name == "eval" and (more := policy_words(sections, overrides, config_dir)):
-            sections = _sections(config_name, _composition(config_name, [*overrides, *more], config_dir))
+        if config_name == "eval" and (policy_overrides := policy_words(sections, overrides, config_dir)):
+            sections = _sections(config_name, _composition(config_name, [*overrides, *policy_overrides], config_dir))
         return sections
     except (HydraException, OmegaConfBaseException) as error:
         raise _refusal(error) from None
 
 
 def _composition(config_name: str, overrides: Sequence[str], config_dir: str | None) -> DictConfig:
-    """As Hydra composes it, interpolations as they are.
+    """Compose the config with Hydra, interpolations unresolved.
 
     Raises:
         ConfigError: Hydra could not compose it.
     """
     _put_user_folders_first(config_dir)
-    # Hydra refuses a second composition in one process otherwise; a sweep is put back for whoever drives it.
+    # Otherwise Hydra refuses a second composition in one process; the state of a running sweep is restored.
     driving = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -86,12 +86,12 @@ def _composition(config_name: str, overrides: Sequence[str], config_dir: str | N
 
 
 def _refusal(error: Exception) -> ConfigError:
-    before = error.__context__
-    while before is not None:
+    cause = error.__context__
+    while cause is not None:
         # Ctrl-C within OmegaConf, whose own clean-up then failed
-        if isinstance(before, KeyboardInterrupt):
-            raise before
-        before = before.__context__
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause
+        cause = cause.__context__
     # OmegaConf's errors alone have one: where an interpolation stands
     key = getattr(error, "full_key", None)
     text = " ".join((str(error).splitlines() or [""])[0].split())
@@ -101,7 +101,7 @@ def _refusal(error: Exception) -> ConfigError:
 
 
 def _sections(config_name: str, config: DictConfig) -> dict[str, object]:
-    """The sections that the command knows. A `model=` sets `train.*` too, which is no mistake in an evaluation."""
+    """Return the command's own sections. A `model=` sets `train.*` too, which is no mistake in an evaluation."""
     raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     assert isinstance(raw, dict)
     left_out = {"experiment", "hydra", *(("train", "algo") if config_name == "eval" else ())}
@@ -134,7 +134,7 @@ def _put_user_folders_first(config_dir: str | None) -> None:
 
 
 def print_job(config_name: str, line: CommandLine) -> None:
-    """`--cfg job`: print the composed sections; nothing runs.
+    """Print the composed sections (`--cfg job`); nothing runs.
 
     Raises:
         ConfigError: a sweep, or a choice that a group does not have.
@@ -155,7 +155,7 @@ def through_hydra(config_name: str, line: CommandLine, job: Job) -> None:
         return job(lambda: _sections(config_name, config), list(HydraConfig.get().overrides.task))
 
     # A sweep goes to Hydra unexpanded: which sweeper takes it apart may be an override too.
-    words = [forced(override, value_text(override)) for override in line.overrides]
+    words = [force_override(override, value_text(override)) for override in line.overrides]
     # `hydra.main` reads the process's own arguments and has no other way in.
     saved, sys.argv = sys.argv, ["mmrl", "-m", *words]
     # Hydra would print what a sweeper raises, with a traceback, and end the process.
@@ -183,7 +183,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     line = line.without(stray)
-    # What a package prints when it is imported is no part of the result, which may be JSON.
+    # Output of packages at import is no part of the result, which may be JSON.
     with redirect_stdout(sys.stderr):
         run = None
         if source.run is not None:
@@ -209,14 +209,14 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
 
 
 def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, problems: list[str]) -> AlgoConfig | None:
-    """One algorithm's settings: those of the run, if it is the run's own, else of `conf/algo`; and what was typed."""
+    """Return an algorithm's settings, the run's or else those of `conf/algo`, with the typed overrides."""
     trained = run.algo if run is not None and name == run.algo.name else None
     if trained is not None and not any(key.startswith("algo.") for key in line.keys):
         return trained
-    before = len(problems)
+    count = len(problems)
     choice = parse([f"algo={name}"], problems)
     (job,) = expand(replace(line, multirun=False, overrides=(*choice, *line.overrides)), problems)
-    if len(problems) > before:
+    if len(problems) > count:
         return None
     sections = composed("credit", job, line.config_dir)
     raw = sections.get("algo")

@@ -48,8 +48,8 @@ class NewTaskArguments(Section):
 
 
 def create(words: Sequence[str]) -> int:
-    """`mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]`."""
-    arguments = read_arguments("mmrl new-task", NewTaskArguments, words, name="name", called="NAME")
+    """Run `mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]`."""
+    arguments = read_arguments("mmrl new-task", NewTaskArguments, words, name="name", label="NAME")
     top = user_path(arguments.dir)
     problems = [] if top.is_dir() else [f"dir: no folder '{arguments.dir}'"]
     problems += name_problems(arguments.name, top)
@@ -64,16 +64,16 @@ def create(words: Sequence[str]) -> int:
 
 
 def name_problems(name: str, top: Path) -> list[str]:
-    """Reasons against a package and task of that name in `top`, one sentence each."""
+    """Return the reasons against a package and task of that name in `top`, one sentence each."""
     # `task=null` would choose no task, `task=true` a truth value.
     value = name.lower() in ("null", "true", "false", "nan", "inf")
     if value or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         return [f"mmrl new-task: got '{name}', expected a name for a Python package: letters, digits, _"]
     if (conf_dir() / "task" / f"{name}.yaml").exists():
         return [f"mmrl new-task: '{name}' is a task of mmrl's own; expected another name"]
-    taken = [path for path in (top / name, top / "conf" / "task" / f"{name}.yaml") if path.exists()]
-    if taken:
-        return [f"mmrl new-task: {path} exists, and nothing is overwritten; expected another name" for path in taken]
+    existing = [path for path in (top / name, top / "conf" / "task" / f"{name}.yaml") if path.exists()]
+    if existing:
+        return [f"mmrl new-task: {path} exists, and nothing is overwritten; expected another name" for path in existing]
     # The current folder is searched last when plugins are imported, so an installed package of that name would win.
     if importlib.util.find_spec(name) is not None:
         return [f"mmrl new-task: '{name}' is an installed Python package, which would hide the task's; another name"]
@@ -105,7 +105,7 @@ def write(name: str, top: Path, kind: str) -> list[Path]:
 
 
 def next_commands(name: str, top: Path) -> str:
-    """Commands to go on with: the test, a short training run, an evaluation of it."""
+    """Return the next commands: the test, a short training run, an evaluation of it."""
     lines = [
         f"python -m pytest {name}",
         f"mmrl train task={name} algo=mmgrpo train.steps=15 train.batch_size=8 run.dir=outputs/{name}_first",

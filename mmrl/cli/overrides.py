@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
-from mmrl.cli.arguments import CommandLine, repeated, sort_words
+from mmrl.cli.arguments import CommandLine, find_repeated, sort_words
 from mmrl.config.base import value_at
 from mmrl.config.validate import meant_keys
 from mmrl.errors import ConfigError, unknown
@@ -46,33 +46,35 @@ def read_line(
     Args:
         words: overrides, flags, and what the command takes besides.
         command_keys: keys of the command itself; Hydra does not see them, so their values need no quotes.
-        names: whether the command takes words without a `=`.
-        once: whether a config key may be given once alone; of the own keys that always holds.
+        names: True if the command takes words without a `=`.
+        once: True if a config key may be given only once; the command's own keys always may.
         single: name of a command that neither sweeps nor prints a config; empty: it does.
 
     Raises:
         ConfigError: every word that cannot be read.
     """
     flags, rest = FLAGS.parse_known_args(words)
-    others, settings, unknown_flags = sort_words(rest)
-    problems = [] if names else [f"{name}: expected key=value" for name in others]
+    positional, settings, unknown_flags = sort_words(rest)
+    problems = [] if names else [f"{name}: expected key=value" for name in positional]
     for flag in unknown_flags:
-        meant = meant_keys(flag.partition("=")[0].lstrip("-").replace("-", "_"))
-        hint = f"{meant} Keys are typed as KEY=VALUE" if meant else ""
+        suggestion = meant_keys(flag.partition("=")[0].lstrip("-").replace("-", "_"))
+        hint = f"{suggestion} Keys are typed as KEY=VALUE" if suggestion else ""
         problems.append(f"{flag.partition('=')[0]}: unknown flag{hint} (known: -m, --config-dir, --cfg job)")
     if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
         problems.append(f"--config-dir: no folder '{flags.config_dir}'")
     # Own keys are taken out before Hydra parses: a path or a list of names need not be valid Hydra grammar.
     command_pairs = [text.partition("=")[::2] for text in settings if text.partition("=")[0] in command_keys]
-    problems += repeated([key for key, _ in command_pairs])
+    problems += find_repeated([key for key, _ in command_pairs])
     texts = [text for text in settings if text.partition("=")[0] not in command_keys]
     overrides = parse([text for text in texts if text not in NO_ROW], problems)
     if once:
         # `~key` takes something out, and what is put in its place may have the same name.
         keys = [override.get_key_element().lstrip("+") for override in overrides if not override.is_delete()]
-        problems += repeated([*keys, *("experiment" for text in texts if text in NO_ROW)])
+        problems += find_repeated([*keys, *("experiment" for text in texts if text in NO_ROW)])
     prints = flags.cfg is not None
-    line = CommandLine(tuple(overrides), dict(command_pairs), tuple(others), flags.multirun, flags.config_dir, prints)
+    line = CommandLine(
+        tuple(overrides), dict(command_pairs), tuple(positional), flags.multirun, flags.config_dir, prints
+    )
     idle = ("hydra.run.", "hydra.mode.") if line.multirun else ("hydra.", "hydra/")
     problems += [
         f"{key}: has no effect here; a run's folder is run.dir=, and Hydra drives sweeps alone (mmrl train -m)"
@@ -86,8 +88,8 @@ def read_line(
 
 
 def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
-    """Each text as Hydra's parser reads it; those that it cannot read are added to `problems`."""
-    # One by one: the parser stops at the first word that it cannot read, and all of them are to be named.
+    """Parse each text with Hydra; texts that it cannot read are added to `problems`."""
+    # Word by word: the parser stops at the first word that it cannot read, and all of them are to be named.
     parser, parsed = OverridesParser.create(), []
     for text in texts:
         try:
@@ -98,24 +100,24 @@ def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
 
 
 def key_of(word: str) -> str:
-    """The key that an override sets."""
+    """Return the key that an override sets."""
     return word.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
 def value_text(override: Override) -> str | None:
-    """Text after the `=`; None where `~key` stands alone."""
+    """Return the text after the `=`; None for `~key` alone."""
     _, equals, value = str(override.input_line).partition("=")
     return value if equals else None
 
 
-def searched(line: CommandLine) -> bool:
+def is_search(line: CommandLine) -> bool:
     """True if a sweeper chooses values as it goes (`hydra/sweeper=optuna`), so that its jobs cannot be listed."""
-    chosen = [value_text(override) for override in line.overrides if override.key_or_group == "hydra/sweeper"]
-    return line.multirun and any(name not in (None, "basic") for name in chosen)
+    sweepers = [value_text(override) for override in line.overrides if override.key_or_group == "hydra/sweeper"]
+    return line.multirun and any(name not in (None, "basic") for name in sweepers)
 
 
 def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
-    """The overrides of each job: one without `-m`, else the cross product; two at the ends of what is searched.
+    """Return the overrides of each job: one without `-m`, else the cross product; of a search, its two extremes.
 
     A group that is given a choice it does not have is added to `problems` and left at its default, so that the rest
     of the command line can still be judged.
@@ -130,28 +132,28 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
         )
     # A key that is given twice keeps its place and takes the later value, as in Hydra's own sweeper.
     axes: dict[str, list[tuple[Override, str | None]]] = {}
-    search = searched(line)
+    search = is_search(line)
     for override in line.overrides:
         try:
             values = _values(override, search)
         except HydraException as error:
             raise ConfigError(f"{override.input_line}: {error}") from None
         axes[override.get_key_element()] = [(override, value) for value in values]
-        again = [value for value in dict.fromkeys(values) if values.count(value) > 1 and not search]
+        repeats = [value for value in dict.fromkeys(values) if values.count(value) > 1 and not search]
         problems += [
-            f"{override.key_or_group}: got {value} more than once, which would be the same run" for value in again
+            f"{override.key_or_group}: got {value} more than once, which would be the same run" for value in repeats
         ]
-    # Of a search its begin and its end, in all of its keys at once: what is wrong is reported before anything runs. Of
+    # For a search the two ends of all keys at once: problems are reported before anything runs. In
     # a grid the last key varies fastest, as in Hydra's own sweeper, so that jobs have the same numbers there.
     jobs = zip(*axes.values(), strict=True) if search else itertools.product(*axes.values())
     return [
-        [forced(override, value) for override, value in job if not _left_out(override, value, line, problems)]
+        [force_override(override, value) for override, value in job if not _left_out(override, value, line, problems)]
         for job in jobs
     ]
 
 
 def _values(override: Override, search: bool) -> list[str | None]:
-    """Texts after the `=`, one for each value of a sweep, the first and the last of a search; None: `~key` alone."""
+    """Return the texts after the `=`: each value of a sweep, both ends of a search; None: `~key` alone."""
     value = override.value()
     if isinstance(value, IntervalSweep):
         if not search:
@@ -176,13 +178,13 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
     choices = options(key, line.config_dir)
     if choice in choices:
         return False
-    none = f"{key}: got '{choice}', and there is none; conf/{key}/{choice}.yaml in the current folder would be it"
-    problems.append(unknown(key, choice, choices) if choices else none)
+    missing = f"{key}: got '{choice}', and there is none; conf/{key}/{choice}.yaml in the current folder would be it"
+    problems.append(unknown(key, choice, choices) if choices else missing)
     return True
 
 
-def forced(override: Override, value: str | None) -> str:
-    """The override in a form that Hydra never refuses; pydantic names unknown keys afterwards."""
+def force_override(override: Override, value: str | None) -> str:
+    """Return the override in a form that Hydra never refuses; pydantic names unknown keys afterwards."""
     key = override.key_or_group
     text = override.get_key_element() if value is None else f"{override.get_key_element()}={value}"
     # A choice of a group and Hydra's own keys take no `++`; with a `+` or `~` the user has chosen the form already.
@@ -191,12 +193,12 @@ def forced(override: Override, value: str | None) -> str:
 
 
 def policy_words(sections: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> list[str]:
-    """Further words of an evaluation: the `model=` of its policy, and how its run wrote prompts, where not typed.
+    """Return further words of an evaluation, unless typed: `model=` and the prompt settings of its policy's run.
 
     Else every policy would be evaluated with the limits of the default model, the tiny one.
 
     Args:
-        sections: of the words as typed, composed.
+        sections: composition of the words as typed.
         words: the overrides of the job.
     """
     model, policy = sections.get("model"), sections.get("policy")
@@ -211,33 +213,33 @@ def policy_words(sections: Mapping[str, object], words: Sequence[str], config_di
     if elsewhere:
         name, keys = "hf", {}
     name = name if name in options("model", config_dir) else "hf"
-    chosen = model.get("name") != "tiny" or name == "tiny" or "model" in user_keys
-    more = [] if chosen else [f"model={name}"]
-    if model.get("path") is None or (more and name == "hf"):
+    explicit = model.get("name") != "tiny" or name == "tiny" or "model" in user_keys
+    added = [] if explicit else [f"model={name}"]
+    if model.get("path") is None or (added and name == "hf"):
         # an endpoint's texts are read by a tokenizer that is here
         keys = {"path": "tiny" if elsewhere else policy, **keys}
-    more += [
+    added += [
         f"++model.{key}={hydra_value(key, value)}" for key, value in keys.items() if f"model.{key}" not in user_keys
     ]
     task, prompts = prompts_of(policy) if not elsewhere else (None, None)
     # Weights that were trained with prompts of their own are evaluated with these, on the task that they are for.
     if prompts is not None and value_at(sections, "task.name") == task and "task.prompts" not in user_keys:
-        more.append(f"++task.prompts={hydra_value('task.prompts', prompts)}")
-    return more
+        added.append(f"++task.prompts={hydra_value('task.prompts', prompts)}")
+    return added
 
 
 def refuse_beside_resume(line: CommandLine, *allowed: str) -> None:
-    """Raises `ConfigError` for anything beside `resume=` but the keys that are `allowed`."""
+    """Raise `ConfigError` for anything beside `resume=` except the keys in `allowed`."""
     line = line.without(allowed)
-    others = [f"{key}={value}" for key, value in line.command_keys.items() if key != "resume"]
-    if line.overrides or line.switches or others:
-        extra = ", ".join([*others, *line.words, *line.switches])
-        more = f" (but {' '.join(allowed)}: further steps)" if allowed else ""
-        raise ConfigError(f"resume: a run continues with the config it was started with{more}; remove {extra}")
+    pairs = [f"{key}={value}" for key, value in line.command_keys.items() if key != "resume"]
+    if line.overrides or line.switches or pairs:
+        extra = ", ".join([*pairs, *line.words, *line.switches])
+        exception = f" (but {' '.join(allowed)}: further steps)" if allowed else ""
+        raise ConfigError(f"resume: a run continues with the config it was started with{exception}; remove {extra}")
 
 
 def hydra_value(key: str, value: object) -> str:
-    """A value in Hydra's grammar.
+    """Return a value in Hydra's grammar.
 
     Raises:
         ConfigError: it is no text, number, truth value, None, list or mapping of these.

@@ -47,7 +47,7 @@ class AlgoConfig(MethodConfig):
 
     @classmethod
     def of(cls, algo: AlgoConfig) -> Self:
-        """`algo` as this section.
+        """Return `algo` as this section.
 
         Raises:
             ConfigError: it is another algorithm's.
@@ -57,11 +57,11 @@ class AlgoConfig(MethodConfig):
         return algo
 
     def leaving_out(self, modules: Collection[str]) -> AlgoConfig:
-        """This section where the modules are out of the loss."""
+        """Return a copy of this section with `modules` out of the loss."""
         return self
 
     def exchanged_modules(self, modules: Sequence[str]) -> tuple[str, ...]:
-        """Modules of a program that a second play of a rollout does without."""
+        """Return the modules whose replies a second play of a rollout exchanges."""
         return ()
 
     @property
@@ -127,11 +127,11 @@ class MhgpoConfig(GroupConfig, PenaltyConfig):
 
     def trains(self, module: str) -> bool:
         """True if the module is in the loss."""
-        chosen = self.train_modules is None or module in self.train_modules
-        return chosen and module not in self.freeze_modules
+        trained = self.train_modules is None or module in self.train_modules
+        return trained and module not in self.freeze_modules
 
     def leaving_out(self, modules: Collection[str]) -> AlgoConfig:
-        """MHGPO divides by the number of trained slots, so it must know of every module that is left out."""
+        """Freeze the modules too: MHGPO divides by the number of trained slots."""
         return self.model_copy(update={"freeze_modules": tuple(dict.fromkeys((*self.freeze_modules, *modules)))})
 
     @property
@@ -234,7 +234,7 @@ class CcpoConfig(GroupConfig):
     ]
 
     def exchanged_modules(self, modules: Sequence[str]) -> tuple[str, ...]:
-        """All but the last, or as named."""
+        """Return the modules whose replies a second play exchanges: the named ones, else all but the last."""
         return tuple(modules[:-1]) if self.exchanged is None else self.exchanged
 
     @model_validator(mode="after")
@@ -356,7 +356,7 @@ class MmgrpoConfig(GroupConfig):
     @field_validator("failing_index", mode="before")
     @classmethod
     def _failing_index(cls, value: object) -> object:
-        """`algo.failing_index=true`, as anybody types it, is YAML's truth value and not the word."""
+        """Accept YAML's truth value for the word `true` in `algo.failing_index=true`."""
         return "true" if value is True else value
 
     @model_validator(mode="after")
@@ -379,7 +379,7 @@ class MmgrpoConfig(GroupConfig):
         return self
 
     def shares(self) -> dict[str, int]:
-        """Rollouts per example of each teacher, in the order in which they are made."""
+        """Return the rollouts per example of each teacher, in sampling order."""
         teachers = self.teachers or (TeacherConfig(name=STUDENT),)
         return {t.name: t.rollouts or self.rollouts // len(teachers) for t in teachers}
 

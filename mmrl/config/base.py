@@ -15,13 +15,13 @@ from mmrl.secrets import holder, secret_name, user_in_address
 
 SPLITS = ("train", "dev", "test")
 MINI = "mini"
-"""In place of a file or hub id: the embedded mini world."""
+"""Name of the embedded mini world, instead of a file or hub id."""
 LEAST_TEMPERATURE = 0.01
 """Lowest temperature above 0: logits divided by much less overflow, and such samples are the greedy ones."""
 
 
 def sampled_or_greedy(temperature: float) -> float:
-    """The temperature; raises `ValueError` between 0 and `LEAST_TEMPERATURE`."""
+    """Return the temperature; raises `ValueError` between 0 and `LEAST_TEMPERATURE`."""
     if 0 < temperature < LEAST_TEMPERATURE:
         raise ValueError(f"got {temperature!r}, expected at least {LEAST_TEMPERATURE}, or 0 where greedy is meant")
     return temperature
@@ -41,9 +41,9 @@ class Idle(NamedTuple):
     """Goes on after "with key=value" of the first term, or after "has no effect" where it begins with a letter."""
 
     def problem(self, sections: object, key: str) -> str | None:
-        """The sentence for a key of these; None where it has an effect."""
+        """Return the sentence for a key of these, or None if it has an effect."""
         terms = [re.split(r"(!?[=~])", term, maxsplit=1) for term in self.when.split()]
-        if not all(_holds(value_at(sections, path), sign, wanted) for path, sign, wanted in terms):
+        if not all(_term_matches(value_at(sections, path), sign, wanted) for path, sign, wanted in terms):
             return None
         path, sign, wanted = terms[0]
         value = value_at(sections, key)
@@ -55,9 +55,9 @@ class Idle(NamedTuple):
         return f"{key}: {got}has no effect {why}"
 
 
-def _holds(value: object, sign: str, wanted: str) -> bool:
-    found = wanted in str(value) if sign[-1] == "~" else literal(value) in wanted.split("|")
-    return found != sign.startswith("!")
+def _term_matches(value: object, sign: str, wanted: str) -> bool:
+    matches = wanted in str(value) if sign[-1] == "~" else literal(value) in wanted.split("|")
+    return matches != sign.startswith("!")
 
 
 class Section(BaseModel):
@@ -75,7 +75,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
     idle: ClassVar[list[Idle]] = []
-    """Of the class that declares the keys; the default of a key is no choice."""
+    """Rules of the class that declares the keys; the default of a key is no choice."""
 
     @model_validator(mode="after")
     def _no_idle_keys(self) -> Self:
@@ -108,7 +108,7 @@ class MethodConfig(Section):
 def by_name(
     schemas: Mapping[str, type[SectionT]], other: type[SectionT] | None = None, default: str | None = None
 ) -> Callable[[object], object]:
-    """A validator, to run before a field's own, that judges a mapping by the schema which its `name` picks.
+    """Return a validator, to run before a field's own, that judges a mapping by the schema which its `name` picks.
 
     Pydantic's discriminated unions are closed when a class is made, and plugins add to `schemas` later.
 
@@ -133,7 +133,7 @@ def by_name(
 
 
 def no_lookalike(value: object) -> object:
-    """For choices among whole numbers, where Python takes `true` for 1 and 1.0 for 1.
+    """Refuse `true` and 1.0 among whole numbers: Python takes both for 1.
 
     Raises:
         ValueError: a truth value or a fraction.
@@ -150,8 +150,8 @@ def is_address(url: str) -> bool:
         port = parts.port
     except ValueError:  # a port that is no number or above 65535, a bracket that is not closed
         return False
-    known = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
-    return known and url.isprintable() and " " not in url
+    http = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
+    return http and url.isprintable() and " " not in url
 
 
 class ServerArguments(Section):
@@ -179,37 +179,37 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def address_problem(url: str, more: str = "") -> str | None:
+def address_problem(url: str, suffix: str = "") -> str | None:
     """Say why `url` is no address that a config may hold, beginning with "got"; the password in one is not repeated.
 
     Args:
-        more: what is expected besides, for the sentence.
+        suffix: further expectation, for the sentence.
     """
     if "@" in url.partition("?")[0]:
         return "got an address with a user or password, which run directories would keep; take an environment variable"
     if not is_address(url):
-        return f"got '{url}', expected http://HOST[:PORT]… or https://…{more}"
-    named = [name for name, value in parse_qsl(urlsplit(url).query) if secret_name(name) and holder(value) is None]
-    if named:
+        return f"got '{url}', expected http://HOST[:PORT]… or https://…{suffix}"
+    secrets = [name for name, value in parse_qsl(urlsplit(url).query) if secret_name(name) and holder(value) is None]
+    if secrets:
         return (
-            f"got an address with a secret in its query ({named[0]}), which run directories would keep; "
-            f"take an environment variable: {named[0]}=${{oc.env:NAME}}"
+            f"got an address with a secret in its query ({secrets[0]}), which run directories would keep; "
+            f"take an environment variable: {secrets[0]}=${{oc.env:NAME}}"
         )
     return None
 
 
-def reasons(error: ValidationError, most: int = 5) -> str:
-    """The fields that a schema refuses, and why, in one line."""
-    problems = error.errors(include_url=False, include_context=False, include_input=False)[:most]
-    places = (".".join(str(part) for part in problem["loc"]) for problem in problems)
+def reasons(error: ValidationError, limit: int = 5) -> str:
+    """Return the fields that a schema refuses, and why, in one line."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)[:limit]
+    paths = (".".join(str(part) for part in problem["loc"]) for problem in problems)
     return "; ".join(
         f"{path}: {problem['msg'].removeprefix('Value error, ')}".removeprefix(": ")
-        for path, problem in zip(places, problems, strict=True)
+        for path, problem in zip(paths, problems, strict=True)
     )
 
 
 def value_at(sections: object, path: str) -> object:
-    """Value at a path of sections or of a composed mapping; None where nothing does."""
+    """Return the value at a path of sections or of a composed mapping; None if there is none."""
     value = sections
     for part in path.split("."):
         fields = value.__dict__ if isinstance(value, BaseModel) else value
@@ -217,19 +217,19 @@ def value_at(sections: object, path: str) -> object:
     return value
 
 
-def leaves(sections: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Dotted paths of a mapping of mappings, and their values; an empty mapping is a value."""
+def iter_leaves(sections: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the dotted paths of a mapping of mappings, and their values; an empty mapping is a value."""
     for key, value in sections.items():
         if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{above}{key}.")
+            yield from iter_leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{above}{key}", value
+            yield f"{prefix}{key}", value
 
 
 def flattened(config: Mapping[str, object]) -> dict[str, object]:
-    """Config path -> value; lists as tuples, so that values can be compared and counted, sections in them by number."""
+    """Map config paths to values; lists become tuples, to be compared and counted, sections in them by number."""
     flat: dict[str, object] = {}
-    for path, value in leaves(config):
+    for path, value in iter_leaves(config):
         if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
             flat |= flattened({path: {str(number): item for number, item in enumerate(value, start=1)}})
         else:
@@ -242,7 +242,7 @@ def _hashable(value: object) -> object:
 
 
 def idle_values(rules: Iterable[Idle], sections: Mapping[str, object] | BaseModel) -> list[str]:
-    """One sentence for each key without effect that has another value than its default."""
+    """Return one sentence for each key without effect whose value is not its default."""
     keys = [(rule, key) for rule in rules for key in rule.keys.split() if not is_default(sections, key)]
     return [text for rule, key in keys if (text := rule.problem(sections, key))]
 
@@ -256,14 +256,14 @@ def is_default(sections: Mapping[str, object] | BaseModel, path: str) -> bool:
 
 
 def literal(value: object) -> str:
-    """A value as it would be typed."""
+    """Format a value as on the command line."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(literal, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def quoted(value: object) -> str:
-    """A value in a message: a list as it would be typed, text in quotes."""
+def quote_value(value: object) -> str:
+    """Format a value for a message: a list as on the command line, text in quotes."""
     return literal(value) if isinstance(value, list | tuple) else repr(value)
 
 
@@ -283,12 +283,12 @@ FETCHED: Mapping[str, str] = {"smollm2_135m": "HuggingFaceTB/SmolLM2-135M-Instru
 
 
 def shipped_for(task: str) -> str:
-    """The model that `tiny` stands for with `task`; the first one where none was made for it."""
+    """Return the model that `tiny` stands for with `task`; the first model if no other was made for the task."""
     return next((model for model, tasks in SHIPPED.items() if task in tasks), "tiny")
 
 
 def under_tiny(name: object, path: object) -> list[str]:
-    """The one sentence for other weights under `model=tiny`, whose learning rate and limits suit none but its own."""
+    """Return the sentence for other weights under `model=tiny`, whose learning rate and limits suit only its own."""
     # a password in it is not repeated, and refused in a sentence of its own
     if name != "tiny" or not isinstance(path, str) or path in SHIPPED or user_in_address(path):
         return []

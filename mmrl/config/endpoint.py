@@ -120,7 +120,7 @@ class EndpointConfig(Endpoint):
 
 
 def _as_json(value: object) -> object:
-    """Tuples as lists all the way down."""
+    """Convert tuples to lists, recursively."""
     if isinstance(value, Mapping):
         return {key: _as_json(item) for key, item in value.items()}
     return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value

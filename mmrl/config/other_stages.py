@@ -28,13 +28,13 @@ class PromptConfig(MethodConfig):
     )
     validation_items: int | None = Field(None, ge=1, description="at most so many of these; null: 1000, as in MIPROv2")
     shuffles: ClassVar[bool] = False
-    """Whether the order of its train part comes from the run's seed, since DSPy has none for it."""
+    """True if the run's seed orders the train part, since DSPy has no seed for it."""
 
     def expected_trials(self, modules: int, validation: int) -> int:
-        """About how many trials it makes, for a progress bar; 0: as many as its budget of rollouts allows.
+        """Estimate the number of trials, for a progress bar; 0: as many as the budget of rollouts allows.
 
         Args:
-            modules: of the program.
+            modules: number of modules of the program.
             validation: examples that candidates are compared on.
         """
         return 0
@@ -45,7 +45,7 @@ class PromptConfig(MethodConfig):
         return None
 
     def minibatch_of(self, validation: int) -> int | None:
-        """Examples of a trial, where trials are no evaluations on all of so many."""
+        """Return the number of examples of a trial, if trials use fewer than all."""
         return None
 
 
@@ -219,7 +219,7 @@ PROMPT_SCHEMAS: dict[str, type[PromptConfig]] = {
 """Optimiser -> schema. The same names are in `conf/algo/`."""
 
 SFT = "sft"
-"""Its name after `algo=`."""
+"""Name after `algo=`."""
 
 
 class SftConfig(MethodConfig):

@@ -26,7 +26,7 @@ class RetrieverConfig(Section):
     snippet_words: int = Field(100, ge=1, description="a document's text is cut to this many words in prompts")
 
     def get(self, key: str) -> Any:
-        """The value of a key; None for a retriever that has none such (`index`, `url`, `cache_dir`)."""
+        """Return the value of a key; None if the retriever has no such key (`index`, `url`, `cache_dir`)."""
         return getattr(self, key, None)
 
     @property
@@ -79,7 +79,7 @@ class Bm25Config(LocalRetrieverConfig):
 
 
 class DenseConfig(LocalRetrieverConfig):
-    """One vector per passage."""
+    """Dense retrieval: one vector per passage."""
 
     encodes: ClassVar[bool] = True
     name: Literal["dense"]
@@ -146,18 +146,20 @@ class BuildIndexArguments(Section):
     plan: bool = Field(False, description="print sizes and stop")
 
     def section(self) -> RetrieverConfig:
-        """The same as a `task.retriever` section."""
+        """Return the keys as a `task.retriever` section."""
         schema = RETRIEVER_SCHEMAS[self.retriever]
         return schema(name=self.retriever, **self.model_dump(exclude=set(BuildIndexArguments.model_fields)))
 
 
 def build_schema(words: Collection[str]) -> type[BuildIndexArguments]:
-    """The keys of `mmrl index build` with the retriever that its words name."""
+    """Return the keys of `mmrl index build` with the retriever that its words name."""
     name = next((word.partition("=")[2] for word in words if word.startswith("retriever=")), "bm25")
     fields = RETRIEVER_SCHEMAS.get(name, Bm25Config).model_fields
     searching = LocalRetrieverConfig.model_fields
-    more: dict[str, Any] = {key: (field.annotation, field) for key, field in fields.items() if key not in searching}
-    return create_model("BuildIndexArguments", __base__=BuildIndexArguments, **more)
+    index_fields: dict[str, Any] = {
+        key: (field.annotation, field) for key, field in fields.items() if key not in searching
+    }
+    return create_model("BuildIndexArguments", __base__=BuildIndexArguments, **index_fields)
 
 
 class SearchIndexArguments(IndexArguments):

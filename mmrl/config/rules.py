@@ -21,7 +21,7 @@ _GREEDY = "eval.temperature=0.0 engine.endpoint.omit!~temperature"
 _PARSED = "with this task: nothing its modules write fails to parse"
 _ONCE = "with this task, whose program calls each module at most once: there are no lists of unequal length"
 
-# `facts.*` are those of `_with_facts`. For any value but the default, whoever set it:
+# `facts.*` are those of `_with_facts`. For any value but the default, set by the user or by a config file:
 RUNS = (
     Idle("train.warmup_steps", "train.schedule=constant", "; use train.schedule=constant_with_warmup"),
     Idle("train.old_logprobs algo.clip_high algo.loss", "algo.ratio_one=true"),
@@ -91,7 +91,7 @@ TYPED = (
     *(Idle(f"task.data.{split}_items", f"task.data.{split}=null", ": there is no such split") for split in SPLITS),
     # Their questions of the mini world are of one kind.
     Idle("task.dataset", f"task.name=search_agent|tool_agent {_MINI}", "on the mini world: it is for task.data"),
-    # What the papers drew from official files says nothing of the embedded world.
+    # The papers' samples are from official files, and do not apply to the embedded world.
     Idle("task.sample", _MINI, "on the mini world: it is for task.data"),
     Idle(
         "eval.parse_retries algo.parse_retries algo.format_failure_score algo.format_failure_best algo.failing_traces "
@@ -137,7 +137,7 @@ TYPED = (
 
 
 def across_sections(sections: Mapping[str, object] | BaseModel) -> list[str]:
-    """One sentence for each key that a value of another section leaves without effect.
+    """Return one sentence for each key that a value of another section leaves without effect.
 
     Args:
         sections: a command's config, or the sections of it that there are.
@@ -148,14 +148,14 @@ def across_sections(sections: Mapping[str, object] | BaseModel) -> list[str]:
 def without_effect(
     config: BaseModel, user_keys: Collection[str], reward_set: str, absent: Collection[str] = (), modules: int = 1
 ) -> list[str]:
-    """One sentence for each typed key that has no effect.
+    """Return one sentence for each typed key that has no effect.
 
     Args:
-        config: of a command.
+        config: config of a command.
         user_keys: keys as on the command line, without `+`.
         reward_set: in use.
-        absent: what the task's program never has (`tasks.base.FEATURES`).
-        modules: of the program.
+        absent: features that the task's program never has (`tasks.base.FEATURES`).
+        modules: number of modules of the program.
     """
     extended = _with_facts(config, reward_set=reward_set, absent=absent, modules=modules)
     # A key below the rule's (model.lora.r below model.lora) is switched off with it.
@@ -164,12 +164,12 @@ def without_effect(
 
 
 def _with_facts(sections: Mapping[str, object] | BaseModel, **facts: object) -> dict[str, object]:
-    """The sections, with what rules need beside them as `facts`."""
+    """Return the sections and, as `facts`, the other values that rules read."""
     other_path = value_at(sections, "policy") != value_at(sections, "model.path")
     return {**dict(sections), "facts": {"engine": engine_name(sections), "other_path": other_path, **facts}}
 
 
 def engine_name(config: Mapping[str, object] | BaseModel) -> str:
-    """The engine in use."""
+    """Return the engine in use."""
     name = value_at(config, "engine.name")
     return str(value_at(config, "hardware.engine") if name == "auto" else name)

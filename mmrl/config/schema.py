@@ -15,9 +15,9 @@ from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, PromptConfig, SftConfi
 from mmrl.config.tasks import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
 
 LARGEST_SEED = 2**32 - 1
-"""What numpy's generator takes, which transformers seeds too."""
+"""Limit of numpy's generator, which transformers seeds too."""
 ALL_LINEAR = "all-linear"
-"""In place of names of layers; peft's word."""
+"""Peft's word for all linear layers, instead of names."""
 
 
 class LoraConfig(Section):
@@ -46,7 +46,7 @@ class LoraConfig(Section):
 
 
 class ModuleWeights(Section):
-    """One module's LoRA adapter."""
+    """LoRA adapter of one module."""
 
     adapter: str | None = Field(
         None, description="name of the adapter; modules with one name share it; null: a separate one"
@@ -161,7 +161,7 @@ class EvalConfig(Section):
 TrackerName = Literal["wandb", "tensorboard", "mlflow", "comet_ml", "trackio", "aim", "clearml", "dvclive", "swanlab"]
 """The trackers of `accelerate.tracking`."""
 WITH_PROJECTS = ("wandb", "mlflow", "comet_ml", "trackio", "clearml", "swanlab")
-"""Those that keep runs in projects; TensorBoard, Aim and DVCLive keep them in the run directory."""
+"""Trackers that keep runs in projects; TensorBoard, Aim and DVCLive keep them in the run directory."""
 
 
 class RunConfig(Section):
@@ -214,7 +214,7 @@ class RootConfig(Section):
     plugins: tuple[str, ...] = Field((), description="packages imported first; they may add tasks and algorithms")
 
     def in_folder(self, folder: str | None) -> Self:
-        """With this run directory; None: with none, as a user leaves it out."""
+        """Return a copy with this run directory; None: without one, as if left out."""
         return self.model_copy(update={"run": self.run.model_copy(update={"dir": folder})})
 
     # Not `by_name` as for the task: what `auto` stands for is in another section, validated before this one.
@@ -290,7 +290,7 @@ class SftCommandConfig(WeightsConfig):
 
 
 def stage_schema(name: object) -> type[StageConfig]:
-    """The schema of `mmrl train algo=name`; for unknown names that of the algorithms, which refuses them."""
+    """Return the schema of `mmrl train algo=name`; for unknown names that of the algorithms, which refuses them."""
     # a damaged file may hold anything
     if isinstance(name, str) and name in PROMPT_SCHEMAS:
         return PromptCommandConfig
@@ -325,5 +325,5 @@ class EvalCommandConfig(RootConfig):
 
 
 def schema_of(config: Mapping[str, object]) -> type[RootConfig]:
-    """The schema of a command's config, as composed or as a run has stored it."""
+    """Return the schema of a command's config, as composed or as a run has stored it."""
     return EvalCommandConfig if "policy" in config else stage_schema(value_at(config, "algo.name"))

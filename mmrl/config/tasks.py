@@ -42,7 +42,7 @@ class DataConfig(Section):
         return {**raw, **dict.fromkeys(SPLITS, MINI)}
 
     def source_of(self, split: str) -> str | None:
-        """Source of the examples of `train`, `dev` or `test`; None: there is no such split."""
+        """Return the source of the examples of `train`, `dev` or `test`; None: there is no such split."""
         return {"train": self.train, "dev": self.dev, "test": self.test}[split]
 
     @property
@@ -52,7 +52,7 @@ class DataConfig(Section):
         return {split: source for split, source in sources.items() if source is not None and source != MINI}
 
     def items_of(self, split: str) -> int | None:
-        """Number of examples of a split that are used; None: all."""
+        """Return the number of examples of a split that are used; None: all."""
         return {"train": self.train_items, "dev": self.dev_items, "test": self.test_items}[split]
 
 
@@ -285,5 +285,5 @@ BUILT_IN = tuple(TASK_SCHEMAS)
 
 
 def task_schema(name: str) -> type[TaskConfig]:
-    """The schema of a task, built in or a plugin's."""
+    """Return the schema of a task, built in or a plugin's."""
     return TASK_SCHEMAS.get(name, PluginTaskConfig)

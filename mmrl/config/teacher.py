@@ -14,7 +14,7 @@ STUDENT = "student"
 
 
 class TeacherConfig(Section):
-    """One program that makes rollouts for mmGRPO: the task's, under another policy."""
+    """Teacher of mmGRPO: the task's program under another policy, which makes rollouts."""
 
     name: str = Field(min_length=1, description="`student` is the policy in training; any other name is a teacher")
     policy: str | None = Field(
@@ -27,13 +27,13 @@ class TeacherConfig(Section):
     @model_validator(mode="after")
     def _policy(self) -> Self:
         # A teacher has to differ from the student in something, else its rollouts are the student's under another name.
-        other = [key for key in ("policy", "endpoint", "prompts") if getattr(self, key) is not None]
-        if self.name == STUDENT and other:
-            raise ValueError(f"got {' and '.join(other)} for {STUDENT}, the policy in training; leave them out")
-        if self.name != STUDENT and not other:
+        keys = [key for key in ("policy", "endpoint", "prompts") if getattr(self, key) is not None]
+        if self.name == STUDENT and keys:
+            raise ValueError(f"got {' and '.join(keys)} for {STUDENT}, the policy in training; leave them out")
+        if self.name != STUDENT and not keys:
             raise ValueError(
                 f"got neither policy, endpoint nor prompts for '{self.name}'; set one, or name it {STUDENT}"
             )
-        if "policy" in other and "endpoint" in other:
+        if "policy" in keys and "endpoint" in keys:
             raise ValueError(f"got a policy and an endpoint for '{self.name}'; leave one of the two out")
         return self

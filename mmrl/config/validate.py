@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
-from mmrl.config.base import Section, flattened, literal, quoted, shipped_for, under_tiny, value_at
+from mmrl.config.base import Section, flattened, literal, quote_value, shipped_for, under_tiny, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
@@ -47,7 +47,7 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool =
     try:
         config = schema.model_validate(dict(raw))
     except ValidationError as error:
-        # What names a secret has its sentence, and the other one might repeat it.
+        # A secret is reported already, and pydantic's sentence might repeat its value.
         named = tuple(f"{problem.partition(': ')[0]}: " for problem in problems)
         problems += [sentence for sentence in explain(schema, error, raw=raw) if not sentence.startswith(named)]
     if problems:
@@ -56,7 +56,7 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool =
 
 
 def _secrets_in(raw: Mapping[str, object]) -> list[str]:
-    """Secrets among the values, which every run directory would keep, and where they belong."""
+    """Report secrets among the values, which every run directory would keep, and where they belong."""
     problems = []
     for path, value in flattened(raw).items():
         key, text = path.rpartition(".")[2], literal(value)
@@ -89,14 +89,14 @@ def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> Conf
 
 
 def as_tuples(value: object) -> object:
-    """Lists as tuples, missing values (`???`) left out: what strict models take."""
+    """Convert lists to tuples and drop missing values (`???`), as strict models require."""
     if isinstance(value, dict):
         return {str(key): as_tuples(item) for key, item in value.items() if item != "???"}
     return tuple(as_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _with_shipped(config: ConfigT) -> ConfigT:
-    """`tiny` replaced by the shipped model that plays the task, wherever weights are named."""
+    """Replace `tiny` by the shipped model that plays the task, wherever weights are named."""
     # Here and not where weights load, so that config.yaml and report name the model that was really used.
     shipped = shipped_for(config.task.name)
     changed: dict[str, object] = {}
@@ -118,7 +118,7 @@ class _AlgoAlone(Section):
 
 
 def algo_section(raw: object) -> AlgoConfig:
-    """`algo` alone, by its own schema.
+    """Validate `algo` alone, by its own schema.
 
     Raises:
         ConfigError: every problem.
@@ -130,7 +130,7 @@ def algo_section(raw: object) -> AlgoConfig:
 
 
 def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, object] | None = None) -> list[str]:
-    """Sentences for pydantic's errors, in the words of the command line.
+    """Return a sentence for each pydantic error, in the words of the command line.
 
     Args:
         raw: the config that was validated, for the names that choose schemas.
@@ -142,10 +142,10 @@ def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, o
         if kind == "extra_forbidden":
             sentences += _unknown_key(schema, parts, item["input"], raw or {})
         elif kind == "missing":
-            how = "expected model.path=FOLDER_OR_HUB_ID" if path == "model.path" else "a value is required"
-            sentences.append(f"{path}: missing, {how}")
+            expected = "expected model.path=FOLDER_OR_HUB_ID" if path == "model.path" else "a value is required"
+            sentences.append(f"{path}: missing, {expected}")
         elif kind == "value_error":
-            # A section's own check names the key itself, a field's own check starts with what it got.
+            # The check of a section names the key itself; the check of a field starts with "got".
             for message in item["ctx"]["error"].args:
                 sentences.append(
                     f"{path}: {message}" if message.startswith("got ") else f"{path}.{message}".lstrip(".")
@@ -153,10 +153,10 @@ def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, o
         else:
             section = f"a section: {path}.KEY=VALUE"
             words = {"model_type": section, "dict_type": section, "tuple_type": f"a list: {path}=[a,b]"}
-            plain = (
+            wanted = (
                 item["msg"].removeprefix("Input should be ").removeprefix("a valid ").replace("String should ", "to ")
             )
-            sentences.append(f"{path}: got {quoted(item['input'])}, expected {words.get(kind, plain)}")
+            sentences.append(f"{path}: got {quote_value(item['input'])}, expected {words.get(kind, wanted)}")
     return sentences
 
 
@@ -164,39 +164,39 @@ LABELS = {"task": "task ", "engine": "engine=", "task.retriever": "task.retrieve
 
 
 def _unknown_key(schema: type[BaseModel], parts: list[str], value: object, raw: Mapping[str, object]) -> Iterator[str]:
-    """Sentences for a key that is not in its section's schema."""
-    path, above, key = ".".join(parts), ".".join(parts[:-1]), parts[-1]
+    """Yield sentences for a key that is not in its section's schema."""
+    path, section, key = ".".join(parts), ".".join(parts[:-1]), parts[-1]
     fields = _fields_at(schema, parts[:-1], raw)
     if fields is None:
         return  # the name that chooses the schema is wrong itself, and is reported
-    having = [name for name, other in CHOICES.get(above, {}).items() if key in other.model_fields]
-    if having:
-        name, users = _chosen_name(raw, above), ", ".join(having)
-        # One sentence for each key that was typed: `task.judge.url`, not the section around it.
+    owners = [name for name, other in CHOICES.get(section, {}).items() if key in other.model_fields]
+    if owners:
+        name, users = _chosen_name(raw, section), ", ".join(owners)
+        # A sentence for each key that was typed: `task.judge.url`, not the section around it.
         for leaf, leaf_value in flattened({path: value}).items():
-            got = "" if above == "algo" else f"got {literal(leaf_value)}, which "
-            yield f"{leaf}: {got}has no effect with {LABELS.get(above, '')}{name}; it is an option of {users}"
+            got = "" if section == "algo" else f"got {literal(leaf_value)}, which "
+            yield f"{leaf}: {got}has no effect with {LABELS.get(section, '')}{name}; it is an option of {users}"
     else:
-        meant = nearest(key, fields) if above else meant_keys(key) or nearest(key, fields)
-        yield f"{path}: unknown key{meant} (valid here: {', '.join(sorted(fields))})"
+        hint = nearest(key, fields) if section else meant_keys(key) or nearest(key, fields)
+        yield f"{path}: unknown key{hint} (valid here: {', '.join(sorted(fields))})"
 
 
 def meant_keys(key: str) -> str:
-    """`"; did you mean train.steps?"` for a key that was typed without its section, or an empty string."""
-    found = []
+    """Return `"; did you mean train.steps?"` for a key that was typed without its section, or an empty string."""
+    keys = []
     for section, field in TrainCommandConfig.model_fields.items():
         kinds = CHOICES.get(section, {}).values() or _sections_of(field.annotation)
         if any(key in kind.model_fields for kind in kinds):
-            found.append(f"{section}.{key}")
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+            keys.append(f"{section}.{key}")
+    return f"; did you mean {' or '.join(keys)}?" if keys else ""
 
 
 def _chosen_name(raw: Mapping[str, object], path: str) -> str:
-    """The name that picks the schema at `path`, as far as the mapping gives one."""
+    """Return the name that picks the schema at `path`, as far as the mapping gives one."""
     section = value_at(raw, path)
     # the defaults of the two sections whose name may be left out
-    default = {"engine": "auto", "task.retriever": "bm25"}.get(path)
-    name = section.get("name", default) if isinstance(section, Mapping) else default
+    wanted = {"engine": "auto", "task.retriever": "bm25"}.get(path)
+    name = section.get("name", wanted) if isinstance(section, Mapping) else wanted
     if path == "engine" and name == "auto":
         hardware = value_at(raw, "hardware")
         fallback = HardwareConfig.model_fields["engine"].default
@@ -205,24 +205,24 @@ def _chosen_name(raw: Mapping[str, object], path: str) -> str:
 
 
 def _fields_at(schema: type[BaseModel], location: Iterable[str], raw: Mapping[str, object]) -> list[str] | None:
-    """Field names of the section at `location` below `schema`; None where its schema is not known."""
+    """Return the field names of the section at `location` below `schema`; None if its schema is not known."""
     path = ""
     for part in location:
         path = f"{path}.{part}".lstrip(".")
         if path in CHOICES:
             # the annotation names the base class; the config's name says which subclass validated
             name = _chosen_name(raw, path)
-            chosen = task_schema(name) if path == "task" else CHOICES[path].get(name)
-            if chosen is None:
+            choice = task_schema(name) if path == "task" else CHOICES[path].get(name)
+            if choice is None:
                 return None
-            schema = chosen
+            schema = choice
         elif part in schema.model_fields:  # else a key of a mapping of sections, or a number in a list of them
             schema = next(_sections_of(schema.model_fields[part].annotation), schema)
     return [field.alias or name for name, field in schema.model_fields.items()]
 
 
 def _sections_of(annotation: object) -> Iterator[type[BaseModel]]:
-    """The schemas in a type: optional sections, mappings and lists of sections have theirs among its arguments."""
+    """Yield the schemas in a type: those of optional sections, mappings and lists are among its arguments."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):

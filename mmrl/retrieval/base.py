@@ -1,4 +1,4 @@
-"""What a retriever is: queries in, scored documents out. Used by the tools of tasks."""
+"""Retriever interface: queries in, scored documents out. Used by the tools of tasks."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One passage of a corpus."""
+    """Passage of a corpus."""
 
     id: str
     """Unique within its corpus."""
     title: str
     text: str
     score: float = 0.0
-    """By the retriever, for a query; higher is better; 0 outside a search."""
+    """Score by the retriever, for a query; higher is better; 0 outside a search."""
 
 
 class Retriever(ABC):
     """Searches one corpus. All that callers use of a retriever is here; only `search` has to be written."""
 
     over_http: bool = False
-    """Whether a search waits for a server: then callers await `search_async`, so that other rollouts go on."""
+    """True if a search waits for a server: then callers await `search_async`, so that other rollouts go on."""
 
     @abstractmethod
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
-        """The best documents for each query.
+        """Return the best documents for each query.
 
         Args:
             queries: any text, also empty.
-            top_k: how many documents to return at most, one number for each query.
+            top_k: maximum number of documents, for each query.
 
         Returns:
             One list for each query, best first, ties in corpus order; shorter than `top_k` when fewer documents match.
@@ -46,7 +46,7 @@ class Retriever(ABC):
         return
 
     async def search_async(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
-        """`search` for callers on an event loop."""
+        """Search as `search`, for callers on an event loop."""
         # In process a search is computation: a thread would only compete with the decode loop for the interpreter.
         return self.search(queries, top_k)
 
@@ -62,7 +62,7 @@ class Retriever(ABC):
 
 
 def whole_text(text: str) -> str:
-    """`text` in which U+FFFD stands for each half of a UTF-16 pair: no tokenizer and no file takes those."""
+    """Replace each lone UTF-16 surrogate in `text` by U+FFFD: no tokenizer and no file takes those."""
     try:
         text.encode()
     except UnicodeEncodeError:

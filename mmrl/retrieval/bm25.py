@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 WORD = re.compile(r"\w+")
 MANIFEST = "manifest.json"
-"""Of a cached index: sizes and digests of its files."""
+"""Manifest of a cached index: sizes and digests of its files."""
 FORMAT = 2
 """Part of the cache key: raise it when tokenisation or files change."""
 
@@ -50,7 +50,7 @@ class Bm25Settings:
     """Language of the words that are left out (before stemming), or `none`."""
 
     def tokenizer(self) -> Callable[[str], list[str]]:
-        """From a text to its indexed words."""
+        """Return the function from a text to its indexed words."""
         stop = _stop_words(self.stopwords)
         if self.stemmer == "none":
             return lambda text: tokenize(text, stop)
@@ -92,7 +92,7 @@ class Bm25Retriever(Retriever):
         self.documents = documents
         self._words = settings.tokenizer()
         build = partial(_build, documents, settings)
-        # An index folder is checked by whoever opens it; the cache is checked in here.
+        # An index folder is checked where it is opened; the cache is checked here.
         if built is not None:
             self._index = _load(built)
         elif cache is None:
@@ -122,12 +122,12 @@ def write_index(folder: Path, documents: Sequence[Document], settings: Bm25Setti
 
 
 def tokenize(text: str, stop: frozenset[str]) -> list[str]:
-    """Lower-cased words without stop words."""
+    """Return the lower-cased words without stop words."""
     return [word for word in WORD.findall(text.lower()) if word not in stop]
 
 
 def top_indices(scores: np.ndarray, k: int) -> list[int]:
-    """Indices of the k highest positive scores, best first; equal scores in index order. Shape of scores: (n,)."""
+    """Return the indices of the k highest positive scores (n,), best first; equal scores in index order."""
     # A full sort of a million scores would cost more than scoring them. The k-th highest is a threshold; whatever ties
     # with it stays in, so that the stable sort below breaks ties by index.
     if k < len(scores):
@@ -163,7 +163,7 @@ def _build(documents: Sequence[Document], settings: Bm25Settings) -> BM25:
 
 
 def _cached(folder: Path, build: Callable[[], BM25]) -> BM25:
-    """The index in `folder`; built, and saved there, where it is missing or damaged.
+    """Return the index in `folder`; build and save it there if it is missing or damaged.
 
     Where the cache cannot be written, it is built for this process alone, with a notice.
 
@@ -174,7 +174,7 @@ def _cached(folder: Path, build: Callable[[], BM25]) -> BM25:
         try:
             verify(folder, json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
             return _load(folder)
-        # bm25s raises anything on a damaged file; whatever it is, building again is the cure.
+        # bm25s raises any exception on a damaged file; building again repairs it.
         except Exception as error:
             log.warning("cached index %s is damaged (%s); it is rebuilt", folder, error)
             shutil.rmtree(folder, ignore_errors=True)
@@ -185,7 +185,7 @@ def _cached(folder: Path, build: Callable[[], BM25]) -> BM25:
             index.save(work, show_progress=False)
             (work / MANIFEST).write_text(json.dumps(file_checks(work), indent=1), encoding="utf-8")
     except OSError as error:
-        # Of several builders the first to finish wins: the content is the same.
+        # The first of several builders to finish wins: the content is the same.
         if not (folder / MANIFEST).is_file():
             log.warning("cannot write the cache %s (%s); the index stays in memory", folder.parent, error)
     return index
@@ -198,7 +198,7 @@ def _load(folder: Path) -> BM25:
 
 
 def _key(documents: Sequence[Document], settings: Bm25Settings) -> str:
-    """Hash of all that the index depends on: corpus in order, settings, bm25s' version."""
+    """Hash what the index depends on: corpus in order, settings, bm25s' version."""
     from bm25s import __version__
 
     state = hashlib.blake2b(f"{FORMAT} {__version__} {settings}".encode(), digest_size=16)

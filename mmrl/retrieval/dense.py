@@ -51,10 +51,10 @@ class Treatment:
     encoder: str
     """`own` (the model's files), or a name of `PRESETS`, whose token vectors are averaged."""
     normalise: bool | None = None
-    """Whether vectors have length 1, so that inner products are cosines; None: where the model is compared by those."""
+    """True if vectors have length 1, so that inner products are cosines; None: if the model is compared by those."""
     query_prompt: str | None = None
     passage_prompt: str | None = None
-    """In front of every query and passage; None: the model's own."""
+    """Texts in front of every query and passage; None: the model's own."""
 
 
 PRESETS: Mapping[str, Treatment] = {
@@ -71,7 +71,7 @@ FAMILIES = {
 
 
 def treatment_of(config: DenseConfig, model: str) -> Treatment:
-    """The treatment that a section describes for a model, a folder or hub id."""
+    """Return the treatment that a section describes for a model, a folder or hub id."""
     name = Path(model).name.lower()
     family = next((family for family, names in FAMILIES.items() if names.fullmatch(name)), "own")
     base = PRESETS.get(config.encoder or family, Treatment(encoder="own"))
@@ -84,7 +84,7 @@ class Encoder:
 
     Args:
         model: folder or hub id of an encoder, or the name of a fetched one.
-        treatment: of texts; `own` ones are sentence-transformers' `encode_query` and `encode_document`.
+        treatment: treatment of texts; `own` ones are sentence-transformers' `encode_query` and `encode_document`.
         device: `cpu` or `cuda`.
         batch_size: texts encoded at once.
     """
@@ -110,8 +110,8 @@ class Encoder:
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise DataError(f"encoder '{self.model}': cannot be loaded by sentence-transformers: {error}") from None
         if encoder.similarity_fn_name not in (None, "cosine", "dot"):
-            how = f"is compared by {encoder.similarity_fn_name}, expected cosine or dot (inner product)"
-            raise DataError(f"encoder '{self.model}': {how}")
+            problem = f"is compared by {encoder.similarity_fn_name}, expected cosine or dot (inner product)"
+            raise DataError(f"encoder '{self.model}': {problem}")
         if self.treatment.normalise is False and any(isinstance(module, Normalize) for module in encoder):
             raise DataError(f"encoder '{self.model}': normalise=false has no effect: its own files normalise")
         return encoder
@@ -127,14 +127,14 @@ class Encoder:
             _ = self._network
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
-        """Vectors of queries: float32, shape (texts, dimension)."""
+        """Encode queries: float32, shape (texts, dimension)."""
         # The lock: the network is loaded once, and its tokenizer is not safe in two threads.
         with self._lock:
             network = self._limited(QUERY_TOKENS)
             return self._encoded(network.encode_query, texts, self.treatment.query_prompt)
 
     def passages(self, documents: Sequence[Document], advance: Advance = lambda done: None) -> np.ndarray:
-        """Vectors of passages (title and text): float32, shape (documents, dimension).
+        """Encode passages (title and text): float32, shape (documents, dimension).
 
         Args:
             documents: the passages.
@@ -164,7 +164,7 @@ class Encoder:
         return np.asarray(vectors, dtype=np.float32)
 
     def _limited(self, tokens: int) -> SentenceTransformer:
-        """The network, cutting texts at `tokens`; a model's own files name a limit of their own."""
+        """Return the network, which cuts texts at `tokens`; a model's files name a limit of their own."""
         network = self._network
         if self.treatment.encoder != "own":
             network.max_seq_length = min(tokens, self._positions)
@@ -245,7 +245,7 @@ def build(folder: Path, documents: Sequence[Document], encoder: Encoder, form: s
 
 
 def _encode_shards(folder: Path, documents: Sequence[Document], encoder: Encoder) -> list[Path]:
-    """The files of all shards, in corpus order; those of an earlier attempt are reused."""
+    """Encode all shards and return their files, in corpus order; those of an earlier attempt are reused."""
     folder.mkdir(exist_ok=True)
     files = []
     with progress("encoding", len(documents)) as advance:
@@ -255,10 +255,10 @@ def _encode_shards(folder: Path, documents: Sequence[Document], encoder: Encoder
             # A killed build leaves no half of a shard: it is written beside its place and renamed.
             if not file.is_file():
                 work = file.with_suffix(".tmp")
-                with work.open("wb") as out:
-                    np.savez(out, vectors=encoder.passages(part, advance))
-                    out.flush()
-                    os.fsync(out.fileno())
+                with work.open("wb") as output:
+                    np.savez(output, vectors=encoder.passages(part, advance))
+                    output.flush()
+                    os.fsync(output.fileno())
                 os.replace(work, file)
             else:
                 advance(len(part))

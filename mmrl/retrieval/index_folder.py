@@ -31,10 +31,10 @@ from mmrl.system.files import atomic_write, remove_leftovers, take_lock, user_pa
 
 FORMAT = 3
 INFO, PLAN, LOCK = "index.json", "plan.json", "lock"
-"""Of a finished index; of an unfinished one: its settings, and who builds."""
+"""File of a finished index; files of an unfinished one: its settings, and the process that builds it."""
 
 DIMENSION = 768
-"""Of the vectors of contriever and E5-base, for estimates."""
+"""Dimension of the vectors of contriever and E5-base, for estimates."""
 BM25_DISK, BM25_BUILD, BM25_SEARCH = 0.9, 8.0, 0.05
 """Bytes per byte of text: index files; memory while building; memory while searching, beside the mapped files."""
 
@@ -70,7 +70,7 @@ class IndexInfo(IndexSpec):
 
 
 def spec_of(config: RetrieverConfig) -> IndexSpec:
-    """The index that a `task.retriever` section without `index` describes."""
+    """Return the spec of the index that a `task.retriever` section without `index` describes."""
     if isinstance(config, DenseConfig):
         model = config.model or dense.DEFAULT_MODEL
         settings = {"model": model, **asdict(dense.treatment_of(config, model)), "faiss": config.faiss}
@@ -89,7 +89,7 @@ def read_info(folder: Path, key: str = "task.retriever.index") -> IndexInfo:
 
     Args:
         folder: made by `build_index`.
-        key: what the user typed, for messages.
+        key: key that the user typed, for messages.
 
     Raises:
         DataError: no index, one that is not finished, or a damaged one.
@@ -125,10 +125,10 @@ def build_index(
         folder: does not exist; made in one step when the build is done.
         spec: kind and settings.
         documents: gives the passages; those of an earlier attempt are written again, their vectors kept.
-        sources: where they come from, for people.
+        sources: origin of the documents, for people.
         stamp: changes when the content of the sources does; an earlier attempt with another is not continued.
-        device: of the encoder.
-        batch_size: of the encoder.
+        device: device of the encoder.
+        batch_size: batch size of the encoder.
         on_corpus: called with the passages' counts before anything is encoded.
 
     Raises:
@@ -182,7 +182,7 @@ def _finish(
 
 
 def partial_of(folder: Path) -> Path:
-    """The folder in which the index that will be `folder` is built."""
+    """Return the folder in which an index is built before it is moved to `folder`."""
     return folder.with_name(f"{folder.name}.partial")
 
 
@@ -208,7 +208,7 @@ def _build(work: Path, passages: PassageStore, spec: IndexSpec, device: str, bat
 def open_index(
     folder: Path, info: IndexInfo, passages: PassageStore, *, device: str = "cpu", batch_size: int = 32
 ) -> Retriever:
-    """The retriever of an index folder; everything large is memory-mapped, encoders load at the first query.
+    """Return the retriever of an index folder; everything large is memory-mapped, encoders load at the first query.
 
     Raises:
         OSError, ValueError, RuntimeError: damaged files.
@@ -220,12 +220,12 @@ def open_index(
 
 
 def estimated_bytes(spec: IndexSpec, passages: int, text_bytes: int) -> dict[str, float]:
-    """Estimates of `disk` (finished index), `work` (more disk while building), `build` and `search` (memory), in bytes.
+    """Estimate `disk` (index), `work` (more disk while building), `build` and `search` (memory), in bytes.
 
     Args:
         spec: kind and settings.
-        passages: how many.
-        text_bytes: of all titles and texts.
+        passages: number of passages.
+        text_bytes: size of all titles and texts.
     """
     # Dense follows from the arrays that it writes. BM25 on disk was within 20 % on corpora of 6 to 307 MB;
     # its memory to build is what a million passages took (docs/performance.md).
@@ -246,7 +246,7 @@ def estimated_bytes(spec: IndexSpec, passages: int, text_bytes: int) -> dict[str
 
 
 def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: Path) -> Path:
-    """The index folder of a corpus in memory, built in the cache where it is not there yet or is damaged.
+    """Return the index folder of a corpus in memory, built in the cache if it is missing or damaged.
 
     Raises:
         DataError: it cannot be built.
@@ -261,7 +261,7 @@ def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: 
     if _is_whole(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Of several processes one builds, and the others wait for it.
+    # One process builds, and the others wait for it.
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         if not _is_whole(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -281,7 +281,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def model_identity(model: str) -> str:
-    """A text that changes when the weights behind a model's name do: hash of a folder's files, or a cached revision."""
+    """Return a text that changes with the weights behind a model's name: hash of a folder's files, or a revision."""
     model = encoder_source(model)
     folder = user_path(model)
     if not folder.is_dir():

@@ -72,7 +72,7 @@ class DspyRequest(BaseModel):
 
 
 def read_request(model: type[M], fields: object) -> M:
-    """A request that is the protocol's, within the limits.
+    """Parse and check a request of the protocol, within the limits.
 
     Raises:
         BadRequest: with every field that is wrong, and why.
@@ -84,14 +84,14 @@ def read_request(model: type[M], fields: object) -> M:
 
 
 def search_r1_item(document: Document, scored: bool) -> dict[str, object]:
-    """One passage of a Search-R1 reply."""
+    """Return one passage in the format of a Search-R1 reply."""
     contents = f"{document.title}\n{document.text}"
     fields = {"id": document.id, "title": document.title, "text": document.text, "contents": contents}
     return {"document": fields, "score": document.score} if scored else dict(fields)
 
 
 def dspy_item(document: Document, rank: int, *, posted: bool = False) -> dict[str, object]:
-    """One passage of a DSPy reply; DSPy's client copies `text` to `long_text` itself, but not of what it posted for."""
+    """Return one passage of a DSPy reply; DSPy's client copies `text` to `long_text` itself, except after a POST."""
     text = f"{document.title} | {document.text}"
     item: dict[str, object] = {"text": text, "pid": document.id, "rank": rank, "score": document.score}
     return {**item, "long_text": text} if posted else item
@@ -101,7 +101,7 @@ def dspy_item(document: Document, rank: int, *, posted: bool = False) -> dict[st
 
 
 def read_search_r1_reply(reply: object, queries: int) -> list[list[Document]]:
-    """The documents of each query.
+    """Parse the documents of each query from a Search-R1 reply.
 
     Raises:
         ValueError, TypeError, KeyError, OverflowError: another shape, or another number of results than of queries.
@@ -127,7 +127,7 @@ def _search_r1_document(item: Mapping[str, object]) -> Document:
 
 
 def read_dspy_reply(reply: object) -> list[Document]:
-    """The documents of one query.
+    """Parse the documents of one query from a DSPy reply.
 
     Raises:
         ValueError, TypeError, KeyError, OverflowError: another shape, or an error message of the server.

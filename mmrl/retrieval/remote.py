@@ -36,7 +36,7 @@ class RemoteRetriever(Retriever):
     Args:
         url: `http(s)://host:port[/path]`. Search-R1: `/retrieve` is added unless it is there. DSPy: used as it is.
         protocol: `search_r1` or `dspy`.
-        timeout_s: of one attempt.
+        timeout_s: timeout of one attempt.
         retries: further attempts after a timeout, a refused connection, a status >= 500 (or 408, 409, 425, 429), or a
             reply that cannot be read.
         concurrency: requests under way at once; more wait for their turn.
@@ -88,7 +88,7 @@ class RemoteRetriever(Retriever):
         return await self._http.run(self._search(list(queries), list(top_k)))
 
     def ping(self) -> None:
-        """One search whose result does not matter.
+        """Send one search and ignore its result.
 
         Raises:
             RetrievalFailure: no usable answer.
@@ -144,7 +144,7 @@ class RemoteRetriever(Retriever):
     async def _send(
         self, method: str, read: Callable[[object], T], body: object, params: Mapping[str, str], limit: int
     ) -> T:
-        """One request with its retries."""
+        """Send one request, with retries."""
 
         def parse(content: bytes) -> T:
             try:
@@ -154,7 +154,7 @@ class RemoteRetriever(Retriever):
 
         try:
             return await self._http.request(
-                method, self.url, parse, body=body, params=params, limit=limit, before=self._before
+                method, self.url, parse, body=body, params=params, limit=limit, before=self._count_request
             )
         except HttpFailure as failure:
             self._counts["failures"] += 1
@@ -166,7 +166,7 @@ class RemoteRetriever(Retriever):
                 log.warning("%s; the rollout is aborted, and such failures are counted from here on", failed)
             raise failed from None
 
-    async def _before(self, number: int) -> None:
+    async def _count_request(self, number: int) -> None:
         self._counts["requests"] += 1
         self._counts["retries"] += number > 0
 
@@ -183,5 +183,5 @@ class RemoteRetriever(Retriever):
 
 
 def largest_reply(passages: int) -> int:
-    """Bytes that a reply with so many passages may have."""
+    """Return the largest size in bytes of a reply with so many passages."""
     return min(LARGEST_REPLY, LARGEST_PASSAGE * (passages + 1))

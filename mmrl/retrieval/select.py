@@ -27,7 +27,7 @@ PROBE_RETRIES = 2
 
 
 def open_index_corpus(config: RetrieverConfig) -> PassageStore:
-    """The passages of `task.retriever.index`.
+    """Open the passages of `task.retriever.index`.
 
     Raises:
         DataError: no such index, a damaged one, or one of another kind than `task.retriever.name`.
@@ -43,7 +43,7 @@ def open_index_corpus(config: RetrieverConfig) -> PassageStore:
 
 
 def retriever_problems(config: RetrieverConfig) -> list[str]:
-    """Problems known before a search: missing packages, an unusable index, a server that is not there."""
+    """Return problems known before a search: missing packages, an unusable index, a server that does not answer."""
     problems = packages_missing(config)
     if config.get("index") is not None:
         try:
@@ -68,7 +68,7 @@ def retriever_problems(config: RetrieverConfig) -> list[str]:
 
 
 def index_problems(key: str, info: IndexInfo) -> list[str]:
-    """Reasons why an index's encoder cannot be loaded, or no longer fits the index."""
+    """Return the reasons why an index's encoder cannot be loaded, or no longer fits the index."""
     if "model" not in info.settings:
         return []
     model = str(info.settings["model"])
@@ -80,7 +80,7 @@ def index_problems(key: str, info: IndexInfo) -> list[str]:
 
 
 def packages_missing(config: RetrieverConfig) -> list[str]:
-    """Packages of the extra `dense` that are missing."""
+    """Return the missing packages of the extra `dense`."""
     return [
         f"task.retriever.name: {config.name} needs the package of '{module}'; pip install 'mmrl[dense]'"
         for module in (NEEDED if config.encodes else ())
@@ -88,14 +88,14 @@ def packages_missing(config: RetrieverConfig) -> list[str]:
     ]
 
 
-def server_problems(what: str) -> list[str]:
-    """Packages of the extra `server` that are missing."""
+def server_problems(feature: str) -> list[str]:
+    """Return a sentence about the missing packages of the extra `server`."""
     missing = [module for module in ("fastapi", "uvicorn") if importlib.util.find_spec(module) is None]
-    return [f"{what} needs {' and '.join(missing)}; pip install 'mmrl[server]'"] if missing else []
+    return [f"{feature} needs {' and '.join(missing)}; pip install 'mmrl[server]'"] if missing else []
 
 
 def open_retriever(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
-    """The retriever of a section.
+    """Open the retriever of a section.
 
     Args:
         config: checked by `retriever_problems`.

@@ -52,7 +52,7 @@ class Batches:
 
     # No lock: everything but the search itself runs on the server's one event loop.
     async def search(self, queries: Sequence[str], k: int) -> list[list[Document]]:
-        """Results of each query. Raises what the retriever raised."""
+        """Search each query. Raises what the retriever raised."""
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in queries]
         self._waiting += [(query, k, future) for query, future in zip(queries, futures, strict=True)]
@@ -86,11 +86,11 @@ class Batches:
 def make_app(
     retriever: Retriever, facts: Mapping[str, str | int], *, max_batch: int = 64, token: str | None = None
 ) -> FastAPI:
-    """The HTTP application.
+    """Build the HTTP application.
 
     Args:
-        retriever: what it serves.
-        facts: what `/health` shows beside the status.
+        retriever: retriever to serve.
+        facts: fields of `/health` beside the status.
         max_batch: queries of one search.
         token: every request must bring it (`Authorization: Bearer …`); None: anybody may ask.
     """
@@ -126,7 +126,7 @@ def make_app(
 
 
 async def _respond(answer: Callable[[Request], Awaitable[object]], request: Request) -> Response:
-    """The reply to a request, or its error."""
+    """Return the reply to a request, or its error."""
     from fastapi.responses import Response
 
     status = 200

@@ -39,7 +39,7 @@ class CorpusFacts:
 
 
 def short_hash(text: str) -> int:
-    """64-bit hash of a title or an id."""
+    """Return the 64-bit hash of a title or an id."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
@@ -54,7 +54,7 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
         Counts and hash.
     """
     # Hashes, not texts: 21 million passages of Wikipedia are 14 GB of text.
-    known: set[bytes] = set()
+    hashes: set[bytes] = set()
     ids: set[int] = set()
     offsets, titles = [0], []
     digest = hashlib.blake2b(digest_size=16)
@@ -65,10 +65,10 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
             # Control characters as separators, so that titles and texts do not run into each other.
             content = f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass")
             key = hashlib.blake2b(content, digest_size=16).digest()
-            if key in known:
+            if key in hashes:
                 duplicates += 1
                 continue
-            known.add(key)
+            hashes.add(key)
             digest.update(content)
             text_bytes += len(content) - 2
             name = document.id
@@ -93,7 +93,7 @@ class PassageStore(Sequence[Document]):
     """The passages of an index folder, read through a memory map; safe to use from several threads.
 
     Args:
-        folder: where `write_passages` wrote.
+        folder: folder that `write_passages` wrote.
 
     Raises:
         OSError, ValueError: missing files; `read_info` has compared their content.
@@ -117,7 +117,7 @@ class PassageStore(Sequence[Document]):
         return Document(id=name, title=title, text=text)
 
     def identity(self) -> bytes:
-        """Changes when the passages do (their lengths and titles, which is enough to tell corpora apart)."""
+        """Return a text that changes with the passages (lengths and titles, which is enough to tell corpora apart)."""
         state = hashlib.blake2b(self._offsets.tobytes(), digest_size=16)
         state.update(self._titles.tobytes())
         return state.digest()

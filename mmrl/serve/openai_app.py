@@ -63,12 +63,12 @@ class _Shape:
 
     schema: type[ChatRequest] | type[CompletionRequest]
     prefix: str
-    whole: str
-    part: str
+    kind: str
+    chunk_kind: str
     content: Callable[[str], dict[str, object]]
     delta: Callable[[str], dict[str, object]]
     first: Mapping[str, object]
-    """What the first part of a stream holds besides."""
+    """Further fields of the first part of a stream."""
 
 
 CHAT = _Shape(
@@ -90,7 +90,7 @@ PLAIN = _Shape(
 
 
 def make_app(served: Served, token: str | None = None) -> FastAPI:
-    """The HTTP application.
+    """Build the HTTP application.
 
     Args:
         token: every request must bring it (`Authorization: Bearer …`); None: anybody may ask.
@@ -137,7 +137,7 @@ class _Server:
         self._longest = max(map(len, served.tokenizer.get_vocab()))
 
     async def answer(self, shape: _Shape, request: HttpRequest) -> Response:
-        """The reply to a request, or its refusal as an OpenAI error object."""
+        """Return the reply to a request, or its refusal as an OpenAI error object."""
         from fastapi.responses import JSONResponse
 
         try:
@@ -166,18 +166,18 @@ class _Server:
         try:
             running = _Running(self.served, parsed, await self._generation(parsed))
             # Once a stream has begun its status is sent, so what is refused at once must come before.
-            await running.begun()
+            await running.raise_refusal()
             if parsed.stream:
                 streams = True
                 return _stream_response(self._stream(running, shape), release)
             await _until_done(running.task, request)
-            return JSONResponse(_whole(running, shape))
+            return JSONResponse(_response_body(running, shape))
         finally:
             if not streams:
                 release()
 
     async def _generation(self, parsed: ChatRequest | CompletionRequest) -> Request:
-        """The request to the engine.
+        """Return the request to the engine.
 
         Raises:
             Refused: an unknown model, messages that the chat template does not take, or several prompts.
@@ -185,7 +185,7 @@ class _Server:
         if parsed.model not in self.served.models:
             text = f"model: got '{parsed.model[:100]}', expected one of {', '.join(self.served.models)}"
             raise Refused(404, text, "model", "model_not_found")
-        ids = await (self._chat(parsed) if isinstance(parsed, ChatRequest) else self._plain(parsed.prompt))
+        ids = await (self._chat(parsed) if isinstance(parsed, ChatRequest) else self._encode_prompt(parsed.prompt))
         # Without a seed a repeated request must give another completion; with one, the same.
         seed = secrets.randbits(64) if parsed.seed is None else parsed.seed
         sampling = Sampling(
@@ -209,7 +209,7 @@ class _Server:
         except TemplateError as error:
             raise Refused(400, f"messages: the model's chat template refuses them: {error}", "messages") from None
 
-    async def _plain(self, prompt: str | list[int] | list[str]) -> Sequence[int]:
+    async def _encode_prompt(self, prompt: str | list[int] | list[str]) -> Sequence[int]:
         # OpenAI's clients send one text as a list of one as often as they send it bare.
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
@@ -239,8 +239,8 @@ class _Server:
         return await asyncio.get_running_loop().run_in_executor(self._renderer, work)
 
     async def _stream(self, running: _Running, shape: _Shape) -> AsyncIterator[str]:
-        """The parts of a completion as server-sent events."""
-        head = running.head(shape.prefix, shape.part)
+        """Yield the parts of a completion as server-sent events."""
+        head = running.head(shape.prefix, shape.chunk_kind)
         try:
             if shape.first:
                 yield _event(head, choices=[{"index": 0, **shape.first, "finish_reason": None}])
@@ -257,7 +257,7 @@ class _Server:
 
 
 def _stream_response(events: AsyncIterator[str], release: Callable[[], None]) -> Response:
-    """A response of server-sent events.
+    """Return a response of server-sent events.
 
     Args:
         release: called when it ends, however it ends. Not the generator's own `finally`: of a client that leaves before
@@ -276,7 +276,7 @@ def _stream_response(events: AsyncIterator[str], release: Callable[[], None]) ->
 
 
 class _Running:
-    """One completion under way."""
+    """Completion under way."""
 
     def __init__(self, served: Served, parsed: SamplingRequest, generation: Request):
         self.parsed = parsed
@@ -287,39 +287,39 @@ class _Running:
         loop = asyncio.get_running_loop()
         if parsed.stream:
             # from the decoder's thread
-            def heard(token: int) -> None:
+            def on_token(token: int) -> None:
                 with suppress(RuntimeError):  # the server has ended meanwhile
                     loop.call_soon_threadsafe(self._new.put_nowait, token)
 
-            # Only for streams: otherwise each token would wake the event loop for nobody.
-            generation = replace(generation, on_token=heard)
+            # Only for streams: otherwise each token would wake the event loop in vain.
+            generation = replace(generation, on_token=on_token)
         self.task: asyncio.Task[Completion] = loop.create_task(served.engine.generate(generation))
         # Also where it fails or is cancelled: `pieces` must not wait for a token that never comes.
         self.task.add_done_callback(lambda task: self._new.put_nowait(None))
         self._created = int(time.time())
         self._id = secrets.token_hex(12)
 
-    async def begun(self) -> None:
-        """Raises what the engine refuses at once (a prompt that is too long), while there is a status to say it."""
-        # One turn of the loop: the task runs as far as the engine's own checks of the prompt.
+    async def raise_refusal(self) -> None:
+        """Raise what the engine refuses at once (a prompt that is too long), before a status is sent."""
+        # After one turn of the loop the task has passed the engine's checks of the prompt.
         await asyncio.sleep(0)
         if self.task.done():
             self.task.result()
 
     def head(self, prefix: str, kind: str) -> dict[str, object]:
-        """Fields that all objects of this completion begin with."""
+        """Return the fields that all objects of this completion begin with."""
         return {"id": f"{prefix}-{self._id}", "object": kind, "created": self._created, "model": self.parsed.model}
 
     def result(self) -> tuple[str, str]:
-        """Text up to the first stop string, and OpenAI's finish reason."""
+        """Return the text up to the first stop string, and OpenAI's finish reason."""
         completion = self.task.result()
         text = decode_text(self._tokenizer, completion.ids)
         # The engine stops at the token in which a stop string ends; OpenAI's text ends before the string.
-        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        ends = [start for stop in self._stops if (start := text.find(stop)) >= 0]
         return text[: min(ends)] if ends else text, "length" if completion.finish == "length" else "stop"
 
     def usage(self) -> dict[str, int]:
-        """Tokens."""
+        """Return OpenAI's `usage`: numbers of tokens."""
         new = len(self.task.result().ids)
         return {
             "prompt_tokens": self._prompt_tokens,
@@ -328,29 +328,29 @@ class _Running:
         }
 
     async def pieces(self) -> AsyncIterator[str]:
-        """The text in parts, as tokens come; together they are `result`'s."""
+        """Yield the text in parts, as tokens come; together they are `result`'s."""
         # So many characters may be the beginning of a stop string, which must not be sent.
         held = max((len(stop) for stop in self._stops), default=1) - 1
         ids: list[int] = []
         # Text is decoded from a token before the new ones on: some tokenizers drop a space at the left edge.
-        known, read, text, sent = 0, 0, "", 0
+        context, decoded, text, sent = 0, 0, "", 0
         while (token := await self._new.get()) is not None:
             ids.append(token)
-            before = decode_text(self._tokenizer, ids[known:read])
-            now = decode_text(self._tokenizer, ids[known:])
-            if len(now) <= len(before) or now.endswith("\ufffd"):  # half of a character
+            before = decode_text(self._tokenizer, ids[context:decoded])
+            after = decode_text(self._tokenizer, ids[context:])
+            if len(after) <= len(before) or after.endswith("\ufffd"):  # half of a character
                 continue
-            text, known, read = text + now[len(before) :], read, len(ids)
-            ends = [at for stop in self._stops if (at := text.find(stop, max(0, sent - held))) >= 0]
+            text, context, decoded = text + after[len(before) :], decoded, len(ids)
+            ends = [start for stop in self._stops if (start := text.find(stop, max(0, sent - held))) >= 0]
             until = min(ends) if ends else len(text) - held
             if until > sent:
                 yield text[sent:until]
                 sent = until
             if ends:
                 break
-        whole, _ = await self._result()
-        if whole[:sent] == text[:sent] and len(whole) > sent:
-            yield whole[sent:]
+        final, _ = await self._result()
+        if final[:sent] == text[:sent] and len(final) > sent:
+            yield final[sent:]
 
     async def _result(self) -> tuple[str, str]:
         await asyncio.wait([self.task])
@@ -369,10 +369,10 @@ async def _until_done(task: asyncio.Task[Completion], request: HttpRequest) -> N
             raise Refused(499, "the client has gone")
 
 
-def _whole(running: _Running, shape: _Shape) -> dict[str, object]:
+def _response_body(running: _Running, shape: _Shape) -> dict[str, object]:
     text, finish = running.result()
     choice = {"index": 0, **shape.content(text), "finish_reason": finish}
-    return {**running.head(shape.prefix, shape.whole), "choices": [choice], "usage": running.usage()}
+    return {**running.head(shape.prefix, shape.kind), "choices": [choice], "usage": running.usage()}
 
 
 def _event(head: Mapping[str, object], **fields: object) -> str:
@@ -380,7 +380,7 @@ def _event(head: Mapping[str, object], **fields: object) -> str:
 
 
 def _failed(error: Exception) -> tuple[int, dict[str, object]]:
-    """Status and OpenAI error object of a refusal, or of what an engine raised."""
+    """Return status and OpenAI error object of a refusal, or of an engine's exception."""
     if isinstance(error, Refused):
         return error.status, error.body()
     if isinstance(error, BodyRefused):

@@ -47,7 +47,7 @@ class Refused(Exception):
 
     Args:
         status: HTTP status.
-        message: what was got and what was expected.
+        message: value received and value expected.
         param: the field.
         code: OpenAI's word for it, where it has one.
     """
@@ -57,12 +57,12 @@ class Refused(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, object]:
-        """An OpenAI error object."""
+        """Return an OpenAI error object."""
         return error_object(self.status, self.message, self.param, self.code)
 
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
-    """An OpenAI error object."""
+    """Return an OpenAI error object."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -73,7 +73,7 @@ class _Body(BaseModel):
 
 
 def _joined(content: object) -> object:
-    """The parts of a message as one text."""
+    """Join the parts of a message into one text."""
     if not isinstance(content, list):
         return content
     parts = [part if isinstance(part, Mapping) else {} for part in content]
@@ -84,7 +84,7 @@ def _joined(content: object) -> object:
 
 
 class Message(_Body):
-    """One message."""
+    """Message of a chat request."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined)]
@@ -136,7 +136,7 @@ class ChatRequest(SamplingRequest):
     messages: list[Message] = Field(min_length=1)
 
     def rendered(self) -> list[dict[str, str]]:
-        """Messages for a chat template, whose word for a developer is system."""
+        """Convert messages for a chat template, where the role developer is system."""
         return [
             {"role": "system" if message.role == "developer" else message.role, "content": message.content}
             for message in self.messages
@@ -153,7 +153,7 @@ BodyT = TypeVar("BodyT", bound=SamplingRequest)
 
 
 def parse_request(schema: type[BodyT], body: bytes) -> BodyT:
-    """A request.
+    """Parse and check a request.
 
     Raises:
         Refused: it is none, or asks for what cannot be had.
@@ -175,9 +175,9 @@ def parse_request(schema: type[BodyT], body: bytes) -> BodyT:
         if value is not None and value not in harmless:
             raise Refused(400, f"{name}: this server does not have it; leave it out", name, "unsupported_parameter")
     # null stands for a field that is left out
-    known = {name: value for name, value in fields.items() if value is not None and name not in WITHOUT_EFFECT}
+    values = {name: value for name, value in fields.items() if value is not None and name not in WITHOUT_EFFECT}
     try:
-        return schema.model_validate(known)
+        return schema.model_validate(values)
     except ValidationError as error:
         # OpenAI's error object has room for one field.
         first = error.errors()[0]

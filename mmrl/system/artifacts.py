@@ -17,13 +17,13 @@ FileChecks: TypeAlias = Mapping[str, tuple[int, str | None]]
 
 
 def cache_root(configured: str | None) -> Path:
-    """The cache folder: `task.retriever.cache_dir`, else $MMRL_CACHE, else ~/.cache/mmrl."""
-    chosen = configured or os.environ.get("MMRL_CACHE") or "~/.cache/mmrl"
-    return user_path(chosen)
+    """Return the cache folder: `task.retriever.cache_dir`, else $MMRL_CACHE, else ~/.cache/mmrl."""
+    folder = configured or os.environ.get("MMRL_CACHE") or "~/.cache/mmrl"
+    return user_path(folder)
 
 
 def file_checks(folder: Path, without: tuple[str, ...] = ()) -> dict[str, tuple[int, str | None]]:
-    """Sizes and checksums of all files below a folder, except those with certain names."""
+    """Return sizes and checksums of all files below a folder, except those with certain names."""
     checks = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file() and file.name not in without:

@@ -15,9 +15,9 @@ def progress(title: str, total: int | None = None, unit: str = "passages") -> It
     """Show on stderr how far the work inside has come; yields what is called after each further piece of it.
 
     Args:
-        title: what is done: `encoding`.
+        title: name of the work: `encoding`.
         total: pieces of work; None: not known.
-        unit: what a piece is, as a plural.
+        unit: name of the pieces, as a plural.
     """
     from tqdm import tqdm
 

@@ -37,13 +37,13 @@ GRACE_S = 10.0
 
 
 class ChildProcess:
-    """One server and its life.
+    """Server in a child process, from start to stop.
 
     Args:
-        command: given a port, the command line.
+        command: function from a port to the command line.
         env: variables added to those of this process.
-        log: where its output goes, appended.
-        timeout_s: until it must answer.
+        log: file to which its output is appended.
+        timeout_s: time within which it must answer.
         limit: name of `timeout_s` in an error ("engine.start_timeout_s").
     """
 
@@ -122,7 +122,7 @@ class ChildProcess:
             _end(process)
 
     def log_tail(self) -> str:
-        """The last log lines, for errors."""
+        """Return the last log lines, for errors."""
         try:
             with self.log.open("rb") as file:
                 file.seek(0, os.SEEK_END)
@@ -134,7 +134,7 @@ class ChildProcess:
         return "\n".join([f"its log ({self.log}) ends with:", *[f"  {line[:300]}" for line in lines[-LOG_LINES:]]])
 
     async def _fork(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Runs in the I/O loop's thread."""
+        """Start the process, in the I/O loop's thread."""
         with self.log.open("ab") as log:
             log.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} {hide(' '.join(command))}\n".encode())
             log.flush()
@@ -159,7 +159,7 @@ class ChildProcess:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the process's group, time to end, then SIGKILL to the group and to all descendants."""
+    """Send SIGTERM to the process's group, wait, then send SIGKILL to the group and to all descendants."""
     # Both ways are needed: descendants whose leader has died no longer count as such, but stay in its group;
     # descendants that made a session of their own (an engine's core) have left the group.
     descendants: list[psutil.Process] = []
@@ -193,7 +193,7 @@ def _stop_all() -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -205,6 +205,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """In a child, before it becomes another program: SIGTERM when the thread that started it ends, however (Linux)."""
+    """Ask for SIGTERM at the end of the starting thread; called in a child before it executes its program (Linux)."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -13,13 +13,13 @@ GROUPS = ("task", "algo", "model", "hardware", "engine", "experiment")
 
 
 def conf_dir() -> Path:
-    """The shipped configs: `mmrl/conf` of an installed wheel, `conf/` at the top of a checkout."""
+    """Return the folder of shipped configs: `mmrl/conf` of an installed wheel, `conf/` at the top of a checkout."""
     packaged = Path(__file__).resolve().parents[1] / "conf"
     return packaged if packaged.is_dir() else packaged.parent.parent / "conf"
 
 
 def user_dirs(config_dir: str | None = None) -> list[Path]:
-    """Folders that overlay the shipped configs, first wins: `--config-dir`, then the current folder's `conf/`."""
+    """Return the folders over the shipped configs, first wins: `--config-dir`, then the current folder's `conf/`."""
     folders = [Path(config_dir).resolve()] if config_dir else []
     local = Path.cwd() / "conf"
     if local.is_dir() and local.resolve() != conf_dir().resolve():
@@ -29,7 +29,7 @@ def user_dirs(config_dir: str | None = None) -> list[Path]:
 
 
 def options(group: str, config_dir: str | None = None) -> list[str]:
-    """Names that `group=` accepts."""
+    """Return the names that `group=` accepts."""
     names: set[str] = set()
     for folder in [*user_dirs(config_dir), conf_dir()]:
         root = folder / group
@@ -38,15 +38,15 @@ def options(group: str, config_dir: str | None = None) -> list[str]:
 
 
 def later_wins(words: Iterable[str]) -> list[str]:
-    """Overrides with each key once, at its first place and with its last value: a command line takes no key twice."""
+    """Keep each key once, at its first position with its last value: a command line takes no key twice."""
     return list({word.partition("=")[0].lstrip("+"): word for word in words}.values())
 
 
 def chained(algo: str, folders: Iterable[Path]) -> list[str]:
-    """The algorithms that a choice of `algo=` stands for: itself, or those that its file lists as `stages`.
+    """Return the algorithms that a choice of `algo=` stands for: itself, or those that its file lists as `stages`.
 
     Args:
-        folders: of configs, first wins.
+        folders: config folders, first wins.
     """
     import yaml
 

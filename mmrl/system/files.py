@@ -35,7 +35,7 @@ MOST_VALUES = 1_000_000
 
 
 def to_plain(value: object) -> object:
-    """`json`'s `default`: what it cannot write itself (mappings, numpy numbers and arrays, paths, sets).
+    """Convert what `json` cannot write itself, as its `default` (mappings, numpy numbers and arrays, paths, sets).
 
     Raises:
         TypeError: anything else; silently writing a `repr` would lose data.
@@ -61,7 +61,7 @@ _WITH_NAN = json.JSONEncoder(default=to_plain)
 
 
 def dumps(value: object, *, indent: int | None = None) -> str:
-    """JSON with floats that read back bit-equal, and without secrets; one line unless `indent` is given.
+    """Write JSON with floats that read back bit-equal, and without secrets; one line unless `indent` is given.
 
     NaN and infinity, which JSON does not have, become null.
     """
@@ -73,12 +73,12 @@ def dumps(value: object, *, indent: int | None = None) -> str:
 
 
 def plain(value: object) -> Any:
-    """`value` as JSON would read it back: tuples become lists, numpy numbers Python's, secrets references."""
+    """Convert `value` as a JSON round trip would: tuples become lists, numpy numbers Python's, secrets references."""
     return json.loads(dumps(value))
 
 
 def user_path(text: str) -> Path:
-    """The path that a user typed, with `~` as their home; `~somebody` stays where nobody is called that.
+    """Expand a path that a user typed: `~` is the home folder; `~somebody` stays if there is no such user.
 
     Raises:
         ConfigError: longer than any file's name, or with a NUL: every look at it would raise.
@@ -95,7 +95,7 @@ def user_path(text: str) -> Path:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Errors of the operating system inside name `path`: a write to an open file says nothing of it."""
+    """Add `path` to errors of the operating system inside: a write to an open file does not name it."""
     try:
         yield
     except OSError as error:
@@ -123,7 +123,7 @@ def atomic_write(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """An empty folder to fill, which becomes `path` when the block ends; after an error nothing is left of it.
+    """Yield an empty folder to fill, which becomes `path` when the block ends; after an error it is removed.
 
     Raises:
         OSError: `path` exists and is not empty, or cannot be written.
@@ -169,14 +169,14 @@ def append_jsonl(path: Path, records: Iterable[Mapping[str, object]]) -> bytes:
         return data
     with named(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        before = os.fstat(descriptor).st_size
+        size = os.fstat(descriptor).st_size
         try:
-            rest = data
+            remaining = data
             # A write may be partial (a full disk, a signal); what is missing is written on.
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+            while remaining:
+                remaining = remaining[os.write(descriptor, remaining) :]
         except OSError:
-            os.ftruncate(descriptor, before)
+            os.ftruncate(descriptor, size)
             raise
         finally:
             os.close(descriptor)
@@ -184,7 +184,7 @@ def append_jsonl(path: Path, records: Iterable[Mapping[str, object]]) -> bytes:
 
 
 def read_jsonl(path: Path) -> list[JsonObject]:
-    """All records; a last line without its newline is ignored, a missing file is empty.
+    """Return all records; a last line without its newline is ignored, a missing file is empty.
 
     Raises:
         DataError: any other line that is not a JSON object, with file and line.
@@ -192,12 +192,12 @@ def read_jsonl(path: Path) -> list[JsonObject]:
     if not path.exists():
         return []
     data = path.read_bytes()
-    # What follows the last newline is empty, or a line half-written.
+    # After the last newline is nothing, or a half-written line.
     return parse_jsonl(data[: data.rfind(b"\n") + 1], str(path))
 
 
 def parse_jsonl(data: bytes, source: str) -> list[JsonObject]:
-    """The JSON objects in `data`, one a line; empty lines are passed over.
+    """Parse the JSON objects in `data`, one a line; empty lines are skipped.
 
     Raises:
         DataError: any other line that is not a JSON object, with its number in `source`.
@@ -218,7 +218,7 @@ def parse_jsonl(data: bytes, source: str) -> list[JsonObject]:
 
 
 def read_yaml(path: Path) -> object:
-    """The content of a YAML file.
+    """Read a YAML file.
 
     Raises:
         DataError: it cannot be read, or is not YAML; names the file and the line.
@@ -242,19 +242,19 @@ def read_yaml(path: Path) -> object:
     return content
 
 
-def _written_out(value: object, known: dict[int, float]) -> float:
-    """Values in `value`, those behind an alias counted at each place; endless where one holds itself.
+def _written_out(value: object, counts: dict[int, float]) -> float:
+    """Count the values in `value`, an alias at each use; infinite if a value contains itself.
 
     Args:
-        known: of lists and mappings that were counted already, by identity.
+        counts: counts of lists and mappings that were counted already, by identity.
     """
     if not isinstance(value, dict | list):
         return 1
-    if id(value) not in known:
-        known[id(value)] = math.inf  # found again below itself
+    if id(value) not in counts:
+        counts[id(value)] = math.inf  # found again below itself
         items = value.values() if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_written_out(item, known) for item in items)
-    return known[id(value)]
+        counts[id(value)] = 1 + sum(_written_out(item, counts) for item in items)
+    return counts[id(value)]
 
 
 def gunzip(data: bytes, largest: int) -> bytes:
@@ -282,44 +282,44 @@ def repair_jsonl(path: Path) -> None:
 
 
 def digest(path: Path, size: int | None = None) -> str:
-    """SHA-256 of a file's content, or of its first `size` bytes, as hexadecimal digits."""
+    """Return the SHA-256 of a file's content, or of its first `size` bytes, as hexadecimal digits."""
     with named(path), open(path, "rb") as file:
         if size is not None:
             return hashlib.sha256(file.read(size)).hexdigest()
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def several(work: Callable[[T], str], items: Iterable[T]) -> list[str]:
-    """`work` of each, several at a time: reading and hashing both let other threads work."""
+def map_threaded(work: Callable[[T], str], items: Iterable[T]) -> list[str]:
+    """Call `work` on each item, in several threads: reading and hashing both release the interpreter lock."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(work, items))
 
 
 def digests(paths: Sequence[Path]) -> list[str]:
-    """`digest` of each."""
-    return several(digest, paths)
+    """Return the digest of each file."""
+    return map_threaded(digest, paths)
 
 
 def differences(files: Mapping[Path, tuple[int, str | None]], grown: bool = False) -> dict[Path, str]:
-    """Files that are not what they were when they were written, and what is wrong with each.
+    """Return the files that differ from what was written, and how each differs.
 
     Args:
         files: file -> its bytes and SHA-256 then; None: its size alone is compared.
-        grown: whether a file may have more than that, behind it.
+        grown: True if a file may have more content after that.
     """
 
     def difference(path: Path) -> str:
         size, sha256 = files[path]
         if not path.is_file():
             return "is missing"
-        now = path.stat().st_size
-        if now < size or (now > size and not grown):
-            return f"has {now:,} bytes, not the {size:,} that were written"
+        current_size = path.stat().st_size
+        if current_size < size or (current_size > size and not grown):
+            return f"has {current_size:,} bytes, not the {size:,} that were written"
         # A torn write often has the right size: file systems extend a file before its blocks are there.
-        same = sha256 is None or digest(path, size if now > size else None) == sha256
-        return "" if same else "has not the content that was written"
+        unchanged = sha256 is None or digest(path, size if current_size > size else None) == sha256
+        return "" if unchanged else "has not the content that was written"
 
-    texts = several(difference, files)
+    texts = map_threaded(difference, files)
     return {path: text for path, text in zip(files, texts, strict=True) if text}
 
 

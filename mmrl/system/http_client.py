@@ -64,7 +64,7 @@ class HttpFailure(Exception):
     """`refused` by the breaker, `timeout`, `connection`, `status` (300 or more), or `garbage`: a reply beyond its
     limit, or that cannot be read."""
     reason: str
-    """One sentence, without secrets."""
+    """Sentence about the failure, without secrets."""
     transient: bool = False
     """The same request may succeed."""
     status: int = 0
@@ -74,7 +74,7 @@ class HttpFailure(Exception):
     pause: float | None = None
     """Seconds that the server asks to wait."""
     reached: bool = True
-    """There was a connection."""
+    """True if there was a connection."""
     tries: int = 1
 
     def __str__(self) -> str:
@@ -115,34 +115,34 @@ class Breaker:
         return False
 
     def success(self) -> bool:
-        """A request was answered. Returns whether it was open until now."""
+        """Record an answered request. Returns True if the breaker was open until now."""
         was_open, self._failures = self.open, 0
         return was_open
 
     def failure(self) -> bool:
-        """A request failed for good. Returns whether it opens by this one."""
+        """Record a request that failed for good. Returns True if this failure opens the breaker."""
         self._failures += 1
         self._probe_at = self._clock() + self._wait_s
         return self._failures == self._limit
 
     def abandoned(self) -> None:
-        """A request was cancelled before its outcome was known."""
+        """Record a request that was cancelled before its outcome was known."""
         if self._probe_at == math.inf:
             self._probe_at = self._clock()
 
 
 class HttpClient:
-    """One client's connections, its limit of concurrent requests, its retries and its breaker.
+    """HTTP client with a connection pool, a limit of concurrent requests, retries and a circuit breaker.
 
     Args:
-        name: of the server, for log lines.
-        timeout_s: of one attempt, from its first byte to its last.
-        concurrency: of `slots`.
+        name: name of the server, for log lines.
+        timeout_s: timeout of one attempt, from its first byte to its last.
+        concurrency: number of `slots`.
         retries: further attempts of `request`.
         waits_s: pauses between attempts are drawn below the first, doubled each time up to the second; a server that
             asks for a longer one than that is not asked again.
         opens_on: causes that open the breaker.
-        headers: of every request.
+        headers: headers of every request.
         redirects: follow them.
         proxies: use those of the environment, which knows nothing of servers on this machine or in this cluster.
     """
@@ -284,11 +284,11 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         limit: int,
     ) -> bytes:
-        """The content of one reply, sent once and at once.
+        """Send the request once, without waiting, and return the content of the reply.
 
         Args:
             body: sent as JSON.
-            headers: of this request, beside those of every request.
+            headers: headers of this request, beside those of every request.
             limit: bytes of the reply, decompressed, beyond which it is refused.
 
         Raises:
@@ -308,7 +308,7 @@ class HttpClient:
                 client.stream(method, url, params=params or None, content=data, headers=sent) as reply,
             ):
                 fine = reply.status_code < 300
-                # Of an error's page the beginning is enough to say what is wrong, however long it is.
+                # The beginning of an error page is enough to say what is wrong, however long the page is.
                 content = await read(reply, limit if fine else LONGEST_ERROR, cut=not fine)
         except ReplyRefused as error:
             raise HttpFailure("garbage", str(error)) from None
@@ -336,7 +336,7 @@ class HttpClient:
         )
 
     def _pause(self, number: int, failure: HttpFailure) -> float:
-        """Seconds until the next attempt; a failure whose server asks for too many is no longer transient."""
+        """Return the seconds until the next attempt; if the server asks for too many, the failure is not transient."""
         first, longest = self._waits_s
         if failure.pause is None:
             # Random: after equal pauses, requests that were refused together would come back together.

@@ -35,7 +35,7 @@ def require_token(app: FastAPI, token: str, refusal: object) -> None:
     """Answer 401 to whatever does not bring the token, before anything of the request is read.
 
     Args:
-        token: of `Authorization: Bearer …`.
+        token: token of `Authorization: Bearer …`.
         refusal: sent as JSON.
     """
     from fastapi.responses import JSONResponse
@@ -52,7 +52,7 @@ def require_token(app: FastAPI, token: str, refusal: object) -> None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body of a request, of at most `limit` bytes.
+    """Read the body of a request, of at most `limit` bytes.
 
     Raises:
         BodyRefused: it has more, by its header (then nothing is read) or as soon as they have come; or its end does
@@ -62,7 +62,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
     too_large = BodyRefused(413, f"the body has more than {limit} bytes")
     body = bytearray()
-    # What the client says first: nothing of a body that is too large is read then.
+    # The client's own length first: nothing of a body that is too large is read then.
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced[:20]) > limit:
         raise too_large
@@ -97,12 +97,12 @@ def serve(app: FastAPI, host: str, port: int, *, announce: str = "", grace_s: in
     # A server that was just stopped leaves its port in TIME_WAIT for a minute.
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((host, port))
-    # Listening before the address is printed: whoever reads it may connect at once.
+    # Listen before the address is printed: a reader may connect at once.
     listening.listen(1024)
-    shown = f"[{host}]" if ":" in host else host
+    address = f"[{host}]" if ":" in host else host
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=grace_s
     )
     if announce:
-        print(announce.replace("{url}", f"http://{shown}:{listening.getsockname()[1]}"), flush=True)
+        print(announce.replace("{url}", f"http://{address}:{listening.getsockname()[1]}"), flush=True)
     uvicorn.Server(config).run(sockets=[listening])

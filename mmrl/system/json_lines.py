@@ -22,12 +22,12 @@ LINES_DIFFER = "has lost or changed lines from before the checkpoint"
 
 
 def mark_of(data: bytes) -> JsonObject:
-    """Size and digest of a file's content."""
+    """Return size and digest of a file's content."""
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def file_mark(path: Path) -> JsonObject:
-    """`mark_of` a file, which need not exist."""
+    """Return the mark of a file (`mark_of`), which need not exist."""
     return mark_of(path.read_bytes() if path.exists() else b"")
 
 
@@ -60,7 +60,7 @@ class Ledger:
         """
         name = str(path.relative_to(self.folder))
         line = {"file": name, **(file_mark(path) if data is None else mark_of(data))}
-        # An evaluation that is read back is what it was; one that was made again may differ in its last bits.
+        # An evaluation that is read back is identical; a repeated one may differ in its last bits.
         if self._noted.get(name) != line:
             append_jsonl(self.path, [line])
             self._noted[name] = line
@@ -70,11 +70,11 @@ class Ledger:
         return str(path.relative_to(self.folder)) in self._noted
 
     def changed(self, mark: Mapping[str, Any] | None, grown: bool = False) -> dict[Path, str]:
-        """Files that are not what they were when `mark` was made, and what is wrong with each.
+        """Return the files that differ from what `mark` describes, and how each differs.
 
         Args:
             mark: None: all lines are taken for what they are.
-            grown: whether a file may have more than was noted, behind it.
+            grown: True if a file may have more content after that.
         """
         if mark is not None and not begins_with(self.path, mark):
             return {self.path: LINES_DIFFER}
@@ -82,7 +82,7 @@ class Ledger:
         return differences(noted, grown)
 
     def read(self) -> None:
-        """Begin with what the file holds."""
+        """Begin with the content of the file."""
         self._noted = self._lines(None)
 
     def cut(self, mark: Mapping[str, Any] | None) -> None:
@@ -94,7 +94,7 @@ class Ledger:
         self.read()
 
     def _lines(self, mark: Mapping[str, Any] | None) -> dict[str, JsonObject]:
-        """File -> its last line."""
+        """Return the last line of each file."""
         data = self.path.read_bytes() if self.path.exists() else b""
         noted: dict[str, JsonObject] = {}
         for text in data[: None if mark is None else mark["bytes"]].splitlines():
@@ -112,7 +112,7 @@ class Store:
 
     Args:
         path: the file, which need not exist.
-        key: what every line has.
+        key: key that every line has.
 
     Raises:
         CheckpointError: a line is damaged.
@@ -143,13 +143,13 @@ class Table(Store):
     """Lines that this process has come to."""
 
     @property
-    def again(self) -> bool:
+    def repeats(self) -> bool:
         """True where the next line is there already."""
         return self.count < len(self.lines)
 
     def add(self, record: Mapping[str, object]) -> None:
         """Write the next line, or find it there."""
-        if not self.again:
+        if not self.repeats:
             self.append(record)
         elif self.lines[self.count] != plain(record):
             raise CheckpointError(
@@ -160,7 +160,7 @@ class Table(Store):
 
 
 def stored_lines(path: Path, key: str) -> list[JsonObject]:
-    """The lines of a `Store`, each of which has `key`.
+    """Return the lines of a `Store`, each of which has `key`.
 
     Raises:
         CheckpointError: one is damaged; it names the line, and what to do.

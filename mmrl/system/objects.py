@@ -35,7 +35,7 @@ def is_given(path: str) -> bool:
 
 
 def import_module(key: str, name: str) -> ModuleType:
-    """A module of the user's, which may lie in the current folder, as with `python -m`.
+    """Import a module of the user's, which may be in the current folder, as with `python -m`.
 
     Args:
         key: the config key, for errors.
@@ -43,9 +43,9 @@ def import_module(key: str, name: str) -> ModuleType:
     Raises:
         ConfigError: there is none, or it raises.
     """
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # the `mmrl` script has the folder of the script there
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)  # the `mmrl` script has the folder of the script there
     try:
         return importlib.import_module(name)
     except ConfigError:  # a plugin refuses its own settings
@@ -53,19 +53,19 @@ def import_module(key: str, name: str) -> ModuleType:
     except Exception as error:  # whatever the user's own module raises
         hint = ""
         if isinstance(error, ModuleNotFoundError) and error.name and name.startswith(error.name):
-            hint = f"; it is neither installed nor in {here}"
+            hint = f"; it is neither installed nor in {folder}"
             hint += nearest(error.name, [file.stem for file in Path.cwd().glob("*.py")])
         text = str(located(ProgramFailure, error, f"{key}: cannot import '{name}': "))
         raise ConfigError(text + hint) from None
 
 
 def readable(text: str) -> str:
-    """A text in which the objects of `mmrl.optimize` are called what they are called in Python."""
+    """Replace the stored names of `mmrl.optimize` objects in a text by their Python names."""
     return _LISTS.sub("a Python list", _NAMED.sub(r"\1", text))
 
 
 def imported(key: str, path: str) -> Any:
-    """The object at `package.module:name`.
+    """Import the object `package.module:name`.
 
     Args:
         key: the config key, for errors.

@@ -17,7 +17,7 @@ _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 
 
 def io_loop() -> asyncio.AbstractEventLoop:
-    """The I/O loop of this process, started at the first use."""
+    """Return the I/O loop of this process, started at the first use."""
     with _LOCK:
         loop = _LOOPS.get(os.getpid())
         if loop is None:

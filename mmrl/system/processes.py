@@ -37,17 +37,17 @@ class Processes:
         return self.rank == 0
 
     def share(self, items: Sequence[Value]) -> list[Value]:
-        """The items that this process samples; the parts of all processes make up the whole."""
+        """Return the items that this process samples; the shares of all processes make up the batch."""
         if self.one_samples:
             return list(items) if self.main else []
         return self.part(items)
 
     def part(self, items: Sequence[Value]) -> list[Value]:
-        """An even part of `items`, whoever sampled them."""
+        """Return this process's even part of `items`, regardless of which process sampled them."""
         return list(items[self.rank :: self.world])
 
     def gather(self, value: Value) -> list[Value]:
-        """The values of all processes, by rank. A collective: all processes must call it."""
+        """Gather the values of all processes, by rank. A collective: all processes must call it."""
         if self.world == 1:
             return [value]
         from accelerate.utils import gather_object
@@ -56,7 +56,7 @@ class Processes:
         return values
 
     def first(self, value: Value) -> Value:
-        """The main process's value. A collective."""
+        """Return the main process's value. A collective."""
         return self.gather(value)[0]
 
     def barrier(self) -> None:
@@ -67,8 +67,8 @@ class Processes:
             PartialState().wait_for_everyone()
 
     def forest(self, part: Forest, examples: Sequence[Example]) -> Forest:
-        """The forest of the whole batch from the processes' shares, in the order of `examples`."""
-        return part if self.world == 1 else merged(self.gather(part), examples)
+        """Merge the processes' shares into the forest of the batch, in the order of `examples`."""
+        return part if self.world == 1 else merge_forests(self.gather(part), examples)
 
 
 ALONE = Processes()
@@ -76,7 +76,7 @@ ALONE = Processes()
 
 
 def launched() -> int | None:
-    """Number of processes that a launcher (mmrl's own, torchrun, accelerate, SLURM) has started; None without one."""
+    """Return the number of processes that a launcher (mmrl, torchrun, accelerate, SLURM) started; None without one."""
     world = os.environ.get("WORLD_SIZE", "")
     return int(world) if world.isdigit() and "RANK" in os.environ else None
 
@@ -116,14 +116,14 @@ def lost_a_process(error: RuntimeError) -> bool:
     return isinstance(error, distributed.DistError) or "/gloo/transport/" in str(error)
 
 
-def merged(forests: Sequence[Forest], examples: Sequence[Example]) -> Forest:
-    """One forest of several that share no example, in the order of `examples`."""
-    place = {example.id: number for number, example in enumerate(examples)}
+def merge_forests(forests: Sequence[Forest], examples: Sequence[Example]) -> Forest:
+    """Merge forests that share no example into one, in the order of `examples`."""
+    position = {example.id: number for number, example in enumerate(examples)}
     calls = [call for forest in forests for call in forest.calls.values()]
     rollouts = [rollout for forest in forests for rollout in forest.rollouts]
-    # Sorting is stable: within an example the order is that of its process.
+    # Sorting is stable: an example keeps the order of its process.
     return replace(
         forests[0],
-        calls={call.id: call for call in sorted(calls, key=lambda call: place[call.example])},
-        rollouts=tuple(sorted(rollouts, key=lambda rollout: place[rollout.example])),
+        calls={call.id: call for call in sorted(calls, key=lambda call: position[call.example])},
+        rollouts=tuple(sorted(rollouts, key=lambda rollout: position[rollout.example])),
     )

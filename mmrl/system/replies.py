@@ -31,7 +31,7 @@ class ReplyRefused(Exception):
 
 
 async def read(reply: httpx.Response, limit: int, *, cut: bool = False) -> bytes:
-    """The body of a streamed reply, decompressed, of at most `limit` bytes.
+    """Read the body of a streamed reply, decompressed, of at most `limit` bytes.
 
     Args:
         cut: return the first `limit` bytes of a longer one (for an error's page).
@@ -63,7 +63,7 @@ async def read(reply: httpx.Response, limit: int, *, cut: bool = False) -> bytes
 
 
 async def refuse_large_redirect(reply: httpx.Response) -> None:
-    """A hook for clients that follow redirects, whose pages the HTTP library reads whole.
+    """Refuse a large redirect page (a hook): the HTTP library reads such pages completely.
 
     Raises:
         ReplyRefused: such a page is large, or does not say how large it is.
@@ -77,14 +77,14 @@ async def refuse_large_redirect(reply: httpx.Response) -> None:
 
 
 def quoted(text: str) -> str:
-    """The beginning of a server's text on one line, without secrets, for an error or a log line."""
+    """Quote the beginning of a server's text on one line, without secrets, for an error or a log line."""
     # Cut before it is split, which takes seconds for megabytes, and again once secrets are hidden: half a one is none.
-    shown = hide(" ".join(text[: 64 * QUOTED].split()))[:QUOTED]
-    return "".join(character if character.isprintable() else "\ufffd" for character in shown)
+    line = hide(" ".join(text[: 64 * QUOTED].split()))[:QUOTED]
+    return "".join(character if character.isprintable() else "\ufffd" for character in line)
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds to wait by `Retry-After` (seconds or an HTTP date), or None."""
+    """Return the seconds to wait by `Retry-After` (seconds or an HTTP date), or None."""
     value = headers.get("retry-after")
     if value is None:
         return None

@@ -18,32 +18,32 @@ class Stop:
     def __init__(self) -> None:
         self.requested = False
         self._held = False
-        self._again: threading.Timer | None = None
+        self._timer: threading.Timer | None = None
 
     def ask(self, number: int, frame: object) -> None:
-        """The handler of SIGTERM: raises `Stopped`, the first time and where that is not held back."""
+        """Handle SIGTERM: raise `Stopped`, the first time and unless that is held back."""
         # Once: schedulers and parents repeat the signal, which must not break what is being saved or closed.
         first, self.requested = not self.requested, True
         if first and not self._held:
             raise Stopped
 
     def swallowed(self, number: int) -> None:
-        """A destructor was running when the signal came, and Python drops what is raised there: signal once more."""
+        """Signal once more after a signal during a destructor, where Python drops exceptions."""
         if number == signal.SIGTERM:
             self.requested = False
         # a moment later, when the destructor has returned
-        self._again = threading.Timer(0.05, os.kill, (os.getpid(), number))
-        self._again.daemon = True
-        self._again.start()
+        self._timer = threading.Timer(0.05, os.kill, (os.getpid(), number))
+        self._timer.daemon = True
+        self._timer.start()
 
-    def over(self) -> None:
-        """Nobody listens any more."""
-        if self._again is not None:
-            self._again.cancel()
+    def close(self) -> None:
+        """Cancel the repeated signal."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, a stop waits until somebody looks at `requested`: the weights are half-way between two steps."""
+        """Delay a stop until `requested` is read: the weights are half-way between two steps."""
         self._held = True
         try:
             yield
@@ -52,7 +52,7 @@ class Stop:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside `held`: a stop raises right now, one that came before too."""
+        """Let a stop raise at once inside `held`, also one that came before."""
         self._held = False
         try:
             if self.requested:
@@ -72,7 +72,7 @@ def print_resume(error: BaseException, command: str, show: Callable[[str], None]
 
 @contextmanager
 def _dropped(handled: Callable[[sys.UnraisableHookArgs], bool]) -> Iterator[None]:
-    """Inside, what Python drops (an exception of a destructor) is printed unless it is handled."""
+    """Print exceptions that Python drops inside (of a destructor) unless they are handled."""
 
     def unraisable(args: sys.UnraisableHookArgs) -> None:
         if not handled(args):
@@ -86,16 +86,16 @@ def _dropped(handled: Callable[[sys.UnraisableHookArgs], bool]) -> Iterator[None
 
 
 def quiet_loops() -> AbstractContextManager[None]:
-    """Inside, no word of event loops that Ctrl-C ended within their constructor: they cannot even be printed."""
+    """Suppress messages of event loops that Ctrl-C ended within their constructor: they cannot even be printed."""
     return _dropped(lambda args: getattr(args.object, "__qualname__", "") == "BaseEventLoop.__del__")
 
 
 @contextmanager
 def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
-    """SIGTERM ends what runs inside, by `Stopped`; what is saved stays.
+    """End the block on SIGTERM, by `Stopped`; saved files stay.
 
     Args:
-        in_a_group: whether whoever started this process passes Ctrl-C on, so that it may come twice.
+        in_a_group: True if the parent process passes Ctrl-C on, so that it may come twice.
 
     Raises:
         SystemExit: in place of `Stopped`: Typer has an exit code of its own for whatever is a KeyboardInterrupt.
@@ -107,13 +107,13 @@ def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
         raise KeyboardInterrupt
 
     try:
-        before = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop.ask)}
+        handlers = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop.ask)}
     except ValueError:  # not the main thread: someone else handles signals
         yield stop
         return
     # A second Ctrl-C, which the parent passes on too, would break the cleaning up that the first one began.
     if in_a_group:
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
+        handlers[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
 
     def interrupted(args: sys.UnraisableHookArgs) -> bool:
         if not issubclass(args.exc_type, KeyboardInterrupt):
@@ -127,6 +127,6 @@ def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
     except Stopped as stopped:
         raise SystemExit(Stopped.exit_code) from stopped
     finally:
-        stop.over()
-        for number, handler in before.items():
+        stop.close()
+        for number, handler in handlers.items():
             signal.signal(number, handler)

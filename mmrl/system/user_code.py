@@ -42,7 +42,7 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     """
     context = contextvars.copy_context()
     outcome: Future[T] = Future()
-    # Under way from now on: whoever waits may be cancelled while the thread works, its outcome may not.
+    # Started here: the waiter may be cancelled while the thread works, its outcome may not.
     outcome.set_running_or_notify_cancel()
 
     def work() -> None:
@@ -61,11 +61,11 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     return await asyncio.wrap_future(outcome)
 
 
-async def scored(metric: Callable[..., Any], *args: object) -> Any:
+async def call_scorer(metric: Callable[..., Any], *args: object) -> Any:
     """Call a metric: awaited where it is async, else in a thread, `MOST_AT_ONCE` at a time."""
 
     def bounded() -> object:
-        # Metrics wait for none of the others, so that a bound cannot end in all of them waiting.
+        # Metrics do not wait for each other, so that the bound cannot lead to a deadlock.
         with _SLOTS:
             return metric(*args)
 
@@ -74,11 +74,11 @@ async def scored(metric: Callable[..., Any], *args: object) -> Any:
 
 
 def as_number(value: object) -> float | None:
-    """A number as a float, None for anything else; numpy's and torch's numbers and arrays of one element are numbers.
+    """Return a number as a float, else None; numpy's and torch's numbers and one-element arrays are numbers.
 
     What is too large for a float is infinite.
     """
-    # By what they have, not by type: neither library is imported for it.
+    # By their methods, not by type: neither library is imported for it.
     shape: Any = getattr(value, "shape", None)
     if shape is not None and hasattr(value, "item") and math.prod(shape) == 1:
         value = value.item()
@@ -91,7 +91,7 @@ def as_number(value: object) -> float | None:
 
 
 def finite_numbers(values: Mapping[str, object]) -> dict[str, float]:
-    """Numbers that a reward function gave by name, as floats.
+    """Check a reward function's numbers by name and return them as floats.
 
     Raises:
         RewardFailure: one is no number, not finite, or beyond `LARGEST`.
@@ -109,14 +109,14 @@ def finite_numbers(values: Mapping[str, object]) -> dict[str, float]:
     return numbers
 
 
-def threaded(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """The tool as an async function; a plain one runs in threads, so that it holds up no other rollout."""
+def as_async(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the tool as an async function; a synchronous one runs in threads, so that it blocks no other rollout."""
 
-    async def used(**arguments: object) -> Any:
+    async def call_tool(**arguments: object) -> Any:
         result = tool(**arguments) if is_async(tool) else await in_thread(tool, **arguments)
         return await result if inspect.isawaitable(result) else result
 
-    return used
+    return call_tool
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -125,21 +125,21 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def located(kind: type[F], error: BaseException, before: str = "") -> F:
-    """A failure that says where in the user's own code `error` was raised, and keeps the end of its traceback.
+    """Return a failure that says where in the user's code `error` was raised, and keeps the end of its traceback.
 
     Args:
-        before: what the message begins with.
+        before: beginning of the message.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    # Without one (a task of mmrl's own, a server that is down) the message is its own.
-    own = [frame for frame in frames if _is_own(frame.filename)]
+    # Without a user frame (a built-in task, a server that is down) the message names no position.
+    user_frames = [frame for frame in frames if _is_own(frame.filename)]
     where = ""
-    if own:
+    if user_frames:
         # The last one: what the user's own code was doing, whichever library it called for it.
-        where = f" ({_place(own[-1].filename, own[-1].lineno, own[-1].name)})"
+        where = f" ({_describe_frame(user_frames[-1].filename, user_frames[-1].lineno, user_frames[-1].name)})"
     failure = kind(f"{before}{type(error).__name__}: {error}{where}")
     # From the user's first frame: what is above it is mmrl's and DSPy's way of calling it.
-    start = next((number for number, frame in enumerate(frames) if frame in own), 0)
+    start = next((number for number, frame in enumerate(frames) if frame in user_frames), 0)
     lines = traceback.format_list(frames[start:][-MOST_FRAMES:])
     lines += traceback.format_exception_only(type(error), error)
     text = "".join(lines)
@@ -147,12 +147,12 @@ def located(kind: type[F], error: BaseException, before: str = "") -> F:
     return failure
 
 
-def place() -> str:
-    """File, line and function where the user's own code stands in this thread; empty where none of it does."""
+def user_location() -> str:
+    """Return file, line and function of the user's code that this thread runs; empty if it runs none."""
     frame = inspect.currentframe()
     while frame is not None:
         if _is_own(frame.f_code.co_filename):
-            return _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            return _describe_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return ""
 
@@ -161,7 +161,7 @@ def _is_own(file: str) -> bool:
     return not file.startswith(("<", str(_OWN), *_LIBRARIES))
 
 
-def _place(file: str, line: int | None, function: str) -> str:
+def _describe_frame(file: str, line: int | None, function: str) -> str:
     path = Path(file).absolute()
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{shown}, line {line}, in {function}"
+    relative = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{relative}, line {line}, in {function}"

@@ -1,4 +1,4 @@
-"""What a task is: data, program, tools, reward. The contract between `tasks` and everything above.
+"""Task interface: data, program, tools, reward. The contract between `tasks` and the layers above.
 
 A program is ordinary async Python. It never sees metadata, rewards, groups or engines; it only awaits `ctx`.
 """
@@ -23,7 +23,7 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What `ctx.call` returns to a program."""
+    """Result of `ctx.call`."""
 
     text: str
     """The completion without special tokens."""
@@ -38,7 +38,7 @@ class Reply:
 
 
 class Context(Protocol):
-    """What a program may do. Implemented by `mmrl.rollout.context` (record, replay, retries)."""
+    """Interface of a program to its rollout. Implemented by `mmrl.rollout.context` (record, replay, retries)."""
 
     async def call(
         self,
@@ -52,7 +52,7 @@ class Context(Protocol):
         parse: Callable[[str], object] | None = None,
         facts: Mapping[str, object] = EMPTY,
     ) -> Reply:
-        """One generation by `module` on `messages` (rendered with the model's chat template).
+        """Generate with `module` on `messages` (rendered with the model's chat template).
 
         Args:
             messages: a prompt; with `after`, what is added to that reply's context: messages (its turn ends, a new one
@@ -71,7 +71,7 @@ class Context(Protocol):
         ...
 
     def measure(self, observation: Sequence[Message] | str, *, after: Reply) -> int:
-        """Tokens that `observation` would add to the context of a reply, the frame of a new turn included."""
+        """Count the tokens that `observation` would add to the context of a reply, the frame of a new turn included."""
         ...
 
     async def tool(self, name: str, **arguments: object) -> Any:
@@ -79,7 +79,7 @@ class Context(Protocol):
         ...
 
     async def remember(self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]) -> Any:
-        """The same for anything else whose result may differ from one run to the next: a tool of the program's own.
+        """Record, as `tool`, anything else whose result may differ between runs: a tool of the program's own.
 
         Args:
             run: makes the result; not called on replay, unless it made requests of its own to this context.
@@ -107,11 +107,11 @@ class ContinuingProgram(Protocol):
     """A program some of whose calls pass `after=`, so that an engine that cannot do that is refused before a run."""
 
     continues: Collection[str]
-    """Its modules that go on in the context of an earlier reply."""
+    """Modules that go on in the context of an earlier reply."""
 
 
 def continuing_modules(program: Program) -> tuple[str, ...]:
-    """The modules of a program that go on in the context of an earlier reply, in program order."""
+    """Return the modules of a program that go on in the context of an earlier reply, in program order."""
     continues = program.continues if isinstance(program, ContinuingProgram) else ()
     return tuple(module for module in program.modules if module in continues)
 
@@ -131,7 +131,7 @@ class Closing(Protocol):
     """A task whose program can be made to answer at once: what turn rewards by information gain need (`gain`)."""
 
     def closing(self, example: Example) -> tuple[str, Sequence[str]]:
-        """What the model would write up to its answer, were this its last turn; and the gold answers, as written."""
+        """Return the text up to the answer, were this the model's last turn; and the gold answers, as written."""
         ...
 
 
@@ -140,7 +140,7 @@ class Canonical(Protocol):
     """A program that can write again its modules' outputs, in one way: what `algo.reserialise` trains on."""
 
     def canonical(self, call: Call) -> str | None:
-        """The canonical text of what `call.text` says, or None where it says nothing that has one.
+        """Return the canonical form of `call.text`, or None if it has none.
 
         Parsing it again must give what parsing `call.text` gives.
 
@@ -155,7 +155,7 @@ class Described(Protocol):
     """A program whose predictions are objects: the task scores the object, the journal keeps its description."""
 
     def description(self, prediction: Any) -> object:
-        """The prediction as JSON values.
+        """Return the prediction as JSON values.
 
         Raises:
             ProgramFailure: it holds something that JSON has no form for.
@@ -168,7 +168,7 @@ class Guarded(Protocol):
     """A program that something has to hold for, in this process, while its rollouts run."""
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Entered by the task that samples, before the first rollout, and left after the last.
+        """Return a context that the sampling coroutine enters before the first rollout and leaves after the last.
 
         Raises:
             ConfigError: on leaving, something that the program must not do; also ends the sampling.
@@ -181,7 +181,7 @@ class FieldProgram(Protocol):
     """A program whose modules read and write named fields (DSPy's), so that fields are enough for a demonstration."""
 
     def demonstration(self, module: str, inputs: Mapping[str, object], outputs: Mapping[str, object]) -> Demonstration:
-        """What a rollout would send for `inputs` to a module, and `outputs` as the module would write them.
+        """Return the prompt that a rollout sends a module for `inputs`, with `outputs` as the module would write them.
 
         Raises:
             ConfigError: fields that the module does not have or that are missing, or values of another type.
@@ -189,7 +189,7 @@ class FieldProgram(Protocol):
         ...
 
     def written(self, module: str, fields: Mapping[str, object]) -> str:
-        """The text in which `module` would write these output fields: `rollout.scripted` takes replies as fields."""
+        """Return output fields as the text that `module` would write: `rollout.scripted` takes replies as fields."""
         ...
 
 
@@ -208,7 +208,7 @@ Tool = Callable[..., object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a task says of one finished rollout."""
+    """Task's score of one finished rollout."""
 
     reward: float
     """Outcome reward of the chosen reward set."""
@@ -222,7 +222,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleScore:
-    """What a task says of one call on its own."""
+    """Task's score of one call by itself."""
 
     penalty: float = 0.0
     """R_spe of the module."""
@@ -232,7 +232,7 @@ class ModuleScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """One supervised example for the warm start: a prompt and the completion expected of a module."""
+    """Supervised example for the warm start: a prompt and the completion expected of a module."""
 
     module: str
     messages: Sequence[Message]
@@ -246,13 +246,13 @@ class Demonstrating(Protocol):
     """A task that makes supervised examples itself, for `algo=sft` (the built-in ones: `mmrl.tasks.mini.teach`)."""
 
     def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """What good modules would write on the way through an example, by its metadata; empty where nobody knows."""
+        """Return good modules' calls on an example, by its metadata; empty if the metadata does not tell."""
         ...
 
 
-# What a task says here decides which options are refused as having no effect, so a wrong entry hides an option.
+# The entries of a task decide which options are refused as without effect, so a wrong entry hides an option.
 FEATURES = ("observations", "penalties", "parse_failures", "repeated_calls")
-"""What a program may have and others never: text added to its contexts, penalties of single modules, replies that do
+"""Features that some programs never have: text added to contexts, penalties of single modules, replies that do
 not parse, and modules that a rollout calls more than once."""
 
 
@@ -277,17 +277,17 @@ class Task(ABC):
     # cached, not a plain property: an instance may also set them
     @cached_property
     def failed_metrics(self) -> Mapping[str, float]:
-        """Its official metrics -> what an evaluation counts for a failed rollout, so that they are always reported."""
+        """Official metrics -> the value that a failed rollout counts in an evaluation, so that all are reported."""
         return {self.main_metric: 0.0}
 
     @cached_property
     def absent_features(self) -> Collection[str]:
-        """Those of `FEATURES` that the program never has, so that options about them are refused."""
+        """Members of `FEATURES` that the program never has, so that options about them are refused."""
         return frozenset()
 
     @abstractmethod
     def examples(self, split: str) -> Sequence[Example]:
-        """All examples of `train`, `dev` or `test`, in a stable order."""
+        """Return all examples of `train`, `dev` or `test`, in a stable order."""
 
     @abstractmethod
     def score(
@@ -296,21 +296,21 @@ class Task(ABC):
         """Score a finished rollout (may be async: then it is awaited).
 
         Args:
-            prediction: what the program returned.
+            prediction: return value of the program.
             path: the rollout's calls, the first one first.
             reward_set: one of `reward_sets`.
         """
 
     def score_call(self, call: Call) -> ModuleScore:
-        """Penalty and behaviour facts of one call, from its text and its facts."""
+        """Return penalty and behaviour facts of one call, from its text and its facts."""
         return ModuleScore()
 
     @abstractmethod
     def describe(self) -> Mapping[str, object]:
-        """Facts for the run's summary: data sources, sizes, corpus, 'mini world' or 'partial corpus' labels."""
+        """Return facts for the run's summary: data sources, sizes, corpus, 'mini world' or 'partial corpus' labels."""
 
     def server_problems(self) -> list[str]:
-        """Which servers of the task cannot be used (judges, external models): one sentence each with the config key.
+        """Check the task's servers (judges, external models): one sentence with the config key for each unusable one.
 
         Called before a model loads.
         """
@@ -322,7 +322,7 @@ class Task(ABC):
             chat.forget_counts()
 
     def endpoint_usage(self) -> Mapping[str, float]:
-        """Requests to judges and external models so far, by metric name (`endpoint/judge/requests`)."""
+        """Return the requests to judges and external models so far, by metric name (`endpoint/judge/requests`)."""
         counts = [chat.usage.metrics(f"endpoint/{name}") for name, chat in self.endpoints.items()]
         return {name: count for usage in counts for name, count in usage.items()}
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 Punctuation = Literal["delete", "space"]
-"""What becomes of a punctuation mark in normalisation: `delete` (SQuAD, HotpotQA) or `space` (MMOA-RAG)."""
+"""Treatment of punctuation marks in normalisation: `delete` (SQuAD, HotpotQA) or `space` (MMOA-RAG)."""
 
 # HotpotQA's script: an answer of this kind is right or wrong, never partly right.
 CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
@@ -25,19 +25,19 @@ _SPACE = str.maketrans(string.punctuation, " " * len(string.punctuation))
 
 
 def normalize(text: str, punctuation: Punctuation = "delete") -> str:
-    """Lower case, no ASCII punctuation, no articles, single spaces. Other scripts' punctuation is left alone."""
+    """Normalise: lower case, no ASCII punctuation, no articles, single spaces. Other scripts' punctuation stays."""
     # Punctuation before articles, as the official script: "a." becomes the article "a" and goes.
     text = text.lower().translate(_DELETE if punctuation == "delete" else _SPACE)
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
 def exact_match(prediction: str, gold: str, punctuation: Punctuation = "delete") -> float:
-    """1.0 if both are equal after normalisation, else 0.0."""
+    """Return 1.0 if both are equal after normalisation, else 0.0."""
     return float(normalize(prediction, punctuation) == normalize(gold, punctuation))
 
 
 def f1(prediction: str, gold: str, *, closed: bool = False, punctuation: Punctuation = "delete") -> float:
-    """Harmonic mean of precision and recall over the multisets of normalised tokens.
+    """Return the harmonic mean of precision and recall over the multisets of normalised tokens.
 
     Args:
         closed: HotpotQA's evaluation rule: 0 when one side is yes, no or noanswer and the other is not the same.
@@ -58,7 +58,7 @@ def f1(prediction: str, gold: str, *, closed: bool = False, punctuation: Punctua
 
 
 def accuracy(prediction: str, gold: str, *, closed: bool = True, punctuation: Punctuation = "delete") -> float:
-    """1.0 if the normalised gold answer is a substring of the normalised prediction, else 0.0.
+    """Return 1.0 if the normalised gold answer is a substring of the normalised prediction, else 0.0.
 
     Args:
         closed: as in `f1`; without it every prediction that contains the letters "no" would hit the gold answer "no".
@@ -72,7 +72,7 @@ def accuracy(prediction: str, gold: str, *, closed: bool = True, punctuation: Pu
 
 
 def answer_shape(answer: str) -> dict[str, float]:
-    """Words of an answer and candidates in it: the parts between commas, semicolons, bars, lines, "or" and "and".
+    """Count an answer's words and candidates: the parts between commas, semicolons, bars, lines, "or" and "and".
 
     Rewards that look for an accepted answer inside the given one rise with both; alarms watch them.
     """
@@ -81,7 +81,7 @@ def answer_shape(answer: str) -> dict[str, float]:
 
 
 def best(metric: Callable[..., float], prediction: str, golds: Sequence[str], **options: object) -> float:
-    """The highest value of `metric` over several accepted answers; 0.0 without any."""
+    """Return the highest value of `metric` over several accepted answers; 0.0 without any."""
     return max((metric(prediction, gold, **options) for gold in golds), default=0.0)
 
 
@@ -113,17 +113,17 @@ _NORMALISED = _Normalised()
 
 
 def leaked_pieces(pieces: Sequence[str], text: str) -> int:
-    """How many of `pieces` are in `text`, as far as rules can see: the leak count of `papillon`'s rule-based judge.
+    """Count the `pieces` in `text`, as far as rules can see: the leak count of `papillon`'s rule-based judge.
 
     A piece counts when its words stand in the text one after the other. Both are normalised first (NFKC, case folded,
     without invisible characters and DSPy's field markers). Not seen: paraphrase, translation, initials, other spellings
     (accents, look-alike letters, words glued together or spelled letter by letter, reversed), HTML entities and
     encodings. A piece without a letter or digit counts where it stands as it is. Linear in the text.
     """
-    shown = _words(text)
-    return sum(words in shown if (words := _words(piece)).strip() else piece in text for piece in pieces)
+    normalised = _words(text)
+    return sum(words in normalised if (words := _words(piece)).strip() else piece in text for piece in pieces)
 
 
 def _words(text: str) -> str:
-    """The words of a normalised text, each between single spaces."""
+    """Return the words of a normalised text, each between single spaces."""
     return f" {' '.join(_WORD.findall(_MARKER.sub('', text.translate(_NORMALISED))))} "

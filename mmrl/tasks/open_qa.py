@@ -1,4 +1,4 @@
-"""What the question answering tasks share: data, corpora, the tool `search`, answer metrics, facts for summaries.
+"""Base of question answering tasks: data, corpora, the tool `search`, answer metrics, facts for summaries.
 
 Base of the task classes in `search_program` and `agents`.
 """
@@ -23,7 +23,7 @@ from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Judge, build_judge
 from mmrl.tasks.base import Passage, Program, Score, Task, Tool
 from mmrl.tasks.data.corpus import label
-from mmrl.tasks.data.layouts import LAYOUTS, Record, load_records, paragraphs_of, subset, to_example
+from mmrl.tasks.data.layouts import LAYOUTS, Record, load_records, merge_paragraphs, subset, to_example
 from mmrl.tasks.data.rows import Source, same_rows
 from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.prompts import Prompts, Shot, Templates, load_prompts, prompts_file, shot_of
@@ -33,7 +33,7 @@ log = logging.getLogger("mmrl.data")
 
 
 def gold_share(name: str, titles: Collection[str], example: Example) -> dict[str, float]:
-    """Share of the example's gold titles that are among some; none where its data names no titles."""
+    """Return the share of the example's gold titles among `titles`; empty if its data names none."""
     gold = set(example.metadata.get("titles", ()))
     return {name: len(gold & set(titles)) / len(gold)} if gold else {}
 
@@ -59,15 +59,15 @@ class OpenQaTask(Task):
     """Layout of data files where `task.dataset` names none and the task's own name is none; None: it must be named."""
     # Untyped: an attribute of the protocol `Task`, which a subclass cannot narrow to a program of its own.
     program: Any
-    """What `make_program` makes with the task's prompts."""
+    """Program that `make_program` builds with the task's prompts."""
     searches: ClassVar[bool] = True
-    """Whether the program searches at all; without, there is neither corpus nor tool."""
+    """True if the program searches; otherwise there is neither corpus nor tool."""
     reward_sets: tuple[str, ...] = ("outcome",)
     main_metric: str = "em"
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0, "f1": 0.0, "accuracy": 0.0, "answered": 0.0}
-    """What an evaluation counts for a rollout without a score."""
+    """Metrics that an evaluation counts for a rollout without a score."""
     absent_features: ClassVar[frozenset[str]] = frozenset({"penalties", "parse_failures"})
-    """What the program never has, so that options about it are refused (`mmrl.config.rules`)."""
+    """Features that the program never has, so that options about them are refused (`mmrl.config.rules`)."""
 
     def __init__(self, config: OpenQaConfig, seed: int):
         self.name = config.name
@@ -79,8 +79,8 @@ class OpenQaTask(Task):
         problems = self._option_problems()
         self.judge: Judge | None = None
         with gathered(problems):
-            given = config.prompts
-            loaded = load_prompts(self.templates, given and str(prompts_file(given, config.name)))
+            prompts = config.prompts
+            loaded = load_prompts(self.templates, prompts and str(prompts_file(prompts, config.name)))
             self.all_prompts = replace(loaded, roles={**loaded.roles, **self.instruction_roles()})
             if "judge" in self.templates and hasattr(config, "judge"):
                 self.judge = build_judge(cast("AgentJudgedConfig", config), self.all_prompts.texts)
@@ -109,19 +109,19 @@ class OpenQaTask(Task):
         self._warn()
 
     def as_asked(self, question: str) -> str:
-        """A data file's question as prompts have it."""
+        """Return a data file's question as it is in prompts."""
         return question
 
     @abstractmethod
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """The task's questions about the mini world."""
+        """Return the task's questions about the mini world."""
 
     @abstractmethod
     def make_program(self, prompts: Prompts) -> Program:
-        """The task's program, with these prompts."""
+        """Build the task's program, with these prompts."""
 
     def instruction_roles(self) -> dict[str, str]:
-        """Module -> the role that is its instructions, of a module that has several."""
+        """Map each module that has several roles to the role of its instructions."""
         return {}
 
     def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
@@ -173,14 +173,14 @@ class OpenQaTask(Task):
         if any(self.config.data.source_of(split) == MINI for split in SPLITS):
             corpora["mini"] = mini_corpus()
         if records:
-            corpora["paragraphs"] = paragraphs_of(record for split in records.values() for record in split)
+            corpora["paragraphs"] = merge_paragraphs(record for split in records.values() for record in split)
         return corpora
 
-    def _split(self, split: str, records: Sequence[Record] | None, seed: int, others: bool) -> list[Example]:
+    def _split(self, split: str, records: Sequence[Record] | None, seed: int, has_files: bool) -> list[Example]:
         if self.config.data.source_of(split) is None:
             return []
         natural = "mini" if records is None else "paragraphs"
-        if records is None and others and natural not in self.search_tool.corpora and self.searches:
+        if records is None and has_files and natural not in self.search_tool.corpora and self.searches:
             return []  # the mini world's questions have nothing to search there
         corpus = natural if natural in self.search_tool.corpora else next(iter(self.search_tool.corpora))
         if records is None:
@@ -221,7 +221,7 @@ class OpenQaTask(Task):
         return self._examples[split]
 
     def search(self, queries: Sequence[str], corpus: str) -> list[Passage]:
-        """The tool `search`, blocking; programs reach it through `ctx.tool`.
+        """Search, as the tool `search`; blocks. Programs reach it through `ctx.tool`.
 
         `top_k` documents in all, split over the queries, remainder to the earliest.
 
@@ -236,8 +236,8 @@ class OpenQaTask(Task):
 
     def _budget(self, queries: Sequence[str]) -> list[int]:
         # The budget belongs to the question: more queries do not bring more documents.
-        each, more = divmod(self.retriever.top_k, len(queries))
-        return [each + (number < more) for number in range(len(queries))]
+        each, remainder = divmod(self.retriever.top_k, len(queries))
+        return [each + (number < remainder) for number in range(len(queries))]
 
     def _passages(self, results: Results) -> list[Passage]:
         documents = [document for result in results for document in result]
@@ -258,7 +258,7 @@ class OpenQaTask(Task):
             self.judge.reset_counts()
 
     def best(self, metric: Callable[..., float], answer: str, example: Example, **options: object) -> float:
-        """The highest value of a metric over the example's accepted answers, under the task's normalisation."""
+        """Return the highest value of a metric over the example's accepted answers, under the task's normalisation."""
         golds = example.metadata["answers"]
         return metrics.best(metric, answer, golds, punctuation=self.config.punctuation, **options)
 
@@ -279,14 +279,14 @@ class OpenQaTask(Task):
     def score(
         self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str
     ) -> Score | Awaitable[Score]:
-        """Reward: F1 without the yes/no rule, or a prediction of "yes, …" would earn nothing for "yes"."""
+        """Reward F1 without the yes/no rule, or a prediction of "yes, …" would earn nothing for "yes"."""
         answer = prediction["answer"] or ""
         reward = self.best(metrics.f1, answer, example)
         scores = self.answer_metrics(answer, example) | self.search_metrics(prediction, example)
         return Score(reward=reward, metrics=scores, parts={"f1": reward})
 
     def search_metrics(self, prediction: Any, example: Example) -> dict[str, float]:
-        """Numbers of a rollout beside those of its answer."""
+        """Return a rollout's metrics beside those of its answer."""
         return {}
 
     def describe(self) -> Mapping[str, object]:

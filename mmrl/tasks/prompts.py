@@ -34,7 +34,7 @@ DEMONSTRATIONS = "demonstrations"
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """One default text and its placeholders."""
+    """Default text and its placeholders."""
 
     text: str
     required: frozenset[str] = frozenset()
@@ -42,7 +42,7 @@ class Template:
     optional: frozenset[str] = frozenset()
     """Placeholders that it may have."""
     instructions: bool = False
-    """Whether it is the text that says what its module is to do: what an optimiser of prompts changes. The other roles
+    """True if the text tells its module what to do: the text that a prompt optimiser changes. The other roles
     say in what form questions, documents and replies are written, and stay."""
 
 
@@ -68,7 +68,7 @@ _SHOTS = TypeAdapter(list[Shot])
 
 @dataclass(frozen=True, slots=True)
 class ModulePrompt:
-    """What an optimiser of prompts may change of a module."""
+    """Parts of a module's prompt that a prompt optimiser may change."""
 
     instructions: str
     """Plain text, except that `{question}` and other placeholders of its role are filled in."""
@@ -82,11 +82,11 @@ class PromptedTask(Protocol):
     all_prompts: Prompts
 
     def make_program(self, prompts: Prompts) -> Program:
-        """A program that uses these prompts; the task stays as it is."""
+        """Build a program that uses these prompts; the task stays as it is."""
         ...
 
     def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
-        """A demonstration from a rollout's calls (first call first): the module's first call, or its whole context.
+        """Make a demonstration of a rollout's calls (first call first): the module's first call, or its whole context.
 
         None where the module made no call that can be shown: none at all, an empty or cut reply, one that does not
         parse, or a prompt whose last message cannot be told apart from what stands in it.
@@ -108,14 +108,14 @@ class Prompts:
     def messages(
         self, module: str, *, system: str = "system", user: str = "user", **values: object
     ) -> list[dict[str, str]]:
-        """The messages of a call, by the roles `system` and `user` of its module, with `values` filled in."""
+        """Return the messages of a call, by the roles `system` and `user` of its module, with `values` filled in."""
         texts = self.texts[module]
         return messages(texts[system].format(**values), texts[user].format(**values), self.shots.get(module, ()))
 
     def documents(
         self, module: str, passages: Sequence[Passage], words: int | None = None, first: int = 1
     ) -> list[str]:
-        """Retrieved documents by the role `document` of a module, numbered from `first`, each cut to `words` words."""
+        """Format documents by the role `document` of a module, numbered from `first`, each cut to `words` words."""
         template = self.texts[module]["document"]
         return [
             template.format(index=index, title=passage["title"], text=snippet(passage["text"], words))
@@ -123,23 +123,23 @@ class Prompts:
         ]
 
     def by_module(self) -> dict[str, ModulePrompt]:
-        """Module -> instructions and demonstrations."""
+        """Return instructions and demonstrations of each module."""
         return {
-            module: ModulePrompt(_plain(self.texts[module][role]), self.shots.get(module, ()))
+            module: ModulePrompt(_template_text(self.texts[module][role]), self.shots.get(module, ()))
             for module, role in self.roles.items()
         }
 
     def replaced(self, prompts: Mapping[str, ModulePrompt]) -> Prompts:
-        """The same with other instructions and demonstrations for some modules.
+        """Return a copy with other instructions and demonstrations for some modules.
 
         Raises:
             ConfigError: an unknown module, or instructions without a placeholder that they must have.
         """
-        now, roles, texts, shots = self.by_module(), self.roles, dict(self.texts), dict(self.shots)
+        current, roles, texts, shots = self.by_module(), self.roles, dict(self.texts), dict(self.shots)
         problems = [unknown("prompts", module, roles) for module in prompts if module not in roles]
         for module, prompt in prompts.items():
             # An unchanged text keeps its template: braces doubled around a placeholder's name are plain there.
-            if module in roles and prompt.instructions != now[module].instructions:
+            if module in roles and prompt.instructions != current[module].instructions:
                 template = self.templates[module][roles[module]]
                 text = _template(prompt.instructions, template.required | template.optional)
                 problems += _check(f"prompts: {module}.{roles[module]}", text, template)
@@ -147,7 +147,7 @@ class Prompts:
             shots[module] = prompt.shots
         if problems:
             raise ConfigError(problems)
-        return replace(self, texts=texts, shots={module: own for module, own in shots.items() if own})
+        return replace(self, texts=texts, shots={module: demos for module, demos in shots.items() if demos})
 
     def write(self, path: Path) -> None:
         """Write the file that `load_prompts` reads back: instructions, demonstrations, and whatever else differs from
@@ -180,26 +180,26 @@ class Prompts:
         atomic_write(path, yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
-def prompts_file(given: str, task: str) -> Path:
-    """The file that `task.prompts` stands for.
+def prompts_file(setting: str, task: str) -> Path:
+    """Return the file that `task.prompts` names.
 
     Raises:
         ConfigError: `paper`, of a task that has no such set.
     """
-    if given != PAPER:
-        return user_path(given)
+    if setting != PAPER:
+        return user_path(setting)
     folder = conf_dir() / "prompts" / PAPER
     file = folder / f"{_LIKE.get(task, task)}.yaml"
     if not file.is_file():
-        having = sorted([*(path.stem for path in folder.glob("*.yaml")), *_LIKE])
+        tasks = sorted([*(path.stem for path in folder.glob("*.yaml")), *_LIKE])
         raise ConfigError(
-            f"task.prompts: got '{PAPER}', which task {task} does not have ({', '.join(having)} have); expected a file"
+            f"task.prompts: got '{PAPER}', which task {task} does not have ({', '.join(tasks)} have); expected a file"
         )
     return file
 
 
 def load_prompts(templates: Templates, path: str | None) -> Prompts:
-    """The default texts, with those of the YAML file at `path` in their place, and its demonstrations.
+    """Load the default texts, replaced by those of the YAML file at `path`, and its demonstrations.
 
     The file holds `module: {role: text, demonstrations: [{user: text, assistant: text}]}`; whatever it does not name
     keeps its default. Only modules with instructions take demonstrations. Roles named `fields.NAME` stand below
@@ -240,7 +240,7 @@ def load_prompts(templates: Templates, path: str | None) -> Prompts:
                 texts[module][role] = text
     if problems:
         raise ConfigError(problems)
-    return Prompts(templates, texts, {module: own for module, own in shots.items() if own}, instructing)
+    return Prompts(templates, texts, {module: demos for module, demos in shots.items() if demos}, instructing)
 
 
 def _flat(roles: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -251,8 +251,8 @@ def _flat(roles: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             yield role, text
 
 
-def _shots(where: str, given: object, roles: Mapping[str, Template], problems: list[str]) -> tuple[Shot, ...]:
-    """A module's demonstrations; what is wrong with them is added to `problems`."""
+def _shots(where: str, content: object, roles: Mapping[str, Template], problems: list[str]) -> tuple[Shot, ...]:
+    """Parse a module's demonstrations; errors are added to `problems`."""
     if not any(template.instructions for template in roles.values()):
         problems.append(
             f"{where}: has no effect: a judge is shown none, and a program of DSPy takes its own from the JSON file "
@@ -260,34 +260,34 @@ def _shots(where: str, given: object, roles: Mapping[str, Template], problems: l
         )
         return ()
     try:
-        return tuple(_SHOTS.validate_python(given))
+        return tuple(_SHOTS.validate_python(content))
     except ValidationError as error:
         for item in error.errors():
-            place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"])
-            problems.append(f"{where}{place}: {item['msg']}")
+            path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"])
+            problems.append(f"{where}{path}: {item['msg']}")
         return ()
 
 
 def messages(system: str, user: str, shots: Iterable[Shot] = ()) -> list[dict[str, str]]:
-    """A system message (none where its text is empty), demonstrations as turns, and a user message.
+    """Return a system message (none where its text is empty), demonstrations as turns, and a user message.
 
     In this order, since what all items share is forwarded once where it comes first.
     """
-    spoken = [{"role": "system", "content": system}] if system else []
+    conversation = [{"role": "system", "content": system}] if system else []
     for shot in shots:
-        spoken += [{"role": "user", "content": shot.user}, {"role": "assistant", "content": shot.assistant}]
-    return [*spoken, {"role": "user", "content": user}]
+        conversation += [{"role": "user", "content": shot.user}, {"role": "assistant", "content": shot.assistant}]
+    return [*conversation, {"role": "user", "content": user}]
 
 
 def shot_of(path: Sequence[Call], module: str) -> Shot | None:
     """See `PromptedTask.shot_of`; what was added to a growing context stands in the reply as it was added."""
-    own = [call for call in path if call.module == module]
-    context = [*own[:1], *takewhile(lambda call: call.turn > 0, own[1:])]
+    calls = [call for call in path if call.module == module]
+    context = [*calls[:1], *takewhile(lambda call: call.turn > 0, calls[1:])]
     user = last_user(context[0].prompt_text) if context else None
-    shown = "".join((call.prompt_text if call.turn else "") + call.text for call in context)
+    reply = "".join((call.prompt_text if call.turn else "") + call.text for call in context)
     # A reply that was cut, or that the program could not read, would teach just that.
-    whole = all(call.ok and call.text.strip() and call.finish != "length" for call in context)
-    return Shot(user, shown) if user and user.strip() and whole else None
+    complete = all(call.ok and call.text.strip() and call.finish != "length" for call in context)
+    return Shot(user, reply) if user and user.strip() and complete else None
 
 
 def last_user(prompt_text: str) -> str | None:
@@ -300,7 +300,7 @@ def last_user(prompt_text: str) -> str | None:
 
 
 def snippet(text: str, words: int | None) -> str:
-    """The first `words` whitespace words of a text; an already short one as it is."""
+    """Return the first `words` whitespace words of a text; an already short one as it is."""
     # A short text keeps its own white space; a cut one has single spaces.
     parts = text.split()
     return text if words is None or len(parts) <= words else " ".join(parts[:words])
@@ -316,14 +316,14 @@ def _read(path: str) -> Mapping[str, object]:
     return content
 
 
-def _plain(template: str) -> str:
-    """A template as people write it: single braces, around placeholders too."""
+def _template_text(template: str) -> str:
+    """Convert a template to text as people write it: single braces, also around placeholders."""
     parts = string.Formatter().parse(template)
     return "".join(literal + ("" if name is None else f"{{{name}}}") for literal, name, _, _ in parts)
 
 
 def _template(text: str, placeholders: Iterable[str]) -> str:
-    """The template in which exactly the `{name}` of `placeholders` are filled in, and all other braces stay."""
+    """Convert text to a template that fills in exactly the `{name}` of `placeholders`; all other braces stay."""
     fields = "|".join(re.escape(f"{{{name}}}") for name in sorted(placeholders))
     pieces = re.split(f"({fields})", text) if fields else [text]
     # with one group, every other piece is a field
@@ -333,9 +333,9 @@ def _template(text: str, placeholders: Iterable[str]) -> str:
 
 
 def _check(where: str, text: str, template: Template) -> list[str]:
-    """Problems of a replaced text."""
+    """Report problems of a replaced text."""
     allowed = template.required | template.optional
-    used = set()
+    names = set()
     problems = []
     try:
         # Conversions and format specifications are refused: a template only fills in.
@@ -346,10 +346,10 @@ def _check(where: str, text: str, template: Template) -> list[str]:
                 got = "{" + name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "") + "}"
                 valid = ", ".join("{" + other + "}" for other in sorted(allowed)) or "no placeholder"
                 problems.append(f"{where}: got {got}, expected {valid} (write {{{{ and }}}} for plain braces)")
-            used.add(name)
+            names.add(name)
     except ValueError as error:
         problems.append(f"{where}: {error} (write {{{{ and }}}} for plain braces)")
-    missing = sorted(template.required - used)
+    missing = sorted(template.required - names)
     if missing and not problems:
         problems.append(f"{where}: misses {', '.join('{' + name + '}' for name in missing)}")
     return problems

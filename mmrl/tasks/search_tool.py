@@ -27,7 +27,7 @@ COUNTED = ("requests", "cached", "retries", "short", "empty", "failures")
 
 
 def named_corpus(retriever: RetrieverConfig, corpus: str | None) -> dict[str, Sequence[Document]]:
-    """The corpus that a config names, under what it is; empty where it names none.
+    """Return the corpus that a config names, by its name; empty if it names none.
 
     What a remote retriever holds is not known: its corpus has no documents here.
 
@@ -59,11 +59,11 @@ class SearchTool:
         self.config = config
         self.corpora = corpora
         self.retrievers: dict[str, Retriever] = {}
-        """Those that are open, by corpus."""
+        """Open retrievers, by corpus."""
         self._closed_counts: Counter[str] = Counter()
 
     def search(self, queries: Sequence[str], top_k: Sequence[int], corpus: str) -> list[list[Document]]:
-        """The best `top_k[i]` documents for each query; blocks."""
+        """Return the best `top_k[i]` documents for each query; blocks."""
         return self._open(corpus).search(queries, top_k)
 
     def use(
@@ -107,17 +107,17 @@ class SearchTool:
             retriever.close()
 
     def coverage(self, splits: Mapping[str, Sequence[Example]]) -> dict[str, float]:
-        """Split -> share of its examples that the corpus can answer; absent where that is not known."""
+        """Return each split's share of examples that the corpus can answer; a split is absent if that is not known."""
         return coverage(splits, self.corpora)
 
     def describe_counts(self) -> str:
-        """Requests to retrievers behind HTTP, in brackets; empty for those in process."""
+        """Return the requests to retrievers behind HTTP, in brackets; empty for those in process."""
         counts = self.counts
         listed = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in COUNTED if counts.get(name))
         return f" ({listed})" if listed else ""
 
     def describe(self) -> str:
-        """Which retriever, its budget, where it searches, and its requests."""
+        """Describe the retriever, its budget, what it searches, and its requests."""
         where = self.config.get("index") or self.config.get("url")
         return (
             f"{self.config.name}, {self.config.top_k} documents"

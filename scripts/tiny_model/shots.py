@@ -17,7 +17,7 @@ from mmrl import rng
 from mmrl.records import Example
 from mmrl.tasks.base import Demonstration
 from mmrl.tasks.dspy.base import DspyTask
-from mmrl.tasks.mini.teach import Filled, demonstrations, filled
+from mmrl.tasks.mini.teach import Filled, demonstrations, module_calls
 from scripts.tiny_model.habits import SHARE, poor
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _pool(task: DspyTask, examples: Sequence[Example], seed: int, good: bool) ->
     """Module -> (example, fields of one of its calls), done well or poorly; without poor ones that cannot be read."""
     found: dict[str, list[tuple[str, Fields]]] = {}
     for example in examples:
-        for call, demonstration in zip(filled(task, example), demonstrations(task, example), strict=True):
+        for call, demonstration in zip(module_calls(task, example), demonstrations(task, example), strict=True):
             draw = rng.stream(seed, "pool", example.id, call.module)
             outputs = call.outputs if good else _read(task, call, poor(demonstration, example, draw).completion)
             if outputs is not None:

@@ -15,7 +15,7 @@ from mmrl.rollout import with_program
 from mmrl.rollout.dspy import guard
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from mmrl.system.user_code import scored
+from mmrl.system.user_code import call_scorer
 from mmrl.tasks.base import Score
 from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, play_dspy
 
@@ -232,7 +232,7 @@ def in_a_thread(prediction):
 
 class Judged(FakeTask):
     async def score(self, example, prediction, path, reward_set):
-        return Score(reward=float(await scored(self.reward, prediction)))
+        return Score(reward=float(await call_scorer(self.reward, prediction)))
 
 
 class AsyncPlain(Plain):

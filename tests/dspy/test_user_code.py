@@ -214,7 +214,7 @@ def test_strands_are_numbered_by_their_requests_whichever_tool_is_faster(module)
                 time.sleep(0.02 if name == slow else 0)
                 return text + name
 
-            return user_code.threaded(used)
+            return user_code.as_async(used)
 
         task = with_program(FakeTask(Racing(), tools={name: tool(name) for name in ("left", "right")}))
         engine = FakeEngine(lambda request: filled(answer=str(request.sampling.seed % 1000)))

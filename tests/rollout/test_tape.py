@@ -11,7 +11,7 @@ from mmrl.engines.embedded.batcher import Batcher
 from mmrl.records import Example
 from mmrl.rollout.plans import fork_on, fork_on_first, independent
 from mmrl.rollout.sample import sample
-from mmrl.system.user_code import threaded
+from mmrl.system.user_code import as_async
 from tests.helpers.programs import FakeTask, environment
 from tests.rollout.test_sample import Counter
 
@@ -42,7 +42,7 @@ def sampled(plans, seed):
         return "+"
 
     engine = Batcher(Counter())
-    env = environment(FakeTask(Strands(), tools={"slow": threaded(slow)}), engine, timeout_s=20)
+    env = environment(FakeTask(Strands(), tools={"slow": as_async(slow)}), engine, timeout_s=20)
     forest = asyncio.run(sample(env, [(Example(id=f"q{n}", inputs={}), plans) for n in range(4)], "outcome"))
     assert not [rollout.error_message for rollout in forest.rollouts if rollout.error] and engine.live == 0
     return forest

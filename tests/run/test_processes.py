@@ -25,7 +25,7 @@ from mmrl.run import session
 from mmrl.run.build import server_devices
 from mmrl.run.launch import environment, hardware_problems, missing_packages, wrapping
 from mmrl.system.conf import later_wins
-from mmrl.system.processes import ALONE, Processes, join, merged
+from mmrl.system.processes import ALONE, Processes, join, merge_forests
 from scripts.chaos.compare import comparable
 from tests.helpers.forests import Grow
 
@@ -86,7 +86,7 @@ def test_shares_of_a_forest_are_put_together_in_the_batch_s_order():
     for share, names in zip(shares, (("c/0", "a/0"), ("b/0",)), strict=True):
         for name in names:
             share.chain(name, ["m"], 1.0)
-    whole = merged([share.forest for share in shares], examples)
+    whole = merge_forests([share.forest for share in shares], examples)
     assert list(whole.calls) == ["a/0#0", "b/0#0", "c/0#0"]
     assert [found.id for found in whole.rollouts] == ["a/0", "b/0", "c/0"]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mmrl.tasks.agents.r1_searcher import Form
-from mmrl.tasks.agents.search_o1 import boxed
+from mmrl.tasks.agents.search_o1 import extract_boxed
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.search_program.program import parse_answer
 from scripts.tiny_model import build
@@ -38,10 +38,10 @@ def test_a_habit_is_worse_and_still_in_format(pairs):
         if worse.module == "solver":
             assert parse_answer(worse.completion) != answer
         elif worse.module == "reasoner":
-            assert boxed(worse.completion) is not None
+            assert extract_boxed(worse.completion) is not None
         elif worse.module == "condenser":
             assert worse.completion == "Nothing helpful was found."
         else:
-            form = Form.of(worse.completion)
+            form = Form.parse(worse.completion)
             assert form.framed
             assert form.balanced

@@ -10,7 +10,7 @@ import pytest
 
 from mmrl import secrets
 from mmrl.errors import ConfigError
-from mmrl.secrets import HidingStream, add_environment, add_secret, hide, reveal, token_of, worth_hiding
+from mmrl.secrets import HidingStream, add_environment, add_secret, can_be_secret, hide, reveal, token_of
 from mmrl.system.files import atomic_write, dumps, plain
 from tests.helpers.watch import terminates
 
@@ -79,7 +79,7 @@ def test_names_of_variables_say_what_is_a_secret(monkeypatch):
     "value", ["", "1", "12345678", "1e-6", "true", "false", "null", "dev", "hotpotqa", "mhgpo_rr", "/tmp"]
 )
 def test_plain_words_stay_readable(value):
-    assert not worth_hiding(value)
+    assert not can_be_secret(value)
     add_secret("X", value)
     assert hide(f"a {value} b") == f"a {value} b"
 

@@ -6,7 +6,7 @@ from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.store import PassageStore, write_passages
 from mmrl.tasks.data import corpus as module
-from mmrl.tasks.data.corpus import coverage, label, occurring
+from mmrl.tasks.data.corpus import coverage, find_occurring, label
 
 DOCUMENTS = [
     Document(id="0", title="New York", text="The city that never sleeps; élan vital."),
@@ -27,7 +27,7 @@ def item(name, answers=(), titles=(), corpus="c"):
     ],
 )  # fmt: skip
 def test_an_answer_occurs_as_whole_words_within_a_passage(answer, there):
-    assert occurring({answer}, DOCUMENTS) == ({answer} if there else set())
+    assert find_occurring({answer}, DOCUMENTS) == ({answer} if there else set())
 
 
 @settings(max_examples=60, deadline=None)
@@ -39,7 +39,7 @@ def test_it_equals_a_plain_search(passages, answers):
     texts = [f"t {' '.join(words)}" for words in passages]
     documents = [Document(id=str(n), title="t", text=" ".join(words)) for n, words in enumerate(passages)]
     asked = {" ".join(words) for words in answers}
-    assert occurring(asked, documents) == {a for a in asked if any(f" {a} " in f" {text} " for text in texts)}
+    assert find_occurring(asked, documents) == {a for a in asked if any(f" {a} " in f" {text} " for text in texts)}
 
 
 def test_titles_count_where_there_are_some_and_answers_where_not(tmp_path):

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from mmrl.records import Example
 from mmrl.rollout.plans import fork_on
-from mmrl.tasks.dspy.built_in import needed
+from mmrl.tasks.dspy.built_in import drop_empty_queries
 from scripts.tiny_model.mini.questions import make_claims
 from scripts.tiny_model.mini.world import make_world
 from tests.helpers.programs import by_prompt, filled, problems, saved
@@ -186,7 +186,7 @@ def test_a_predictor_keeps_the_key_facts_of_its_own_hop(of):
     ],
 )
 def test_which_queries_are_searched(queries, kept):
-    assert needed(queries) == kept
+    assert drop_empty_queries(queries) == kept
 
 
 def score(task, docs, titles=("A", "B"), reward_set="outcome"):

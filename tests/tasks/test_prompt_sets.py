@@ -14,7 +14,7 @@ from mmrl.records import Call
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
-from mmrl.tasks.agents.tool_agent import turns_of
+from mmrl.tasks.agents.tool_agent import split_turns
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Prompts, Shot, Template, last_user, load_prompts
 from mmrl.tasks.search_program.program import TEMPLATES, SearchProgram
@@ -74,8 +74,8 @@ def test_the_demonstrations_of_a_growing_context_hold_the_transcript(tmp_path):
 
 def test_the_tool_agent_shows_results_as_user_messages(tmp_path):
     shot = Shot("Q1", "<tool>x</tool>\n<result>a\nb</result>\n<answer>c</answer>")
-    assert turns_of(shot) == [Shot("Q1", "<tool>x</tool>"), Shot("<result>a\nb</result>", "<answer>c</answer>")]
-    assert turns_of(Shot("Q", "<answer>c</answer>")) == [Shot("Q", "<answer>c</answer>")]
+    assert split_turns(shot) == [Shot("Q1", "<tool>x</tool>"), Shot("<result>a\nb</result>", "<answer>c</answer>")]
+    assert split_turns(Shot("Q", "<answer>c</answer>")) == [Shot("Q", "<answer>c</answer>")]
     task = make("tool_agent", tmp_path)
     program = task.make_program(task.all_prompts.replaced({"agent": ModulePrompt("Do.", (shot,))}))
     assert program.question("Q2") == [
@@ -232,7 +232,7 @@ def test_a_rollout_of_messages_becomes_one_too(tmp_path):
     added = calls[1].prompt_text.removeprefix("[user] ")
     assert added.startswith("<result>")
     assert shot.assistant == f"{tool}{added}<answer>Tagus</answer>"
-    assert turns_of(shot) == [Shot(shot.user, tool), Shot(added, "<answer>Tagus</answer>")]
+    assert split_turns(shot) == [Shot(shot.user, tool), Shot(added, "<answer>Tagus</answer>")]
     # a correction, and a result that the model wrote itself
     assert shown(task, ["what?", "<answer>Tagus</answer>"], "agent")[0] is None
     assert shown(task, ["<result>x</result><answer>Tagus</answer>"], "agent")[0] is None

@@ -47,13 +47,13 @@ def test_rewards_of_the_two_stages(task, texts, stage1, stage2):
 
 @pytest.mark.parametrize("text", ["㐀", "𠀀", "豈", "𪜶", "⽔", "〇", "ㄅ", "㈠", "水", "\U00031350"])
 def test_chinese_of_every_block_is_chinese(task, text):
-    assert Form.of(text).chinese
+    assert Form.parse(text).chinese
     assert play(task, [ASK, f"{text} {ANSWER}"], "outcome")[0].reward == 0.0
 
 
 @pytest.mark.parametrize("text", ["Tagus", "é", "Tejo…", "に", "한", "“ ”", "（", "①", "😀"])
 def test_other_scripts_are_not(text):
-    assert not Form.of(text).chinese
+    assert not Form.parse(text).chinese
 
 
 @pytest.mark.parametrize("query", ["", " ", "?!", "\u200b"])
@@ -107,5 +107,5 @@ def test_nothing_found_is_said(task):
     ],
 )
 def test_form(sampled, form):
-    found = Form.of(sampled)
+    found = Form.parse(sampled)
     assert (found.balanced, found.framed, found.chinese) == form

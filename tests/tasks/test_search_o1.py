@@ -1,6 +1,6 @@
 import pytest
 
-from mmrl.tasks.agents.search_o1 import QUERY, RESULT, boxed
+from mmrl.tasks.agents.search_o1 import QUERY, RESULT, extract_boxed
 from mmrl.tasks.agents.tags import last_block
 from tests.helpers.programs import DOCUMENTS, make, play
 from tests.helpers.watch import terminates
@@ -79,7 +79,7 @@ def test_a_full_context_ends_the_rollout_without_an_exception(tmp_path):
     ],
 )
 def test_boxed(text, answer):
-    assert boxed(text) == answer
+    assert extract_boxed(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -99,5 +99,5 @@ def test_last_block(text, block):
 
 def test_boxes_that_never_close_are_read_once():
     with terminates():
-        assert boxed("\\boxed{one} " + "\\boxed{" * 500_000) == "one"
-    assert boxed("\\boxed{a \\boxed{b} c") == "b"
+        assert extract_boxed("\\boxed{one} " + "\\boxed{" * 500_000) == "one"
+    assert extract_boxed("\\boxed{a \\boxed{b} c") == "b"

@@ -22,7 +22,7 @@ import dspy
 from dspy.dsp.utils.settings import main_thread_config
 
 from mmrl.errors import ConfigError
-from mmrl.system.user_code import place
+from mmrl.system.user_code import user_location
 from mmrl.tasks.dspy import tools as tape
 
 P = ParamSpec("P")
@@ -132,7 +132,7 @@ def _take_down(sampling: _Sampling) -> None:
 
 def _refusal() -> _Refused:
     origin = _ORIGIN.get()
-    where = place() or (origin and origin.started)
+    where = user_location() or (origin and origin.started)
     problem = (
         f"task.program: a request outside of its rollout{f' ({where})' if where else ''}: threads that a program "
         "starts itself are no part of the rollout, so that their calls would be neither recorded nor trained; use "
@@ -170,7 +170,7 @@ def _with_origin(function: Callable[P, T]) -> Callable[P, T]:
         return function
     if origin.started is None and tape.current() is None:
         return partial(contextvars.copy_context().run, function)
-    started = _Origin(origin.sampling, place() if origin.started is None else origin.started)
+    started = _Origin(origin.sampling, user_location() if origin.started is None else origin.started)
 
     def run(*args: P.args, **options: P.kwargs) -> T:
         _ORIGIN.set(started)

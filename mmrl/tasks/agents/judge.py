@@ -83,7 +83,7 @@ class UnreadableReply(JudgeFailure):
 
     Args:
         reply: the last of them.
-        requests: how many were sent.
+        requests: number of requests sent.
     """
 
     def __init__(self, reply: str, requests: int):
@@ -109,16 +109,16 @@ class EndpointJudge:
         self.unreadable = self.without_verdict = 0
 
     def describe(self) -> str:
-        """Who judges, and how many requests, unreadable replies and rollouts without verdict there were."""
+        """Describe the judge, with its counts of requests, unreadable replies and rollouts without verdict."""
         counts = {"unreadable": self.unreadable, "without_verdict": self.without_verdict}
         return described(self.settings, self.chat, **counts)
 
     def reset_counts(self) -> None:
-        """A new run begins."""
+        """Reset the counts at the start of a run."""
         self.unreadable = self.without_verdict = 0
 
     async def ask(self, messages: Sequence[Mapping[str, str]], read: Callable[[str], T | None]) -> tuple[T, int]:
-        """What `read` makes of a reply, which is not None, and how many requests that took.
+        """Return what `read` parses from a reply (never None), and the number of requests that took.
 
         Raises:
             UnreadableReply: no reply can be read.
@@ -147,12 +147,12 @@ class EndpointJudge:
 
 @dataclass(frozen=True, slots=True)
 class JudgedTurn:
-    """One turn as the judge sees it."""
+    """Turn as the judge sees it."""
 
     generated: str
-    """What the policy wrote."""
+    """Text that the policy sampled."""
     observation: str | None = None
-    """What its environment added; None where it added nothing."""
+    """Text that the environment added; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class Verdict:
     """The judge's reply."""
 
     scores: tuple[float, ...]
-    """One for the rollout, or one per turn."""
+    """Score of the rollout, or of each turn."""
     requests: int
     """Sent to the endpoint, the first one included."""
     fallback: bool
@@ -168,7 +168,7 @@ class Verdict:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What is counted."""
+        """Counts of requests, unreadable replies and rollouts without verdict."""
         return {"judge_asked": float(self.requests), "judge_fallback": float(self.fallback)}
 
 
@@ -189,7 +189,7 @@ class Judge(EndpointJudge):
     async def verdict(
         self, reward_set: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]
     ) -> Verdict:
-        """`judge_outcome`: one score in [0, 1] for the rollout; `judge_turn`: one in [-1, 1] per turn.
+        """Score a rollout: `judge_outcome`, one score in [0, 1]; `judge_turn`, one in [-1, 1] per turn.
 
         By the fixed rule, where no reply can be read: 0 for the rollout, `salvage_turns` of the last reply.
 
@@ -224,7 +224,7 @@ class Judge(EndpointJudge):
 
 
 def build_judge(config: AgentJudgedConfig, texts: Texts) -> Judge | None:
-    """The judge of a task whose prompts hold the part `judge`; None where its reward set asks none.
+    """Return the judge of a task whose prompts have the part `judge`; None if its reward set uses none.
 
     Raises:
         ConfigError: no endpoint for a reward set that needs one, one without effect, or no key.
@@ -245,7 +245,7 @@ def build_judge(config: AgentJudgedConfig, texts: Texts) -> Judge | None:
     return Judge(config.judge, texts["judge"])
 
 
-async def judged(
+async def score_by_judge(
     judge: Judge | None,
     reward_set: str,
     prompt: str,
@@ -253,11 +253,11 @@ async def judged(
     answers: Sequence[str],
     metrics: Mapping[str, float],
 ) -> Score:
-    """The judge's score of a rollout whose calls are the turns of one context.
+    """Return the judge's score of a rollout whose calls are the turns of one context.
 
     Args:
         prompt: the user's prompt.
-        metrics: those that the task computes anyway; the judge's own are added: `judge`, its score of the last turn,
+        metrics: the task's own metrics; the judge's are added: `judge`, its score of the last turn,
             and `judge_right`, whether that is the score of a right answer, which both rubrics put at 1.
     """
     if judge is None:
@@ -278,7 +278,7 @@ async def judged(
 
 
 def escape(text: str) -> str:
-    """`text` without an angle bracket of its own: it cannot open, close or forge a block."""
+    """Escape angle brackets in `text`, so that it cannot open, close or forge a block."""
     # `&` first, or the entities of the brackets would be escaped again.
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
@@ -289,7 +289,7 @@ def _block(number: int, turn: JudgedTurn) -> str:
 
 
 def read_outcome(reply: str) -> tuple[float, ...] | None:
-    """The one number of a reply, clamped to [0, 1]; None if the reply has another form."""
+    """Parse the one number of a reply, clamped to [0, 1]; None if the reply has another form."""
     content = _score_block(reply)
     if content is None or not re.fullmatch(_NUMBER, content):
         return None
@@ -298,7 +298,7 @@ def read_outcome(reply: str) -> tuple[float, ...] | None:
 
 
 def read_turns(reply: str, count: int) -> tuple[float, ...] | None:
-    """Exactly `count` lines `TurnK: x` in order, each clamped to [-1, 1]; None if the reply has another form."""
+    """Parse exactly `count` lines `TurnK: x` in order, each clamped to [-1, 1]; None if the reply has another form."""
     content = _score_block(reply)
     if content is None:
         return None
@@ -312,7 +312,7 @@ def read_turns(reply: str, count: int) -> tuple[float, ...] | None:
 
 
 def salvage_turns(reply: str, count: int) -> tuple[float, ...]:
-    """The fixed rule for a reply of another form: no block, all 0; a missing turn, 0; further turns, cut.
+    """Score a reply of another form by the fixed rule: no block, all 0; a missing turn, 0; further turns, cut.
 
     A turn that is scored twice keeps its first score.
     """
@@ -324,7 +324,7 @@ def salvage_turns(reply: str, count: int) -> tuple[float, ...]:
 
 
 def _score_block(reply: str) -> str | None:
-    """Content of the one `<score>` block after the reasoning; None without one or with several.
+    """Return the content of the one `<score>` block after the reasoning; None without one or with several.
 
     The reasoning may quote anything, so nothing before its end is read; one that never ends has no score.
     """

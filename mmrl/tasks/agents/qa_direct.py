@@ -35,7 +35,7 @@ TEMPLATES: Templates = {
 
 
 def system_role(chain_of_thought: bool) -> str:
-    """The role that is the system message."""
+    """Return the role that is the system message."""
     return "system_chain_of_thought" if chain_of_thought else "system"
 
 
@@ -48,11 +48,11 @@ class DirectAnswer:
     modules: tuple[str, ...] = (MODULE,)
 
     def question(self, question: str, chain_of_thought: bool) -> list[dict[str, str]]:
-        """The one prompt."""
+        """Return the prompt of the call."""
         return self.prompts.messages(MODULE, system=system_role(chain_of_thought), question=question)
 
     async def run(self, example: Example, ctx: Context) -> dict[str, str]:
-        """One call."""
+        """Answer in one call."""
         reply = await ctx.call(MODULE, self.question(example.inputs["question"], self.chain_of_thought))
         return {"answer": parse_answer(reply.text)}
 
@@ -76,9 +76,9 @@ class DirectQaTask(OpenQaTask):
         return {MODULE: system_role(self.config.chain_of_thought)}
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """The questions that the search programs have to answer with the mini world's documents."""
+        """Return the questions that the search programs have to answer with the mini world's documents."""
         return mini_questions(self.config.dataset or "hotpotqa", split, corpus, stepwise=True)
 
     def score_call(self, call: Call) -> ModuleScore:
-        """No penalty; how much was written."""
+        """Return facts without penalty: how much was written."""
         return ModuleScore(facts={"answer_words": float(len(call.text.split()))})

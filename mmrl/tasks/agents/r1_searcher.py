@@ -21,8 +21,8 @@ from mmrl.tasks.agents.turns import (
     TurnAgent,
     Turns,
     action_facts,
-    found,
-    titles_of,
+    join_titles,
+    search_passages,
 )
 from mmrl.tasks.base import Context, ModuleScore, Passage, Score
 from mmrl.tasks.prompts import Prompts, Template, Templates
@@ -61,7 +61,7 @@ TEMPLATES: Templates = {
 
 
 def result(text: str) -> str:
-    """The observation that holds retrieved documents."""
+    """Return the observation that holds retrieved documents."""
     return f"{OPEN}{text}{CLOSE}"
 
 
@@ -71,12 +71,12 @@ class R1Searcher(TurnAgent):
     modules = (MODULE,)
 
     def documents(self, passages: Sequence[Passage]) -> str:
-        """Retrieved documents, in which nothing looks like a marker or tag of the searcher."""
+        """Format retrieved documents without anything that looks like a marker or tag of the searcher."""
         listing = "\n".join(self.prompts.documents(MODULE, passages, self.snippet_words))
         return disarm_markers(disarm(listing, TAGS)) or self.prompts.texts[MODULE]["nothing"].format()
 
     async def run(self, example: Example, ctx: Context) -> ReasonerPrediction:
-        """Turns until one ends without a query, or a limit; the answer is the last `<answer>` pair."""
+        """Run turns until one ends without a query, or a limit; the answer is the last `<answer>` pair."""
         queries: list[str] = []
         titles: list[str] = []
 
@@ -88,9 +88,9 @@ class R1Searcher(TurnAgent):
             if len(queries) == self.searches:
                 return "searches"
             queries.append(query)
-            passages = await found(ctx, example, query)
+            passages = await search_passages(ctx, example, query)
             titles.extend(passage["title"] for passage in passages)
-            return Addition(self.documents(passages), titles_of(passages), result)
+            return Addition(self.documents(passages), join_titles(passages), result)
 
         turns = await self.play(ctx, self.question(example.inputs["question"]), STOP, act)
         # of the sampled text alone: an `<answer>` pair in a document is not the policy's
@@ -100,18 +100,18 @@ class R1Searcher(TurnAgent):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the rewards want to know of the sampled text of a rollout (documents are the program's, not in it)."""
+    """Features of a rollout's sampled text that the rewards use (the program's documents are not part of that text)."""
 
     # The rewards read sampled text alone: what the program inserted can never earn or cost anything.
     balanced: bool
-    """As many query openings as endings, and no document marker: only the program writes those."""
+    """True if there are as many query openings as endings, and no document marker: only the program writes those."""
     framed: bool
     """Exactly one `</think>`, no `<think>` (the prompt has it), exactly one answer pair."""
     chinese: bool
     """Chinese characters outside of the documents."""
 
     @classmethod
-    def of(cls, sampled: str) -> Form:
+    def parse(cls, sampled: str) -> Form:
         """Read it off a text."""
         counts = [sampled.count(marker) for marker in (*QUERY, *DOCUMENTS)]
         tags = [sampled.count(tag) for tag in ("<think>", "</think>", "<answer>", "</answer>")]
@@ -119,7 +119,7 @@ class Form:
 
 
 def stage1(form: Form, covered: bool, searched: bool) -> dict[str, float]:
-    """Parts of the first stage's reward, -1 to 2: cover exact match +1 or -1, +0.5 for a search, +0.5 for the frame."""
+    """Score the first stage, -1 to 2: cover exact match +1 or -1, +0.5 for a search, +0.5 for the frame."""
     return {
         "cover_match": 1.0 if covered else -1.0,
         "retrieval": 0.5 * (form.balanced and searched),
@@ -128,7 +128,7 @@ def stage1(form: Form, covered: bool, searched: bool) -> dict[str, float]:
 
 
 def stage2(form: Form, f1: float) -> dict[str, float]:
-    """Parts of the second stage's reward, -1 to 1: F1, and -1 where the form is wrong."""
+    """Score the second stage, -1 to 1: F1, and -1 if the form is wrong."""
     # one penalty, however many things are wrong
     wrong = not form.balanced or not form.framed or form.chinese
     return {"f1": f1, "format": -1.0 * wrong}
@@ -145,9 +145,9 @@ class R1SearcherTask(ReasonerTask):
         return R1Searcher(prompts, self.config, self.config.max_turns)
 
     def score(self, example: Example, prediction: ReasonerPrediction, path: Sequence[Call], reward_set: str) -> Score:
-        """Reward sets: `outcome` (stage 2) and `stage1`. Both rewards' answer metrics have no yes/no rule."""
+        """Score by reward set: `outcome` (stage 2) or `stage1`. Both rewards' answer metrics have no yes/no rule."""
         answer = prediction["answer"] or ""
-        form = Form.of("".join(call.text for call in path))
+        form = Form.parse("".join(call.text for call in path))
         if reward_set == "stage1":
             covered = bool(answer) and self.best(metrics.accuracy, answer, example, closed=False) > 0
             parts = stage1(form, covered, any(map(has_word, prediction["queries"])))

@@ -16,23 +16,23 @@ from mmrl.tasks.agents.tags import first_pair, tag_sequence
 SEARCH_TAGS = ("think", "search", "information", "answer")
 FINAL = ["think", "/think", "answer", "/answer"]
 INTERMEDIATE = ["think", "/think", "search", "/search"]
-"""What the model writes; the program adds `<information>…</information>`."""
+"""Tags that the model writes; the program adds `<information>…</information>`."""
 # Values of the paper's table; what an option changes is read from the task's config instead.
 RETRIEVED, WELL_FORMED, MALFORMED, RIGHT_FORMAT = 0.3, 0.1, -0.2, 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class SearchTurn:
-    """One turn of the search agent."""
+    """Turn of the search agent."""
 
     text: str
-    """What the model generated."""
+    """Text that the model generated."""
     information: str | None
     """Retrieved text that the program inserted after it; None where it did not search."""
 
     @property
     def searches(self) -> bool:
-        """Whether a search pair was generated, executed or not."""
+        """True if a search pair was generated, executed or not."""
         pair = first_pair(self.text, ("search", "answer"))
         return pair is not None and pair[0] == "search"
 
@@ -46,7 +46,7 @@ class SearchReward:
     intermediate: tuple[float, ...]
     """The turns before it."""
     format: bool
-    """All turns are well formed."""
+    """True if all turns are well formed."""
     final_format: bool
     retrieval: bool
     """Some inserted information holds an accepted answer."""
@@ -55,7 +55,7 @@ class SearchReward:
 def search_reward(
     turns: Sequence[SearchTurn], em: bool, answers: Sequence[str], rules: SearchAgentConfig
 ) -> SearchReward:
-    """Rewards of MT-PPO's search agent, turn by turn (arXiv 2505.11821, Sec. 4 to 6 and App. C).
+    """Compute the rewards of MT-PPO's search agent, turn by turn (arXiv 2505.11821, Sec. 4 to 6 and App. C).
 
     Last turn: 1 for an exact match (of the right format, unless `em_needs_format` is off); else 0.2 for the right
     format alone, and `final_penalty` for a wrong one. An earlier turn: 0.3 if its search brought an accepted answer,
@@ -63,7 +63,7 @@ def search_reward(
 
     Args:
         turns: all of them, the last generated one last (it may lack an answer: a limit was reached).
-        em: whether the answer of the last turn is an exact match.
+        em: True if the answer of the last turn is an exact match.
         answers: accepted ones.
     """
     final_format = final_well_formed(turns[-1].text, rules.format_check)
@@ -86,7 +86,7 @@ def search_reward(
 
 
 def merged_reward(em: bool, answered: bool, reward: SearchReward) -> float:
-    """PPO-MR: one number for the whole rollout."""
+    """Compute PPO-MR's one number for the whole rollout."""
     if em:
         return 1.0 if reward.format else 0.8
     if reward.format:
@@ -95,7 +95,7 @@ def merged_reward(em: bool, answered: bool, reward: SearchReward) -> float:
 
 
 def final_well_formed(text: str, check: Literal["strict", "loose"]) -> bool:
-    """The last turn thinks once, then answers once, and has no other known tag."""
+    """Check that the last turn thinks once, then answers once, and has no other known tag."""
     tags = tag_sequence(text, SEARCH_TAGS)
     if check == "strict":
         return tags == FINAL
@@ -103,7 +103,7 @@ def final_well_formed(text: str, check: Literal["strict", "loose"]) -> bool:
 
 
 def intermediate_well_formed(turn: SearchTurn, check: Literal["strict", "loose"]) -> bool:
-    """An earlier turn thinks once, then searches once, and the program inserted the results.
+    """Check that an earlier turn thinks once, then searches once, and the program inserted the results.
 
     `loose` looks at opening tags only and does not mind an answer tag.
     """
@@ -119,7 +119,7 @@ def _opening(tags: Sequence[str], ignored: str = "") -> list[str]:
 
 
 def holds_answer(text: str, answers: Sequence[str], rules: SearchAgentConfig) -> bool:
-    """Whether `text` contains an accepted answer; one that is empty after normalisation is in no text."""
+    """Check if `text` contains an accepted answer; an answer that is empty after normalisation is in no text."""
     if rules.retrieval_match == "case_insensitive":
         return contains(text, answers)
     normalized = metrics.normalize(text, rules.punctuation)
@@ -129,13 +129,13 @@ def holds_answer(text: str, answers: Sequence[str], rules: SearchAgentConfig) ->
 
 
 def contains(text: str, answers: Sequence[str]) -> bool:
-    """Whether some answer is in `text`, without regard to case and outer spaces."""
+    """Check if some answer is in `text`, without regard to case and outer spaces."""
     lowered = text.lower()
     return any(answer.strip() and answer.strip().lower() in lowered for answer in answers)
 
 
 def tag_usage(messages: Sequence[str], names: Sequence[str], *, released: bool = False) -> float:
-    """0.2 x the mean over messages of how nearly each used tag opens once and closes once, from 0 to 0.2.
+    """Return 0.2 x the mean over messages of how nearly each used tag opens and closes once, from 0 to 0.2.
 
     A message scores the mean of 1 - |count - 1| over opening and closing tags of the names that it uses at all; 0 when
     it uses none, and never less.
@@ -150,12 +150,12 @@ def tag_usage(messages: Sequence[str], names: Sequence[str], *, released: bool =
 def _tag_usage(message: str, names: Sequence[str]) -> float:
     tags = tag_sequence(message, names)
     # Tags that a message does not use count neither for nor against it.
-    used = [name for name in names if name in tags or f"/{name}" in tags]
-    return _mean([1 - abs(tags.count(tag) - 1) for name in used for tag in (name, f"/{name}")])
+    present = [name for name in names if name in tags or f"/{name}" in tags]
+    return _mean([1 - abs(tags.count(tag) - 1) for name in present for tag in (name, f"/{name}")])
 
 
 def xml_format(messages: Sequence[str], *, released: bool = False) -> float:
-    """0.2 x the mean over messages of how far each is `<reasoning>…</reasoning>` with a tool call or an answer.
+    """Return 0.2 x the mean form score of the messages: `<reasoning>…</reasoning>` with a tool call or an answer.
 
     A message scores 0.4 x the share of the field sets {reasoning}, {tool, answer} of which it has a tag (0 unless some
     pair is whole), 0.2 if some pair is whole, 0.2 if it starts with `<reasoning>`, 0.2 if it ends with `</tool>` or
@@ -169,10 +169,10 @@ def xml_format(messages: Sequence[str], *, released: bool = False) -> float:
 
 
 def _xml_format(message: str, released: bool) -> float:
-    whole = first_pair(message, ("reasoning", "tool", "answer")) is not None
+    has_pair = first_pair(message, ("reasoning", "tool", "answer")) is not None
     present = sum(bool(tag_sequence(message, names)) for names in (("reasoning",), ("tool", "answer")))
-    score = 0.4 * present / 2 if whole else 0.0
-    score += 0.2 * (whole or released)
+    score = 0.4 * present / 2 if has_pair else 0.0
+    score += 0.2 * (has_pair or released)
     score += 0.2 * message.startswith("<reasoning>")
     return score + 0.2 * message.endswith(("</tool>", "</answer>"))
 

@@ -13,11 +13,11 @@ from typing import ClassVar, TypedDict
 from mmrl.config.tasks import SearchAgentConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
-from mmrl.tasks.agents.judge import JUDGE_SETS, judged
+from mmrl.tasks.agents.judge import JUDGE_SETS, score_by_judge
 from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.agents.rewards import SEARCH_TAGS, SearchTurn, merged_reward, search_reward
 from mmrl.tasks.agents.tags import disarm, first_pair
-from mmrl.tasks.agents.turns import Addition, TurnAgent, Turns, action_facts, found, titles_of
+from mmrl.tasks.agents.turns import Addition, TurnAgent, Turns, action_facts, join_titles, search_passages
 from mmrl.tasks.base import Context, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_search
 from mmrl.tasks.open_qa import OpenQaTask
@@ -53,20 +53,20 @@ TEMPLATES: Templates = {
 
 
 def information(documents: str) -> str:
-    """The observation that holds retrieved documents."""
+    """Return the observation that holds retrieved documents."""
     return f"{OPEN}{documents}{CLOSE}"
 
 
 class SearchAgentPrediction(TypedDict):
-    """What the program returns."""
+    """Result of the search agent."""
 
     answer: str | None
     actions: list[str]
-    """One of `search`, `answer`, `none` per turn."""
+    """Action of each turn: `search`, `answer` or `none`."""
     queries: list[str]
-    """Those that were executed."""
+    """Executed queries."""
     ended: str
-    """What ended it: `answer`, `turns` or `context`."""
+    """Reason for the end: `answer`, `turns` or `context`."""
 
 
 class SearchAgent(TurnAgent):
@@ -75,15 +75,15 @@ class SearchAgent(TurnAgent):
     modules = (MODULE,)
 
     def correction(self) -> str:
-        """What follows a turn that did nothing."""
+        """Return the message that follows a turn without action."""
         return self.prompts.texts[MODULE]["correction"].format()
 
     def documents(self, passages: Sequence[Passage]) -> str:
-        """Retrieved documents, in which nothing looks like a tag of the agent."""
+        """Format retrieved documents without anything that looks like a tag of the agent."""
         return disarm("".join(self.prompts.documents(MODULE, passages, self.snippet_words)), SEARCH_TAGS)
 
     async def run(self, example: Example, ctx: Context) -> SearchAgentPrediction:
-        """Turns until an answer or a limit."""
+        """Run turns until an answer or a limit."""
         actions: list[str] = []
         contents: list[str] = []
 
@@ -100,8 +100,8 @@ class SearchAgent(TurnAgent):
             if action == "none":
                 # Never cut: half of it would read as text of the model.
                 return Addition(self.correction(), "correction")
-            passages = await found(ctx, example, content)
-            return Addition(self.documents(passages), titles_of(passages), information)
+            passages = await search_passages(ctx, example, content)
+            return Addition(self.documents(passages), join_titles(passages), information)
 
         turns = await self.play(ctx, self.question(example.inputs["question"]), STOP, act)
         executed = list(zip(actions, contents, strict=True))[: self.searches]
@@ -133,24 +133,24 @@ class SearchAgentTask(OpenQaTask):
         return SearchAgent(prompts, self.config, self.config.max_turns - self.config.count_final_call)
 
     def as_asked(self, question: str) -> str:
-        """With a question mark, which NQ's questions lack: Search-R1 adds it to all of its data."""
+        """Add a question mark, which NQ's questions lack: Search-R1 adds it to all of its data."""
         question = question.strip()
         return question if question.endswith("?") else f"{question}?"
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """Single-hop and two-hop questions."""
+        """Return single-hop and two-hop questions."""
         return mini_search(split, corpus)
 
     def score(
         self, example: Example, prediction: SearchAgentPrediction, path: Sequence[Call], reward_set: str
     ) -> Score | Awaitable[Score]:
-        """Reward sets: `outcome` (exact match), `turn` (with intermediate rewards), `merged` (PPO-MR: one number).
+        """Score by set: `outcome` (exact match), `turn` (and intermediate rewards), `merged` (PPO-MR: one number).
 
         `judge_outcome` and `judge_turn` ask the judge for what `outcome` and `turn` compute; `gain` is the outcome, and
         the trainer adds turn rewards (`stages.information_gain`).
         """
         answers, answer = example.metadata["answers"], prediction["answer"] or ""
-        turns = turns_of(prediction["actions"], path)
+        turns = split_turns(prediction["actions"], path)
         # An empty answer would be an exact match of a gold answer that normalises to nothing ("The").
         em = self.best(metrics.exact_match, answer, example) if answer else 0.0
         reward = search_reward(turns, bool(em), answers, self.config)
@@ -171,7 +171,7 @@ class SearchAgentTask(OpenQaTask):
             return Score(reward=merged, metrics=scores, parts={"merged": merged})
         if reward_set in JUDGE_SETS:
             prompt = self.program.question(example.inputs["question"])[-1]["content"]
-            return judged(self.judge, reward_set, prompt, path, answers, scores)
+            return score_by_judge(self.judge, reward_set, prompt, path, answers, scores)
         # The last call has no turn reward: its value is the final reward itself.
         turn_rewards = {call.id: value for call, value in zip(path[:-1], reward.intermediate, strict=True)}
         parts = {"final": reward.final, "intermediate": sum(reward.intermediate)}
@@ -187,8 +187,8 @@ class SearchAgentTask(OpenQaTask):
         return action_facts(pair[0] if pair else "none")
 
 
-def turns_of(actions: Sequence[str], path: Sequence[Call]) -> list[SearchTurn]:
-    """The turns of a rollout; the result of a turn's search is what the next call's prompt adds."""
+def split_turns(actions: Sequence[str], path: Sequence[Call]) -> list[SearchTurn]:
+    """Return the turns of a rollout; the result of a turn's search is what the next call's prompt adds."""
     following = [call.prompt_text for call in path[1:]]
     return [
         SearchTurn(

@@ -18,8 +18,8 @@ from mmrl.tasks.agents.turns import (
     TurnAgent,
     Turns,
     action_facts,
-    found,
-    titles_of,
+    join_titles,
+    search_passages,
 )
 from mmrl.tasks.base import Context, ModuleScore, Passage
 from mmrl.tasks.prompts import Prompts, Template, Templates
@@ -61,12 +61,12 @@ TEMPLATES: Templates = {
 
 
 def result(text: str) -> str:
-    """The observation that holds a search result."""
+    """Return the observation that holds a search result."""
     return f"{OPEN}{text}{CLOSE}"
 
 
-def boxed(text: str) -> str | None:
-    r"""Content of the last \boxed{…} with balanced braces; None without one."""
+def extract_boxed(text: str) -> str | None:
+    r"""Return the content of the last \boxed{…} with balanced braces; None without one."""
     # One pass with a stack instead of a regular expression: braces nest, and a long unbalanced text must not take
     # quadratic time.
     open_braces: list[int] = []
@@ -87,16 +87,16 @@ class SearchO1(TurnAgent):
     modules = (REASONER, CONDENSER)
 
     def condense(self, reasoning: str, query: str, passages: Sequence[Passage]) -> list[dict[str, str]]:
-        """The condenser's prompt."""
+        """Return the condenser's prompt."""
         listing = disarm_markers("\n".join(self.prompts.documents(CONDENSER, passages, self.snippet_words)))
         return self.prompts.messages(CONDENSER, reasoning=reasoning, query=query, documents=listing)
 
     def fixed(self, role: str) -> str:
-        """`nothing` or `limit`."""
+        """Return the fixed text `nothing` or `limit`."""
         return self.prompts.texts[REASONER][role].format()
 
     async def run(self, example: Example, ctx: Context) -> ReasonerPrediction:
-        """Turns of the reasoner until one ends without a query, or a limit."""
+        """Run the reasoner's turns until one ends without a query, or a limit."""
         queries: list[str] = []
         titles: list[str] = []
         beyond: list[str] = []
@@ -112,17 +112,17 @@ class SearchO1(TurnAgent):
                 beyond.append(query)
                 return Addition(self.fixed("limit"), "limit", result)
             queries.append(query)
-            passages = await found(ctx, example, query)
+            passages = await search_passages(ctx, example, query)
             titles.extend(passage["title"] for passage in passages)
             text = await self._condensed(ctx, turns.context, query, passages)
-            return Addition(text, titles_of(passages), result)
+            return Addition(text, join_titles(passages), result)
 
         turns = await self.play(ctx, self.question(example.inputs["question"]), (QUERY[1],), act)
         # The answer is looked for in what the reasoner wrote; the condenser also read what was inserted.
-        return {"answer": boxed(turns.sampled), "queries": queries, "titles": titles, "ended": turns.ended}
+        return {"answer": extract_boxed(turns.sampled), "queries": queries, "titles": titles, "ended": turns.ended}
 
     async def _condensed(self, ctx: Context, reasoning: str, query: str, passages: Sequence[Passage]) -> str:
-        """What the condenser makes of the documents; it is not called without any."""
+        """Return the condenser's summary of the documents; it is not called without any."""
         if not passages:
             return self.fixed("nothing")
         reply = await ctx.call(CONDENSER, self.condense(reasoning, query, passages))
@@ -140,9 +140,9 @@ class SearchO1Task(ReasonerTask):
         return SearchO1(prompts, self.config, self.config.max_turns)
 
     def score_call(self, call: Call) -> ModuleScore:
-        """No penalty; whether the reasoner searched, answered or did neither, and how much the condenser wrote."""
+        """Return facts without penalty: the reasoner's action, and how much the condenser wrote."""
         if call.module == CONDENSER:
             return ModuleScore(facts={"words": float(len(call.text.split()))})
         if final_query(call.text, QUERY) is not None:
             return action_facts("search")
-        return action_facts("none" if boxed(call.text) is None else "answer")
+        return action_facts("none" if extract_boxed(call.text) is None else "answer")

@@ -22,7 +22,7 @@ ObservationT = TypeVar("ObservationT", str, Sequence[Message])
 
 
 def first_pair(text: str, names: Iterable[str]) -> tuple[str, str] | None:
-    """Name and stripped content of the pair `<name>…</name>` that opens first, among opening tags that are closed."""
+    """Return name and stripped content of the pair `<name>…</name>` that opens first, among closed tags."""
     # Not one expression `<name>(.*?)</name>`: each opening that is never closed would read the text to its end.
     last = {name: text.rfind(f"</{name}>") for name in names}
     for opening in re.finditer(rf"<({'|'.join(last)})>", text):
@@ -33,21 +33,21 @@ def first_pair(text: str, names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def tag_sequence(text: str, names: Iterable[str]) -> list[str]:
-    """Known tags in order, closing ones with a slash: `["think", "/think", ...]`."""
+    """Return the known tags in order, closing ones with a slash: `["think", "/think", ...]`."""
     # Exact tags only: `<think >` is none.
     return re.findall(rf"<(/?(?:{'|'.join(names)}))>", text)
 
 
 def disarm(text: str, names: Iterable[str]) -> str:
-    """`text` with `<` and `>` of anything like a known tag turned into parentheses."""
+    """Turn `<` and `>` of anything like a known tag in `text` into parentheses."""
     # one way only to read a run of spaces, or a long one would take the square of its length
     return re.sub(rf"<(\s*(?:/\s*)?(?:{'|'.join(names)})\b[^<>]*)>", r"(\1)", text, flags=re.IGNORECASE)
 
 
-def fitted(
+def fit_observation(
     ctx: Context, reply: Reply, text: str, frame: Callable[[str], ObservationT], limit: int
 ) -> tuple[ObservationT, bool]:
-    """An observation of at most `limit` tokens: `frame(text)`, the text cut after a word where need be.
+    """Fit an observation into `limit` tokens: `frame(text)`, the text cut after a word if necessary.
 
     Returns:
         The observation, and whether it fits; it does not when the frame alone is longer.
@@ -56,9 +56,9 @@ def fitted(
     text = text[: CHARS_PER_TOKEN * max(limit, 1)]
     # Tokens are measured in the reply's context, frame and new-turn markers included: the sum of the parts' lengths
     # can differ.
-    whole = frame(text)
-    if ctx.measure(whole, after=reply) <= limit:
-        return whole, True
+    observation = frame(text)
+    if ctx.measure(observation, after=reply) <= limit:
+        return observation, True
     ends = [0, *(word.end() for word in re.finditer(r"\S+", text))]
     # Wherever bisection ends, the cut before that place has been measured and fits (or there is none).
     fitting = bisect_right(ends, limit, key=lambda end: ctx.measure(frame(text[:end]), after=reply))
@@ -67,7 +67,7 @@ def fitted(
 
 
 def last_block(text: str, opening: str, closing: str) -> str | None:
-    """Stripped text between the last `closing` and the nearest `opening` before it; None without such a block."""
+    """Return the stripped text between the last `closing` and the nearest `opening` before it; None without them."""
     # From the end: of several blocks the last one counts, and an opening inside a block belongs to it.
     before, closed, _ = text.rpartition(closing)
     _, opened, content = before.rpartition(opening)
@@ -75,16 +75,16 @@ def last_block(text: str, opening: str, closing: str) -> str | None:
 
 
 def has_word(query: str) -> bool:
-    """Whether a query has a letter or digit: without one there is nothing to search for, and nothing to reward."""
+    """Check if a query has a letter or digit: without one there is nothing to search for, and nothing to reward."""
     return any(character.isalnum() for character in query)
 
 
 def final_query(text: str, markers: tuple[str, str]) -> str | None:
-    """The query with which a turn ends, or None: its ending marker is a stop string, so nothing follows a query."""
+    """Return the query at the end of a turn, or None: its end marker is a stop string, so nothing follows a query."""
     return last_block(text, *markers) if text.rstrip().endswith(markers[1]) else None
 
 
 def disarm_markers(text: str) -> str:
-    """`text` in which nothing can be or become `<|…|>`: the brackets of its halves are parentheses."""
+    """Disarm `<|…|>` in `text`, also markers that could form later: the brackets of both halves become parentheses."""
     # Each half alone, too: `<|x` in one document and `y|>` in the next would make one marker.
     return text.replace("<|", "(|").replace("|>", "|)")

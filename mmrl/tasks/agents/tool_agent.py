@@ -16,9 +16,9 @@ from mmrl.config.tasks import ToolAgentConfig
 from mmrl.errors import ConfigError
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
-from mmrl.tasks.agents.judge import OUTCOME, judged
+from mmrl.tasks.agents.judge import OUTCOME, score_by_judge
 from mmrl.tasks.agents.rewards import contains, tag_usage, xml_format
-from mmrl.tasks.agents.tags import disarm, first_pair, fitted, has_word
+from mmrl.tasks.agents.tags import disarm, first_pair, fit_observation, has_word
 from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_single
 from mmrl.tasks.open_qa import OpenQaTask
@@ -28,7 +28,7 @@ MODULE = "agent"
 STOP = ("</tool>", "</answer>")
 TAGS = ("reasoning", "tool", "result", "answer")
 OWN_TAGS = ("reasoning", "tool", "answer")
-"""What the model may write."""
+"""Tags that the model may write."""
 TOOL = "wiki_search"
 TOOL_CALLS = 2
 """The rollout ends with this many tool calls; the last of them is not executed."""
@@ -59,18 +59,18 @@ TEMPLATES: Templates = {
 
 
 def result(text: str) -> Sequence[Message]:
-    """The user message that holds a tool's output."""
+    """Return the user message that holds a tool's output."""
     return [{"role": "user", "content": f"<result>{text}</result>"}]
 
 
-def turns_of(shot: Shot) -> list[Shot]:
-    """A demonstration as turns: each `<result>…</result>` in its reply is a user message, as in a rollout."""
+def split_turns(shot: Shot) -> list[Shot]:
+    """Return a demonstration as turns: each `<result>…</result>` in its reply is a user message, as in a rollout."""
     pieces = [shot.user, *re.split(r"(<result>.*?</result>)", shot.assistant, flags=re.DOTALL)]
     return [Shot(user, reply.strip()) for user, reply in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
 def read_command(text: str) -> tuple[str | None, str]:
-    """The query of a tool command, or None and what is wrong with it.
+    """Parse a tool command into its query, or None and an error message.
 
     Args:
         text: content of a `<tool>` pair; should be `{"name": "wiki_search", "args": {"query": text}}`.
@@ -95,17 +95,17 @@ def read_command(text: str) -> tuple[str | None, str]:
 
 
 class ToolAgentPrediction(TypedDict):
-    """What the program returns."""
+    """Result of the tool agent."""
 
     answer: str | None
     actions: list[str]
-    """One of `tool`, `answer`, `none` per message."""
+    """Action of each message: `tool`, `answer` or `none`."""
     succeeded: bool | None
-    """Whether the executed tool call worked; None: none was executed."""
+    """True if the executed tool call worked; None: none was executed."""
     articles: int
-    """How many it brought."""
+    """Number of articles that it returned."""
     ended: str
-    """What ended it: `answer`, `calls` or `tokens`."""
+    """Reason for the end: `answer`, `calls` or `tokens`."""
 
 
 @dataclass(slots=True)
@@ -121,19 +121,19 @@ class ToolAgent:
     continues: ClassVar[frozenset[str]] = frozenset({MODULE})
 
     def question(self, question: str) -> list[dict[str, str]]:
-        """The first prompt."""
+        """Return the first prompt."""
         return self.prompts.messages(MODULE, question=question)
 
     def correction(self) -> list[dict[str, str]]:
-        """The user message after one that did nothing."""
+        """Return the user message after a message without action."""
         return [{"role": "user", "content": self.prompts.texts[MODULE]["correction"].format()}]
 
     def articles(self, passages: Sequence[Passage]) -> str:
-        """The search's result, in which nothing looks like a tag of the agent."""
+        """Search, and return the result without anything that looks like a tag of the agent."""
         return disarm("\n".join(self.prompts.documents(MODULE, passages)), TAGS) or "No article was found."
 
     async def run(self, example: Example, ctx: Context) -> ToolAgentPrediction:
-        """Messages until an answer, a second tool call, or the token limit."""
+        """Exchange messages until an answer, a second tool call, or the token limit."""
         actions: list[str] = []
         succeeded: bool | None = None
         articles = 0
@@ -147,7 +147,7 @@ class ToolAgent:
         end = len(reply.context) - reply.tokens + config.max_completion
         end = min(end, config.max_context or end)
         while True:
-            action, content = action_of(reply.text)
+            action, content = parse_action(reply.text)
             actions.append(action)
             if action == "answer":
                 answer, ended = content, "answer"
@@ -166,19 +166,21 @@ class ToolAgent:
                 if query is not None:
                     passages = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
                     output = self.articles(passages)
-                observation, fits = fitted(ctx, reply, output, result, room)
+                observation, fits = fit_observation(ctx, reply, output, result, room)
             if not fits:
                 break
             if action == "tool":
                 # of the one executed call; a command that could not be read counts as executed and failed
                 succeeded, articles = query is not None, len(passages)
-            left = end - len(reply.context) - ctx.measure(observation, after=reply)
-            reply = await ctx.call(MODULE, observation, after=reply, stop=STOP, max_tokens=min(config.max_tokens, left))
+            budget = end - len(reply.context) - ctx.measure(observation, after=reply)
+            reply = await ctx.call(
+                MODULE, observation, after=reply, stop=STOP, max_tokens=min(config.max_tokens, budget)
+            )
         return {"answer": answer, "actions": actions, "succeeded": succeeded, "articles": articles, "ended": ended}
 
 
-def action_of(text: str) -> tuple[str, str]:
-    """The action of a message (`answer`, `tool` or `none`) and what its tags hold.
+def parse_action(text: str) -> tuple[str, str]:
+    """Return the action of a message (`answer`, `tool` or `none`) and what its tags hold.
 
     An answer ends the rollout even beside a tool command: the environment reads it first.
     """
@@ -202,7 +204,7 @@ class ToolAgentTask(OpenQaTask):
 
     def make_program(self, prompts: Prompts) -> ToolAgent:
         """See `OpenQaTask.make_program`."""
-        turns = [turn for shot in prompts.shots.get(MODULE, ()) for turn in turns_of(shot)]
+        turns = [turn for shot in prompts.shots.get(MODULE, ()) for turn in split_turns(shot)]
         if not all(turn.assistant for turn in turns):
             raise ConfigError(
                 f"task.prompts: {MODULE}.{DEMONSTRATIONS}: got nothing before or after a <result>…</result>, expected "
@@ -220,13 +222,13 @@ class ToolAgentTask(OpenQaTask):
         return shot_of([replace(call, prompt_text=text) for call, text in zip(path, added, strict=True)], module)
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """Single-hop questions."""
+        """Return single-hop questions."""
         return mini_single(split, corpus)
 
     def score(
         self, example: Example, prediction: ToolAgentPrediction, path: Sequence[Call], reward_set: str
     ) -> Score | Awaitable[Score]:
-        """Reward: the sum of the outcome rewards; the set `turn` adds those of the tool call, if one was executed.
+        """Sum the outcome rewards; the set `turn` adds those of the tool call, if one was executed.
 
         `judge_outcome` asks the judge whether the answer is right. (Its turn rubric is that of the search agent.)
         """
@@ -241,11 +243,11 @@ class ToolAgentTask(OpenQaTask):
             "xml_format": xml_format(texts, released=released),
         }
         # Everything sampled up to the first result is the first turn, so its last call carries the turn's reward.
-        called = prediction["actions"].index("tool") if prediction["succeeded"] is not None else None
+        position = prediction["actions"].index("tool") if prediction["succeeded"] is not None else None
         # Both 0 where no call was executed, so that the parts of all rollouts have the same names.
         tool = {"tool_execution": 0.0, "result_answer": 0.0}
-        if called is not None:
-            output = path[called + 1].prompt_text.partition("<result>")[2].removesuffix("</result>")
+        if position is not None:
+            output = path[position + 1].prompt_text.partition("<result>")[2].removesuffix("</result>")
             # An error or "No article was found." may hold the answer by chance; only an article holds it for a reason.
             retrieved = prediction["articles"] > 0 and contains(output, answers)
             tool = {"tool_execution": 0.2 * bool(prediction["succeeded"]), "result_answer": 0.5 * retrieved}
@@ -260,14 +262,14 @@ class ToolAgentTask(OpenQaTask):
             "turns": float(len(path)),
         }
         if reward_set == "judge_outcome":
-            return judged(self.judge, reward_set, example.inputs["question"], path, answers, scores)
+            return score_by_judge(self.judge, reward_set, example.inputs["question"], path, answers, scores)
         parts = {
             name: value for name, value in outcome.items() if name != "xml_format" or self.config.outcome_rewards == 4
         }
-        turn_rewards = {path[called].id: sum(tool.values())} if reward_set == "turn" and called is not None else {}
+        turn_rewards = {path[position].id: sum(tool.values())} if reward_set == "turn" and position is not None else {}
         return Score(reward=sum(parts.values()), metrics=scores, parts=parts, turn_rewards=turn_rewards)
 
     def score_call(self, call: Call) -> ModuleScore:
-        """No penalty; which action the message took."""
-        action, _ = action_of(call.text)
+        """Return facts without penalty: the action of the message."""
+        action, _ = parse_action(call.text)
         return ModuleScore(facts={f"action_{name}": float(action == name) for name in ("tool", "answer", "none")})

@@ -13,7 +13,7 @@ from typing import ClassVar, TypedDict
 
 from mmrl.config.tasks import ReasonerConfig
 from mmrl.records import Example
-from mmrl.tasks.agents.tags import fitted
+from mmrl.tasks.agents.tags import fit_observation
 from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Program
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask, gold_share
@@ -25,11 +25,11 @@ CONTEXT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What goes on in the context after a turn."""
+    """Text or messages added to the context after a turn."""
 
     text: str
     state: str
-    """What the next turn begins in, for algorithms that compare turns of one state."""
+    """State in which the next turn begins, for algorithms that compare turns of one state."""
     frame: Callable[[str], str] | None = None
     """Stands around the text, which is cut where there is no room; None: the text is added whole or not at all."""
 
@@ -45,7 +45,7 @@ class Turns:
 
     @property
     def sampled(self) -> str:
-        """What the model wrote."""
+        """Text that the model sampled."""
         return "".join(self.replies)
 
     @property
@@ -77,7 +77,7 @@ class TurnAgent(Program):
         return self.modules[:1]
 
     def question(self, question: str) -> list[dict[str, str]]:
-        """The first prompt."""
+        """Return the first prompt."""
         return self.prompts.messages(self.modules[0], question=question, searches=self.searches)
 
     async def play(
@@ -87,7 +87,7 @@ class TurnAgent(Program):
         stop: Sequence[str],
         act: Callable[[Turns], Awaitable[Addition | str]],
     ) -> Turns:
-        """The first module's turns until `act`, which reads the newest reply, says how it ended, or no room is left.
+        """Run the first module's turns until `act`, which reads the newest reply, ends them, or no room is left.
 
         Args:
             act: returns what is added, or a word for `Turns.ended` (`context` is that of no room).
@@ -101,7 +101,7 @@ class TurnAgent(Program):
             if step.frame is None:
                 observation, fits = step.text, ctx.measure(step.text, after=reply) <= room
             else:
-                observation, fits = fitted(ctx, reply, step.text, step.frame, room)
+                observation, fits = fit_observation(ctx, reply, step.text, step.frame, room)
             if not fits:
                 step = "context"
                 break
@@ -113,13 +113,13 @@ class TurnAgent(Program):
 
 
 class ReasonerPrediction(TypedDict):
-    """What `r1_searcher` and `search_o1` return."""
+    """Result of `r1_searcher` and `search_o1`."""
 
     answer: str | None
     queries: list[str]
-    """Those that were executed."""
+    """Executed queries."""
     titles: list[str]
-    """Of all documents that the searches brought."""
+    """Titles of all documents that the searches returned."""
     ended: str
     """`answer`: a turn without a query; `searches`: a query after the last one allowed; `context`: no room left."""
 
@@ -133,7 +133,7 @@ class ReasonerTask(OpenQaTask):
     main_metric = "f1"
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """Multi-hop questions, or single-hop ones for a data set of such."""
+        """Return multi-hop questions, or single-hop ones for a data set of such."""
         return mini_questions(self.config.dataset or "hotpotqa", split, corpus)
 
     def search_metrics(self, prediction: ReasonerPrediction, example: Example) -> dict[str, float]:
@@ -142,17 +142,17 @@ class ReasonerTask(OpenQaTask):
         return {"searches": searches, **gold_share("gold_retrieved", prediction["titles"], example)}
 
 
-async def found(ctx: Context, example: Example, query: str) -> list[Passage]:
-    """What a search brings; through `ctx`, so that a fork or a replay has the same documents again."""
+async def search_passages(ctx: Context, example: Example, query: str) -> list[Passage]:
+    """Search through `ctx`, so that a fork or a replay has the same documents again."""
     passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
     return passages
 
 
-def titles_of(passages: Sequence[Passage]) -> str:
-    """The state after a search."""
+def join_titles(passages: Sequence[Passage]) -> str:
+    """Return the state after a search: the titles found."""
     return "; ".join(passage["title"] for passage in passages)
 
 
 def action_facts(action: str) -> ModuleScore:
-    """No penalty; whether a turn searched, answered or did neither (`none`)."""
+    """Return facts without penalty: whether a turn searched, answered or did neither (`none`)."""
     return ModuleScore(facts={f"action_{name}": float(action == name) for name in ("search", "answer", "none")})

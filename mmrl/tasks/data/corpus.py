@@ -63,24 +63,24 @@ class Corpus:
             raise DataError(problems)
 
     def paths(self) -> list[Path]:
-        """All local files, in order."""
+        """Return all local files, in order."""
         return [path for source, _ in self._sources if source is not None and (path := source.path) is not None]
 
     def hub_ids(self) -> list[str]:
-        """Sources that are fetched from the hub."""
+        """Return the sources that are fetched from the hub."""
         return [source.spec for source, _ in self._sources if source is not None and source.path is None]
 
     def local_bytes(self) -> int:
-        """Size of the local files."""
+        """Return the size of the local files."""
         return sum(path.stat().st_size for path in self.paths())
 
     def stamp(self) -> str:
-        """Changes when the sources do: their names, sizes and times."""
+        """Return a text that changes with the sources: their names, sizes and times."""
         files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.paths()]
         return hashlib.blake2b(repr((list(self.specs), files)).encode(), digest_size=16).hexdigest()
 
     def passages(self) -> Iterator[Document]:
-        """All passages.
+        """Yield all passages.
 
         Raises:
             DataError: a malformed file, or one named by itself that holds no passages.
@@ -111,7 +111,7 @@ def _sources(spec: str) -> list[tuple[Source | None, bool]]:
 
 
 def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Iterator[Document]:
-    """Passages of one source; the first record says which kind: passages, questions with paragraphs, or neither."""
+    """Yield a source's passages; its first record tells the kind: passages, questions with paragraphs, or neither."""
     kind = ""
     for row in source.stream("train"):
         this_kind = _kind(row.values)
@@ -134,7 +134,7 @@ def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Itera
 
 
 def _kind(values: object) -> str:
-    """`passage`, `record`, or nothing."""
+    """Return the kind of a row: `passage`, `record`, or an empty string."""
     if isinstance(values, Mapping):
         if "paragraphs" in values or ("context" in values and "question" in values):
             return "record"
@@ -147,7 +147,7 @@ def _kind(values: object) -> str:
 
 
 def _paragraphs(values: Fields) -> list[object]:
-    """The paragraphs of a question, each as `passage` reads it."""
+    """Return the paragraphs of a question, each as `passage` reads it."""
     paragraphs = values.get("paragraphs", values.get("context"))
     if isinstance(paragraphs, Mapping):  # as the hub's columns have it
         return [list(pair) for pair in zip(paragraphs["title"], paragraphs["sentences"], strict=True)]
@@ -161,7 +161,7 @@ def _paragraphs(values: Fields) -> list[object]:
 
 
 def coverage(splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequence[Document]]) -> dict[str, float]:
-    """Split -> share of its questions that their corpus can answer; splits that cannot be judged are absent.
+    """Return each split's share of questions that their corpus can answer; splits that cannot be judged are absent.
 
     Args:
         splits: examples, with `metadata["titles"]` or `metadata["answers"]`, and `inputs["corpus"]` where there are
@@ -184,7 +184,7 @@ def coverage(splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequ
         # Titles are known at once; looking for answers reads every passage.
         scans = len(documents) <= SCANNED
         answers = {str(answer) for e in untitled for answer in e.metadata.get("answers", ())} if scans else set()
-        present = occurring(answers, documents) if answers else set()
+        present = find_occurring(answers, documents) if answers else set()
         for split, examples in examples_of.items():
             for example in examples:
                 if titles := example.metadata.get("titles"):
@@ -195,13 +195,13 @@ def coverage(splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequ
 
 
 def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: bool) -> dict[str, str]:
-    """What a result says of its corpus: the share of each split's items, under 'partial corpus' where it is one.
+    """Return a result's facts about its corpus: the share of each split's items, as 'partial corpus' if it is one.
 
     Args:
-        criterion: what an item has to have in the corpus.
-        shares: of `coverage`.
-        passages: how many there are.
-        real: whether the items come from files or the hub; the mini world's corpus is whole, and says nothing.
+        criterion: requirement on an item, in words.
+        shares: result of `coverage`.
+        passages: number of passages.
+        real: True if the items come from files or the hub; the mini world's corpus is complete and has no fact.
     """
     if not shares or (not real and min(shares.values()) == 1):
         return {}
@@ -209,19 +209,19 @@ def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: b
     return {name: f"{criterion}: {', '.join(f'{split} {share:.1%}' for split, share in shares.items())}"}
 
 
-def occurring(answers: Iterable[str], documents: Iterable[Document]) -> set[str]:
-    """Those answers whose first words stand in a passage, one after the other."""
-    answers_of: dict[tuple[str, ...], list[str]] = {}
-    # By first word: one pass over the passages, whatever the number of answers.
+def find_occurring(answers: Iterable[str], documents: Iterable[Document]) -> set[str]:
+    """Return the answers whose first words stand in a passage, one after the other."""
+    by_words: dict[tuple[str, ...], list[str]] = {}
+    # Indexed by first word: one pass over the passages for any number of answers.
     lengths: dict[str, set[int]] = {}
     for answer in answers:
         if run := tuple(WORD.findall(answer.lower())[:LONGEST]):
-            answers_of.setdefault(run, []).append(answer)
+            by_words.setdefault(run, []).append(answer)
             lengths.setdefault(run[0], set()).add(len(run))
     present: set[tuple[str, ...]] = set()
     for document in documents:
         words = WORD.findall(f"{document.title} {document.text}".lower())
         for start, word in enumerate(words):
             runs = (tuple(words[start : start + length]) for length in lengths.get(word, ()))
-            present.update(run for run in runs if run in answers_of)
-    return {answer for run in present for answer in answers_of[run]}
+            present.update(run for run in runs if run in by_words)
+    return {answer for run in present for answer in by_words[run]}

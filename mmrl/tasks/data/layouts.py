@@ -16,7 +16,7 @@ from mmrl import rng
 from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
-from mmrl.tasks.data.rows import Fields, Row, Source, record_id, unique
+from mmrl.tasks.data.rows import Fields, Row, Source, check_unique, record_id
 
 log = logging.getLogger("mmrl.data")
 
@@ -26,7 +26,7 @@ Paragraph = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What every layout is read into."""
+    """Common record of all layouts."""
 
     id: str
     question: str
@@ -42,7 +42,7 @@ Layout = Callable[[Fields], Record]
 
 
 def _hotpot(values: Fields) -> Record:
-    """HotpotQA (distractor and fullwiki) and 2WikiMultihopQA."""
+    """Read HotpotQA (distractor and fullwiki) and 2WikiMultihopQA."""
     context = _pairs(values["context"], "context", ("title", "sentences"))
     facts = _pairs(values["supporting_facts"], "supporting_facts", ("title", "sent_id"))
     if not all(isinstance(title, str) and _is_texts(sentences) for title, sentences in context):
@@ -64,19 +64,19 @@ def _is_texts(value: object) -> bool:
 
 
 def _pairs(value: object, field: str, columns: tuple[str, str]) -> list[tuple[Any, Any]]:
-    """Pairs in the files' form `[[a, b], ...]` or in the hub's, two columns."""
+    """Read pairs in the files' form `[[a, b], ...]` or in the hub's, two columns."""
     if isinstance(value, Mapping):
-        both = [value[column] for column in columns]
-        if any(isinstance(column, str) for column in both):  # whose letters would be taken for entries
+        cells = [value[column] for column in columns]
+        if any(isinstance(column, str) for column in cells):  # whose letters would be taken for entries
             raise TypeError(f"{field}: expected lists in its columns {' and '.join(columns)}")
-        return list(zip(*both, strict=True))
+        return list(zip(*cells, strict=True))
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise TypeError(f"{field}: expected a list of [{', '.join(columns)}] pairs")
     return [(first, second) for first, second in value]
 
 
 def _musique(values: Fields) -> Record:
-    """MuSiQue-Ans."""
+    """Read MuSiQue-Ans."""
     paragraphs = values["paragraphs"]
     if not isinstance(paragraphs, list) or not all(isinstance(paragraph, Mapping) for paragraph in paragraphs):
         raise TypeError("paragraphs: expected a list of objects")
@@ -96,14 +96,14 @@ def _musique(values: Fields) -> Record:
 
 
 def _supporting(paragraphs: Sequence[Fields], *, required: bool) -> tuple[str, ...]:
-    """Titles of the gold paragraphs; every paragraph has to have one."""
+    """Return the titles of the gold paragraphs; every paragraph has to have one."""
     titles = [_string(p["title"], "paragraphs: title") for p in paragraphs]
     gold = [p["is_supporting"] if required else p.get("is_supporting") for p in paragraphs]
     return tuple(dict.fromkeys(title for title, supports in zip(titles, gold, strict=True) if supports))
 
 
 def _popqa(values: Fields) -> Record:
-    """PopQA with gold passages."""
+    """Read PopQA with gold passages."""
     paragraphs = [p for p in values["paragraphs"] if isinstance(p, Mapping)]  # the file has null where one is missing
     return Record(
         id=_text(values["id"], "id"),
@@ -116,7 +116,7 @@ def _popqa(values: Fields) -> Record:
 
 
 def _questions(values: Fields, name: object = None) -> Record:
-    """A question with its accepted answers and nothing else; `name` is its id where it has none."""
+    """Return a question with its accepted answers and nothing else; `name` is its id where it has none."""
     return Record(
         id=_text(values["id"] if name is None else name, "id"),
         question=_text(values["question"], "question"),
@@ -132,7 +132,7 @@ ANSWER_FIELDS = ("possible_answers", "golden_answers", "answers", "answer")
 
 
 def _answers(values: Fields) -> tuple[str, ...]:
-    """Accepted answers: one text, a list, a list written as JSON text, or TriviaQA's record of aliases."""
+    """Read accepted answers: one text, a list, a list written as JSON text, or TriviaQA's record of aliases."""
     field = next((name for name in ANSWER_FIELDS if name in values), "answer")
     value = values[field]
     # PopQA's file holds the list as JSON text in one column.
@@ -164,19 +164,19 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 def load_records(source: Source, split: str, layout: Layout) -> list[Record]:
-    """All records of a source.
+    """Return all records of a source.
 
     Raises:
         DataError: a missing or malformed file, a record without a field or with an empty answer, or duplicate ids.
     """
     rows = source.rows(split)
-    return unique(
+    return check_unique(
         source.key, ((row, _record(source, row, layout, f"{split}-{number}")) for number, row in enumerate(rows))
     )
 
 
 def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
-    """One row as a record; where a row has neither id nor evidence, `number` is its id."""
+    """Convert a row to a record; if it has neither id nor evidence, `number` is its id."""
     values = row.values
     if not isinstance(values, Mapping):
         raise DataError(f"{source.key}: {row.where}: got {type(values).__name__}, expected a record (a JSON object)")
@@ -211,7 +211,7 @@ def _text(value: object, field: str) -> str:
 
 
 def to_example(record: Record, corpus: str) -> Example:
-    """A record as an example that searches the corpus of that name."""
+    """Convert a record to an example that searches the corpus of that name."""
     return Example(
         id=record.id,
         inputs={"question": record.question, "corpus": corpus},
@@ -219,8 +219,8 @@ def to_example(record: Record, corpus: str) -> Example:
     )
 
 
-def paragraphs_of(records: Iterable[Record]) -> list[Document]:
-    """The union of the records' paragraphs, in order of first appearance, without repetition of (title, text)."""
+def merge_paragraphs(records: Iterable[Record]) -> list[Document]:
+    """Merge the records' paragraphs, in order of first appearance, without repetition of (title, text)."""
     # The same paragraph comes with many questions; one document each, in a stable order, or ids would change with the
     # splits in use.
     union = dict.fromkeys(paragraph for record in records for paragraph in record.paragraphs)
@@ -228,18 +228,18 @@ def paragraphs_of(records: Iterable[Record]) -> list[Document]:
 
 
 def load_corpus(key: str, spec: str) -> list[Document]:
-    """A corpus from a file or the hub, held in memory; see `passage` for the records that it may have.
+    """Load a corpus from a file or the hub into memory; see `passage` for the records that it may have.
 
     Raises:
         DataError: a missing or malformed file, a document without a field, or duplicate ids.
     """
     source = Source(key, spec)
     rows = source.rows("train")
-    return unique(key, ((row, passage(source, row, number)) for number, row in enumerate(rows)))
+    return check_unique(key, ((row, passage(source, row, number)) for number, row in enumerate(rows)))
 
 
 def passage(source: Source, row: Row, number: int) -> Document:
-    """One passage: `title` and `text` (or its sentences), `[title, text]`, or `contents` with the title as first line.
+    """Read a passage: `title` and `text` (or sentences), `[title, text]`, or `contents` with the title as first line.
 
     Raises:
         DataError: another shape.
@@ -268,9 +268,9 @@ def passage(source: Source, row: Row, number: int) -> Document:
 
 
 def subset(examples: Sequence[Example], items: int | None, *key: int | str) -> list[Example]:
-    """The first `items` after a shuffle keyed by `key`; all, in their own order, without a limit."""
+    """Return the first `items` after a shuffle keyed by `key`; without a limit, all in their order."""
     if items is None or items >= len(examples):
         return list(examples)
-    # By keyed digest, not by shuffling: adding a row to the file changes at most one member of the subset.
+    # Ordered by keyed digest, not by shuffling: a row added to the file changes at most one member of the subset.
     order = sorted(examples, key=lambda example: (rng.digest("subset", *key, example.id), example.id))
     return order[:items]

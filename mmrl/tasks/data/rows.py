@@ -45,7 +45,7 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One record of a source."""
+    """Record of a source."""
 
     where: str
     """File and line, or file and number, for messages."""
@@ -54,7 +54,7 @@ class Row:
 
 
 def record_id(values: Fields, *names: str) -> Any:
-    """The first of the fields `names` that holds an id, else None. 0 is one; null and an empty text are none."""
+    """Return the first of the fields `names` that holds an id, else None. 0 is one; null and an empty text are none."""
     return next((values[name] for name in names if values.get(name) not in (None, "")), None)
 
 
@@ -66,27 +66,27 @@ class _Named(Protocol):
 NamedT = TypeVar("NamedT", bound=_Named)
 
 
-def unique(key: str, found: Iterable[tuple[Row, NamedT]]) -> list[NamedT]:
-    """What was made of rows, if no two have the same id.
+def check_unique(key: str, objects: Iterable[tuple[Row, NamedT]]) -> list[NamedT]:
+    """Return the objects built from rows, if no two have the same id.
 
     Raises:
         DataError: two do.
     """
     by_id: dict[str, NamedT] = {}
-    for row, made in found:
-        if made.id in by_id:
-            raise DataError(f"{key}: {row.where}: duplicate id '{made.id}'")
-        by_id[made.id] = made
+    for row, item in objects:
+        if item.id in by_id:
+            raise DataError(f"{key}: {row.where}: duplicate id '{item.id}'")
+        by_id[item.id] = item
     return list(by_id.values())
 
 
 def same_rows(sources: Mapping[str, str]) -> list[list[str]]:
-    """Groups of splits whose sources hold the same rows.
+    """Group the splits whose sources have the same rows.
 
     Args:
         sources: split -> file, hub id or object.
     """
-    # By the rows that a source stands for, not by how it is written: two spellings of one file are one source, and a
+    # Compared by the rows of a source, not by its spelling: two spellings of one file are one source, and a
     # hub id without a split has other rows for each of ours.
     splits_of: dict[str, list[str]] = {}
     for split, spec in sources.items():
@@ -100,7 +100,7 @@ class Source:
 
     Args:
         key: the config key that named it (`task.data.train`).
-        spec: what the user wrote.
+        spec: text of the user.
     """
 
     key: str
@@ -121,20 +121,20 @@ class Source:
         # a typo in a file name must not become a request to the hub
         looks_like_file = path.suffix.lower() in FORMATS or not HUB_ID.fullmatch(self.spec)
         if looks_like_file:
-            what = "is a folder" if path.is_dir() else "no such file"
+            problem = "is a folder" if path.is_dir() else "no such file"
             raise DataError(
-                f"{self.key}: '{self.spec}': {what}; expected {'' if self.key == 'algo.file' else 'mini, '}a "
+                f"{self.key}: '{self.spec}': {problem}; expected {'' if self.key == 'algo.file' else 'mini, '}a "
                 f"{', '.join(FORMATS)} file, or a hub id owner/name[:config[:split]]"
             )
         return None
 
     @property
     def is_object(self) -> bool:
-        """Whether it names a Python object and no file."""
+        """True if the source is a Python object, not a file."""
         return OBJECT.fullmatch(self.spec) is not None and not user_path(self.spec).is_file()
 
     def identity(self, split: str) -> str:
-        """The same for two sources exactly if they hold the same rows: a hub id without a split has one for each."""
+        """Return a text equal for two sources exactly if their rows are: a hub id without a split has one per split."""
         if self.is_object:
             return self.spec
         path = user_path(self.spec)
@@ -143,13 +143,13 @@ class Source:
         return ":".join(self._hub_place(split))
 
     def _hub_place(self, split: str) -> tuple[str, str, str]:
-        """Name, config (may be empty) and split of a hub id."""
+        """Return name, config (may be empty) and split of a hub id."""
         name, _, rest = self.spec.partition(":")
         config, _, hub_split = rest.partition(":")
         return name, config, hub_split or HUB_SPLITS[split]
 
     def rows(self, split: str) -> list[Row]:
-        """All rows.
+        """Return all rows.
 
         Args:
             split: `train`, `dev` or `test`; names the hub split where the id does not.
@@ -163,7 +163,7 @@ class Source:
         return rows
 
     def stream(self, split: str) -> Iterator[Row]:
-        """`rows` one by one, for sources larger than memory (all but `.json`); an empty source is no error here."""
+        """Yield rows one by one, for sources larger than memory (all but `.json`); an empty source is no error here."""
         if self.is_object:
             return self._object()
         path = self.path
@@ -208,16 +208,16 @@ class Source:
     def _hub(self, split: str) -> Iterator[Row]:
         from datasets import load_dataset
 
-        name, config, chosen = self._hub_place(split)
-        away = not Path(name).exists() and not hub_answers()  # its client would try for half a minute, a line a try
+        name, config, hub_split = self._hub_place(split)
+        offline = not Path(name).exists() and not hub_answers()  # its client would try for half a minute, a line a try
         try:
-            with _offline() if away else nullcontext():
-                table = load_dataset(name, config or None, split=chosen)
+            with _offline() if offline else nullcontext():
+                table = load_dataset(name, config or None, split=hub_split)
         except Exception as error:
             # `datasets` raises many types here: no network, no such repository, config or split
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            why = "the hub does not answer, and it is not in the local cache" if away else reason
-            raise DataError(f"{self.key}: cannot load '{self.spec}' (split {chosen}) from the hub: {why}") from None
+            why = "the hub does not answer, and it is not in the local cache" if offline else reason
+            raise DataError(f"{self.key}: cannot load '{self.spec}' (split {hub_split}) from the hub: {why}") from None
         number = 0
         try:
             for values in table:
@@ -229,17 +229,17 @@ class Source:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Datasets from the local cache alone."""
+    """Load data sets from the local cache alone."""
     import datasets
     from huggingface_hub import constants
 
     # Both libraries read their switch once, at import, so an environment variable would come too late.
-    was = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    settings = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = was
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = settings
 
 
 def _json(path: Path) -> Iterator[Row]:
@@ -252,7 +252,7 @@ def _json(path: Path) -> Iterator[Row]:
     escapes = bool(HALF.search(text))
     for number, values in enumerate(content):
         where = f"{path} record {number}"
-        yield Row(where, _whole(values, where) if escapes else values)
+        yield Row(where, _repaired(values, where) if escapes else values)
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -263,7 +263,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 continue
             where = f"{path} line {number}"
             values = _parsed(line, where)
-            yield Row(where, _whole(values, where) if HALF.search(line) else values)
+            yield Row(where, _repaired(values, where) if HALF.search(line) else values)
 
 
 def _parsed(text: str, where: str) -> object:
@@ -273,13 +273,13 @@ def _parsed(text: str, where: str) -> object:
         raise ValueError(f"{where}: not JSON ({error})") from None
 
 
-def _whole(values: object, where: str) -> object:
-    """A record whose texts are whole (see `whole_text`)."""
-    written = json.dumps(values, ensure_ascii=False)
-    if (whole := whole_text(written)) == written:
+def _repaired(values: object, where: str) -> object:
+    """Apply `whole_text` to all texts of a record."""
+    encoded = json.dumps(values, ensure_ascii=False)
+    if (text := whole_text(encoded)) == encoded:
         return values
     log.warning("%s: holds half of a UTF-16 pair, which is no character; U+FFFD stands for it", where)
-    return json.loads(whole)
+    return json.loads(text)
 
 
 def _table(path: Path, delimiter: str) -> Iterator[Row]:
@@ -300,7 +300,7 @@ def _table(path: Path, delimiter: str) -> Iterator[Row]:
 
 
 def _topics(path: Path) -> Iterator[Row]:
-    """Topics of DPR and Anserini: question, tab, a Python list of answers; no header."""
+    """Read topics of DPR and Anserini: question, tab, a Python list of answers; no header."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, delimiter="\t")
         for cells in reader:
@@ -332,16 +332,16 @@ def _parquet(path: Path, key: str) -> Iterator[Row]:
         # batch by batch: a corpus may be larger than memory
         for batch in table.iter_batches():
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-            for place in range(batch.num_rows):
+            for index in range(batch.num_rows):
                 where = f"{path} row {number}"
-                yield Row(where, _Cells(columns, place, f"{key}: {where}"))
+                yield Row(where, _Cells(columns, index, f"{key}: {where}"))
                 number += 1
     except _undecodable() as error:
         raise ValueError(f"{path} row {number}: cannot be read: {error}") from None
 
 
 def _undecodable() -> tuple[type[Exception], ...]:
-    """What pyarrow raises for data that it cannot read, or that Python has no value for."""
+    """Return pyarrow's exceptions for data that it cannot read, or that Python has no value for."""
     import pyarrow
 
     return OSError, ValueError, OverflowError, pyarrow.ArrowException
@@ -354,12 +354,12 @@ class _Cells(Mapping[str, Any]):
         DataError: a cell is read that Python has no value for.
     """
 
-    def __init__(self, columns: Mapping[str, Any], place: int, where: str):
-        self._columns, self._place, self._where = columns, place, where
+    def __init__(self, columns: Mapping[str, Any], index: int, where: str):
+        self._columns, self._index, self._where = columns, index, where
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return self._columns[name][self._place].as_py()
+            return self._columns[name][self._index].as_py()
         except _undecodable() as error:  # such as a date beyond the year 9999
             kind = self._columns[name].type
             raise DataError(f"{self._where}: {name}: a {kind} that cannot be read: {error}") from None

@@ -15,8 +15,8 @@ from mmrl.config.tasks import Banking77Config
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Score
-from mmrl.tasks.data.rows import record_id, unique
-from mmrl.tasks.dspy.base import DspyTask, read_json, text_of
+from mmrl.tasks.data.rows import check_unique, record_id
+from mmrl.tasks.dspy.base import DspyTask, first_text, read_json
 from mmrl.tasks.mini.examples import mini_records
 
 SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 750)}
@@ -26,7 +26,7 @@ SAMPLE_SEED = 0
 
 
 class BankingPrediction(TypedDict):
-    """What the program returns."""
+    """Result of the program."""
 
     reasoning: str
     label: str
@@ -65,13 +65,13 @@ class Banking77Task(DspyTask):
         key = f"task.data.{split}"
         examples = []
         for number, row in enumerate(self.rows(split)):
-            text = text_of(key, row, "text")
-            label = text_of(key, row, "category", "label_text", "label")
+            text = first_text(key, row, "text")
+            label = first_text(key, row, "category", "label_text", "label")
             # The official CSV has no ids; the place in the file is stable, since the whole file is read.
-            given = record_id(row.values, "id")
-            name = f"{split}-{number}" if given is None else str(given)
+            row_id = record_id(row.values, "id")
+            name = f"{split}-{number}" if row_id is None else str(row_id)
             examples.append((row, Example(id=name, inputs={"text": text}, metadata={"label": label})))
-        return unique(key, examples)
+        return check_unique(key, examples)
 
     def _given_labels(self) -> tuple[str, ...]:
         path = self.config.labels
@@ -111,14 +111,14 @@ class Banking77Task(DspyTask):
         return Banking77(self.labels)
 
     def score(self, example: Example, prediction: BankingPrediction, path: Sequence[Call], reward_set: str) -> Score:
-        """Reward and metric: whether the label is the gold one, letter for letter."""
+        """Score 1 if the label is the gold one, letter for letter, else 0."""
         hit = float(prediction["label"] == example.metadata["label"])
         return Score(reward=hit, metrics={"em": hit}, parts={"em": hit})
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         facts = {**super().describe(), "labels": len(self.labels)}
-        drawn = self.used() if self.config.sample == "paper" else ""
+        drawn = self.sample_sizes() if self.config.sample == "paper" else ""
         return facts | ({"sample": f"{drawn} drawn with seed {SAMPLE_SEED}"} if drawn else {})
 
 

@@ -1,4 +1,4 @@
-"""What the tasks with DSPy programs share: splits, prompts of predictors, demonstrations, facts for summaries.
+"""Base of tasks with DSPy programs: splits, prompts of predictors, demonstrations, facts for summaries.
 
 Base of `banking77`, `papillon`, `hover` and `own`. The program of such a task is a raw `dspy.Module`; whoever builds
 the task wraps it (`mmrl.rollout.with_program`). DSPy takes seconds to import, so it is imported when a task is built.
@@ -47,7 +47,7 @@ class DspyTask(Task):
     """Split -> where the items of the paper begin and end in their source, with `task.sample=paper`."""
     reward_sets: tuple[str, ...] = ("outcome",)
     absent_features: Collection[str] = frozenset({"penalties", "observations"})
-    """What the program never has, so that options about it are refused (`mmrl.config.rules`)."""
+    """Features that the program never has, so that options about them are refused (`mmrl.config.rules`)."""
     main_metric: str
     # Untyped: an attribute of `Task`, which a subclass cannot narrow.
     program: Any
@@ -81,15 +81,18 @@ class DspyTask(Task):
             set_prompts(program, config.prompts)
             self.predictors = dict(program.named_predictors())
             adapter_in_use(self.prompt_layout)  # refuses the one that has no such layout
-        elif own := [
+        elif problems := [
             f"task.{key}: has no effect with this program, whose prompts are its own code"
-            for key, given in (("prompts", config.prompts is not None), ("prompt_layout", self.prompt_layout != "dspy"))
-            if given
+            for key, is_set in (
+                ("prompts", config.prompts is not None),
+                ("prompt_layout", self.prompt_layout != "dspy"),
+            )
+            if is_set
         ]:
-            raise ConfigError(own)
+            raise ConfigError(problems)
 
     def load(self) -> Mapping[str, Sequence[Example]]:
-        """All examples of each split, or those of the paper's sample: the mini world's, or those of the files.
+        """Return the examples of each split, from the mini world or from files: all, or the paper's sample.
 
         Raises:
             ConfigError: data that cannot be used.
@@ -100,30 +103,30 @@ class DspyTask(Task):
 
     @abstractmethod
     def mini(self, split: str) -> Sequence[Example]:
-        """The mini world's examples of a split, for a config that names no data."""
+        """Return the mini world's examples of a split, for a config that names no data."""
 
     @abstractmethod
     def read(self, split: str) -> Sequence[Example]:
-        """The examples of a split's source."""
+        """Read the examples of a split's source."""
 
     @abstractmethod
     def make_program(self) -> Any:
-        """The raw `dspy.Module`, called with the inputs of an example as keywords."""
+        """Build the raw `dspy.Module`, called with the inputs of an example as keywords."""
 
     def option_problems(self) -> list[str]:
-        """Options that were set and have no effect; the schema has refused what no program of this task reads."""
+        """Report options that were set without effect; those that no program of this task reads were refused before."""
         return []
 
     def source_problems(self) -> list[str]:
-        """Sources that two splits would use in full."""
-        what = "all of" if self.places else "both"
-        apart = self.places if getattr(self.config, "sample", None) == "paper" else {}
+        """Report sources that two splits would use in full."""
+        amount = "all of" if self.places else "both"
+        disjoint = self.places if getattr(self.config, "sample", None) == "paper" else {}
         return [
-            f"task.data: {' and '.join(splits)} are {what} {self.sources[splits[0]]}; "
+            f"task.data: {' and '.join(splits)} are {amount} {self.sources[splits[0]]}; "
             "expected a source each"
             + (f", or task.sample=paper for {' and '.join(splits)}" if set(splits) <= set(self.places) else "")
             for splits in same_rows(self.sources)
-            if not set(splits) <= set(apart)
+            if not set(splits) <= set(disjoint)
         ]
 
     @property
@@ -132,7 +135,7 @@ class DspyTask(Task):
         return self.config.data.files
 
     def rows(self, split: str) -> list[Row]:
-        """The rows of a split's source, each checked to be an object."""
+        """Read the rows of a split's source, each checked to be an object."""
         source = Source(f"task.data.{split}", self.sources[split])
         rows = source.rows(split)
         for row in rows:
@@ -144,37 +147,37 @@ class DspyTask(Task):
         """See `mmrl.tasks.base.Task.examples`."""
         return self._examples[split]
 
-    def used(self) -> str:
-        """How many items of each split of the paper's sample are really used, for `describe`."""
+    def sample_sizes(self) -> str:
+        """Describe how many items of each split of the paper's sample are really used, for `describe`."""
         counts = {split: len(self._examples[split]) for split in self.sources if split in self.places}
-        of = {split: self.places[split][1] - self.places[split][0] for split in counts}
+        paper = {split: self.places[split][1] - self.places[split][0] for split in counts}
         return ", ".join(
-            f"{count} {split}" + (f" (the paper: {of[split]})" if count < of[split] else "")
+            f"{count} {split}" + (f" (the paper: {paper[split]})" if count < paper[split] else "")
             for split, count in counts.items()
         )
 
-    def sampled(self, split: str, shuffled: Sequence[Example], what: str) -> Sequence[Example]:
-        """The paper's sample of a split.
+    def sampled(self, split: str, shuffled: Sequence[Example], items: str) -> Sequence[Example]:
+        """Return the paper's sample of a split.
 
         Args:
             shuffled: items of its source.
-            what: the items in words.
+            items: the items in words.
 
         Raises:
             DataError: they end before the sample begins.
         """
         first, end = self.places[split]
-        having = f"task.data.{split}: {self.sources[split]} has {len(shuffled)} {what}"
+        prefix = f"task.data.{split}: {self.sources[split]} has {len(shuffled)} {items}"
         if len(shuffled) <= first:
             raise DataError(
-                f"{having}, the paper's {split} sample begins after {first} of a shuffle; set task.sample=all to use "
+                f"{prefix}, the paper's {split} sample begins after {first} of a shuffle; set task.sample=all to use "
                 "every row"
             )
         if len(shuffled) < end:
             log.warning(
                 "%s, so the sample is %d items instead of the paper's %d (numbers %d to %d of a shuffle); set "
                 "task.sample=all to use every row",
-                *(having, len(shuffled) - first, end - first, first, end - 1),
+                *(prefix, len(shuffled) - first, end - first, first, end - 1),
             )
         return shuffled[first:end]
 
@@ -191,13 +194,13 @@ class DspyTask(Task):
 
 
 def is_dspy_module(program: object) -> bool:
-    """Whether it is a `dspy.Module`, without importing DSPy: whoever made one has done so."""
+    """Check if `program` is a `dspy.Module`, without importing DSPy: if it is one, DSPy is imported already."""
     dspy = sys.modules.get("dspy")
     return dspy is not None and isinstance(program, dspy.Module)
 
 
 def awaits(module: dspy.Module) -> bool:
-    """Whether `aforward` is what runs: of the most derived class that has either (CodeAct inherits one for ReAct)."""
+    """Check if `aforward` runs: the most derived class with either method decides (CodeAct inherits ReAct's)."""
     for names in (vars(module), *map(vars, type(module).__mro__)):
         if "aforward" in names or "forward" in names:
             return "aforward" in names
@@ -205,7 +208,7 @@ def awaits(module: dspy.Module) -> bool:
 
 
 def read_json(key: str, path: str) -> Any:
-    """The content of a JSON file that a config key names.
+    """Read a JSON file that a config key names.
 
     Raises:
         DataError: it cannot be read, or is not JSON.
@@ -218,8 +221,8 @@ def read_json(key: str, path: str) -> Any:
         raise DataError(f"{key}: {path} is not JSON: {error}") from None
 
 
-def text_of(key: str, row: Row, *names: str, empty: bool = False) -> str:
-    """The first of the fields `names` that a row has, as text.
+def first_text(key: str, row: Row, *names: str, empty: bool = False) -> str:
+    """Return the first of the fields `names` that a row has, as text.
 
     Raises:
         DataError: it has none of them, or something other than text, or nothing in it (unless `empty`).
@@ -267,7 +270,7 @@ def set_prompts(program: dspy.Module, path: str | None) -> None:
 
 
 def _texts_of(predictor: dspy.Predict) -> dict[str, str]:
-    """What a file may say otherwise: the instructions, and the description of each field."""
+    """Return the texts that a prompts file may replace: the instructions, and the description of each field."""
     signature = predictor.signature
     described = {name: str(field.json_schema_extra["desc"]) for name, field in signature.fields.items()}
     return {"instructions": signature.instructions, **{f"{FIELDS}.{name}": text for name, text in described.items()}}

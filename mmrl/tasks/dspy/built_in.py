@@ -26,7 +26,7 @@ class Banking77(dspy.Module):
         )
 
     async def aforward(self, text: str) -> dspy.Prediction:
-        """Returns reasoning and label."""
+        """Return reasoning and label."""
         prediction: dspy.Prediction = await self.classify.acall(text=text)
         return prediction
 
@@ -59,7 +59,7 @@ class Papillon(dspy.Module):
         self.respond_to_query = dspy.Predict(RespondToQuery)
 
     async def aforward(self, user_query: str) -> dspy.Prediction:
-        """Returns llm_request, llm_response and response."""
+        """Return llm_request, llm_response and response."""
         llm_request = (await self.craft_redacted_request.acall(user_query=user_query)).llm_request
         # A tool of the task, so that the answer is recorded and rollouts that fork after it see the same one.
         llm_response = await use_tool("external", request=llm_request)
@@ -137,7 +137,7 @@ class Hover(dspy.Module):
         self.append_notes = dspy.ChainOfThought(AppendNotes)
 
     async def aforward(self, claim: str) -> dspy.Prediction:
-        """Returns key_facts and retrieved_docs."""
+        """Return key_facts and retrieved_docs."""
         key_facts: list[str] = []
         committed: list[str] = []
         for hop in range(self.hops):
@@ -145,7 +145,9 @@ class Hover(dspy.Module):
             queries = [claim]
             if hop:
                 prediction = await self.generate_query.acall(claim=claim, key_facts=key_facts)
-                queries = needed([prediction.search_query1, prediction.search_query2, prediction.search_query3])
+                queries = drop_empty_queries(
+                    [prediction.search_query1, prediction.search_query2, prediction.search_query3]
+                )
             # The last hop fills what is left of the budget; earlier ones keep `top_k` each.
             keep = max(0, self.passages - len(committed)) if last else self.top_k
             passages = await self._search(queries, self.last_top_k if last else self.top_k)
@@ -159,7 +161,7 @@ class Hover(dspy.Module):
         return dspy.Prediction(key_facts=key_facts, retrieved_docs=committed[: self.passages])
 
     async def _search(self, queries: Sequence[str], top_k: int) -> list[str]:
-        """Passages of all queries by score, best first, none twice."""
+        """Return the passages of all queries by score, best first, none twice."""
         if not queries:
             return []
         results = await use_tool("search", queries=list(queries), top_k=top_k)
@@ -168,7 +170,7 @@ class Hover(dspy.Module):
         return list(dict.fromkeys(result["long_text"] for result in ranked))
 
 
-def needed(queries: Iterable[str | None]) -> list[str]:
-    """The queries without those that say None or nothing, and without repetition."""
+def drop_empty_queries(queries: Iterable[str | None]) -> list[str]:
+    """Return the queries without those that say None or nothing, and without repetition."""
     texts = [(query or "").strip() for query in queries]
     return list(dict.fromkeys(text for text in texts if text and text.strip("\"'.").lower() != "none"))

@@ -25,7 +25,7 @@ _CLOSES = {"]": "[", "}": "{", ")": "("}
 
 
 def adapter_in_use(layout: str) -> dspy.Adapter:
-    """The user's adapter (`dspy.configure(adapter=...)`) or DSPy's chat adapter, in a layout (`task.prompt_layout`)."""
+    """Return the user's adapter (`dspy.configure(adapter=...)`) or DSPy's chat adapter, in `task.prompt_layout`."""
     import dspy
 
     adapter: dspy.Adapter = dspy.settings.adapter or dspy.ChatAdapter()
@@ -33,7 +33,7 @@ def adapter_in_use(layout: str) -> dspy.Adapter:
 
 
 def shared_first(inner: dspy.Adapter) -> dspy.Adapter:
-    """A copy of an adapter that reminds of the output fields at the end of the system message and not after the item.
+    """Copy an adapter; the copy lists the output fields at the end of the system message, not after the item.
 
     What follows the item is in no prefix that two prompts share. Of a classifier with many labels, whose reminder lists
     them all, that is half of every prompt.
@@ -48,9 +48,9 @@ def shared_first(inner: dspy.Adapter) -> dspy.Adapter:
             "reminds of no output fields; leave it out"
         )
     shared: Any = _shared_first_class(cast("Hashable", kind))
-    made: dspy.Adapter = shared.__new__(shared)
-    made.__dict__.update(inner.__dict__)
-    return made
+    copied: dspy.Adapter = shared.__new__(shared)
+    copied.__dict__.update(inner.__dict__)
+    return copied
 
 
 @functools.cache
@@ -63,14 +63,14 @@ def _shared_first_class(kind: Any) -> Any:
         return ""  # the user's message is stripped
 
     methods = (format_system_message, user_message_output_requirements)
-    made: Any = type(kind.__name__, (kind,), {method.__name__: method for method in methods})
+    subclass: Any = type(kind.__name__, (kind,), {method.__name__: method for method in methods})
     # DSPy gives each subclass `format` and `parse` of its own, which would stand before those of the user's class.
-    del made.format, made.parse
-    return made
+    del subclass.format, subclass.parse
+    return subclass
 
 
 def within_bounds(signature: type[dspy.Signature], text: str, parse: Callable[[type[dspy.Signature], str], T]) -> T:
-    """What `parse` makes of `text` (`dspy.Adapter.parse`, or more of what DSPy does with a reply).
+    """Run `parse` on `text` (`dspy.Adapter.parse`, or more of DSPy's handling of a reply).
 
     Raises:
         AdapterParseError: what `parse` raises, and for a text that it cannot read in bounded time and depth.
@@ -80,8 +80,8 @@ def within_bounds(signature: type[dspy.Signature], text: str, parse: Callable[[t
     def refused(reason: str) -> AdapterParseError:
         return AdapterParseError(adapter_name="mmrl", signature=signature, lm_response=text, message=reason)
 
-    typed = any(field.annotation is not str for field in signature.output_fields.values())
-    if typed and too_many_brackets(text):
+    structured = any(field.annotation is not str for field in signature.output_fields.values())
+    if structured and too_many_brackets(text):
         raise refused(f"more than {MOST_NESTED} brackets are open at once, or there are more than {MOST_BRACKETS}")
     try:
         return parse(signature, text)
@@ -91,7 +91,7 @@ def within_bounds(signature: type[dspy.Signature], text: str, parse: Callable[[t
 
 
 def too_many_brackets(text: str) -> bool:
-    """Whether more brackets are open at once, or more are there, than are read; one of another kind closes nothing."""
+    """Check if a text has too many brackets, open at once or in all; one of another kind closes nothing."""
     opened: list[str] = []
     for number, match in enumerate(_BRACKETS.finditer(text)):
         bracket = match[0]

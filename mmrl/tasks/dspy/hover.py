@@ -22,8 +22,8 @@ from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.base import Score
 from mmrl.tasks.data.corpus import label
-from mmrl.tasks.data.rows import Row, unique
-from mmrl.tasks.dspy.base import DspyTask, text_of
+from mmrl.tasks.data.rows import Row, check_unique
+from mmrl.tasks.dspy.base import DspyTask, first_text
 from mmrl.tasks.mini.examples import mini_corpus, mini_records
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
@@ -40,11 +40,11 @@ CORPUS = "corpus"
 TITLE_CHARS = 1000
 """Characters of a title that are compared."""
 Passage = dict[str, str | float]
-"""What the program sees of a document: `long_text` ("title | text") and `score`."""
+"""Document as the program sees it: `long_text` ("title | text") and `score`."""
 
 
 class HoverPrediction(TypedDict):
-    """What the program returns."""
+    """Result of the program."""
 
     key_facts: list[str]
     retrieved_docs: list[str]
@@ -93,15 +93,15 @@ class HoverTask(DspyTask):
         ]
 
     def _documents(self) -> Sequence[Document]:
-        """The corpus; empty where a server has it and it is not known."""
+        """Return the corpus; empty if only a server has it."""
         config = self.config
-        named = named_corpus(config.retriever, config.corpus)
-        if not named and self.sources:
+        corpora = named_corpus(config.retriever, config.corpus)
+        if not corpora and self.sources:
             raise ConfigError(
                 "task.corpus: got null, and HoVer's claims bring no passages to search; expected a file or hub id of "
                 "documents with title and text, or task.retriever.index or task.retriever.name=remote"
             )
-        return next(iter(named.values()), mini_corpus())
+        return next(iter(corpora.values()), mini_corpus())
 
     def mini(self, split: str) -> Sequence[Example]:
         """See `DspyTask.mini`."""
@@ -115,29 +115,31 @@ class HoverTask(DspyTask):
         """See `DspyTask.read`: the paper keeps one claim of each HotpotQA question."""
         key = f"task.data.{split}"
         rows = self.rows(split)
-        chosen_rows = []
+        claims = []
         questions: list[str] = []
         for row in rows:
-            question = text_of(key, row, "hpqa_id")
+            question = first_text(key, row, "hpqa_id")
             example = self._example(key, row)
             if self.config.claim_hops in (None, example.metadata["hops"]):
-                chosen_rows.append((row, example))
+                claims.append((row, example))
                 questions.append(question)
-        if not chosen_rows:
+        if not claims:
             raise DataError(
                 f"{key}: {self.sources[split]} has no claims of task.claim_hops={self.config.claim_hops} (null: of any)"
             )
-        examples = unique(key, chosen_rows)
+        examples = check_unique(key, claims)
         if self.config.sample == "all":
             return examples
         # HoVer has several claims per HotpotQA question; the paper keeps the first of each before it shuffles.
         first_of: dict[str, Example] = {}
         for question, example in zip(questions, examples, strict=True):
             first_of.setdefault(question, example)
-        chosen = list(first_of.values())
+        candidates = list(first_of.values())
         # Python's own shuffle with the reference code's seed: a keyed draw would give other claims than the paper's.
-        random.Random(SAMPLE_SEED).shuffle(chosen)
-        return self.sampled(split, chosen, f"claims of task.claim_hops={self.config.claim_hops} on different questions")
+        random.Random(SAMPLE_SEED).shuffle(candidates)
+        return self.sampled(
+            split, candidates, f"claims of task.claim_hops={self.config.claim_hops} on different questions"
+        )
 
     def _example(self, key: str, row: Row) -> Example:
         facts = row.values.get("supporting_facts")
@@ -153,8 +155,8 @@ class HoverTask(DspyTask):
         if not isinstance(hops, int) or isinstance(hops, bool):
             raise DataError(f"{key}: {row.where}: num_hops: got {hops!r}, expected a number")
         return Example(
-            id=text_of(key, row, "uid"),
-            inputs={"claim": text_of(key, row, "claim")},
+            id=first_text(key, row, "uid"),
+            inputs={"claim": first_text(key, row, "claim")},
             metadata={"titles": list(dict.fromkeys(titles)), "hops": hops, "label": str(row.values.get("label", ""))},
         )
 
@@ -171,14 +173,14 @@ class HoverTask(DspyTask):
         return Hover(self.config.search_hops, *self.top_k, self.config.passages)
 
     def search(self, queries: Sequence[str], top_k: int) -> list[Passage] | Awaitable[list[Passage]]:
-        """The tool `search`: `top_k` passages for each query, one list after the other.
+        """Search, as the tool `search`: `top_k` passages for each query, one list after the other.
 
         To be awaited where the retriever is behind HTTP.
         """
         return self.search_tool.use(queries, [top_k] * len(queries), CORPUS, _passages)
 
     def passages_now(self, queries: Sequence[str], top_k: int) -> list[str]:
-        """Texts of the passages that the tool `search` brings, in its order; blocks."""
+        """Search, and return the texts of the passages in the order of the tool `search`; blocks."""
         results = self.search_tool.search(queries, [top_k] * len(queries), CORPUS)
         return [str(passage["long_text"]) for passage in _passages(results)]
 
@@ -192,7 +194,7 @@ class HoverTask(DspyTask):
         self.search_tool.reset_counts()
 
     def score(self, example: Example, prediction: HoverPrediction, path: Sequence[Call], reward_set: str) -> Score:
-        """Metrics: `recall` (share of gold titles among the passages) and `all_titles` (whether all are there)."""
+        """Score `recall` (share of gold titles among the passages) and `all_titles` (1 if all are there)."""
         # The program returns texts, not documents; the title is what stands before the first bar.
         retrieved = {same_title(text.split(" | ")[0]) for text in prediction["retrieved_docs"][: self.config.passages]}
         gold = {same_title(title) for title in example.metadata["titles"]}
@@ -211,8 +213,8 @@ class HoverTask(DspyTask):
         facts = dict(super().describe())
         if self.sources:
             hops = f"{config.claim_hops}-hop claims" if config.claim_hops else "claims of any number of hops"
-            chosen = f", one per question, shuffled with seed {SAMPLE_SEED}: {self.used()}"
-            facts["sample"] = hops + (chosen if config.sample == "paper" else "")
+            drawn = f", one per question, shuffled with seed {SAMPLE_SEED}: {self.sample_sizes()}"
+            facts["sample"] = hops + (drawn if config.sample == "paper" else "")
         facts["corpus"] = f"{len(self.documents)} documents" if len(self.documents) else "passages not known"
         facts["retriever"] = (
             f"{config.retriever.name}, {each} passages a query, {last} in the last of {config.search_hops}"
@@ -220,12 +222,12 @@ class HoverTask(DspyTask):
         )
         if not len(self.documents):
             facts["corpus coverage"] = "not known"
-        share = "claims with all gold titles in it"
-        return facts | label(share, self.gold_shares, len(self.documents), real=bool(self.sources))
+        criterion = "claims with all gold titles in it"
+        return facts | label(criterion, self.gold_shares, len(self.documents), real=bool(self.sources))
 
 
 def same_title(title: str) -> str:
-    """What is equal for titles that name one page: normalised as the reference code does (NFD, then as answers are).
+    """Return a key equal for titles of one page: normalised as in the reference code (NFD, then as answers are).
 
     Copies of Wikipedia also differ in whether `&amp;` stands for `&`.
     """
@@ -235,7 +237,7 @@ def same_title(title: str) -> str:
 
 
 def _gold_titles(facts: object) -> list[str] | None:
-    """Titles in `[[title, sentence], ...]`, or as the hub has it, with `key` for the title; None in another shape."""
+    """Read titles from `[[title, sentence], ...]`, or from the hub's mappings with `key`; None for another shape."""
     if isinstance(facts, Mapping):
         facts = [{"key": title} for title in facts.get("key") or ()]
     if not isinstance(facts, list):

@@ -1,4 +1,4 @@
-"""What DSPy logs and prints while rollouts run: counted by kind, of which the first, tenth, hundredth … is logged.
+"""DSPy's log lines and printed text while rollouts run: counted by kind; the first, tenth, hundredth … is logged.
 
 In rollouts the same sentence comes hundreds of times. Kept for the process, as DSPy's own loggers are. Outside of
 rollouts DSPy's lines stay as they are.
@@ -25,12 +25,12 @@ _counts: Counter[str] = Counter()
 
 
 def counts() -> str:
-    """How many there were of each kind, for a run's facts; empty where there were none."""
+    """Return the number of notices of each kind, for a run's facts; empty if there were none."""
     return ", ".join(f"{count} {kind}" for kind, count in _counts.most_common())
 
 
 def reset() -> None:
-    """A run begins."""
+    """Reset the counts at the start of a run."""
     with _lock:
         _counts.clear()
 
@@ -44,16 +44,16 @@ def _note(kind: str, text: str) -> None:
 
 
 def _written(record: logging.LogRecord) -> bool:
-    """A filter of DSPy's handler: whether it writes the record."""
+    """Filter a record of DSPy's handler: True if it is written."""
     if tape.current() is None or record.levelno < logging.WARNING:
         return True
-    # Of the same kind are warnings that begin alike, up to their first value or reason.
+    # Warnings that begin alike, up to their first value or reason, are of the same kind.
     _note(re.split(r"[:%'\n]", str(record.msg), maxsplit=1)[0].strip()[:60], record.getMessage())
     return False
 
 
 def _print(kind: str, *values: object, **options: Any) -> None:
-    """`print` of a module that prints nothing but attempts that failed."""
+    """Replace `print` in a module that prints only failed attempts."""
     if tape.current() is None:
         builtins.print(*values, **options)
     else:
@@ -61,7 +61,7 @@ def _print(kind: str, *values: object, **options: Any) -> None:
 
 
 def install() -> None:
-    """Once for the process, where programs run: a task alone needs no DSPy."""
+    """Install the filters, once per process, where programs run: a task alone needs no DSPy."""
     from dspy.predict import best_of_n, refine
 
     for handler in logging.getLogger("dspy").handlers:

@@ -19,10 +19,10 @@ from mmrl.config.tasks import DspyProgramConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure, gathered
 from mmrl.records import EMPTY, LARGEST, Call, Example
 from mmrl.system.objects import imported, readable
-from mmrl.system.user_code import as_number, located, scored, threaded
+from mmrl.system.user_code import as_async, as_number, call_scorer, located
 from mmrl.tasks.base import Context, Score, Task, Tool
-from mmrl.tasks.data.rows import FORMATS, record_id, unique
-from mmrl.tasks.dspy.arguments import further, inputs_problem, metric_problem, refused
+from mmrl.tasks.data.rows import FORMATS, check_unique, record_id
+from mmrl.tasks.dspy.arguments import inputs_problem, metric_problem, refusing_signature, required_arguments
 from mmrl.tasks.dspy.base import DspyTask, is_dspy_module
 
 READ = frozenset(
@@ -36,7 +36,7 @@ Reward = Callable[[Example, Any], "float | Score | Awaitable[float | Score]"]
 
 @dataclass(frozen=True)
 class OwnTask:
-    """What makes a task; calling it with a config and a seed builds one, as entries of `TASKS` do.
+    """Factory of a task; calling it with a config and a seed builds one, as entries of `TASKS` do.
 
         TASKS["routing"] = OwnTask(program, reward, inputs=["message"], modules=["router"])
 
@@ -49,7 +49,7 @@ class OwnTask:
         inputs: fields of a record that the program sees; all others are metadata.
         modules: for a function, the names that it passes to `ctx.call`.
         tools: name -> function, for `ctx.tool` and `mmrl.tasks.dspy.tools.use_tool`.
-        main_metric: what progress and tables show first: `reward`, or a metric of the `Score`.
+        main_metric: metric that progress and tables show first: `reward`, or a metric of the `Score`.
     """
 
     program: Any
@@ -60,7 +60,7 @@ class OwnTask:
     main_metric: str = "reward"
 
     def __call__(self, config: TaskConfig, seed: int) -> Task:
-        """The task of a config.
+        """Build the task of a config.
 
         Raises:
             ConfigError: options without effect, a program that cannot be one, no data, bad data; all at once.
@@ -87,9 +87,9 @@ class _RecordTask(DspyTask):
 
     Args:
         key: `program`, `modules` or `inputs` -> what the user has set.
-        name: of the program, for messages.
+        name: name of the program, for messages.
         reward: name of the reward, likewise.
-        further: whether the reward of a DSPy program gets None for further arguments, as metrics for DSPy have them.
+        extra_arguments: True if the reward of a DSPy program gets None for further arguments, as DSPy's metrics do.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class _RecordTask(DspyTask):
         key: Callable[[str], str],
         name: str,
         reward: str,
-        further: bool,
+        extra_arguments: bool,
     ):
         self.parts_given, self.main_metric = parts, parts.main_metric
         problems: list[str] = []
@@ -114,7 +114,7 @@ class _RecordTask(DspyTask):
         self.absent_features = frozenset({"penalties", "observations"} if self.of_dspy else {"penalties"})
         with gathered(problems):
             super().__init__(config, seed)
-        if (problem := metric_problem(parts.reward, others=further and self.of_dspy)) is not None:
+        if (problem := metric_problem(parts.reward, extra_arguments=extra_arguments and self.of_dspy)) is not None:
             problems.append(f"{reward} {problem}")
         if self.of_dspy and (problem := inputs_problem(self._program, parts.inputs)) is not None:
             problems.append(f"{key('inputs')}: got {', '.join(parts.inputs)}, {problem}")
@@ -123,7 +123,7 @@ class _RecordTask(DspyTask):
 
     @abstractmethod
     def metadata(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the reward sees of a record."""
+        """Return the metadata of a record, for the reward."""
 
     def make_program(self) -> object:
         """See `DspyTask.make_program`."""
@@ -144,7 +144,7 @@ class _RecordTask(DspyTask):
                 metadata=self.metadata(row.values),
             )
             examples.append((row, example))
-        return unique(key, examples)
+        return check_unique(key, examples)
 
 
 class _PluginTask(_RecordTask):
@@ -156,8 +156,8 @@ class _PluginTask(_RecordTask):
             parts = replace(parts, program=parts.program.deepcopy())
         key = f"task {config.name}: OwnTask({{}}=...)".format
         name = getattr(parts.program, "__name__", type(parts.program).__name__)
-        super().__init__(parts, config, seed, key=key, name=name, reward=f"{key('reward')}:", further=False)
-        self.tools = {name: threaded(tool) for name, tool in parts.tools.items()}
+        super().__init__(parts, config, seed, key=key, name=name, reward=f"{key('reward')}:", extra_arguments=False)
+        self.tools = {name: as_async(tool) for name, tool in parts.tools.items()}
 
     def mini(self, split: str) -> Sequence[Example]:
         """Refuse a config without any data."""
@@ -167,7 +167,7 @@ class _PluginTask(_RecordTask):
         )
 
     def option_problems(self) -> list[str]:
-        """Options that were set and that no such task reads."""
+        """Report options that were set and that no such task reads."""
         read = READ | {"prompts", "prompt_layout"} if self.of_dspy else READ
         return [
             f"task.{name}: has no effect with task {self.name}; leave it out"
@@ -176,16 +176,16 @@ class _PluginTask(_RecordTask):
         ]
 
     def metadata(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The fields that the program does not see: one that saw the reference could copy it."""
+        """Return the fields that the program does not see: one that saw the reference could copy it."""
         return {field: value for field, value in record.items() if field not in (*self.parts_given.inputs, "id")}
 
     async def score(self, example: Example, prediction: object, path: Sequence[Call], reward_set: str) -> Score:
-        """The score of the reward function.
+        """Return the score of the reward function.
 
         Raises:
             RewardFailure: it is neither a number nor a `Score`.
         """
-        score = await scored(self.parts_given.reward, example, prediction)
+        score = await call_scorer(self.parts_given.reward, example, prediction)
         if isinstance(score, Score):
             return score
         # `float` would train on a text of digits too.
@@ -206,7 +206,7 @@ class ImportedTask(_RecordTask):
             "metric": "expected package.module:name of a function (record, prediction) -> number",
             "inputs": "expected the fields of a record that the program gets, such as [question]",
         }
-        problems = [f"task.{name}: missing; {what}" for name, what in expected.items() if not getattr(config, name)]
+        problems = [f"task.{name}: missing; {hint}" for name, hint in expected.items() if not getattr(config, name)]
         if problems:
             raise ConfigError(problems)
         metric, path = imported("task.metric", str(config.metric)), str(config.program)
@@ -214,23 +214,23 @@ class ImportedTask(_RecordTask):
             raise ConfigError(f"task.metric: {config.metric} is a {type(metric).__name__}, expected a function")
         parts = OwnTask(imported("task.program", path), metric, config.inputs, config.modules, main_metric="score")
         reward = f"task.metric: {config.metric}"
-        super().__init__(parts, config, seed, key="task.{}".format, name=path, reward=reward, further=True)
+        super().__init__(parts, config, seed, key="task.{}".format, name=path, reward=reward, extra_arguments=True)
 
     def mini(self, split: str) -> Sequence[Example]:
         """Refuse a config without any data."""
         raise ConfigError("task.data: task dspy has no mini world; expected files, such as task.data.train=train.jsonl")
 
     def metadata(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The whole record."""
+        """Return the whole record."""
         return dict(record)
 
     async def score(self, example: Example, prediction: object, path: Sequence[Call], reward_set: str) -> Score:
-        """The metric's number, or its `score` beside other numbers, which are reported.
+        """Return the metric's number, or its `score` beside other numbers, which are reported.
 
         Raises:
             RewardFailure: there is no `score`, or a number is not finite.
         """
-        result = await scored(self.parts_given.reward, *self._arguments(example, prediction))
+        result = await call_scorer(self.parts_given.reward, *self._arguments(example, prediction))
         numbers = _numbers(result)
         if "score" not in numbers or not all(abs(number) <= LARGEST for number in numbers.values()):
             raise RewardFailure(
@@ -246,54 +246,54 @@ class ImportedTask(_RecordTask):
             return record, prediction
         import dspy
 
-        given = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
-        return dspy.Example(**record).with_inputs(*self.config.inputs), given, *self._further
+        converted = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
+        return dspy.Example(**record).with_inputs(*self.config.inputs), converted, *self._extra_arguments
 
     @cached_property
-    def _further(self) -> tuple[None, ...]:
+    def _extra_arguments(self) -> tuple[None, ...]:
         """For `trace` and what else optimizers of DSPy pass to metrics, where a metric has no defaults for them."""
-        return (None,) * further(self.parts_given.reward, 2)
+        return (None,) * required_arguments(self.parts_given.reward, 2)
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
-        named = {"program": self.config.program, "metric": self.config.metric}
-        return {**super().describe(), **{name: readable(str(path)) for name, path in named.items()}}
+        paths = {"program": self.config.program, "metric": self.config.metric}
+        return {**super().describe(), **{name: readable(str(path)) for name, path in paths.items()}}
 
 
-def _program(given: Any, modules: Sequence[str], name: str, key: Callable[[str], str]) -> object:
-    """The program: a raw `dspy.Module` (wrapped by whoever builds the task), or one that runs as it is.
+def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str], str]) -> object:
+    """Return the program: a raw `dspy.Module` (wrapped by the code that builds the task), or one that runs as it is.
 
     Args:
-        given: a program, what makes one without arguments, or an async function.
-        modules: those of an async function.
-        name: of what is given, for messages.
+        source: a program, what makes one without arguments, or an async function.
+        modules: modules of an async function.
+        name: name of the source, for messages.
         key: `program` or `modules` -> what the user has set.
 
     Raises:
         ConfigError: neither.
     """
     # A function does not say which modules it calls, and groups, weights and metrics are by module.
-    if inspect.iscoroutinefunction(given):
+    if inspect.iscoroutinefunction(source):
         if not modules:
             raise ConfigError(f"{key('modules')}: missing; expected the names that {name} passes to ctx.call")
-        if (takes := refused(given, None, None)) is not None:
+        if (takes := refusing_signature(source, None, None)) is not None:
             raise ConfigError(f"{key('program')}: {name} takes {takes}, expected an async function (example, ctx)")
-        return FunctionProgram(given, tuple(modules))
+        return FunctionProgram(source, tuple(modules))
     # An object with `modules` names its own; two lists could disagree.
     if modules:
         raise ConfigError(f"{key('modules')}: has no effect with {name}, which is no async function; leave it out")
-    if _is_program(given):
-        return given
+    if _is_program(source):
+        return source
     try:
-        made = given()
+        built = source()
     except Exception as error:  # whatever the user's own code raises
         raise ConfigError(str(located(ProgramFailure, error, f"{key('program')}: {name}() raised "))) from None
-    if not _is_program(made):
+    if not _is_program(built):
         raise ConfigError(
-            f"{key('program')}: {name} gave a {type(made).__name__}; expected a dspy.Module, an async function, or an "
+            f"{key('program')}: {name} gave a {type(built).__name__}; expected a dspy.Module, an async function, or an "
             "object with `modules` and `run`"
         )
-    return made
+    return built
 
 
 def _is_program(value: object) -> bool:
@@ -304,7 +304,7 @@ def _is_program(value: object) -> bool:
 
 
 def _numbers(result: object) -> dict[str, float]:
-    """The numbers of a metric's result: a number is the `score`; of a mapping, the values that are numbers."""
+    """Return the numbers of a metric's result: a number is the `score`; of a mapping, the values that are numbers."""
     # Where DSPy was never imported nothing can be an object of it, and importing it takes seconds.
     dspy = sys.modules.get("dspy")
     values = result.toDict() if dspy is not None and isinstance(result, dspy.Example) else result

@@ -19,7 +19,7 @@ from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import EndpointJudge
 from mmrl.tasks.base import Score
-from mmrl.tasks.dspy.base import DspyTask, text_of
+from mmrl.tasks.dspy.base import DspyTask, first_text
 from mmrl.tasks.dspy.fields import within_bounds
 from mmrl.tasks.metrics import leaked_pieces
 from mmrl.tasks.mini.examples import make_external, mini_records
@@ -36,10 +36,10 @@ RULE_F1 = 0.5
 
 
 class PapillonPrediction(TypedDict):
-    """What the program returns."""
+    """Result of the program."""
 
     llm_request: str
-    """What the external model was sent."""
+    """Request that was sent to the external model."""
     llm_response: str
     response: str
 
@@ -102,17 +102,17 @@ class PapillonTask(DspyTask):
             numbered = numbered[first:end]
         examples = []
         for number, row in numbered:
-            target = text_of(key, row, "target_response", empty=True)
+            target = first_text(key, row, "target_response", empty=True)
             # Quality is judged against the target: beside an empty one every response is as good.
             if not target.strip():
                 self.left_out.append(row.where)
                 log.warning("%s: %s: target_response is empty; the row is left out", key, row.where)
                 continue
             # PUPA separates the pieces by two bars; repetitions would count twice in the share.
-            units = text_of(key, row, "pii_units", "pii_str", empty=True).split("||")
+            units = first_text(key, row, "pii_units", "pii_str", empty=True).split("||")
             pieces = list(dict.fromkeys(unit.strip() for unit in units if unit.strip()))
             metadata = {"target": target, "units": pieces}
-            inputs = {"user_query": text_of(key, row, "user_query")}
+            inputs = {"user_query": first_text(key, row, "user_query")}
             # conversation_hash names a conversation, several rows of which may be there: it is no id
             examples.append(Example(id=f"row-{number}", inputs=inputs, metadata=metadata))
         if not examples:
@@ -126,7 +126,7 @@ class PapillonTask(DspyTask):
         return Papillon()
 
     async def ask_external(self, request: str) -> str:
-        """The tool `external`: what the untrusted model answers.
+        """Ask the untrusted model, as the tool `external`.
 
         Raises:
             ToolFailure: the endpoint did not answer.
@@ -142,13 +142,13 @@ class PapillonTask(DspyTask):
     async def score(
         self, example: Example, prediction: PapillonPrediction, path: Sequence[Call], reward_set: str
     ) -> Score:
-        """Composite reward; `quality`, `leakage` (share of the private pieces that were sent) and `score` as metrics.
+        """Return the composite reward; metrics: `quality`, `leakage` (share of private pieces that were sent), `score`.
 
         Raises:
             JudgeFailure: a judge gave no usable verdict.
         """
         query, new, gold = example.inputs["user_query"], prediction["response"], example.metadata["target"]
-        # One after the other: a judge that fails on quality need not judge leakage.
+        # In sequence: a judge that fails on quality need not judge leakage.
         quality = float(await self.judges.quality(query, new, gold))
         leakage, units = 0.0, example.metadata["units"]
         if units:  # else nothing private can leak, and a request to a judge costs money
@@ -171,8 +171,8 @@ class PapillonTask(DspyTask):
         if self.sources and self.config.sample == "paper":
             rows = ", ".join(f"{split} rows {ROWS[split][0]} to {ROWS[split][1] - 1}" for split in self.sources)
             # Rows may be left out, and task.data.dev_items may take fewer.
-            used = self.used()
-            facts["sample"] = f"{rows}; used: {used}" if "the paper" in used else rows
+            sizes = self.sample_sizes()
+            facts["sample"] = f"{rows}; used: {sizes}" if "the paper" in sizes else rows
         return facts | ({"rows without a target, left out": len(self.left_out)} if self.left_out else {})
 
 
@@ -185,15 +185,15 @@ class RuleJudges:
     """
 
     def describe(self) -> str:
-        """Who they are, for a result's facts."""
+        """Describe the external models, for a result's facts."""
         return "rule-based judge"
 
     async def quality(self, query: str, new: str, gold: str) -> bool:
-        """Whether the new response is at least as good as the reference."""
+        """Check if the new response is at least as good as the reference."""
         return _names(gold) <= _names(new) and metrics.f1(new, gold) >= RULE_F1
 
     async def leaked(self, units: Sequence[str], request: str) -> int:
-        """How many of the private pieces are in the request."""
+        """Count the private pieces in the request."""
         return leaked_pieces(units, request)
 
 
@@ -201,8 +201,8 @@ def _names(text: str) -> set[str]:
     return set(re.findall(r"\b(?:[^\W\d_a-z]\w*|\d+)\b", text))
 
 
-def plain(text: str) -> str:
-    """`text` without field headers (`[[ ## … ## ]]`) and chat-template markers (`<|…|>`): spaces break them.
+def disarm(text: str) -> str:
+    """Disarm field headers (`[[ ## … ## ]]`) and chat-template markers (`<|…|>`) in `text`: spaces break them.
 
     So what the policy wrote can neither forge another field of the judge's prompt nor end its turn.
     """
@@ -223,14 +223,14 @@ class EndpointJudges(EndpointJudge):
     async def _at_least_as_good(self, query: str, first: str, second: str) -> bool:
         from mmrl.tasks.dspy.built_in import QUALITY
 
-        inputs = {"user_query": plain(query), "response_A": plain(first), "response_B": plain(second)}
+        inputs = {"user_query": disarm(query), "response_A": disarm(first), "response_B": disarm(second)}
         return bool((await self._ask(QUALITY, inputs))["judgment"])
 
     async def leaked(self, units: Sequence[str], request: str) -> int:
-        """How many of the private pieces the judge counts in the request, which may be more than there are."""
+        """Return the judge's count of private pieces in the request, which may be more than there are."""
         from mmrl.tasks.dspy.built_in import LEAKAGE
 
-        inputs = {"information_pieces": list(units), "prompt": plain(request)}
+        inputs = {"information_pieces": list(units), "prompt": disarm(request)}
         return int((await self._ask(LEAKAGE, inputs))["num_pieces_leaked"])
 
     async def _ask(self, signature: type[dspy.Signature], inputs: Mapping[str, object]) -> Mapping[str, Any]:

@@ -17,20 +17,20 @@ T = TypeVar("T")
 
 
 class Host(Protocol):
-    """What a rollout offers to the module that it runs."""
+    """Rollout's interface to the module that it runs."""
 
     def tool(self, name: str, **arguments: object) -> Coroutine[Any, Any, Any]:
-        """`Context.tool` of the rollout."""
+        """Call `Context.tool` of the rollout."""
         ...
 
     def remember(
         self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]
     ) -> Coroutine[Any, Any, Any]:
-        """`Context.remember` of the rollout."""
+        """Call `Context.remember` of the rollout."""
         ...
 
     def on_loop(self) -> bool:
-        """Whether the caller runs on the rollout's event loop."""
+        """Check if the caller runs on the rollout's event loop."""
         ...
 
     async def awaited(self, coroutine: Coroutine[object, object, T]) -> T:
@@ -48,7 +48,7 @@ _HOST: ContextVar[Host | None] = ContextVar("mmrl_host", default=None)
 
 @contextmanager
 def running(host: Host) -> Iterator[None]:
-    """Everything that runs inside belongs to the rollout of `host`."""
+    """Assign everything that runs inside to the rollout of `host`."""
     token = _HOST.set(host)
     try:
         yield
@@ -57,7 +57,7 @@ def running(host: Host) -> Iterator[None]:
 
 
 def current() -> Host | None:
-    """The host of the rollout that is running, if any."""
+    """Return the host of the rollout that is running, if any."""
     return _HOST.get()
 
 
@@ -73,7 +73,7 @@ async def use_tool(name: str, **arguments: object) -> Any:
 
 
 def use_tool_sync(name: str, **arguments: object) -> Any:
-    """The same from a module that has only `forward`."""
+    """Use a tool from a module that has only `forward`."""
     host = _host(name)
     return host.wait(host.tool(name, **arguments))
 

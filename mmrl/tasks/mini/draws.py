@@ -18,7 +18,7 @@ class Draws:
     """A stream of draws for one purpose; equal keys give equal streams.
 
     Args:
-        key: what the draws are for.
+        key: purpose of the draws.
     """
 
     def __init__(self, *key: int | str):
@@ -26,15 +26,15 @@ class Draws:
         self._random = rng.stream("mini", *key).random
 
     def below(self, count: int) -> int:
-        """An integer in [0, count)."""
+        """Draw an integer in [0, count)."""
         return int(self._random() * count)
 
     def pick(self, choices: Sequence[T]) -> T:
-        """One of `choices`."""
+        """Draw one of `choices`."""
         return choices[self.below(len(choices))]
 
     def shuffle(self, items: MutableSequence[T]) -> None:
-        """Permute in place (Fisher-Yates)."""
+        """Permute `items` in place (Fisher-Yates)."""
         for last in range(len(items) - 1, 0, -1):
-            other = self.below(last + 1)
-            items[last], items[other] = items[other], items[last]
+            index = self.below(last + 1)
+            items[last], items[index] = items[index], items[last]

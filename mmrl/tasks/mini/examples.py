@@ -24,7 +24,7 @@ def _records(name: str) -> Iterator[dict[str, Any]]:
 
 
 def mini_corpus() -> tuple[Document, ...]:
-    """One document for each entity of the world."""
+    """Return one document for each entity of the world."""
     return _documents(FOLDER)
 
 
@@ -36,7 +36,7 @@ def _documents(folder: Path) -> tuple[Document, ...]:
 
 
 def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa", stepwise: bool = False) -> list[Example]:
-    """The multi-hop questions of a split; `metadata["hops"]` has the reasoning that demonstrations are made from.
+    """Return the multi-hop questions of a split; `metadata["hops"]` has the reasoning for demonstrations.
 
     The kinds are mixed as `dataset` has them: `hotpotqa` all (a quarter comparisons), `2wiki` as many comparisons as
     bridges, `musique` bridges alone. The questions of the last two are among those of the first, in the same split.
@@ -45,32 +45,34 @@ def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa", s
     records = list(_records(f"{split}/questions"))
     if dataset in ("2wiki", "musique"):
         bridges = [record for record in records if record["metadata"]["type"] == "bridge"]
-        others = [record for record in records if record["metadata"]["type"] != "bridge"] if dataset == "2wiki" else []
+        comparisons = (
+            [record for record in records if record["metadata"]["type"] != "bridge"] if dataset == "2wiki" else []
+        )
         # The mixture is cut from the whole set, in its order: ids and questions stay those of `hotpotqa`.
-        mixed = {record["id"] for record in [*others, *bridges[: len(others) or None]]}
+        mixed = {record["id"] for record in [*comparisons, *bridges[: len(comparisons) or None]]}
         records = [record for record in records if record["id"] in mixed]
     return [_question(record, corpus, stepwise) for record in records]
 
 
 def mini_questions(dataset: str, split: str, corpus: str = "mini", stepwise: bool = False) -> list[Example]:
-    """Single-hop questions for a data set of such questions, else multi-hop ones (`stepwise`: see `mini_multihop`)."""
+    """Return single-hop questions for a data set of such, else multi-hop ones (`stepwise`: see `mini_multihop`)."""
     return mini_single(split, corpus) if dataset in SINGLE_HOP else mini_multihop(split, corpus, dataset, stepwise)
 
 
 def mini_single(split: str, corpus: str = "mini") -> list[Example]:
-    """The single-hop questions of a split."""
+    """Return the single-hop questions of a split."""
     return [_question(record, corpus) for record in _records(f"{split}/singles")]
 
 
 def mini_search(split: str, corpus: str = "mini") -> list[Example]:
-    """Single-hop questions and half as many two-hop ones, mixed in a fixed order."""
+    """Return single-hop questions and half as many two-hop ones, mixed in a fixed order."""
     singles = mini_single(split, corpus)
     bridges = mini_multihop(split, corpus, "musique", stepwise=True)[: len(singles) // 2]
     return sorted([*singles, *bridges], key=lambda example: rng.digest("mini", "search", example.id))
 
 
 def mini_records(split: str, kind: str) -> list[Example]:
-    """The `claims`, `support` queries or private `requests` of a split.
+    """Return the `claims`, `support` queries or private `requests` of a split.
 
     Demonstrations are made from `notes`, `reason` and `ask` of their metadata.
     """
@@ -78,7 +80,7 @@ def mini_records(split: str, kind: str) -> list[Example]:
 
 
 def _question(record: dict[str, Any], corpus: str, stepwise: bool = False) -> Example:
-    """One question over `corpus`; `stepwise` puts the query that names the first hop's result into the second hop."""
+    """Build a question; `stepwise` puts the query that names the first hop's result into the second hop."""
     inputs, metadata = record["inputs"], record["metadata"]
     if stepwise and "second_query" in record:
         metadata["hops"][1]["query"] = record["second_query"]
@@ -107,8 +109,8 @@ UNNAMED = "(name)"
 
 
 def make_external() -> Callable[[str], str]:
-    """A deterministic stand-in for a powerful external model: it knows the companies and products of the world and
-    writes the letters above, whatever else a request says; to anything else it has one polite sentence."""
+    """Build a deterministic stand-in for a powerful external model: it knows the companies and products of the world
+    and writes the letters above, whatever else a request says; to anything else it has one polite sentence."""
     companies = {record["name"]: record for record in _records("companies")}
     products = {record["name"]: record for record in _records("products")}
 

@@ -1,4 +1,4 @@
-"""What good modules would write about the mini world: supervised examples for `algo=sft` and the shipped tiny models.
+"""Completions of good modules on the mini world: supervised examples for `algo=sft` and the shipped tiny models.
 
 One function for each task that has mini-world data, since a demonstration needs the prompts of the task's own program.
 Of data files there are those of `banking77`, whose labels they hold, and those of search programs and agents where the
@@ -31,38 +31,38 @@ History = tuple[tuple[str, str | Sequence[Message]], ...]
 
 
 class Hop(TypedDict):
-    """One search on the way to an answer."""
+    """Search on the way to an answer."""
 
     query: str
     title: str
     """Article that it must find."""
     answer: str | None
-    """What that article says; None: not known, as in data files."""
+    """Answer in that article; None: not known, as in data files."""
 
 
-def _hops(example: Example, most: int | None = None) -> list[Hop]:
+def _hops(example: Example, limit: int | None = None) -> list[Hop]:
     """The mini world's hops; of data files one for each gold article, searched by its title; none where none is named,
-    or more than `most`, the searches that a rollout may make.
+    or more than `limit`, the searches that a rollout may make.
 
     In the order of the data. A title that nobody could know before reading another is searched for all the same: this
     is a start, which reinforcement learning goes on from.
     """
-    named = example.metadata.get("titles", ())
+    titles = example.metadata.get("titles", ())
     hops: list[Hop] = example.metadata.get("hops") or [
         Hop(query=unescape(title), title=title, answer=None)  # HotpotQA writes "Will &amp; Grace"
-        for title in named
+        for title in titles
     ]
-    return hops if most is None or len(hops) <= most else []
+    return hops if limit is None or len(hops) <= limit else []
 
 
-def _then(hop: Hop) -> str:
-    """The thought after a search."""
+def _thought_after(hop: Hop) -> str:
+    """Return the thought after a search."""
     return f"it is {hop['answer']}" if hop["answer"] is not None else f"now I have read {hop['title']}"
 
 
 @singledispatch
 def demonstrations(task: object, example: Example) -> list[Demonstration]:
-    """Supervised examples from one example of a task, by the task's class.
+    """Return supervised examples from one example of a task, by the task's class.
 
     Empty for a task that is not listed here, for data that does not hold what they are made of, and where the retriever
     misses a document that the reasoning needs: what a module says it read must be true.
@@ -83,26 +83,26 @@ def _search_program(task: MultihopQaTask, example: Example) -> list[Demonstratio
     question, answer, program = example.inputs["question"], example.metadata["answers"][0], task.program
     draws = Draws("demonstration", example.id)
     queries = [hop["query"].replace(";", ",") for hop in hops]  # a semicolon ends a query
-    shown = [_single("rewriter", program.rewriter(question), f"### {'; '.join(queries)} ###")]
+    calls = [_single("rewriter", program.rewriter(question), f"### {'; '.join(queries)} ###")]
     poorer = draws.pick([[question], [queries[0], question], [question, queries[:2][-1]], queries[::-1], queries[:1]])
     titles = [hop["title"] for hop in hops]
-    for used in (queries, poorer):
-        candidates = task.search(used, example.inputs["corpus"])
+    for searched in (queries, poorer):
+        candidates = task.search(searched, example.inputs["corpus"])
         names = [candidate["title"] for candidate in candidates]
         # A reranker can only choose what was retrieved; none is shown where nothing gold was.
         gold = [names.index(title) for title in titles if title in names]
         if gold:
-            chosen = ", ".join(str(index) for index in gold)
-            shown.append(_single("reranker", program.reranker(question, candidates), chosen))
+            indices = ", ".join(str(index) for index in gold)
+            calls.append(_single("reranker", program.reranker(question, candidates), indices))
         if len(gold) == len(titles):
             selected = [candidates[index] for index in gold]
-            if used is poorer:
-                others = [other for other in candidates if other["title"] not in titles]
-                draws.shuffle(others)
-                selected += others[: draws.below(3)]
+            if searched is poorer:
+                distractors = [other for other in candidates if other["title"] not in titles]
+                draws.shuffle(distractors)
+                selected += distractors[: draws.below(3)]
                 draws.shuffle(selected)
-            shown.append(_single("answerer", program.answerer(question, selected), answer))
-    return shown
+            calls.append(_single("answerer", program.answerer(question, selected), answer))
+    return calls
 
 
 def _turns(
@@ -113,7 +113,7 @@ def _turns(
     added: Callable[[Hop, list[Passage]], str | Sequence[Message]],
     answer: Callable[[str, str], str],
 ) -> list[Demonstration]:
-    """One search per hop and the answer, as turns of one context of the program's first module.
+    """Return one search per hop and the answer, as turns of one context of the program's first module.
 
     Args:
         search: thought and query -> the turn that searches.
@@ -125,18 +125,18 @@ def _turns(
     module, first = task.program.modules[0], task.program.question(example.inputs["question"])
     thought = Draws(task.name, example.id).pick(["look it up", "search first"])
     history: History = ()
-    shown = []
+    calls = []
     for hop in hops:
         turn = search(thought, hop["query"])
-        shown.append(Demonstration(module=module, messages=first, history=history, completion=turn))
+        calls.append(Demonstration(module=module, messages=first, history=history, completion=turn))
         documents = task.search([hop["query"]], example.inputs["corpus"])
         if hop["title"] not in [document["title"] for document in documents]:
             return []
         history = (*history, (turn, added(hop, documents)))
-        thought = _then(hop)
+        thought = _thought_after(hop)
     right = example.metadata["answers"][0]
     last = answer(f"it is {hops[-1]['answer'] or right}", right)
-    return [*shown, Demonstration(module=module, messages=first, history=history, completion=last)]
+    return [*calls, Demonstration(module=module, messages=first, history=history, completion=last)]
 
 
 @demonstrations.register
@@ -153,7 +153,7 @@ def _search_agent(task: search_agent.SearchAgentTask, example: Example) -> list[
 
 @demonstrations.register
 def _tool_agent(task: tool_agent.ToolAgentTask, example: Example) -> list[Demonstration]:
-    """A tool call and the answer."""
+    """Return a tool call and the answer."""
 
     def call(thought: str, query: str) -> str:
         command = json.dumps({"name": tool_agent.TOOL, "args": {"query": query}})
@@ -171,7 +171,7 @@ def _tool_agent(task: tool_agent.ToolAgentTask, example: Example) -> list[Demons
 
 @demonstrations.register
 def _search_o1(task: search_o1.SearchO1Task, example: Example) -> list[Demonstration]:
-    """Each search is condensed in a context of its own."""
+    """Condense each search in a context of its own."""
     reasoning: list[str] = []
     condensed: list[Demonstration] = []
 
@@ -181,13 +181,13 @@ def _search_o1(task: search_o1.SearchO1Task, example: Example) -> list[Demonstra
 
     def added(hop: Hop, documents: list[Passage]) -> str:
         prompt = task.program.condense("".join(reasoning), hop["query"], documents)
-        condensed.append(_single(search_o1.CONDENSER, prompt, _then(hop)))
-        reasoning.append(search_o1.result(_then(hop)))
+        condensed.append(_single(search_o1.CONDENSER, prompt, _thought_after(hop)))
+        reasoning.append(search_o1.result(_thought_after(hop)))
         return reasoning[-1]
 
     hops = example.metadata.get("hops", ())
     turns = _turns(task, example, hops, search, added, lambda thought, answer: f"{thought} {search_o1.BOX}{answer}}}")
-    return [shown for pair in zip_longest(turns, condensed) for shown in pair if shown] if turns else []
+    return [call for pair in zip_longest(turns, condensed) for call in pair if call] if turns else []
 
 
 @demonstrations.register
@@ -204,7 +204,7 @@ def _r1_searcher(task: r1_searcher.R1SearcherTask, example: Example) -> list[Dem
 
 @demonstrations.register
 def _qa_direct(task: qa_direct.DirectQaTask, example: Example) -> list[Demonstration]:
-    """The answer, plain and after the steps to it, whatever the config: one warm start serves both prompts."""
+    """Answer directly and after the steps, whatever the config: one warm start serves both prompts."""
     hops = example.metadata.get("hops")
     if not hops:
         return []
@@ -227,26 +227,26 @@ class Filled:
 
 @demonstrations.register
 def _dspy(task: DspyTask, example: Example) -> list[Demonstration]:
-    """The prompts of the program's predictors, as they are now, and outputs in the form that their adapter parses."""
-    return [task.program.demonstration(call.module, call.inputs, call.outputs) for call in filled(task, example)]
+    """Return the current prompts of the program's predictors, with outputs in the form that their adapter parses."""
+    return [task.program.demonstration(call.module, call.inputs, call.outputs) for call in module_calls(task, example)]
 
 
 @singledispatch
-def filled(task: object, example: Example) -> list[Filled]:
-    """What the modules of a DSPy task would be given and write for an example, first call first; empty as above."""
+def module_calls(task: object, example: Example) -> list[Filled]:
+    """Return inputs and outputs of a DSPy task's modules on an example, in call order; empty as in `demonstrations`."""
     return []
 
 
-@filled.register
+@module_calls.register
 def _banking77(task: Banking77Task, example: Example) -> list[Filled]:
-    """A short reason and the label; of data files, which hold labels alone, the label after no reason."""
+    """Return a short reason and the label; of data files, which hold labels alone, the label after no reason."""
     reason, label = example.metadata.get("reason", ""), example.metadata["label"]
     return [Filled("classify.predict", example.inputs, {"reasoning": reason, "label": label})]
 
 
-@filled.register
+@module_calls.register
 def _papillon(task: PapillonTask, example: Example) -> list[Filled]:
-    """A request without the private pieces, and the external model's text made out in the asker's name."""
+    """Return a request without the private pieces, and the external model's text with the asker's name."""
     ask = example.metadata.get("ask")
     if ask is None:
         return []
@@ -259,30 +259,30 @@ def _papillon(task: PapillonTask, example: Example) -> list[Filled]:
     ]
 
 
-@filled.register
+@module_calls.register
 def _hover(task: HoverTask, example: Example) -> list[Filled]:
-    """Each hop notes what its document says and asks for what that names."""
+    """Note in each hop what its document says and ask for what that names."""
     notes, titles = example.metadata.get("notes"), example.metadata["titles"]
     if notes is None:
         return []
-    claim, shown = example.inputs["claim"], []
+    claim, calls = example.inputs["claim"], []
     for hop in range(task.config.search_hops):
-        # the claim leads to the subject, what it names by its name; after the city nothing is missing
+        # the claim finds the subject; the names in its document find the next ones; after the city nothing is missing
         query = titles[hop] if 0 < hop < len(titles) else "None"
         inputs = {"claim": claim, "key_facts": list(notes[:hop])}
         if hop:
             queries = {"search_query1": query, "search_query2": "None", "search_query3": "None"}
             reasoning = f"{query} is next" if hop < len(titles) else "all is found"
-            shown.append(Filled("generate_query.predict", inputs, {"reasoning": reasoning, **queries}))
+            calls.append(Filled("generate_query.predict", inputs, {"reasoning": reasoning, **queries}))
         if hop < min(task.config.search_hops - 1, len(titles)):
             passages = task.passages_now([query if hop else claim], task.top_k[0])
             if any(passage.startswith(f"{titles[hop]} | ") for passage in passages):
                 outputs = {"reasoning": f"{titles[hop]} tells", "new_key_facts": notes[hop]}
                 inputs = {**inputs, "new_search_results": passages}
-                shown.append(Filled("append_notes.predict", inputs, outputs))
-    return shown
+                calls.append(Filled("append_notes.predict", inputs, outputs))
+    return calls
 
 
 def _single(module: str, messages: Sequence[Message], completion: str) -> Demonstration:
-    """One call in a context of its own."""
+    """Return a call in a context of its own."""
     return Demonstration(module=module, messages=messages, completion=completion)

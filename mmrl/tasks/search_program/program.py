@@ -63,7 +63,7 @@ TEMPLATES: Templates = {
 # on with what is usable.
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a reranker's output says."""
+    """Parsed output of a reranker."""
 
     indices: tuple[int, ...]
     """Indices in range, first occurrences, in the order written."""
@@ -72,7 +72,7 @@ class Selection:
 
 
 def parse_queries(text: str) -> list[str]:
-    """Sub-queries between the first two `###`, split on `;`; empty when there is no such block or nothing in it."""
+    """Parse sub-queries between the first two `###`, split on `;`; empty without such a block or with nothing in it."""
     # the first two marks only: what a model writes after its list is ignored
     parts = text.split("###", 2)
     if len(parts) < 3:
@@ -81,7 +81,7 @@ def parse_queries(text: str) -> list[str]:
 
 
 def parse_selection(text: str, candidates: int) -> Selection:
-    """Indices in a reranker's output, against the number of candidate documents."""
+    """Parse the indices in a reranker's output, against the number of candidate documents."""
     # Python refuses to read thousands of digits; 12 are beyond any number of documents.
     written = [int(digits[:12]) for digits in re.findall(r"[0-9]+", text)]
     valid = tuple(dict.fromkeys(index for index in written if index < candidates))
@@ -89,7 +89,7 @@ def parse_selection(text: str, candidates: int) -> Selection:
 
 
 def parse_answer(text: str) -> str:
-    """The answer in an answerer's output: the last paragraph without `*`, after an "Answer:" if it has one."""
+    """Parse the answer from an answerer's output: the last paragraph without `*`, after an "Answer:" if it has one."""
     paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text.replace("*", "")) if part.strip()]
     if not paragraphs:
         return ""
@@ -97,11 +97,11 @@ def parse_answer(text: str) -> str:
 
 
 class SearchProgramPrediction(TypedDict):
-    """What the program returns."""
+    """Result of the program."""
 
     answer: str
     queries: list[str]
-    """Those that were searched for."""
+    """Queries that were searched for."""
     candidates: list[str]
     """Titles of all documents that the reranker saw."""
     selected: list[str]
@@ -149,7 +149,7 @@ class SearchProgram:
         return parse_answer(call.text) or None
 
     async def run(self, example: Example, ctx: Context) -> SearchProgramPrediction:
-        """One call of each module; the search lies between the first and the second."""
+        """Call each module once; the search lies between the first and the second."""
         question = example.inputs["question"]
         reply = await ctx.call("rewriter", self.rewriter(question))
         # without a readable sub-question the question itself is searched for: the penalty, not the retrieval, teaches

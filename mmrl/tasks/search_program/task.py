@@ -40,7 +40,7 @@ class MultihopQaTask(OpenQaTask):
         return SearchProgram(prompts, self.retriever.snippet_words)
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """Bridge and comparison questions, mixed as the data set has them."""
+        """Return bridge and comparison questions, mixed as the data set has them."""
         return mini_multihop(split, corpus, self.config.dataset or "hotpotqa")
 
     def search_metrics(self, prediction: SearchProgramPrediction, example: Example) -> dict[str, float]:
