@@ -63,7 +63,7 @@ DECLARED: Mapping[str, Mapping[str, Lengths]] = {
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One module in one step, or the sum over modules. Expected values, so not whole numbers."""
+    """Load of a module in a step, or the sum over modules. Expected values, so not whole numbers."""
 
     calls: float = 0.0
     prompt: float = 0.0
@@ -108,17 +108,17 @@ def declared(config: TrainCommandConfig, modules: Sequence[str], overrides: Mapp
 
 
 def without_endpoints(loads: Mapping[str, Load], answered: Collection[str]) -> dict[str, Load]:
-    """The loads with the calls of modules that an endpoint answers for, which cost these devices nothing."""
+    """Return the loads with the calls of modules that an endpoint answers for, which cost these devices nothing."""
     return {module: Load(calls=load.calls) if module in answered else load for module, load in loads.items()}
 
 
 def undeclared(config: RootConfig, modules: Sequence[str], overrides: Mapping[str, Lengths]) -> list[str]:
-    """Modules whose lengths nobody has declared."""
+    """Return the modules whose lengths nobody has declared."""
     return [module for module in modules if module not in {**DECLARED.get(config.task.name, {}), **overrides}]
 
 
 def lengths_of(config: RootConfig, modules: Sequence[str], overrides: Mapping[str, Lengths]) -> dict[str, Lengths]:
-    """Lengths per module: of the command line, else declared for the task, else a guess from the task's limits.
+    """Return the lengths per module: of the command line, else the task's, else a guess from the task's limits.
 
     Raises:
         ConfigError: lengths for a module that the program does not have.
@@ -132,7 +132,7 @@ def lengths_of(config: RootConfig, modules: Sequence[str], overrides: Mapping[st
 
 
 def parse_lengths(text: str) -> dict[str, Lengths]:
-    """`rewriter:250/30,agent:300/105/480x4` -> lengths: prompt / completion [/ observation] [x calls].
+    """Parse lengths: `rewriter:250/30,agent:300/105/480x4` is prompt / completion [/ observation] [x calls].
 
     Raises:
         ConfigError: text of another form.
@@ -181,13 +181,13 @@ def _trees(
 
 
 def frozen_modules(config: TrainCommandConfig) -> list[str]:
-    """Modules that are not trained: by the config, or since an endpoint answers for them."""
+    """Return the modules that are not trained: by the config, or since an endpoint answers for them."""
     frozen = [module for module, settings in (config.model.modules or {}).items() if settings.frozen]
     return [*frozen, *(config.engine.endpoints or ())]
 
 
 def path_load(size: Lengths, paths: float, prompts: float, trained: bool) -> Load:
-    """`paths` paths through one module that share `prompts` first prompts."""
+    """Return `paths` paths through one module that share `prompts` first prompts."""
     grown = [size.prompt + turn * (size.completion + size.observation) for turn in range(size.calls)]
     raw_prompt = paths * (sum(grown) if size.observation else size.calls * size.prompt)
     # In a growing context only the observation is new in a later prompt; with contexts of their own, all of it is.
@@ -269,10 +269,10 @@ def mean_rollout(forest: Forest, answered: Collection[str] = ()) -> dict[str, Lo
 
 
 def trained_calls(forest: Forest, config: TrainCommandConfig) -> set[str]:
-    """Ids of the calls that carry a weight under the algorithm."""
+    """Return the ids of the calls that carry a weight under the algorithm."""
 
     def completed(call: Call) -> Call:
-        """Zeros for what only a critic or a reference model would know: who is trained does not depend on them."""
+        """Return zeros for the values of a critic or a reference model: which calls train does not depend on them."""
         observed = call.observation_tokens if getattr(config.algo, "obs", "all") == "all" else 0
         return replace(call, values=(0.0,) * (call.completion_tokens + observed), ref_logprobs=call.logprobs)
 
@@ -313,7 +313,7 @@ def dry_rollouts(config: TrainCommandConfig, task: Task, reward_set: str, exampl
 
 
 def unique_tokens(sequences: Iterable[tuple[int, ...]]) -> int:
-    """Nodes of the prefix trie of `sequences`: tokens left when every shared prefix is counted once."""
+    """Return the nodes of the prefix trie of `sequences`: tokens left when every shared prefix is counted once."""
     # Sorted, a sequence shares its longest prefix with the one before it, so the trie need not be built.
     count = 0
     before: tuple[int, ...] = ()

@@ -14,7 +14,7 @@ from mmrl.report.stats import short
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One trouble."""
+    """Advice on a problem: its cause, and the setting to change."""
 
     symptom: str
     """What the metrics show. `{now}` is a number and `{then}` what it is compared with, `{now_share}` and
@@ -24,7 +24,7 @@ class Advice:
     """The setting to change."""
 
     def text(self, now: float = 0.0, then: float = 0.0, what: str = "") -> str:
-        """Both halves as one line, its numbers filled in."""
+        """Return both halves as one line, its numbers filled in."""
         text = self.symptom if what else self.symptom.replace(" ({what})", "")
         symptom = text.format(
             only_share=f"only {now:.0%}" if now else "none",

@@ -28,7 +28,7 @@ MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/kl", "reward/mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """When alarms ring."""
+    """Thresholds of the alarms."""
 
     window: int = 5
     """Steps of the trailing mean; before that many steps only failures of nearly all rollouts ring."""
@@ -84,7 +84,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """One stretch of steps during which a rule held."""
+    """A stretch of steps during which a rule held."""
 
     name: str
     key: str
@@ -98,7 +98,7 @@ class Alarm:
 
 
 def alarms(history: History, thresholds: Thresholds | None = None, more: Sequence[AlarmRule] = ()) -> list[Alarm]:
-    """All alarms of a run in order of their first step; those still on have `until=None`.
+    """Return all alarms of a run in order of their first step; those still on have `until=None`.
 
     Args:
         more: further rules than `rules`.
@@ -134,7 +134,7 @@ def _with_causes(raised: Sequence[Alarm], history: History, limits: Thresholds) 
 
 
 def _curve(history: History, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a metric; of a kind of failure its share of the rollouts of each step."""
+    """Return steps and values of a metric; for a kind of failure its share of the rollouts of each step."""
     if not key.startswith(FAILED):
         return series(history, key)
     # A step in which nothing failed so has no such metric.
@@ -144,7 +144,7 @@ def _curve(history: History, key: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def current(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
-    """Alarms that are on at the last step."""
+    """Return the alarms that are on at the last step."""
     return [alarm for alarm in alarms(history, thresholds) if alarm.until is None]
 
 
@@ -154,7 +154,7 @@ Criterion: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class AlarmRule:
-    """One row of the table."""
+    """A row of the table of alarm rules."""
 
     name: str
     keys: Sequence[str]
@@ -169,7 +169,7 @@ class AlarmRule:
 
 
 def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
-    """All rules but `not_finite`, which has no mean."""
+    """Return all rules but `not_finite`, which has no mean."""
     # A trainer that computes no entropy leaves the sampler's estimate of it, `surprise`.
     entropy = module_keys(history, ("entropy",)) or module_keys(history, ("surprise",))
     similarity = [key for key in keys_in(history) if key.startswith("similarity/")]
@@ -214,12 +214,12 @@ def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
 
 
 def above(limit: float) -> Criterion:
-    """Rings above `limit`."""
+    """Build a condition that rings above `limit`."""
     return lambda means: (means > limit, means)
 
 
 def at_least(limit: float) -> Criterion:
-    """Rings from `limit` on."""
+    """Build a condition that rings from `limit` on."""
     return lambda means: (means >= limit, means)
 
 
@@ -244,7 +244,7 @@ def _risen(by: float, at_least: float) -> Criterion:
 
 
 def _below_best(by: float, share: float = 0.0) -> Criterion:
-    """Below the highest mean by more than `by` and by more than `share` of it."""
+    """Build a condition that rings more than `by`, and more than `share` of it, below the highest mean."""
 
     def criterion(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         best = np.maximum.accumulate(means)
@@ -254,7 +254,7 @@ def _below_best(by: float, share: float = 0.0) -> Criterion:
 
 
 def _above_best(by: float) -> Criterion:
-    """Above the lowest mean by more than `by`, for what should be low."""
+    """Build a condition that rings more than `by` above the lowest mean, for metrics that should be low."""
 
     def criterion(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         best = np.minimum.accumulate(means)
@@ -283,7 +283,7 @@ def _exploded(limits: Thresholds) -> Criterion:
 
 
 def _rung(rule: AlarmRule, key: str, history: History, limits: Thresholds) -> list[Alarm]:
-    """The alarms of one rule on one metric."""
+    """Return the alarms of one rule on one metric."""
     steps, values = _curve(history, key)
     means, first = trailing_mean(values, limits.window), limits.window - 1
     if not rule.early:
@@ -308,13 +308,13 @@ def _not_finite(history: History, key: str) -> list[Alarm]:
 
 
 def module_keys(history: Iterable[Metrics], facts: tuple[str, ...]) -> list[str]:
-    """Keys of modules and turns whose last part is one of `facts`."""
+    """Return the keys of modules and turns whose last part is one of `facts`."""
     kinds = ("module/", "turn/")
     return [key for key in keys_in(history) if key.startswith(kinds) and key.rsplit("/", 1)[1] in facts]
 
 
 def _stretches(name: str, key: str, steps: np.ndarray, rings: np.ndarray, message: Callable[[int], str]) -> list[Alarm]:
-    """One alarm per maximal run of True in `rings`; `message` is the text for one place of the curve."""
+    """Return an alarm per maximal run of True in `rings`; `message(index)` is its text at a position of the curve."""
     found = []
     for on, group in groupby(range(len(rings)), key=lambda at: bool(rings[at])):
         if on:

@@ -49,7 +49,7 @@ Place: TypeAlias = tuple[int, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One step's training rollouts, or a journal of an evaluation."""
+    """Training rollouts of a step, or a journal of an evaluation."""
 
     key: str
     """Unique in the page: `train-3`, `dev-20`."""
@@ -62,7 +62,7 @@ class Block:
 
 
 def blocks(overview: Overview, tokenizer: Tokenizer | None, damaged: list[str]) -> list[Block]:
-    """Blocks of a run within `ROLLOUTS` and `SIZE`, in the order of steps; damaged ones are left out.
+    """Return the blocks of a run within `ROLLOUTS` and `SIZE`, in the order of steps; damaged ones are left out.
 
     A block is the journal of a training step; an evaluation of a training run, with what was predicted for each item;
     or a part of an `mmrl eval`, with its calls.
@@ -89,7 +89,7 @@ def blocks(overview: Overview, tokenizer: Tokenizer | None, damaged: list[str]) 
 
 
 def places(overview: Overview) -> list[Place]:
-    """Every step and evaluation of a run that a block can be made of."""
+    """Return every step and evaluation of a run that a block can be made of."""
     run, split = overview.run, overview.split
     evaluated = run.journal_steps(split) if overview.evaluates else overview.items.get(split, {})
     return [*((step, None) for step in run.journal_steps()), *((step, split) for step in evaluated)]
@@ -114,7 +114,7 @@ def _in_order(places: Iterable[Place]) -> list[Place]:
 
 
 def spread(places: Iterable[Place]) -> Iterator[Place]:
-    """The ends first, then what halves the gaps: wherever one stops, the run is covered evenly."""
+    """Order items so that any prefix covers the run evenly: the ends first, then what halves the gaps."""
     ordered = _in_order(places)
     left = dict.fromkeys(range(len(ordered)))
     stride = max(len(ordered) - 1, 1)
@@ -127,7 +127,7 @@ def spread(places: Iterable[Place]) -> Iterator[Place]:
 
 
 def item_block(items: Sequence[Item], asked: Mapping[str, JsonObject], key: str, where: str, metric: str) -> Block:
-    """An evaluation as the script reads it: each item's scores and a prediction; `where` says what it is."""
+    """Return an evaluation as the script reads it: each item's scores and a prediction; `where` says what it is."""
     examples: list[JsonObject] = []
     for item in items:
         prediction = (item.get("predictions") or [""])[0]
@@ -160,7 +160,7 @@ def block(
     key: str,
     where: str,
 ) -> Block:
-    """One step as the script reads it; `where` says what it is.
+    """Return a step as the script reads it; `where` is its description.
 
     Args:
         entries: None: of an evaluation, which gives no credit.

@@ -67,7 +67,7 @@ class CardFacts:
 
 
 def model_card(overview: Overview, facts: CardFacts) -> str:
-    """The text of `README.md`."""
+    """Return the text of `README.md`."""
     evaluated: Mapping[int, Sequence[Item]] = overview.items.get(overview.split, {})
     # Both evaluations of the split, or no numbers.
     compared = overview.compared(0, facts.step) if {0, facts.step} <= evaluated.keys() else {}
@@ -93,7 +93,7 @@ def model_card(overview: Overview, facts: CardFacts) -> str:
 
 @cache
 def _templates() -> Environment:
-    """Templates of text, in which nothing is escaped."""
+    """Build the environment of text templates, in which nothing is escaped."""
     templates = Environment(
         loader=PackageLoader("mmrl.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -102,7 +102,7 @@ def _templates() -> Environment:
 
 
 def checkpoint_card(config: JsonObject, step: int) -> str:
-    """`README.md` of a checkpoint: how its weights came about, in place of peft's empty form.
+    """Return `README.md` of a checkpoint: how its weights came about, in place of peft's empty form.
 
     Args:
         config: of the run; empty where the trainer's user stores none.
@@ -121,7 +121,7 @@ def checkpoint_card(config: JsonObject, step: int) -> str:
 
 
 def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
-    """The block between `---` that the hub reads."""
+    """Return the block between `---` that the hub reads."""
     from huggingface_hub import EvalResult
 
     task, split, sources = str(overview.get("task.name", "?")), overview.split, overview.get("task.data") or {}
@@ -174,14 +174,14 @@ def is_hub_id(base: str) -> bool:
 
 
 def shown_path(text: str) -> str:
-    """A path, or that of `KEY=PATH`, without the folders of this machine: of a file or a folder its name alone."""
+    """Shorten a path, or that of `KEY=PATH`, by the folders of this machine: of a file or a folder its name alone."""
     key, equals, path = text.rpartition("=")
     local = path.startswith(("/", "~", "./", "../")) or Path(path).exists()
     return f"{key}{equals}{Path(path).name}" if local else text
 
 
 def _how(algorithm: str) -> str:
-    """The way weights were trained, in words."""
+    """Describe how the weights were trained."""
     if algorithm == SFT:
         return f"by supervised training (`{SFT}`)"
     number = PAPERS.get(algorithm)
@@ -190,7 +190,7 @@ def _how(algorithm: str) -> str:
 
 
 def _published(value: object) -> object:
-    """A config without folders of this machine and addresses of its servers."""
+    """Strip a config of folders of this machine and addresses of its servers."""
     if isinstance(value, dict):
         return {
             name: "(an address)" if name == "url" and isinstance(inner, str) else _published(inner)
@@ -210,7 +210,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 def snippets(
     folder: Path, names: Sequence[str], base: str, rank: int | None, *, modules: Sequence[str], program: str | None
 ) -> Iterator[tuple[str, str]]:
-    """(library, code) for each.
+    """Return (library, code) pairs.
 
     Args:
         folder: the export, or its name on the hub.

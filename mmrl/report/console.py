@@ -38,7 +38,7 @@ MODULE_FACTS += ("clip_share", "loss", "token_accuracy")
 
 
 def show_run(path: Path | str, example: str | None = None, step: int | None = None) -> str:
-    """Text for the terminal.
+    """Render a run for the terminal.
 
     Args:
         example: id of an example: its tree of calls, at `step` or at the last step that has it; of an item, its
@@ -59,7 +59,7 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
 
 
 def overview_text(overview: Overview, width: int = 100) -> str:
-    """Curve, evaluations, modules and alarms of a run."""
+    """Render curve, evaluations, modules and alarms of a run."""
     parts = [f"{overview.name}: {', '.join(run_facts(overview))}", _kind_text(overview, width), _curve_text(overview)]
     evaluations = {split: overview.evaluation_rows(split) for split in overview.splits}
     parts += [
@@ -82,13 +82,13 @@ def overview_text(overview: Overview, width: int = 100) -> str:
 
 
 def _kind_text(overview: Overview, width: int) -> str:
-    """The kind of run, and the facts of its task."""
+    """Describe the kind of run and its task."""
     facts = facts_table(overview.summary.get("facts") or {})
     return "\n".join([*(fill(sentence, width) for sentence in overview.kind), *filter(None, [facts])])
 
 
 def _curve_text(overview: Overview) -> str:
-    """The reward (of a supervised stage the loss) in training: its means and a curve; empty before the first step."""
+    """Render the training reward (of a supervised stage the loss): its means and a curve; empty before a step."""
     name, _, values = learning(overview.training)
     if not len(values):
         return ""
@@ -99,7 +99,7 @@ def _curve_text(overview: Overview) -> str:
 
 
 def alarm_text(alarms: Sequence[Alarm], width: int = 100) -> str:
-    """One paragraph per alarm; empty without."""
+    """Render a paragraph per alarm; empty without alarms."""
     if not alarms:
         return ""
     lines = ["alarms"]
@@ -170,7 +170,7 @@ def finish(
 
 
 def _failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
-    """Evaluations with rollouts that failed by no doing of the model, each counted as 0; empty where none has."""
+    """Name the evaluations with rollouts that failed from outside, each counted as 0; empty where none has."""
     lines = []
     for when, items in evaluations.items():
         share = sum(item.get("failed_share", 0.0) for item in items) / max(len(items), 1)
@@ -192,7 +192,7 @@ def _write_report(overview: Overview) -> str:
 
 
 def _further(overview: Overview, trouble: str = "") -> str:
-    """Paths of everything, and the commands to look further."""
+    """Return the paths of everything, and the commands to look further."""
     path, steps, report = overview.run.path, overview.run.journal_steps(), overview.run.report_path
     rows = {"run directory": str(path), "report": trouble or (str(report) if report.is_file() else "not yet")}
     rows["look further"] = f"mmrl show {path}"

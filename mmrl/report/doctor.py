@@ -64,7 +64,7 @@ RETRIES = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """A few rollouts of a run."""
+    """Rollouts that the doctor played."""
 
     title: str
     examples: int
@@ -92,7 +92,7 @@ class Played:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One trouble."""
+    """A problem that the doctor found."""
 
     name: str
     key: str
@@ -102,18 +102,18 @@ class Finding:
     message: str
 
     def text(self) -> str:
-        """As one line."""
+        """Return the finding as one line."""
         place = f"{_middle(self.key)}: " if self.key.startswith("module/") else ""
         return f"{'useless' if self.useless else 'warning'}: {self.name}: {place}{self.message}"
 
 
 def _middle(key: str) -> str:
-    """The name of the module or tool in the key of a metric."""
+    """Return the name of the module or tool in the key of a metric."""
     return key.split("/", 1)[1].rpartition("/")[0]
 
 
 def find(played: Played) -> list[Finding]:
-    """Findings of a played step, those first that make training useless."""
+    """Return the findings of a played step, those first that make training useless."""
     raised = alarms([{"step": 0, **played.metrics}], ALARMS, more=tuple(_rules(played)))
     names = {alarm.name for alarm in raised}
     # Each kind of failure has a sentence of its own here.
@@ -170,7 +170,7 @@ def _sample(alarm: Alarm, played: Played) -> str:
 
 
 def _rules(played: Played) -> Iterator[AlarmRule]:
-    """Rules of the doctor alone."""
+    """Return the rules that only the doctor has."""
     metrics, records = played.metrics, [played.metrics]
     for kind in FAILURES.keys() - MODEL_CAUSED:
         name = "endpoint_faults" if kind == "engine" and played.endpoints else FAILURES[kind]
@@ -214,14 +214,14 @@ def _quoted(text: str) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """The verdict in one line: it can be trained, or not and why."""
+    """Return the verdict in one line: it can be trained, or not and why."""
     if stopping := dict.fromkeys(finding.name for finding in findings if finding.useless):
         return f"training would be useless: {', '.join(stopping)}"
     return "it can be trained" + (f", with {len(findings)} warning{'s'[: len(findings) > 1]}" if findings else "")
 
 
 def report(played: Played, findings: Sequence[Finding]) -> str:
-    """Metrics, findings and verdict as text."""
+    """Return the metrics, findings and verdict as text."""
     metrics = played.metrics
     spread = "no rollout has a reward"
     if "reward/mean" in metrics:
@@ -265,7 +265,7 @@ def _others(metrics: Mapping[str, float]) -> list[str]:
 
 
 def as_object(played: Played, findings: Sequence[Finding]) -> dict[str, object]:
-    """Metrics, findings and verdict as JSON."""
+    """Return the metrics, findings and verdict as JSON."""
     return {
         "version": 2,
         "can_train": not any(finding.useless for finding in findings),

@@ -87,7 +87,7 @@ class _Call(_Form):
         return len(self.completion_ids) or self.completion_tokens or 0
 
     def record(self) -> Call:
-        """The call, with the length of its completion."""
+        """Convert to a `Call`, with the length of its completion."""
         return Call(**(dict(self) | {"completion_tokens": self.tokens}))
 
 
@@ -103,7 +103,7 @@ class _Rollout(_Form):
     counterfactuals: Annotated[Mapping[str, _Number], Strict(False)] = EMPTY
 
     def record(self, teacher: str | None) -> Rollout:
-        """The rollout; the default failure score stands for a reward, as if the run had scored it."""
+        """Convert to a `Rollout`; the default failure score stands for a reward, as if the run had scored it."""
         failed = self.reward is None and self.error in errors.MODEL_CAUSED
         return Rollout(**(dict(self) | {"reward": 0.0 if failed else self.reward, "teacher": teacher}))
 
@@ -119,7 +119,7 @@ class _File(_Form):
 
 
 def parse_forest(text: str, source: str) -> Forest:
-    """The forest in `text`.
+    """Parse the forest in `text`.
 
     Args:
         source: names the text in errors, such as its file.
@@ -135,7 +135,7 @@ def parse_forest(text: str, source: str) -> Forest:
 
 
 def dump_forest(forest: Forest) -> JsonObject:
-    """The JSON form of a forest; what the form has no place for (texts, prompts, metrics) is left out."""
+    """Convert a forest to its JSON form; what the form has no place for (texts, prompts, metrics) is left out."""
     teachers = {call.id: rollout.teacher for rollout in forest.rollouts for call in forest.path(rollout)}
     form = _File.model_validate(_records(forest)).model_dump(mode="json", exclude_defaults=True)
     for call in form["calls"]:
@@ -183,7 +183,7 @@ def _refuse(problems: Iterable[str], source: str) -> None:
 
 
 def _refused(error: ValidationError, raw: Any) -> Iterable[str]:
-    """One sentence per field that pydantic refuses; several wrong elements of a list are one problem."""
+    """Return a sentence per field that pydantic refuses; several wrong elements of a list are one problem."""
     problems: dict[tuple[object, ...], str] = {}
     for item in error.errors(include_url=False):
         where, place = "", item["loc"]
@@ -203,7 +203,7 @@ def _refused(error: ValidationError, raw: Any) -> Iterable[str]:
 
 
 def _faults(file: _File) -> Iterator[str]:
-    """Names that occur twice or that nothing has, and fields of a record that contradict each other."""
+    """Yield names that occur twice or that nothing has, and fields of a record that contradict each other."""
     # Names are checked against the file's own list: a typo would else be a module that never learns.
     modules = file.modules
     if len(set(modules)) < len(modules):
@@ -251,7 +251,7 @@ def _rollout_faults(rollout: _Rollout, modules: Sequence[str]) -> Iterator[str]:
 
 
 def _links(file: _File) -> Iterator[str]:
-    """Parents and leaves that are no calls."""
+    """Yield parents and leaves that are no calls."""
     calls = dict.fromkeys(call.id for call in file.calls)
     links = [(f"call '{call.id}': parent", call.parent) for call in file.calls]
     links += [(f"rollout '{rollout.id}': leaf", rollout.leaf) for rollout in file.rollouts]
@@ -263,7 +263,7 @@ def _links(file: _File) -> Iterator[str]:
 
 
 def _ordered(calls: Mapping[str, Call], source: str) -> dict[str, Call]:
-    """Calls with parents first, else in the file's order.
+    """Sort calls with parents first, else in the file's order.
 
     Raises:
         DataError: the first cycle among parents.
@@ -284,7 +284,7 @@ def _ordered(calls: Mapping[str, Call], source: str) -> dict[str, Call]:
 
 
 def _paths(forest: Forest) -> Iterator[str]:
-    """Paths that change their example, miscount their modules, or have a turn reward beside the outcome's."""
+    """Yield paths that change their example, miscount their modules, or have a turn reward beside the outcome's."""
     counts: dict[str, dict[str, int]] = {}
     for call in forest.calls.values():
         earlier = dict(counts[call.parent]) if call.parent is not None else {}

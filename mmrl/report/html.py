@@ -120,7 +120,7 @@ def _script() -> str:
 
 
 def rendered(template: str, **values: object) -> bytes:
-    """A page of `templates/`, as UTF-8."""
+    """Render a page of `templates/`, as UTF-8."""
     page = _templates().get_template(template).render(dark_css=DARK_CSS, **values)
     # A model may have written a lone surrogate, which UTF-8 cannot hold.
     return hide(readable(page)).encode("utf-8", "replace")
@@ -130,7 +130,7 @@ def rendered(template: str, **values: object) -> bytes:
 
 
 def _scores(overview: Overview) -> Iterator[dict[str, object]]:
-    """Scores of an `mmrl eval` with their intervals, and the items with the lowest ones."""
+    """Yield scores of an `mmrl eval` with their intervals, and the items with the lowest ones."""
     for split, steps in overview.items.items():
         for items in filter(None, steps.values()):
             title, rows = item_rows(items, ITEMS)

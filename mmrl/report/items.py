@@ -29,14 +29,14 @@ COLUMNS = 3
 
 
 def run_facts(overview: Overview) -> list[str]:
-    """Algorithm, task and model, how far the run is, and what it has cost."""
+    """Return the algorithm, task and model, how far the run is, and what it has cost."""
     steps = [] if overview.evaluates else [f"{overview.done}{f' of {overview.total}' if overview.total else ''} steps"]
     seconds = number(overview.summary.get("seconds"))
     return [overview.what, *steps, *([] if seconds is None else [duration(seconds)]), overview.state]
 
 
 def evaluation_text(overview: Overview, width: int) -> str:
-    """An evaluation of `mmrl eval`: scores, behaviour, and the items with the lowest scores."""
+    """Render an evaluation of `mmrl eval`: scores, behaviour, and the items with the lowest scores."""
     evaluated = [(step, items) for steps in overview.items.values() for step, items in steps.items() if items]
     parts = [f"{overview.name}: {', '.join(run_facts(overview))}\n{overview.run.path}"]
     if not evaluated:
@@ -53,7 +53,7 @@ def evaluation_text(overview: Overview, width: int) -> str:
 
 
 def score_rows(items: Sequence[Item], metrics: Mapping[str, object]) -> Rows:
-    """A row per metric: mean and 95 % interval; of an evaluation that is not finished, the means so far.
+    """Return a row per metric: mean and 95 % interval; of an evaluation that is not finished, the means so far.
 
     Args:
         metrics: of the evaluation's summary; empty where there is none yet.
@@ -65,13 +65,13 @@ def score_rows(items: Sequence[Item], metrics: Mapping[str, object]) -> Rows:
 
 
 def metric_names(items: Sequence[Item]) -> list[str]:
-    """Metrics of items, those of answers first."""
+    """Return the metrics of items, those of answers first."""
     names = dict.fromkeys(name for item in items for name in item["metrics"])
     return sorted(names, key=lambda name: (name not in FIRST, name != "reward", name))
 
 
 def item_rows(items: Sequence[Item], worst: int | None = None) -> tuple[str, Rows]:
-    """A title, and scores and a prediction of each item, in the order of the split.
+    """Return a title, and scores and a prediction of each item, in the order of the split.
 
     Args:
         worst: how many are listed, those with the lowest scores first; None: all.
@@ -90,7 +90,7 @@ def _items_text(items: Sequence[Item], width: int, worst: int | None = None) -> 
 
 
 def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> Rows:
-    """A row for each named item; how it failed where one has, and how many parse failures its program caught."""
+    """Return a row for each named item; how it failed where one has, and how many parse failures its program caught."""
     kinds = [Counter(map(clean, item.get("errors") or ())) for item in items.values()]
     failed = [", ".join(f"{kind} {count}" if count > 1 else kind for kind, count in of.items()) for of in kinds]
     caught = [str(item.get("caught_parse", "")) for item in items.values()]
@@ -103,7 +103,7 @@ def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> Ro
 
 
 def step_text(overview: Overview, step: int, width: int) -> str:
-    """The examples that a step trained on, and the items that were evaluated after it.
+    """Return the examples that a step trained on, and the items that were evaluated after it.
 
     Raises:
         CheckpointError: it has neither; names the steps that have one.
@@ -126,7 +126,7 @@ def step_text(overview: Overview, step: int, width: int) -> str:
 
 
 def example_text(overview: Overview, example: str, step: int | None, width: int) -> str:
-    """The calls of a training example at a step, or what evaluations say of an item.
+    """Return the calls of a training example at a step, or what evaluations say of an item.
 
     Args:
         step: None: the last step that has the example.
@@ -192,12 +192,12 @@ def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
 
 
 def _evaluated(overview: Overview) -> dict[tuple[str, int], Sequence[Item]]:
-    """(split, step) -> results of its items, of evaluations that have some."""
+    """Return (split, step) -> results of its items, for evaluations that have some."""
     return {(split, step): items for split, steps in overview.items.items() for step, items in steps.items() if items}
 
 
 def _steps(overview: Overview) -> str:
-    """The steps that have something to show."""
+    """Return the steps that have something to show."""
     steps, evaluations = overview.run.journal_steps(), sorted({step for _, step in _evaluated(overview)})
     have = [f"journals exist for steps {steps[0]} to {steps[-1]}"] if steps else []
     have += [f"evaluations of step {', '.join(map(str, evaluations))}"] if evaluations else []

@@ -1,4 +1,4 @@
-"""One reading of a run directory, shared by `mmrl show`, the summary and the HTML report; and the runs below a folder.
+"""Overview of a run directory, for `mmrl show`, the summary and the HTML report; and the runs below a folder.
 
 Part of `report`; reads only, also while the run is going on.
 """
@@ -112,7 +112,7 @@ class Overview:
         return cls(run, run.config, run.environment, run.summary, run.history(), _items_of(run))
 
     def get(self, path: str, default: object = None) -> Any:
-        """A config value by the path that the user would type; `default` where there is none."""
+        """Return a config value by the path that the user would type; `default` where there is none."""
         value: object = self.config
         for part in path.split("."):
             if not isinstance(value, Mapping) or part not in value:
@@ -182,7 +182,7 @@ class Overview:
 
     @cached_property
     def alarms(self) -> list[Alarm]:
-        """All that rang."""
+        """Alarms of the run."""
         raised = [*alarms(self.training), *trial_alarms(self.run.path)]
         return sorted(raised, key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
@@ -222,7 +222,7 @@ class Overview:
         return next((str(name) for name in preferred if name in names), names[0] if names else None)
 
     def metric_names(self, split: str) -> list[str]:
-        """Evaluation metrics with an interval; those of answers first."""
+        """Return the evaluation metrics with an interval; those of answers first."""
         prefix = f"eval/{split}/"
         keys = dict.fromkeys(key for record in self.history for key in record if key.startswith(prefix))
         # A metric with a lower bound has an interval: the others are counts and times.
@@ -231,7 +231,7 @@ class Overview:
         return sorted(measured, key=lambda name: (name not in FIRST, name == "reward"))
 
     def evaluations(self, split: str, metric: str) -> list[tuple[int, float, float | None, float | None]]:
-        """(step, value, low, high) of every evaluation."""
+        """Return (step, value, low, high) of every evaluation."""
         points = []
         for record in self.history:
             value = number(record.get(f"eval/{split}/{metric}"))
@@ -241,7 +241,7 @@ class Overview:
         return points
 
     def evaluation_rows(self, split: str, most: int = 4) -> Rows:
-        """A row per evaluation with its first metrics and their intervals; [] without any."""
+        """Return a row per evaluation with its first metrics and their intervals; [] without any."""
         names = sorted(self.metric_names(split), key=lambda name: name != self.main_metric)[:most]
         if not names:
             return []
@@ -260,19 +260,19 @@ class Overview:
 
     @cached_property
     def differences(self) -> dict[str, Difference]:
-        """Metric -> last evaluation against the first, on the items that both have; empty before a second one."""
+        """Differences of the last evaluation to the first by metric, on common items; empty before a second one."""
         # The first and the last evaluation: before and after training.
         steps = sorted(self.items.get(self.split, {}))
         return self.compared(steps[0], steps[-1]) if len(steps) > 1 else {}
 
     def compared(self, before: int, after: int) -> dict[str, Difference]:
-        """Metric -> the evaluation after step `after` against that after step `before`, as `eval.*` says."""
+        """Compare by metric the evaluation after step `after` with that after step `before`, as `eval.*` says."""
         evaluated, resamples = self.items[self.split], int(self.get("eval.bootstrap", 1000))
         return compare_items(evaluated[before], evaluated[after], int(self.get("seed", 0)), resamples, self.main_metric)
 
     @cached_property
     def kind(self) -> list[str]:
-        """Data and model of this run, in sentences for people."""
+        """Describe data and model of this run in sentences."""
         sentences = []
         sources = self.get("task.data", {}) or {}
         splits = (*(() if self.evaluates else ("train",)), str(self.split))

@@ -134,7 +134,7 @@ class Progress:
 
     @_harmless
     def step(self, step: int, metrics: Metrics) -> None:
-        """Step number `step` is done; `metrics` as logged."""
+        """Record that step number `step` is done; `metrics` as logged."""
         self._bars.update(self._task.id, completed=step)
         self._bars.update(self._task.id, pace=self._pace())
         self._history.append({**metrics, "step": step})
@@ -155,7 +155,7 @@ class Progress:
 
     @_harmless
     def evaluation(self, step: int, split: str, metrics: Metrics) -> None:
-        """An evaluation after `step` steps is done; keys with or without the prefix `eval/<split>/`."""
+        """Record an evaluation after `step` steps; keys with or without the prefix `eval/<split>/`."""
         if not self._history and step <= self._task.completed:  # the one before training is no part of a step
             self._bars.reset(self._task.id, completed=int(self._task.completed))
             self._bars.advance(self._task.id, 0)
@@ -181,7 +181,7 @@ class Progress:
 
     @_harmless
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """Print a line that stays above the display."""
         self._print_line(text)
 
     # --- drawing
@@ -203,7 +203,7 @@ class Progress:
             print(f"progress display switched off: {type(error).__name__}: {error}", file=sys.stderr)
 
     def _for_alarms(self) -> list[JsonObject]:
-        """The first and the last steps: what alarms compare, at a cost that does not grow with the run."""
+        """Return the first and the last steps: what alarms compare, at a cost that does not grow with the run."""
         last = list(self._history)[-ALARM_LAST:]
         return [record for record in self._first if record["step"] < last[0]["step"]] + last
 
@@ -222,7 +222,7 @@ class Progress:
             return Text(f"(display: {type(error).__name__}: {error})")
 
     def render(self, width: int) -> RenderableType:
-        """The whole display for a terminal of `width` columns."""
+        """Render the whole display for a terminal of `width` columns."""
         columns = {
             80: TextColumn("{task.description}", style="bold", markup=False),
             1: TextColumn("step {task.completed}/{task.total}", style="bold"),
@@ -240,7 +240,7 @@ class Progress:
         return Group(*rows, *([self._dim(self._status)] if self._status else []))
 
     def _curves(self, room: int) -> Rows:
-        """Reward and evaluations, a row each: name, newest value, curve of at most `room` characters with notes."""
+        """Return rows of reward and evaluations: name, newest value, curve of at most `room` characters, notes."""
         rows = [["", "", ""]]
         name, _, curve = learning(list(self._history))
         if len(curve):
@@ -258,7 +258,7 @@ class Progress:
         return rows[1:] or rows
 
     def _costs(self) -> list[str]:
-        """Shares of the newest step's time, and the memory of the process."""
+        """Return the shares of the newest step's time, and the memory of the process."""
         last = self._history[-1]
         total = number(last.get("time/step"))
         shares = {name: number(last.get(f"time/{name}")) for name in ("generate", "retrieve", "update")}
@@ -272,7 +272,7 @@ class Progress:
     # --- words
 
     def _metric_names(self, metrics: Metrics) -> list[str]:
-        """The main metric first, then the others that are worth a line."""
+        """Return the main metric first, then the others that are worth a line."""
         # Tasks differ in their metrics; three lines per split are as many as can be read at a glance.
         offered = [
             key for key in (self._main, "em", "f1", "accuracy", "reward") if number(metrics.get(key)) is not None
@@ -293,7 +293,7 @@ class Progress:
         return "  ".join([*parts, *self._numbers(), self._pace()])
 
     def _numbers(self) -> list[str]:
-        """The newest step in a few numbers."""
+        """Return the newest step in a few numbers."""
         last = self._history[-1]
         reward = last.get("reward/mean", last.get("prompts/score"))
         accuracy = number(last.get("train/token_accuracy"))
@@ -308,7 +308,7 @@ class Progress:
         return [*parts, *filter(None, [failed_text(failure_shares(last))])]
 
     def _pace(self) -> str:
-        """Seconds per step, evaluations included, and the time left at that pace; empty before the first step."""
+        """Return the seconds per step with evaluations, and the time left at that pace; empty before the first step."""
         if not (speed := self._task.speed):
             return ""
         left = "done" if self._task.finished else f"{duration(self._task.time_remaining or 0)} left"
@@ -318,6 +318,6 @@ class Progress:
         return sparkline(values, width, ascii_only=self._ascii)
 
     def _plain(self, text: str) -> str:
-        """`text` as the terminal's encoding can show it, without secrets, which a line break would hide from `hide`."""
+        """Reduce `text` to the terminal's encoding, without secrets, which a line break would hide from `hide`."""
         text = hide(text)
         return text.encode("ascii", "replace").decode() if self._ascii else text

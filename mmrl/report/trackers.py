@@ -40,7 +40,7 @@ LONGEST = {"prompt": (500, 1500), "completion": (1500, 500)}
 
 
 class Trackers:
-    """All trackers of a run; empty ones cost nothing.
+    """Trackers of a run; without any, they cost nothing.
 
     Args:
         started: name -> tracker.
@@ -54,7 +54,7 @@ class Trackers:
         self._calls = calls
 
     def log(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Pass the finite numbers of one step on."""
+        """Pass the finite numbers of a step to the trackers."""
         finite = {key: value for key, raw in metrics.items() if (value := number(raw)) is not None}
         self._each(lambda tracker: tracker.log(finite, step=step))
 
@@ -64,7 +64,7 @@ class Trackers:
         return self._calls if any(name in WITH_TEXTS for name in self._started) else 0
 
     def log_calls(self, step: int, calls: Sequence[Mapping[str, object]]) -> None:
-        """Pass some calls of one step on.
+        """Pass some calls of a step to the trackers.
 
         Args:
             calls: `COLUMNS` but the step, in the order in which they are shown.
@@ -111,7 +111,7 @@ def trackers(
     device: str,
     warn: Callable[[str], None] = print,
 ) -> Iterator[Trackers]:
-    """The trackers of `run.report_to`, closed at the end with the run's summary (if it came that far).
+    """Open the trackers of `run.report_to`, and close them at the end with the run's summary (if it came that far).
 
     A resumed run goes on in the same files.
 
@@ -153,7 +153,7 @@ def trackers(
 
 
 def missing_trackers(report_to: Sequence[str]) -> list[str]:
-    """Trackers whose package is not installed, one sentence each; imports nothing."""
+    """Return the trackers whose package is not installed, one sentence each; imports nothing."""
     return [
         f"run.report_to: '{tracker}' needs its package, which is not installed; pip install 'mmrl[{tracker}]'"
         for tracker in report_to
@@ -162,7 +162,7 @@ def missing_trackers(report_to: Sequence[str]) -> list[str]:
 
 
 def wandb_mode(folder: Path) -> tuple[str | None, str]:
-    """Mode of `wandb.init` (None: wandb decides), and a sentence that says where the data go.
+    """Return the mode of `wandb.init` (None: wandb decides), and a sentence that says where the data go.
 
     Args:
         folder: of the run.
@@ -179,7 +179,7 @@ def wandb_mode(folder: Path) -> tuple[str | None, str]:
 
 
 def _wandb_login() -> str:
-    """The file in which `wandb login` has left a key for the server in use; empty without one."""
+    """Return the file in which `wandb login` has left a key for the server in use; empty without one."""
     settings = configparser.ConfigParser(interpolation=None)
     home = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     try:
@@ -200,7 +200,7 @@ def _wandb_login() -> str:
 
 
 def _sendable(call: Mapping[str, object]) -> list[object]:
-    """The cells of a call after its step: texts cut and without secrets."""
+    """Return the cells of a call after its step: texts cut and without secrets."""
     cells = []
     for name in COLUMNS[1:]:
         value = call[name]
@@ -212,7 +212,7 @@ def _sendable(call: Mapping[str, object]) -> list[object]:
 
 
 def _markdown(row: Sequence[object]) -> str:
-    """A call as TensorBoard shows it."""
+    """Format a call for TensorBoard."""
     _, example, module, prompt, completion, reward, advantage = row
     head = f"**{module}** · {example} · reward {short(reward)} · advantage {short(advantage)}"
     return f"{head}\n\n{_block(str(prompt))}\n\n{_block(str(completion))}"
@@ -267,7 +267,7 @@ def _started(tracker: str, run: RunDir, next_step: int, named: RunConfig, device
 
 
 def without_secrets(value: object, key: str = "") -> Any:
-    """`value` with each text under a key that names a secret replaced by `(hidden)`."""
+    """Replace each text in `value` under a key that names a secret by `(hidden)`."""
     if isinstance(value, Mapping):
         return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
     if isinstance(value, list):

@@ -42,7 +42,7 @@ Piece: TypeAlias = tuple[str, int]
 
 
 def read_tokenizer(folders: Iterable[Path]) -> Tokenizer | None:
-    """The tokenizer of the first of `folders` that has one which can be read."""
+    """Return the tokenizer of the first of `folders` that has one which can be read."""
     # The library that transformers uses; by itself it loads in a moment.
     from tokenizers import Tokenizer
 
@@ -55,7 +55,7 @@ def read_tokenizer(folders: Iterable[Path]) -> Tokenizer | None:
 
 
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, int]]:
-    """Texts whose sequence is the completion, each with how many tokens it has.
+    """Return the texts whose sequence is the completion, each with how many tokens it has.
 
     A letter may be spread over several tokens, which are then one piece; half a letter at the end is left out.
     """
@@ -70,19 +70,19 @@ def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, int
 
 
 def shade(advantage: float, largest: float) -> int:
-    """The level of an advantage where `largest` is the largest of the step in size."""
+    """Return the level of an advantage where `largest` is the largest of the step in size."""
     level = math.ceil(LEVELS * abs(advantage) / largest - 1e-9) if largest > 0 else 0
     return int(math.copysign(min(level, LEVELS), advantage))
 
 
 def largest_advantage(entries: Sequence[EntryFields]) -> float:
-    """The largest size of any token's advantage."""
+    """Return the largest size of any token's advantage."""
     sizes = (number(value) for entry in entries for value in entry.get("advantages", ()))
     return max((abs(value) for value in sizes if value is not None), default=0.0)
 
 
 def coloured(call: Call, entries: Sequence[EntryFields], tokenizer: Tokenizer | None, largest: float) -> list[Piece]:
-    """The completion in pieces of one shade each.
+    """Split the completion in pieces of one shade each.
 
     One piece where all tokens have the same advantage, or nothing says what each token is.
     """
@@ -105,7 +105,7 @@ def coloured(call: Call, entries: Sequence[EntryFields], tokenizer: Tokenizer | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A call in its tree, and what there is to say of it, in the terminal and on the page."""
+    """A call in its tree, with its texts for the terminal and the page."""
 
     call: Call
     depth: int
@@ -124,7 +124,7 @@ class Node:
 
 
 def depth_first(forest: Forest) -> Iterator[tuple[Call, int]]:
-    """Calls with their depths, every call before those that follow it."""
+    """Yield calls with their depths, every call before those that follow it."""
     pending = [(call, 0) for call in reversed(list(forest.calls.values())) if call.parent is None]
     while pending:
         call, depth = pending.pop()
@@ -133,7 +133,7 @@ def depth_first(forest: Forest) -> Iterator[tuple[Call, int]]:
 
 
 def trees(forest: Forest, entries: Sequence[EntryFields] | None, example: str) -> Iterator[Node]:
-    """The calls of one example, depth first.
+    """Yield the calls of one example, depth first.
 
     Args:
         entries: None: of an evaluation.
@@ -175,7 +175,7 @@ def _facts(call: Call) -> str:
 
 
 def telling_examples(forest: Forest, count: int) -> list[str]:
-    """Examples worth reading first: those whose rewards differ most between rollouts (None counts as 0)."""
+    """Return the examples worth reading first: those whose rewards differ most between rollouts (None counts as 0)."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in forest.rollouts:
         rewards[rollout.example].append(rollout.reward or 0.0)
@@ -192,7 +192,7 @@ def abridged(text: str, head: int = PROMPT_HEAD, tail: int = PROMPT_TAIL) -> str
 
 
 def advantage_of(entry: EntryFields) -> str:
-    """The advantage of an entry: one number, or its range where it differs between tokens."""
+    """Return the advantage of an entry: one number, or its range where it differs between tokens."""
     values = [value for value in entry.get("advantages", ()) if number(value) is not None]
     if not values:
         return "-"
@@ -202,7 +202,7 @@ def advantage_of(entry: EntryFields) -> str:
 
 
 def made_of(reward: object, parts: Mapping[str, object]) -> str:
-    """The parts of a reward: as a sum where they add up to it, else beside it (`turn -0.400, own_advantage -0.691`)."""
+    """Format the parts of a reward: a sum if they add up to it, else a list (`turn -0.400, own_advantage -0.691`)."""
     if not parts:
         return ""
     texts = [f"{name} {short(value)}" for name, value in parts.items()]
@@ -214,14 +214,14 @@ def made_of(reward: object, parts: Mapping[str, object]) -> str:
 
 
 def shown_prediction(prediction: object, head: int = 30, tail: int = 10) -> str:
-    """The start and the end of a prediction: of one that has an answer among other things, of its answer."""
+    """Return the start and the end of a prediction: of one that has an answer among other things, of its answer."""
     if isinstance(prediction, Mapping) and prediction.get("answer") is not None:
         prediction = prediction["answer"]
     return abridged(clean(prediction), head, tail)
 
 
 def credit_line(entry: EntryFields) -> str:
-    """One entry: reward with its parts, group, advantage, weight."""
+    """Format an entry: reward with its parts, group, advantage, weight."""
     line = f"reward {short(entry.get('reward'))}{made_of(entry.get('reward'), entry.get('parts') or {})}"
     group = entry.get("group")
     if group is not None:
@@ -240,7 +240,7 @@ def credit_line(entry: EntryFields) -> str:
 
 
 def rollout_line(rollout: Rollout) -> str:
-    """The outcome of one rollout."""
+    """Return the outcome of one rollout."""
     message = f": {clean(rollout.error_message)}" if rollout.error_message else ""
     if rollout.error is not None and rollout.reward is None:
         return f"{rollout.id} failed ({rollout.error}){message}; not credited"
@@ -257,7 +257,7 @@ def rollout_line(rollout: Rollout) -> str:
 
 
 def asked_lines(texts: JsonObject | None) -> list[str]:
-    """An example's inputs, a line for each, and what its reward goes by; [] where that was not kept."""
+    """Return an example's inputs, a line for each, and what its reward goes by; [] where that was not kept."""
     asked, gold = ((texts or {}).get(key) or {} for key in ("asked", "gold"))
     parts = " · ".join(f"{name} {clean(text)}" for name, text in gold.items() if text)
     return [f"{name}: {clean(text)}" for name, text in asked.items()] + ([f"gold: {parts}"] if parts else [])
@@ -270,7 +270,7 @@ def render_example(
     width: int = 100,
     texts: JsonObject | None = None,
 ) -> str:
-    """The trees of one example as text.
+    """Render the trees of one example as text.
 
     Args:
         entries: None: of an evaluation, which gives no credit.
@@ -299,7 +299,7 @@ def render_example(
 
 
 def _node_text(node: Node, before: Call | None) -> str:
-    """Lines of a call; `before`: the sibling before it, whose prompt is not shown again."""
+    """Return the lines of a call; `before`: the sibling before it, whose prompt is not shown again."""
     call = node.call
     lines = [f"{node.name} · {node.facts}{f' · {node.state}' if node.state else ''}  [{call.id}]"]
     if before is not None and (call.prompt_ids, call.prompt_text) == (before.prompt_ids, before.prompt_text):
@@ -311,5 +311,5 @@ def _node_text(node: Node, before: Call | None) -> str:
 
 
 def visible(value: str) -> str:
-    """Text with its line ends, other control characters made visible."""
+    """Make control characters of a text visible, all but its line ends."""
     return "\n".join(clean(line) for line in value.replace("\r\n", "\n").split("\n"))

@@ -41,7 +41,7 @@ from mmrl.trainer.settings import Settings
 
 
 def check_all(configs: Sequence[RootConfig], user_keys: Collection[str] = ()) -> None:
-    """Everything that can be wrong across sections, for all jobs at once.
+    """Check everything that can be wrong across sections, for all jobs at once.
 
     Args:
         user_keys: keys that the user set on the command line; those without effect are problems too.
@@ -62,7 +62,7 @@ def check_all(configs: Sequence[RootConfig], user_keys: Collection[str] = ()) ->
 
 
 def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
-    """Problems of one config across its sections, data files included."""
+    """Return the problems of one config across its sections, data files included."""
     problems: list[str] = []
     if config.run.dir is not None:
         with gathered(problems):
@@ -94,7 +94,7 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
 
 
 def _stages_problems(config: StagedCommandConfig, user_keys: Collection[str]) -> list[str]:
-    """Problems of each stage, and of their order. Prompts and weights of earlier stages are not there yet."""
+    """Yield problems of each stage and of their order. Prompts and weights of earlier stages are not there yet."""
     problems: list[str] = []
     if config.hardware.nodes > 1:
         profile = config.hardware.name
@@ -128,7 +128,7 @@ def _prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
 
 
 def engine_problems(config: RootConfig, *, training: bool = False, copied: bool = False, rank: int = 0) -> list[str]:
-    """Problems of the engine that samples, and of its settings."""
+    """Return the problems of the engine that samples, and of its settings."""
     name, device = engine_name(config), config.hardware.device
     return engines.problems(config.engine, name, training=training, copied=copied, device=device, rank=rank)
 
@@ -157,7 +157,7 @@ def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
 
 
 def process_problems(config: EvalCommandConfig) -> list[str]:
-    """Problems of a hardware profile with an evaluation, which is one process."""
+    """Return the problems of a hardware profile with an evaluation, which is one process."""
     hardware = config.hardware
     if hardware.nodes > 1:
         return [f"hardware: profile '{hardware.name}' has several machines, mmrl eval runs in one process of one"]
@@ -168,7 +168,7 @@ def process_problems(config: EvalCommandConfig) -> list[str]:
 
 
 def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """Problems of a training run wherever it runs: no data is read, no server called, no package looked for."""
+    """Return problems of a training run wherever it runs: no data is read, no server called, no package looked for."""
     return across_sections(config) + endpoint_problems(config, task) + _rl_problems(config, task)
 
 
@@ -187,7 +187,7 @@ def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 
 
 def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """Problems of a plan; servers and teachers that are not there, splits that are too small."""
+    """Return the problems of a plan; servers and teachers that are not there, splits that are too small."""
     rank = config.model.lora.r if config.model.lora is not None else 0
     copied = module_assignment(config, task.program.modules).copied
     problems = _rl_problems(config, task) + engine_problems(config, training=True, copied=copied, rank=rank)
@@ -206,7 +206,7 @@ def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 
 
 def split_problems(config: TaskConfig, task: Task, split: str, key: str) -> list[str]:
-    """The one sentence for a split that is to be evaluated and is absent or empty."""
+    """Return the one sentence for a split that is to be evaluated and is absent or empty."""
     if config.data.source_of(split) is None:
         splits = [f"{key}={name}" for name in config.data.files]
         return [
@@ -217,7 +217,7 @@ def split_problems(config: TaskConfig, task: Task, split: str, key: str) -> list
 
 
 def served(config: EvalCommandConfig) -> Policy:
-    """The policy behind `policy=`; with engine=openai that is an endpoint's model, and no weights are here.
+    """Return the policy behind `policy=`; with engine=openai that is an endpoint's model, and no weights are here.
 
     Raises:
         ConfigError: a path that does not exist, or a folder without weights.
@@ -226,7 +226,7 @@ def served(config: EvalCommandConfig) -> Policy:
 
 
 def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
-    """Problems of the endpoints that answer for modules; asks nobody."""
+    """Yield problems of the endpoints that answer for modules, without a request."""
     every, endpoints = engine_name(config) == "openai", config.engine.endpoints or {}
     if not every and not endpoints:
         return []
@@ -246,7 +246,7 @@ def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
 
 
 def endpoints_away(config: RootConfig) -> list[str]:
-    """Endpoints of modules to which no request can succeed; asks each at most one token."""
+    """Yield the endpoints of modules to which no request can succeed; asks each at most one token."""
     endpoints = config.engine.endpoints or {}
     needed = {f"engine.endpoints.{module}": settings for module, settings in endpoints.items()}
     if engine_name(config) == "openai" and (policy := value_at(config, "policy")) is not None:
@@ -255,7 +255,7 @@ def endpoints_away(config: RootConfig) -> list[str]:
 
 
 def staleness_problems(config: TrainCommandConfig) -> list[str]:
-    """Problems of sampling the next batch while this one trains."""
+    """Return the problems of sampling the next batch while this one trains."""
     if not config.train.staleness:
         return []
     algo, problems = config.algo, []
@@ -267,7 +267,7 @@ def staleness_problems(config: TrainCommandConfig) -> list[str]:
 
 
 def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """The one sentence for `algo.reserialise` on a program that cannot write its outputs again."""
+    """Return the one sentence for `algo.reserialise` on a program that cannot write its outputs again."""
     if not getattr(config.algo, "reserialise", False) or isinstance(task.program, Canonical):
         return []
     return [
@@ -277,7 +277,7 @@ def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 
 
 def negative_rewards(config: TrainCommandConfig, task: Task) -> list[str]:
-    """Settings that make rewards negative, where `algo.scale=mean` divides by their mean."""
+    """Return the settings that make rewards negative, where `algo.scale=mean` divides by their mean."""
     algo, absent = config.algo, task.absent_features
     if getattr(algo, "scale", True) != "mean":
         return []
@@ -293,7 +293,7 @@ def negative_rewards(config: TrainCommandConfig, task: Task) -> list[str]:
 
 
 def turns_missing(chosen: str | None, algo: str, task: Task) -> list[str]:
-    """The one sentence for a reward set without the turn rewards that the algorithm needs; `algo` empty: none does."""
+    """Return the sentence for a reward set without the turn rewards of the algorithm; `algo` empty: none does."""
     # An unknown reward set has its own sentence in `check`; a second one would only distract.
     if chosen not in task.reward_sets or chosen in TURN_SETS or not algo or not ALGORITHMS[algo].needs_turn_rewards:
         return []
@@ -303,7 +303,7 @@ def turns_missing(chosen: str | None, algo: str, task: Task) -> list[str]:
 
 
 def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """Policies that do not exist, prompts that cannot be read, modules that the student's program does not have."""
+    """Return problems of teachers: missing policies, unreadable prompts, modules that the student does not have."""
     problems: list[str] = []
     if (program := getattr(config.algo, "program", None)) is not None:
         with gathered(problems):

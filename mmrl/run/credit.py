@@ -99,7 +99,7 @@ def credit_command(request: CreditRequest, as_json: bool) -> int:
 
 
 def _origin(request: CreditRequest, source: Source, width: int | None) -> list[str]:
-    """The step of a run that was credited, and the settings."""
+    """Return the step of a run that was credited, and the settings."""
     if request.run is None:
         return []
     facts = [f"{request.folder} step {request.step}", f"seed {request.seed}"]
@@ -135,7 +135,7 @@ def recorded_step(request: CreditRequest) -> Source:
 
 
 def _left_out(forest: Forest) -> Sequence[str]:
-    """Examples that a step did not train on: dynamic sampling journals everything that it sampled."""
+    """Return the examples that a step did not train on: dynamic sampling journals everything that it sampled."""
     left_out: Sequence[str] = forest.meta.get("refill", {}).get("left_out", ())
     return left_out
 
@@ -143,7 +143,7 @@ def _left_out(forest: Forest) -> Sequence[str]:
 def credit_all(
     algos: Sequence[AlgoConfig], source: Source, seed: int, typed: Sequence[str] = ("algo.minibatches",)
 ) -> list[Credit]:
-    """The credit of a step under each of `algos`.
+    """Compute the credit of a step under each of `algos`.
 
     Args:
         typed: config keys that the user chose. Papers' mini-batches may be more than a file has examples: each example
@@ -192,7 +192,7 @@ def unlike_journal(credit: Credit, recorded: Sequence[JsonObject]) -> str:
 
 
 def json_report(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit]) -> str:
-    """One object, or a list of them for several algorithms: all that the table has, and every token's numbers."""
+    """Return an object, or a list for several algorithms: the contents of the table, and every token's numbers."""
     records = [_credit_json(algo, forest, credit) for algo, credit in zip(algos, credits, strict=True)]
     return json.dumps(records[0] if len(records) == 1 else records, indent=1)
 
@@ -214,7 +214,7 @@ def _credit_json(algo: AlgoConfig, forest: Forest, credit: Credit) -> dict[str, 
 
 
 def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit], width: int | None = None) -> str:
-    """A table per algorithm, with a row per entry in the forest's order of calls; then the calls without credit.
+    """Return a table per algorithm, with a row per entry in the forest's order of calls; then the calls without credit.
 
     Several algorithms have a table before these, with the advantages of each side by side.
 
@@ -234,7 +234,7 @@ def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit]
 
 
 def _side_by_side(forest: Forest, credits: Sequence[Credit], width: int | None) -> list[str]:
-    """A row per call, a column per algorithm; a call with several entries has all their advantages."""
+    """Return a row per call, a column per algorithm; a call with several entries has all their advantages."""
     columns = []
     for credit in credits:
         advantages: dict[str, list[str]] = {}
@@ -246,7 +246,7 @@ def _side_by_side(forest: Forest, credits: Sequence[Credit], width: int | None) 
 
 
 def _rows(forest: Forest, credit: Credit, split: Mapping[str, int]) -> list[dict[str, str]]:
-    """Column -> cell, for each entry; `split` maps examples to mini-batches."""
+    """Return column -> cell, for each entry; `split` maps examples to mini-batches."""
     critic, several = any(entry.returns is not None for entry in credit.entries), any(split.values())
     place = {call: number for number, call in enumerate(forest.calls)}
     rows = []
@@ -269,7 +269,7 @@ def _rows(forest: Forest, credit: Credit, split: Mapping[str, int]) -> list[dict
 
 
 def _laid_out(rows: Sequence[Mapping[str, str]], width: int | None) -> list[str]:
-    """One table, or where that is too wide, headings with what the rows below them share, and these rows."""
+    """Render one table, or if too wide, headings with the cells that the rows below share, and these rows."""
     if not rows:
         return []
     lines = wrapped_rows([list(rows[0]), *(list(row.values()) for row in rows)])
@@ -293,7 +293,7 @@ def _parts(parts: Mapping[str, float]) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Six decimals, as the papers' worked examples have; six digits for what is smaller than that shows."""
+    """Format a number with six decimals, as the papers' worked examples have; with six digits where it is smaller."""
     if value is None:
         return "-"
     if value and abs(value) < 1e-3:
@@ -302,7 +302,7 @@ def _number(value: float | None) -> str:
 
 
 def _per_token(values: Sequence[float]) -> str:
-    """`0.5 x4` for four numbers that print alike, else each."""
+    """Format numbers per token: `0.5 x4` for four that print alike, else each."""
     texts = [_number(value) for value in values]
     if len(texts) > 1 and len(set(texts)) == 1:
         return f"{texts[0]} x{len(texts)}"
@@ -376,7 +376,7 @@ def _credited(request: CreditRequest, trained: AlgoConfig, others: Sequence[Algo
 
 
 def pushes_of(credit: Credit) -> Push:
-    """Pushes of all calls with an entry."""
+    """Return the pushes of all calls with an entry."""
     pushes: Push = {}
     for entry in credit.entries:
         tokens = [a * w for a, w in zip(entry.advantages, entry.weights, strict=True)]

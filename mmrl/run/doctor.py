@@ -120,7 +120,7 @@ def _examined(stage: WeightStage, examples: int) -> Played:
 
 
 def look_before(stage: WeightStage, log: StepLog) -> None:
-    """Before training: play a few examples where `run.doctor` says so, print and keep the findings.
+    """Play a few examples before training where `run.doctor` says so; print and keep the findings.
 
     It stops no run: what so few examples show is for a person to judge.
     """
@@ -156,7 +156,7 @@ GIB = 2**30
 
 @dataclass(slots=True)
 class Machine:
-    """Facts of this machine, and what of it stands against a run."""
+    """Facts of this machine, and its problems for a run."""
 
     facts: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
@@ -236,7 +236,7 @@ def _devices(machine: Machine) -> None:
 
 
 def _disk(machine: Machine, name: str, folder: Path, change: str) -> None:
-    """Free room in a folder, and whether it can be written."""
+    """Return the free room in a folder, and whether it can be written."""
     # The folder itself may not be made yet: the disk is that of the nearest one above.
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(above).free / GIB

@@ -35,7 +35,7 @@ from mmrl.tasks.base import Task
 
 
 def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
-    """`mmrl eval`: evaluate any policy on any task's split; per-item results are stored, so a stopped one continues."""
+    """Run `mmrl eval`: evaluate a policy on a task's split; per-item results are stored, so a stopped one continues."""
     folder = run_folder(config.run.dir, config.task.name, "eval")
     config = settle(config.in_folder(folder))
     with RunDir.create(folder, config.model_dump(mode="json"), command) as rundir:
@@ -43,7 +43,7 @@ def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
 
 
 def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence[str]) -> int:
-    """`mmrl eval -m`: one evaluation after the other, then all of them side by side. Returns the worst exit code.
+    """Run `mmrl eval -m`: the evaluations one after the other, then all side by side. Returns the worst exit code.
 
     Args:
         configs: column name -> config. An evaluation that stops leaves its column out and does not stop the others.
@@ -100,7 +100,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
 
 
 def unsuited(policy: str, facts: Mapping[str, object]) -> dict[str, str]:
-    """The note beside numbers of the tiny model on real data, which look like results and are none."""
+    """Return the note beside numbers of the tiny model on real data, which look like results and are none."""
     if not is_shipped(policy) or "mini world" in str(facts.get("data", "mini world")):
         return {}
     return {"note": "the tiny model is made for the mini world and cannot read real text"}
@@ -109,7 +109,7 @@ def unsuited(policy: str, facts: Mapping[str, object]) -> dict[str, str]:
 def _items(
     config: EvalCommandConfig, rundir: RunDir, task: Task, policy: Policy, examples: Sequence[Example]
 ) -> tuple[list[JsonObject], dict[str, str], dict[str, float]]:
-    """Results of each item, read back or made now; and facts and metrics of the engine that made them."""
+    """Return the results of each item, stored or new; and facts and metrics of the engine that made them."""
     from mmrl.rollout.environment import make_environment, sampling_settings
 
     settings = sampling_settings(config.eval, config.task)

@@ -55,7 +55,7 @@ HOLDS = {
 
 
 class ExportArguments(Section):
-    """`mmrl export`."""
+    """Arguments of `mmrl export`."""
 
     idle: ClassVar = [Idle("private", "push=null", ", which uploads nothing")]
     run_dir: UserPath
@@ -133,7 +133,7 @@ def export(request: ExportArguments) -> int:
 
 
 def chosen_checkpoint(overview: Overview, text: str) -> Path:
-    """The checkpoint that `checkpoint=` names.
+    """Return the checkpoint that `checkpoint=` names.
 
     Raises:
         ConfigError: neither `last`, `best` nor a step.
@@ -231,7 +231,7 @@ def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, mo
 def _write(
     folder: Path, request: ExportArguments, run: RunDir, config: WeightRunConfig, checkpoint: Path, choice: Choice
 ) -> list[str]:
-    """All but the card. Returns what the user should know."""
+    """Write all files but the card. Returns notes for the user."""
     notes = []
     targets = [folder / name for name in choice.adapters] or [folder]
     base = config.model.path
@@ -256,14 +256,14 @@ def _write(
 
 
 def _recorded_prompts(run: RunDir) -> Iterator[tuple[int, ...]]:
-    """First prompts of the last step's journal."""
+    """Yield first prompts of the last step's journal."""
     for step in run.journal_steps()[-1:]:
         calls = read_step(run, step)[0].calls.values()
         yield from islice((call.prompt_ids for call in calls if call.prompt_ids and not call.turn), COMPARED_PROMPTS)
 
 
 def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str]:
-    """`program.json`, which plain DSPy loads, where the task is a DSPy program."""
+    """Write `program.json`, which plain DSPy loads, where the task is a DSPy program."""
     factory = TASKS.get(config.task.name)
     # Other tasks are not built for this: their corpora may be large.
     if isinstance(factory, type) and not issubclass(factory, DspyTask):
@@ -285,7 +285,7 @@ def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str
 def _snippets(
     named: Path, folder: Path, choice: Choice, config: WeightRunConfig, base: str
 ) -> Iterator[tuple[str, str]]:
-    """Code that uses `folder` under the name `named`, and the base model under `base`."""
+    """Return the code that uses `folder` under the name `named`, and the base model under `base`."""
     rank = config.model.lora.r if choice.form == "adapter" and config.model.lora is not None else None
     spoken = choice.recorded.get("modules")
     modules = tuple(spoken) if isinstance(spoken, dict) else ()
@@ -317,7 +317,7 @@ def _card(
 
 
 def _prompt_paragraphs(folder: Path) -> list[str]:
-    """The prompts of the program, as they lie in the export."""
+    """Return the prompts of the program, as they lie in the export."""
     if (folder / PROMPTS).is_file():
         text = (folder / PROMPTS).read_text(encoding="utf-8")
         return [f"Prompts (`{PROMPTS}`):", f"````yaml\n{text.rstrip()}\n````"]

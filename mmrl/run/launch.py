@@ -75,7 +75,7 @@ def start(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int:
 
 
 def environment(hardware: HardwareConfig, rank: int, port: int) -> dict[str, str]:
-    """Variables by which one process finds the others, and how accelerate is to wrap the model."""
+    """Return the variables by which a process finds the others, and how accelerate is to wrap the model."""
     variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -89,7 +89,7 @@ def environment(hardware: HardwareConfig, rank: int, port: int) -> dict[str, str
 
 
 def wrapping(hardware: HardwareConfig) -> dict[str, str]:
-    """accelerate's own variables for a hardware profile; what `accelerate launch` would set from its config file."""
+    """Return accelerate's variables for a hardware profile, as `accelerate launch` would set them."""
     offload = str(hardware.cpu_offload).lower()
     if hardware.device == "cpu":
         return {"ACCELERATE_USE_CPU": "true"}
@@ -135,7 +135,7 @@ def must_start(processes: int, nodes: int) -> bool:
 
 
 def _wait(workers: Sequence[psutil.Popen]) -> int | None:
-    """The rank of the first process that failed; None when all are done."""
+    """Wait for the processes: return the rank of the first one that failed; None when all are done."""
     while True:
         codes = [worker.poll() for worker in workers]
         for rank, code in enumerate(codes):
@@ -148,7 +148,7 @@ def _wait(workers: Sequence[psutil.Popen]) -> int | None:
 
 
 def _end(workers: Sequence[psutil.Popen]) -> None:
-    """End what still runs: terminated first, then killed."""
+    """Terminate the processes that still run, then kill them."""
     for worker in workers:
         if worker.poll() is None:
             worker.terminate()
@@ -161,7 +161,7 @@ def _end(workers: Sequence[psutil.Popen]) -> None:
 
 @contextmanager
 def passing_on(workers: Sequence[psutil.Popen]) -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM reach the workers, which end by themselves; nothing is left behind whatever happens here.
+    """Pass Ctrl-C and SIGTERM on to the workers, which end by themselves; no process survives an error here.
 
     After SIGTERM they save, which takes as long as their step; a second signal ends them within seconds.
 
@@ -205,7 +205,7 @@ def released(task: Task) -> Iterator[None]:
 
 
 def replica_problems(hardware: HardwareConfig, replicas: int) -> list[str]:
-    """Problems of several vLLM servers on the GPUs of a hardware profile."""
+    """Return the problems of several vLLM servers on the GPUs of a hardware profile."""
     devices = hardware.rollout_devices or hardware.processes
     if hardware.device == "cpu" or not devices % replicas:
         return []
@@ -213,7 +213,7 @@ def replica_problems(hardware: HardwareConfig, replicas: int) -> list[str]:
 
 
 def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:
-    """Problems of a hardware profile, one sentence each.
+    """Return the problems of a hardware profile, one sentence each.
 
     Args:
         engine: the engine that samples.

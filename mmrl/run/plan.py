@@ -54,7 +54,7 @@ ONE_GPU = ("auto", "gpu1")
 
 
 class PlanArguments(Section):
-    """Keys of `mmrl plan` beside a config."""
+    """Arguments of `mmrl plan` beside a config."""
 
     idle: ClassVar = [Idle("lengths", "dry!=0|null", ", which counts them; leave one of the two out")]
     lengths: str = Field("", description="MODULE:P/C[,...]: tokens of prompt and completion of each module")
@@ -116,7 +116,7 @@ COUNTED: Mapping[str, Callable[[Any], dict[str, int]]] = {"sft": _count_sft, "pr
 
 
 def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
-    """The plan of a validated config.
+    """Plan the run of a validated config.
 
     Raises:
         ConfigError: what `mmrl train` would refuse, as far as it does not depend on this machine.
@@ -159,7 +159,7 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
 
 
 def _device(hardware: HardwareConfig, name: str | None) -> Device:
-    """The device that is planned for: the one named, else what a run of this profile would take here.
+    """Return the device that is planned for: the one named, else what a run of this profile would take here.
 
     Raises:
         ConfigError: the speed of this machine's GPU is not known.
@@ -171,7 +171,7 @@ def _device(hardware: HardwareConfig, name: str | None) -> Device:
 
 
 def problems_elsewhere(config: RootConfig) -> list[str]:
-    """Problems of a run on another machine: without its data, weights, devices and servers."""
+    """Return the problems of a run on another machine: without its data, weights, devices and servers."""
     if stages := getattr(config, "stages", ()):
         return [problem for stage in stages for problem in problems_elsewhere(stage)]
     try:
@@ -189,7 +189,7 @@ def problems_elsewhere(config: RootConfig) -> list[str]:
 
 
 def evaluation_hours(config: EvalCommandConfig, items: int | None) -> tuple[float, int]:
-    """Hours of an evaluation on H100s (on the CPU where the config says so), and the devices that it takes.
+    """Return the hours of an evaluation on H100s (on the CPU where the config says so), and the devices that it takes.
 
     Args:
         items: of the whole split, where `eval.items` does not say how many.
@@ -218,7 +218,7 @@ def _fewest(*limits: int | None) -> int | None:
 def _loads(
     config: TrainCommandConfig, task: Task, examples: int, lengths: Mapping[str, Lengths]
 ) -> tuple[dict[str, Load], dict[str, Load], str]:
-    """The work of each module in a step, in a rollout of an evaluation, and where the numbers come from."""
+    """Return the work of each module in a step, in a rollout of an evaluation, and where the numbers come from."""
     modules, answered = task.program.modules, config.engine.endpoints or ()
     if examples:
         forest = dry_rollouts(config, task, reward_set(task, config.task.reward, config.algo.name), examples)
@@ -234,7 +234,7 @@ def _loads(
 
 
 def on_mini_world(task: TaskConfig) -> TaskConfig:
-    """The same task on the embedded data, with what needs no weights, server or key; a task of one's own stays."""
+    """Replace the task's data by the embedded data, with what needs no weights, server or key; user tasks stay."""
     if task.name not in BUILT_IN:
         return task
     # What is left out needs a download, a server or a key, and the plan needs none of their contents.

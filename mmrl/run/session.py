@@ -1,4 +1,4 @@
-"""One run of `mmrl train`, whatever improves its policy: check, settle, build, evaluate, improve, evaluate, summarise.
+"""Run of `mmrl train`, whatever improves its policy: check, settle, build, evaluate, improve, evaluate, summarise.
 
 Called by `cli` once `check` has passed. Every process of a run goes this way; the main one writes and prints.
 """
@@ -121,7 +121,7 @@ def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
 
 
 def extend(folder: Path, steps_text: str) -> None:
-    """`resume=RUN train.steps=+100`: let a run, finished or not, continue to another number of steps.
+    """Continue a run, finished or not, to another number of steps (`resume=RUN train.steps=+100`).
 
     `config.yaml` stays as it was; `segments.jsonl` gets a line: the new number of steps, the steps done, and the
     summary that the run had then. The steps of an extended run equal, bit for bit, those of a run started with all of
@@ -162,7 +162,7 @@ def extend(folder: Path, steps_text: str) -> None:
 
 
 def work(job: JsonObject) -> int:
-    """One process of a run that `start` has started: begin it, or continue it."""
+    """Begin or continue a run in one of the processes that `start` has started."""
     import_plugins(job["config"].get("plugins", ()))
     try:
         return begin(validate_stored(TrainCommandConfig, job["config"]), job["command"], job["resumed"])
@@ -184,7 +184,7 @@ def _join(hardware: HardwareConfig, engine: str) -> Processes:
 def _opened(
     folder: str, config: JsonObject, command: Sequence[str], processes: Processes, resumed: bool
 ) -> Iterator[RunDir]:
-    """The directory of a run, new or continued, locked by the main process.
+    """Open the directory of a run, new or continued, locked by the main process.
 
     Raises:
         CheckpointError: the run is finished, or another process has it.
@@ -204,7 +204,7 @@ def _opened(
 
 
 def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
-    """The newest checkpoint that can be continued from, with the run's files as they were at its step.
+    """Return the newest checkpoint that can be continued from, with the run's files as they were at its step.
 
     What is damaged is named: a checkpoint gives way to the one before it, an evaluation that can be made again is.
     Files of later steps are dropped, since those steps are done again.
@@ -266,7 +266,7 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
 
 
 def step_number(checkpoint: Path | None) -> int:
-    """Steps done at `checkpoint-<steps>`; 0 without one."""
+    """Return the steps done at `checkpoint-<steps>`; 0 without one."""
     return int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
 
 

@@ -88,7 +88,7 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
 
 
 def module_assignment(config: WeightRunConfig, modules: Sequence[str]) -> ModuleAssignment:
-    """Which of a program's modules speaks with which weights in a training run."""
+    """Describe which of a program's modules uses which weights in a training run."""
     answered = {module: endpoint.model for module, endpoint in (config.engine.endpoints or {}).items()}
     return ModuleAssignment(model=config.model, algo=config.algo, modules=tuple(modules), answered=answered)
 
@@ -109,7 +109,7 @@ def _require_gpus(profile: str, training: int, serving: int) -> None:
 
 
 def run_folder(folder: str | None, *below: str, suffix: str = "") -> str:
-    """The run directory: the user's, else a new one, named by the time, in a folder below `outputs/`."""
+    """Return the run directory: the user's, else a new one, named by the time, in a folder below `outputs/`."""
     if folder is not None:
         return folder
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -142,7 +142,7 @@ _SERVERS = frozenset({"url", "key_env", "python", "timeout_s", "start_timeout_s"
 
 
 def config_changes(stored: Mapping[str, object], now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """Config path -> (stored value, value now) where they differ, but for `run.*`: where it lies, who looks on.
+    """Return config path -> (stored value, value now) where they differ, `run.*` left out.
 
     Raises:
         ConfigError: the stored config is none that this version understands.
@@ -185,7 +185,7 @@ def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, 
 
 
 def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
-    """The run that has trained the weights of the policy at `path`, and its config with the policy's prompts.
+    """Return the run that has trained the weights of the policy at `path`, and its config with the policy's prompts.
 
     Of runs that start from one another (`mmrl train stages=[A,B]`), the last that has trained weights.
 
@@ -210,7 +210,7 @@ def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
 
 
 def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False) -> ConfigT:
-    """The config of a run, with its plugins imported; writes nothing.
+    """Return the config of a run, with its plugins imported; writes nothing.
 
     A run directory may come from somebody else, and what its config names is their code: it is named in a line on
     stderr before it is imported.

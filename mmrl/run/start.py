@@ -29,7 +29,7 @@ ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
 
 def sections_of(run: Path) -> JsonObject:
-    """`model` and `task` of a run, which a run that starts from it has too where nothing else is typed.
+    """Return `model` and `task` of a run, which a run that starts from it takes over where the user sets nothing else.
 
     Raises:
         ConfigError: it is no training run.
@@ -44,7 +44,7 @@ def sections_of(run: Path) -> JsonObject:
 
 
 def run_of(path: Path) -> Path:
-    """The run whose policy a folder has: the folder itself, or of runs in turn the last that has ended."""
+    """Return the run whose policy a folder has: the folder itself, or of runs in turn the last that has ended."""
     ended = [row for row in rows_of(path) if (row / "summary.json").is_file()]
     return ended[-1] if ended else path
 
@@ -52,7 +52,7 @@ def run_of(path: Path) -> Path:
 def with_overrides(
     section: JsonObject, composed: Mapping[str, object], user_keys: Collection[str], name: str
 ) -> JsonObject:
-    """A section of the run before, with the keys of it that were typed."""
+    """Return a section of the run before, with the user's keys in place of its own."""
     section = {key: value for key, value in section.items() if not (name == "task" and key == "prompts")}
     for key in user_keys:
         if key.startswith(f"{name}."):
@@ -66,7 +66,7 @@ def with_overrides(
 
 
 def evaluation_sections(sections: Mapping[str, object], user_keys: Collection[str]) -> JsonObject:
-    """The sections of an evaluation, with its policy's own task, plugins and endpoints where none is typed.
+    """Return the sections of an evaluation, with its policy's own task, plugins and endpoints where the user sets none.
 
     Args:
         sections: composed of what was typed.
@@ -92,7 +92,7 @@ def evaluation_sections(sections: Mapping[str, object], user_keys: Collection[st
 
 
 def policy_of_run(run: Path, *, undamaged: bool = False) -> Policy:
-    """The policy that a run has made.
+    """Return the policy that a run has made.
 
     Args:
         undamaged: compare its files with their digests too, which takes a while.
@@ -115,7 +115,7 @@ def policy_of_run(run: Path, *, undamaged: bool = False) -> Policy:
 
 
 def started(config: ConfigT, run: Path) -> ConfigT:
-    """A run from the policy that `run` has made: its weights, with an adapter merged into them, and its prompts.
+    """Return a run from the policy that `run` has made: its weights, with an adapter merged into them, and its prompts.
 
     Raises:
         ConfigError: as `policy_of_run`.
@@ -134,7 +134,7 @@ def started(config: ConfigT, run: Path) -> ConfigT:
 
 
 def restarted(config: ConfigT, folder: Path) -> ConfigT:
-    """The config of a run that is continued, with the run that it started from where that lies now.
+    """Return the config of a run that is continued, with the run that it started from where that lies now.
 
     Raises:
         CheckpointError: what it started from has changed, or is not there.
@@ -157,7 +157,7 @@ def restarted(config: ConfigT, folder: Path) -> ConfigT:
 
 
 def _merged(run: Path, config: ConfigT) -> str:
-    """The weights of a run with its adapter merged into them: what is trained next gets an adapter of its own.
+    """Merge a run's adapter into its weights: the next training gets an adapter of its own.
 
     So the reference of a KL term is the policy that the run starts from.
     """
@@ -180,7 +180,7 @@ def _merged(run: Path, config: ConfigT) -> str:
 
 
 def _weights_digest(run: Path) -> str | None:
-    """SHA-256 of the list of a checkpoint's files with their digests; None where no weights were trained."""
+    """Return the SHA-256 of the list of a checkpoint's files with their digests; None where no weights were trained."""
     policy = resolve(str(run))
     folders = [Path(text) for text in (policy.adapter, policy.base) if text]
     marker = next((folder / MARKER for folder in folders if (folder / MARKER).is_file()), None)

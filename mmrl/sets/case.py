@@ -13,7 +13,7 @@ from mmrl.system.files import JsonObject
 
 
 def case_study(result: SetResult) -> tuple[str, Rows, str] | None:
-    """A title, scores and what the program returned at two steps, and the item's texts where the run has kept them.
+    """Return a title, scores and predictions at two steps, and the item's texts where the run has kept them.
 
     Of the first run whose training has two evaluations; None while there is none, or where the set has no case. The
     item is `case.item`, or the first one whose last score rises the most.

@@ -35,7 +35,7 @@ Interval = tuple[float, float]
 
 
 class Behaviour(NamedTuple):
-    """A number that says how a program acts, apart from whether it is right."""
+    """Measure of how a program acts, apart from whether it is right."""
 
     label: str
     metric: str
@@ -148,14 +148,14 @@ class Scored:
 
 
 def _evaluated(overview: Overview) -> Mapping[int, Sequence[Item]]:
-    """Step -> items of a training run; steps whose evaluation is complete."""
+    """Return {step: items} of a training run, for steps whose evaluation is complete."""
     # An evaluation's items are written one by one; its metrics line comes last and marks it as complete.
     complete = {record["step"] for record in overview.history if f"eval/{overview.split}/n" in record}
     return {step: items for step, items in overview.items.get(overview.split, {}).items() if step in complete}
 
 
 def _scores(items: Sequence[Item]) -> pandas.DataFrame:
-    """(items, metrics) of one evaluation; NaN where an item has none, as of a module that was not called."""
+    """Return the (items, metrics) table of one evaluation; NaN where an item has none."""
     of_items = {
         item["id"]: item["metrics"] | {f"module/{name}": value for name, value in item.get("modules", {}).items()}
         for item in items
@@ -164,19 +164,19 @@ def _scores(items: Sequence[Item]) -> pandas.DataFrame:
 
 
 def values_of(scores: pandas.DataFrame, metric: str) -> pandas.Series[float]:
-    """Item -> value, of items that have one."""
+    """Return item -> value, for the items that have one."""
     return scores[metric].dropna() if metric in scores else pandas.Series(dtype=float)
 
 
 def behaviour_in(scores: pandas.DataFrame, behaviour: Behaviour) -> float | None:
-    """A behaviour in an evaluation; None where the task has none such."""
+    """Return the value of a behaviour in an evaluation; None where the task does not have it."""
     values = values_of(scores, behaviour.metric)
     return fmean(values > 0 if behaviour.share else values) if len(values) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One place of a row."""
+    """A value of a row, in one column or as a mean."""
 
     row: str
     label: str
@@ -241,7 +241,7 @@ class SetResult:
 
     @cached_property
     def known(self) -> dict[Path, Overview | MmrlError]:
-        """Content of the folder of each run that has begun, those included that others come from; or its damage."""
+        """Contents of each folder of a begun run or of a run that it starts from; or the error of reading it."""
         known: dict[Path, Overview | MmrlError] = {}
         for path in dict.fromkeys(link.path for runs in self.runs.values() for run in runs for link in run.chain):
             if (path / "config.yaml").is_file():
@@ -253,7 +253,7 @@ class SetResult:
 
     @cached_property
     def read(self) -> tuple[dict[tuple[str, str], list[Scored]], list[str]]:
-        """(row, column) -> the runs that have begun, by seed; and what is wrong or missing, in words."""
+        """Runs that have begun by (row, column), in the order of seeds; and what is wrong or missing, in words."""
         begun: dict[tuple[str, str], list[Scored]] = {}
         troubles: list[str] = []
         for place, runs in self.runs.items():
@@ -276,7 +276,7 @@ class SetResult:
         return begun, troubles
 
     def _scored(self, place: tuple[str, str], run: Run) -> tuple[Scored | None, str]:
-        """A run that has begun and can be read, else None; and what is wrong with it."""
+        """Return a run that has begun and can be read, else None; and what is wrong with it."""
         chain: list[Overview] = []
         for known in (self.known.get(link.path) for link in run.chain):
             if isinstance(known, MmrlError):
@@ -290,19 +290,19 @@ class SetResult:
         return scored, run.trouble() or partly
 
     def begun(self, row: str, column: str) -> list[Scored]:
-        """The runs of a cell that have begun, by seed."""
+        """Return the runs of a cell that have begun, by seed."""
         return self.read[0].get((row, column), [])
 
     def finished(self, row: str, column: str) -> list[Scored]:
-        """The runs of a cell that have ended with scores, by seed."""
+        """Return the runs of a cell that have ended with scores, by seed."""
         return [scored for scored in self.begun(row, column) if scored.finished]
 
     def begun_in(self, column: str) -> dict[str, list[Scored]]:
-        """Row -> its runs, of the rows of a column that have begun."""
+        """Return row -> its runs, for the rows of a column that have begun."""
         return {row: runs for row in self.rows if (runs := self.begun(row, column))}
 
     def metric(self, row: str, column: str, score: str | None = None) -> str:
-        """The metric of a score (None: the first one) on a cell."""
+        """Return the metric of a score (None: the first one) on a cell."""
         measured = self.spec.measured
         metric = measured[score or next(iter(measured))]
         return self.runs[row, column][0].metric if metric == MAIN else metric
@@ -315,7 +315,7 @@ class SetResult:
 
     @cached_property
     def values(self) -> list[Value]:
-        """Every cell of every row, and its means."""
+        """Compute every cell of every row, and its means."""
         columns = set(self.columns)
         places: dict[Place, Sequence[Cell]] = {cell: [cell] for cell in self.spec.cells if cell.column in columns}
         for name, averaged in self.spec.means.items():
@@ -364,7 +364,7 @@ class SetResult:
     def _strata(
         self, rows: Sequence[str], cells: Sequence[Cell]
     ) -> tuple[list[dict[str, pandas.DataFrame]], dict[str, float]]:
-        """Blocks of each row by column, none where a cell has no evaluation; and the weight of each column.
+        """Return the blocks of each row by column, none where a cell has no evaluation; and the weight of each column.
 
         Several columns may ask the same questions, of one policy (on the mini world) or of several: they are one block,
         named by the first of them, where an item counts once with the mean of its cells. Else an interval over them
@@ -382,7 +382,7 @@ class SetResult:
         return strata, {column: len(group) / len(cells) for column, group in groups.items()}
 
     def _block(self, row: str, cells: Sequence[Cell]) -> pandas.DataFrame:
-        """(seeds, items) after training, the mean of some cells; NaN where a module was not called on an item."""
+        """Return (seeds, items) after training, the mean of some cells; NaN where an item lacks a module."""
         blocks = []
         for column, score in cells:
             runs = self.finished(row, column)
@@ -395,7 +395,7 @@ class SetResult:
     # --- row against row
 
     def against(self, first: str, second: str, column: str) -> Difference | None:
-        """After training, `first` minus `second` on the same items.
+        """Return the difference after training, `first` minus `second` on the same items.
 
         An item's score is its mean over the seeds that both finished; the interval is over items. None without a seed
         or an item in common.
@@ -412,7 +412,7 @@ class SetResult:
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
-        """Every claim whose rows are shown."""
+        """Judge every claim whose rows are shown."""
         claims = [claim for claim in self.spec.claims if {claim.more, claim.than} <= {*self.rows}]
         return [self._judged(claim) for claim in claims]
 
@@ -448,7 +448,7 @@ class SetResult:
 
     @cached_property
     def models(self) -> dict[tuple[str, str], str]:
-        """(row, column) -> the model that plays the row, before training."""
+        """Return (row, column) -> the model of the row before training."""
         first = {place: runs[0].chain[0] for place in self.runs if (runs := self.begun(*place))}
         return {place: str(run.get("policy" if run.evaluates else "model.path")) for place, run in first.items()}
 
@@ -478,7 +478,7 @@ class SetResult:
 
     @cached_property
     def notes(self) -> list[str]:
-        """Below the tables: shared runs, what is missing or wrong, the rows' notes and the set's."""
+        """Return the notes below the tables: shared runs, what is missing or wrong, the rows' notes and the set's."""
         places: dict[tuple[Path, ...], list[str]] = {}
         for (row, column), runs in self.runs.items():
             name = row if len(self.columns) == 1 else self._named((row, column))
@@ -501,12 +501,12 @@ class SetResult:
 
 
 def _paid(values: Sequence[float]) -> float:
-    """The sum over process starts of a count that each start begins anew, so that it is less than before."""
+    """Return the sum over process starts of a counter that restarts at 0 with each process."""
     return sum(value for value, following in pairwise([*values, 0.0]) if following < value)
 
 
 def _verdict(items: Interval | None, seeds: Interval | None, count: int) -> str:
-    """Held where both intervals lie above 0, with three seeds or more; not held where both lie below."""
+    """Return "held" where both intervals lie above 0 with three seeds or more, "not held" where both lie below."""
     if items is not None and seeds is not None and count >= LEAST_SEEDS:
         if min(items[0], seeds[0]) > 0:
             return "held"
@@ -516,18 +516,18 @@ def _verdict(items: Interval | None, seeds: Interval | None, count: int) -> str:
 
 
 def _seed_means(strata: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]) -> pandas.Series[float]:
-    """Seed -> weighted mean over the strata, of seeds that all of them have."""
+    """Return seed -> weighted mean over the strata, for the seeds that all strata have."""
     means = [weight * strata[column].mean(axis=1) for column, weight in weights.items() if column in strata]
     return pandas.concat(means, axis=1).sum(axis=1, skipna=False).dropna() if means else pandas.Series(dtype=float)
 
 
 def _item_means(block: pandas.DataFrame) -> pandas.Series[float]:
-    """Item -> mean over the seeds, of items that all of them have."""
+    """Return item -> mean over the seeds, for the items that all seeds have."""
     return block.mean(skipna=False).dropna().sort_index()
 
 
 def _paired(more: pandas.DataFrame, than: pandas.DataFrame) -> pandas.Series[float]:
-    """Differences per item, of means over the seeds that both have."""
+    """Return the differences per item, of means over the seeds that both have."""
     seeds = more.index.intersection(than.index)
     # Rows that are not trained have one seed, which stands for all.
     if len(seeds) and 1 not in (len(more), len(than)):
@@ -538,7 +538,7 @@ def _paired(more: pandas.DataFrame, than: pandas.DataFrame) -> pandas.Series[flo
 def _between_seeds(
     more: Mapping[str, pandas.DataFrame], than: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]
 ) -> tuple[int, Interval | None]:
-    """Number of seeds, and the 95 % t interval of the mean over their differences; None for fewer than two.
+    """Return the number of seeds, and the 95 % t interval of their mean difference; None for fewer than two.
 
     A row that is not trained has one seed, which is compared with each of the other row's.
     """
@@ -554,7 +554,7 @@ def _between_seeds(
 
 
 def student_t(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t distribution."""
+    """Return the 97.5 % quantile of Student's t distribution."""
     exact = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
     if freedom <= len(exact):
         return exact[freedom - 1]
@@ -565,12 +565,12 @@ def student_t(freedom: int) -> float:
 
 
 def settings_of(overview: Overview, left_out: tuple[str, ...]) -> dict[str, object]:
-    """Config path -> value, without the paths that begin with some of `left_out`."""
+    """Return config path -> value, without the paths that begin with a name in `left_out`."""
     return {path: value for path, value in flattened(overview.config).items() if not path.startswith(left_out)}
 
 
 def _differing(known: Sequence[Overview]) -> list[str]:
-    """Config paths in which runs of one cell differ and must not."""
+    """Return the config paths in which runs of one cell differ and must not."""
     settings = [settings_of(overview, VARYING) for overview in known]
     paths = dict.fromkeys(path for values in settings for path in values)
     return [path for path in paths if len({repr(values.get(path)) for values in settings}) > 1]

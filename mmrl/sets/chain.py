@@ -56,12 +56,12 @@ def resume(folder: Path, config: StageConfig) -> int:
 
 
 def differs(folder: Path, config: StagedCommandConfig) -> bool:
-    """Compare the chain in a folder with what `config` asks for; True where it is another one."""
+    """True if the chain in a folder is another one than `config` asks for."""
     return read_yaml(folder / SET) != _written(config)
 
 
 def _written(config: StagedCommandConfig) -> JsonObject:
-    """The content of `set.yaml`."""
+    """Return the content of `set.yaml`."""
     names = [f"{number}_{stage.algo.name}" for number, stage in enumerate(config.stages, 1)]
     rows = {}
     for before, name, words in zip(["", *names], names, config.words, strict=False):
@@ -73,7 +73,7 @@ def _written(config: StagedCommandConfig) -> JsonObject:
 
 
 def read_rows(folder: Path) -> tuple[list[list[str]], str | None]:
-    """The words of each row of a chain, and the folder of configs that they need.
+    """Return the words of each row of a chain, and the folder of configs that they need.
 
     Raises:
         ConfigError: every problem of the file.
@@ -84,7 +84,7 @@ def read_rows(folder: Path) -> tuple[list[list[str]], str | None]:
 
 
 def chain_plan(folder: Path, config: StagedCommandConfig) -> SetResult:
-    """The runs of a chain."""
+    """Plan the runs of a chain."""
     spec = read_file(folder / SET)
     configs = iter(config.stages)
     planner = Planner(spec, "", lambda command, words: next(configs), (), folder=folder)
@@ -92,7 +92,7 @@ def chain_plan(folder: Path, config: StagedCommandConfig) -> SetResult:
 
 
 def chain_page(folder: Path) -> SetPage:
-    """The page of the runs of a chain that have begun.
+    """Return the page of the runs of a chain that have begun.
 
     Raises:
         CheckpointError: none has; or a file of one is damaged.
@@ -148,6 +148,6 @@ def _in_this_process(run: SetRun, command: Sequence[str]) -> int:
 
 
 def state_of_chain(folder: Path) -> State:
-    """Finished where all rows have ended."""
+    """Return "finished" where all rows have ended."""
     rows = [folder / name for name in read_file(folder / SET).rows]
     return "finished" if all((path / "summary.json").is_file() for path in rows) else "unfinished"

@@ -36,7 +36,7 @@ from mmrl.system.stop import stoppable
 
 
 class SetKeys(Section):
-    """Keys of the command itself; all others are overrides of its runs."""
+    """Keys of the set commands; all others are overrides of the runs."""
 
     rows: str | None = Field(None, description="names of rows; null: all")
     columns: str | None = Field(None, description="names of columns; null: all")
@@ -80,7 +80,7 @@ class SetRequest:
 
 
 def table(request: SetRequest, compose: Compose) -> int:
-    """`mmrl table`. Returns the exit code.
+    """Run `mmrl table`. Returns the exit code.
 
     Raises:
         ConfigError: every problem of the words, the files or the runs' configs; nothing has started.
@@ -97,7 +97,7 @@ def table(request: SetRequest, compose: Compose) -> int:
 
 
 def compare(request: SetRequest, compose: Compose) -> int:
-    """`mmrl compare`: of run directories, of a set, or of algorithms on tasks. Returns the exit code."""
+    """Run `mmrl compare`: of run directories, of a set, or of algorithms on tasks. Returns the exit code."""
     keys = request.keys
     if request.names:
         return _look(request)
@@ -115,7 +115,7 @@ def compare(request: SetRequest, compose: Compose) -> int:
 
 
 def _spec_of_algorithms(request: SetRequest) -> tuple[SetSpec, list[str]]:
-    """The set of `algo=A,B+C task=T,U`, and the overrides of all its runs."""
+    """Return the set of `algo=A,B+C task=T,U`, and the overrides of all its runs."""
     algos, tasks = request.keys.algo, request.keys.task
     overrides = []
     of_stage: dict[str, list[str]] = {}
@@ -146,7 +146,7 @@ def _spec_of_algorithms(request: SetRequest) -> tuple[SetSpec, list[str]]:
 
 
 def _look(request: SetRequest) -> int:
-    """Show runs that are there."""
+    """Show finished or running runs side by side."""
     keys = request.keys
     stray = [key for key in keys.model_fields_set if key not in ("name", "out")]
     stray += [word.partition("=")[0] for word in request.overrides]
@@ -198,7 +198,7 @@ def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
 
 
 def _chosen(key: str, text: str | None, names: Sequence[str], problems: list[str]) -> list[str]:
-    """Names in a list, in whichever case; all for None. In the set's order."""
+    """Return the listed names in the set's order, whatever their case; all names for None."""
     if text is None:
         return list(names)
     # A name may hold commas and parentheses of its own: the whole one first.
@@ -252,7 +252,7 @@ def _show(result: SetResult, out: Path) -> None:
 
 
 def _head(plan: SetResult, missing: Sequence[SetRun]) -> str:
-    """Name and runs of a set, and at the scales of real models their cost."""
+    """Return the name and runs of a set, and at the scales of real models their cost."""
     source = plan.spec.source
     where = f" (arXiv {source.arxiv}, {source.at})" if source else ""
     at = f" at scale {plan.scale}" if plan.scale else ""
@@ -289,7 +289,7 @@ def _listing(request: SetRequest) -> str:
 
 
 def _done(name: str, scale: str) -> str:
-    """Number of cells of a set that had all their seeds when its page was last written."""
+    """Return the number of cells of a set that had all their seeds when its page was last written."""
     try:
         page = json.loads((TOP / name / scale / "set.json").read_text(encoding="utf-8"))
         return f"{page['cells_done']} / {page['cells']}"

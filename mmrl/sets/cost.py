@@ -13,7 +13,7 @@ from mmrl.sets.spec import Command, SetSpec
 
 
 def cost_text(spec: SetSpec, missing: Sequence[SetRun]) -> str:
-    """Hours of GPUs (H100; of the CPU for runs on it) of what is missing: trainings by config, evaluations by row."""
+    """Format GPU hours (H100; CPU hours for runs on it) of missing runs: trainings by config, evaluations by row."""
     costs: dict[tuple[Command, str], list[float]] = {}
     not_planned = []
     for (command, row, column), runs in by_cell(missing).items():
@@ -36,7 +36,7 @@ def cost_text(spec: SetSpec, missing: Sequence[SetRun]) -> str:
 
 
 def device_hours(run: SetRun, items: int | None) -> tuple[float, int]:
-    """Hours of a run by `mmrl plan`, and the devices that it takes.
+    """Return the hours of a run by `mmrl plan`, and the devices that it takes.
 
     Args:
         items: of the split that the set evaluates on, all of them.

@@ -48,7 +48,7 @@ LABEL = 30
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One row in one diagram."""
+    """Curves of a row in a diagram."""
 
     row: str
     band: Band
@@ -62,7 +62,7 @@ class Drawn:
 
     @property
     def label(self) -> str:
-        """Its name, and how many seeds."""
+        """Name of the row, and its number of seeds."""
         return f"{self.row} ({self.seeds})"
 
 
@@ -74,7 +74,7 @@ class SetFigure:
     figure: Figure
 
     def histories(self, row: str, column: str) -> dict[int, History]:
-        """Seed -> the steps of its training run; of a set without scores, of all runs that it comes from in turn."""
+        """Return seed -> the steps of its training run; of a set without scores, of all runs in its chain."""
         found: dict[int, History] = {}
         for run in self.result.runs.get((row, column), ()):
             trainings = [link.path for link in run.chain if link.command == "train"]
@@ -99,7 +99,7 @@ class SetFigure:
         return panels
 
     def _default(self, column: str) -> list[Diagram]:
-        """The main metric, the reward and what programs do."""
+        """Return the default diagrams: the main metric, the reward and what programs do."""
         begun = [scored for runs in self.result.begun_in(column).values() for scored in runs]
         if not begun:
             return []
@@ -145,7 +145,7 @@ class SetFigure:
         return Drawn(row, Band(*map(np.asarray, (curves.columns, mean, low, high))), len(curves), least, most, plain)
 
     def _curve(self, history: History, diagram: Diagram) -> dict[int, float]:
-        """Step -> value of the first of the diagram's metrics that the run has."""
+        """Return step -> value of the first of the diagram's metrics that the run has."""
         # The papers' figures begin at the first step of training.
         history = [record for record in history if record["step"] or not self.result.spec.scores]
         for metric in diagram.metric:
@@ -229,7 +229,7 @@ class SetFigure:
 
 
 def _in_turn(histories: Sequence[History]) -> History:
-    """The steps of runs that start from one another, counted on; where one begins, the end of the one before stays."""
+    """Join the steps of runs that start from one another; at a seam, the last point of the earlier stays."""
     lines: dict[int, JsonObject] = {}
     for history in histories:
         done = max(lines, default=0)

@@ -15,7 +15,7 @@ from mmrl.sets.spec import Column, Row, SetSpec
 
 
 def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side") -> SetResult:
-    """A set of runs that exist: a row per algorithm (and config), a column per task and split.
+    """Group existing runs into a set: a row per algorithm (and config), a column per task and split.
 
     Raises:
         CheckpointError, DataError: a damaged run.
@@ -50,7 +50,7 @@ STARTED = (*NOT_VARIANTS, "model.path", "model.revision", "task.prompts")
 
 
 def _found(path: Path, metric: str = "") -> Run:
-    """A run that is there, with those of the runs that it comes from."""
+    """Return an existing run, with the runs that it starts from."""
     config = RunDir.read(path).config
     start = Path(config["start"]["run"]) if config.get("start") else None
     # A folder with both may have been moved as a whole.
@@ -61,7 +61,7 @@ def _found(path: Path, metric: str = "") -> Run:
 
 
 def _labels(members: Sequence[Overview]) -> Iterator[str]:
-    """The algorithm's name, with the config values in which its runs differ."""
+    """Yield the label of each run: the algorithm's name, with the config values in which its runs differ."""
     chains = [[RunDir.read(link.path).config for link in _found(run.run.path).chain] for run in members]
     names = ["+".join(str(config["algo"]["name"]) for config in chain) for chain in chains]
     settings = [settings_of(run, STARTED if run.get("start") else NOT_VARIANTS) for run in members]
@@ -72,7 +72,7 @@ def _labels(members: Sequence[Overview]) -> Iterator[str]:
 
 
 def _one_per_seed(row: str, runs: Sequence[Overview], notes: list[str]) -> list[Overview]:
-    """One run per seed, in the order of seeds: of runs that repeat each other, the one that went furthest."""
+    """Keep one run per seed, in the order of seeds: of repeated runs the one with the most steps."""
     best: dict[int, Overview] = {}
     # A finished run first, then the one with more steps.
     for run in sorted(runs, key=lambda run: (int(run.get("seed", 0)), not run.summary, -run.done)):

@@ -54,7 +54,7 @@ CLAIMS = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One table of the page."""
+    """A table of the page."""
 
     title: str
     rows: Rows
@@ -69,14 +69,14 @@ class Part:
 
 
 def _grid(result: SetResult, shown: Callable[[SetResult, Value], str]) -> Rows:
-    """One line per row, one column per place."""
+    """Return a line per row, with a column per cell."""
     by_row = {row: [value for value in result.values if value.row == row] for row in result.rows}
     head = ["", *(value.label for value in next(iter(by_row.values()), []))]
     return [head, *([row, *(shown(result, value) for value in values)] for row, values in by_row.items())]
 
 
 def _number(result: SetResult, value: float | None, std: float | None = None) -> str:
-    """A value as the paper prints it, with its deviation; empty for None."""
+    """Return a value as the paper prints it, with its deviation; empty for None."""
     decimals = result.spec.source.decimals if result.spec.source else 3
     return " ± ".join(fixed(number, decimals) for number in (value, std) if number is not None)
 
@@ -91,7 +91,7 @@ def _reported(result: SetResult, value: Value) -> str:
 
 
 def _cell_rows(result: SetResult) -> Rows:
-    """One line per cell."""
+    """Return a line per cell."""
     numbers = ["ours", "std", "seeds", "95 % interval", "items", "paper", "difference"]
     rows = [["row", "place", *numbers, "agrees", "command"]]
     for value in result.values:
@@ -111,7 +111,7 @@ def _cell_rows(result: SetResult) -> Rows:
 
 
 def _claim_rows(result: SetResult) -> Rows:
-    """One line per claim."""
+    """Return a line per claim."""
     rows = [["claim", "on", "verdict", "difference", "95 % over items", "95 % over seeds", "seeds", "items"]]
     every = "all cells" if len(result.columns) == len(result.spec.columns) else "the cells shown"
     for judged in result.verdicts:
@@ -133,7 +133,7 @@ def _interval(ends: Interval | None) -> str:
 
 
 def _training_parts(result: SetResult, column: str) -> list[Part]:
-    """Tables of the rows of a column that have begun: learning, each against each other, each seed, cost."""
+    """Return the tables of the rows of a column that have begun: learning, each against each other, each seed, cost."""
     if not (begun := result.begun_in(column)):
         return []
     parts = [learning_part(result, column)]
@@ -149,7 +149,7 @@ def _training_parts(result: SetResult, column: str) -> list[Part]:
 
 
 def learning_part(result: SetResult, column: str) -> Part:
-    """Table of how the rows of a column that have begun learned."""
+    """Return the table of how the rows of a column that have begun learned."""
     begun = result.begun_in(column)
     first = next(iter(begun.values()))[0]
     title = f"{f'{column}: ' if column else ''}{first.metric} on {first.overview.split}"
@@ -157,7 +157,7 @@ def learning_part(result: SetResult, column: str) -> Part:
 
 
 def _summary_rows(result: SetResult, column: str, begun: Mapping[str, Sequence[Scored]]) -> Rows:
-    """One line per row: means over seeds, the range of the differences, behaviour before and after."""
+    """Return a line per row: means over seeds, the range of the differences, behaviour before and after."""
     known = [run for runs in begun.values() for run in runs]
     listed = [b for b in BEHAVIOUR if any(behaviour_in(run.latest, b) is not None for run in known)]
     # The verdict first: a narrow screen shows the first columns, and the others by scrolling.
@@ -192,7 +192,7 @@ def _mean(values: Sequence[float], shown: Callable[[float], str] = fixed) -> str
 
 
 def _learns(runs: Sequence[Scored], wanted: int) -> str:
-    """`yes`, `no` or `undecided`, with what it rests on."""
+    """Return `yes`, `no` or `undecided`, with what it rests on."""
     decided = [run.learned for run in runs if run.learned is not None]
     # One seed below the threshold decides: all seeds have to learn.
     counted = f"{sum(decided)} of {len(decided)} seeds"
@@ -210,7 +210,7 @@ def _learns(runs: Sequence[Scored], wanted: int) -> str:
 
 
 def _cost_rows(begun: Mapping[str, Sequence[Scored]]) -> Rows:
-    """One line per row: what its runs have cost so far, in the mean."""
+    """Return a line per row: the mean cost of its runs so far."""
     means = pandas.DataFrame([pandas.DataFrame([run.costs for run in runs]).mean() for runs in begun.values()])
     means = means.loc[:, means.any()]
     written = {"seconds": duration, "USD": "{:.2f}".format}
@@ -221,7 +221,7 @@ def _cost_rows(begun: Mapping[str, Sequence[Scored]]) -> Rows:
 
 
 def _seed_rows(begun: Mapping[str, Sequence[Scored]]) -> Rows:
-    """One line per run: paired difference with its interval."""
+    """Return a line per run: paired difference with its interval."""
     table = [["row", "seed", "items", "before", "after", "difference", "95 % interval", "time", "state"]]
     for row, run in ((row, run) for row, runs in begun.items() for run in runs):
         gain, start, overview = run.gain, values_of(run.before, run.metric), run.overview
@@ -236,7 +236,7 @@ def _seed_rows(begun: Mapping[str, Sequence[Scored]]) -> Rows:
 
 
 def _pair_rows(result: SetResult, column: str, rows: Sequence[str]) -> Rows:
-    """One line per pair: the better minus the other, with its interval."""
+    """Return a line per pair: the better minus the other, with its interval."""
     table = [["pair", "items", "difference", "95 % interval"]]
     for first, second in combinations(rows, 2):
         if (known := result.against(first, second, column)) is None:
@@ -285,7 +285,7 @@ class SetPage:
         return figure if figure is not None and figure.files else None
 
     def text(self) -> str:
-        """For the terminal."""
+        """Render the page for the terminal."""
         texts = ["\n".join(filled(f"{name}: {text}", WIDTH) for name, text in self.result.head.items())]
         for part in self.parts:
             if not part.folded:
@@ -295,7 +295,7 @@ class SetPage:
         return "\n\n".join([*texts, *(filled(note, WIDTH) for note in self.result.notes)])
 
     def markdown(self) -> str:
-        """For a document beside the figure."""
+        """Render the page as Markdown, for a document beside the figure."""
         texts = [f"# {self.result.name}", "\n".join(f"- {name}: {text}" for name, text in self.result.head.items())]
         if self.figure is not None:
             texts += [f"![{self.figure.caption}](figure.png)", self.figure.caption]
@@ -309,7 +309,7 @@ class SetPage:
         return "\n\n".join(texts) + "\n"
 
     def json(self) -> str:
-        """Everything, for machines."""
+        """Return the whole page as JSON."""
         result = self.result
         content = {
             "version": 2,
@@ -332,7 +332,7 @@ class SetPage:
         return dumps(content, indent=1) + "\n"
 
     def html(self) -> bytes:
-        """For a browser."""
+        """Render the page as HTML."""
         runs = [run for some in self.result.runs.values() for run in some]
         lines = [": ".join(filter(None, [str(run.path), run.command_line()])) for run in runs]
         return rendered("set.html", title=self.result.name, page=self, runs=lines)
@@ -356,7 +356,7 @@ class SetPage:
 
 
 def redraw(page: Callable[[], SetPage], folder: Path) -> None:
-    """Write a page while runs go on, which must not end because it could not be written: that is printed."""
+    """Write a page while runs go on; print a failure to write it instead of ending them."""
     try:
         page().write(folder)
     except Exception as error:

@@ -30,7 +30,7 @@ Compose = Callable[[Command, Sequence[str]], Config]
 
 @dataclass(slots=True)
 class Planner:
-    """Makes the runs of a set; each config is composed once, and each run is there once.
+    """Planner of a set's runs; each config is composed once, and each run exists once.
 
     Args:
         typed: overrides of every run, as typed; an evaluation has those that it can take.
@@ -46,7 +46,7 @@ class Planner:
     composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
 
     def plan(self, name: str, rows: Sequence[str], columns: Sequence[str], seeds: Sequence[int]) -> SetResult:
-        """The runs of some rows on some columns.
+        """Plan the runs of some rows on some columns.
 
         Args:
             seeds: none: each row's own.
@@ -81,7 +81,7 @@ class Planner:
         return SetResult(name=name, spec=spec, scale=self.scale, rows=rows, columns=columns, runs=cells, queue=queue)
 
     def _run(self, command: Command, row: str, column: str, seed: int) -> SetRun:
-        """A run of a row, with those that it comes from."""
+        """Plan a run of a row, with the runs that it starts from."""
         method, after = self.spec.rows[row], None
         words = words_of(self.spec, row, column, self.scale, command, self.typed)
         identity: dict[str, object] = {}
@@ -130,12 +130,12 @@ class Planner:
 
 
 def main_metrics() -> dict[str, str]:
-    """Task -> its main metric, of tasks whose class says it."""
+    """Return task -> main metric, for tasks whose class names it."""
     return {name: str(task.main_metric) for name, task in TASKS.items() if hasattr(task, "main_metric")}
 
 
 def digest(config: RootConfig, identity: Mapping[str, object]) -> str:
-    """Digest of what a run is, wherever it lies and whatever it runs on."""
+    """Return the digest of a run's settings, whatever its folder and machine."""
     content = {key: value for key, value in config.model_dump(mode="json").items() if key not in OF_MACHINE}
     if identity:
         # How the weights before it were made stands for their place, and for what is read from there.

@@ -57,20 +57,20 @@ class Run:
 
     @property
     def chain(self) -> list[Self]:
-        """The runs that it comes from, the first one first, and itself."""
+        """The runs that it starts from, the first one first, and itself."""
         return [*(self.after.chain if self.after is not None else ()), self]
 
     @property
     def trained(self) -> Path | None:
-        """The training run whose policy it is about; None for a policy that its set does not train."""
+        """Training run of the policy; None for a policy that its set does not train."""
         return next((run.path for run in reversed(self.chain) if run.command == "train"), None)
 
     def command_line(self) -> str:
-        """The command that makes it, for a shell; empty for a run that is only looked at."""
+        """Return the command that makes it, for a shell; empty for a run that is only looked at."""
         return ""
 
     def trouble(self) -> str:
-        """Reason of its failure; empty where it did not fail."""
+        """Return the reason of its failure; empty where it did not fail."""
         return ""
 
 
@@ -98,11 +98,11 @@ class SetRun(Run):
 
     @property
     def log(self) -> Path:
-        """Output of the run's process."""
+        """File with the output of the run's process."""
         return self.path.with_name(f"{self.path.name}.log")
 
     def all_words(self) -> list[str]:
-        """Its overrides, once the run before it has ended.
+        """Return all overrides of the run, once the run before it has ended.
 
         Raises:
             ConfigError: no checkpoint of that run is what the row's rule names.
@@ -118,14 +118,14 @@ class SetRun(Run):
         return [*words, f"policy={chosen}"]
 
     def command_line(self) -> str:
-        """The command that makes it, for a shell; or why its row's rule names no checkpoint yet."""
+        """Return the command that makes it, for a shell; or why its row's rule names no checkpoint yet."""
         try:
             return shlex.join(["mmrl", self.command, *self.all_words()])
         except MmrlError as error:
             return str(error)
 
     def trouble(self) -> str:
-        """The last error that a failed run printed."""
+        """Return the last error that a failed run printed."""
         if self.reason or not self.code:
             return self.reason
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
@@ -136,7 +136,7 @@ class SetRun(Run):
 
 
 def by_cell(runs: Sequence[SetRun]) -> dict[tuple[Command, str, str], list[SetRun]]:
-    """(command, row, column) -> runs that differ in their seed alone."""
+    """Group runs by (command, row, column): they differ in their seed alone."""
     cells: dict[tuple[Command, str, str], list[SetRun]] = {}
     for run in runs:
         cells.setdefault((run.command, run.row, run.column), []).append(run)
@@ -145,7 +145,7 @@ def by_cell(runs: Sequence[SetRun]) -> dict[tuple[Command, str, str], list[SetRu
 
 @dataclass
 class RunQueue:
-    """Runs child processes, `at_once` of them at a time."""
+    """Queue of child processes, `at_once` of them at a time."""
 
     runs: Sequence[SetRun]
     """Runs in the order in which they start."""
@@ -262,7 +262,7 @@ def _within(seconds: float, check: Callable[[], bool]) -> bool:
 
 
 def state_of(path: Path) -> State:
-    """State of the run in a folder; leftovers of a start that was killed at once are removed.
+    """Return the state of the run in a folder; remove the leftovers of a start that was killed at once.
 
     The name of a set's run directory is a digest of its settings, so a run there has these.
 
@@ -282,12 +282,12 @@ def state_of(path: Path) -> State:
 
 
 def has_scores(evaluation: RunDir) -> bool:
-    """False for an evaluation that has ended without scores: too many of its rollouts failed from outside."""
+    """Check that an evaluation ended with scores: False where too many of its rollouts failed from outside."""
     return any(name.endswith("_low") for name in evaluation.summary.get("metrics", {}))
 
 
 def before_collapse(run: Path, metric: str) -> Path:
-    """The last checkpoint of a run before its evaluations collapse; the newest one where they do not.
+    """Return the last checkpoint of a run before its evaluations collapse; the newest one where they do not.
 
     Training has collapsed where the main metric falls below half of its best and stays there to the end.
 

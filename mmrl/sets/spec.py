@@ -28,14 +28,14 @@ MAIN = "main"
 
 
 class Cell(NamedTuple):
-    """A place of a row."""
+    """Column and score of a value in a row."""
 
     column: str
     score: str
 
 
 def _flat(raw: object) -> object:
-    """A list of words and of lists of words (YAML anchors) as one."""
+    """Flatten a list of words and of lists of words (YAML anchors)."""
     if not isinstance(raw, tuple | list):
         return raw
     words = [word for part in raw for word in (part if isinstance(part, tuple | list) else [part])]
@@ -69,7 +69,7 @@ class Layer(Words):
     real: Words = Words()
 
     def at(self, scale: str, command: Command) -> list[str]:
-        """Overrides of one command at one scale; scale "": those of every scale alone."""
+        """Return the overrides of one command at one scale; scale "": those of every scale alone."""
         further: Words = getattr(self, scale) if scale else Words()
         return [*self.set, *getattr(self, command), *further.set, *getattr(further, command)]
 
@@ -125,7 +125,7 @@ Alternatives = Annotated[tuple[str, ...], BeforeValidator(lambda raw: (raw,) if 
 
 
 class Diagram(Section):
-    """One part of a figure: a metric of training by step, a line for each row."""
+    """Diagram of a figure: a metric of training by step, a line for each row."""
 
     metric: Alternatives = Field(description="of metrics.jsonl, or eval/METRIC: of evaluations during training")
     label: str = Field(description="of its axis")
@@ -143,7 +143,7 @@ class Figure(Section):
 
 
 class Case(Section):
-    """One item, early and late in a training run."""
+    """Case study: an item, early and late in a training run."""
 
     early: int = Field(ge=1, description="steps; the first evaluation of training after so many")
     item: str = Field("", description="its id; empty: the first one whose last score rises the most")
@@ -171,7 +171,7 @@ class SetSpec(Base):
 
     @property
     def measured(self) -> Mapping[str, str]:
-        """Score -> metric; of a set without scores the tasks' main metrics."""
+        """Metric of each score; of a set without scores the tasks' main metrics."""
         return self.scores or {"score": MAIN}
 
     @property
@@ -192,13 +192,13 @@ class SetSpec(Base):
         ]
 
     def label(self, cell: Cell) -> str:
-        """A cell's place, without what is the same everywhere."""
+        """Return a cell's place, without what is the same everywhere."""
         if len(self.measured) == 1:
             return cell.column or cell.score
         return cell.score if len(self.columns) == 1 else f"{cell.column} {cell.score}"
 
     def selected(self, names: Sequence[str]) -> list[Cell]:
-        """The cells that columns, scores, means and COLUMN/SCORE stand for; all for none."""
+        """Return the cells that columns, scores, means and COLUMN/SCORE stand for; all for none."""
         if not names:
             return self.cells
         chosen: dict[Cell, None] = {}
@@ -210,7 +210,7 @@ class SetSpec(Base):
         return list(chosen)
 
     def reported(self, row: str) -> dict[Cell | str, tuple[float, float | None]]:
-        """The paper's values of a row with their standard deviations, by cell and by the name of a mean."""
+        """Return the paper's values of a row with their standard deviations, by cell and by the name of a mean."""
         method = self.rows[row]
         return dict(zip([*self.cells, *self.means], zip_longest(method.values, method.std), strict=False))
 
@@ -222,7 +222,7 @@ class SetSpec(Base):
         return self
 
     def _name_problems(self) -> Iterator[str]:
-        """Names that stand for nothing, or for two things."""
+        """Yield names that stand for nothing, or for two things."""
         rows, every = [*self.rows], [*self.columns, *self.scores, *self.means]
         cells = [*self.columns, *self.scores, *(f"{cell.column}/{cell.score}" for cell in self.cells)]
         # (where, names that are used there, names that there are)
@@ -242,7 +242,7 @@ class SetSpec(Base):
         yield from (f"columns, scores, means: {name} is the name of two of them" for name in twice)
 
     def _row_problems(self) -> Iterator[str]:
-        """Rows with some values only, that cannot start from the row that they name, or that nothing evaluates."""
+        """Yield the problems of rows: too few values, a start that cannot be, or nothing that evaluates them."""
         every = len(self.cells) + len(self.means)
         for name, row in self.rows.items():
             if row.policy and not self.scores:

@@ -110,7 +110,7 @@ def _show(folders: Sequence[Path]) -> None:
 
 
 def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: Build) -> float | None:
-    """One job of a sweep, in this process or in one that a launcher has started. Returns its main metric."""
+    """Run a job of a sweep, in this process or in one that a launcher has started. Returns its main metric."""
     folder, made = "", False
     try:
         config = build()
@@ -138,7 +138,7 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: B
 
 
 def job_state(path: Path, config: RootConfig) -> State:
-    """State of the run of a job in a directory, which need not exist; leftovers of a start killed at once go.
+    """Return the state of a job's run in a directory (it may be missing); remove leftovers of a killed start.
 
     Raises:
         ConfigError: it holds something else than this run.
@@ -167,7 +167,7 @@ def job_state(path: Path, config: RootConfig) -> State:
 
 
 def _score(folder: Path) -> float | None:
-    """The main metric of the evaluation after training; None where none was made."""
+    """Return the main metric of the evaluation after training; None where none was made."""
     try:
         summary = RunDir.read((rows_of(folder) or [folder])[-1]).summary
     except CheckpointError:

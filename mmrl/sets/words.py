@@ -26,7 +26,7 @@ TRAINING_ALONE = (
 
 
 def read_set(name: str, config_dir: str | None = None) -> SetSpec:
-    """A set, with the content of its base.
+    """Read a set, with the content of its base.
 
     Raises:
         ConfigError: there is none of this name, or every problem of the two files.
@@ -43,7 +43,7 @@ def read_set(name: str, config_dir: str | None = None) -> SetSpec:
 
 
 def read_file(path: Path) -> SetSpec:
-    """A set that needs no base.
+    """Read a set that needs no base.
 
     Raises:
         ConfigError: it cannot be read, or every problem of it.
@@ -52,7 +52,7 @@ def read_file(path: Path) -> SetSpec:
 
 
 def set_names(config_dir: str | None = None, group: str = FOLDER) -> list[str]:
-    """Names of all sets, figure 10 after figure 9."""
+    """Return the names of all sets, figure 10 after figure 9."""
     names = [name for name in options(group, config_dir) if "/" not in name]
     return sorted(
         names, key=lambda name: [part.zfill(4) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
@@ -60,7 +60,7 @@ def set_names(config_dir: str | None = None, group: str = FOLDER) -> list[str]:
 
 
 def scales_of(spec: SetSpec) -> list[str]:
-    """Scales that a set has words for; [""] for one that has no scales."""
+    """Return the scales that a set has words for; [""] for one that has no scales."""
     layers: list[Layer] = [spec.base]
     if "base" not in spec.model_fields_set:
         layers = [spec, *spec.rows.values(), *spec.columns.values()]
@@ -71,7 +71,7 @@ def scales_of(spec: SetSpec) -> list[str]:
 def words_of(
     spec: SetSpec, row: str, column: str, scale: str, command: Command, typed: Sequence[str] = ()
 ) -> list[str]:
-    """The overrides of one run of a cell, each key once; later ones win.
+    """Return the overrides of one run of a cell, each key once; later ones win.
 
     In turn: of base, set, algorithm, column, the column's cell, the row, and `typed` ones; an evaluation has those that
     it can take.
