@@ -21,9 +21,9 @@ def case_study(result: SetResult) -> tuple[str, Rows, str] | None:
     if (case := result.spec.case) is None:
         return None
     runs = [run.trained for runs in result.runs.values() for run in runs]
-    trained = [run for path in runs if path is not None and isinstance(run := result.known.get(path), Overview)]
-    found = (_of_run(result.spec, case, run) for run in trained)
-    return next(filter(None, found), None)
+    trained = [run for path in runs if path is not None and isinstance(run := result.overviews.get(path), Overview)]
+    studies = (_of_run(result.spec, case, run) for run in trained)
+    return next(filter(None, studies), None)
 
 
 def _of_run(spec: SetSpec, case: Case, run: Overview) -> tuple[str, Rows, str] | None:
@@ -37,17 +37,17 @@ def _of_run(spec: SetSpec, case: Case, run: Overview) -> tuple[str, Rows, str] |
         return None
     metrics = {name: metric for name, metric in spec.scores.items() if name not in spec.counts}
     main = list(metrics.values())[-1]
-    chosen = max(items, key=lambda item: _score(after[item], main) - _score(before[item], main))
-    two = before[chosen], after[chosen]
+    selected = max(items, key=lambda item: _score(after[item], main) - _score(before[item], main))
+    two = before[selected], after[selected]
     rows = [["", *(f"after {step} steps" for step in ends)]]
     rows += [[name, *(f"{_score(line, metric):.3f}" for line in two)] for name, metric in metrics.items()]
     first, last = ((line["predictions"] or [{}])[0] or {} for line in two)
     # The answer last, as programs make it.
     names = sorted(dict.fromkeys([*first, *last]), key=lambda name: name == "answer")
     rows += [[name, _text(first.get(name)), _text(last.get(name))] for name in names]
-    texts = [line["asked"] for (_, item), line in run.run.examples.items() if item == chosen]
-    asked = "; ".join(f"{name}: {text}" for name, text in texts[0].items()) if texts else ""
-    return f"One question, early and late: {chosen} of {run.run.path}", rows, asked
+    texts = [line["asked"] for (_, item), line in run.run.examples.items() if item == selected]
+    inputs = "; ".join(f"{name}: {text}" for name, text in texts[0].items()) if texts else ""
+    return f"One question, early and late: {selected} of {run.run.path}", rows, inputs
 
 
 def _score(line: JsonObject, metric: str) -> float:

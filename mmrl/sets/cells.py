@@ -29,7 +29,7 @@ VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "start."
 """Config paths in which runs of one row may differ: where weights and prompts lie, and the machine."""
 LEAST_ITEMS, LEAST_SEEDS, LEAST_GAIN = 200, 3, 0.05
 """"Learns" asks for: evaluated items, seeds (all of them), after - before."""
-Place = Cell | str
+CellOrMean = Cell | str
 """A cell, or the name of a mean."""
 Interval = tuple[float, float]
 
@@ -240,66 +240,66 @@ class SetResult:
     more_notes: Sequence[str] = ()
 
     @cached_property
-    def known(self) -> dict[Path, Overview | MmrlError]:
+    def overviews(self) -> dict[Path, Overview | MmrlError]:
         """Contents of each folder of a begun run or of a run that it starts from; or the error of reading it."""
-        known: dict[Path, Overview | MmrlError] = {}
+        overviews: dict[Path, Overview | MmrlError] = {}
         for path in dict.fromkeys(link.path for runs in self.runs.values() for run in runs for link in run.chain):
             if (path / "config.yaml").is_file():
                 try:
-                    known[path] = Overview.of(RunDir.read(path))
+                    overviews[path] = Overview.of(RunDir.read(path))
                 except MmrlError as error:
-                    known[path] = error
-        return known
+                    overviews[path] = error
+        return overviews
 
     @cached_property
     def read(self) -> tuple[dict[tuple[str, str], list[Scored]], list[str]]:
         """Runs that have begun by (row, column), in the order of seeds; and what is wrong or missing, in words."""
-        begun: dict[tuple[str, str], list[Scored]] = {}
+        started: dict[tuple[str, str], list[Scored]] = {}
         troubles: list[str] = []
-        for place, runs in self.runs.items():
-            here: list[Scored] = []
+        for pair, runs in self.runs.items():
+            cell_runs: list[Scored] = []
             missing = []
             for run in runs:
-                scored, trouble = self._scored(place, run)
-                here += [scored] if scored is not None else []
+                scored, trouble = self._scored(pair, run)
+                cell_runs += [scored] if scored is not None else []
                 if trouble:
-                    troubles.append(f"{self._named(place)}, seed {run.seed}: {trouble}")
+                    troubles.append(f"{self._named(pair)}, seed {run.seed}: {trouble}")
                 elif scored is None or not scored.finished:
                     missing.append(run.seed)
-            finished = [scored.overview for scored in here if scored.finished]
+            finished = [scored.overview for scored in cell_runs if scored.finished]
             if missing and finished:
-                troubles.append(f"{self._named(place)}: seeds {', '.join(map(str, missing))} are missing")
+                troubles.append(f"{self._named(pair)}: seeds {', '.join(map(str, missing))} are missing")
             if different := _differing(finished):
-                troubles.append(f"{self._named(place)}: not averaged, its seeds differ in {', '.join(different)}")
-                here = []
-            begun[place] = sorted(here, key=lambda scored: scored.seed)
-        return begun, troubles
+                troubles.append(f"{self._named(pair)}: not averaged, its seeds differ in {', '.join(different)}")
+                cell_runs = []
+            started[pair] = sorted(cell_runs, key=lambda scored: scored.seed)
+        return started, troubles
 
-    def _scored(self, place: tuple[str, str], run: Run) -> tuple[Scored | None, str]:
+    def _scored(self, pair: tuple[str, str], run: Run) -> tuple[Scored | None, str]:
         """Return a run that has begun and can be read, else None; and what is wrong with it."""
         chain: list[Overview] = []
-        for known in (self.known.get(link.path) for link in run.chain):
-            if isinstance(known, MmrlError):
-                return None, str(known)
-            chain += [known] if known is not None else []
-        if run.path not in self.known:
+        for overview in (self.overviews.get(link.path) for link in run.chain):
+            if isinstance(overview, MmrlError):
+                return None, str(overview)
+            chain += [overview] if overview is not None else []
+        if run.path not in self.overviews:
             return None, run.trouble()
-        scored = Scored(run.seed, self.metric(*place), chain)
+        scored = Scored(run.seed, self.metric(*pair), chain)
         failed = (scored.overview.summary.get("metrics") or {}).get("failed_share", 0)
         partly = f"{failed:.1%} of the rollouts failed from outside and count 0" if failed and scored.finished else ""
         return scored, run.trouble() or partly
 
-    def begun(self, row: str, column: str) -> list[Scored]:
+    def started(self, row: str, column: str) -> list[Scored]:
         """Return the runs of a cell that have begun, by seed."""
         return self.read[0].get((row, column), [])
 
     def finished(self, row: str, column: str) -> list[Scored]:
         """Return the runs of a cell that have ended with scores, by seed."""
-        return [scored for scored in self.begun(row, column) if scored.finished]
+        return [scored for scored in self.started(row, column) if scored.finished]
 
-    def begun_in(self, column: str) -> dict[str, list[Scored]]:
+    def started_in(self, column: str) -> dict[str, list[Scored]]:
         """Return row -> its runs, for the rows of a column that have begun."""
-        return {row: runs for row in self.rows if (runs := self.begun(row, column))}
+        return {row: runs for row in self.rows if (runs := self.started(row, column))}
 
     def metric(self, row: str, column: str, score: str | None = None) -> str:
         """Return the metric of a score (None: the first one) on a cell."""
@@ -307,8 +307,8 @@ class SetResult:
         metric = measured[score or next(iter(measured))]
         return self.runs[row, column][0].metric if metric == MAIN else metric
 
-    def _named(self, place: tuple[str, str]) -> str:
-        row, column = place
+    def _named(self, pair: tuple[str, str]) -> str:
+        row, column = pair
         return f"{row} on {column}" if column else row
 
     # --- scores
@@ -317,13 +317,15 @@ class SetResult:
     def values(self) -> list[Value]:
         """Compute every cell of every row, and its means."""
         columns = set(self.columns)
-        places: dict[Place, Sequence[Cell]] = {cell: [cell] for cell in self.spec.cells if cell.column in columns}
+        cells_of: dict[CellOrMean, Sequence[Cell]] = {
+            cell: [cell] for cell in self.spec.cells if cell.column in columns
+        }
         for name, averaged in self.spec.means.items():
             cells = self.spec.selected(averaged)
             # An average of fewer columns than the paper's would be another number under its name.
             if {cell.column for cell in cells} <= columns:
-                places[name] = cells
-        return [self._value(row, place, cells) for row in self.rows for place, cells in places.items()]
+                cells_of[name] = cells
+        return [self._value(row, key, cells) for row in self.rows for key, cells in cells_of.items()]
 
     @property
     def done(self) -> int:
@@ -335,21 +337,21 @@ class SetResult:
         """Cells in all."""
         return len(self.spec.measured) * len(self.runs)
 
-    def _value(self, row: str, place: Place, cells: Sequence[Cell]) -> Value:
-        spec, cell = self.spec, place if isinstance(place, Cell) else None
+    def _value(self, row: str, key: CellOrMean, cells: Sequence[Cell]) -> Value:
+        spec, cell = self.spec, key if isinstance(key, Cell) else None
         (strata,), weights = self._strata([row], cells)
         percent = spec.source is not None and spec.source.percent
         unit = 100.0 if percent and not (cell and cell.score in spec.counts) else 1.0
         means = unit * _seed_means(strata, weights)
         items = {column: _item_means(block.loc[means.index]) for column, block in strata.items()} if len(means) else {}
-        interval = stratified_interval({c: unit * m for c, m in items.items()}, weights, (row, str(place)))
-        paper, paper_std = spec.reported(row).get(place, (None, None))
+        interval = stratified_interval({c: unit * m for c, m in items.items()}, weights, (row, str(key)))
+        paper, paper_std = spec.reported(row).get(key, (None, None))
         agrees = None
         if self.scale == "paper" and paper is not None and interval is not None:
             agrees = bool(abs(means.mean() - paper) <= spec.agree or interval[0] <= paper <= interval[1])
         return Value(
             row=row,
-            label=spec.label(cell) if cell else str(place),
+            label=spec.label(cell) if cell else str(key),
             column=cell.column if cell else None,
             score=cell.score if cell else None,
             seeds={int(seed): float(mean) for seed, mean in means.items()},
@@ -373,8 +375,8 @@ class SetResult:
         first: dict[object, str] = {}
         groups: dict[str, list[Cell]] = {}
         for cell in sorted(cells):
-            asked = frozenset(run.questions for row in rows for run in self.finished(row, cell.column))
-            groups.setdefault(first.setdefault(asked or cell.column, cell.column), []).append(cell)
+            questions = frozenset(run.questions for row in rows for run in self.finished(row, cell.column))
+            groups.setdefault(first.setdefault(questions or cell.column, cell.column), []).append(cell)
         strata = []
         for row in rows:
             blocks = {column: self._block(row, group) for column, group in groups.items()}
@@ -389,8 +391,8 @@ class SetResult:
             values = {run.seed: values_of(run.after, self.metric(row, column, score)).to_dict() for run in runs}
             blocks.append(pandas.DataFrame.from_dict(values, orient="index", dtype=float))
         seeds = sorted(set.intersection(*(set(block.index) for block in blocks)))
-        first, *others = (block.loc[seeds] for block in blocks)
-        return sum(others, first) / len(blocks)
+        first, *rest = (block.loc[seeds] for block in blocks)
+        return sum(rest, first) / len(blocks)
 
     # --- row against row
 
@@ -403,12 +405,12 @@ class SetResult:
         (cell,) = (Cell(column, score) for score in self.spec.measured)
         blocks = [self._block(row, [cell]) for row in (first, second)]
         seeds = sorted(set(blocks[0].index) & set(blocks[1].index))
-        mine, others = (_item_means(block.loc[seeds]) for block in blocks)
-        shared = sorted(mine.index.intersection(others.index))
+        mine, theirs = (_item_means(block.loc[seeds]) for block in blocks)
+        shared = sorted(mine.index.intersection(theirs.index))
         if not shared:
             return None
         # The same draws either way round, so that one interval is the other's mirror image.
-        return paired_difference(others[shared], mine[shared], (0, "compare", *sorted((first, second))))
+        return paired_difference(theirs[shared], mine[shared], (0, "compare", *sorted((first, second))))
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
@@ -419,15 +421,15 @@ class SetResult:
     def _judged(self, claim: Claim) -> Verdict:
         rows = (claim.more, claim.than)
         cells = [cell for cell in self.spec.selected(claim.cells) if cell.column in self.columns]
-        (more, than), weights = self._strata(rows, cells)
-        pairs = {column: _paired(more[column], than[column]) for column in more if than}
+        (higher, lower), weights = self._strata(rows, cells)
+        pairs = {column: _paired(higher[column], lower[column]) for column in higher if lower}
         if not pairs or any(pair.empty for pair in pairs.values()):
             return Verdict(claim, "not run")
 
         def judged(weights: Mapping[str, float]) -> Verdict:
             strata = {column: pairs[column] for column in weights}
             interval = stratified_interval(strata, weights, (*rows, *claim.cells))
-            seeds, over_seeds = _between_seeds(more, than, weights)
+            seeds, over_seeds = _between_seeds(higher, lower, weights)
             difference = float(sum(weight * strata[column].mean() for column, weight in weights.items()))
             verdict = _verdict(interval, over_seeds, seeds)
             return Verdict(claim, verdict, difference, interval, over_seeds, sum(map(len, strata.values())), seeds)
@@ -439,8 +441,8 @@ class SetResult:
         rests = []
         if verdict.verdict == "held" and len(pairs) > 1:
             for left_out in pairs:
-                others = {column: weight for column, weight in weights.items() if column != left_out}
-                shares = {column: weight / sum(others.values()) for column, weight in others.items()}
+                remaining = {column: weight for column, weight in weights.items() if column != left_out}
+                shares = {column: weight / sum(remaining.values()) for column, weight in remaining.items()}
                 rests += [left_out] if judged(shares).verdict != "held" else []
         return replace(verdict, rests_on=tuple(rests))
 
@@ -449,16 +451,16 @@ class SetResult:
     @cached_property
     def models(self) -> dict[tuple[str, str], str]:
         """Return (row, column) -> the model of the row before training."""
-        first = {place: runs[0].chain[0] for place in self.runs if (runs := self.begun(*place))}
-        return {place: str(run.get("policy" if run.evaluates else "model.path")) for place, run in first.items()}
+        first = {pair: runs[0].chain[0] for pair in self.runs if (runs := self.started(*pair))}
+        return {pair: str(run.get("policy" if run.evaluates else "model.path")) for pair, run in first.items()}
 
     @cached_property
     def head(self) -> dict[str, str]:
         """Set, scale and state, and what its runs ran on."""
-        known = [scored.overview for runs in self.read[0].values() for scored in runs]
+        overviews = [scored.overview for runs in self.read[0].values() for scored in runs]
 
-        def listed(of: Callable[[Overview], object]) -> str:
-            return "; ".join(dict.fromkeys(str(text) for run in known if (text := of(run))))
+        def listed(read: Callable[[Overview], object]) -> str:
+            return "; ".join(dict.fromkeys(str(text) for run in overviews if (text := read(run))))
 
         source = self.spec.source
         every = {
@@ -479,11 +481,11 @@ class SetResult:
     @cached_property
     def notes(self) -> list[str]:
         """Return the notes below the tables: shared runs, what is missing or wrong, the rows' notes and the set's."""
-        places: dict[tuple[Path, ...], list[str]] = {}
+        sharing: dict[tuple[Path, ...], list[str]] = {}
         for (row, column), runs in self.runs.items():
             name = row if len(self.columns) == 1 else self._named((row, column))
-            places.setdefault(tuple(run.path for run in runs), []).append(name)
-        groups = [", ".join(names) for names in places.values() if len(names) > 1]
+            sharing.setdefault(tuple(run.path for run in runs), []).append(name)
+        groups = [", ".join(names) for names in sharing.values() if len(names) > 1]
         notes = [*self.read[1], *self.more_notes]
         # One note: a table whose columns name the same data at this scale has a dozen of these.
         notes += [f"the same runs: {'; '.join(groups)}"] if groups else []
@@ -526,23 +528,23 @@ def _item_means(block: pandas.DataFrame) -> pandas.Series[float]:
     return block.mean(skipna=False).dropna().sort_index()
 
 
-def _paired(more: pandas.DataFrame, than: pandas.DataFrame) -> pandas.Series[float]:
+def _paired(higher: pandas.DataFrame, lower: pandas.DataFrame) -> pandas.Series[float]:
     """Return the differences per item, of means over the seeds that both have."""
-    seeds = more.index.intersection(than.index)
+    seeds = higher.index.intersection(lower.index)
     # Rows that are not trained have one seed, which stands for all.
-    if len(seeds) and 1 not in (len(more), len(than)):
-        more, than = more.loc[seeds], than.loc[seeds]
-    return (_item_means(more) - _item_means(than)).dropna()
+    if len(seeds) and 1 not in (len(higher), len(lower)):
+        higher, lower = higher.loc[seeds], lower.loc[seeds]
+    return (_item_means(higher) - _item_means(lower)).dropna()
 
 
 def _between_seeds(
-    more: Mapping[str, pandas.DataFrame], than: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]
+    higher: Mapping[str, pandas.DataFrame], lower: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]
 ) -> tuple[int, Interval | None]:
     """Return the number of seeds, and the 95 % t interval of their mean difference; None for fewer than two.
 
     A row that is not trained has one seed, which is compared with each of the other row's.
     """
-    first, second = _seed_means(more, weights), _seed_means(than, weights)
+    first, second = _seed_means(higher, weights), _seed_means(lower, weights)
     if 1 in (len(first), len(second)):
         values = (first - second.iloc[0] if len(second) == 1 else first.iloc[0] - second).to_numpy()
     else:
@@ -569,9 +571,9 @@ def settings_of(overview: Overview, left_out: tuple[str, ...]) -> dict[str, obje
     return {path: value for path, value in flattened(overview.config).items() if not path.startswith(left_out)}
 
 
-def _differing(known: Sequence[Overview]) -> list[str]:
+def _differing(overviews: Sequence[Overview]) -> list[str]:
     """Return the config paths in which runs of one cell differ and must not."""
-    settings = [settings_of(overview, VARYING) for overview in known]
+    settings = [settings_of(overview, VARYING) for overview in overviews]
     paths = dict.fromkeys(path for values in settings for path in values)
     return [path for path in paths if len({repr(values.get(path)) for values in settings}) > 1]
 

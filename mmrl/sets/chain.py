@@ -34,11 +34,11 @@ NOT_ITS_OWN = ("seed", "run.dir")
 """Keys of its words that the set itself says for each run."""
 
 
-def begin(config: StageConfig, command: Sequence[str], *, here: bool = False) -> int:
+def begin(config: StageConfig, command: Sequence[str], *, in_process: bool = False) -> int:
     """Start a checked run or chain of runs. Returns the exit code.
 
     Args:
-        here: in this process, whose objects no other has.
+        in_process: in this process, whose objects no other has.
     """
     if not isinstance(config, StagedCommandConfig):
         return session.begin(config, command)
@@ -47,7 +47,7 @@ def begin(config: StageConfig, command: Sequence[str], *, here: bool = False) ->
     with storage(folder):
         folder.mkdir(parents=True, exist_ok=True)
         atomic_write(folder / SET, yaml.safe_dump(_written(config), sort_keys=False, allow_unicode=True, width=1000))
-    return go_on(folder, config, command, here=here)
+    return go_on(folder, config, command, in_process=in_process)
 
 
 def resume(folder: Path, config: StageConfig) -> int:
@@ -66,8 +66,8 @@ def _written(config: StagedCommandConfig) -> JsonObject:
     rows = {}
     for before, name, words in zip(["", *names], names, config.words, strict=False):
         overrides = later_wins(word.lstrip("+") for word in words)
-        kept = [word for word in overrides if word.partition("=")[0] not in NOT_ITS_OWN]
-        rows[name] = {**({"from": before} if before else {}), "train": kept}
+        settings = [word for word in overrides if word.partition("=")[0] not in NOT_ITS_OWN]
+        rows[name] = {**({"from": before} if before else {}), "train": settings}
     folder = {"config_dir": str(Path(config.config_dir).resolve())} if config.config_dir else {}
     return {"shows": f"{config.algo.name} on {config.task.name}", "seeds": [config.seed], **folder, "rows": rows}
 
@@ -97,15 +97,15 @@ def chain_page(folder: Path) -> SetPage:
     Raises:
         CheckpointError: none has; or a file of one is damaged.
     """
-    begun = [path for path in rows_of(folder) if (path / "config.yaml").is_file()]
-    if not begun:
+    started = [path for path in rows_of(folder) if (path / "config.yaml").is_file()]
+    if not started:
         raise CheckpointError(f"{folder}: none of its runs has begun; continue it with: mmrl train resume={folder}")
     with damage_named(folder):
         shows = read_file(folder / SET).shows
-        return SetPage(found_set(folder.resolve().name, begun, shows))
+        return SetPage(found_set(folder.resolve().name, started, shows))
 
 
-def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = (), *, here: bool = False) -> int:
+def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = (), *, in_process: bool = False) -> int:
     """Run what is missing of a chain, one run after the other. Returns the exit code of the one that failed.
 
     Raises:
@@ -123,7 +123,7 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
             write_policy(folder, weights=str(done[-1]), prompts=prompts_of(str(done[-1]))[1], task=config.task.name)
         redraw(lambda: chain_page(folder), folder)
 
-    if here:
+    if in_process:
         for run in plan.queue:
             run.code = 0 if state_of(run.path) == "finished" else _in_this_process(run, command)
             if run.code:
@@ -134,8 +134,8 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
             RunQueue(plan.queue, 1, config.config_dir, on_done=ended, attached=True).run()
     code = next((run.code for run in plan.queue if run.code), 0)
     if not code:
-        further = f"page           {folder / 'set.html'}\nevaluate       mmrl eval policy={folder}"
-        print(f"\n{chain_page(folder).text()}\n\n{further}")
+        hints = f"page           {folder / 'set.html'}\nevaluate       mmrl eval policy={folder}"
+        print(f"\n{chain_page(folder).text()}\n\n{hints}")
     return code
 
 

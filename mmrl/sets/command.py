@@ -127,18 +127,18 @@ def _spec_of_algorithms(request: SetRequest) -> tuple[SetSpec, list[str]]:
         else:
             overrides.append(word)
     rows: dict[str, Row] = {}
-    known: set[str] = set()
+    stage_names: set[str] = set()
     folders = [*user_dirs(request.config_dir), conf_dir()]
     for algo in algos:
         stages = [stage for part in algo.split("+") for stage in chained(part, folders)]
-        known.update(stages)
+        stage_names.update(stages)
         start = ""
-        for place, stage in enumerate(stages, 1):
-            row = algo if place == len(stages) else "+".join(stages[:place])
+        for position, stage in enumerate(stages, 1):
+            row = algo if position == len(stages) else "+".join(stages[:position])
             words = (f"algo={stage}", *of_stage.get(stage, ()))
             rows[row] = Row.model_validate({"from": start, "shown": row in algos, "train": words})
             start = row
-    if stray := [unknown("stage", stage, known) for stage in of_stage if stage not in known]:
+    if stray := [unknown("stage", stage, stage_names) for stage in of_stage if stage not in stage_names]:
         raise ConfigError(stray)
     columns = {task: Column(train=(f"task={task}",)) for task in tasks}
     shows = f"{', '.join(algos)} on {', '.join(tasks)}"
@@ -175,8 +175,8 @@ def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
     if scale not in scales:
         has = f"words for {', '.join(scales)} alone" if scales != [""] else "no scales"
         problems.append(f"scale: got {scale}, and {name} has {has}")
-    rows = _chosen("rows", keys.rows, [row for row, method in spec.rows.items() if method.shown], problems)
-    columns = _chosen("columns", keys.columns, [*spec.columns], problems)
+    rows = _selected("rows", keys.rows, [row for row, method in spec.rows.items() if method.shown], problems)
+    columns = _selected("columns", keys.columns, [*spec.columns], problems)
     if any(word.lstrip("+").startswith("run.dir=") for word in request.overrides):
         problems.append("run.dir: a set has a directory for each run; leave it out")
     if problems:
@@ -197,7 +197,7 @@ def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
     return _run(plan, keys.jobs, through, request.config_dir, out)
 
 
-def _chosen(key: str, text: str | None, names: Sequence[str], problems: list[str]) -> list[str]:
+def _selected(key: str, text: str | None, names: Sequence[str], problems: list[str]) -> list[str]:
     """Return the listed names in the set's order, whatever their case; all names for None."""
     if text is None:
         return list(names)
@@ -255,8 +255,8 @@ def _head(plan: SetResult, missing: Sequence[SetRun]) -> str:
     """Return the name and runs of a set, and at the scales of real models their cost."""
     source = plan.spec.source
     where = f" (arXiv {source.arxiv}, {source.at})" if source else ""
-    at = f" at scale {plan.scale}" if plan.scale else ""
-    lines = [f"set {plan.name}{where}{at}: {len(plan.queue)} runs, {len(missing)} missing"]
+    scale = f" at scale {plan.scale}" if plan.scale else ""
+    lines = [f"set {plan.name}{where}{scale}: {len(plan.queue)} runs, {len(missing)} missing"]
     if plan.scale not in ("", "mini") and missing:
         lines.append(cost_text(plan.spec, missing))
     return "\n\n".join(lines)

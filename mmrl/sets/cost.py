@@ -17,10 +17,10 @@ def cost_text(spec: SetSpec, missing: Sequence[SetRun]) -> str:
     costs: dict[tuple[Command, str], list[float]] = {}
     not_planned = []
     for (command, row, column), runs in by_cell(missing).items():
-        place = spec.columns.get(column)  # a training may serve all columns
+        task = spec.columns.get(column)  # a training may serve all columns
         name = f"{row}, {column}" if command == "train" and column else row
         try:
-            hours, devices = device_hours(runs[0], place.items if place else None)
+            hours, devices = device_hours(runs[0], task.items if task else None)
             costs.setdefault((command, name), []).extend([hours * devices] * len(runs))
         except MmrlError as error:
             not_planned.append(f"not planned: {command} {name}: {error}")

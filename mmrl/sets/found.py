@@ -38,7 +38,7 @@ def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side"
             rows.setdefault(label, []).append(run)
         columns[column] = Column(rows=tuple(rows))
         for row, same in rows.items():
-            runs[row, column] = [_found(run.run.path, metric) for run in _one_per_seed(row, same, notes)]
+            runs[row, column] = [_existing_run(run.run.path, metric) for run in _one_per_seed(row, same, notes)]
     spec = SetSpec(shows=shows, rows={row: Row() for row, _ in runs}, columns=columns)
     return SetResult(name=name, spec=spec, scale="", rows=[*spec.rows], columns=[*columns], runs=runs, more_notes=notes)
 
@@ -49,25 +49,25 @@ STARTED = (*NOT_VARIANTS, "model.path", "model.revision", "task.prompts")
 """The same of runs that start from others, which have their weights and prompts from there."""
 
 
-def _found(path: Path, metric: str = "") -> Run:
+def _existing_run(path: Path, metric: str = "") -> Run:
     """Return an existing run, with the runs that it starts from."""
     config = RunDir.read(path).config
     start = Path(config["start"]["run"]) if config.get("start") else None
     # A folder with both may have been moved as a whole.
-    places = [start, path.parent / start.name] if start is not None else []
-    before = next((place for place in places if (place / "config.yaml").is_file()), None)
-    after = _found(before) if before is not None else None
+    folders = [start, path.parent / start.name] if start is not None else []
+    before = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
+    after = _existing_run(before) if before is not None else None
     return Run(seed=int(config.get("seed", 0)), path=path, after=after, metric=metric)
 
 
 def _labels(members: Sequence[Overview]) -> Iterator[str]:
     """Yield the label of each run: the algorithm's name, with the config values in which its runs differ."""
-    chains = [[RunDir.read(link.path).config for link in _found(run.run.path).chain] for run in members]
+    chains = [[RunDir.read(link.path).config for link in _existing_run(run.run.path).chain] for run in members]
     names = ["+".join(str(config["algo"]["name"]) for config in chain) for chain in chains]
     settings = [settings_of(run, STARTED if run.get("start") else NOT_VARIANTS) for run in members]
     for name, values in zip(names, settings, strict=True):
-        same = [others for other, others in zip(names, settings, strict=True) if other == name]
-        paths = [path for path in values if len({others[path] for others in same if path in others}) > 1]
+        same = [other for other_name, other in zip(names, settings, strict=True) if other_name == name]
+        paths = [path for path in values if len({other[path] for other in same if path in other}) > 1]
         yield " ".join([name, *(f"{path}={literal(values[path])}" for path in paths)])
 
 
@@ -77,6 +77,6 @@ def _one_per_seed(row: str, runs: Sequence[Overview], notes: list[str]) -> list[
     # A finished run first, then the one with more steps.
     for run in sorted(runs, key=lambda run: (int(run.get("seed", 0)), not run.summary, -run.done)):
         seed = int(run.get("seed", 0))
-        if (kept := best.setdefault(seed, run)) is not run:
-            notes.append(f"{run.run.path}: left out, {kept.run.path} is {row} with seed {seed} too")
+        if (best_run := best.setdefault(seed, run)) is not run:
+            notes.append(f"{run.run.path}: left out, {best_run.run.path} is {row} with seed {seed} too")
     return [*best.values()]

@@ -68,11 +68,11 @@ class Part:
 # --- scores
 
 
-def _grid(result: SetResult, shown: Callable[[SetResult, Value], str]) -> Rows:
+def _grid(result: SetResult, format_value: Callable[[SetResult, Value], str]) -> Rows:
     """Return a line per row, with a column per cell."""
     by_row = {row: [value for value in result.values if value.row == row] for row in result.rows}
     head = ["", *(value.label for value in next(iter(by_row.values()), []))]
-    return [head, *([row, *(shown(result, value) for value in values)] for row, values in by_row.items())]
+    return [head, *([row, *(format_value(result, value) for value in values)] for row, values in by_row.items())]
 
 
 def _number(result: SetResult, value: float | None, std: float | None = None) -> str:
@@ -105,8 +105,8 @@ def _cell_rows(result: SetResult) -> Rows:
         seeds = f"{len(value.seeds)} of {value.wanted}"
         column = f" columns='{value.column}'" if value.column is not None and len(result.spec.columns) > 1 else ""
         command = f"mmrl table {result.name} rows='{value.row}'{column} scale={result.scale}"
-        more = [seeds, between, str(value.items or ""), paper, difference, agrees, command]
-        rows.append([value.row, value.label, mean, std, *more])
+        columns = [seeds, between, str(value.items or ""), paper, difference, agrees, command]
+        rows.append([value.row, value.label, mean, std, *columns])
     return rows
 
 
@@ -134,36 +134,36 @@ def _interval(ends: Interval | None) -> str:
 
 def _training_parts(result: SetResult, column: str) -> list[Part]:
     """Return the tables of the rows of a column that have begun: learning, each against each other, each seed, cost."""
-    if not (begun := result.begun_in(column)):
+    if not (runs_by_row := result.started_in(column)):
         return []
     parts = [learning_part(result, column)]
     title, where = parts[0].title, f"{column}: " if column else ""
-    done = [row for row, runs in begun.items() if any(run.finished and len(run.after) for run in runs)]
+    done = [row for row, runs in runs_by_row.items() if any(run.finished and len(run.after) for run in runs)]
     # Unfinished runs would be compared at different steps.
     if len(done) > 1:
         parts.append(Part(f"{title}, every pair", _pair_rows(result, column, done), AGAINST))
-    several = any(len(result.runs[row, column]) > 1 for row in begun)
-    parts.append(Part(f"{title}, every seed", _seed_rows(begun), folded=several))
-    parts.append(Part(f"{where}cost of a run" if where else "Cost of a run", _cost_rows(begun), COSTS))
+    several = any(len(result.runs[row, column]) > 1 for row in runs_by_row)
+    parts.append(Part(f"{title}, every seed", _seed_rows(runs_by_row), folded=several))
+    parts.append(Part(f"{where}cost of a run" if where else "Cost of a run", _cost_rows(runs_by_row), COSTS))
     return parts
 
 
 def learning_part(result: SetResult, column: str) -> Part:
     """Return the table of how the rows of a column that have begun learned."""
-    begun = result.begun_in(column)
-    first = next(iter(begun.values()))[0]
+    runs_by_row = result.started_in(column)
+    first = next(iter(runs_by_row.values()))[0]
     title = f"{f'{column}: ' if column else ''}{first.metric} on {first.overview.split}"
-    return Part(title, _summary_rows(result, column, begun), LEARNS)
+    return Part(title, _summary_rows(result, column, runs_by_row), LEARNS)
 
 
-def _summary_rows(result: SetResult, column: str, begun: Mapping[str, Sequence[Scored]]) -> Rows:
+def _summary_rows(result: SetResult, column: str, runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
     """Return a line per row: means over seeds, the range of the differences, behaviour before and after."""
-    known = [run for runs in begun.values() for run in runs]
-    listed = [b for b in BEHAVIOUR if any(behaviour_in(run.latest, b) is not None for run in known)]
+    all_runs = [run for runs in runs_by_row.values() for run in runs]
+    listed = [b for b in BEHAVIOUR if any(behaviour_in(run.latest, b) is not None for run in all_runs)]
     # The verdict first: a narrow screen shows the first columns, and the others by scrolling.
     head = ["row", "learns", "seeds", "before", "after", "difference", "lowest to highest seed", "time per run"]
     table = [[*head, *(behaviour.label for behaviour in listed)]]
-    for row, runs in begun.items():
+    for row, runs in runs_by_row.items():
         ended = [run for run in runs if run.finished]
         counted, wanted = ended or runs, len(result.runs[row, column])
         gains = [run.gain for run in counted if run.gain is not None]
@@ -187,8 +187,8 @@ def _summary_rows(result: SetResult, column: str, begun: Mapping[str, Sequence[S
     return table
 
 
-def _mean(values: Sequence[float], shown: Callable[[float], str] = fixed) -> str:
-    return shown(fmean(values)) if values else "-"
+def _mean(values: Sequence[float], format_value: Callable[[float], str] = fixed) -> str:
+    return format_value(fmean(values)) if values else "-"
 
 
 def _learns(runs: Sequence[Scored], wanted: int) -> str:
@@ -209,21 +209,21 @@ def _learns(runs: Sequence[Scored], wanted: int) -> str:
     return f"undecided ({len(decided)} of {max(LEAST_SEEDS, wanted)} seeds)"
 
 
-def _cost_rows(begun: Mapping[str, Sequence[Scored]]) -> Rows:
+def _cost_rows(runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
     """Return a line per row: the mean cost of its runs so far."""
-    means = pandas.DataFrame([pandas.DataFrame([run.costs for run in runs]).mean() for runs in begun.values()])
+    means = pandas.DataFrame([pandas.DataFrame([run.costs for run in runs]).mean() for runs in runs_by_row.values()])
     means = means.loc[:, means.any()]
     written = {"seconds": duration, "USD": "{:.2f}".format}
     rows = [["row", *("time" if name == "seconds" else str(name) for name in means)]]
-    for row, costs in zip(begun, means.to_dict("records"), strict=True):
+    for row, costs in zip(runs_by_row, means.to_dict("records"), strict=True):
         rows.append([row, *(written.get(str(name), short)(cost) if cost else "0" for name, cost in costs.items())])
     return rows
 
 
-def _seed_rows(begun: Mapping[str, Sequence[Scored]]) -> Rows:
+def _seed_rows(runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
     """Return a line per run: paired difference with its interval."""
     table = [["row", "seed", "items", "before", "after", "difference", "95 % interval", "time", "state"]]
-    for row, run in ((row, run) for row, runs in begun.items() for run in runs):
+    for row, run in ((row, run) for row, runs in runs_by_row.items() for run in runs):
         gain, start, overview = run.gain, values_of(run.before, run.metric), run.overview
         numbers = [str(len(start)), fixed(fmean(start)), "-", "-", "-"] if len(start) else ["-"] * 5
         if gain is not None:
@@ -239,12 +239,12 @@ def _pair_rows(result: SetResult, column: str, rows: Sequence[str]) -> Rows:
     """Return a line per pair: the better minus the other, with its interval."""
     table = [["pair", "items", "difference", "95 % interval"]]
     for first, second in combinations(rows, 2):
-        if (known := result.against(first, second, column)) is None:
+        if (difference := result.against(first, second, column)) is None:
             continue
-        ends = (known.low, known.high)
-        if known.difference < 0:
-            first, second, ends = second, first, (-known.high, -known.low)
-        table.append([f"{first} - {second}", str(known.n), signed(abs(known.difference)), _interval(ends)])
+        ends = (difference.low, difference.high)
+        if difference.difference < 0:
+            first, second, ends = second, first, (-difference.high, -difference.low)
+        table.append([f"{first} - {second}", str(difference.n), signed(abs(difference.difference)), _interval(ends)])
     return table
 
 
@@ -274,7 +274,7 @@ class SetPage:
         if result.spec.scores:
             parts.append(Part("Every cell", _cell_rows(result), folded=True))
         notes = [part.note for part in parts]
-        return [replace(part, note="" if part.note in notes[:place] else part.note) for place, part in enumerate(parts)]
+        return [replace(part, note="" if part.note in notes[:index] else part.note) for index, part in enumerate(parts)]
 
     @cached_property
     def figure(self) -> SetFigure | None:

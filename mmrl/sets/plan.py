@@ -33,14 +33,14 @@ class Planner:
     """Planner of a set's runs; each config is composed once, and each run exists once.
 
     Args:
-        typed: overrides of every run, as typed; an evaluation has those that it can take.
+        overrides: overrides of every run, as typed; an evaluation has those that it can take.
         folder: of the rows' runs, by their names; None: `RUNS`, by task, algorithm and digest.
     """
 
     spec: SetSpec
     scale: str
     compose: Compose
-    typed: Sequence[str]
+    overrides: Sequence[str]
     folder: Path | None = None
     runs: dict[Path, SetRun] = field(default_factory=dict)
     composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
@@ -65,11 +65,11 @@ class Planner:
             for row, column in pairs:
                 if seed not in of_row[row]:
                     continue
-                found: list[str] = []
-                with gathered(found):
+                cell_problems: list[str] = []
+                with gathered(cell_problems):
                     cells[row, column].append(self._run("eval" if spec.scores else "train", row, column, seed))
-                place = f"{row} on {column}" if len(spec.columns) > 1 else row
-                problems += [f"{place}: {problem}" for problem in found]
+                cell_name = f"{row} on {column}" if len(spec.columns) > 1 else row
+                problems += [f"{cell_name}: {problem}" for problem in cell_problems]
         if problems:
             raise ConfigError(dict.fromkeys(problems))
         queue = list(self.runs.values())
@@ -83,7 +83,7 @@ class Planner:
     def _run(self, command: Command, row: str, column: str, seed: int) -> SetRun:
         """Plan a run of a row, with the runs that it starts from."""
         method, after = self.spec.rows[row], None
-        words = words_of(self.spec, row, column, self.scale, command, self.typed)
+        words = words_of(self.spec, row, column, self.scale, command, self.overrides)
         identity: dict[str, object] = {}
         if command == "eval" and not method.policy:
             after = self._run("train", row, column, seed)
@@ -98,9 +98,9 @@ class Planner:
         if command == "train" and method.from_:
             after = self._run("train", method.from_, column, seed)
             identity = {"of": after.path.name}
-            here, there = (f"{run.model.name} ({run.model.path})" for run in (config, after.config))
-            if here != there:
-                raise ConfigError(f"model: got {here}, and {method.from_}, from which it starts, is {there}")
+            model, model_before = (f"{run.model.name} ({run.model.path})" for run in (config, after.config))
+            if model != model_before:
+                raise ConfigError(f"model: got {model}, and {method.from_}, from which it starts, is {model_before}")
             # Its own model and task: `from=` alone would take those of the run before with all of their settings.
             for group, name in (("model", config.model.name), ("task", config.task.name)):
                 if name in options(group) and not any(word.startswith(f"{group}=") for word in words):

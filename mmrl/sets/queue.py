@@ -112,10 +112,10 @@ class SetRun(Run):
             return words
         if self.command == "train":
             return [*words, f"from={self.after.path}"]
-        chosen = self.after.path
+        policy = self.after.path
         if self.checkpoint == "before_collapse":
-            chosen = before_collapse(chosen, self.after.metric)
-        return [*words, f"policy={chosen}"]
+            policy = before_collapse(policy, self.after.metric)
+        return [*words, f"policy={policy}"]
 
     def command_line(self) -> str:
         """Return the command that makes it, for a shell; or why its row's rule names no checkpoint yet."""
@@ -131,8 +131,8 @@ class SetRun(Run):
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
         # Of a run that was killed there is no error line: then its last words are the best hint.
         errors = [line for line in lines if line.startswith("error: ")] or [line for line in lines if line.strip()]
-        said = f", {errors[-1].strip()[:300]} (log: {self.log})" if errors else ""
-        return f"exit code {self.code}{said}"
+        message = f", {errors[-1].strip()[:300]} (log: {self.log})" if errors else ""
+        return f"exit code {self.code}{message}"
 
 
 def by_cell(runs: Sequence[SetRun]) -> dict[tuple[Command, str, str], list[SetRun]]:

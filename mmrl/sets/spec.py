@@ -68,10 +68,10 @@ class Layer(Words):
     mini: Words = Words()
     real: Words = Words()
 
-    def at(self, scale: str, command: Command) -> list[str]:
+    def words_at(self, scale: str, command: Command) -> list[str]:
         """Return the overrides of one command at one scale; scale "": those of every scale alone."""
-        further: Words = getattr(self, scale) if scale else Words()
-        return [*self.set, *getattr(self, command), *further.set, *getattr(further, command)]
+        scaled: Words = getattr(self, scale) if scale else Words()
+        return [*self.set, *getattr(self, command), *scaled.set, *getattr(scaled, command)]
 
 
 class Base(Layer):
@@ -201,13 +201,13 @@ class SetSpec(Base):
         """Return the cells that columns, scores, means and COLUMN/SCORE stand for; all for none."""
         if not names:
             return self.cells
-        chosen: dict[Cell, None] = {}
+        selected: dict[Cell, None] = {}
         for name in names:
             inner = self.selected(self.means[name]) if name in self.means else self.cells
             for cell in inner:
                 if name in self.means or name in (cell.column, cell.score, f"{cell.column}/{cell.score}"):
-                    chosen[cell] = None
-        return list(chosen)
+                    selected[cell] = None
+        return list(selected)
 
     def reported(self, row: str) -> dict[Cell | str, tuple[float, float | None]]:
         """Return the paper's values of a row with their standard deviations, by cell and by the name of a mean."""
@@ -236,8 +236,8 @@ class SetSpec(Base):
             *((f"claims.{n}.than", [claim.than], rows) for n, claim in enumerate(self.claims, 1)),
             *((f"claims.{n}.cells", claim.cells, [*cells, *self.means]) for n, claim in enumerate(self.claims, 1)),
         ]
-        for where, names, known in uses:
-            yield from (unknown(where, name, known) for name in names if name not in known)
+        for where, names, declared in uses:
+            yield from (unknown(where, name, declared) for name in names if name not in declared)
         twice = [name for name in dict.fromkeys(every) if every.count(name) > 1]
         yield from (f"columns, scores, means: {name} is the name of two of them" for name in twice)
 

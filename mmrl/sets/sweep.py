@@ -35,7 +35,7 @@ Drive = Callable[[Job], None]
 
 def sweep(
     configs: Sequence[StageConfig | StagedCommandConfig],
-    typed: Collection[str],
+    user_keys: Collection[str],
     command: Sequence[str],
     drive: Drive,
     *,
@@ -49,7 +49,7 @@ def sweep(
 
     Args:
         configs: of the jobs, or, where `searched`, some that lie within what the sweeper will try.
-        typed: keys that the user set.
+        user_keys: keys that the user set.
         command: what was typed.
         drive: the sweeper.
         searched: the sweeper chooses the jobs' values as it goes (optuna), so their number is not known here.
@@ -61,7 +61,7 @@ def sweep(
     # Directories of an earlier start of the same sweep are not empty, which `check_all` would refuse; and of a search
     # the configs stand for values that are not known yet.
     apart = searched or len(folders) == len(configs)
-    check_all([config.in_folder(None) for config in configs] if apart else configs, typed)
+    check_all([config.in_folder(None) for config in configs] if apart else configs, user_keys)
     problems: list[str] = []
     for folder, config in ({} if searched else folders).items():
         with gathered(problems):
@@ -95,13 +95,13 @@ def _results(folder: Path) -> list[JsonObject]:
 def _show(folders: Sequence[Path]) -> None:
     """Print the runs side by side, those of them that lie on this machine."""
     runs = dict.fromkeys(run for folder in folders for run in rows_of(folder) or [folder])
-    here = [run for run in runs if (run / "config.yaml").is_file()]
-    if len(here) < 2:
+    present = [run for run in runs if (run / "config.yaml").is_file()]
+    if len(present) < 2:
         return
     try:
-        result = found_set("sweep", here)
+        result = found_set("sweep", present)
         # Without the differences of all pairs: a search has many runs.
-        for part in (learning_part(result, column) for column in result.columns if result.begun_in(column)):
+        for part in (learning_part(result, column) for column in result.columns if result.started_in(column)):
             print(f"\n{part.title}\n{align(part.rows)}")
         print()
     # All runs have ended by now; which of them cannot be read is printed, and the exit code stays theirs.
@@ -111,7 +111,7 @@ def _show(folders: Sequence[Path]) -> None:
 
 def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: Build) -> float | None:
     """Run a job of a sweep, in this process or in one that a launcher has started. Returns its main metric."""
-    folder, made = "", False
+    folder, created = "", False
     try:
         config = build()
         name = f"algo={config.algo.name} task={config.task.name} seed={config.seed}"
@@ -121,7 +121,7 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: B
             state = job_state(Path(folder), config)
         elif launched() is None:  # else the main process of several makes it
             folder = run_folder(None, config.task.name, config.algo.name, suffix=f"_s{config.seed}")
-            config, made = config.in_folder(folder), True
+            config, created = config.in_folder(folder), True
         if state == "finished":
             print(f"finished before, kept: {folder}")
             code = 0
@@ -130,7 +130,7 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: B
     except MmrlError as error:
         print_error(error)
         code = error.exit_code
-    if made and not any(Path(folder).iterdir()):  # refused before it wrote anything
+    if created and not any(Path(folder).iterdir()):  # refused before it wrote anything
         Path(folder).rmdir()
     # A name of its own for each job: launchers run them at the same time, on machines that share this folder.
     (results / uuid4().hex).write_text(json.dumps({"code": code, "folder": folder and str(Path(folder).absolute())}))
@@ -152,11 +152,11 @@ def job_state(path: Path, config: RootConfig) -> State:
     changes = config_changes(RunDir.read(path).config, config.model_dump(mode="json"))
     # What depends on the machine does not count.
     different = [
-        f"{key}={there} (requested: {here})"
-        for key, (there, here) in changes.items()
+        f"{key}={stored} (requested: {requested})"
+        for key, (stored, requested) in changes.items()
         if not key.startswith("hardware.")
-        and not (key == "engine.name" and here == "auto")
-        and not (key == "model.path" and FETCHED.get(str(there)) == here)
+        and not (key == "engine.name" and requested == "auto")
+        and not (key == "model.path" and FETCHED.get(str(stored)) == requested)
     ]
     if different:
         raise ConfigError(

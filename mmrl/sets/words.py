@@ -35,9 +35,9 @@ def read_set(name: str, config_dir: str | None = None) -> SetSpec:
     content = read_yaml(path)
     if isinstance(content, dict) and isinstance(base := content.get("base"), str):
         content["base"] = read_yaml(_file_of(base, f"{FOLDER}/base", config_dir))
-    spec, known = _validated(content, path), options("algo", config_dir)
+    spec, declared = _validated(content, path), options("algo", config_dir)
     of_algos = (("algos", spec.algos), ("base.algos", spec.base.algos))
-    if problems := [unknown(key, algo, known) for key, algos in of_algos for algo in algos if algo not in known]:
+    if problems := [unknown(key, algo, declared) for key, algos in of_algos for algo in algos if algo not in declared]:
         raise ConfigError(f"{path}: {problem}" for problem in problems)
     return spec
 
@@ -64,30 +64,31 @@ def scales_of(spec: SetSpec) -> list[str]:
     layers: list[Layer] = [spec.base]
     if "base" not in spec.model_fields_set:
         layers = [spec, *spec.rows.values(), *spec.columns.values()]
-    further = {scale: [getattr(layer, scale) for layer in layers] for scale in SCALES}
-    return [scale for scale in SCALES if any(words.set or words.train for words in further[scale])] or [""]
+    scaled = {scale: [getattr(layer, scale) for layer in layers] for scale in SCALES}
+    return [scale for scale in SCALES if any(words.set or words.train for words in scaled[scale])] or [""]
 
 
 def words_of(
-    spec: SetSpec, row: str, column: str, scale: str, command: Command, typed: Sequence[str] = ()
+    spec: SetSpec, row: str, column: str, scale: str, command: Command, overrides: Sequence[str] = ()
 ) -> list[str]:
     """Return the overrides of one run of a cell, each key once; later ones win.
 
-    In turn: of base, set, algorithm, column, the column's cell, the row, and `typed` ones; an evaluation has those that
-    it can take.
+    In turn: of base, set, algorithm, column, its cell, row, and `overrides`; an evaluation has those that it can
+    take.
     """
-    method, place = spec.rows[row], spec.columns[column]
-    shared = [*spec.base.at(scale, command), *spec.at(scale, command)]
-    placed = [*place.at(scale, command), *place.cells.get(row, Layer()).at(scale, command)]
-    own = method.at(scale, command)
+    method, task = spec.rows[row], spec.columns[column]
+    shared = [*spec.base.words_at(scale, command), *spec.words_at(scale, command)]
+    column_words = [*task.words_at(scale, command), *task.cells.get(row, Layer()).words_at(scale, command)]
+    row_words = method.words_at(scale, command)
     # An evaluation has no algorithm.
-    algo = next((word.partition("=")[2] for word in reversed([*shared, *placed, *own]) if word.startswith("algo=")), "")
-    of_algo = [word for base in (spec.base, spec) for word in base.algos.get(algo, Layer()).at(scale, command)]
+    every = [*shared, *column_words, *row_words]
+    algo = next((word.partition("=")[2] for word in reversed(every) if word.startswith("algo=")), "")
+    of_algo = [word for base in (spec.base, spec) for word in base.algos.get(algo, Layer()).words_at(scale, command)]
     # Before the row: what a row says for itself holds, whatever its algorithm.
-    words = [word for word in [*shared, *of_algo, *placed] if not is_below(word, method.without)] + own
+    words = [word for word in [*shared, *of_algo, *column_words] if not is_below(word, method.without)] + row_words
     if command == "eval" and method.policy:
         words.append(f"policy={method.policy}")
-    words += typed
+    words += overrides
     return later_wins(word for word in words if command == "train" or not is_below(word, TRAINING_ALONE))
 
 
