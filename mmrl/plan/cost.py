@@ -105,9 +105,9 @@ def measured_cpu(threads: int) -> Device:
     # A generator of its own: a run that is about to begin keeps the state of the global one.
     draws = torch.Generator()
     try:
-        left, right = (torch.randn(512, 512, generator=draws) for _ in range(2))
+        first, second = (torch.randn(512, 512, generator=draws) for _ in range(2))
         block = torch.zeros(8_000_000)
-        product = min(timeit.repeat(lambda: left @ right, number=1, repeat=20))
+        product = min(timeit.repeat(lambda: first @ second, number=1, repeat=20))
         copy = min(timeit.repeat(block.clone, number=1, repeat=8))
     finally:
         torch.set_num_threads(before)
@@ -271,11 +271,11 @@ def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, wide: 
 
     # The same rule as `trainer.packing`, from the device's memory instead of what happens to be free here.
     cpu, width = device.name == "cpu", computing_width(config)
-    share, most = (CPU_SHARE, CPU_TOKENS) if cpu else (GPU_SHARE, GPU_TOKENS)
+    share, limit = (CPU_SHARE, CPU_TOKENS) if cpu else (GPU_SHARE, GPU_TOKENS)
     layer = width * (12 * shape.hidden + 4 * shape.intermediate)
     checkpointed = layer + shape.layers * width * shape.hidden
     per_token = checkpointed if config.model.gradient_checkpointing else shape.layers * layer
-    budget = max(LEAST_TOKENS, min(most, int(share * device.memory / per_token) // LEAST_TOKENS * LEAST_TOKENS))
+    budget = max(LEAST_TOKENS, min(limit, int(share * device.memory / per_token) // LEAST_TOKENS * LEAST_TOKENS))
     return WIDER_ON_CPU * budget if wide and cpu else budget
 
 

@@ -213,8 +213,8 @@ class Plan:
     def _evaluating(self) -> str:
         counted = self.evaluations()
         if counted is None:
-            whole = " of the whole split" if self.items is None else ""
-            return f"{self.evaluation_times} evaluations{whole} not counted{' (eval.items)' if whole else ''}"
+            extent = " of the whole split" if self.items is None else ""
+            return f"{self.evaluation_times} evaluations{extent} not counted{' (eval.items)' if extent else ''}"
         if not counted.seconds:
             return f"{counted.times} evaluations by a server or endpoints not counted"
         return f"with {counted.times} evaluations of {counted.rollouts:,} rollouts, {duration(counted.seconds)} each"

@@ -126,9 +126,9 @@ def lengths_of(config: RootConfig, modules: Sequence[str], overrides: Mapping[st
     if strange := [name for name in overrides if name not in modules]:
         raise ConfigError(f"lengths: no module {', '.join(strange)}; expected some of {', '.join(modules)}")
     # A guess is marked as one (`undeclared`): by the task's limits, which bound a completion and not a prompt.
-    known = {**DECLARED.get(config.task.name, {}), **overrides}
+    lengths = {**DECLARED.get(config.task.name, {}), **overrides}
     guess = Lengths(prompt=1000, completion=config.task.max_tokens)
-    return {module: known.get(module, guess) for module in modules}
+    return {module: lengths.get(module, guess) for module in modules}
 
 
 def parse_lengths(text: str) -> dict[str, Lengths]:
@@ -174,9 +174,9 @@ def _trees(
             trained = module in in_loss and (config.algo.name != "mhgpo_is" or tree.fork_name == module)
             loads[module] += path_load(size, float(grown), float(prompts), trained)
             # Played again with the replies of a module exchanged: what comes after that module is sampled anew.
-            again = branches * sum(name in modules[:index] for name in tree.exchange.modules) if tree.exchange else 0
-            if again:
-                loads[module] += path_load(size, float(again), float(again), False)
+            replays = branches * sum(name in modules[:index] for name in tree.exchange.modules) if tree.exchange else 0
+            if replays:
+                loads[module] += path_load(size, float(replays), float(replays), False)
     return loads
 
 

@@ -97,14 +97,14 @@ class Alarm:
     """The symptom and what to try."""
 
 
-def alarms(history: History, thresholds: Thresholds | None = None, more: Sequence[AlarmRule] = ()) -> list[Alarm]:
+def alarms(history: History, thresholds: Thresholds | None = None, extra: Sequence[AlarmRule] = ()) -> list[Alarm]:
     """Return all alarms of a run in order of their first step; those still on have `until=None`.
 
     Args:
-        more: further rules than `rules`.
+        extra: further rules than `rules`.
     """
     limits = thresholds or Thresholds()
-    table = (*rules(history, limits), *more)
+    table = (*rules(history, limits), *extra)
     raised = [alarm for rule in table for key in rule.keys for alarm in _rung(rule, key, history, limits)]
     raised += [alarm for key in MUST_BE_FINITE for alarm in _not_finite(history, key)]
     return sorted(_with_causes(raised, history, limits), key=lambda alarm: (alarm.step, alarm.name, alarm.key))
@@ -162,7 +162,7 @@ class AlarmRule:
     criterion: Criterion
     advice: str = ""
     """Name of its sentence in the table of advice; empty: `name`."""
-    what: str | None = None
+    subject: str | None = None
     """Name in the sentence; None: the last part of the key."""
     early: bool = False
     """Rings before there are `window` steps, too, where it holds for nearly all rollouts."""
@@ -187,12 +187,12 @@ def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
         # Rollouts and their scores.
         AlarmRule("failures", ["rollouts/failed_share"], above(limits.failed_share), early=True),
         *(
-            AlarmRule(FAILURES[kind], [f"{FAILED}{kind}"], above(limits.failed_share), what="", early=True)
+            AlarmRule(FAILURES[kind], [f"{FAILED}{kind}"], above(limits.failed_share), subject="", early=True)
             for kind in sorted(MODEL_CAUSED & FAILURES.keys())
         ),
         AlarmRule("never_parses", [f"{FAILED}parse"], at_least(limits.all_failed), "unparsed_rollouts", early=True),
         AlarmRule("judge_unreadable", ["task/judge_fallback"], above(limits.judge_fallback)),
-        AlarmRule("empty_searches", ["task/empty_searches"], above(limits.empty_searches), what="search"),
+        AlarmRule("empty_searches", ["task/empty_searches"], above(limits.empty_searches), subject="search"),
         AlarmRule("answers_growing", ["task/answer_words"], _above_first(limits.answer_growth, limits.answer_words)),
         AlarmRule("many_candidates", ["task/answer_candidates"], above(limits.candidates)),
         AlarmRule(
@@ -272,8 +272,8 @@ def _exploded(limits: Thresholds) -> Criterion:
         before = np.concatenate([np.full(min(lag, len(means)), np.inf), means])[: len(means)]
         starts = (means > limits.kl_growth * before) | (means > 10 * limits.kl)
         rings = np.zeros(len(means), dtype=bool)
-        for at, mean in enumerate(means):
-            rings[at] = mean > limits.kl and bool(starts[at] or (at > 0 and rings[at - 1]))
+        for index, mean in enumerate(means):
+            rings[index] = mean > limits.kl and bool(starts[index] or (index > 0 and rings[index - 1]))
         return rings, np.full_like(means, means[0])
 
     return criterion
@@ -292,9 +292,9 @@ def _rung(rule: AlarmRule, key: str, history: History, limits: Thresholds) -> li
         return []
     rings, reference = rule.criterion(means)
     rings[:first] &= means[:first] >= limits.all_failed
-    advice, what = ADVICE[rule.advice or rule.name], key.rpartition("/")[2] if rule.what is None else rule.what
+    advice, subject = ADVICE[rule.advice or rule.name], key.rpartition("/")[2] if rule.subject is None else rule.subject
     return _stretches(
-        rule.name, key, steps, rings, lambda at: advice.text(float(means[at]), float(reference[at]), what)
+        rule.name, key, steps, rings, lambda index: advice.text(float(means[index]), float(reference[index]), subject)
     )
 
 
@@ -303,8 +303,8 @@ def _not_finite(history: History, key: str) -> list[Alarm]:
     records = [record for record in history if isinstance(record.get(key, ""), float | None)]
     rings = np.array([number(record[key]) is None for record in records], dtype=bool)
     steps = np.array([record["step"] for record in records], dtype=np.int64)
-    message = ADVICE["not_finite"].text(what=f"{key} is NaN or infinite")
-    return _stretches("not_finite", key, steps, rings, lambda at: message)
+    message = ADVICE["not_finite"].text(subject=f"{key} is NaN or infinite")
+    return _stretches("not_finite", key, steps, rings, lambda index: message)
 
 
 def module_keys(history: Iterable[Metrics], facts: tuple[str, ...]) -> list[str]:
@@ -315,12 +315,12 @@ def module_keys(history: Iterable[Metrics], facts: tuple[str, ...]) -> list[str]
 
 def _stretches(name: str, key: str, steps: np.ndarray, rings: np.ndarray, message: Callable[[int], str]) -> list[Alarm]:
     """Return an alarm per maximal run of True in `rings`; `message(index)` is its text at a position of the curve."""
-    found = []
-    for on, group in groupby(range(len(rings)), key=lambda at: bool(rings[at])):
+    stretches = []
+    for on, group in groupby(range(len(rings)), key=lambda index: bool(rings[index])):
         if on:
-            places = list(group)
-            still = places[-1] == len(rings) - 1
-            until = None if still else int(steps[places[-1]])
-            text = message(places[-1 if still else 0])
-            found.append(Alarm(name=name, key=key, step=int(steps[places[0]]), until=until, message=text))
-    return found
+            indices = list(group)
+            still = indices[-1] == len(rings) - 1
+            until = None if still else int(steps[indices[-1]])
+            text = message(indices[-1 if still else 0])
+            stretches.append(Alarm(name=name, key=key, step=int(steps[indices[0]]), until=until, message=text))
+    return stretches

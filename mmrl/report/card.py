@@ -81,7 +81,7 @@ def model_card(overview: Overview, facts: CardFacts) -> str:
             facts=facts,
             front=_front_matter(overview, facts).to_yaml(),
             base=str(overview.get("model.path", "?")),
-            how=_how(str(overview.get("algo.name", "?"))),
+            how=_method_text(str(overview.get("algo.name", "?"))),
             compared=before_after_rows(compared),
             count=next((difference.n for difference in compared.values()), 0),
             evaluated=sorted(evaluated),
@@ -110,7 +110,7 @@ def checkpoint_card(config: JsonObject, step: int) -> str:
     """
     model, task, algo = (config.get(section) or {} for section in ("model", "task", "algo"))
     base, algorithm = str(model.get("path", "")), str(algo.get("name", ""))
-    how = f" {_how(algorithm)} on the task `{task.get('name')}`" if algorithm else ""
+    how = f" {_method_text(algorithm)} on the task `{task.get('name')}`" if algorithm else ""
     named = f"`{shown_path(FETCHED.get(base, base))}`" if base else "a model"
     return (
         f"---\n{_head(base, algorithm, adapter=bool(model.get('lora'))).to_yaml()}\n---\n\n# Step {step}\n\n{named}, "
@@ -149,7 +149,7 @@ def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
     )
 
 
-def _head(base: str, algorithm: str, *, adapter: bool, **more: Any) -> ModelCardData:
+def _head(base: str, algorithm: str, *, adapter: bool, **fields: Any) -> ModelCardData:
     from huggingface_hub import ModelCardData
 
     kind = ["supervised"] if algorithm == SFT else ["reinforcement-learning"]
@@ -157,12 +157,12 @@ def _head(base: str, algorithm: str, *, adapter: bool, **more: Any) -> ModelCard
     on_hub = FETCHED.get(base, base)
     # The hub takes names of its own alone here, so a folder's is left out.
     if on_hub and is_hub_id(on_hub):
-        more |= {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
+        fields |= {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
     return ModelCardData(
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=[tag for tag in ("mmrl", *kind, algorithm, *paper) if tag],
-        **more,
+        **fields,
     )
 
 
@@ -180,7 +180,7 @@ def shown_path(text: str) -> str:
     return f"{key}{equals}{Path(path).name}" if local else text
 
 
-def _how(algorithm: str) -> str:
+def _method_text(algorithm: str) -> str:
     """Describe how the weights were trained."""
     if algorithm == SFT:
         return f"by supervised training (`{SFT}`)"
@@ -226,7 +226,7 @@ def snippets(
         "weights": weights,
         "lora": Path(weights).name,
         "base": located(base) if base in SHIPPED or base in FETCHED else base,
-        "rank": None if rank is None else next((known for known in RANKS if known >= rank), rank),
+        "rank": None if rank is None else next((supported for supported in RANKS if supported >= rank), rank),
         # Whole models of several modules are served one at a time.
         "policy": weights if names and not modules else str(folder),
         "served": f"policy/{modules[0]}" if modules else "policy",

@@ -136,20 +136,20 @@ def _draw(axes: Axes, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], marke
     """Draw steps and values of each curve so that none hides another, and a legend of several."""
     span = max(float(np.ptp(np.concatenate([values for _, values in curves.values()]))), 1e-12)
     drawn: list[np.ndarray] = []
-    for place, (name, (steps, values)) in enumerate(curves.items()):
+    for index, (name, (steps, values)) in enumerate(curves.items()):
         # The first lies on top, and one below it that agrees with it is wider.
         alike = sum(len(other) == len(values) and abs(other - values).max() < 0.02 * span for other in drawn)
         drawn.append(values)
         axes.plot(
             steps,
             values,
-            color=LINES[place % len(LINES)],
-            linestyle="-" if markers else DASHES[place // len(LINES) % len(DASHES)],
-            marker=markers[place] if markers else _point(values),
+            color=LINES[index % len(LINES)],
+            linestyle="-" if markers else DASHES[index // len(LINES) % len(DASHES)],
+            marker=markers[index] if markers else _point(values),
             label=_label(name),
             linewidth=1.6 + 2.4 * alike,
             markersize=5 + 3 * alike,
-            zorder=3 - 0.01 * place,
+            zorder=3 - 0.01 * index,
         )
     if markers or len(curves) > 1:
         _legend(axes)
@@ -241,8 +241,8 @@ def bare_svg(svg: str, title: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     # Ids of groups repeat from figure to figure; only those that something refers to stay.
-    used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', svg))
-    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in used else "", svg)
+    referenced = set(re.findall(r'(?:url\(#|href="#)([^")]+)', svg))
+    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in referenced else "", svg)
     # Size by the view box alone, so that it fills its column.
     svg = re.sub(r'(<svg[^>]*?) width="[^"]+" height="[^"]+"', r"\1", svg, count=1)
     # The family comes from the page; matplotlib's may not be installed there.

@@ -50,7 +50,7 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
         ConfigError: no such example.
     """
     with damage_named(path):
-        overview, width = Overview.of(RunDir.read(path)), shutil.get_terminal_size((100, 24)).columns
+        overview, width = Overview.from_run(RunDir.read(path)), shutil.get_terminal_size((100, 24)).columns
         if example is not None:
             return example_text(overview, example, step, width)
         if step is not None:
@@ -77,7 +77,7 @@ def overview_text(overview: Overview, width: int = 100) -> str:
         table = align(module_rows(overview.training, facts), width=width)
         parts.append(f"modules, step {first} → step {last}\n{table}")
     parts += [alarm_text(overview.alarms, width), fill(overview.unscored, max(width, 40))]
-    parts += [prompts_text(overview.run.path, width), _further(overview)]
+    parts += [prompts_text(overview.run.path, width), _paths_and_commands(overview)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -128,7 +128,7 @@ def finish(
         before, after: per-item results on `eval.split`, with `id` and `metrics`, compared as `eval.*` says.
         seconds: wall-clock time of this process's part of the run.
     """
-    overview = Overview.of(run)
+    overview = Overview.from_run(run)
     seed, split = overview.get("seed"), overview.split
     differences = compare_items(before, after, seed, overview.get("eval.bootstrap"), main_metric)
     if ends := [segment["done"] for segment in run.segments]:
@@ -153,18 +153,18 @@ def finish(
             "what": overview.kind,
         }
     )
-    overview = Overview.of(run)
+    overview = Overview.from_run(run)
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)  # wider paragraphs are hard to read
     trouble = _write_report(overview)
     parts = [
-        f"{overview.name}: {overview.done} steps of {overview.what} in {duration(seconds)}",
+        f"{overview.name}: {overview.done} steps of {overview.description} in {duration(seconds)}",
         _kind_text(overview, width),
         before_after_table(differences, split, width),
         _curve_text(overview),
         _failures_text({"before": before, "after": after}),
         alarm_text(overview.alarms, width),
         fill(overview.unscored, max(width, 40)),
-        _further(overview, trouble),
+        _paths_and_commands(overview, trouble),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -174,9 +174,9 @@ def _failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
     lines = []
     for when, items in evaluations.items():
         share = sum(item.get("failed_share", 0.0) for item in items) / max(len(items), 1)
-        how = failed_how(kind for item in items for kind in item.get("errors", ()) if kind not in MODEL_CAUSED)
+        causes = failed_how(kind for item in items for kind in item.get("errors", ()) if kind not in MODEL_CAUSED)
         if share:
-            lines.append(f"evaluation {when} training: {share:.1%} of the rollouts failed {how} and count as 0")
+            lines.append(f"evaluation {when} training: {share:.1%} of the rollouts failed {causes} and count as 0")
     return "\n".join(lines)
 
 
@@ -191,7 +191,7 @@ def _write_report(overview: Overview) -> str:
     return ""
 
 
-def _further(overview: Overview, trouble: str = "") -> str:
+def _paths_and_commands(overview: Overview, trouble: str = "") -> str:
     """Return the paths of everything, and the commands to look further."""
     path, steps, report = overview.run.path, overview.run.journal_steps(), overview.run.report_path
     rows = {"run directory": str(path), "report": trouble or (str(report) if report.is_file() else "not yet")}

@@ -103,8 +103,8 @@ class Finding:
 
     def text(self) -> str:
         """Return the finding as one line."""
-        place = f"{_middle(self.key)}: " if self.key.startswith("module/") else ""
-        return f"{'useless' if self.useless else 'warning'}: {self.name}: {place}{self.message}"
+        location = f"{_middle(self.key)}: " if self.key.startswith("module/") else ""
+        return f"{'useless' if self.useless else 'warning'}: {self.name}: {location}{self.message}"
 
 
 def _middle(key: str) -> str:
@@ -114,7 +114,7 @@ def _middle(key: str) -> str:
 
 def find(played: Played) -> list[Finding]:
     """Return the findings of a played step, those first that make training useless."""
-    raised = alarms([{"step": 0, **played.metrics}], ALARMS, more=tuple(_rules(played)))
+    raised = alarms([{"step": 0, **played.metrics}], ALARMS, extra=tuple(_rules(played)))
     names = {alarm.name for alarm in raised}
     # Each kind of failure has a sentence of its own here.
     explained = {"failures"}
@@ -130,9 +130,9 @@ def find(played: Played) -> list[Finding]:
         explained.add("gold_not_found")
     findings = []
     for name in sorted(names - explained):
-        found = [alarm for alarm in raised if alarm.name == name]
-        of_modules = [alarm for alarm in found if alarm.key.startswith("module/")]
-        for alarm in of_modules or found[:1]:
+        named = [alarm for alarm in raised if alarm.name == name]
+        of_modules = [alarm for alarm in named if alarm.key.startswith("module/")]
+        for alarm in of_modules or named[:1]:
             message = alarm.message + _sample(alarm, played)
             useless = _useless(alarm, played, constant)
             findings.append(Finding(name=name, key=alarm.key, useless=useless, message=message))
@@ -174,12 +174,12 @@ def _rules(played: Played) -> Iterator[AlarmRule]:
     metrics, records = played.metrics, [played.metrics]
     for kind in FAILURES.keys() - MODEL_CAUSED:
         name = "endpoint_faults" if kind == "engine" and played.endpoints else FAILURES[kind]
-        yield AlarmRule(name, [f"{FAILED}{kind}"], above(0.0), what=_quoted(played.failed.get(kind, "")))
+        yield AlarmRule(name, [f"{FAILED}{kind}"], above(0.0), subject=_quoted(played.failed.get(kind, "")))
     never = ALARMS.never_valid
     parsed = module_keys(records, ("format_rate",))
     yield AlarmRule("seldom_parses", parsed, lambda means: ((means > never) & (means < SELDOM), means))
     cut = module_keys(records, ("finish_length_share",))
-    yield AlarmRule("cut", cut, at_least(CUT), what=f"task.max_tokens={played.max_tokens}")
+    yield AlarmRule("cut", cut, at_least(CUT), subject=f"task.max_tokens={played.max_tokens}")
     if (context := played.max_context) is not None:
         longest = module_keys(records, ("prompt_max",))
         room = context - played.max_tokens
@@ -190,15 +190,15 @@ def _rules(played: Played) -> Iterator[AlarmRule]:
         if key.endswith("/share") and share >= SLOW_SHARE:
             tool = _middle(key)
             name = "slow_metric" if tool == "reward" else "slow_tool"
-            yield AlarmRule(name, [f"tool/{tool}/seconds"], _slow(share), what=tool)
+            yield AlarmRule(name, [f"tool/{tool}/seconds"], _slow(share), subject=tool)
         if key.endswith("/empty"):
-            yield AlarmRule("empty_searches", [key], above(ALARMS.empty_searches), what=_middle(key))
+            yield AlarmRule("empty_searches", [key], above(ALARMS.empty_searches), subject=_middle(key))
     yield AlarmRule("endpoint_retries", ["endpoint/retried"], above(RETRIES))
     yield AlarmRule("no_gold", ["corpus/coverage"], lambda means: (means < COVERAGE, means))
     yield AlarmRule("gold_not_found", ["task/gold_retrieved"], lambda means: (means == 0, means))
     if played.unpacked:
-        what = played.unpacked.rpartition("; ")[0] or played.unpacked
-        yield AlarmRule("packing", ["rollouts/count"], at_least(0.0), what=what)
+        subject = played.unpacked.rpartition("; ")[0] or played.unpacked
+        yield AlarmRule("packing", ["rollouts/count"], at_least(0.0), subject=subject)
 
 
 def _slow(share: float) -> Criterion:
@@ -233,7 +233,7 @@ def report(played: Played, findings: Sequence[Finding]) -> str:
     blocks = [
         f"{played.title}: {rollouts:.0f} rollouts of {played.examples} examples in {played.seconds:.1f} s{room}",
         align(_table(metrics)),
-        "\n".join([spread, *_others(metrics)]),
+        "\n".join([spread, *_details(metrics)]),
         "\n".join([*(finding.text() for finding in findings), verdict(findings)]),
     ]
     return "\n\n".join(blocks)
@@ -246,7 +246,7 @@ def _table(metrics: Mapping[str, float]) -> list[list[str]]:
     return [["module", *TABLE.values()], *rows]
 
 
-def _others(metrics: Mapping[str, float]) -> list[str]:
+def _details(metrics: Mapping[str, float]) -> list[str]:
     tools = [_middle(key) for key in metrics if key.endswith("/seconds")]
     lines = [
         f"{'' if tool == 'reward' else 'tool '}{tool}: {metrics[f'tool/{tool}/calls']:.0f} calls of "

@@ -178,24 +178,24 @@ def _read(raw: Any, source: str) -> Forest:
 
 
 def _refuse(problems: Iterable[str], source: str) -> None:
-    if told := [f"{source}: {problem}" for problem in problems]:
-        raise DataError(told)
+    if sentences := [f"{source}: {problem}" for problem in problems]:
+        raise DataError(sentences)
 
 
 def _refused(error: ValidationError, raw: Any) -> Iterable[str]:
     """Return a sentence per field that pydantic refuses; several wrong elements of a list are one problem."""
     problems: dict[tuple[object, ...], str] = {}
     for item in error.errors(include_url=False):
-        where, place = "", item["loc"]
-        if len(place) > 1 and place[0] in ("calls", "rollouts"):
-            record = raw[place[0]][place[1]]
+        where, loc = "", item["loc"]
+        if len(loc) > 1 and loc[0] in ("calls", "rollouts"):
+            record = raw[loc[0]][loc[1]]
             name = record.get("id") if isinstance(record, dict) else getattr(record, "id", None)
-            where = f"{str(place[0])[:-1]} {name!r}: " if isinstance(name, str) else f"{place[0]}[{place[1]}]: "
-            place = place[2:]
-        path = where + f"{'.'.join(map(str, place))}: " * bool(place)
+            where = f"{str(loc[0])[:-1]} {name!r}: " if isinstance(name, str) else f"{loc[0]}[{loc[1]}]: "
+            loc = loc[2:]
+        path = where + f"{'.'.join(map(str, loc))}: " * bool(loc)
         message = item["msg"].removeprefix("Value error, ")
-        said = "missing" if item["type"] == "missing" else f"got {item['input']!r}, {message[0].lower()}{message[1:]}"
-        problems.setdefault((where, *place[:1]), f"{path}{said}")
+        fault = "missing" if item["type"] == "missing" else f"got {item['input']!r}, {message[0].lower()}{message[1:]}"
+        problems.setdefault((where, *loc[:1]), f"{path}{fault}")
     return problems.values()
 
 
@@ -288,8 +288,8 @@ def _paths(forest: Forest) -> Iterator[str]:
     counts: dict[str, dict[str, int]] = {}
     for call in forest.calls.values():
         earlier = dict(counts[call.parent]) if call.parent is not None else {}
-        if call.parent is not None and (above := forest.calls[call.parent].example) != call.example:
-            yield f"call '{call.id}': example: got '{call.example}', its parent has '{above}'"
+        if call.parent is not None and (parent_example := forest.calls[call.parent].example) != call.example:
+            yield f"call '{call.id}': example: got '{call.example}', its parent has '{parent_example}'"
         if call.invocation != (expected := earlier.get(call.module, 0)):
             yield (
                 f"call '{call.id}': invocation: got {call.invocation}, its path has {expected} earlier calls of "

@@ -32,7 +32,7 @@ def run_facts(overview: Overview) -> list[str]:
     """Return the algorithm, task and model, how far the run is, and what it has cost."""
     steps = [] if overview.evaluates else [f"{overview.done}{f' of {overview.total}' if overview.total else ''} steps"]
     seconds = number(overview.summary.get("seconds"))
-    return [overview.what, *steps, *([] if seconds is None else [duration(seconds)]), overview.state]
+    return [overview.description, *steps, *([] if seconds is None else [duration(seconds)]), overview.state]
 
 
 def evaluation_text(overview: Overview, width: int) -> str:
@@ -47,8 +47,8 @@ def evaluation_text(overview: Overview, width: int) -> str:
     parts.append(facts_table(overview.summary.get("facts") or {}))
     parts.append(_items_text(items, width, worst=WORST))
     example = clean(items[0]["id"])
-    further = [f"all items:        mmrl show {overview.run.path} step={step}"] if len(items) > WORST else []
-    parts.append("\n".join([*further, f"one item's calls: mmrl show {overview.run.path} example='{example}'"]))
+    commands = [f"all items:        mmrl show {overview.run.path} step={step}"] if len(items) > WORST else []
+    parts.append("\n".join([*commands, f"one item's calls: mmrl show {overview.run.path} example='{example}'"]))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -92,7 +92,7 @@ def _items_text(items: Sequence[Item], width: int, worst: int | None = None) -> 
 def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> Rows:
     """Return a row for each named item; how it failed where one has, and how many parse failures its program caught."""
     kinds = [Counter(map(clean, item.get("errors") or ())) for item in items.values()]
-    failed = [", ".join(f"{kind} {count}" if count > 1 else kind for kind, count in of.items()) for of in kinds]
+    failed = [", ".join(f"{kind} {count}" if count > 1 else kind for kind, count in counts.items()) for counts in kinds]
     caught = [str(item.get("caught_parse", "")) for item in items.values()]
     columns = {title: cells for title, cells in (("failed", failed), (CAUGHT, caught)) if any(cells)}
     rows = [[head, *names, *columns, "a prediction"]]
@@ -112,7 +112,7 @@ def step_text(overview: Overview, step: int, width: int) -> str:
     training = run.journal_path(step).is_file()
     if training:
         parts.append(_examples_table(run, read_step(run, step)[0], step, width))
-    evaluated = {split: items for (split, at), items in _evaluated(overview).items() if at == step}
+    evaluated = {split: items for (split, after), items in _evaluated(overview).items() if after == step}
     for split, items in evaluated.items():
         when = "" if overview.evaluates else f" after step {step}" if step else " before training"
         table = _items_text(items, width, worst=WORST if training else None)
@@ -137,14 +137,14 @@ def example_text(overview: Overview, example: str, step: int | None, width: int)
     """
     run = overview.run
     evaluated = {key: items for key, items in _evaluated(overview).items() if step in (None, key[1])}
-    steps = [at for at in reversed(run.journal_steps()) if step in (None, at)]
+    steps = [recorded for recorded in reversed(run.journal_steps()) if step in (None, recorded)]
     if not steps and not evaluated:
         which = "the run has no journals yet" if step is None else f"no journal of step {step}; {_steps(overview)}"
         raise CheckpointError(f"{run.path}: {which}")
     ids: dict[str, None] = {}
     # From the newest step back: a journal is read whole, so the first match ends the search.
-    for at in steps:
-        forest, entries = read_step(run, at)
+    for recorded in steps:
+        forest, entries = read_step(run, recorded)
         if example in forest.examples:
             return render_example(forest, entries, example, width, run.examples.get(("train", example)))
         ids |= dict.fromkeys(forest.examples)
@@ -154,11 +154,11 @@ def example_text(overview: Overview, example: str, step: int | None, width: int)
         raise ConfigError(clean(unknown("example", example, ids)))
     rows = _item_rows(
         "evaluation",
-        {f"{split}, step {at}": item for (split, at), item in results.items()},
+        {f"{split}, step {after}": item for (split, after), item in results.items()},
         metric_names(list(results.values()))[:COLUMNS],
     )
-    asked = asked_lines(run.examples.get((next(iter(results))[0], example)))
-    parts = ["\n".join([f"item {clean(example)}", *asked, align(rows, width=width)])]
+    inputs = asked_lines(run.examples.get((next(iter(results))[0], example)))
+    parts = ["\n".join([f"item {clean(example)}", *inputs, align(rows, width=width)])]
     # Its calls, where an evaluation has stored them.
     for split in dict.fromkeys(split for split, _ in results):
         # An item that was evaluated again, after a failure, is in a later journal.

@@ -103,7 +103,7 @@ class Overview:
     """Split -> step -> per-item results."""
 
     @classmethod
-    def of(cls, run: RunDir) -> Overview:
+    def from_run(cls, run: RunDir) -> Overview:
         """Read everything but the journals.
 
         Raises:
@@ -132,7 +132,7 @@ class Overview:
         return name or f"{self.get('algo.name', 'eval')}-{self.get('task.name', '?')}-s{self.get('seed', 0)}"
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """Algorithm, task and model in a few words; of an evaluation policy, task and split."""
         if self.evaluates:
             return f"{self.get('policy')} on {self.get('task.name', '?')}, {self.split}"
@@ -148,8 +148,8 @@ class Overview:
         if self.summary:  # the process that writes the report of a finished run still holds the lock
             return "finished"
         # The lock is looked at each time: a state that was cached would be wrong a moment later.
-        again = f"mmrl {'eval' if self.evaluates else 'train'} resume={self.run.resumed_as}"
-        return "running" if self.run.in_use else f"stopped; continue with: {again}"
+        command = f"mmrl {'eval' if self.evaluates else 'train'} resume={self.run.resumed_as}"
+        return "running" if self.run.in_use else f"stopped; continue with: {command}"
 
     @property
     def split(self) -> str:
@@ -189,16 +189,18 @@ class Overview:
     @property
     def unscored(self) -> str:
         """A sentence where nothing was ever scored above 0, and no alarm says why; else empty."""
-        scores = [(name, one.before, one.after) for name, one in self.differences.items() if name == self.main_metric]
+        scores = [
+            (name, change.before, change.after) for name, change in self.differences.items() if name == self.main_metric
+        ]
         name, _, values = learning(self.training)
         scores += [("the reward in training", values[0], values[-1])] if name == "reward" and len(values) else []
         nothing = [name for name, *both in scores if all(abs(score) < 5e-4 for score in both)]  # 0.000, as it is shown
         if not nothing or self.alarms or self.evaluates:
             return ""
         failed = failed_text(failure_shares(self.training[-1])) if self.training else ""
-        how = f"; of the rollouts of the last step {failed}" if failed else ""
+        failures = f"; of the rollouts of the last step {failed}" if failed else ""
         return (
-            f"No alarm rang, yet {nothing[0]} is 0 at the start and at the end{how}. mmrl doctor with the run's "
+            f"No alarm rang, yet {nothing[0]} is 0 at the start and at the end{failures}. mmrl doctor with the run's "
             "settings looks for what is wrong."
         )
 
@@ -240,9 +242,9 @@ class Overview:
                 points.append((int(record["step"]), value, low, high))
         return points
 
-    def evaluation_rows(self, split: str, most: int = 4) -> Rows:
+    def evaluation_rows(self, split: str, limit: int = 4) -> Rows:
         """Return a row per evaluation with its first metrics and their intervals; [] without any."""
-        names = sorted(self.metric_names(split), key=lambda name: name != self.main_metric)[:most]
+        names = sorted(self.metric_names(split), key=lambda name: name != self.main_metric)[:limit]
         if not names:
             return []
         rows = [["step", *names, "items"]]

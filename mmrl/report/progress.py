@@ -108,7 +108,7 @@ class Progress:
         self._evaluations: dict[str, list[tuple[int, Metrics]]] = {}
         # An endless period: evaluations between steps are part of the pace, however long they take.
         self._bars = Bars(console=self._console, auto_refresh=False, speed_estimate_period=math.inf)
-        self._bars.add_task(self._plain(title), total=total, completed=first_step, pace="")
+        self._bars.add_task(self._safe(title), total=total, completed=first_step, pace="")
         self._task = self._bars.tasks[0]
         # A first sample, so that one step is enough for a pace.
         self._bars.advance(self._task.id, 0)
@@ -164,14 +164,14 @@ class Progress:
         self._status = ""
         self._draw()
         if self._live is None:
-            shown = "  ".join(f"{key} {with_interval(metrics, key)}" for key in self._metric_names(metrics))
+            text = "  ".join(f"{key} {with_interval(metrics, key)}" for key in self._metric_names(metrics))
             count = number(metrics.get("n"))
             items = "" if count is None else f"  n {count:.0f}"
             shares = {key.removeprefix("failed/"): number(metrics[key]) for key in metrics if key.startswith("failed/")}
             failed = failed_text({kind: share for kind, share in shares.items() if share})
             zero = [kind for kind in shares if kind not in MODEL_CAUSED]
             failed += f", {', '.join(zero)} counted as 0" if zero else ""
-            self._print_line("  ".join(filter(None, [f"evaluation on {split} at step {step}: {shown}{items}", failed])))
+            self._print_line("  ".join(filter(None, [f"evaluation on {split} at step {step}: {text}{items}", failed])))
 
     @_harmless
     def status(self, text: str) -> None:
@@ -208,7 +208,7 @@ class Progress:
         return [record for record in self._first if record["step"] < last[0]["step"]] + last
 
     def _print_line(self, text: str, style: str = "") -> None:
-        self._console.print(Text(self._plain(text), style=style), soft_wrap=not self._console.is_terminal)
+        self._console.print(Text(self._safe(text), style=style), soft_wrap=not self._console.is_terminal)
 
     def _draw(self) -> None:
         if self._live is not None:
@@ -236,7 +236,7 @@ class Progress:
             rows.append(self._dim(align(curves, indent="")))
         if self._history:
             rows.append(self._dim(" · ".join([*self._numbers(), *self._costs()])))
-        rows += [Text(self._plain(f"! {alarm.name}  {alarm.key}: {alarm.message}"), "yellow") for alarm in self._alarms]
+        rows += [Text(self._safe(f"! {alarm.name}  {alarm.key}: {alarm.message}"), "yellow") for alarm in self._alarms]
         return Group(*rows, *([self._dim(self._status)] if self._status else []))
 
     def _curves(self, room: int) -> Rows:
@@ -267,7 +267,7 @@ class Progress:
         return parts if memory is None else [*parts, f"{memory / 1024:.1f} GB"]
 
     def _dim(self, text: str) -> Text:
-        return Text(self._plain(text), style="dim", no_wrap=True, overflow="ellipsis")
+        return Text(self._safe(text), style="dim", no_wrap=True, overflow="ellipsis")
 
     # --- words
 
@@ -280,9 +280,9 @@ class Progress:
         return list(dict.fromkeys(offered))[:3]
 
     def _line_is_due(self, step: int) -> bool:
-        total, (before, at), now = self._task.total or 0, self._last_line, time.monotonic()
+        total, (before, printed_at), now = self._task.total or 0, self._last_line, time.monotonic()
         due = step - before >= max(1, total // PLAIN_LINES) or step >= total or len(self._history) == 1
-        if due or now - at >= PLAIN_SECONDS:
+        if due or now - printed_at >= PLAIN_SECONDS:
             self._last_line = (step, now)
             return True
         return False
@@ -311,13 +311,13 @@ class Progress:
         """Return the seconds per step with evaluations, and the time left at that pace; empty before the first step."""
         if not (speed := self._task.speed):
             return ""
-        left = "done" if self._task.finished else f"{duration(self._task.time_remaining or 0)} left"
-        return f"{duration(1 / speed)}/step  {left}"
+        remaining = "done" if self._task.finished else f"{duration(self._task.time_remaining or 0)} left"
+        return f"{duration(1 / speed)}/step  {remaining}"
 
     def _spark(self, values: list[float], width: int) -> str:
         return sparkline(values, width, ascii_only=self._ascii)
 
-    def _plain(self, text: str) -> str:
+    def _safe(self, text: str) -> str:
         """Reduce `text` to the terminal's encoding, without secrets, which a line break would hide from `hide`."""
         text = hide(text)
         return text.encode("ascii", "replace").decode() if self._ascii else text

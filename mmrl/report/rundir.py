@@ -66,13 +66,13 @@ def rows_of(path: Path) -> list[Path]:
 
 def _texts(values: Mapping[str, object]) -> dict[str, str]:
     """Return the readable fields of an example: texts, numbers and lists of them, without the name of a corpus."""
-    found = {}
+    texts = {}
     for name, value in values.items():
         parts = value if isinstance(value, list | tuple) else [value]
         if name != "corpus" and parts and all(isinstance(part, str | int | float) for part in parts):
             text = "; ".join(map(str, parts))
-            found[name] = text if len(text) <= LONGEST else f"{text[:LONGEST]} […{len(text) - LONGEST} characters…]"
-    return found
+            texts[name] = text if len(text) <= LONGEST else f"{text[:LONGEST]} […{len(text) - LONGEST} characters…]"
+    return texts
 
 
 def is_run(path: Path) -> bool:
@@ -311,7 +311,7 @@ class RunDir:
             record: `recorded()` at that step; None where no checkpoint has one.
         """
         if record is None:
-            records = [record for at, record in self._metrics_lines() if at <= step]
+            records = [record for line_step, record in self._metrics_lines() if line_step <= step]
             # Written anew and renamed: a kill in between leaves the old file whole.
             atomic_write(self.metrics_path, "".join(dumps(line) + "\n" for line in records))
         else:
@@ -365,9 +365,9 @@ def refuse_full(path: Path) -> None:
     """Raises `ConfigError` unless `path` is free for a new run."""
     if not path.exists():
         # The nearest folder that exists decides whether a new one can be made.
-        above = next(folder for folder in path.absolute().parents if folder.exists())
-        if not above.is_dir():
-            raise ConfigError(f"run.dir: {path} lies below {above}, which is a file; expected a new or empty folder")
+        nearest = next(folder for folder in path.absolute().parents if folder.exists())
+        if not nearest.is_dir():
+            raise ConfigError(f"run.dir: {path} lies below {nearest}, which is a file; expected a new or empty folder")
         return
     if not path.is_dir():
         raise ConfigError(f"run.dir: {path} is a file, expected a new or empty folder")

@@ -198,8 +198,8 @@ def bootstrap_means(values: np.ndarray, key: rng.Key, resamples: int) -> np.ndar
     rows = max(1, _CELLS // n)
     for start in range(0, resamples, rows):
         stop = min(start + rows, resamples)
-        chosen = (uniforms.random((stop - start, n)) * n).astype(np.int64)
-        means[start:stop] = values[chosen].mean(axis=1)
+        indices = (uniforms.random((stop - start, n)) * n).astype(np.int64)
+        means[start:stop] = values[indices].mean(axis=1)
     return means
 
 

@@ -28,8 +28,8 @@ def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None =
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     blocks: list[list[int]] = [[]]
     for column, needed in enumerate(widths[1:], start=1):
-        taken = len(indent) + widths[0] + sum(2 + widths[other] for other in blocks[-1])
-        if width is not None and needed and blocks[-1] and taken + 2 + needed > width:
+        used_width = len(indent) + widths[0] + sum(2 + widths[other] for other in blocks[-1])
+        if width is not None and needed and blocks[-1] and used_width + 2 + needed > width:
             blocks.append([])
         blocks[-1].append(column)
     last = len(widths) - 1

@@ -171,8 +171,8 @@ def wandb_mode(folder: Path) -> tuple[str | None, str]:
         return None, f"wandb: {mode}, as the environment variable WANDB_MODE says"
     if os.environ.get("WANDB_API_KEY"):
         return None, "wandb: online, with the key of the environment variable WANDB_API_KEY"
-    if place := _wandb_login():
-        return None, f"wandb: online, with the login in {place}"
+    if key_file := _wandb_login():
+        return None, f"wandb: online, with the login in {key_file}"
     # Without a key wandb would ask for one and wait.
     send = f"wandb sync {folder}/wandb/offline-run-*"
     return "offline", f"wandb: offline, since there is neither a login (wandb login) nor WANDB_API_KEY; to send: {send}"
@@ -260,8 +260,8 @@ def _started(tracker: str, run: RunDir, next_step: int, named: RunConfig, device
     kind = LOGGER_TYPE_TO_CLASS[tracker]
     # The first argument is a service's project (`WITH_PROJECTS`), but for TensorBoard and Aim the run's name in the
     # folder, and DVCLive passes over it.
-    place = (tracker, folder) if kind.requires_logging_directory else (project,)
-    created: GeneralTracker = kind(*place, **options)
+    arguments = (tracker, folder) if kind.requires_logging_directory else (project,)
+    created: GeneralTracker = kind(*arguments, **options)
     created.start()
     return created
 

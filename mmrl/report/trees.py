@@ -91,16 +91,16 @@ def coloured(call: Call, entries: Sequence[EntryFields], tokenizer: Tokenizer | 
     apart = len(set(values)) > 1 and len(values) == len(call.completion_ids)
     if tokenizer is None or not apart:
         return [(abridged(clean(call.text), 1200, 400), shade(fmean(values), largest) if values else 0)]
-    shown: list[Piece] = []
-    (head, tail), at, left_out = TOKENS, 0, len(values) - sum(TOKENS)
+    shaded: list[Piece] = []
+    (head, tail), position, left_out = TOKENS, 0, len(values) - sum(TOKENS)
     for text, count in token_texts(call.completion_ids, tokenizer):
-        if at < head or at >= len(values) - tail:
-            shown.append((clean(text), shade(fmean(values[at : at + count]), largest)))
+        if position < head or position >= len(values) - tail:
+            shaded.append((clean(text), shade(fmean(values[position : position + count]), largest)))
         elif left_out > 0:
-            shown.append((f" […{left_out} tokens…] ", 0))
+            shaded.append((f" […{left_out} tokens…] ", 0))
             left_out = 0
-        at += count
-    return [("".join(text for text, _ in pieces), level) for level, pieces in groupby(shown, lambda piece: piece[1])]
+        position += count
+    return [("".join(text for text, _ in pieces), level) for level, pieces in groupby(shaded, lambda piece: piece[1])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ def trees(forest: Forest, entries: Sequence[EntryFields] | None, example: str) -
         yield Node(
             call=call,
             depth=depth,
-            name=call.module + "".join(f"{of}{count}" for of, count in counts.items() if count),
+            name=call.module + "".join(f"{label}{count}" for label, count in counts.items() if count),
             facts=_facts(call),
             state="" if call.ok else failed,
             entries=by_call[call.id],
@@ -258,9 +258,9 @@ def rollout_line(rollout: Rollout) -> str:
 
 def asked_lines(texts: JsonObject | None) -> list[str]:
     """Return an example's inputs, a line for each, and what its reward goes by; [] where that was not kept."""
-    asked, gold = ((texts or {}).get(key) or {} for key in ("asked", "gold"))
+    inputs, gold = ((texts or {}).get(key) or {} for key in ("asked", "gold"))
     parts = " · ".join(f"{name} {clean(text)}" for name, text in gold.items() if text)
-    return [f"{name}: {clean(text)}" for name, text in asked.items()] + ([f"gold: {parts}"] if parts else [])
+    return [f"{name}: {clean(text)}" for name, text in inputs.items()] + ([f"gold: {parts}"] if parts else [])
 
 
 def render_example(
@@ -280,16 +280,16 @@ def render_example(
     where = f"example {example} · step {forest.step} · " if entries is not None else ""
     head = f"{where}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"
     parts: list[str | Tree] = ["\n".join([head, *asked_lines(texts)])]
-    above: list[Tree] = []
+    ancestors: list[Tree] = []
     before: dict[str | None, Call] = {}
     for node in trees(forest, entries, example):
         tree = Tree(Text(_node_text(node, before.get(node.call.parent))))
         if node.depth:
-            above[node.depth - 1].children.append(tree)
+            ancestors[node.depth - 1].children.append(tree)
             before[node.call.parent] = node.call
         else:
             parts += ["", tree]
-        above[node.depth :] = [tree]
+        ancestors[node.depth :] = [tree]
     # A rollout that failed before its first call is on no path of the tree.
     if lost := [f"  {rollout_line(rollout)}" for rollout in rollouts if rollout.leaf is None]:
         parts += ["", "\n".join(["without any call:", *lost])]

@@ -82,15 +82,15 @@ def forget_task(config: TaskConfig, seed: int) -> None:
     _TASKS.pop((config.model_dump_json(), seed), None)
 
 
-def reward_set(task: Task, chosen: str | None, algo: str = "") -> str:
+def reward_set(task: Task, name: str | None, algo: str = "") -> str:
     """Return the reward set of a run.
 
     Args:
-        chosen: the user's (`task.reward`).
+        name: the user's (`task.reward`).
         algo: name of the algorithm, whose own kind it is where the user chose none; empty in an evaluation.
     """
-    if chosen is not None:
-        return chosen
+    if name is not None:
+        return name
     if algo and ALGORITHMS[algo].needs_turn_rewards:
         sets = (*getattr(ALGORITHMS[algo], "turn_sets", ()), *TURN_SETS)
         return next((name for name in sets if name in task.reward_sets), task.reward_sets[0])
@@ -283,10 +283,10 @@ def _build_engines(
     return list(different.values()), teachers
 
 
-def _setup(config: RootConfig, serving: ServedWeights, folder: Path, **more: Any) -> EngineSetup:
-    """Return the settings of an engine beside its section: of the config, unless `more` says otherwise."""
+def _setup(config: RootConfig, serving: ServedWeights, folder: Path, **overrides: Any) -> EngineSetup:
+    """Return the settings of an engine beside its section: of the config, unless `overrides` says otherwise."""
     shared = {"max_context": config.task.max_context, "threads": config.hardware.threads, "folder": folder, **serving}
-    return EngineSetup(**{**shared, "weights": config.model, "device": config.hardware.device, **more})
+    return EngineSetup(**{**shared, "weights": config.model, "device": config.hardware.device, **overrides})
 
 
 def server_devices(hardware: HardwareConfig) -> tuple[int, ...]:

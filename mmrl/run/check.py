@@ -78,12 +78,12 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
         task = build_task(config.task, config.seed)
     except ConfigError as error:
         return problems + error.problems
-    chosen, credited = config.task.reward, str(algo) if config.kind.credit else ""
-    if chosen is not None and chosen not in task.reward_sets:
-        problems.append(unknown("task.reward", chosen, task.reward_sets))
+    reward, credited = config.task.reward, str(algo) if config.kind.credit else ""
+    if reward is not None and reward not in task.reward_sets:
+        problems.append(unknown("task.reward", reward, task.reward_sets))
     # Where the reward set is wrong there is none to judge the other options by.
-    elif not turns_missing(chosen, credited, task):
-        rewards = reward_set(task, chosen, credited)
+    elif not turns_missing(reward, credited, task):
+        rewards = reward_set(task, reward, credited)
         problems += without_effect(config, user_keys, rewards, task.absent_features, len(task.program.modules))
     problems += task.server_problems() + across_sections(config) + endpoint_problems(config, task)
     problems += endpoints_away(config)
@@ -234,9 +234,9 @@ def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
     problems = []
     if not config.kind.credit:  # in training `ModuleAssignment.problems` lists them
         problems = [unknown(key, name, task.program.modules) for name in endpoints if name not in task.program.modules]
-    for what in ("eval.top_k", "algo.top_k") if config.kind.credit else ("eval.top_k",):
-        if most := value_at(config, what):
-            problems.append(f"{what}: got {most}, and an endpoint takes no top_k; use 0")
+    for key in ("eval.top_k", "algo.top_k") if config.kind.credit else ("eval.top_k",):
+        if top_k := value_at(config, key):
+            problems.append(f"{key}: got {top_k}, and an endpoint takes no top_k; use 0")
     return problems + [
         f"{key}: module '{module}' of task={task.name} goes on in the context of an earlier reply, which an "
         "endpoint that takes messages cannot; use engine=transformers or engine=vllm_server for it"
@@ -292,14 +292,14 @@ def negative_rewards(config: TrainCommandConfig, task: Task) -> list[str]:
     return [f"{key}: got {value}, {why}; expected {expected}" for key, value, negative, expected in causes if negative]
 
 
-def turns_missing(chosen: str | None, algo: str, task: Task) -> list[str]:
+def turns_missing(reward: str | None, algo: str, task: Task) -> list[str]:
     """Return the sentence for a reward set without the turn rewards of the algorithm; `algo` empty: none does."""
     # An unknown reward set has its own sentence in `check`; a second one would only distract.
-    if chosen not in task.reward_sets or chosen in TURN_SETS or not algo or not ALGORITHMS[algo].needs_turn_rewards:
+    if reward not in task.reward_sets or reward in TURN_SETS or not algo or not ALGORITHMS[algo].needs_turn_rewards:
         return []
     offered = [name for name in TURN_SETS if name in task.reward_sets]
     instead = f"use task.reward={offered[0]}, or leave it out" if offered else "use an algorithm without turn rewards"
-    return [f"task.reward: got {chosen}, which has no turn rewards, and algo={algo} needs them; {instead}"]
+    return [f"task.reward: got {reward}, which has no turn rewards, and algo={algo} needs them; {instead}"]
 
 
 def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:

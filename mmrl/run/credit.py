@@ -45,7 +45,7 @@ class CreditRequest:
     """The config of the run, whose folder is its `run.dir`."""
     step: int | None = None
     """None: all steps of the run."""
-    typed: Sequence[str] = ()
+    user_keys: Sequence[str] = ()
     """The config keys that were typed."""
     page: Path | None = None
     """A file for a page (`.html`) or a picture (`.svg`) of the credit."""
@@ -59,7 +59,7 @@ class CreditRequest:
     @property
     def as_trained(self) -> bool:
         """The run's own algorithm, nothing changed: the result is what its journal has."""
-        return self.run is not None and list(self.algos) == [self.run.algo] and not self.typed
+        return self.run is not None and list(self.algos) == [self.run.algo] and not self.user_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def credit_command(request: CreditRequest, as_json: bool) -> int:
     if request.run is not None and request.step is None:
         return _credit_steps(request, as_json)
     source = Source(load_rollouts(request.rollouts)) if request.rollouts is not None else recorded_step(request)
-    credits = credit_all(request.algos, source, request.seed, request.typed)
+    credits = credit_all(request.algos, source, request.seed, request.user_keys)
     if as_json:
         print(json_report(request.algos, source.forest, credits))
     else:
@@ -125,8 +125,8 @@ def recorded_step(request: CreditRequest) -> Source:
     assert config is not None
     steps = run.journal_steps()
     if request.step not in steps:
-        there = f"{steps[0]} to {steps[-1]}" if steps else "none yet"
-        raise ConfigError(f"step: got {request.step}, expected a step that {run.path} has a journal of: {there}")
+        available = f"{steps[0]} to {steps[-1]}" if steps else "none yet"
+        raise ConfigError(f"step: got {request.step}, expected a step that {run.path} has a journal of: {available}")
     forest, entries = read_step(run, request.step)
     check_forest(forest, str(run.journal_path(request.step)))
     frozen = module_assignment(config, forest.modules).frozen
@@ -141,12 +141,12 @@ def _left_out(forest: Forest) -> Sequence[str]:
 
 
 def credit_all(
-    algos: Sequence[AlgoConfig], source: Source, seed: int, typed: Sequence[str] = ("algo.minibatches",)
+    algos: Sequence[AlgoConfig], source: Source, seed: int, user_keys: Sequence[str] = ("algo.minibatches",)
 ) -> list[Credit]:
     """Compute the credit of a step under each of `algos`.
 
     Args:
-        typed: config keys that the user chose. Papers' mini-batches may be more than a file has examples: each example
+        user_keys: the user's config keys. Papers' mini-batches may be more than a file has examples: each example
             is then one.
 
     Raises:
@@ -155,11 +155,11 @@ def credit_all(
     """
     forest = source.forest
     problems = [p for algo in algos for p in check(algo, forest.modules, TURN_REWARD_SETS)]
-    most = len(forest.examples)
+    example_count = len(forest.examples)
     problems += [
-        f"algo.minibatches: got {algo.minibatches}, expected at most {most}, the number of examples"
+        f"algo.minibatches: got {algo.minibatches}, expected at most {example_count}, the number of examples"
         for algo in algos
-        if algo.minibatches > most > 0 and "algo.minibatches" in typed
+        if algo.minibatches > example_count > 0 and "algo.minibatches" in user_keys
     ]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
@@ -248,9 +248,9 @@ def _side_by_side(forest: Forest, credits: Sequence[Credit], width: int | None) 
 def _rows(forest: Forest, credit: Credit, split: Mapping[str, int]) -> list[dict[str, str]]:
     """Return column -> cell, for each entry; `split` maps examples to mini-batches."""
     critic, several = any(entry.returns is not None for entry in credit.entries), any(split.values())
-    place = {call: number for number, call in enumerate(forest.calls)}
+    order = {call: number for number, call in enumerate(forest.calls)}
     rows = []
-    for entry in sorted(credit.entries, key=lambda entry: place[entry.call]):
+    for entry in sorted(credit.entries, key=lambda entry: order[entry.call]):
         call = forest.calls[entry.call]
         row = {"call": call.id, "module": call.module}
         row |= {"minibatch": str(split[call.example])} if several else {}
@@ -351,8 +351,8 @@ def _credit_steps(request: CreditRequest, as_json: bool) -> int:
     if not numbers:
         raise ConfigError(f"step: {request.folder} has a journal of no step yet")
     trained = request.run.algo
-    others = [algo for algo in request.algos if algo != trained]
-    steps = [_credited(replace(request, step=number), trained, others) for number in numbers]
+    compared = [algo for algo in request.algos if algo != trained]
+    steps = [_credited(replace(request, step=number), trained, compared) for number in numbers]
     print(json.dumps([asdict(step) for step in steps], indent=1) if as_json else _steps_text(request, steps))
     wrong = [step for step in steps if step.problem]
     for step in wrong[:3]:
@@ -360,17 +360,17 @@ def _credit_steps(request: CreditRequest, as_json: bool) -> int:
     return 1 if wrong else 0
 
 
-def _credited(request: CreditRequest, trained: AlgoConfig, others: Sequence[AlgoConfig]) -> CreditedStep:
+def _credited(request: CreditRequest, trained: AlgoConfig, compared: Sequence[AlgoConfig]) -> CreditedStep:
     assert request.run is not None and request.step is not None
     source = recorded_step(request)
-    (again,) = credit_all([trained], source, request.run.seed)
-    pushes = _pushed(again)
-    credits = credit_all(others, source, request.seed, request.typed)
+    (trained_credit,) = credit_all([trained], source, request.run.seed)
+    pushes = _pushed(trained_credit)
+    credits = credit_all(compared, source, request.seed, request.user_keys)
     return CreditedStep(
         step=request.step,
-        entries=len(again.entries),
+        entries=len(trained_credit.entries),
         pushed=len(pushes),
-        problem=unlike_journal(again, source.entries),
+        problem=unlike_journal(trained_credit, source.entries),
         others=tuple(_likeness(credit, pushes) for credit in credits),
     )
 

@@ -134,14 +134,14 @@ def look_before(stage: WeightStage, log: StepLog) -> None:
         atomic_write(log.rundir.path / FILE, dumps(as_object(facts, findings), indent=1) + "\n")
 
 
-def _needed(config: TrainCommandConfig, made: Path) -> bool:
+def _needed(config: TrainCommandConfig, findings: Path) -> bool:
     """True if examples are to be played.
 
     Args:
-        made: what a start of this run that was killed may have left.
+        findings: what a start of this run that was killed may have left.
     """
     # A resumed start would print the same findings again, and they cost rollouts.
-    if made.exists():
+    if findings.exists():
         return False
     # What runs on a CPU is small, and mostly seen to its end.
     return config.hardware.device != "cpu" if config.run.doctor == "auto" else config.run.doctor
@@ -205,12 +205,12 @@ def _devices(machine: Machine) -> None:
 
         from mmrl.plan.cost import gpus
 
-        here = gpus()
+        devices = gpus()
     # Whatever a broken installation raises when it is imported: to say so is what this command is for.
     except Exception as error:
         machine.broken.append(f"torch: cannot be used ({type(error).__name__}: {error}); install it again")
         return
-    for number, gpu in enumerate(here):
+    for number, gpu in enumerate(devices):
         free = f"{gpu.free / GIB:.1f} GiB free of {gpu.memory / GIB:.1f} GiB"
         machine.facts[f"GPU {number}"] = f"{gpu.name}, {free}, compute capability {gpu.capability}"
     # Read apart from torch: a driver that is there beside a torch that sees no GPU is the commonest mistake.
@@ -218,17 +218,17 @@ def _devices(machine: Machine) -> None:
     compiler = next((path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if (path := which(name or ""))), "")
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     machine.facts |= {
-        **({} if here else {"GPUs": "none that torch can use"}),
+        **({} if devices else {"GPUs": "none that torch can use"}),
         "driver": driver or "none",
         "CUDA of torch": torch.version.cuda or "none: a build for CPUs",
         "C compiler": compiler or "none",
     }
-    if driver and not here:
+    if driver and not devices:
         machine.broken.append(
             f"torch {torch.__version__}: this machine has GPUs and torch can use none; install a build for CUDA that "
             f"driver {driver} runs, or see CUDA_VISIBLE_DEVICES (hardware=cpu trains without)"
         )
-    if here and not (compiler and headers.is_file()):
+    if devices and not (compiler and headers.is_file()):
         missing = f"{headers} is not there" if compiler else "there is no C compiler"
         machine.notes.append(
             f"torch.compile: {missing}, which packed updates on a GPU need; install it, or take train.packing=padded"
@@ -238,10 +238,10 @@ def _devices(machine: Machine) -> None:
 def _disk(machine: Machine, name: str, folder: Path, change: str) -> None:
     """Return the free room in a folder, and whether it can be written."""
     # The folder itself may not be made yet: the disk is that of the nearest one above.
-    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(above).free / GIB
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(nearest).free / GIB
     machine.facts[name] = f"{folder}: {free:.1f} GiB free"
-    if not os.access(above, os.W_OK):
+    if not os.access(nearest, os.W_OK):
         machine.broken.append(f"{folder}: cannot be written; {change} to a folder that can")
     elif free < 1:  # a run can hardly write its checkpoints
         machine.notes.append(f"{folder}: {free:.2f} GiB are left on its disk; make room before a run")

@@ -82,8 +82,8 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     examples, drawn = evaluated(task, config, config.split)
     items, usage, requests = _items(config, rundir, task, policy, examples)
     # A summary of one split must not list the sizes of the others as if they counted.
-    others = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
-    facts = {name: fact for name, fact in task.describe().items() if name not in others}
+    other_splits = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
+    facts = {name: fact for name, fact in task.describe().items() if name not in other_splits}
     facts |= {**drawn, **usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
     facts |= unsuited(config.policy, facts)
     metrics, failure = evaluation_metrics(items, config.eval, config.seed), too_many_failed(items, config.eval)
@@ -93,8 +93,8 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     )
     print(f"{show_run(rundir.path)}\n\n{_failures_text(items, metrics, rundir.path)}")
     if failure:
-        left = len(examples[: config.eval.items]) - len(items)
-        skipped = f"; {left} items were not begun" if left else ""
+        unstarted = len(examples[: config.eval.items]) - len(items)
+        skipped = f"; {unstarted} items were not begun" if unstarted else ""
         raise TooManyFailures(f"{failure}{skipped}; once that is mended: mmrl eval resume={rundir.path}")
     return 0
 
@@ -117,8 +117,8 @@ def _items(
     # What the journal says of items with an infrastructure failure stays; they are written beside it the second time.
     _drop_damaged(rundir, config.split)
     rundir.note_examples(config.split, examples[: config.eval.items])
-    again = drop_failed(results) > 0
-    if again:
+    repeated = drop_failed(results) > 0
+    if repeated:
         rundir.ledger.note(results)
 
     def write_journal(chunk: int | None, forest: Forest) -> None:
@@ -141,7 +141,7 @@ def _items(
                     reward_set(task, config.task.reward),
                     results,
                     write_journal,
-                    again=again,
+                    again=repeated,
                 )
                 rundir.ledger.note(results)
             return items, engine.describe(), total_usage([engine, task])
@@ -171,11 +171,11 @@ def _drop_damaged(rundir: RunDir, split: str) -> None:
 
 def _failures_text(items: Sequence[JsonObject], metrics: Mapping[str, float], path: Path) -> str:
     """Say how many rollouts failed and why."""
-    how, by_model = failed_how(failed_kinds(items)), f"{metrics['model_failed']:.0f} by the model's own doing"
-    text = f"{metrics['failed_share']:.1%} of the rollouts failed {how}, {by_model}"
+    causes, by_model = failed_how(failed_kinds(items)), f"{metrics['model_failed']:.0f} by the model's own doing"
+    text = f"{metrics['failed_share']:.1%} of the rollouts failed {causes}, {by_model}"
     if caught := metrics.get("caught_parse"):
         text += f"; {caught:.0f} replies that do not parse were caught by the program"
     if metrics["failed_share"]:
-        text += f"\n{how.replace(' causes', '')}: {infrastructure_failures(items)}"
+        text += f"\n{causes.replace(' causes', '')}: {infrastructure_failures(items)}"
         text += f"\nrun again what failed: mmrl eval resume={path}"
     return text

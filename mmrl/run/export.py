@@ -102,7 +102,7 @@ def export(request: ExportArguments) -> int:
     if problems:
         raise ConfigError(problems)
     with damage_named(run.path):
-        overview = Overview.of(run)
+        overview = Overview.from_run(run)
     checkpoint = chosen_checkpoint(overview, request.checkpoint)
     _refuse_damage(run, checkpoint)
     policy = resolve(str(checkpoint))
@@ -157,9 +157,9 @@ def chosen_checkpoint(overview: Overview, text: str) -> Path:
             )
         # of equal ones the later: it has seen more
         best = max(scored, key=lambda step: (scored[step], step))
-        above = max((step for step in points if step > 0), key=lambda step: points[step])
-        if points[above] > scored[best]:
-            print(f"note: step {above} had {metric} {points[above]:.4f}, but its checkpoint is gone (train.keep)")
+        better = max((step for step in points if step > 0), key=lambda step: points[step])
+        if points[better] > scored[best]:
+            print(f"note: step {better} had {metric} {points[better]:.4f}, but its checkpoint is gone (train.keep)")
         print(f"best of the steps with a checkpoint: {best}, {metric} {scored[best]:.4f} on {overview.split}")
         return checkpoints[best]
     if not (text.isascii() and text.isdigit()):

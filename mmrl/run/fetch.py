@@ -37,9 +37,9 @@ def catalogue() -> str:
     for package in PACKAGES.values():
         size, fetched = f"{package.size / 1e6:.0f} MB", "yes" if package.there else "no"
         rows.append([package.name, size, package.licence, fetched, package.what])
-    used = [f"  {package.name}: {package.use}" for package in PACKAGES.values()]
+    usage = [f"  {package.name}: {package.use}" for package in PACKAGES.values()]
     where = f"kept in {next(iter(PACKAGES.values())).folder.parent}; fetched by: mmrl fetch NAME"
-    return "\n".join([align(rows), "", "used by", *used, "", where])
+    return "\n".join([align(rows), "", "used by", *usage, "", where])
 
 
 def fetched_names() -> str:

@@ -167,9 +167,9 @@ def _sizes_text(spec: IndexSpec, passages: int, text_bytes: int) -> str:
     """Return estimated sizes in one line."""
     estimated = estimated_bytes(spec, passages, text_bytes)
     sizes = {name: decimal(int(size)) for name, size in estimated.items()}
-    more = f" and {sizes['work']} more while building" if estimated["work"] else ""
+    extra = f" and {sizes['work']} more while building" if estimated["work"] else ""
     memory = f"memory {sizes['build']} to build, {sizes['search']} to search (memory-mapped)"
-    return f"estimated: disk {sizes['disk']}{more}, {memory}"
+    return f"estimated: disk {sizes['disk']}{extra}, {memory}"
 
 
 def _spec_text(spec: IndexSpec) -> str:

@@ -153,8 +153,8 @@ def _end(workers: Sequence[psutil.Popen]) -> None:
         if worker.poll() is None:
             worker.terminate()
     # One deadline for all: they save at the same time, so waiting for each in turn is not longer.
-    _, left = psutil.wait_procs(workers, timeout=GRACE_S)
-    for worker in left:
+    _, survivors = psutil.wait_procs(workers, timeout=GRACE_S)
+    for worker in survivors:
         worker.kill()
         worker.wait()
 

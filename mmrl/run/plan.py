@@ -138,13 +138,13 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     settled = settle(config, kind, planned=True)
     device = _device(settled.hardware, request.device)
     problems = plan_problems(settled, task)
-    lora, known = config.model.lora, shape.projections()
+    lora, sizes = config.model.lora, shape.projections()
     # Without their sizes the plan would count no adapter there and promise too little memory.
-    if lora is not None and not lora.everywhere and (strange := [name for name in lora.targets if name not in known]):
-        targets = f"got {', '.join(strange)}; mmrl plan knows the sizes of {', '.join(known)} alone"
+    if lora is not None and not lora.everywhere and (strange := [name for name in lora.targets if name not in sizes]):
+        targets = f"got {', '.join(strange)}; mmrl plan knows the sizes of {', '.join(sizes)} alone"
         problems.append(f"model.lora.targets: {targets}")
-    if examples and examples > (most := len(task.examples("train"))):
-        problems.append(f"dry: got {examples}, the train split has {most} examples")
+    if examples and examples > (train_size := len(task.examples("train"))):
+        problems.append(f"dry: got {examples}, the train split has {train_size} examples")
     if problems:
         raise ConfigError(problems)
     loads, rollout, source = _loads(settled, task, examples, lengths)
@@ -165,8 +165,8 @@ def _device(hardware: HardwareConfig, name: str | None) -> Device:
         ConfigError: the speed of this machine's GPU is not known.
     """
     # A profile of several GPUs is of other machines than the one where it is planned.
-    if name is None and hardware.device != "cpu" and hardware.name in ONE_GPU and (here := gpus()):
-        return known_gpu(here[0])
+    if name is None and hardware.device != "cpu" and hardware.name in ONE_GPU and (found_gpus := gpus()):
+        return known_gpu(found_gpus[0])
     return find_device(name or ("cpu" if hardware.device == "cpu" else "h100"), hardware.threads or 1)
 
 
@@ -238,11 +238,11 @@ def on_mini_world(task: TaskConfig) -> TaskConfig:
     if task.name not in BUILT_IN:
         return task
     # What is left out needs a download, a server or a key, and the plan needs none of their contents.
-    plain: dict[str, object] = {"data": task.data.model_copy(update=dict.fromkeys(SPLITS, MINI))}
-    plain |= {key: None for key in ("labels", "corpus") if hasattr(task, key)}
+    replaced: dict[str, object] = {"data": task.data.model_copy(update=dict.fromkeys(SPLITS, MINI))}
+    replaced |= {key: None for key in ("labels", "corpus") if hasattr(task, key)}
     if (retriever := getattr(task, "retriever", None)) is not None:
-        plain["retriever"] = Bm25Config(top_k=retriever.top_k)
+        replaced["retriever"] = Bm25Config(top_k=retriever.top_k)
     for key in ("judge", "external"):
         if (endpoint := getattr(task, key, None)) is not None:
-            plain[key] = endpoint.model_copy(update={"key_env": None})
-    return task.model_copy(update=plain)
+            replaced[key] = endpoint.model_copy(update={"key_env": None})
+    return task.model_copy(update=replaced)

@@ -194,8 +194,8 @@ def _opened(
             processes.barrier()  # the main process has made the folder
         yield RunDir.read(folder)
         return
-    again = ["mmrl", "train", f"resume={folder}"]
-    with RunDir.open(folder, again) if resumed else RunDir.create(folder, config, command) as rundir:
+    command_line = ["mmrl", "train", f"resume={folder}"]
+    with RunDir.open(folder, command_line) if resumed else RunDir.create(folder, config, command) as rundir:
         if not resumed:
             processes.barrier()
         elif rundir.finished:
@@ -234,9 +234,9 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
             changed = rundir.changed_since(record)
         # The weights before training are there before the checkpoint is loaded, those of the last step after it.
         evaluated = {0, step} if step == steps else {0}
-        again = [path for path in changed if path.parent.name == "eval" and step_of(path) in evaluated]
-        problems += [fault] if fault else [f"{path} {text}" for path, text in changed.items() if path not in again]
-        if not fault and len(again) == len(changed):
+        repeated = [path for path in changed if path.parent.name == "eval" and step_of(path) in evaluated]
+        problems += [fault] if fault else [f"{path} {text}" for path, text in changed.items() if path not in repeated]
+        if not fault and len(repeated) == len(changed):
             break
         refused.append(checkpoint)
     else:
@@ -254,7 +254,7 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
             print(f"warning: {fault}; {checkpoint.name} is whole, so it is not needed", file=sys.stderr)
     if moved:
         print(f"warning: {rundir.path}/config.yaml: since {checkpoint.name}: {', '.join(moved)}", file=sys.stderr)
-    for path in again:
+    for path in repeated:
         print(f"warning: {path} {changed[path]}; it is evaluated again", file=sys.stderr)
         path.unlink(missing_ok=True)
     for path in refused:
@@ -293,12 +293,12 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
         released(task),
         trackers(display, rundir, **sent, warn=progress.note) as opened,
     ):
-        begun = f"continuing from step {done}" if done else "continuing" if rundir.history() else "starting"
+        opening = f"continuing from step {done}" if done else "continuing" if rundir.history() else "starting"
         where = f"{config.model.name} ({config.hardware.device}, {config.hardware.threads} threads)"
         size = f", {steps} steps of {value_at(config, 'train.batch_size')} examples" if config.kind.weights else ""
         facts = ", ".join(f"{key} {value}" for key, value in task.describe().items())
         work = f"{config.algo.name} on {task.name} with {where}{size}"
-        progress.note(f"{begun}: {work}\n{facts}\nrun directory: {rundir.path}")
+        progress.note(f"{opening}: {work}\n{facts}\nrun directory: {rundir.path}")
         log = StepLog(rundir=rundir, progress=progress, trackers=opened, processes=processes, stop=stop)
         # None while the parts are built: what fails then has nothing to close.
         stage: Stage | None = None

@@ -99,12 +99,12 @@ def _require_gpus(profile: str, training: int, serving: int) -> None:
 
     if not torch.cuda.is_available():
         raise ConfigError(f"hardware.device: got cuda (hardware={profile}), this machine has no CUDA device")
-    here = torch.cuda.device_count()
-    if here < training + serving:
+    available = torch.cuda.device_count()
+    if available < training + serving:
         raise ConfigError(
             f"hardware.processes: profile '{profile}' asks for {training} GPUs to train"
             + (f" and {serving} to serve rollouts" if serving else "")
-            + f", this machine has {here}; set hardware.processes, or take another profile"
+            + f", this machine has {available}; set hardware.processes, or take another profile"
         )
 
 
@@ -148,12 +148,12 @@ def config_changes(stored: Mapping[str, object], now: Mapping[str, object]) -> d
         ConfigError: the stored config is none that this version understands.
     """
     # Validated first: keys that a newer version added have their defaults, and are no difference.
-    there = flattened(plain(validate_stored(schema_of(stored), stored).model_dump(mode="json")))
-    here = flattened(plain(now))
+    stored_values = flattened(plain(validate_stored(schema_of(stored), stored).model_dump(mode="json")))
+    current_values = flattened(plain(now))
     return {
-        path: (there.get(path, "absent"), here.get(path, "absent"))
-        for path in dict.fromkeys([*here, *there])
-        if there.get(path) != here.get(path) and not path.startswith("run.")
+        path: (stored_values.get(path, "absent"), current_values.get(path, "absent"))
+        for path in dict.fromkeys([*current_values, *stored_values])
+        if stored_values.get(path) != current_values.get(path) and not path.startswith("run.")
     }
 
 
@@ -170,7 +170,7 @@ def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, 
     # A run that was extended has checkpoints of earlier segments, whose steps it knows.
     if "train.steps" in changes and changes["train.steps"][0] in run.planned_steps:
         changes.pop("train.steps")
-    texts = {path: f"{path}={here} (was {there})" for path, (there, here) in changes.items()}
+    texts = {path: f"{path}={new} (was {old})" for path, (old, new) in changes.items()}
     # A folder with the run that this one started from may have been moved as a whole; its content was compared.
     places = ("model.path", "model.revision", "task.prompts") if now.get("start") else ()
     allowed = [
@@ -225,9 +225,9 @@ def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False)
     """
     # No lock is taken here: the processes of the run take it, and may be others than this one.
     stored = RunDir.read(folder).config
-    there = schema_of(stored)
-    if not issubclass(there, schema):
-        refusal = (TrainCommandConfig if schema is EvalCommandConfig else there).kind.refusal
+    stored_schema = schema_of(stored)
+    if not issubclass(stored_schema, schema):
+        refusal = (TrainCommandConfig if schema is EvalCommandConfig else stored_schema).kind.refusal
         raise CheckpointError(f"{folder}: {refusal.format(folder=folder)}")
     plugins = stored.get("plugins", ())
     # anything but names is for validation to refuse
@@ -238,7 +238,7 @@ def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False)
     import_plugins(packages)
     # The folder as typed, not as stored: a run directory may have been moved.
     try:
-        return validate_stored(there, stored).in_folder(str(folder))
+        return validate_stored(stored_schema, stored).in_folder(str(folder))
     except ConfigError as error:
         raise ConfigError(f"{folder}/config.yaml: {problem}" for problem in error.problems) from None
 
@@ -264,6 +264,6 @@ def announce_code(folder: Path, stored: Mapping[str, object], packages: Sequence
 
 def _needs_plugins(stored: Mapping[str, object]) -> bool:
     """True if a name that chooses a section's schema is none of those that are known by now."""
-    known = {path: {*schemas, "auto"} for path, schemas in CHOICES.items()}
-    names = {path: value_at(stored, f"{path}.name") for path in known}
-    return any(name not in known[path] for path, name in names.items() if name)
+    builtin = {path: {*schemas, "auto"} for path, schemas in CHOICES.items()}
+    names = {path: value_at(stored, f"{path}.name") for path in builtin}
+    return any(name not in builtin[path] for path, name in names.items() if name)

@@ -57,8 +57,8 @@ def with_overrides(
     for key in user_keys:
         if key.startswith(f"{name}."):
             inner = section
-            *above, last = key.removeprefix(f"{name}.").split(".")
-            for part in above:
+            *parents, last = key.removeprefix(f"{name}.").split(".")
+            for part in parents:
                 inner[part] = {**(inner.get(part) or {})}
                 inner = inner[part]
             inner[last] = value_at(composed, key)
@@ -150,9 +150,9 @@ def restarted(config: ConfigT, folder: Path) -> ConfigT:
         now = StartConfig(run=start.run, weights=_weights_digest(candidate), prompts=prompts and _digest(Path(prompts)))
         if now == start:
             return started(config, candidate).model_copy(update={"start": start})
-    what = "has another policy now than the one that this run started from" if existing else "is not there"
+    problem = "has another policy now than the one that this run started from" if existing else "is not there"
     raise CheckpointError(
-        f"{folder}: from={existing[0] if existing else start.run} {what}; restore it, or start a new run"
+        f"{folder}: from={existing[0] if existing else start.run} {problem}; restore it, or start a new run"
     )
 
 

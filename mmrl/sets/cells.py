@@ -246,7 +246,7 @@ class SetResult:
         for path in dict.fromkeys(link.path for runs in self.runs.values() for run in runs for link in run.chain):
             if (path / "config.yaml").is_file():
                 try:
-                    overviews[path] = Overview.of(RunDir.read(path))
+                    overviews[path] = Overview.from_run(RunDir.read(path))
                 except MmrlError as error:
                     overviews[path] = error
         return overviews

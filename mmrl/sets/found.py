@@ -23,7 +23,7 @@ def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side"
     # Scores are comparable only on the same task and split, so each pair is a column.
     tasks: dict[tuple[str, str], list[Overview]] = {}
     for path in paths:
-        run = Overview.of(RunDir.read(path))
+        run = Overview.from_run(RunDir.read(path))
         tasks.setdefault((str(run.get("task.name", "?")), run.split), []).append(run)
     several = len({split for _, split in tasks}) > 1
     columns: dict[str, Column] = {}

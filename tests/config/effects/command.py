@@ -130,8 +130,8 @@ def titled(name: str, options: Options, folder: Path) -> object:
     """What reports call a run."""
     stored = config_of(options).model_dump(mode="json")
     run = fake_run(folder / "run", steps=1, config=stored, evaluate=False)
-    seen = Overview.of(run)
-    return seen.name, seen.what
+    seen = Overview.from_run(run)
+    return seen.name, seen.description
 
 
 acts(TRAIN, "model.path", loaded, "tiny", "tiny_dspy")
