@@ -123,8 +123,8 @@ def lengths_of(config: RootConfig, modules: Sequence[str], overrides: Mapping[st
     Raises:
         ConfigError: lengths for a module that the program does not have.
     """
-    if strange := [name for name in overrides if name not in modules]:
-        raise ConfigError(f"lengths: no module {', '.join(strange)}; expected some of {', '.join(modules)}")
+    if stray := [name for name in overrides if name not in modules]:
+        raise ConfigError(f"lengths: no module {', '.join(stray)}; expected some of {', '.join(modules)}")
     # A guess is marked as one (`undeclared`): by the task's limits, which bound a completion and not a prompt.
     lengths = {**DECLARED.get(config.task.name, {}), **overrides}
     guess = Lengths(prompt=1000, completion=config.task.max_tokens)

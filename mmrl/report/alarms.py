@@ -316,8 +316,8 @@ def module_keys(history: Iterable[Metrics], facts: tuple[str, ...]) -> list[str]
 def _stretches(name: str, key: str, steps: np.ndarray, rings: np.ndarray, message: Callable[[int], str]) -> list[Alarm]:
     """Return an alarm per maximal run of True in `rings`; `message(index)` is its text at a position of the curve."""
     stretches = []
-    for on, group in groupby(range(len(rings)), key=lambda index: bool(rings[index])):
-        if on:
+    for ringing, group in groupby(range(len(rings)), key=lambda index: bool(rings[index])):
+        if ringing:
             indices = list(group)
             still = indices[-1] == len(rings) - 1
             until = None if still else int(steps[indices[-1]])

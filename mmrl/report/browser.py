@@ -22,8 +22,8 @@ from mmrl.report.trees import (
     EntryFields,
     Node,
     abridged,
-    asked_lines,
     coloured,
+    input_lines,
     largest_advantage,
     rollout_line,
     trees,
@@ -110,13 +110,13 @@ def _block_at(
     return block(forest, entries if split is None else None, tokenizer, inputs, key, where)
 
 
-def _in_order(step_keys: Iterable[StepKey]) -> list[StepKey]:
-    return sorted(step_keys, key=lambda step_key: (step_key[0], step_key[1] or ""))
+def _in_order(keys: Iterable[StepKey]) -> list[StepKey]:
+    return sorted(keys, key=lambda step_key: (step_key[0], step_key[1] or ""))
 
 
-def spread(step_keys: Iterable[StepKey]) -> Iterator[StepKey]:
+def spread(keys: Iterable[StepKey]) -> Iterator[StepKey]:
     """Order items so that any prefix covers the run evenly: the ends first, then what halves the gaps."""
-    ordered = _in_order(step_keys)
+    ordered = _in_order(keys)
     remaining = dict.fromkeys(range(len(ordered)))
     stride = max(len(ordered) - 1, 1)
     while remaining:
@@ -142,7 +142,7 @@ def item_block(items: Sequence[Item], inputs: Mapping[str, JsonObject], key: str
         examples.append(
             {
                 "id": clean(item["id"]) or "(empty)",
-                "asked": asked_lines(inputs.get(item["id"])),
+                "asked": input_lines(inputs.get(item["id"])),
                 "scored": metric,
                 "rewards": [number(item["metrics"].get(metric))],
                 "failed": int(bool(item.get("errors"))),
@@ -176,7 +176,7 @@ def block(
         examples.append(
             {
                 "id": name if ids.count(name) == 1 else f"{name} #{ordinal}",
-                "asked": asked_lines(inputs.get(example)),
+                "asked": input_lines(inputs.get(example)),
                 "scored": "reward",
                 "rewards": [number(rollout.reward) for rollout in rollouts],
                 "failed": sum(rollout.error is not None for rollout in rollouts),

@@ -86,7 +86,7 @@ def model_card(overview: Overview, facts: CardFacts) -> str:
             count=next((difference.n for difference in compared.values()), 0),
             evaluated=sorted(evaluated),
             settings=yaml.safe_dump(_published(sections), sort_keys=False, allow_unicode=True).rstrip("\n"),
-            command=shlex.join(shown_path(str(word)) for word in overview.environment.get("command") or ()),
+            command=shlex.join(shorten_path(str(word)) for word in overview.environment.get("command") or ()),
         )
     )
 
@@ -97,7 +97,11 @@ def _templates() -> Environment:
     templates = Environment(
         loader=PackageLoader("mmrl.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    templates.filters |= {"table": markdown, "cell": lambda text: str(text).replace("|", "\\|"), "shown": shown_path}
+    templates.filters |= {
+        "table": markdown,
+        "cell": lambda text: str(text).replace("|", "\\|"),
+        "short_path": shorten_path,
+    }
     return templates
 
 
@@ -111,9 +115,9 @@ def checkpoint_card(config: JsonObject, step: int) -> str:
     model, task, algo = (config.get(section) or {} for section in ("model", "task", "algo"))
     base, algorithm = str(model.get("path", "")), str(algo.get("name", ""))
     how = f" {_method_text(algorithm)} on the task `{task.get('name')}`" if algorithm else ""
-    named = f"`{shown_path(FETCHED.get(base, base))}`" if base else "a model"
+    label = f"`{shorten_path(FETCHED.get(base, base))}`" if base else "a model"
     return (
-        f"---\n{_head(base, algorithm, adapter=bool(model.get('lora'))).to_yaml()}\n---\n\n# Step {step}\n\n{named}, "
+        f"---\n{_head(base, algorithm, adapter=bool(model.get('lora'))).to_yaml()}\n---\n\n# Step {step}\n\n{label}, "
         f"trained for {step} steps{how}, with mmrl. A checkpoint holds the state of the optimizer too. The weights for "
         "other libraries, with a card that has data, settings and numbers: "
         f"`mmrl export RUN_DIR out=FOLDER checkpoint={step}`.\n"
@@ -173,7 +177,7 @@ def is_hub_id(base: str) -> bool:
     )
 
 
-def shown_path(text: str) -> str:
+def shorten_path(text: str) -> str:
     """Shorten a path, or that of `KEY=PATH`, by the folders of this machine: of a file or a folder its name alone."""
     key, equals, path = text.rpartition("=")
     local = path.startswith(("/", "~", "./", "../")) or Path(path).exists()
@@ -198,7 +202,7 @@ def _published(value: object) -> object:
         }
     if isinstance(value, list):
         return [_published(inner) for inner in value]
-    return shown_path(value) if isinstance(value, str) and "/" in value else value
+    return shorten_path(value) if isinstance(value, str) and "/" in value else value
 
 
 ADDRESS = "http://127.0.0.1:8000/v1"

@@ -155,7 +155,7 @@ def finish(
     )
     overview = Overview.from_run(run)
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)  # wider paragraphs are hard to read
-    trouble = _write_report(overview)
+    problem = _write_report(overview)
     parts = [
         f"{overview.name}: {overview.done} steps of {overview.description} in {duration(seconds)}",
         _kind_text(overview, width),
@@ -164,7 +164,7 @@ def finish(
         _failures_text({"before": before, "after": after}),
         alarm_text(overview.alarms, width),
         fill(overview.unscored, max(width, 40)),
-        _paths_and_commands(overview, trouble),
+        _paths_and_commands(overview, problem),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -191,10 +191,10 @@ def _write_report(overview: Overview) -> str:
     return ""
 
 
-def _paths_and_commands(overview: Overview, trouble: str = "") -> str:
+def _paths_and_commands(overview: Overview, problem: str = "") -> str:
     """Return the paths of everything, and the commands to look further."""
     path, steps, report = overview.run.path, overview.run.journal_steps(), overview.run.report_path
-    rows = {"run directory": str(path), "report": trouble or (str(report) if report.is_file() else "not yet")}
+    rows = {"run directory": str(path), "report": problem or (str(report) if report.is_file() else "not yet")}
     rows["look further"] = f"mmrl show {path}"
     if steps:
         rows["a step"] = f"mmrl show {path} step={steps[-1]}"
@@ -202,6 +202,10 @@ def _paths_and_commands(overview: Overview, trouble: str = "") -> str:
     # Objects of a Python process have names that no command can import.
     if not str(overview.get("task.program") or "").startswith("mmrl.system.objects:"):
         # On test, or, of the user's data, dev or train.
-        mine = [split for split in ("test", "dev", "train") if overview.get(f"task.data.{split}") not in (None, "mini")]
-        rows["evaluate"] = f"mmrl eval policy={shlex.quote(str(path))} split={mine[0] if mine else 'test'}"
+        real_splits = [
+            split for split in ("test", "dev", "train") if overview.get(f"task.data.{split}") not in (None, "mini")
+        ]
+        rows["evaluate"] = (
+            f"mmrl eval policy={shlex.quote(str(path))} split={real_splits[0] if real_splits else 'test'}"
+        )
     return facts_table(rows, indent="")

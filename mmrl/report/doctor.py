@@ -130,9 +130,9 @@ def find(played: Played) -> list[Finding]:
         explained.add("gold_not_found")
     findings = []
     for name in sorted(names - explained):
-        named = [alarm for alarm in raised if alarm.name == name]
-        of_modules = [alarm for alarm in named if alarm.key.startswith("module/")]
-        for alarm in of_modules or named[:1]:
+        same_name = [alarm for alarm in raised if alarm.name == name]
+        module_alarms = [alarm for alarm in same_name if alarm.key.startswith("module/")]
+        for alarm in module_alarms or same_name[:1]:
             message = alarm.message + _sample(alarm, played)
             useless = _useless(alarm, played, constant)
             findings.append(Finding(name=name, key=alarm.key, useless=useless, message=message))

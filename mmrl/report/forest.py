@@ -258,8 +258,8 @@ def _links(file: _File) -> Iterator[str]:
     broken = [(where, name) for where, name in links if name is not None and name not in calls]
     for number, (where, name) in enumerate(broken):
         # Of the first problems alone: it looks at every choice, and a file may be wrong throughout.
-        near = nearest(name, list(calls)) if number < SUGGESTIONS else ""
-        yield f"{where}: got '{name}', which is no call{near}"
+        suggestion = nearest(name, list(calls)) if number < SUGGESTIONS else ""
+        yield f"{where}: got '{name}', which is no call{suggestion}"
 
 
 def _ordered(calls: Mapping[str, Call], source: str) -> dict[str, Call]:

@@ -18,7 +18,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.stats import FIRST, duration, number, short
 from mmrl.report.tables import Rows, facts_table, with_interval
 from mmrl.report.text import align, clean
-from mmrl.report.trees import asked_lines, render_example, shown_prediction
+from mmrl.report.trees import input_lines, render_example, shorten_prediction
 
 WORST = 10
 """Items that an overview lists."""
@@ -98,7 +98,7 @@ def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> Ro
     rows = [[head, *names, *columns, "a prediction"]]
     for (name, item), *cells in zip(items.items(), *columns.values(), strict=True):
         scores = [short(item["metrics"].get(metric)) for metric in names]
-        rows.append([name, *scores, *cells, shown_prediction((item.get("predictions") or [""])[0])])
+        rows.append([name, *scores, *cells, shorten_prediction((item.get("predictions") or [""])[0])])
     return rows
 
 
@@ -157,7 +157,7 @@ def example_text(overview: Overview, example: str, step: int | None, width: int)
         {f"{split}, step {after}": item for (split, after), item in results.items()},
         metric_names(list(results.values()))[:COLUMNS],
     )
-    inputs = asked_lines(run.examples.get((next(iter(results))[0], example)))
+    inputs = input_lines(run.examples.get((next(iter(results))[0], example)))
     parts = ["\n".join([f"item {clean(example)}", *inputs, align(rows, width=width)])]
     # Its calls, where an evaluation has stored them.
     for split in dict.fromkeys(split for split, _ in results):

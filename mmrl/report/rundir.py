@@ -322,7 +322,7 @@ class RunDir:
                 if (step_of(file) or 0) > step:
                     file.unlink()
 
-    def begin_again(self) -> None:
+    def forget_training(self) -> None:
         """Delete everything that a run without a checkpoint has written but the evaluation before training.
 
         Its metrics are computed again from its items, if those are what was written.
@@ -373,10 +373,10 @@ def refuse_full(path: Path) -> None:
         raise ConfigError(f"run.dir: {path} is a file, expected a new or empty folder")
     # A lock file alone is left by a start that failed before it wrote anything.
     if any(entry.name != LOCK for entry in path.iterdir()):
-        raise ConfigError(f"run.dir: {path} exists and is not empty, nothing was overwritten{_way_on(path)}")
+        raise ConfigError(f"run.dir: {path} exists and is not empty, nothing was overwritten{_resume_hint(path)}")
 
 
-def _way_on(path: Path) -> str:
+def _resume_hint(path: Path) -> str:
     """Return the hint with the command that continues the run in a folder; empty without a run."""
     if not (path / "config.yaml").is_file():
         return ""

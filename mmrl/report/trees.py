@@ -88,8 +88,8 @@ def coloured(call: Call, entries: Sequence[EntryFields], tokenizer: Tokenizer | 
     """
     values = [number(value) or 0.0 for value in entries[0].get("advantages", ())] if entries else []
     # Values may belong to other tokens than those that are here.
-    apart = len(set(values)) > 1 and len(values) == len(call.completion_ids)
-    if tokenizer is None or not apart:
+    differs = len(set(values)) > 1 and len(values) == len(call.completion_ids)
+    if tokenizer is None or not differs:
         return [(abridged(clean(call.text), 1200, 400), shade(fmean(values), largest) if values else 0)]
     shaded: list[Piece] = []
     (head, tail), position, left_out = TOKENS, 0, len(values) - sum(TOKENS)
@@ -201,7 +201,7 @@ def advantage_of(entry: EntryFields) -> str:
     return ends[0] if low == high else f"{ends[0]} … {ends[1]} (mean {ends[2]})"
 
 
-def made_of(reward: object, parts: Mapping[str, object]) -> str:
+def format_reward(reward: object, parts: Mapping[str, object]) -> str:
     """Format the parts of a reward: a sum if they add up to it, else a list (`turn -0.400, own_advantage -0.691`)."""
     if not parts:
         return ""
@@ -213,7 +213,7 @@ def made_of(reward: object, parts: Mapping[str, object]) -> str:
     return f" ({', '.join(texts)})"
 
 
-def shown_prediction(prediction: object, head: int = 30, tail: int = 10) -> str:
+def shorten_prediction(prediction: object, head: int = 30, tail: int = 10) -> str:
     """Return the start and the end of a prediction: of one that has an answer among other things, of its answer."""
     if isinstance(prediction, Mapping) and prediction.get("answer") is not None:
         prediction = prediction["answer"]
@@ -222,7 +222,7 @@ def shown_prediction(prediction: object, head: int = 30, tail: int = 10) -> str:
 
 def credit_line(entry: EntryFields) -> str:
     """Format an entry: reward with its parts, group, advantage, weight."""
-    line = f"reward {short(entry.get('reward'))}{made_of(entry.get('reward'), entry.get('parts') or {})}"
+    line = f"reward {short(entry.get('reward'))}{format_reward(entry.get('reward'), entry.get('parts') or {})}"
     group = entry.get("group")
     if group is not None:
         line += f" · group {group} (n {entry.get('group_size', 0)}"
@@ -244,7 +244,7 @@ def rollout_line(rollout: Rollout) -> str:
     message = f": {clean(rollout.error_message)}" if rollout.error_message else ""
     if rollout.error is not None and rollout.reward is None:
         return f"{rollout.id} failed ({rollout.error}){message}; not credited"
-    line = f"{rollout.id} reward {short(rollout.reward)}{made_of(rollout.reward, rollout.parts)}"
+    line = f"{rollout.id} reward {short(rollout.reward)}{format_reward(rollout.reward, rollout.parts)}"
     if rollout.error is not None:
         line += f" · {rollout.error} failure{message}"
     # A metric that is a part of the reward too stands there.
@@ -253,10 +253,10 @@ def rollout_line(rollout: Rollout) -> str:
         line += " · metrics: " + ", ".join(f"{name} {short(value)}" for name, value in metrics.items())
     if rollout.fork:
         line += f" · forked at {rollout.fork}"
-    return line + f" · prediction {shown_prediction(rollout.prediction, 100, 60)}"
+    return line + f" · prediction {shorten_prediction(rollout.prediction, 100, 60)}"
 
 
-def asked_lines(texts: JsonObject | None) -> list[str]:
+def input_lines(texts: JsonObject | None) -> list[str]:
     """Return an example's inputs, a line for each, and what its reward goes by; [] where that was not kept."""
     inputs, gold = ((texts or {}).get(key) or {} for key in ("asked", "gold"))
     parts = " · ".join(f"{name} {clean(text)}" for name, text in gold.items() if text)
@@ -279,7 +279,7 @@ def render_example(
     rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
     where = f"example {example} · step {forest.step} · " if entries is not None else ""
     head = f"{where}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"
-    parts: list[str | Tree] = ["\n".join([head, *asked_lines(texts)])]
+    parts: list[str | Tree] = ["\n".join([head, *input_lines(texts)])]
     ancestors: list[Tree] = []
     before: dict[str | None, Call] = {}
     for node in trees(forest, entries, example):
@@ -291,8 +291,8 @@ def render_example(
             parts += ["", tree]
         ancestors[node.depth :] = [tree]
     # A rollout that failed before its first call is on no path of the tree.
-    if lost := [f"  {rollout_line(rollout)}" for rollout in rollouts if rollout.leaf is None]:
-        parts += ["", "\n".join(["without any call:", *lost])]
+    if without_calls := [f"  {rollout_line(rollout)}" for rollout in rollouts if rollout.leaf is None]:
+        parts += ["", "\n".join(["without any call:", *without_calls])]
     # A level takes four columns: lines of deep trees overflow.
     deepest = max((len(forest.path(rollout)) for rollout in rollouts), default=0)
     return drawn(parts, max(width, 4 * deepest + 30))

@@ -302,7 +302,7 @@ def evaluation_devices(hardware: HardwareConfig) -> tuple[int, ...]:
     return tuple(range(hardware.processes + hardware.rollout_devices)) if server_devices(hardware) else ()
 
 
-def teachers_apart(algo: AlgoConfig) -> list[TeacherConfig]:
+def separate_teachers(algo: AlgoConfig) -> list[TeacherConfig]:
     """Return the teachers of mmGRPO that are not the student."""
     return [teacher for teacher in getattr(algo, "teachers", None) or () if teacher.name != STUDENT]
 
@@ -324,7 +324,7 @@ def _load_teachers(config: TrainCommandConfig, student: LoadedTeacher) -> dict[s
     loaded: dict[str, tuple[Engine, PreTrainedTokenizerBase]] = {}
     result: dict[str, LoadedTeacher] = {}
     # Weights are loaded once for all teachers that name them: a second copy would cost as much memory again.
-    for teacher in teachers_apart(config.algo):
+    for teacher in separate_teachers(config.algo):
         policy = teacher_policy(teacher)
         engine, tokenizer = student.engine, student.tokenizer
         # A teacher with prompts alone speaks with the weights in training, so it learns along with them.

@@ -31,7 +31,7 @@ from mmrl.models.hub import weights_problems
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full
 from mmrl.report.trackers import missing_trackers
-from mmrl.run.build import build_task, reward_set, teacher_policy, teacher_prompts, teachers_apart
+from mmrl.run.build import build_task, reward_set, separate_teachers, teacher_policy, teacher_prompts
 from mmrl.run.launch import hardware_problems, missing_packages, replica_problems
 from mmrl.run.settle import module_assignment
 from mmrl.stages.information_gain import gold_problems
@@ -310,7 +310,7 @@ def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
             if not callable(getattr(imported("algo.program", program), "run", None)):
                 problems.append(f"algo.program: '{program}' has no `run(example, ctx)`; expected a program")
     exchanged = config.algo.exchanged_modules(task.program.modules)
-    for teacher in teachers_apart(config.algo):
+    for teacher in separate_teachers(config.algo):
         where, endpoint = f"algo.teachers: {teacher.name}", teacher.endpoint
         if endpoint is not None:
             problems += unreachable({f"{where}.endpoint": endpoint})
@@ -326,9 +326,9 @@ def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
             prompts = teacher_prompts(teacher, teacher_policy(teacher))
             modules = build_task(config.task, config.seed, prompts).program.modules
             # A module that the student lacks has no call whose place the teacher's output could take.
-            if strange := [name for name in modules if name not in task.program.modules]:
+            if absent := [name for name in modules if name not in task.program.modules]:
                 problems.append(
-                    f"{where}: its program has the modules {', '.join(strange)}, which the student's has not; modules "
+                    f"{where}: its program has the modules {', '.join(absent)}, which the student's has not; modules "
                     f"are matched by name (the student's: {', '.join(task.program.modules)})"
                 )
     return problems

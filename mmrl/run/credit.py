@@ -354,10 +354,10 @@ def _credit_steps(request: CreditRequest, as_json: bool) -> int:
     compared = [algo for algo in request.algos if algo != trained]
     steps = [_credited(replace(request, step=number), trained, compared) for number in numbers]
     print(json.dumps([asdict(step) for step in steps], indent=1) if as_json else _steps_text(request, steps))
-    wrong = [step for step in steps if step.problem]
-    for step in wrong[:3]:
+    differing = [step for step in steps if step.problem]
+    for step in differing[:3]:
         print(f"error: {request.folder}: step {step.step}: {step.problem}", file=sys.stderr)
-    return 1 if wrong else 0
+    return 1 if differing else 0
 
 
 def _credited(request: CreditRequest, trained: AlgoConfig, compared: Sequence[AlgoConfig]) -> CreditedStep:

@@ -119,13 +119,13 @@ def _examined(stage: WeightStage, examples: int) -> Played:
         numpy.random.set_state(array_draws)
 
 
-def look_before(stage: WeightStage, log: StepLog) -> None:
+def check_before_training(stage: WeightStage, log: StepLog) -> None:
     """Play a few examples before training where `run.doctor` says so; print and keep the findings.
 
     It stops no run: what so few examples show is for a person to judge.
     """
     config = stage.config
-    if not log.processes.first(_needed(config, log.rundir.path / FILE)):
+    if not log.processes.first(_doctor_runs(config, log.rundir.path / FILE)):
         return
     facts = _examined(stage, FEW)
     findings = find(facts)
@@ -134,7 +134,7 @@ def look_before(stage: WeightStage, log: StepLog) -> None:
         atomic_write(log.rundir.path / FILE, dumps(as_object(facts, findings), indent=1) + "\n")
 
 
-def _needed(config: TrainCommandConfig, findings: Path) -> bool:
+def _doctor_runs(config: TrainCommandConfig, findings: Path) -> bool:
     """True if examples are to be played.
 
     Args:
@@ -165,7 +165,7 @@ class Machine:
     """What some runs would miss."""
 
 
-def look_at_machine(*, as_json: bool) -> int:
+def check_machine(*, as_json: bool) -> int:
     """Print what this machine has of what runs need; 1 where something that every run needs is broken."""
     from mmrl.engines.vllm.command import vllm_problems
 

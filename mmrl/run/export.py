@@ -29,7 +29,7 @@ from mmrl.models.policy import (
     resolve,
 )
 from mmrl.models.save import check_template, copy_adapter, copy_full, write_merged, write_tokenizer
-from mmrl.report.card import CardFacts, is_hub_id, model_card, shown_path, snippets
+from mmrl.report.card import CardFacts, is_hub_id, model_card, shorten_path, snippets
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
@@ -103,7 +103,7 @@ def export(request: ExportArguments) -> int:
         raise ConfigError(problems)
     with damage_named(run.path):
         overview = Overview.from_run(run)
-    checkpoint = chosen_checkpoint(overview, request.checkpoint)
+    checkpoint = select_checkpoint(overview, request.checkpoint)
     _refuse_damage(run, checkpoint)
     policy = resolve(str(checkpoint))
     choice = choose(policy, config, request, overview.modules)
@@ -132,7 +132,7 @@ def export(request: ExportArguments) -> int:
     return 0
 
 
-def chosen_checkpoint(overview: Overview, text: str) -> Path:
+def select_checkpoint(overview: Overview, text: str) -> Path:
     """Return the checkpoint that `checkpoint=` names.
 
     Raises:
@@ -216,7 +216,7 @@ def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, mo
     adapters = {name: Path(folder) for name, folder in folders.items() if form == "adapter" or name not in frozen}
     if module is not None or not (speaks or endpoints):
         return Choice(form=form, adapters=adapters, modules={}, recorded={})
-    base = f"the base model, {shown_path(config.model.path)} (frozen)"
+    base = f"the base model, {shorten_path(config.model.path)} (frozen)"
     words = {
         name: base if weights in frozen else f"`{weights}/`" if apart else "these weights"
         for name, weights in speaks.items()
@@ -309,7 +309,7 @@ def _card(
         licence=licence_of(config.model.path, config.model.revision),
         modules=choice.modules,
         prompts=_prompt_paragraphs(folder),
-        snippets=dict(_snippets(where, folder, choice, config, shown_path(config.model.path))),
+        snippets=dict(_snippets(where, folder, choice, config, shorten_path(config.model.path))),
         # data of the hub, which have a name that others know
         data={split: name for split, name in files.items() if name.count("/") == 1 and is_hub_id(name)},
     )

@@ -35,7 +35,7 @@ from mmrl.retrieval.index_folder import (
 from mmrl.retrieval.select import index_problems, packages_missing, server_problems
 from mmrl.retrieval.serving import make_app
 from mmrl.retrieval.store import CorpusFacts, PassageStore
-from mmrl.run.serve import listen, token_in
+from mmrl.run.serve import listen, read_token
 from mmrl.system.files import user_path
 from mmrl.tasks.data.corpus import Corpus
 
@@ -130,7 +130,7 @@ def serve(arguments: ServeIndexArguments) -> int:
     """Run `mmrl serve-retriever`."""
     if problems := server_problems("mmrl serve-retriever"):
         raise ConfigError(problems)
-    token = token_in(arguments)
+    token = read_token(arguments)
     facts, retriever, passages = _opened(arguments)
     served: dict[str, str | int] = {
         "kind": facts.kind,

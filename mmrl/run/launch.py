@@ -51,7 +51,7 @@ def start(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int:
         )
         for rank in range(hardware.processes)
     ]
-    with passing_on(workers) as signals:
+    with forward_signals(workers) as signals:
         failed = _wait(workers)
         if failed is None:
             return 0
@@ -160,7 +160,7 @@ def _end(workers: Sequence[psutil.Popen]) -> None:
 
 
 @contextmanager
-def passing_on(workers: Sequence[psutil.Popen]) -> Iterator[list[int]]:
+def forward_signals(workers: Sequence[psutil.Popen]) -> Iterator[list[int]]:
     """Pass Ctrl-C and SIGTERM on to the workers, which end by themselves; no process survives an error here.
 
     After SIGTERM they save, which takes as long as their step; a second signal ends them within seconds.
@@ -170,7 +170,7 @@ def passing_on(workers: Sequence[psutil.Popen]) -> Iterator[list[int]]:
     """
     signals: list[int] = []
 
-    def pass_on(number: int, frame: object) -> None:
+    def forward(number: int, frame: object) -> None:
         signals.append(number)
         if len(signals) > 1:
             _end(workers)
@@ -181,7 +181,7 @@ def passing_on(workers: Sequence[psutil.Popen]) -> Iterator[list[int]]:
                 worker.send_signal(number)
 
     # Installed once all workers are there: a signal before that ends this process, and they end with it.
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield signals
     finally:

@@ -126,10 +126,10 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     kind = request.device and ("cpu" if request.device == "cpu" else "cuda")
     if request.device not in (None, *DEVICES):
         raise ConfigError(unknown("device", request.device, DEVICES))
-    weights_here = Path(model_path(config.model)).is_dir()
+    has_weights = Path(model_path(config.model)).is_dir()
     # A few dry rollouts show the lengths of every module and take little time.
-    examples = (0 if lengths or not weights_here else 4) if request.dry is None else request.dry
-    if examples and not weights_here:
+    examples = (0 if lengths or not has_weights else 4) if request.dry is None else request.dry
+    if examples and not has_weights:
         raise ConfigError(f"dry: the weights of {config.model.path} are not on this machine; leave dry out, or dry=0")
     shape = shape_of(config.model)
     # Counting from lengths needs the program, not the data: those of the mini world stand in for what is not here.
@@ -140,8 +140,8 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     problems = plan_problems(settled, task)
     lora, sizes = config.model.lora, shape.projections()
     # Without their sizes the plan would count no adapter there and promise too little memory.
-    if lora is not None and not lora.everywhere and (strange := [name for name in lora.targets if name not in sizes]):
-        targets = f"got {', '.join(strange)}; mmrl plan knows the sizes of {', '.join(sizes)} alone"
+    if lora is not None and not lora.everywhere and (invalid := [name for name in lora.targets if name not in sizes]):
+        targets = f"got {', '.join(invalid)}; mmrl plan knows the sizes of {', '.join(sizes)} alone"
         problems.append(f"model.lora.targets: {targets}")
     if examples and examples > (train_size := len(task.examples("train"))):
         problems.append(f"dry: got {examples}, the train split has {train_size} examples")

@@ -42,7 +42,7 @@ def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys
         user_keys: keys of the config that the user set.
     """
     policy = _checked(config, user_keys)
-    token = token_in(arguments)
+    token = read_token(arguments)
     # The model's own limit and not a task's; requests join a batch whenever they come.
     task = config.task.model_copy(update={"max_context": None})
     config = settle(config.model_copy(update={"task": task}))
@@ -66,7 +66,7 @@ def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys
         return listen(app, arguments, snippets(names, arguments), grace_s=5)
 
 
-def token_in(arguments: ServerArguments) -> str | None:
+def read_token(arguments: ServerArguments) -> str | None:
     """Return the token that every request to a server must bring.
 
     Raises:

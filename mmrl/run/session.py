@@ -34,10 +34,10 @@ from mmrl.models.policy import damage, every_checkpoint
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.run.build import RECORD, build_stage, build_task, check_model, evaluated, steps_of
 from mmrl.run.check import check_all
-from mmrl.run.doctor import look_before
+from mmrl.run.doctor import check_before_training
 from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.settle import import_plugins, refuse_changes, run_folder, settle, stored_config
-from mmrl.run.start import restarted, started
+from mmrl.run.start import config_from_run, config_of_resumed
 from mmrl.stages import Stage
 from mmrl.system.files import JsonObject, plain
 from mmrl.system.json_lines import stored_lines
@@ -53,7 +53,7 @@ STEADY = ("constant", "constant_with_warmup")
 
 def resume(folder: Path) -> int:
     """Continue a stopped or killed run, to the numbers that it would have had. Returns the exit code."""
-    config = restarted(stored_config(folder, StageConfig), folder)
+    config = config_of_resumed(stored_config(folder, StageConfig), folder)
     return begin(config, ["mmrl", "train", f"resume={folder}"], resumed=True)
 
 
@@ -66,7 +66,7 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
     """
     # With digests it has been looked up: it is continued, or the main process of several has done so.
     if config.start is not None and config.start == StartConfig(run=config.start.run):
-        config = started(config, Path(config.start.run))
+        config = config_from_run(config, Path(config.start.run))
     config = settle(config)
     # Before a folder is made: a model that cannot be had must leave none behind. A run that is continued has had it.
     if not resumed:
@@ -245,7 +245,7 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
                 f"{'; '.join(dict.fromkeys(problems))}, so that no checkpoint is left to continue from; restore what "
                 f"is named from a copy, or delete {rundir.checkpoints} to train again from step 1"
             )
-        rundir.begin_again()
+        rundir.forget_training()
         return None
     for problem in dict.fromkeys(problems):
         print(f"warning: {problem}; continuing from {checkpoint.name}", file=sys.stderr)
@@ -309,7 +309,7 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
                     examples, drawn = evaluated(task, config, config.eval.split)
                     evaluations = Evaluations(examples=examples, last_step=steps, stage=stage)
                     if config.kind.credit and checkpoint is None:
-                        look_before(cast("WeightStage", stage), log)
+                        check_before_training(cast("WeightStage", stage), log)
                     before = evaluations.baseline()
                     stage.improve(evaluations, checkpoint)
                     after = evaluations.final()

@@ -42,8 +42,8 @@ def import_plugins(packages: Collection[str]) -> None:
         ConfigError: a package that cannot be imported, or raises when it is.
     """
     # Not repeated: what is no name may be a key that was pasted into the wrong place.
-    if strange := sum(not all(part.isidentifier() for part in package.split(".")) for package in packages):
-        got = f"got {strange} that {'are' if strange > 1 else 'is'} none"
+    if malformed := sum(not all(part.isidentifier() for part in package.split(".")) for package in packages):
+        got = f"got {malformed} that {'are' if malformed > 1 else 'is'} none"
         raise ConfigError(f"plugins: {got}, expected names of packages: letters, digits, _ and dots")
     for package in packages:
         import_module("plugins", package)
@@ -252,13 +252,13 @@ def announce_code(folder: Path, stored: Mapping[str, object], packages: Sequence
     """
     sections = {name: stored.get(name) for name in ("task", "algo") if program}
     texts = flattened({name: section for name, section in sections.items() if isinstance(section, Mapping)})
-    named = [f"{key}={value}" for key, value in texts.items() if isinstance(value, str) and OBJECT.fullmatch(value)]
-    named = [text for text in named if not is_given(text.partition("=")[2])]  # of this very process
-    named += [f"plugins={','.join(packages)}"] if packages else []
+    settings = [f"{key}={value}" for key, value in texts.items() if isinstance(value, str) and OBJECT.fullmatch(value)]
+    settings = [text for text in settings if not is_given(text.partition("=")[2])]  # of this very process
+    settings += [f"plugins={','.join(packages)}"] if packages else []
     interpreter = value_at(stored, "engine.python") if program else None
-    named += [f"engine.python={interpreter}"] if interpreter is not None else []
-    if named:
-        line = f"{folder}/config.yaml names code that is imported and run now: {', '.join(named)}"
+    settings += [f"engine.python={interpreter}"] if interpreter is not None else []
+    if settings:
+        line = f"{folder}/config.yaml names code that is imported and run now: {', '.join(settings)}"
         print(line, file=sys.stderr, flush=True)
 
 

@@ -114,7 +114,7 @@ def policy_of_run(run: Path, *, undamaged: bool = False) -> Policy:
     return policy
 
 
-def started(config: ConfigT, run: Path) -> ConfigT:
+def config_from_run(config: ConfigT, run: Path) -> ConfigT:
     """Return a run from the policy that `run` has made: its weights, with an adapter merged into them, and its prompts.
 
     Raises:
@@ -133,7 +133,7 @@ def started(config: ConfigT, run: Path) -> ConfigT:
     return config.model_copy(update=changed)
 
 
-def restarted(config: ConfigT, folder: Path) -> ConfigT:
+def config_of_resumed(config: ConfigT, folder: Path) -> ConfigT:
     """Return the config of a run that is continued, with the run that it started from where that lies now.
 
     Raises:
@@ -149,7 +149,7 @@ def restarted(config: ConfigT, folder: Path) -> ConfigT:
         prompts = prompts_of(str(candidate))[1]
         now = StartConfig(run=start.run, weights=_weights_digest(candidate), prompts=prompts and _digest(Path(prompts)))
         if now == start:
-            return started(config, candidate).model_copy(update={"start": start})
+            return config_from_run(config, candidate).model_copy(update={"start": start})
     problem = "has another policy now than the one that this run started from" if existing else "is not there"
     raise CheckpointError(
         f"{folder}: from={existing[0] if existing else start.run} {problem}; restore it, or start a new run"

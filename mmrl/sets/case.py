@@ -38,10 +38,10 @@ def _of_run(spec: SetSpec, case: Case, run: Overview) -> tuple[str, Rows, str] |
     metrics = {name: metric for name, metric in spec.scores.items() if name not in spec.counts}
     main = list(metrics.values())[-1]
     selected = max(items, key=lambda item: _score(after[item], main) - _score(before[item], main))
-    two = before[selected], after[selected]
+    lines = before[selected], after[selected]
     rows = [["", *(f"after {step} steps" for step in ends)]]
-    rows += [[name, *(f"{_score(line, metric):.3f}" for line in two)] for name, metric in metrics.items()]
-    first, last = ((line["predictions"] or [{}])[0] or {} for line in two)
+    rows += [[name, *(f"{_score(line, metric):.3f}" for line in lines)] for name, metric in metrics.items()]
+    first, last = ((line["predictions"] or [{}])[0] or {} for line in lines)
     # The answer last, as programs make it.
     names = sorted(dict.fromkeys([*first, *last]), key=lambda name: name == "answer")
     rows += [[name, _text(first.get(name)), _text(last.get(name))] for name in names]

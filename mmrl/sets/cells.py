@@ -156,11 +156,11 @@ def _evaluated(overview: Overview) -> Mapping[int, Sequence[Item]]:
 
 def _scores(items: Sequence[Item]) -> pandas.DataFrame:
     """Return the (items, metrics) table of one evaluation; NaN where an item has none."""
-    of_items = {
+    by_item = {
         item["id"]: item["metrics"] | {f"module/{name}": value for name, value in item.get("modules", {}).items()}
         for item in items
     }
-    return pandas.DataFrame([*of_items.values()], index=[*of_items]).apply(pandas.to_numeric, errors="coerce")
+    return pandas.DataFrame([*by_item.values()], index=[*by_item]).apply(pandas.to_numeric, errors="coerce")
 
 
 def values_of(scores: pandas.DataFrame, metric: str) -> pandas.Series[float]:
@@ -237,7 +237,7 @@ class SetResult:
     """(row, column) -> the runs with its scores, one per seed: evaluations, or in a set without scores trainings."""
     queue: Sequence[SetRun] = ()
     """Runs in the order in which they start, each once; none where they are only looked at."""
-    more_notes: Sequence[str] = ()
+    extra_notes: Sequence[str] = ()
 
     @cached_property
     def overviews(self) -> dict[Path, Overview | MmrlError]:
@@ -255,25 +255,25 @@ class SetResult:
     def read(self) -> tuple[dict[tuple[str, str], list[Scored]], list[str]]:
         """Runs that have begun by (row, column), in the order of seeds; and what is wrong or missing, in words."""
         started: dict[tuple[str, str], list[Scored]] = {}
-        troubles: list[str] = []
+        problems: list[str] = []
         for pair, runs in self.runs.items():
             cell_runs: list[Scored] = []
             missing = []
             for run in runs:
-                scored, trouble = self._scored(pair, run)
+                scored, problem = self._scored(pair, run)
                 cell_runs += [scored] if scored is not None else []
-                if trouble:
-                    troubles.append(f"{self._named(pair)}, seed {run.seed}: {trouble}")
+                if problem:
+                    problems.append(f"{self._pair_name(pair)}, seed {run.seed}: {problem}")
                 elif scored is None or not scored.finished:
                     missing.append(run.seed)
             finished = [scored.overview for scored in cell_runs if scored.finished]
             if missing and finished:
-                troubles.append(f"{self._named(pair)}: seeds {', '.join(map(str, missing))} are missing")
+                problems.append(f"{self._pair_name(pair)}: seeds {', '.join(map(str, missing))} are missing")
             if different := _differing(finished):
-                troubles.append(f"{self._named(pair)}: not averaged, its seeds differ in {', '.join(different)}")
+                problems.append(f"{self._pair_name(pair)}: not averaged, its seeds differ in {', '.join(different)}")
                 cell_runs = []
             started[pair] = sorted(cell_runs, key=lambda scored: scored.seed)
-        return started, troubles
+        return started, problems
 
     def _scored(self, pair: tuple[str, str], run: Run) -> tuple[Scored | None, str]:
         """Return a run that has begun and can be read, else None; and what is wrong with it."""
@@ -283,11 +283,11 @@ class SetResult:
                 return None, str(overview)
             chain += [overview] if overview is not None else []
         if run.path not in self.overviews:
-            return None, run.trouble()
+            return None, run.failure()
         scored = Scored(run.seed, self.metric(*pair), chain)
         failed = (scored.overview.summary.get("metrics") or {}).get("failed_share", 0)
         partly = f"{failed:.1%} of the rollouts failed from outside and count 0" if failed and scored.finished else ""
-        return scored, run.trouble() or partly
+        return scored, run.failure() or partly
 
     def started(self, row: str, column: str) -> list[Scored]:
         """Return the runs of a cell that have begun, by seed."""
@@ -307,7 +307,7 @@ class SetResult:
         metric = measured[score or next(iter(measured))]
         return self.runs[row, column][0].metric if metric == MAIN else metric
 
-    def _named(self, pair: tuple[str, str]) -> str:
+    def _pair_name(self, pair: tuple[str, str]) -> str:
         row, column = pair
         return f"{row} on {column}" if column else row
 
@@ -405,20 +405,20 @@ class SetResult:
         (cell,) = (Cell(column, score) for score in self.spec.measured)
         blocks = [self._block(row, [cell]) for row in (first, second)]
         seeds = sorted(set(blocks[0].index) & set(blocks[1].index))
-        mine, theirs = (_item_means(block.loc[seeds]) for block in blocks)
-        shared = sorted(mine.index.intersection(theirs.index))
+        first_means, second_means = (_item_means(block.loc[seeds]) for block in blocks)
+        shared = sorted(first_means.index.intersection(second_means.index))
         if not shared:
             return None
         # The same draws either way round, so that one interval is the other's mirror image.
-        return paired_difference(theirs[shared], mine[shared], (0, "compare", *sorted((first, second))))
+        return paired_difference(second_means[shared], first_means[shared], (0, "compare", *sorted((first, second))))
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
         """Judge every claim whose rows are shown."""
         claims = [claim for claim in self.spec.claims if {claim.more, claim.than} <= {*self.rows}]
-        return [self._judged(claim) for claim in claims]
+        return [self._judge(claim) for claim in claims]
 
-    def _judged(self, claim: Claim) -> Verdict:
+    def _judge(self, claim: Claim) -> Verdict:
         rows = (claim.more, claim.than)
         cells = [cell for cell in self.spec.selected(claim.cells) if cell.column in self.columns]
         (higher, lower), weights = self._strata(rows, cells)
@@ -483,10 +483,10 @@ class SetResult:
         """Return the notes below the tables: shared runs, what is missing or wrong, the rows' notes and the set's."""
         sharing: dict[tuple[Path, ...], list[str]] = {}
         for (row, column), runs in self.runs.items():
-            name = row if len(self.columns) == 1 else self._named((row, column))
+            name = row if len(self.columns) == 1 else self._pair_name((row, column))
             sharing.setdefault(tuple(run.path for run in runs), []).append(name)
         groups = [", ".join(names) for names in sharing.values() if len(names) > 1]
-        notes = [*self.read[1], *self.more_notes]
+        notes = [*self.read[1], *self.extra_notes]
         # One note: a table whose columns name the same data at this scale has a dozen of these.
         notes += [f"the same runs: {'; '.join(groups)}"] if groups else []
         if len({*self.models.values()}) > 1:

@@ -30,7 +30,7 @@ from mmrl.system.conf import later_wins
 from mmrl.system.files import JsonObject, atomic_write, read_yaml
 from mmrl.system.stop import stoppable
 
-NOT_ITS_OWN = ("seed", "run.dir")
+SET_KEYS = ("seed", "run.dir")
 """Keys of its words that the set itself says for each run."""
 
 
@@ -66,7 +66,7 @@ def _written(config: StagedCommandConfig) -> JsonObject:
     rows = {}
     for before, name, words in zip(["", *names], names, config.words, strict=False):
         overrides = later_wins(word.lstrip("+") for word in words)
-        settings = [word for word in overrides if word.partition("=")[0] not in NOT_ITS_OWN]
+        settings = [word for word in overrides if word.partition("=")[0] not in SET_KEYS]
         rows[name] = {**({"from": before} if before else {}), "train": settings}
     folder = {"config_dir": str(Path(config.config_dir).resolve())} if config.config_dir else {}
     return {"shows": f"{config.algo.name} on {config.task.name}", "seeds": [config.seed], **folder, "rows": rows}

@@ -89,7 +89,7 @@ def table(request: SetRequest, compose: Compose) -> int:
         raise ConfigError(f"table: got {len(request.names)} names, expected one")
     if request.names:
         (name,) = request.names
-        return _go(request, name, read_set(name, request.config_dir), compose)
+        return _run_set(request, name, read_set(name, request.config_dir), compose)
     if request.keys.model_fields_set or request.overrides:
         raise ConfigError("table: which one? `mmrl table` lists them")
     print(_listing(request))
@@ -100,30 +100,30 @@ def compare(request: SetRequest, compose: Compose) -> int:
     """Run `mmrl compare`: of run directories, of a set, or of algorithms on tasks. Returns the exit code."""
     keys = request.keys
     if request.names:
-        return _look(request)
+        return _compare_runs(request)
     if keys.plan:
         if {"algo", "task"} & keys.model_fields_set:
             raise ConfigError(f"algo, task: have no effect on plan {keys.plan}; choose from it with rows= and columns=")
         spec = read_set(keys.plan, request.config_dir)
-        return _go(request, keys.name or keys.plan, spec, compose)
+        return _run_set(request, keys.name or keys.plan, spec, compose)
     if not keys.algo:
         raise ConfigError("algo: missing, expected algorithms (algo=a,b), a plan (plan=mini), or run directories")
     spec, overrides = _spec_of_algorithms(request)
     # Its seeds are all of this set, and no part of it.
     request = replace(request, keys=keys.model_copy(update={"seed": ()}), overrides=overrides)
-    return _go(request, keys.name or "default", spec, compose)
+    return _run_set(request, keys.name or "default", spec, compose)
 
 
 def _spec_of_algorithms(request: SetRequest) -> tuple[SetSpec, list[str]]:
     """Return the set of `algo=A,B+C task=T,U`, and the overrides of all its runs."""
     algos, tasks = request.keys.algo, request.keys.task
     overrides = []
-    of_stage: dict[str, list[str]] = {}
+    stage_settings: dict[str, list[str]] = {}
     for word in request.overrides:
         section, _, rest = word.lstrip("+").partition(".")
         if section == "stage":
             stage, _, setting = rest.partition(".")
-            of_stage.setdefault(stage, []).append(setting)
+            stage_settings.setdefault(stage, []).append(setting)
         else:
             overrides.append(word)
     rows: dict[str, Row] = {}
@@ -135,17 +135,17 @@ def _spec_of_algorithms(request: SetRequest) -> tuple[SetSpec, list[str]]:
         start = ""
         for position, stage in enumerate(stages, 1):
             row = algo if position == len(stages) else "+".join(stages[:position])
-            words = (f"algo={stage}", *of_stage.get(stage, ()))
+            words = (f"algo={stage}", *stage_settings.get(stage, ()))
             rows[row] = Row.model_validate({"from": start, "shown": row in algos, "train": words})
             start = row
-    if stray := [unknown("stage", stage, stage_names) for stage in of_stage if stage not in stage_names]:
+    if stray := [unknown("stage", stage, stage_names) for stage in stage_settings if stage not in stage_names]:
         raise ConfigError(stray)
     columns = {task: Column(train=(f"task={task}",)) for task in tasks}
     shows = f"{', '.join(algos)} on {', '.join(tasks)}"
     return SetSpec(shows=shows, seeds=request.keys.seed or (0, 1, 2), rows=rows, columns=columns), overrides
 
 
-def _look(request: SetRequest) -> int:
+def _compare_runs(request: SetRequest) -> int:
     """Show finished or running runs side by side."""
     keys = request.keys
     stray = [key for key in keys.model_fields_set if key not in ("name", "out")]
@@ -167,7 +167,7 @@ def _look(request: SetRequest) -> int:
 # --- what runs
 
 
-def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
+def _run_set(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
     """Plan, run or show a set."""
     keys, scales = request.keys, scales_of(spec)
     problems: list[str] = []
@@ -239,7 +239,7 @@ def _run(plan: SetResult, at_once: int, through: Sequence[str], config_dir: str 
     _show(replace(plan), out)
     if not (failed := [run for run in plan.queue if run.code]):
         return 0
-    lines = [f"{run.name}: {run.trouble()}" for run in failed]
+    lines = [f"{run.name}: {run.failure()}" for run in failed]
     lines.append(f"{len(failed)} of {len(plan.queue)} runs failed; the same command tries them again")
     print_error(ConfigError(lines))
     return 1

@@ -47,7 +47,7 @@ LABEL = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RowCurve:
     """Curves of a row in a diagram."""
 
     row: str
@@ -82,11 +82,13 @@ class SetFigure:
                 trainings = trainings[-1:]
             read = [self.result.overviews.get(path) for path in trainings]
             if read and isinstance(read[-1], Overview):
-                by_seed[run.seed] = _in_turn([overview.history for overview in read if isinstance(overview, Overview)])
+                by_seed[run.seed] = _join_histories(
+                    [overview.history for overview in read if isinstance(overview, Overview)]
+                )
         return by_seed
 
     @cached_property
-    def panels(self) -> list[tuple[str, Diagram, list[Drawn]]]:
+    def panels(self) -> list[tuple[str, Diagram, list[RowCurve]]]:
         """(title, diagram, its lines); columns that share all their training runs are one."""
         rows = self.result.rows
         columns: dict[tuple[Path | None, ...], str] = {}
@@ -124,11 +126,11 @@ class SetFigure:
         """Steps that a training metric is averaged over, backwards; the papers' are drawn as they are."""
         return 1 if self.figure.diagrams else WINDOW
 
-    def _line(self, row: str, column: str, diagram: Diagram) -> Drawn | None:
+    def _line(self, row: str, column: str, diagram: Diagram) -> RowCurve | None:
         figure = self.figure
-        of_seeds = {seed: self._curve(history, diagram) for seed, history in self.histories(row, column).items()}
+        by_seed = {seed: self._curve(history, diagram) for seed, history in self.histories(row, column).items()}
         # A mean over fewer seeds from some step on would jump there.
-        curves = pandas.DataFrame({seed: curve for seed, curve in of_seeds.items() if curve}).T.dropna(axis=1)
+        curves = pandas.DataFrame({seed: curve for seed, curve in by_seed.items() if curve}).T.dropna(axis=1)
         if curves.empty:
             return None
         if figure.kind == "bars":
@@ -145,7 +147,7 @@ class SetFigure:
             spread = curves.std().fillna(0.0)
             low, high = mean - spread, mean + spread
         band = Band(*map(np.asarray, (curves.columns, mean, low, high)))
-        return Drawn(row, band, len(curves), minimum, maximum, unsmoothed)
+        return RowCurve(row, band, len(curves), minimum, maximum, unsmoothed)
 
     def _curve(self, history: History, diagram: Diagram) -> dict[int, float]:
         """Return step -> value of the first of the diagram's metrics that the run has."""
@@ -220,8 +222,8 @@ class SetFigure:
                     _draw_curves(axes, lines, style, self.figure.scaled)
             if self.figure.kind == "curves" and not self.figure.scaled:
                 # One above all diagrams, of lines by their rows, which are called the same in each.
-                named = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in canvas.axes]
-                lines_of = {label: handle for pairs in named for handle, label in pairs}
+                handles = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in canvas.axes]
+                lines_of = {label: handle for pairs in handles for handle, label in pairs}
                 canvas.legend(
                     [*lines_of.values()], [*lines_of], loc="outside upper left", ncols=5, fontsize=9, handlelength=3
                 )
@@ -231,7 +233,7 @@ class SetFigure:
         return standalone(bare_svg(svg.getvalue(), f"{self.result.name}: {self.caption}")), png.getvalue()
 
 
-def _in_turn(histories: Sequence[History]) -> History:
+def _join_histories(histories: Sequence[History]) -> History:
     """Join the steps of runs that start from one another; at a seam, the last point of the earlier stays."""
     lines: dict[int, JsonObject] = {}
     for history in histories:
@@ -246,7 +248,7 @@ def _style(index: int) -> LineStyle:
     return LINES[index % len(LINES)], MARKERS[index % len(MARKERS)], DASHES[index // len(LINES) % len(DASHES)]
 
 
-def _draw_curves(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineStyle], scaled: bool) -> None:
+def _draw_curves(axes: Axes, lines: Sequence[RowCurve], style: Mapping[str, LineStyle], scaled: bool) -> None:
     whole_steps(axes)
     for line in lines:
         if line.unsmoothed is not None:
@@ -257,7 +259,7 @@ def _draw_curves(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineSty
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=8)
 
 
-def _draw_bars(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineStyle]) -> None:
+def _draw_bars(axes: Axes, lines: Sequence[RowCurve], style: Mapping[str, LineStyle]) -> None:
     axes.set_axisbelow(True)
     for index, line in enumerate(lines):
         mean, low, high = (float(values[0]) for values in line.band[1:])

@@ -40,7 +40,9 @@ def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side"
         for row, same in rows.items():
             runs[row, column] = [_existing_run(run.run.path, metric) for run in _one_per_seed(row, same, notes)]
     spec = SetSpec(shows=shows, rows={row: Row() for row, _ in runs}, columns=columns)
-    return SetResult(name=name, spec=spec, scale="", rows=[*spec.rows], columns=[*columns], runs=runs, more_notes=notes)
+    return SetResult(
+        name=name, spec=spec, scale="", rows=[*spec.rows], columns=[*columns], runs=runs, extra_notes=notes
+    )
 
 
 NOT_VARIANTS = ("seed", "run.", "hardware.", "engine.", "plugins", "train.save_every", "train.keep", "start")

@@ -21,7 +21,7 @@ from mmrl.tasks import TASKS
 
 TOP = Path("outputs") / "sets"
 RUNS = TOP / "runs"
-OF_MACHINE = ("run", "hardware", "engine")
+MACHINE_SECTIONS = ("run", "hardware", "engine")
 """Sections that say where a run lies and what it runs on: the rest is what it is."""
 Config = StageConfig | EvalCommandConfig
 Compose = Callable[[Command, Sequence[str]], Config]
@@ -59,11 +59,11 @@ class Planner:
         cells: dict[tuple[str, str], list[SetRun]] = {pair: [] for pair in pairs}
         problems: list[str] = []
         # A row that needs fewer seeds than others (nothing of it is drawn) has its own, whatever was chosen.
-        of_row = {row: tuple(spec.rows[row].seeds or seeds or spec.seeds) for row in rows}
+        seeds_of_row = {row: tuple(spec.rows[row].seeds or seeds or spec.seeds) for row in rows}
         # Seed by seed, so that one seed of everything is there early.
-        for seed in dict.fromkeys(seed for some in of_row.values() for seed in some):
+        for seed in dict.fromkeys(seed for some in seeds_of_row.values() for seed in some):
             for row, column in pairs:
-                if seed not in of_row[row]:
+                if seed not in seeds_of_row[row]:
                     continue
                 cell_problems: list[str] = []
                 with gathered(cell_problems):
@@ -136,7 +136,7 @@ def main_metrics() -> dict[str, str]:
 
 def digest(config: RootConfig, identity: Mapping[str, object]) -> str:
     """Return the digest of a run's settings, whatever its folder and machine."""
-    content = {key: value for key, value in config.model_dump(mode="json").items() if key not in OF_MACHINE}
+    content = {key: value for key, value in config.model_dump(mode="json").items() if key not in MACHINE_SECTIONS}
     if identity:
         # How the weights before it were made stands for their place, and for what is read from there.
         content = {key: value for key, value in content.items() if key != "policy"}

@@ -69,7 +69,7 @@ class Run:
         """Return the command that makes it, for a shell; empty for a run that is only looked at."""
         return ""
 
-    def trouble(self) -> str:
+    def failure(self) -> str:
         """Return the reason of its failure; empty where it did not fail."""
         return ""
 
@@ -124,7 +124,7 @@ class SetRun(Run):
         except MmrlError as error:
             return str(error)
 
-    def trouble(self) -> str:
+    def failure(self) -> str:
         """Return the last error that a failed run printed."""
         if self.reason or not self.code:
             return self.reason
@@ -235,7 +235,7 @@ class RunQueue:
             self._say(f"{run.name}: done in {duration(time.monotonic() - started)}")
             self.on_done()
         else:
-            self._say(f"{run.name}: failed: {run.trouble()}")
+            self._say(f"{run.name}: failed: {run.failure()}")
 
     def _say(self, text: str) -> None:
         print(f"[{sum(run.code is not None for run in self.runs)}/{len(self.runs)}] {text}", flush=True)

@@ -60,8 +60,8 @@ def sweep(
     folders = {config.run.dir: config for config in configs if config.run.dir}
     # Directories of an earlier start of the same sweep are not empty, which `check_all` would refuse; and of a search
     # the configs stand for values that are not known yet.
-    apart = searched or len(folders) == len(configs)
-    check_all([config.in_folder(None) for config in configs] if apart else configs, user_keys)
+    separate = searched or len(folders) == len(configs)
+    check_all([config.in_folder(None) for config in configs] if separate else configs, user_keys)
     problems: list[str] = []
     for folder, config in ({} if searched else folders).items():
         with gathered(problems):

@@ -36,8 +36,8 @@ def read_set(name: str, config_dir: str | None = None) -> SetSpec:
     if isinstance(content, dict) and isinstance(base := content.get("base"), str):
         content["base"] = read_yaml(_file_of(base, f"{FOLDER}/base", config_dir))
     spec, declared = _validated(content, path), options("algo", config_dir)
-    of_algos = (("algos", spec.algos), ("base.algos", spec.base.algos))
-    if problems := [unknown(key, algo, declared) for key, algos in of_algos for algo in algos if algo not in declared]:
+    layers = (("algos", spec.algos), ("base.algos", spec.base.algos))
+    if problems := [unknown(key, algo, declared) for key, algos in layers for algo in algos if algo not in declared]:
         raise ConfigError(f"{path}: {problem}" for problem in problems)
     return spec
 
@@ -83,9 +83,9 @@ def words_of(
     # An evaluation has no algorithm.
     every = [*shared, *column_words, *row_words]
     algo = next((word.partition("=")[2] for word in reversed(every) if word.startswith("algo=")), "")
-    of_algo = [word for base in (spec.base, spec) for word in base.algos.get(algo, Layer()).words_at(scale, command)]
+    algo_words = [word for base in (spec.base, spec) for word in base.algos.get(algo, Layer()).words_at(scale, command)]
     # Before the row: what a row says for itself holds, whatever its algorithm.
-    words = [word for word in [*shared, *of_algo, *column_words] if not is_below(word, method.without)] + row_words
+    words = [word for word in [*shared, *algo_words, *column_words] if not is_below(word, method.without)] + row_words
     if command == "eval" and method.policy:
         words.append(f"policy={method.policy}")
     words += overrides

@@ -18,7 +18,7 @@ from mmrl.report.html import report_run
 from mmrl.report.journal import write_step
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.trees import asked_lines
+from mmrl.report.trees import input_lines
 from tests.helpers.runs import CONFIG, fake_run, forest
 
 PLAIN = None
@@ -125,7 +125,7 @@ def test_what_was_asked_and_what_is_right_stands_at_an_example(tmp_path):
     RunDir.read(run.path).note_examples("dev", made[:1])
     assert [*run.examples] == [("train", "q0"), ("train", "q1"), ("dev", "q0")]
     assert run.examples["train", "q0"]["asked"] == {"question": "Who wrote\nit?"}
-    question, right = asked_lines(run.examples["train", "q0"])
+    question, right = input_lines(run.examples["train", "q0"])
     assert question == "question: Who wrote \u23ce it?"
     assert right.startswith("gold: answers Ada; A. L. · hops 2 · long xxx") and right.endswith("[…100 characters…]")
     write_step(run, *forest(1))
