@@ -85,7 +85,7 @@ def known_gpu(gpu: Gpu) -> Device:
     Raises:
         ConfigError: it is none of the table; a slice of one (MIG) has a share that is not known.
     """
-    # Words: a GH200 is no H200.
+    # Matched by words: a GH200 is not an H200.
     words = set(re.findall(r"\w+", gpu.name.lower()))
     row = next((device for key, device in GPUS.items() if key in words and "mig" not in words), None)
     if row is None:
@@ -99,10 +99,10 @@ def measured_cpu(threads: int) -> Device:
     """Return the this machine's CPU: a float32 matrix product and a copy, best of several."""
     import torch
 
-    # Shapes that fit no cache, or caches would be measured; the best of several, since other work only slows down.
+    # Shapes larger than any cache, or caches would be measured; the best of several, as other load only slows.
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    # A generator of its own: a run that is about to begin keeps the state of the global one.
+    # A separate generator, so that the global one's state stays as it is for a run that follows.
     draws = torch.Generator()
     try:
         first, second = (torch.randn(512, 512, generator=draws) for _ in range(2))
@@ -266,7 +266,7 @@ def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, wide: 
     """
     if config.train.microbatch_tokens is not None:
         return config.train.microbatch_tokens
-    # Here: it loads torch, and a plan that is refused need not wait for it.
+    # Imported here: it loads torch, and a refused plan should not wait for it.
     from mmrl.trainer.packing import CPU_SHARE, CPU_TOKENS, GPU_SHARE, GPU_TOKENS, LEAST_TOKENS, WIDER_ON_CPU
 
     # The same rule as `trainer.packing`, from the device's memory instead of what happens to be free here.
@@ -337,7 +337,7 @@ def evaluation_seconds(
         return 0.0
     copy, vllm = float(shape.parameters * width), engine.as_vllm
     if vllm is not None and any("tensor-parallel-size" in word for word in vllm.args):
-        # All devices together are one.
+        # All devices are counted as a single one.
         fields = {name: devices * getattr(device, name) for name in ("memory", "bandwidth", "flops")}
         device, devices = replace(device, **fields), 1
     spent = 0.0

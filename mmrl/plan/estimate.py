@@ -138,7 +138,7 @@ class Plan:
     def _smaller(self, parts: Mapping[str, float]) -> str:
         """Return the setting that saves most where it hurts."""
         config, engine = self.config, self.config.engine
-        # The one setting that changes neither what is trained nor how: where it is enough, nothing else is advised.
+        # This setting changes neither what is trained nor how; if it is enough, nothing else is advised.
         if config.hardware.sharding != "none" and not config.hardware.cpu_offload:
             hardware = config.hardware.model_copy(update={"cpu_offload": True})
             moved = sum(replace(self, config=config.model_copy(update={"hardware": hardware})).memory().values())

@@ -166,14 +166,14 @@ def _trees(
                 if fork.module == module or (fork.module is None and index == 0):
                     branches *= fork.width
             size = lengths[module]
-            # A growing tree goes on from each of a rollout's `count` nodes equally often: its call number j is sampled
-            # again from the j nodes before it.
+            # A growing tree continues from each of a rollout's `count` nodes equally often: its call number j is
+            # sampled again from the j nodes before it.
             drawn = tree.growth.rounds * tree.growth.nodes if tree.growth else 0
             grown = branches * (1 + Fraction(drawn * (2 * before + size.calls + 1), 2 * count))
             before += size.calls
             trained = module in in_loss and (config.algo.name != "mhgpo_is" or tree.fork_name == module)
             loads[module] += path_load(size, float(grown), float(prompts), trained)
-            # Played again with the replies of a module exchanged: what comes after that module is sampled anew.
+            # Replayed with a module's replies exchanged: the modules after it are sampled again.
             replays = branches * sum(name in modules[:index] for name in tree.exchange.modules) if tree.exchange else 0
             if replays:
                 loads[module] += path_load(size, float(replays), float(replays), False)
@@ -307,7 +307,7 @@ def dry_rollouts(config: TrainCommandConfig, task: Task, reward_set: str, exampl
     plans = []
     for example in task.examples("train")[:examples]:
         trees = ALGORITHMS[algo.name].plan(algo, task.program.modules, (config.seed, 1, example.id))
-        # The student in the place of teachers, whose calls cost about the same.
+        # The student stands in for teachers, whose calls cost about the same.
         plans.append((example, [replace(tree, teacher=None) for tree in trees]))
     return asyncio.run(sample(env, plans, reward_set))
 

@@ -137,7 +137,7 @@ def _curve(history: History, key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return steps and values of a metric; for a kind of failure its share of the rollouts of each step."""
     if not key.startswith(FAILED):
         return series(history, key)
-    # A step in which nothing failed so has no such metric.
+    # A step without failures of this kind does not have the metric.
     records = [record for record in history if number(record.get("rollouts/count"))]
     shares = [failure_shares(record).get(key.removeprefix(FAILED), 0.0) for record in records]
     return np.array([record["step"] for record in records], dtype=np.int64), np.array(shares, dtype=np.float64)
@@ -228,7 +228,7 @@ def _at_most(limit: float) -> Criterion:
 
 
 def _above_first(times: float, at_least: float = 0.0) -> Criterion:
-    # A first mean of 0 says nothing of growth.
+    # Growth from a first mean of 0 is undefined.
     return lambda means: (
         (means > times * means[0]) & (means[0] > 0) & (means >= at_least),
         np.full_like(means, means[0]),

@@ -168,7 +168,7 @@ def block(
     """
     prompts: dict[str, int] = {}
     largest = largest_advantage(entries or ())
-    # Ids that differ in control characters alone would be one.
+    # Ids that differ only in control characters would look the same.
     ids = [f"{clean(example) or '(empty)'}" for example in forest.examples]
     examples: list[JsonObject] = []
     for ordinal, (name, example) in enumerate(zip(ids, forest.examples, strict=True), 1):
@@ -188,14 +188,14 @@ def block(
 
 
 def _packed(key: str, label: str, examples: Sequence[JsonObject], prompts: Sequence[str] = ()) -> Block:
-    # Secrets are hidden here: no reader of the page's bytes would see them in what is compressed.
+    # Secrets are hidden before compression: a later search through the page's bytes would miss them.
     text = hide(json.dumps({"prompts": prompts, "examples": examples}, allow_nan=False))
     return Block(
         key=key,
         label=label,
         rollouts=sum(len(example["rewards"]) for example in examples),
         examples=hide(json.dumps([example["id"] for example in examples])),
-        # Without the time of writing: the same run makes the same page.
+        # Without a time stamp, so that the same run gives the same page.
         data=base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode(),
     )
 

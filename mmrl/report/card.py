@@ -159,7 +159,7 @@ def _head(base: str, algorithm: str, *, adapter: bool, **fields: Any) -> ModelCa
     kind = ["supervised"] if algorithm == SFT else ["reinforcement-learning"]
     paper = [f"arxiv:{PAPERS[algorithm]}"] if algorithm in PAPERS else []
     on_hub = FETCHED.get(base, base)
-    # The hub takes names of its own alone here, so a folder's is left out.
+    # The hub accepts only its own names here, so a folder's name is left out.
     if on_hub and is_hub_id(on_hub):
         fields |= {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
     return ModelCardData(

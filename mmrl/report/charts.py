@@ -84,7 +84,7 @@ def reward_curve(history: History) -> str:
     if not len(values):
         return ""
     with drawing() as (axes, svg):
-        # Below one window the mean would only repeat the points, which then are all that is seen.
+        # In fewer steps than a window there is no mean, so the points are drawn in full.
         faint = 0.35 if len(values) > WINDOW else 1
         thinned = _thin(steps, values)
         axes.plot(*thinned, color=LINES[0], alpha=faint, linewidth=1, marker=_point(values), label="per step")

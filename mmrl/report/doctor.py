@@ -116,14 +116,14 @@ def find(played: Played) -> list[Finding]:
     """Return the findings of a played step, those first that make training useless."""
     raised = alarms([{"step": 0, **played.metrics}], ALARMS, extra=tuple(_rules(played)))
     names = {alarm.name for alarm in raised}
-    # Each kind of failure has a sentence of its own here.
+    # Each kind of failure has a separate sentence here.
     explained = {"failures"}
-    # Without a rollout that says anything there is nothing to say of rewards.
+    # Without a scored rollout nothing can be said about rewards.
     shares = failure_shares(played.metrics).items()
     if any(_stops(kind, share, played) for kind, share in shares if kind != ParseFailure.kind):
         explained.add("zero_variance")
     constant = "zero_variance" in names - explained
-    # What nothing parses explains is no fault of the data.
+    # Equal rewards of replies that never parse are no fault of the data.
     if "never_parses" in names:
         explained.add("zero_variance")
     if "no_gold" in names:

@@ -257,7 +257,7 @@ def _links(file: _File) -> Iterator[str]:
     links += [(f"rollout '{rollout.id}': leaf", rollout.leaf) for rollout in file.rollouts]
     broken = [(where, name) for where, name in links if name is not None and name not in calls]
     for number, (where, name) in enumerate(broken):
-        # Of the first problems alone: it looks at every choice, and a file may be wrong throughout.
+        # Only for the first problems: the search looks at every id, and a file may be wrong throughout.
         suggestion = nearest(name, list(calls)) if number < SUGGESTIONS else ""
         yield f"{where}: got '{name}', which is no call{suggestion}"
 

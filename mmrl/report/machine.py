@@ -102,12 +102,12 @@ def unmet() -> list[str]:
 
     try:
         required = [Requirement(line) for line in metadata.requires("mmrl") or ()]
-    # It runs from its source, without having been installed: nothing says what it requires.
+    # mmrl runs from its source and is not installed, so its requirements are unknown.
     except metadata.PackageNotFoundError:
         return []
     problems = []
     for requirement in required:
-        # An empty `extra`: what mmrl needs by itself.
+        # An empty `extra`: the requirements of mmrl itself.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         version = _version(requirement.name)

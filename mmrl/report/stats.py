@@ -292,7 +292,7 @@ def compare_items(
         before, after: items with `id` and `metrics` (name -> number), as in `eval/*.jsonl`.
         main_metric: put first.
     """
-    # By id, not by place: a resumed evaluation may have written its items in another order.
+    # Matched by id, not by position: a resumed evaluation may have written its items in another order.
     later = {item["id"]: item["metrics"] for item in after}
     pairs = [(item["metrics"], later[item["id"]]) for item in before if item["id"] in later]
     if not pairs:

@@ -74,7 +74,7 @@ def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:
     A file or a row (`task.data.dev=DIR/nq.jsonl`, `experiment=mhgpo/columns/2wiki`) is its last part, where that tells
     the jobs apart: a table whose headings are paths is too wide to read.
     """
-    # What all jobs have in common says nothing of a column.
+    # Overrides that all jobs share do not distinguish columns.
     shared = set(jobs[0]).intersection(*jobs[1:]) if jobs else set()
     differing = [[word.lstrip("+").removeprefix("task=") for word in job if word not in shared] for job in jobs]
     names = [" ".join(words) or "all" for words in differing]

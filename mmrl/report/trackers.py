@@ -96,7 +96,7 @@ class Trackers:
             try:
                 use(tracker)
             except Exception as error:  # a third party's failure, of whatever type, must not end the run
-                # Off for good: a service that fails once per step would flood the log and wait for its timeout.
+                # Off for good: a service that fails at every step would flood the log and wait for its timeout.
                 del self._started[name]
                 self._warn(f"{name} switched off: {type(error).__name__}: {error}")
 
@@ -127,7 +127,7 @@ def trackers(
     if problems := missing_trackers(report_to):
         raise ConfigError(problems)
     named = settings.model_copy(update={"name": settings.name or name, "group": settings.group or group})
-    # Read only where it is sent: most runs have no tracker.
+    # Read only if it is sent: most runs have no tracker.
     config = without_secrets(run.config) if report_to else {}
     next_step = max((record["step"] for record in run.history()), default=-1) + 1
     started: dict[str, GeneralTracker] = {}
@@ -219,7 +219,7 @@ def _markdown(row: Sequence[object]) -> str:
 
 
 def _block(text: str) -> str:
-    # By its indent: a fence could be closed from inside.
+    # Indented, not fenced: the text could close a fence.
     return "\n".join(f"    {line}" for line in text.split("\n"))
 
 

@@ -87,7 +87,7 @@ def coloured(call: Call, entries: Sequence[EntryFields], tokenizer: Tokenizer | 
     One piece where all tokens have the same advantage, or nothing says what each token is.
     """
     values = [number(value) or 0.0 for value in entries[0].get("advantages", ())] if entries else []
-    # Values may belong to other tokens than those that are here.
+    # The values may belong to other tokens than the completion's.
     differs = len(set(values)) > 1 and len(values) == len(call.completion_ids)
     if tokenizer is None or not differs:
         return [(abridged(clean(call.text), 1200, 400), shade(fmean(values), largest) if values else 0)]
@@ -247,7 +247,7 @@ def rollout_line(rollout: Rollout) -> str:
     line = f"{rollout.id} reward {short(rollout.reward)}{format_reward(rollout.reward, rollout.parts)}"
     if rollout.error is not None:
         line += f" · {rollout.error} failure{message}"
-    # A metric that is a part of the reward too stands there.
+    # A metric that is also part of the reward is listed there.
     metrics = {name: value for name, value in rollout.metrics.items() if rollout.parts.get(name) != value}
     if metrics:
         line += " · metrics: " + ", ".join(f"{name} {short(value)}" for name, value in metrics.items())

@@ -65,7 +65,7 @@ def build_task(config: TaskConfig, seed: int, prompts: str | None = None) -> Tas
         prompts: a file of prompts (a teacher's) in place of the config's.
     """
     config = config if prompts is None else config.model_copy(update={"prompts": prompts})
-    # By value: every run of a sweep has a config of its own, with equal task sections.
+    # Compared by value: the runs of a sweep have separate configs with equal task sections.
     key = (config.model_dump_json(), seed)
     if key not in _TASKS:
         if config.name not in TASKS:

@@ -81,7 +81,7 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
     reward, credited = config.task.reward, str(algo) if config.kind.credit else ""
     if reward is not None and reward not in task.reward_sets:
         problems.append(unknown("task.reward", reward, task.reward_sets))
-    # Where the reward set is wrong there is none to judge the other options by.
+    # Without a valid reward set the other options cannot be checked.
     elif not turns_missing(reward, credited, task):
         rewards = reward_set(task, reward, credited)
         problems += without_effect(config, user_keys, rewards, task.absent_features, len(task.program.modules))
@@ -173,7 +173,7 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 
 
 def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    # From cheap to dear: nothing here leaves this process.
+    # From cheap to expensive; nothing here leaves this process.
     modules, critic = config.model.modules is not None, getattr(config.algo, "critic", None)
     problems = hardware_problems(config.hardware, engine_name(config), modules, critic)
     problems += replica_problems(config.hardware, getattr(config.engine, "replicas", 1))

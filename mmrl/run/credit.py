@@ -393,7 +393,7 @@ def _likeness(credit: Credit, trained: Push) -> Likeness:
     pushes = _pushed(credit)
     both = [call for call in pushes if call in trained]
     same = [sum(pushes[call]) * sum(trained[call]) > 0 for call in both]
-    # A call may have more tokens to one algorithm than to another, which leaves some out: those are 0.
+    # An algorithm may leave out tokens of a call; those count 0.
     product = sum(a * b for call in both for a, b in zip(pushes[call], trained[call], strict=False))
     lengths = _length(pushes) * _length(trained)
     return Likeness(

@@ -62,7 +62,7 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
     Raises:
         ConfigError: a model that cannot be had, or devices that are not here.
     """
-    # One process sees what each of several would.
+    # A single process sees what each of several would.
     hardware = config.hardware
     single = {"processes": 1, "nodes": 1, "sharding": "none", "cpu_offload": False}
     single |= {"rollout_devices": min(1, hardware.rollout_devices)}
@@ -143,7 +143,7 @@ def _doctor_runs(config: TrainCommandConfig, findings: Path) -> bool:
     # A resumed start would print the same findings again, and they cost rollouts.
     if findings.exists():
         return False
-    # What runs on a CPU is small, and mostly seen to its end.
+    # Runs on a CPU are small, and are mostly watched to their end.
     return config.hardware.device != "cpu" if config.run.doctor == "auto" else config.run.doctor
 
 
@@ -206,14 +206,14 @@ def _devices(machine: Machine) -> None:
         from mmrl.plan.cost import gpus
 
         devices = gpus()
-    # Whatever a broken installation raises when it is imported: to say so is what this command is for.
+    # A broken installation may raise anything on import; this command has to report it.
     except Exception as error:
         machine.broken.append(f"torch: cannot be used ({type(error).__name__}: {error}); install it again")
         return
     for number, gpu in enumerate(devices):
         free = f"{gpu.free / GIB:.1f} GiB free of {gpu.memory / GIB:.1f} GiB"
         machine.facts[f"GPU {number}"] = f"{gpu.name}, {free}, compute capability {gpu.capability}"
-    # Read apart from torch: a driver that is there beside a torch that sees no GPU is the commonest mistake.
+    # Read without torch: an installed driver with a torch that sees no GPU is the most common mistake.
     driver = get_nvidia_driver_version(run)
     compiler = next((path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if (path := which(name or ""))), "")
     headers = Path(sysconfig.get_path("include")) / "Python.h"
@@ -237,7 +237,7 @@ def _devices(machine: Machine) -> None:
 
 def _disk(machine: Machine, name: str, folder: Path, change: str) -> None:
     """Return the free room in a folder, and whether it can be written."""
-    # The folder itself may not be made yet: the disk is that of the nearest one above.
+    # The folder may not exist yet; its disk is that of the nearest existing parent.
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(nearest).free / GIB
     machine.facts[name] = f"{folder}: {free:.1f} GiB free"

@@ -114,7 +114,7 @@ def _items(
 
     settings = sampling_settings(config.eval, config.task)
     results = rundir.eval_path(policy.step or 0, config.split)
-    # What the journal says of items with an infrastructure failure stays; they are written beside it the second time.
+    # Journal lines of items with an infrastructure failure stay; the repeated items are added to them.
     _drop_damaged(rundir, config.split)
     rundir.note_examples(config.split, examples[: config.eval.items])
     repeated = drop_failed(results) > 0
@@ -161,7 +161,7 @@ def _drop_damaged(rundir: RunDir, split: str) -> None:
             path.unlink()
         return
     rundir.ledger.read()
-    # Journals are renamed into place whole: one without a line of its own has lost that line, and gets it again.
+    # Journals are renamed into place as a whole, so a journal without a ledger line is intact and gets one.
     journals = [rundir.journal_path(step, split) for step in rundir.journal_steps(split)]
     if not all(map(rundir.ledger.has, journals)):
         rundir.ledger.cut(None)

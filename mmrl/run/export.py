@@ -155,7 +155,7 @@ def select_checkpoint(overview: Overview, text: str) -> Path:
                 f"{overview.run.path}: no checkpoint is of a step that was evaluated (checkpoints: {available}; "
                 f"evaluated: {evaluated}); give checkpoint=N"
             )
-        # of equal ones the later: it has seen more
+        # of equal ones the later, which has been trained longer
         best = max(scored, key=lambda step: (scored[step], step))
         better = max((step for step in points if step > 0), key=lambda step: points[step])
         if points[better] > scored[best]:
@@ -193,7 +193,7 @@ def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, mo
     """
     endpoints = {name: f"the endpoint's {endpoint.model}" for name, endpoint in (config.engine.endpoints or {}).items()}
     speaks = dict(policy.modules or {})  # module -> its weights; empty: all share one policy
-    # What was never trained is the base.
+    # A module that was never trained has the base weights.
     assignment = module_assignment(config, tuple(speaks))
     frozen = {*assignment.frozen_adapters, INITIAL}
     if (module := request.module) is not None:
@@ -326,7 +326,7 @@ def _prompt_paragraphs(folder: Path) -> list[str]:
     state = json.loads((folder / PROGRAM).read_text(encoding="utf-8"))
     parts = [f"A DSPy program; `{PROGRAM}` holds its prompts and is read by `program.load`. Per predictor:"]
     for name, predictor in state.items():
-        # DSPy's versions, which are no predictor.
+        # An entry of DSPy's versions, not a predictor.
         if name == "metadata":
             continue
         signature, demos = predictor.get("signature") or {}, predictor.get("demos") or []

@@ -88,7 +88,7 @@ def fetch(package: Package, wheel: Path | None = None) -> Path:
             return folder
         if wheel is not None:
             _require_wheel(package, wheel)
-        # What a fetch that was killed has left; under the lock nobody is at work on it.
+        # Leftovers of a killed fetch; the lock excludes any other.
         for stale in [*folder.parent.glob(f".fetch-{package.name}-*"), *folder.parent.glob(f".{folder.name}-*")]:
             shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f".fetch-{package.name}-", dir=folder.parent) as temporary:

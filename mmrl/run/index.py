@@ -47,7 +47,7 @@ PASSAGE_BYTES = 620
 def build(arguments: BuildIndexArguments) -> int:
     """Run `mmrl index build`."""
     section, folder = arguments.section(), user_path(arguments.index)
-    # Nothing is downloaded or read before all of this is right.
+    # All settings are checked before anything is downloaded or read.
     problems = packages_missing(section)
     if folder.exists():
         problems.append(f"index: {folder} exists, and is left as it is; choose another folder or remove it yourself")

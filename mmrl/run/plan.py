@@ -106,7 +106,7 @@ def _count_prompts(config: PromptCommandConfig) -> dict[str, int]:
     counts = {"train_examples": train, "validation_examples": validation}
     # Without a number of trials it makes as many rollouts as its budget says (`algo.max_metric_calls`, ...).
     if trials := config.algo.expected_trials(len(task.program.modules), validation):
-        # At most: rollouts of a candidate that was tried before come from the store.
+        # An upper bound: rollouts of a candidate that was tried before come from the store.
         counts |= {"trials": trials, "rollouts_at_most": trials * validation + train}
     return counts
 

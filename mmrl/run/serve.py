@@ -127,7 +127,7 @@ def _checked(config: EvalCommandConfig, user_keys: Collection[str]) -> Policy:
     try:
         policy = resolve(config.policy)
     except ConfigError as error:
-        # All mistakes at once, so that nobody mends them one start at a time.
+        # All mistakes are reported together, not one per start.
         raise ConfigError([*problems, *error.problems]) from None
     if name != "openai":
         problems += engine_problems(config, copied=policy.initial is not None)

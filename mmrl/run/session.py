@@ -272,7 +272,7 @@ def step_number(checkpoint: Path | None) -> int:
 
 def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, processes: Processes = ALONE) -> int:
     """Build the stage, evaluate, improve, evaluate, report."""
-    # Here, since they import numpy and rich, which a refused config need not wait for.
+    # Imported here: numpy and rich are slow to load, and a refused config should not wait for them.
     from mmrl.report.console import finish
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import trackers
@@ -282,7 +282,7 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
     started = time.perf_counter()
     task = build_task(config.task, config.seed)
     metric, steps, done = task.main_metric, steps_of(config, task), step_number(checkpoint)
-    # What the other processes would show or send, the main one does: they have a quiet display and no trackers.
+    # Only the main process shows and sends anything; the others have a quiet display and no trackers.
     display, console = (config.run, None) if processes.main else (RunConfig(), Console(quiet=True))
     name = display.name or f"{config.algo.name}-{task.name}-s{config.seed}"
     live = display.progress
@@ -300,7 +300,7 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
         work = f"{config.algo.name} on {task.name} with {where}{size}"
         progress.note(f"{opening}: {work}\n{facts}\nrun directory: {rundir.path}")
         log = StepLog(rundir=rundir, progress=progress, trackers=opened, processes=processes, stop=stop)
-        # None while the parts are built: what fails then has nothing to close.
+        # None while the parts are built: a failure then leaves nothing to close.
         stage: Stage | None = None
         try:
             with storage(rundir.path):

@@ -41,7 +41,7 @@ def import_plugins(packages: Collection[str]) -> None:
     Raises:
         ConfigError: a package that cannot be imported, or raises when it is.
     """
-    # Not repeated: what is no name may be a key that was pasted into the wrong place.
+    # The text is not repeated: it may be an API key pasted into the wrong place.
     if malformed := sum(not all(part.isidentifier() for part in package.split(".")) for package in packages):
         got = f"got {malformed} that {'are' if malformed > 1 else 'is'} none"
         raise ConfigError(f"plugins: {got}, expected names of packages: letters, digits, _ and dots")
@@ -124,7 +124,7 @@ def allocate(parent: Path, name: str) -> Path:
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        # `mkdir` is the test itself: two processes can never get one folder.
+        # `mkdir` is the test: two processes can never get the same folder.
         for number in range(1, 10_000):
             path = parent / (name if number == 1 else f"{name}-{number}")
             try:

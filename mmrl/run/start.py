@@ -168,7 +168,7 @@ def _merged(run: Path, config: ConfigT) -> str:
     target = checkpoint.parent.parent / "merged" / checkpoint.name
     target.parent.mkdir(exist_ok=True)
     if not (target / "config.json").is_file():
-        # Several runs may start from this one at once: the first to be done stays.
+        # Several runs may merge these weights at the same time; the first result stays.
         try:
             with atomic_dir(target) as folder:
                 write_merged(resolve(str(run)).base, checkpoint, config.model, folder)

@@ -57,5 +57,5 @@ def _score(line: JsonObject, metric: str) -> float:
 def _text(value: object) -> str:
     if isinstance(value, list | tuple):
         return "; ".join(map(_text, value)) or "nothing"
-    # In one line: a cell of a table has no others.
+    # A table cell holds a single line.
     return "nothing" if value is None else " ".join(str(value).split())

@@ -322,7 +322,7 @@ class SetResult:
         }
         for name, averaged in self.spec.means.items():
             cells = self.spec.selected(averaged)
-            # An average of fewer columns than the paper's would be another number under its name.
+            # Averaging fewer columns than the paper does would give a different number under the same name.
             if {cell.column for cell in cells} <= columns:
                 cells_of[name] = cells
         return [self._value(row, key, cells) for row in self.rows for key, cells in cells_of.items()]
@@ -409,7 +409,7 @@ class SetResult:
         shared = sorted(first_means.index.intersection(second_means.index))
         if not shared:
             return None
-        # The same draws either way round, so that one interval is the other's mirror image.
+        # Sorted names: swapping the rows gives the same draws, so the intervals mirror each other.
         return paired_difference(second_means[shared], first_means[shared], (0, "compare", *sorted((first, second))))
 
     @cached_property
@@ -487,7 +487,7 @@ class SetResult:
             sharing.setdefault(tuple(run.path for run in runs), []).append(name)
         groups = [", ".join(names) for names in sharing.values() if len(names) > 1]
         notes = [*self.read[1], *self.extra_notes]
-        # One note: a table whose columns name the same data at this scale has a dozen of these.
+        # Joined to a single note: where columns share their data at this scale there are a dozen of them.
         notes += [f"the same runs: {'; '.join(groups)}"] if groups else []
         if len({*self.models.values()}) > 1:
             models = dict.fromkeys(f"{row} is {model}" for (row, _), model in self.models.items())

@@ -119,7 +119,7 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
     def ended() -> None:
         done = [run.path for run in plan.queue if state_of(run.path) == "finished"]
         with storage(folder):
-            # After every run: what was killed between two can be evaluated and exported.
+            # After every run, so that a chain killed between two runs can still be evaluated and exported.
             write_policy(folder, weights=str(done[-1]), prompts=prompts_of(str(done[-1]))[1], task=config.task.name)
         redraw(lambda: chain_page(folder), folder)
 

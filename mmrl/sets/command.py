@@ -109,7 +109,7 @@ def compare(request: SetRequest, compose: Compose) -> int:
     if not keys.algo:
         raise ConfigError("algo: missing, expected algorithms (algo=a,b), a plan (plan=mini), or run directories")
     spec, overrides = _spec_of_algorithms(request)
-    # Its seeds are all of this set, and no part of it.
+    # `seed=` defines the seeds of this set, instead of selecting some of them.
     request = replace(request, keys=keys.model_copy(update={"seed": ()}), overrides=overrides)
     return _run_set(request, keys.name or "default", spec, compose)
 
@@ -156,7 +156,7 @@ def _compare_runs(request: SetRequest) -> int:
         )
     paths = [Path(path) for path in dict.fromkeys(request.names)]
     runs = find_runs(paths)
-    # A folder of runs is a set by itself and is named by it; single run directories are not.
+    # A folder of runs is a set with the folder's name; single run directories have no common name.
     one_folder = len(paths) == 1 and runs[0].resolve() != paths[0].resolve()
     out = keys.out or (paths[0] if one_folder else allocate(TOP, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
     with damage_named(" ".join(map(str, paths))):
@@ -188,7 +188,7 @@ def _run_set(request: SetRequest, name: str, spec: SetSpec, compose: Compose) ->
     if keys.do == "plan":
         print(_plan_text(plan, f"{keys.through} " if through else ""))
         return 0
-    # A part of a set must not take the place of the whole one's page.
+    # The page of a selection must not overwrite the page of the whole set.
     part = keys.rows or keys.columns or keys.seed
     out = Path(keys.out) if keys.out else TOP / name / scale / ("selected" if part else "")
     if keys.do == "show":
@@ -201,7 +201,7 @@ def _selected(key: str, text: str | None, names: Sequence[str], problems: list[s
     """Return the listed names in the set's order, whatever their case; all names for None."""
     if text is None:
         return list(names)
-    # A name may hold commas and parentheses of its own: the whole one first.
+    # A name may contain commas and parentheses, so the whole text is tried as a name first.
     folded = [name.casefold() for name in names]
     parts = [text] if text.casefold() in folded else [part.strip() for part in text.strip("[]").split(",")]
     problems += [unknown(key, part, names) for part in parts if part.casefold() not in folded]
@@ -228,7 +228,7 @@ def _run(plan: SetResult, at_once: int, through: Sequence[str], config_dir: str 
         # What starts from another run is checked when it starts.
         check_all([run.config.in_folder(None) for run in first if run.after is None])
 
-    # A result reads its runs once, so each page has its own.
+    # A result caches its runs, so each page gets a fresh one.
     queue = RunQueue(plan.queue, at_once, config_dir, lambda: redraw(lambda: SetPage(replace(plan)), out), through)
     with stoppable():
         try:
@@ -283,7 +283,7 @@ def _listing(request: SetRequest) -> str:
         paper = f"{spec.source.arxiv} {spec.source.at}" if spec.source else ""
         size = f"{sum(row.shown for row in spec.rows.values())} x {len(spec.cells)}"
         rows.append([name, paper, size, str(len(spec.seeds))])
-        # A set without scales runs on what its words name, the mini world.
+        # A set without scales is listed in the mini column: its overrides name the mini world.
         rows[-1] += [done.get("paper", "-"), done.get("mini", done.get("", "-")), spec.shows]
     return align(rows) + "\n\nmmrl table NAME scale=mini runs one here; do=plan says what it will cost"
 

@@ -25,7 +25,7 @@ def cost_text(spec: SetSpec, missing: Sequence[SetRun]) -> str:
         except MmrlError as error:
             not_planned.append(f"not planned: {command} {name}: {error}")
     lines = [["", "row", "runs", "device-hours", ""]]
-    # Trainings first: they are what costs.
+    # Trainings first: they cost most.
     for (command, name), hours_each in sorted(costs.items(), key=lambda cost: cost[0][0] == "eval"):
         total = f"{sum(hours_each):,.1f}" if any(hours_each) else "not counted"
         lines.append([command, name, str(len(hours_each)), total, ""])
@@ -48,7 +48,7 @@ def device_hours(run: SetRun, items: int | None) -> tuple[float, int]:
 
     config = run.config
     if isinstance(config, EvalCommandConfig):
-        # Weights that are still to be made: of the size of those that they are made from.
+        # The weights do not exist yet; they have the size of the model that is trained.
         path = run.chain[0].config.model.path if run.after is not None else config.policy
         model = config.model.model_copy(update={"path": path})
         return evaluation_hours(config.model_copy(update={"model": model}), items)
@@ -56,6 +56,6 @@ def device_hours(run: SetRun, items: int | None) -> tuple[float, int]:
         return 0.0, 1
     hardware = config.hardware
     plan = make_plan(config, PlanArguments(dry=0, device="cpu" if hardware.device == "cpu" else "h100"))
-    # It evaluates on what the set does, where its config does not say how much of that.
+    # Without `eval.items` a training evaluates on as many items as the set does.
     hours = replace(plan, items=plan.items if plan.items is not None else items).hours()
     return hours, hardware.processes * hardware.nodes + hardware.rollout_devices

@@ -129,7 +129,7 @@ class SetFigure:
     def _line(self, row: str, column: str, diagram: Diagram) -> RowCurve | None:
         figure = self.figure
         by_seed = {seed: self._curve(history, diagram) for seed, history in self.histories(row, column).items()}
-        # A mean over fewer seeds from some step on would jump there.
+        # The mean would jump at a step from which fewer seeds are left.
         curves = pandas.DataFrame({seed: curve for seed, curve in by_seed.items() if curve}).T.dropna(axis=1)
         if curves.empty:
             return None
@@ -221,7 +221,7 @@ class SetFigure:
                 else:
                     _draw_curves(axes, lines, style, self.figure.scaled)
             if self.figure.kind == "curves" and not self.figure.scaled:
-                # One above all diagrams, of lines by their rows, which are called the same in each.
+                # A single legend above all diagrams: a row has the same name and style in each.
                 handles = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in canvas.axes]
                 lines_of = {label: handle for pairs in handles for handle, label in pairs}
                 canvas.legend(

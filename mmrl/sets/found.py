@@ -55,7 +55,7 @@ def _existing_run(path: Path, metric: str = "") -> Run:
     """Return an existing run, with the runs that it starts from."""
     config = RunDir.read(path).config
     start = Path(config["start"]["run"]) if config.get("start") else None
-    # A folder with both may have been moved as a whole.
+    # The folder that holds both runs may have been moved.
     folders = [start, path.parent / start.name] if start is not None else []
     before = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
     after = _existing_run(before) if before is not None else None

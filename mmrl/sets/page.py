@@ -200,7 +200,7 @@ def _learns(runs: Sequence[Scored], wanted: int) -> str:
         return f"no ({counted})"
     if len(decided) >= LEAST_SEEDS and len(decided) == wanted:
         return f"yes ({counted})"
-    # From here on it is open; the reason is what is missing most.
+    # Undecided from here on; the reason named is the largest gap.
     items = min((run.gain.n for run in runs if run.finished and run.gain is not None), default=LEAST_ITEMS)
     if items < LEAST_ITEMS:
         return f"undecided ({items} items, {LEAST_ITEMS} are needed)"
@@ -289,7 +289,7 @@ class SetPage:
         texts = ["\n".join(filled(f"{name}: {text}", WIDTH) for name, text in self.result.head.items())]
         for part in self.parts:
             if not part.folded:
-                # A last column of words is set to the left; these are numbers.
+                # `align` sets a last column of words to the left; the empty cell keeps numbers to the right.
                 rows = wrapped_rows(part.rows, WIDTH) if part.wrapped else [align([[*row, ""] for row in part.rows])]
                 texts.append("\n".join([part.title, *rows, *([filled(part.note, WIDTH)] if part.note else [])]))
         return "\n\n".join([*texts, *(filled(note, WIDTH) for note in self.result.notes)])

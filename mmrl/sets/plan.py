@@ -58,9 +58,9 @@ class Planner:
         pairs = [(row, column) for row, column in spec.pairs if row in rows and column in columns]
         cells: dict[tuple[str, str], list[SetRun]] = {pair: [] for pair in pairs}
         problems: list[str] = []
-        # A row that needs fewer seeds than others (nothing of it is drawn) has its own, whatever was chosen.
+        # A row may declare fewer seeds (nothing in it is random); `seed=` does not change these.
         seeds_of_row = {row: tuple(spec.rows[row].seeds or seeds or spec.seeds) for row in rows}
-        # Seed by seed, so that one seed of everything is there early.
+        # Seed by seed, so that early on every cell has one seed.
         for seed in dict.fromkeys(seed for some in seeds_of_row.values() for seed in some):
             for row, column in pairs:
                 if seed not in seeds_of_row[row]:
@@ -75,7 +75,7 @@ class Planner:
         queue = list(self.runs.values())
         trained = Counter((run.row, run.seed) for run in queue if run.command == "train")
         for run in queue:
-            # Named by its column only where columns are trained apart.
+            # The column is part of the name only if each column has a training of its own.
             if run.command == "train" and trained[run.row, run.seed] == 1:
                 run.column = ""
         return SetResult(name=name, spec=spec, scale=self.scale, rows=rows, columns=columns, runs=cells, queue=queue)
@@ -87,9 +87,9 @@ class Planner:
         identity: dict[str, object] = {}
         if command == "eval" and not method.policy:
             after = self._run("train", row, column, seed)
-            # The weights are the run's, whatever that started from.
+            # The weights come from the run, not from the model that it started from.
             words = [word for word in words if not word.startswith("model.path=")]
-            # The policy is not there yet: what the evaluation is but for it, and the digest of what it is made from.
+            # The policy does not exist yet: a placeholder validates, and the training's digest identifies it.
             config = self._config(command, [*words, "policy=tiny"], seed)
             config = config.model_copy(update={"policy": str(after.path)})
             identity = {"of": after.path.name, "checkpoint": method.checkpoint}
@@ -101,7 +101,7 @@ class Planner:
             model, model_before = (f"{run.model.name} ({run.model.path})" for run in (config, after.config))
             if model != model_before:
                 raise ConfigError(f"model: got {model}, and {method.from_}, from which it starts, is {model_before}")
-            # Its own model and task: `from=` alone would take those of the run before with all of their settings.
+            # Model and task are named: `from=` alone would take over those of the run before, with all their settings.
             for group, name in (("model", config.model.name), ("task", config.task.name)):
                 if name in options(group) and not any(word.startswith(f"{group}=") for word in words):
                     words = [f"{group}={name}", *words]
@@ -138,7 +138,7 @@ def digest(config: RootConfig, identity: Mapping[str, object]) -> str:
     """Return the digest of a run's settings, whatever its folder and machine."""
     content = {key: value for key, value in config.model_dump(mode="json").items() if key not in MACHINE_SECTIONS}
     if identity:
-        # How the weights before it were made stands for their place, and for what is read from there.
+        # The digest of the run before identifies its weights, in place of their path.
         content = {key: value for key, value in content.items() if key != "policy"}
         content["model"] = {key: value for key, value in content["model"].items() if key != "path"}
     text = json.dumps({**content, **identity}, sort_keys=True, default=str)

@@ -129,7 +129,7 @@ class SetRun(Run):
         if self.reason or not self.code:
             return self.reason
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
-        # Of a run that was killed there is no error line: then its last words are the best hint.
+        # A killed run prints no error line; its last line is then the best hint.
         errors = [line for line in lines if line.startswith("error: ")] or [line for line in lines if line.strip()]
         message = f", {errors[-1].strip()[:300]} (log: {self.log})" if errors else ""
         return f"exit code {self.code}{message}"
@@ -211,7 +211,7 @@ class RunQueue:
         run.path.parent.mkdir(parents=True, exist_ok=True)
         # Runs side by side would otherwise each take all CPUs and wait for one another.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 and not self.through else {}
-        # Appended to: the log of a run that was continued tells its whole story.
+        # Appended, so that the log of a continued run has its earlier output too.
         with nullcontext() if self.attached else open(run.log, "ab") as log:
             process = subprocess.Popen(
                 command,
@@ -273,7 +273,7 @@ def state_of(path: Path) -> State:
         return "new"
     if is_run(path):
         run = RunDir.read(path)
-        # An evaluation without scores is continued: what failed from outside runs again.
+        # An evaluation without scores is continued: rollouts that failed from outside run again.
         return "finished" if run.finished and ("policy" not in run.config or has_scores(run)) else "unfinished"
     if path.is_dir() and not path.is_symlink() and holds_only_leftovers(path):
         shutil.rmtree(path)

@@ -216,7 +216,7 @@ class SetSpec(Base):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        # Starts are judged by names that stand for something.
+        # The rows' starts can be checked only if all names are valid.
         if problems := [*self._name_problems()] or [*self._row_problems()]:
             raise ValueError(*problems)
         return self
@@ -225,7 +225,7 @@ class SetSpec(Base):
         """Yield names that stand for nothing, or for two things."""
         rows, every = [*self.rows], [*self.columns, *self.scores, *self.means]
         cells = [*self.columns, *self.scores, *(f"{cell.column}/{cell.score}" for cell in self.cells)]
-        # (where, names that are used there, names that there are)
+        # (key, names used there, names declared)
         uses: list[tuple[str, Collection[str], Sequence[str]]] = [
             ("counts", self.counts, [*self.scores]),
             *((f"means.{mean}", names, cells) for mean, names in self.means.items()),

@@ -100,11 +100,11 @@ def _show(folders: Sequence[Path]) -> None:
         return
     try:
         result = found_set("sweep", present)
-        # Without the differences of all pairs: a search has many runs.
+        # Only the learning tables: a search has too many runs for a table of all pairs.
         for part in (learning_part(result, column) for column in result.columns if result.started_in(column)):
             print(f"\n{part.title}\n{align(part.rows)}")
         print()
-    # All runs have ended by now; which of them cannot be read is printed, and the exit code stays theirs.
+    # All runs have ended: an unreadable one is reported here and does not change the exit code.
     except MmrlError as error:
         print(f"the runs are not shown side by side: {error}", file=sys.stderr)
 
@@ -132,7 +132,7 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: B
         code = error.exit_code
     if created and not any(Path(folder).iterdir()):  # refused before it wrote anything
         Path(folder).rmdir()
-    # A name of its own for each job: launchers run them at the same time, on machines that share this folder.
+    # A unique name per job: launchers run jobs in parallel on machines that share this folder.
     (results / uuid4().hex).write_text(json.dumps({"code": code, "folder": folder and str(Path(folder).absolute())}))
     return _score(Path(folder)) if code == 0 and folder else None
 
@@ -150,7 +150,7 @@ def job_state(path: Path, config: RootConfig) -> State:
     if (state := state_of(path)) == "new":
         return state
     changes = config_changes(RunDir.read(path).config, config.model_dump(mode="json"))
-    # What depends on the machine does not count.
+    # Settings that depend on the machine are not compared.
     different = [
         f"{key}={stored} (requested: {requested})"
         for key, (stored, requested) in changes.items()

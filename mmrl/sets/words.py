@@ -84,7 +84,7 @@ def words_of(
     every = [*shared, *column_words, *row_words]
     algo = next((word.partition("=")[2] for word in reversed(every) if word.startswith("algo=")), "")
     algo_words = [word for base in (spec.base, spec) for word in base.algos.get(algo, Layer()).words_at(scale, command)]
-    # Before the row: what a row says for itself holds, whatever its algorithm.
+    # The row's words come last, so that they override those of its algorithm.
     words = [word for word in [*shared, *algo_words, *column_words] if not is_below(word, method.without)] + row_words
     if command == "eval" and method.policy:
         words.append(f"policy={method.policy}")
