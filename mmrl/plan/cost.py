@@ -1,4 +1,4 @@
-"""Memory by part and time by phase of one step: parameters, FLOPs and bytes over what a device can do.
+"""Memory by part and time by phase of one step: parameters, FLOPs and bytes over the device's speeds.
 
 GPUs are rows of a table; this machine's CPU is measured.
 """

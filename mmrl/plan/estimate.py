@@ -1,4 +1,4 @@
-"""The plan of a run: work, memory and time together, with what cannot work, as text or as JSON."""
+"""Plan of a run: work, memory and time together, with the problems, as text or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of a model without its weights: from its `config.json`, or from a table of the models that `conf/model` has."""
+"""Sizes of a model without its weights: from its `config.json`, or from a table of the models in `conf/model`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Shape:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of the layers: what every token is multiplied with."""
+        """Parameters of the layers, which every token is multiplied with."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 

@@ -24,7 +24,7 @@ from mmrl.tasks.base import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Tokens of one module's calls, and how often it is called."""
+    """Tokens of a module's calls, and its number of calls."""
 
     prompt: int
     """Tokens of its first prompt on a path."""

@@ -1,4 +1,4 @@
-"""The advice for each known trouble of a run, symptom and setting to change; for alarms and `mmrl doctor`.
+"""Advice for each known problem of a run, symptom and setting to change; for alarms and `mmrl doctor`.
 
 One table, so that a trouble has the same sentence before a run (`report.doctor`) and while it trains
 (`report.alarms`).

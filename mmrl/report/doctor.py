@@ -1,4 +1,4 @@
-"""Findings before a run trains: a step of a few rollouts is played, and judged by the rules of alarms and some more.
+"""Findings before a run trains: a step of a few rollouts is played, and checked by the rules of alarms and others.
 
 Pure: `stages.checkup` plays the rollouts and measures, `mmrl doctor` prints what is made of it here.
 """

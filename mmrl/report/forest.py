@@ -58,7 +58,7 @@ class _Form(BaseModel):
 
 
 class _Call(_Form):
-    """The fields of a `Call` that the form has."""
+    """Fields of a `Call` in the JSON form."""
 
     id: _Name
     example: _Name
@@ -83,7 +83,7 @@ class _Call(_Form):
 
     @property
     def tokens(self) -> int:
-        """The number of its ids, where they are known."""
+        """Number of completion tokens, if known."""
         return len(self.completion_ids) or self.completion_tokens or 0
 
     def record(self) -> Call:
@@ -92,7 +92,7 @@ class _Call(_Form):
 
 
 class _Rollout(_Form):
-    """The fields of a `Rollout` that the form has."""
+    """Fields of a `Rollout` in the JSON form."""
 
     id: _Name
     example: _Name

@@ -1,4 +1,4 @@
-"""Pages for people: `report.html` of a run, and what all pages share.
+"""HTML pages: `report.html` of a run, and the parts that all pages share.
 
 No network; numbers and figures without script, on a phone and in the dark. Markup is in `templates/`, rendered by
 Jinja with autoescape: what comes from a config, a model or a data set cannot become markup. The one script, the rollout

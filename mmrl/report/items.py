@@ -1,4 +1,4 @@
-"""A step or an evaluation, example by example: tables, and the tree of one, for `mmrl show`.
+"""Tables of a step or an evaluation, example by example, and the tree of one, for `mmrl show`.
 
 Part of `report`. A directory of `mmrl eval` has a journal for each part of its items; of the evaluations in training
 only results of items are stored.

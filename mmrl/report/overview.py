@@ -144,7 +144,7 @@ class Overview:
 
     @property
     def state(self) -> str:
-        """`finished`, `running`, or how to continue it."""
+        """State of the run: `finished`, `running`, or the command that continues it."""
         if self.summary:  # the process that writes the report of a finished run still holds the lock
             return "finished"
         # The lock is looked at each time: a state that was cached would be wrong a moment later.
@@ -158,22 +158,22 @@ class Overview:
 
     @property
     def training(self) -> list[JsonObject]:
-        """Steps that were trained."""
+        """Number of steps that were trained."""
         return [record for record in self.history if record["step"] > 0]
 
     @property
     def done(self) -> int:
-        """Steps done."""
+        """Number of finished steps."""
         return max((record["step"] for record in self.history), default=0)
 
     @property
     def total(self) -> int | None:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         return self.get("train.steps")
 
     @property
     def curve(self) -> dict[str, float]:
-        """The first, the last and the best of the means that charts show of reward (or loss); {} before a step."""
+        """Values of the drawn mean of reward (or loss): the first, the last and the best; {} before a step."""
         name, _, values = learning(self.training)
         if not len(values):
             return {}
@@ -188,7 +188,7 @@ class Overview:
 
     @property
     def unscored(self) -> str:
-        """A sentence where nothing was ever scored above 0, and no alarm says why; else empty."""
+        """Sentence for a run that never scored above 0 without an alarm that says why; else empty."""
         scores = [
             (name, change.before, change.after) for name, change in self.differences.items() if name == self.main_metric
         ]
@@ -206,14 +206,14 @@ class Overview:
 
     @property
     def no_alarm(self) -> str:
-        """The sentence where no alarm rang, also because there are too few steps for most of them."""
+        """Sentence for a run without alarms, also because there are too few steps for most of them."""
         steps, window = len(self.training), Thresholds().window
         few = f"; most look at means over {window} steps, and this run has {steps}" if steps < window else ""
         return self.unscored or f"No alarm rang{few}."
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
-        """Modules with metrics."""
+        """Names of the modules with metrics."""
         return modules_in(self.training)
 
     @property
@@ -274,7 +274,7 @@ class Overview:
 
     @cached_property
     def kind(self) -> list[str]:
-        """Describe data and model of this run in sentences."""
+        """Description of the run's data and model, in sentences."""
         sentences = []
         sources = self.get("task.data", {}) or {}
         splits = (*(() if self.evaluates else ("train",)), str(self.split))

@@ -187,7 +187,7 @@ class RunDir:
 
     @property
     def examples(self) -> dict[tuple[str, str], JsonObject]:
-        """(split, id) -> `asked` and `gold`, texts by name; of what was trained on or evaluated."""
+        """Texts of the examples trained on or evaluated: (split, id) -> `asked` and `gold`, by name."""
         return {(str(line["split"]), str(line["id"])): line for line in read_jsonl(self.path / EXAMPLES)}
 
     # --- what is in it
@@ -207,7 +207,7 @@ class RunDir:
 
     @property
     def config(self) -> JsonObject:
-        """The resolved config; of a run that was extended, with the steps of its last segment."""
+        """The resolved config; for an extended run with the steps of its last segment."""
         config = self._stored_config()
         if (segments := self.segments) and isinstance(config.get("train"), dict):
             config["train"]["steps"] = segments[-1]["steps"]
@@ -345,7 +345,7 @@ class RunDir:
 
     @property
     def in_use(self) -> bool:
-        """True while a process is writing here."""
+        """True while a process writes to the folder."""
         return is_locked(self.path / LOCK)
 
     def close(self) -> None:

@@ -231,12 +231,12 @@ class Difference:
 
     @property
     def certain(self) -> bool:
-        """True where the interval excludes 0."""
+        """True if the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
     @property
     def verdict(self) -> str:
-        """A remark beside the numbers; empty for a certain difference."""
+        """Remark beside the numbers; empty for a certain difference."""
         if self.certain:
             return ""
         return "unchanged" if self.low == self.high == 0 else "may be chance"

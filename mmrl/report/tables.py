@@ -1,4 +1,4 @@
-"""Every table as rows of cells, and the writers of such rows: text, Markdown (HTML is a template's job).
+"""Tables as rows of cells, and the writers of such rows: text, Markdown (HTML is a template's job).
 
 The first row is the head. Terminal tables stay plain text, not rich's, so that what is copied or piped is the same.
 """

@@ -60,7 +60,7 @@ class Trackers:
 
     @property
     def calls(self) -> int:
-        """Most calls of a step that `log_calls` takes; 0 where no tracker takes texts."""
+        """Maximum number of calls of a step that `log_calls` takes; 0 where no tracker takes texts."""
         return self._calls if any(name in WITH_TEXTS for name in self._started) else 0
 
     def log_calls(self, step: int, calls: Sequence[Mapping[str, object]]) -> None:

@@ -1,4 +1,4 @@
-"""A step's calls as trees for people: prompts, completions, rewards, and what they were compared with.
+"""Trees of a step's calls: prompts, completions, rewards and comparisons, for the terminal and the page.
 
 Part of `report`; pure. Credit entries are the mappings that the journal returns (fields of `EntryFields`).
 """

@@ -1,4 +1,4 @@
-"""Build what runs from a settled config: task, assignment of weights, trainer, engine, teachers, stages.
+"""Builders of a run's parts from a settled config: task, assignment of weights, trainer, engine, teachers, stages.
 
 Called by `train`, `eval`, `plan` and the checks. torch and transformers load inside the functions that need them: a
 config is checked without.

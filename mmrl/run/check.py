@@ -1,4 +1,4 @@
-"""The checks that need more than the schema: across sections, of data, hub, servers and this machine's packages.
+"""Checks beyond the schema: across sections, of data, hub, servers and this machine's packages.
 
 Everything that the user typed wrong is refused by `check_all` before any model loads, all of it at once; `mmrl plan`
 makes the part of it that is the same on every machine (`plan_problems`).

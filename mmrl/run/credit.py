@@ -35,7 +35,7 @@ TURN_REWARD_SETS = ("outcome", "turn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditRequest:
-    """The settings of an `mmrl credit`."""
+    """Settings of `mmrl credit`."""
 
     algos: Sequence[AlgoConfig]
     seed: int
@@ -52,19 +52,19 @@ class CreditRequest:
 
     @property
     def folder(self) -> str:
-        """The run's."""
+        """Folder of the run."""
         assert self.run is not None and self.run.run.dir is not None  # a stored config is in its folder
         return self.run.run.dir
 
     @property
     def as_trained(self) -> bool:
-        """The run's own algorithm, nothing changed: the result is what its journal has."""
+        """True if only the run's own algorithm is asked for, unchanged: the result must equal its journal."""
         return self.run is not None and list(self.algos) == [self.run.algo] and not self.user_keys
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Recorded rollouts, and what their source says of how they are credited."""
+    """Recorded rollouts, with the facts of their source that decide their credit."""
 
     forest: Forest
     """The part that a run's step trained on, or all of a file."""
@@ -333,7 +333,7 @@ class Likeness:
 
 @dataclass(frozen=True, slots=True)
 class CreditedStep:
-    """A step of a run, credited again."""
+    """Recomputed credit of a run's step."""
 
     step: int
     entries: int

@@ -1,4 +1,4 @@
-"""`mmrl doctor`: what is wrong with this machine, or with a run before it trains, each with the setting to change.
+"""`mmrl doctor`: problems of this machine, or of a run before it trains, each with the setting to change.
 
 A run is built by its own builders (`run.build`), in a folder that is removed; `mmrl train` looks in the same way, at
 fewer examples and with what it has built, before a run that would take over an hour.
@@ -45,7 +45,7 @@ FILE = "doctor.json"
 
 
 class DoctorArguments(Section):
-    """Keys of `mmrl doctor` beside a config."""
+    """Arguments of `mmrl doctor` beside a config."""
 
     examples: int = Field(8, ge=1, description="training examples that are played")
 
@@ -135,7 +135,7 @@ def check_before_training(stage: WeightStage, log: StepLog) -> None:
 
 
 def _doctor_runs(config: TrainCommandConfig, findings: Path) -> bool:
-    """True if examples are to be played.
+    """True if `mmrl train` plays examples before training.
 
     Args:
         findings: what a start of this run that was killed may have left.

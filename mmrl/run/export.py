@@ -83,7 +83,7 @@ class Choice:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Below the export, with weights; empty where the export holds them itself."""
+        """Folders with weights below the export; empty where the export holds them itself."""
         return tuple(name for name in self.adapters if name)
 
 

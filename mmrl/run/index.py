@@ -1,4 +1,4 @@
-"""`mmrl index build|info|search` and `mmrl serve-retriever`: index folders made, looked into, and served.
+"""`mmrl index build|info|search` and `mmrl serve-retriever`: build, inspect and serve index folders.
 
 Sizes come before anything long: an index of a whole encyclopedia takes hours and a disk.
 """

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: which profiles cannot work, starting, watching and ending them together.
+"""Processes of a run on this machine: checks of hardware profiles, starting, watching and ending them together.
 
 `start` is called when a hardware profile has more than one process and no launcher has started them. The processes
 find each other by torchrun's environment variables, so a run started by torchrun, accelerate or SLURM takes the same

@@ -1,4 +1,4 @@
-"""`mmrl plan`: what a checked training run will do and cost, counted without starting it, as text or as JSON."""
+"""`mmrl plan`: work and cost of a checked training run, counted without starting it, as text or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door of a run: its config settled once on this machine, its directory placed once, its plugins imported.
+"""Preparation of a run: its config settled on this machine, its directory created, its plugins imported.
 
 Called by `cli` and by every command that runs something; what comes after takes the config as it is.
 """

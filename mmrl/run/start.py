@@ -1,4 +1,4 @@
-"""The run that another run starts from (`from=RUN`) or that an evaluation is of: its policy, and its sections."""
+"""Run that another run starts from (`from=RUN`) or that an evaluation evaluates: its policy and sections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cells of a set as its runs fill them: scores over seeds, before and after training, row against row, claims.
+"""Cells of a set, computed from its runs: scores over seeds, before and after training, row against row, claims.
 
 Reads run directories only. A cell is blank where nothing was evaluated, and refused as an average where the configs of
 its seeds differ.
@@ -71,7 +71,7 @@ BEHAVIOUR = (
 
 @dataclass(frozen=True)
 class Scored:
-    """A run of a cell as far as it has come."""
+    """A run of a cell, finished or not."""
 
     seed: int
     metric: str
@@ -81,12 +81,12 @@ class Scored:
 
     @property
     def overview(self) -> Overview:
-        """The run itself."""
+        """Overview of the run."""
         return self.chain[-1]
 
     @cached_property
     def costs(self) -> dict[str, float]:
-        """`COUNTS` of all runs of the chain, over all their starts."""
+        """Sums of `COUNTS` over all runs of the chain and all their starts."""
         totals = pandas.DataFrame([record for run in self.chain for record in run.history])
         totals = totals.select_dtypes("number").sum()
         costs = {name: float(sum(totals.get(key, 0.0) for key in keys)) for name, keys in COUNTS.items()}
@@ -95,7 +95,7 @@ class Scored:
 
     @property
     def finished(self) -> bool:
-        """True once it has ended with scores."""
+        """True if the run ended with scores."""
         if self.overview.evaluates:
             return self.overview.run.finished and has_scores(self.overview.run)
         return bool(self.overview.summary)
@@ -119,17 +119,17 @@ class Scored:
 
     @property
     def questions(self) -> tuple[object, ...]:
-        """Equal for evaluations of the same items."""
+        """Task, data and item ids: equal for evaluations of the same items."""
         return self.overview.get("task.name"), self.overview.get("task.dataset"), frozenset(self.after.index)
 
     @property
     def latest(self) -> pandas.DataFrame:
-        """The scores after training, or those before it where there are no others yet."""
+        """Scores after training, or before it if there are none yet."""
         return self.before if self.after.empty else self.after
 
     @cached_property
     def gain(self) -> Difference | None:
-        """Last evaluation against the one before training; None before there are two."""
+        """Difference of the last evaluation to the one before training; None before there are two."""
         before, after = values_of(self.before, self.metric), values_of(self.after, self.metric)
         before = before[before.index.isin(after.index)]
         if before.empty:
@@ -140,7 +140,7 @@ class Scored:
 
     @property
     def learned(self) -> bool | None:
-        """True where this run meets the threshold; None while that cannot be decided."""
+        """True if this run meets the threshold; None while that cannot be decided."""
         if not self.finished or self.gain is None or self.gain.n < LEAST_ITEMS:
             return None
         # The small tolerance: 0.25 - 0.20 is a little below 0.05 in binary.
@@ -197,7 +197,7 @@ class Value:
 
     @property
     def mean(self) -> float | None:
-        """Over seeds; None where nothing was evaluated."""
+        """Mean over seeds; None without an evaluation."""
         return fmean(self.seeds.values()) if self.seeds else None
 
     @property
@@ -208,7 +208,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A claim, judged by our runs."""
+    """Verdict of our runs on a claim."""
 
     claim: Claim
     verdict: str
@@ -226,7 +226,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class SetResult:
-    """A set as far as it has been run."""
+    """Results of a set, finished or not."""
 
     name: str
     spec: SetSpec
@@ -241,7 +241,7 @@ class SetResult:
 
     @cached_property
     def overviews(self) -> dict[Path, Overview | MmrlError]:
-        """Contents of each folder of a begun run or of a run that it starts from; or the error of reading it."""
+        """Overview of each started run, and of the runs that it starts from; or the error of reading it."""
         overviews: dict[Path, Overview | MmrlError] = {}
         for path in dict.fromkeys(link.path for runs in self.runs.values() for run in runs for link in run.chain):
             if (path / "config.yaml").is_file():
@@ -253,7 +253,7 @@ class SetResult:
 
     @cached_property
     def read(self) -> tuple[dict[tuple[str, str], list[Scored]], list[str]]:
-        """Runs that have begun by (row, column), in the order of seeds; and what is wrong or missing, in words."""
+        """Started runs by (row, column), in the order of seeds; and the problems, as sentences."""
         started: dict[tuple[str, str], list[Scored]] = {}
         problems: list[str] = []
         for pair, runs in self.runs.items():
@@ -276,7 +276,7 @@ class SetResult:
         return started, problems
 
     def _scored(self, pair: tuple[str, str], run: Run) -> tuple[Scored | None, str]:
-        """Return a run that has begun and can be read, else None; and what is wrong with it."""
+        """Return a run if it has started and can be read, else None; and its problem."""
         chain: list[Overview] = []
         for overview in (self.overviews.get(link.path) for link in run.chain):
             if isinstance(overview, MmrlError):
@@ -290,7 +290,7 @@ class SetResult:
         return scored, run.failure() or partly
 
     def started(self, row: str, column: str) -> list[Scored]:
-        """Return the runs of a cell that have begun, by seed."""
+        """Return the started runs of a cell, by seed."""
         return self.read[0].get((row, column), [])
 
     def finished(self, row: str, column: str) -> list[Scored]:
@@ -298,7 +298,7 @@ class SetResult:
         return [scored for scored in self.started(row, column) if scored.finished]
 
     def started_in(self, column: str) -> dict[str, list[Scored]]:
-        """Return row -> its runs, for the rows of a column that have begun."""
+        """Return row -> its started runs, for the rows of a column that have any."""
         return {row: runs for row in self.rows if (runs := self.started(row, column))}
 
     def metric(self, row: str, column: str, score: str | None = None) -> str:
@@ -315,7 +315,7 @@ class SetResult:
 
     @cached_property
     def values(self) -> list[Value]:
-        """Compute every cell of every row, and its means."""
+        """Values of every cell and mean, row by row."""
         columns = set(self.columns)
         cells_of: dict[CellOrMean, Sequence[Cell]] = {
             cell: [cell] for cell in self.spec.cells if cell.column in columns
@@ -329,12 +329,12 @@ class SetResult:
 
     @property
     def done(self) -> int:
-        """Cells with all their seeds; means are not counted."""
+        """Number of cells with all their seeds; means are not counted."""
         return sum(value.score is not None and 0 < value.wanted == len(value.seeds) for value in self.values)
 
     @property
     def total(self) -> int:
-        """Cells in all."""
+        """Number of cells."""
         return len(self.spec.measured) * len(self.runs)
 
     def _value(self, row: str, key: CellOrMean, cells: Sequence[Cell]) -> Value:
@@ -414,7 +414,7 @@ class SetResult:
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
-        """Judge every claim whose rows are shown."""
+        """Verdicts on the claims whose rows are shown."""
         claims = [claim for claim in self.spec.claims if {claim.more, claim.than} <= {*self.rows}]
         return [self._judge(claim) for claim in claims]
 
@@ -450,13 +450,13 @@ class SetResult:
 
     @cached_property
     def models(self) -> dict[tuple[str, str], str]:
-        """Return (row, column) -> the model of the row before training."""
+        """Model before training by (row, column)."""
         first = {pair: runs[0].chain[0] for pair in self.runs if (runs := self.started(*pair))}
         return {pair: str(run.get("policy" if run.evaluates else "model.path")) for pair, run in first.items()}
 
     @cached_property
     def head(self) -> dict[str, str]:
-        """Set, scale and state, and what its runs ran on."""
+        """Facts above the tables: set, scale, state, and the runs' machines and engines."""
         overviews = [scored.overview for runs in self.read[0].values() for scored in runs]
 
         def listed(read: Callable[[Overview], object]) -> str:
@@ -480,7 +480,7 @@ class SetResult:
 
     @cached_property
     def notes(self) -> list[str]:
-        """Return the notes below the tables: shared runs, what is missing or wrong, the rows' notes and the set's."""
+        """Notes below the tables: shared runs, problems, the rows' notes and the set's."""
         sharing: dict[tuple[Path, ...], list[str]] = {}
         for (row, column), runs in self.runs.items():
             name = row if len(self.columns) == 1 else self._pair_name((row, column))

@@ -1,4 +1,4 @@
-"""`mmrl train stages=[A,B]`: a set whose rows start from one another, in a folder of its own.
+"""`mmrl train stages=[A,B]`: a set whose rows start from one another, in its own folder.
 
 RUN/set.yaml              the words of each row, from which a stopped set goes on
 RUN/1_A, RUN/2_B          the rows' run directories
@@ -92,7 +92,7 @@ def chain_plan(folder: Path, config: StagedCommandConfig) -> SetResult:
 
 
 def chain_page(folder: Path) -> SetPage:
-    """Return the page of the runs of a chain that have begun.
+    """Return the page of the started runs of a chain.
 
     Raises:
         CheckpointError: none has; or a file of one is damaged.

@@ -1,4 +1,4 @@
-"""`mmrl table` and `mmrl compare`: a set of runs, planned, run, and shown; and runs that are there side by side.
+"""`mmrl table` and `mmrl compare`: plan, run and show a set of runs; or compare existing runs.
 
 Every run lies in a folder named by the digest of its config, so sets share runs, and the same command continues what
 was stopped.
@@ -69,7 +69,7 @@ TABLE_KEYS = tuple(key for key in SetKeys.model_fields if key not in ("algo", "t
 
 @dataclass(frozen=True, slots=True)
 class SetRequest:
-    """The words after `mmrl table` or `mmrl compare`."""
+    """Arguments of `mmrl table` or `mmrl compare`."""
 
     names: Sequence[str]
     """Words that are no `KEY=VALUE`."""

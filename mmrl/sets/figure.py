@@ -1,4 +1,4 @@
-"""The figure of a set: metrics of its training runs by step, over seeds, or means over the first steps.
+"""Figure of a set: metrics of its training runs by step, over seeds, or means over the first steps.
 
 `conf/set/NAME.yaml` says what is drawn (`Figure`). A set without scores has three diagrams for each column by default:
 the main metric, the reward and what its programs do.
@@ -68,7 +68,7 @@ class RowCurve:
 
 @dataclass(frozen=True)
 class SetFigure:
-    """Diagrams of the runs that are there."""
+    """Diagrams of the started runs."""
 
     result: SetResult
     figure: Figure
@@ -89,7 +89,7 @@ class SetFigure:
 
     @cached_property
     def panels(self) -> list[tuple[str, Diagram, list[RowCurve]]]:
-        """(title, diagram, its lines); columns that share all their training runs are one."""
+        """Title, diagram and lines of each panel; columns that share all their training runs are one."""
         rows = self.result.rows
         columns: dict[tuple[Path | None, ...], str] = {}
         for column in self.result.columns:
@@ -123,7 +123,7 @@ class SetFigure:
 
     @property
     def window(self) -> int:
-        """Steps that a training metric is averaged over, backwards; the papers' are drawn as they are."""
+        """Steps of the trailing mean of a training metric; the papers' curves are not smoothed."""
         return 1 if self.figure.diagrams else WINDOW
 
     def _line(self, row: str, column: str, diagram: Diagram) -> RowCurve | None:

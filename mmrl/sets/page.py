@@ -1,4 +1,4 @@
-"""The page of a set: parts that are tables, in the terminal, as Markdown, HTML, CSV, LaTeX and JSON."""
+"""Page of a set: tables, in the terminal and as Markdown, HTML, CSV, LaTeX and JSON."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _interval(ends: Interval | None) -> str:
 
 
 def _training_parts(result: SetResult, column: str) -> list[Part]:
-    """Return the tables of the rows of a column that have begun: learning, each against each other, each seed, cost."""
+    """Return the tables of a column's started rows: learning, each pair, each seed, cost."""
     if not (runs_by_row := result.started_in(column)):
         return []
     parts = [learning_part(result, column)]
@@ -149,7 +149,7 @@ def _training_parts(result: SetResult, column: str) -> list[Part]:
 
 
 def learning_part(result: SetResult, column: str) -> Part:
-    """Return the table of how the rows of a column that have begun learned."""
+    """Return the table that shows how much the started rows of a column learned."""
     runs_by_row = result.started_in(column)
     first = next(iter(runs_by_row.values()))[0]
     title = f"{f'{column}: ' if column else ''}{first.metric} on {first.overview.split}"
@@ -253,13 +253,13 @@ def _pair_rows(result: SetResult, column: str, rows: Sequence[str]) -> Rows:
 
 @dataclass(frozen=True)
 class SetPage:
-    """A set's tables and figure, each made once, and its writers."""
+    """Tables and figure of a set, each built once, and their writers."""
 
     result: SetResult
 
     @cached_property
     def parts(self) -> list[Part]:
-        """Tables below the head; a note that explains several of them stands below the first."""
+        """Tables below the head; a note that several tables share stands below the first."""
         result, parts = self.result, []
         if result.spec.scores:
             parts.append(Part("Ours", _grid(result, _ours)))
@@ -278,7 +278,7 @@ class SetPage:
 
     @cached_property
     def figure(self) -> SetFigure | None:
-        """Curves or bars; None where there is nothing to draw yet."""
+        """Curves or bars; None without data."""
         spec = self.result.spec
         declared = spec.figure or (Figure(band="range") if not spec.scores else None)
         figure = SetFigure(self.result, declared) if declared else None

@@ -1,4 +1,4 @@
-"""The runs of a set: from its words to configs, to folders named by their digest, so that sets share runs."""
+"""Runs of a set: from its words to configs, and to folders named by their digest, so that sets share runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs as child processes, some at a time: what is missing is started, what is unfinished resumed, what is done stays.
+"""Runs as child processes, some at a time: missing runs start, unfinished ones resume, finished ones stay.
 
 A child is `mmrl train …` or `mmrl eval …` with a run directory that depends on the run alone, so the same command
 continues a set that was killed. Children end when this process ends.
@@ -45,7 +45,7 @@ State = Literal["new", "unfinished", "finished"]
 
 @dataclass(kw_only=True)
 class Run:
-    """A run of a set: where it lies, and what it comes from."""
+    """A run of a set: its folder, and the run that it starts from."""
 
     seed: int
     path: Path
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def chain(self) -> list[Self]:
-        """The runs that it starts from, the first one first, and itself."""
+        """Runs that it starts from, the first one first, and itself."""
         return [*(self.after.chain if self.after is not None else ()), self]
 
     @property
@@ -66,17 +66,17 @@ class Run:
         return next((run.path for run in reversed(self.chain) if run.command == "train"), None)
 
     def command_line(self) -> str:
-        """Return the command that makes it, for a shell; empty for a run that is only looked at."""
+        """Return the shell command of the run; empty for a run that is only compared."""
         return ""
 
     def failure(self) -> str:
-        """Return the reason of its failure; empty where it did not fail."""
+        """Return the reason of the run's failure; empty where it did not fail."""
         return ""
 
 
 @dataclass(kw_only=True)
 class SetRun(Run):
-    """A run that a set starts: what it is, and how far it has come."""
+    """A run that a set starts: its settings and its state."""
 
     row: str
     column: str
@@ -118,7 +118,7 @@ class SetRun(Run):
         return [*words, f"policy={policy}"]
 
     def command_line(self) -> str:
-        """Return the command that makes it, for a shell; or why its row's rule names no checkpoint yet."""
+        """Return the shell command of the run; or why its row's rule names no checkpoint yet."""
         try:
             return shlex.join(["mmrl", self.command, *self.all_words()])
         except MmrlError as error:

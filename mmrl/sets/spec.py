@@ -62,7 +62,7 @@ class Words(Section):
 
 
 class Layer(Words):
-    """Words at every scale, and further ones at each."""
+    """Words for every scale, and additional ones for each."""
 
     paper: Words = Words()
     mini: Words = Words()
@@ -75,7 +75,7 @@ class Layer(Words):
 
 
 class Base(Layer):
-    """`conf/set/base/NAME.yaml`: what all sets of a paper share."""
+    """Words that all sets of a paper share: `conf/set/base/NAME.yaml`."""
 
     algos: dict[str, Layer] = Field({}, description="words by algo=")
 
@@ -113,7 +113,7 @@ class Source(Section):
 
 
 class Claim(Section):
-    """An order that is claimed: the mean over some cells of one row is above that of another."""
+    """A claimed order: the mean over some cells of one row is above that of another."""
 
     more: str = Field(description="a row")
     than: str = Field(description="a row")
@@ -150,7 +150,7 @@ class Case(Section):
 
 
 class SetSpec(Base):
-    """`conf/set/NAME.yaml`; its own words are those of every run."""
+    """A set: `conf/set/NAME.yaml`; its own words apply to every run."""
 
     shows: str = Field(description="one line")
     base: Base = Field(Base(), description="name of a file of conf/set/base, whose words come first")
@@ -183,7 +183,7 @@ class SetSpec(Base):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """(row, column) of every cell."""
+        """Cells' (row, column) pairs."""
         return [
             (row, name)
             for row in self.rows

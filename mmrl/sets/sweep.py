@@ -1,4 +1,4 @@
-"""`mmrl train -m`: the jobs of a sweep, run by any sweeper and launcher of Hydra, and shown side by side at the end."""
+"""`mmrl train -m`: the jobs of a sweep, run by any sweeper and launcher of Hydra, and compared at the end."""
 
 from __future__ import annotations
 

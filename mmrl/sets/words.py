@@ -1,4 +1,4 @@
-"""From the file of a set to the words of each of its runs."""
+"""Overrides of each run of a set, from the set's file."""
 
 from __future__ import annotations
 
