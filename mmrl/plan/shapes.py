@@ -102,13 +102,13 @@ def shape_of(model: ModelConfig) -> Shape:
     )
 
 
-def read_shape(content: dict[str, object], where: str) -> Shape:
+def read_shape(content: dict[str, object], source: str) -> Shape:
     """Return the shape from the fields of a Hugging Face `config.json`."""
 
     def number(name: str, default: int | None = None) -> int:
         value = content.get(name, default)
         if not isinstance(value, int):
-            raise ConfigError(f"model.path: {where} has no whole number '{name}', so its size is not known")
+            raise ConfigError(f"model.path: {source} has no whole number '{name}', so its size is not known")
         return value
 
     # `head_dim` is written only where it is not hidden / heads (Qwen3).

@@ -168,8 +168,8 @@ def _trees(
             size = lengths[module]
             # A growing tree continues from each of a rollout's `count` nodes equally often: its call number j is
             # sampled again from the j nodes before it.
-            drawn = tree.growth.rounds * tree.growth.nodes if tree.growth else 0
-            grown = branches * (1 + Fraction(drawn * (2 * before + size.calls + 1), 2 * count))
+            sampled = tree.growth.rounds * tree.growth.nodes if tree.growth else 0
+            grown = branches * (1 + Fraction(sampled * (2 * before + size.calls + 1), 2 * count))
             before += size.calls
             trained = module in in_loss and (config.algo.name != "mhgpo_is" or tree.fork_name == module)
             loads[module] += path_load(size, float(grown), float(prompts), trained)

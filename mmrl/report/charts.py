@@ -135,11 +135,11 @@ def lines_over_steps(history: History, keys: Mapping[str, str], label: str) -> s
 def _draw(axes: Axes, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], markers: Sequence[str] = ()) -> None:
     """Draw steps and values of each curve so that none hides another, and a legend of several."""
     span = max(float(np.ptp(np.concatenate([values for _, values in curves.values()]))), 1e-12)
-    drawn: list[np.ndarray] = []
+    lines: list[np.ndarray] = []
     for index, (name, (steps, values)) in enumerate(curves.items()):
         # The first lies on top, and one below it that agrees with it is wider.
-        alike = sum(len(other) == len(values) and abs(other - values).max() < 0.02 * span for other in drawn)
-        drawn.append(values)
+        alike = sum(len(other) == len(values) and abs(other - values).max() < 0.02 * span for other in lines)
+        lines.append(values)
         axes.plot(
             steps,
             values,
@@ -259,14 +259,14 @@ def standalone(svg: str) -> str:
 # --- curves over seeds
 
 
-def draw_band(axis: Axes, band: Band | None, style: LineStyle, every: int | None = None) -> None:
-    """Draw a curve over seeds and its band, with a marker at each `every`th step; nothing without a band."""
+def draw_band(axis: Axes, band: Band | None, style: LineStyle, marker_step: int | None = None) -> None:
+    """Draw a curve over seeds and its band, with a marker at each `marker_step`th step; nothing without a band."""
     if band is None:
         return
     color, marker, dash = style
-    every = every or max(1, len(band.steps) // 5)
+    marker_step = marker_step or max(1, len(band.steps) // 5)
     # Markers of different lines start at different places, so that they do not hide each other.
-    start = MARKERS.index(marker) % every
+    start = MARKERS.index(marker) % marker_step
     axis.plot(
         band.steps,
         band.mean,
@@ -275,6 +275,6 @@ def draw_band(axis: Axes, band: Band | None, style: LineStyle, every: int | None
         linestyle=dash,
         marker=marker,
         markersize=5,
-        markevery=(start, every),
+        markevery=(start, marker_step),
     )
     axis.fill_between(band.steps, band.low, band.high, color=color, alpha=0.13, linewidth=0)

@@ -141,11 +141,11 @@ def _scores(overview: Overview) -> Iterator[dict[str, object]]:
 def _curves(overview: Overview) -> dict[str, str]:
     offered = overview.metric_names(overview.split)
     names = dict.fromkeys([overview.main_metric, "em", "f1", "accuracy", "reward"])
-    drawn = [name for name in names if name is not None and name in offered][:4]
-    curves = {name: overview.evaluations(overview.split, name) for name in drawn}
+    selected = [name for name in names if name is not None and name in offered][:4]
+    curves = {name: overview.evaluations(overview.split, name) for name in selected}
     return {
         f"{learning(overview.training)[0].capitalize()} in training": reward_curve(overview.training),
-        f"Evaluation on {overview.split} (band: 95 % interval of {drawn[0] if drawn else ''})": evaluation_curve(
+        f"Evaluation on {overview.split} (band: 95 % interval of {selected[0] if selected else ''})": evaluation_curve(
             curves, overview.split
         ),
     }

@@ -176,9 +176,9 @@ def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
     for example in forest.examples:
         rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        ends = {"reward": fmean(rewards), "lowest": min(rewards), "highest": max(rewards)} if rewards else {}
+        reward_stats = {"reward": fmean(rewards), "lowest": min(rewards), "highest": max(rewards)} if rewards else {}
         items[clean(example)] = {
-            "metrics": {"rollouts": len(rollouts), **ends},
+            "metrics": {"rollouts": len(rollouts), **reward_stats},
             "errors": [rollout.error for rollout in rollouts if rollout.error is not None],
             "predictions": [rollout.prediction for rollout in rollouts if rollout.prediction is not None],
             **({"caught_parse": caught[example]} if caught else {}),

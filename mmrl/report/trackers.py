@@ -126,7 +126,7 @@ def trackers(
     report_to = settings.report_to
     if problems := missing_trackers(report_to):
         raise ConfigError(problems)
-    named = settings.model_copy(update={"name": settings.name or name, "group": settings.group or group})
+    run_settings = settings.model_copy(update={"name": settings.name or name, "group": settings.group or group})
     # Read only if it is sent: most runs have no tracker.
     config = without_secrets(run.config) if report_to else {}
     next_step = max((record["step"] for record in run.history()), default=-1) + 1
@@ -134,7 +134,7 @@ def trackers(
     # Started before training: a bad key is an error of the config, not of step 1.
     for service in report_to:
         try:
-            started[service] = tracker = _started(service, run, next_step, named, device)
+            started[service] = tracker = _started(service, run, next_step, run_settings, device)
             if service == "wandb":
                 warn(wandb_mode(run.path)[1])
             if service == "tensorboard":
@@ -223,13 +223,13 @@ def _block(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
-def _started(tracker: str, run: RunDir, next_step: int, named: RunConfig, device: str) -> GeneralTracker:
+def _started(tracker: str, run: RunDir, next_step: int, settings: RunConfig, device: str) -> GeneralTracker:
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     # accelerate's trackers need its process state; the trainer's arguments reset it and set it up in the same way.
     PartialState(cpu=device == "cpu")
-    folder, name, project = str(run.path), named.name, named.wandb_project
+    folder, name, project = str(run.path), settings.name, settings.wandb_project
     options: dict[str, object] = {}
     if tracker == "wandb":
         # The id is stored beside the files, so that a resumed run continues the same curve.
@@ -237,7 +237,7 @@ def _started(tracker: str, run: RunDir, next_step: int, named: RunConfig, device
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
         options = {"name": name, "dir": folder, "id": id_file.read_text().strip(), "resume": "allow"}
-        options |= {"mode": wandb_mode(run.path)[0], "group": named.group, "tags": list(named.tags)}
+        options |= {"mode": wandb_mode(run.path)[0], "group": settings.group, "tags": list(settings.tags)}
         # wandb would else wrap standard output and print its own banner.
         options["settings"] = {"console": "off", "silent": True}
     elif tracker == "tensorboard":
@@ -255,8 +255,10 @@ def _started(tracker: str, run: RunDir, next_step: int, named: RunConfig, device
     elif tracker == "comet_ml":
         # Comet would else send the source, the console and the environment of the process too.
         quiet = dict.fromkeys(("log_code", "log_env_details", "log_git_metadata", "log_git_patch"), False)
-        settings = importlib.import_module(tracker).ExperimentConfig
-        options["experiment_config"] = settings(name=name, offline_directory=folder, auto_output_logging=False, **quiet)
+        comet_config = importlib.import_module(tracker).ExperimentConfig
+        options["experiment_config"] = comet_config(
+            name=name, offline_directory=folder, auto_output_logging=False, **quiet
+        )
     kind = LOGGER_TYPE_TO_CLASS[tracker]
     # The first argument is a service's project (`WITH_PROJECTS`), but for TensorBoard and Aim the run's name in the
     # folder, and DVCLive passes over it.

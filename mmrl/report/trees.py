@@ -142,9 +142,9 @@ def trees(forest: Forest, entries: Sequence[EntryFields] | None, example: str) -
     by_call: defaultdict[str, list[EntryFields]] = defaultdict(list)
     for entry in entries or ():
         by_call[str(entry["call"])].append(entry)
-    ends: defaultdict[str | None, list[Rollout]] = defaultdict(list)
+    rollouts_by_leaf: defaultdict[str | None, list[Rollout]] = defaultdict(list)
     for rollout in forest.rollouts:
-        ends[rollout.leaf].append(rollout)
+        rollouts_by_leaf[rollout.leaf].append(rollout)
 
     for call, depth in depth_first(forest):
         if call.example != example:
@@ -160,7 +160,7 @@ def trees(forest: Forest, entries: Sequence[EntryFields] | None, example: str) -
             state="" if call.ok else failed,
             entries=by_call[call.id],
             credit=[] if entries is None else credit,
-            outcomes=[rollout_line(rollout) for rollout in ends[call.id]],
+            outcomes=[rollout_line(rollout) for rollout in rollouts_by_leaf[call.id]],
         )
 
 
@@ -197,8 +197,8 @@ def advantage_of(entry: EntryFields) -> str:
     if not values:
         return "-"
     low, high = min(values), max(values)
-    ends = [signed(value) for value in (low, high, fmean(values))]
-    return ends[0] if low == high else f"{ends[0]} … {ends[1]} (mean {ends[2]})"
+    values_text = [signed(value) for value in (low, high, fmean(values))]
+    return values_text[0] if low == high else f"{values_text[0]} … {values_text[1]} (mean {values_text[2]})"
 
 
 def format_reward(reward: object, parts: Mapping[str, object]) -> str:
@@ -277,16 +277,16 @@ def render_example(
         texts: of `RunDir.examples`.
     """
     rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
-    where = f"example {example} · step {forest.step} · " if entries is not None else ""
-    head = f"{where}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"
+    prefix = f"example {example} · step {forest.step} · " if entries is not None else ""
+    head = f"{prefix}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"
     parts: list[str | Tree] = ["\n".join([head, *input_lines(texts)])]
     ancestors: list[Tree] = []
-    before: dict[str | None, Call] = {}
+    previous: dict[str | None, Call] = {}
     for node in trees(forest, entries, example):
-        tree = Tree(Text(_node_text(node, before.get(node.call.parent))))
+        tree = Tree(Text(_node_text(node, previous.get(node.call.parent))))
         if node.depth:
             ancestors[node.depth - 1].children.append(tree)
-            before[node.call.parent] = node.call
+            previous[node.call.parent] = node.call
         else:
             parts += ["", tree]
         ancestors[node.depth :] = [tree]
@@ -298,11 +298,11 @@ def render_example(
     return drawn(parts, max(width, 4 * deepest + 30))
 
 
-def _node_text(node: Node, before: Call | None) -> str:
-    """Return the lines of a call; `before`: the sibling before it, whose prompt is not shown again."""
+def _node_text(node: Node, previous: Call | None) -> str:
+    """Return the lines of a call; `previous`: the sibling before it, whose prompt is not shown again."""
     call = node.call
     lines = [f"{node.name} · {node.facts}{f' · {node.state}' if node.state else ''}  [{call.id}]"]
-    if before is not None and (call.prompt_ids, call.prompt_text) == (before.prompt_ids, before.prompt_text):
+    if previous is not None and (call.prompt_ids, call.prompt_text) == (previous.prompt_ids, previous.prompt_text):
         lines.append("asked: as above")
     elif call.prompt_text:
         lines.append(f"asked: {abridged(clean(call.prompt_text))}")

@@ -66,17 +66,17 @@ def nothing_went_well(trial: JsonObject) -> str:
 def trial_alarms(run: Path) -> list[Alarm]:
     """Return an alarm for each stretch of trials in which nothing went well."""
     trials = read_jsonl(run / FOLDER / TRIALS)
-    stretches = [list(some) for failed, some in groupby(trials, lambda trial: bool(nothing_went_well(trial))) if failed]
+    stretches = [list(part) for failed, part in groupby(trials, lambda trial: bool(nothing_went_well(trial))) if failed]
     count = sum(map(len, stretches))
     return [
         Alarm(
             name="trials_fail",
             key="prompts/score",
-            step=some[0]["trial"],
-            until=None if some[-1] is trials[-1] else some[-1]["trial"],
-            message=ADVICE["trials_fail"].text(count, len(trials), nothing_went_well(some[0])),
+            step=part[0]["trial"],
+            until=None if part[-1] is trials[-1] else part[-1]["trial"],
+            message=ADVICE["trials_fail"].text(count, len(trials), nothing_went_well(part[0])),
         )
-        for some in stretches
+        for part in stretches
     ]
 
 

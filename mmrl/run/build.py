@@ -107,10 +107,10 @@ def evaluated(task: Task, config: RootConfig, split: str) -> tuple[Sequence[Exam
     examples, items = task.examples(split), config.eval.items
     if config.task.data.source_of(split) == MINI:
         return examples, {}
-    drawn = subset(examples, items, "eval", split)
+    selected = subset(examples, items, "eval", split)
     if items is None or items >= len(examples):
-        return drawn, {}
-    return drawn, {"evaluated": f"{items} of the {len(examples)} {split} items, drawn; the same ones in every run"}
+        return selected, {}
+    return selected, {"evaluated": f"{items} of the {len(examples)} {split} items, drawn; the same ones in every run"}
 
 
 def check_model(model: ModelConfig) -> None:

@@ -247,13 +247,13 @@ def _side_by_side(forest: Forest, credits: Sequence[Credit], width: int | None) 
 
 def _rows(forest: Forest, credit: Credit, split: Mapping[str, int]) -> list[dict[str, str]]:
     """Return column -> cell, for each entry; `split` maps examples to mini-batches."""
-    critic, several = any(entry.returns is not None for entry in credit.entries), any(split.values())
+    critic, has_batches = any(entry.returns is not None for entry in credit.entries), any(split.values())
     order = {call: number for number, call in enumerate(forest.calls)}
     rows = []
     for entry in sorted(credit.entries, key=lambda entry: order[entry.call]):
         call = forest.calls[entry.call]
         row = {"call": call.id, "module": call.module}
-        row |= {"minibatch": str(split[call.example])} if several else {}
+        row |= {"minibatch": str(split[call.example])} if has_batches else {}
         row |= {"reward": _number(entry.reward), "parts": _parts(entry.parts)}
         if critic:
             row["token rewards"] = _per_token(entry.token_rewards or ())

@@ -110,13 +110,13 @@ def _examined(stage: WeightStage, examples: int) -> Played:
     from mmrl.stages.checkup import examine
 
     # A program of the user's may draw from the global sources; what the run draws from them stays as it would be.
-    drawn, array_draws = random.getstate(), numpy.random.get_state()
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng():
             return examine(stage, examples)[0]
     finally:
-        random.setstate(drawn)
-        numpy.random.set_state(array_draws)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
 
 
 def check_before_training(stage: WeightStage, log: StepLog) -> None:

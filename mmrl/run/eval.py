@@ -79,12 +79,12 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     task = build_task(config.task, config.seed)
     policy = served(config)
     require_undamaged(policy)
-    examples, drawn = evaluated(task, config, config.split)
+    examples, subset = evaluated(task, config, config.split)
     items, usage, requests = _items(config, rundir, task, policy, examples)
     # A summary of one split must not list the sizes of the others as if they counted.
     other_splits = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
     facts = {name: fact for name, fact in task.describe().items() if name not in other_splits}
-    facts |= {**drawn, **usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
+    facts |= {**subset, **usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
     facts |= unsuited(config.policy, facts)
     metrics, failure = evaluation_metrics(items, config.eval, config.seed), too_many_failed(items, config.eval)
     recorded = (without_scores(metrics) if failure else metrics) | requests

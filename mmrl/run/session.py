@@ -71,10 +71,10 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
     # Before a folder is made: a model that cannot be had must leave none behind. A run that is continued has had it.
     if not resumed:
         check_model(config.model)
-    hardware, several = config.hardware, config.kind.credit
+    hardware, uses_processes = config.hardware, config.kind.credit
     # Several processes and no launcher: this one only starts them and waits, so it must not join them.
-    starts = several and must_start(hardware.processes, hardware.nodes)
-    processes = _join(hardware, config.engine.name) if several and not starts else ALONE
+    starts = uses_processes and must_start(hardware.processes, hardware.nodes)
+    processes = _join(hardware, config.engine.name) if uses_processes and not starts else ALONE
     if processes.main:  # or every process of a launcher would make a folder of its own
         suffix = f"_s{config.seed}"
         config = config.in_folder(run_folder(config.run.dir, config.task.name, config.algo.name, suffix=suffix))
@@ -306,7 +306,7 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
             with storage(rundir.path):
                 stage = build_stage(config, task, log)
                 try:
-                    examples, drawn = evaluated(task, config, config.eval.split)
+                    examples, subset = evaluated(task, config, config.eval.split)
                     evaluations = Evaluations(examples=examples, last_step=steps, stage=stage)
                     if config.kind.credit and checkpoint is None:
                         check_before_training(cast("WeightStage", stage), log)
@@ -319,7 +319,7 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
                     return 0
                 text = finish(
                     rundir,
-                    {**task.describe(), **drawn, **stage.describe()},
+                    {**task.describe(), **subset, **stage.describe()},
                     before,
                     after,
                     seconds=time.perf_counter() - started,

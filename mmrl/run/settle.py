@@ -141,7 +141,7 @@ _SERVERS = frozenset({"url", "key_env", "python", "timeout_s", "start_timeout_s"
 """Keys, anywhere, of servers: another address of the same server changes nothing."""
 
 
-def config_changes(stored: Mapping[str, object], now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+def config_changes(stored: Mapping[str, object], current: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """Return config path -> (stored value, value now) where they differ, `run.*` left out.
 
     Raises:
@@ -149,7 +149,7 @@ def config_changes(stored: Mapping[str, object], now: Mapping[str, object]) -> d
     """
     # Validated first: keys that a newer version added have their defaults, and are no difference.
     stored_values = flattened(plain(validate_stored(schema_of(stored), stored).model_dump(mode="json")))
-    current_values = flattened(plain(now))
+    current_values = flattened(plain(current))
     return {
         path: (stored_values.get(path, "absent"), current_values.get(path, "absent"))
         for path in dict.fromkeys([*current_values, *stored_values])
@@ -157,7 +157,9 @@ def config_changes(stored: Mapping[str, object], now: Mapping[str, object]) -> d
     }
 
 
-def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, object], checkpoint: str) -> list[str]:
+def refuse_changes(
+    run: RunDir, stored: Mapping[str, object], current: Mapping[str, object], checkpoint: str
+) -> list[str]:
     """Compare the config of a run with the one that a checkpoint was made with.
 
     Returns:
@@ -166,13 +168,13 @@ def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, 
     Raises:
         CheckpointError: any other change.
     """
-    changes = config_changes(stored, now)
+    changes = config_changes(stored, current)
     # A run that was extended has checkpoints of earlier segments, whose steps it knows.
     if "train.steps" in changes and changes["train.steps"][0] in run.planned_steps:
         changes.pop("train.steps")
     texts = {path: f"{path}={new} (was {old})" for path, (old, new) in changes.items()}
     # A folder with the run that this one started from may have been moved as a whole; its content was compared.
-    places = ("model.path", "model.revision", "task.prompts") if now.get("start") else ()
+    places = ("model.path", "model.revision", "task.prompts") if current.get("start") else ()
     allowed = [
         path for path in texts if path.startswith("hardware.") or path.rpartition(".")[2] in _SERVERS or path in places
     ]

@@ -45,8 +45,8 @@ def sections_of(run: Path) -> JsonObject:
 
 def run_of(path: Path) -> Path:
     """Return the run whose policy a folder has: the folder itself, or of runs in turn the last that has ended."""
-    ended = [row for row in rows_of(path) if (row / "summary.json").is_file()]
-    return ended[-1] if ended else path
+    finished = [row for row in rows_of(path) if (row / "summary.json").is_file()]
+    return finished[-1] if finished else path
 
 
 def with_overrides(

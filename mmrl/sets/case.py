@@ -30,8 +30,8 @@ def _of_run(spec: SetSpec, case: Case, run: Overview) -> tuple[str, Rows, str] |
     evaluated = {step: items for step, items in run.items.get(run.split, {}).items() if step >= case.early}
     if len(evaluated) < 2:
         return None
-    ends = (min(evaluated), max(evaluated))
-    before, after = ({str(item["id"]): item for item in evaluated[step]} for step in ends)
+    steps = (min(evaluated), max(evaluated))
+    before, after = ({str(item["id"]): item for item in evaluated[step]} for step in steps)
     items = [item for item in before if item in after and (not case.item or item == case.item)]
     if not items:
         return None
@@ -39,7 +39,7 @@ def _of_run(spec: SetSpec, case: Case, run: Overview) -> tuple[str, Rows, str] |
     main = list(metrics.values())[-1]
     selected = max(items, key=lambda item: _score(after[item], main) - _score(before[item], main))
     lines = before[selected], after[selected]
-    rows = [["", *(f"after {step} steps" for step in ends)]]
+    rows = [["", *(f"after {step} steps" for step in steps)]]
     rows += [[name, *(f"{_score(line, metric):.3f}" for line in lines)] for name, metric in metrics.items()]
     first, last = ((line["predictions"] or [{}])[0] or {} for line in lines)
     # The answer last, as programs make it.

@@ -440,10 +440,10 @@ class SetResult:
             return replace(verdict, verdict="not comparable at mini")
         rests = []
         if verdict.verdict == "held" and len(pairs) > 1:
-            for left_out in pairs:
-                remaining = {column: weight for column, weight in weights.items() if column != left_out}
+            for omitted in pairs:
+                remaining = {column: weight for column, weight in weights.items() if column != omitted}
                 shares = {column: weight / sum(remaining.values()) for column, weight in remaining.items()}
-                rests += [left_out] if judged(shares).verdict != "held" else []
+                rests += [omitted] if judged(shares).verdict != "held" else []
         return replace(verdict, rests_on=tuple(rests))
 
     # --- what the numbers rest on
@@ -463,7 +463,7 @@ class SetResult:
             return "; ".join(dict.fromkeys(str(text) for run in overviews if (text := read(run))))
 
         source = self.spec.source
-        every = {
+        facts = {
             "paper": f"arXiv {source.arxiv}, {source.at}: {self.spec.shows}" if source else "",
             "shows": "" if source else self.spec.shows,
             "scale": SCALES.get(self.scale, ""),
@@ -476,7 +476,7 @@ class SetResult:
             "retriever": listed(_retriever),
             "judge": listed(lambda run: (run.summary.get("facts") or {}).get("judge")),
         }
-        return {name: text for name, text in every.items() if text}
+        return {name: text for name, text in facts.items() if text}
 
     @cached_property
     def notes(self) -> list[str]:
@@ -566,9 +566,9 @@ def student_t(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
-def settings_of(overview: Overview, left_out: tuple[str, ...]) -> dict[str, object]:
-    """Return config path -> value, without the paths that begin with a name in `left_out`."""
-    return {path: value for path, value in flattened(overview.config).items() if not path.startswith(left_out)}
+def settings_of(overview: Overview, excluded: tuple[str, ...]) -> dict[str, object]:
+    """Return config path -> value, without the paths that begin with a name in `excluded`."""
+    return {path: value for path, value in flattened(overview.config).items() if not path.startswith(excluded)}
 
 
 def _differing(overviews: Sequence[Overview]) -> list[str]:

@@ -64,10 +64,10 @@ def _written(config: StagedCommandConfig) -> JsonObject:
     """Return the content of `set.yaml`."""
     names = [f"{number}_{stage.algo.name}" for number, stage in enumerate(config.stages, 1)]
     rows = {}
-    for before, name, words in zip(["", *names], names, config.words, strict=False):
+    for previous, name, words in zip(["", *names], names, config.words, strict=False):
         overrides = later_wins(word.lstrip("+") for word in words)
         settings = [word for word in overrides if word.partition("=")[0] not in SET_KEYS]
-        rows[name] = {**({"from": before} if before else {}), "train": settings}
+        rows[name] = {**({"from": previous} if previous else {}), "train": settings}
     folder = {"config_dir": str(Path(config.config_dir).resolve())} if config.config_dir else {}
     return {"shows": f"{config.algo.name} on {config.task.name}", "seeds": [config.seed], **folder, "rows": rows}
 
@@ -117,10 +117,11 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
         raise CheckpointError(f"{folder}: this set is finished; look at it with: mmrl show {folder}")
 
     def ended() -> None:
-        done = [run.path for run in plan.queue if state_of(run.path) == "finished"]
+        finished = [run.path for run in plan.queue if state_of(run.path) == "finished"]
         with storage(folder):
             # After every run, so that a chain killed between two runs can still be evaluated and exported.
-            write_policy(folder, weights=str(done[-1]), prompts=prompts_of(str(done[-1]))[1], task=config.task.name)
+            policy = str(finished[-1])
+            write_policy(folder, weights=policy, prompts=prompts_of(policy)[1], task=config.task.name)
         redraw(lambda: chain_page(folder), folder)
 
     if in_process:

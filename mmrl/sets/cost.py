@@ -29,8 +29,8 @@ def cost_text(spec: SetSpec, missing: Sequence[SetRun]) -> str:
     for (command, name), hours_each in sorted(costs.items(), key=lambda cost: cost[0][0] == "eval"):
         total = f"{sum(hours_each):,.1f}" if any(hours_each) else "not counted"
         lines.append([command, name, str(len(hours_each)), total, ""])
-    every = [cost for hours_each in costs.values() for cost in hours_each]
-    lines.append(["", "all", str(len(every)), f"{sum(every):,.1f}", ""])
+    all_costs = [cost for hours_each in costs.values() for cost in hours_each]
+    lines.append(["", "all", str(len(all_costs)), f"{sum(all_costs):,.1f}", ""])
     head = "cost by mmrl plan, runs that optimise prompts not counted:"
     return "\n".join([head, align(lines), *not_planned])
 

@@ -25,20 +25,20 @@ def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side"
     for path in paths:
         run = Overview.from_run(RunDir.read(path))
         tasks.setdefault((str(run.get("task.name", "?")), run.split), []).append(run)
-    several = len({split for _, split in tasks}) > 1
+    several_splits = len({split for _, split in tasks}) > 1
     columns: dict[str, Column] = {}
     runs: dict[tuple[str, str], list[Run]] = {}
     notes: list[str] = []
     for (task, split), members in tasks.items():
-        column = f"{task} ({split})" if several else task
+        column = f"{task} ({split})" if several_splits else task
         recorded = next((str(metric) for run in members if (metric := run.summary.get("main_metric"))), "")
         metric = recorded or main_metrics().get(task) or members[0].main_metric or ""
         rows: dict[str, list[Overview]] = {}
         for label, run in zip(_labels(members), members, strict=True):
             rows.setdefault(label, []).append(run)
         columns[column] = Column(rows=tuple(rows))
-        for row, same in rows.items():
-            runs[row, column] = [_existing_run(run.run.path, metric) for run in _one_per_seed(row, same, notes)]
+        for row, row_runs in rows.items():
+            runs[row, column] = [_existing_run(run.run.path, metric) for run in _one_per_seed(row, row_runs, notes)]
     spec = SetSpec(shows=shows, rows={row: Row() for row, _ in runs}, columns=columns)
     return SetResult(
         name=name, spec=spec, scale="", rows=[*spec.rows], columns=[*columns], runs=runs, extra_notes=notes

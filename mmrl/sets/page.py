@@ -113,7 +113,7 @@ def _cell_rows(result: SetResult) -> Rows:
 def _claim_rows(result: SetResult) -> Rows:
     """Return a line per claim."""
     rows = [["claim", "on", "verdict", "difference", "95 % over items", "95 % over seeds", "seeds", "items"]]
-    every = "all cells" if len(result.columns) == len(result.spec.columns) else "the cells shown"
+    all_cells = "all cells" if len(result.columns) == len(result.spec.columns) else "the cells shown"
     for judged in result.verdicts:
         claim, verdict, numbers = judged.claim, judged.verdict, [""] * 5
         if judged.rests_on:
@@ -121,7 +121,7 @@ def _claim_rows(result: SetResult) -> Rows:
         if judged.difference is not None:
             intervals = [_interval(judged.interval), _interval(judged.over_seeds)]
             numbers = [signed(judged.difference), *intervals, str(judged.seeds), str(judged.items)]
-        rows.append([f"{claim.more} > {claim.than}", ", ".join(claim.cells) or every, verdict, *numbers])
+        rows.append([f"{claim.more} > {claim.than}", ", ".join(claim.cells) or all_cells, verdict, *numbers])
     return rows
 
 
@@ -137,14 +137,14 @@ def _training_parts(result: SetResult, column: str) -> list[Part]:
     if not (runs_by_row := result.started_in(column)):
         return []
     parts = [learning_part(result, column)]
-    title, where = parts[0].title, f"{column}: " if column else ""
-    done = [row for row, runs in runs_by_row.items() if any(run.finished and len(run.after) for run in runs)]
+    title, prefix = parts[0].title, f"{column}: " if column else ""
+    evaluated_rows = [row for row, runs in runs_by_row.items() if any(run.finished and len(run.after) for run in runs)]
     # Unfinished runs would be compared at different steps.
-    if len(done) > 1:
-        parts.append(Part(f"{title}, every pair", _pair_rows(result, column, done), AGAINST))
-    several = any(len(result.runs[row, column]) > 1 for row in runs_by_row)
-    parts.append(Part(f"{title}, every seed", _seed_rows(runs_by_row), folded=several))
-    parts.append(Part(f"{where}cost of a run" if where else "Cost of a run", _cost_rows(runs_by_row), COSTS))
+    if len(evaluated_rows) > 1:
+        parts.append(Part(f"{title}, every pair", _pair_rows(result, column, evaluated_rows), AGAINST))
+    several_seeds = any(len(result.runs[row, column]) > 1 for row in runs_by_row)
+    parts.append(Part(f"{title}, every seed", _seed_rows(runs_by_row), folded=several_seeds))
+    parts.append(Part(f"{prefix}cost of a run" if prefix else "Cost of a run", _cost_rows(runs_by_row), COSTS))
     return parts
 
 
@@ -164,15 +164,15 @@ def _summary_rows(result: SetResult, column: str, runs_by_row: Mapping[str, Sequ
     head = ["row", "learns", "seeds", "before", "after", "difference", "lowest to highest seed", "time per run"]
     table = [[*head, *(behaviour.label for behaviour in listed)]]
     for row, runs in runs_by_row.items():
-        ended = [run for run in runs if run.finished]
-        counted, wanted = ended or runs, len(result.runs[row, column])
+        finished_runs = [run for run in runs if run.finished]
+        counted, seed_count = finished_runs or runs, len(result.runs[row, column])
         gains = [run.gain for run in counted if run.gain is not None]
         starts = [fmean(values) for run in runs if len(values := values_of(run.before, run.metric))]
         between = [gain.difference for gain in gains]
         line = [
             row,
-            _learns(runs, wanted),
-            f"{wanted}" if len(ended) == wanted else f"{len(ended)} of {wanted} done",
+            _learns(runs, seed_count),
+            f"{seed_count}" if len(finished_runs) == seed_count else f"{len(finished_runs)} of {seed_count} done",
             _mean([gain.before for gain in gains] or starts),
             _mean([gain.after for gain in gains]),
             _mean(between, signed),
@@ -191,14 +191,14 @@ def _mean(values: Sequence[float], format_value: Callable[[float], str] = fixed)
     return format_value(fmean(values)) if values else "-"
 
 
-def _learns(runs: Sequence[Scored], wanted: int) -> str:
+def _learns(runs: Sequence[Scored], seed_count: int) -> str:
     """Return `yes`, `no` or `undecided`, with what it rests on."""
     decided = [run.learned for run in runs if run.learned is not None]
     # One seed below the threshold decides: all seeds have to learn.
     counted = f"{sum(decided)} of {len(decided)} seeds"
     if not all(decided):
         return f"no ({counted})"
-    if len(decided) >= LEAST_SEEDS and len(decided) == wanted:
+    if len(decided) >= LEAST_SEEDS and len(decided) == seed_count:
         return f"yes ({counted})"
     # Undecided from here on; the reason named is the largest gap.
     items = min((run.gain.n for run in runs if run.finished and run.gain is not None), default=LEAST_ITEMS)
@@ -206,7 +206,7 @@ def _learns(runs: Sequence[Scored], wanted: int) -> str:
         return f"undecided ({items} items, {LEAST_ITEMS} are needed)"
     if all(run.latest.empty for run in runs):
         return "undecided (no evaluation)"
-    return f"undecided ({len(decided)} of {max(LEAST_SEEDS, wanted)} seeds)"
+    return f"undecided ({len(decided)} of {max(LEAST_SEEDS, seed_count)} seeds)"
 
 
 def _cost_rows(runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
@@ -333,7 +333,7 @@ class SetPage:
 
     def html(self) -> bytes:
         """Render the page as HTML."""
-        runs = [run for some in self.result.runs.values() for run in some]
+        runs = [run for cell_runs in self.result.runs.values() for run in cell_runs]
         lines = [": ".join(filter(None, [str(run.path), run.command_line()])) for run in runs]
         return rendered("set.html", title=self.result.name, page=self, runs=lines)
 

@@ -61,7 +61,7 @@ class Planner:
         # A row may declare fewer seeds (nothing in it is random); `seed=` does not change these.
         seeds_of_row = {row: tuple(spec.rows[row].seeds or seeds or spec.seeds) for row in rows}
         # Seed by seed, so that early on every cell has one seed.
-        for seed in dict.fromkeys(seed for some in seeds_of_row.values() for seed in some):
+        for seed in dict.fromkeys(seed for row_seeds in seeds_of_row.values() for seed in row_seeds):
             for row, column in pairs:
                 if seed not in seeds_of_row[row]:
                     continue

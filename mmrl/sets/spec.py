@@ -39,9 +39,9 @@ def _flat(raw: object) -> object:
     if not isinstance(raw, tuple | list):
         return raw
     words = [word for part in raw for word in (part if isinstance(part, tuple | list) else [part])]
-    wrong = [str(word) for word in words if not str(word).partition("=")[0].strip() or "=" not in str(word)]
-    if wrong:
-        raise ValueError(f"got {', '.join(wrong)}, expected KEY=VALUE")
+    malformed = [str(word) for word in words if not str(word).partition("=")[0].strip() or "=" not in str(word)]
+    if malformed:
+        raise ValueError(f"got {', '.join(malformed)}, expected KEY=VALUE")
     return tuple(words)
 
 
@@ -223,7 +223,7 @@ class SetSpec(Base):
 
     def _name_problems(self) -> Iterator[str]:
         """Yield names that stand for nothing, or for two things."""
-        rows, every = [*self.rows], [*self.columns, *self.scores, *self.means]
+        rows, all_names = [*self.rows], [*self.columns, *self.scores, *self.means]
         cells = [*self.columns, *self.scores, *(f"{cell.column}/{cell.score}" for cell in self.cells)]
         # (key, names used there, names declared)
         uses: list[tuple[str, Collection[str], Sequence[str]]] = [
@@ -236,23 +236,23 @@ class SetSpec(Base):
             *((f"claims.{n}.than", [claim.than], rows) for n, claim in enumerate(self.claims, 1)),
             *((f"claims.{n}.cells", claim.cells, [*cells, *self.means]) for n, claim in enumerate(self.claims, 1)),
         ]
-        for where, names, declared in uses:
-            yield from (unknown(where, name, declared) for name in names if name not in declared)
-        twice = [name for name in dict.fromkeys(every) if every.count(name) > 1]
+        for key, names, declared in uses:
+            yield from (unknown(key, name, declared) for name in names if name not in declared)
+        twice = [name for name in dict.fromkeys(all_names) if all_names.count(name) > 1]
         yield from (f"columns, scores, means: {name} is the name of two of them" for name in twice)
 
     def _row_problems(self) -> Iterator[str]:
         """Yield the problems of rows: too few values, a start that cannot be, or nothing that evaluates them."""
-        every = len(self.cells) + len(self.means)
+        value_count = len(self.cells) + len(self.means)
         for name, row in self.rows.items():
             if row.policy and not self.scores:
                 yield f"rows.{name}.policy: nothing is trained, and the set has no scores to evaluate"
             if row.from_ and (row.policy or self.rows[row.from_].policy):
                 yield f"rows.{name}.from: only what is trained starts from a row or is started from; one has policy="
             chain = [name]
-            while (before := self.rows[chain[-1]].from_) and before not in chain:
-                chain.append(before)
-            if before:
-                yield f"rows.{name}.from: {' starts from '.join([*chain, before])}"
-            if len(row.values) not in (0, every):
-                yield f"rows.{name}.values: got {len(row.values)} numbers, expected {every} or none"
+            while (previous := self.rows[chain[-1]].from_) and previous not in chain:
+                chain.append(previous)
+            if previous:
+                yield f"rows.{name}.from: {' starts from '.join([*chain, previous])}"
+            if len(row.values) not in (0, value_count):
+                yield f"rows.{name}.values: got {len(row.values)} numbers, expected {value_count} or none"

@@ -81,8 +81,8 @@ def words_of(
     column_words = [*task.words_at(scale, command), *task.cells.get(row, Layer()).words_at(scale, command)]
     row_words = method.words_at(scale, command)
     # An evaluation has no algorithm.
-    every = [*shared, *column_words, *row_words]
-    algo = next((word.partition("=")[2] for word in reversed(every) if word.startswith("algo=")), "")
+    words_read = [*shared, *column_words, *row_words]
+    algo = next((word.partition("=")[2] for word in reversed(words_read) if word.startswith("algo=")), "")
     algo_words = [word for base in (spec.base, spec) for word in base.algos.get(algo, Layer()).words_at(scale, command)]
     # The row's words come last, so that they override those of its algorithm.
     words = [word for word in [*shared, *algo_words, *column_words] if not is_below(word, method.without)] + row_words
