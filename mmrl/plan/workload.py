@@ -82,7 +82,7 @@ class Load:
         return Load(*map(operator.add, astuple(self), astuple(other)))
 
     def scaled(self, factor: float) -> Load:
-        """`factor` times as much of everything that grows with the batch."""
+        """Multiply by `factor` everything that grows with the batch."""
         grown = Load(*(factor * number for number in astuple(self)))
         # Rows decode side by side, so more of them need no further steps.
         return replace(grown, decode_steps=self.decode_steps)

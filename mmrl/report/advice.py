@@ -17,7 +17,7 @@ class Advice:
     """Advice on a problem: its cause, and the setting to change."""
 
     symptom: str
-    """What the metrics show. `{now}` is a number and `{then}` what it is compared with, `{now_share}` and
+    """Symptom as the metrics show it. `{now}` is a number and `{then}` what it is compared with, `{now_share}` and
     `{then_share}` in percent, `{only_share}` the first where it is small, `{ratio}` the first as a share of the second;
     `{subject}` is a name or a message, left out with its brackets where there is none."""
     change: str

@@ -149,7 +149,7 @@ def current(history: History, thresholds: Thresholds | None = None) -> list[Alar
 
 
 Criterion: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Trailing means (n >= 1) -> where it rings, and what the means are compared with; both of length n."""
+"""Trailing means (n >= 1) -> where the rule rings, and the reference of the means; both of length n."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class AlarmRule:
     subject: str | None = None
     """Name in the sentence; None: the last part of the key."""
     early: bool = False
-    """Rings before there are `window` steps, too, where it holds for nearly all rollouts."""
+    """True: rings before `window` steps, too, if it holds for nearly all rollouts."""
 
 
 def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
@@ -264,7 +264,7 @@ def _above_best(by: float) -> Criterion:
 
 
 def _exploded(limits: Thresholds) -> Criterion:
-    """Starts where KL grew fast (or is very high), and stays on until KL is down again."""
+    """Build a condition that starts where KL grew fast (or is very high) and holds until KL is down again."""
 
     def criterion(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         # Two windows back, so that the two means share no step.

@@ -81,7 +81,7 @@ def model_card(overview: Overview, facts: CardFacts) -> str:
             facts=facts,
             front=_front_matter(overview, facts).to_yaml(),
             base=str(overview.get("model.path", "?")),
-            how=_method_text(str(overview.get("algo.name", "?"))),
+            method=_method_text(str(overview.get("algo.name", "?"))),
             compared=before_after_rows(compared),
             count=next((difference.n for difference in compared.values()), 0),
             evaluated=sorted(evaluated),
@@ -114,12 +114,12 @@ def checkpoint_card(config: JsonObject, step: int) -> str:
     """
     model, task, algo = (config.get(section) or {} for section in ("model", "task", "algo"))
     base, algorithm = str(model.get("path", "")), str(algo.get("name", ""))
-    how = f" {_method_text(algorithm)} on the task `{task.get('name')}`" if algorithm else ""
+    method = f" {_method_text(algorithm)} on the task `{task.get('name')}`" if algorithm else ""
     label = f"`{shorten_path(FETCHED.get(base, base))}`" if base else "a model"
     return (
         f"---\n{_head(base, algorithm, adapter=bool(model.get('lora'))).to_yaml()}\n---\n\n# Step {step}\n\n{label}, "
-        f"trained for {step} steps{how}, with mmrl. A checkpoint holds the state of the optimizer too. The weights for "
-        "other libraries, with a card that has data, settings and numbers: "
+        f"trained for {step} steps{method}, with mmrl. A checkpoint holds the state of the optimizer too. The weights "
+        "for other libraries, with a card that has data, settings and numbers: "
         f"`mmrl export RUN_DIR out=FOLDER checkpoint={step}`.\n"
     )
 

@@ -194,7 +194,7 @@ class Progress:
             self._print_line(f"{self._task.description}: {self._task.remaining:.0f} steps to go")
 
     def switch_off(self, error: Exception) -> None:
-        """End the display for good; the run goes on."""
+        """End the display for good; the run continues."""
         self.off = True
         with suppress(Exception):
             if self._live is not None:

@@ -160,9 +160,9 @@ class Machine:
 
     facts: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
-    """Nothing can be trained here."""
+    """Problems with which nothing can be trained here."""
     notes: list[str] = field(default_factory=list)
-    """What some runs would miss."""
+    """Sentences about features that some runs need and this machine lacks."""
 
 
 def check_machine(*, as_json: bool) -> int:

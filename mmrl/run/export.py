@@ -79,7 +79,7 @@ class Choice:
     modules: Mapping[str, str]
     """Module -> what it speaks with, in words; empty where all share one policy."""
     recorded: Mapping[str, object]
-    """What `policy=` must know of the folder (`models.policy.EXTRA`); empty: nothing."""
+    """Facts of the folder that `policy=` needs (`models.policy.EXTRA`); empty: none."""
 
     @property
     def folders(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from mmrl.report.tables import align
 from mmrl.system.files import atomic_dir, user_path
 
 PIP_TIMEOUT_S, PIP_RETRIES = 20, 3
-"""Of one read from the index; further attempts."""
+"""Timeout of a read from the index, and number of retries."""
 _CHUNK = 1 << 20
 
 

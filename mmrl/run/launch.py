@@ -244,7 +244,7 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
 
 
 def missing_packages(hardware: HardwareConfig) -> list[str]:
-    """Packages that a hardware profile needs and this interpreter lacks, one sentence each; imports nothing."""
+    """Name the packages that a hardware profile needs and this interpreter lacks, without an import."""
     if hardware.sharding.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         return [
             f"hardware.sharding: got {hardware.sharding}, which needs DeepSpeed, and {sys.executable} does not have "

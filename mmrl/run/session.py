@@ -97,7 +97,7 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
 
 
 def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
-    """Take a run's files back to the checkpoint that it goes on from; None without one.
+    """Restore a run's files to the checkpoint that it goes on from; None without one.
 
     Prompts have none: their optimiser runs again from its seed, a store answers what it has had before, and the trials
     that are in the history stay there.
@@ -173,7 +173,7 @@ def work(job: JsonObject) -> int:
 
 
 def _join(hardware: HardwareConfig, engine: str) -> Processes:
-    """Meet the other processes of the run."""
+    """Connect to the other processes of the run."""
     if launched() is not None:  # by a launcher of the user's, which does not say how accelerate is to wrap the model
         os.environ.update(wrapping(hardware))
     processes = join(hardware.processes * hardware.nodes, hardware.device)

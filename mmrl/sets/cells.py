@@ -66,7 +66,7 @@ BEHAVIOUR = (
     Behaviour("format reward", "xml_format"),
     Behaviour("answers", "answered"),
 )
-"""Listed where a run has them, in this order; the first with a curve is drawn."""
+"""Measures in the order in which they are listed; the first that a run has with a curve is drawn."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class Scored:
 
     seed: int
     metric: str
-    """The one by which the run is judged to learn."""
+    """Metric that decides whether the run learned."""
     chain: Sequence[Overview]
-    """The runs that it comes from, the first one first, and itself."""
+    """Runs that it starts from, the first one first, and itself."""
 
     @property
     def overview(self) -> Overview:
@@ -187,13 +187,13 @@ class Value:
     seeds: Mapping[int, float]
     """Seed -> value, in the table's unit."""
     wanted: int
-    """Seeds in all."""
+    """Number of seeds of the row."""
     interval: Interval | None
     items: int
     paper: float | None
     paper_std: float | None
     agrees: bool | None
-    """None: nothing to compare, or not at this scale."""
+    """True if our value agrees with the paper's; None: no value to compare, or another scale."""
 
     @property
     def mean(self) -> float | None:

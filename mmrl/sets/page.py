@@ -60,9 +60,9 @@ class Part:
     rows: Rows
     note: str = ""
     folded: bool = False
-    """Shown at a click in a browser, and not in the terminal."""
+    """True: collapsed in a browser, left out in the terminal."""
     wrapped: bool = False
-    """Its cells are sentences."""
+    """True if the cells are sentences."""
 
 
 # --- scores

@@ -53,7 +53,7 @@ class Run:
     after: Self | None = None
     """The run whose policy it starts from or evaluates."""
     metric: str = ""
-    """The main one of its task."""
+    """Main metric of the task."""
 
     @property
     def chain(self) -> list[Self]:
@@ -82,14 +82,14 @@ class SetRun(Run):
     column: str
     """Empty where one training serves all columns."""
     words: Sequence[str]
-    """Its overrides, without policy= and from=, whose runs may not be there yet."""
+    """Overrides of the run, without policy= and from=, whose runs may not exist yet."""
     config: StageConfig | EvalCommandConfig
     checkpoint: str = "last"
-    """Which one of `after` is evaluated."""
+    """Checkpoint of `after` that is evaluated: the row's rule."""
     code: int | None = None
     """Exit code of its process; 0 for a run that was finished before, None where it did not run."""
     reason: str = ""
-    """Reason why it was not started, where something else is the cause."""
+    """Reason why the run was not started; empty if it was."""
 
     @property
     def name(self) -> str:
