@@ -255,10 +255,10 @@ class RunQueue:
 
 def _within(seconds: float, check: Callable[[], bool]) -> bool:
     """Wait until a check holds; False where it does not in time."""
-    until = time.monotonic() + seconds
-    while not (true := check()) and time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while not (holds := check()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    return true
+    return holds
 
 
 def state_of(path: Path) -> State:
