@@ -131,7 +131,7 @@ class MMRL(Teleprompter):
             check_model(config.model)
             # The folder is known here, since the program that is returned names it.
             folder = run_folder(config.run.dir, config.task.name, config.algo.name, suffix=f"_s{config.seed}")
-            _refuse_failure(begin(config.in_folder(folder), ["mmrl", "train", *words], here=True), folder)
+            _refuse_failure(begin(config.in_folder(folder), ["mmrl", "train", *words], in_process=True), folder)
             return Path(folder)
 
     def words(self, student: dspy.Module, train: Sequence[dspy.Example], dev: Sequence[dspy.Example]) -> list[str]:
@@ -187,7 +187,7 @@ class MMRL(Teleprompter):
             from mmrl.cli.configs import stored_chain
             from mmrl.sets.chain import go_on
 
-            code = go_on(folder, stored_chain(folder), here=True)
+            code = go_on(folder, stored_chain(folder), in_process=True)
         else:
             code = resume(folder)
         _refuse_failure(code, str(folder))

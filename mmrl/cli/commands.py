@@ -429,9 +429,9 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
       mmrl doctor task=dspy task.program=mine:Answerer task.metric=mine:metric --json
     """
     if not context.args:
-        from mmrl.run.doctor import look_at_machine
+        from mmrl.run.doctor import check_machine
 
-        return look_at_machine(as_json=as_json)
+        return check_machine(as_json=as_json)
     from mmrl.cli import configs, overrides
 
     line = overrides.read_line(context.args, command_keys=("examples",), single="mmrl doctor")

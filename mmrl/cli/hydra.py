@@ -203,7 +203,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
         rollouts=None if source.rollouts is None else Path(source.rollouts),
         run=run,
         step=source.step,
-        typed=[*line.keys, *(["seed"] if "seed" in line.command_keys else [])],
+        user_keys=[*line.keys, *(["seed"] if "seed" in line.command_keys else [])],
         page=None if source.page is None else Path(source.page),
     )
 

@@ -1,1 +1,1 @@
-"""`mmrl plan`: what a run will do and cost, before any weights are loaded. Arithmetic, checked against runs."""
+"""`mmrl plan`: work and cost of a run, before any weights are loaded. Arithmetic, checked against runs."""

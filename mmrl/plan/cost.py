@@ -1,4 +1,4 @@
-"""Memory by part and time by phase of one step: parameters, FLOPs and bytes over what a device can do.
+"""Memory by part and time by phase of one step: parameters, FLOPs and bytes over the device's speeds.
 
 GPUs are rows of a table; this machine's CPU is measured.
 """
@@ -24,7 +24,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One device."""
+    """Speeds and memory of a device."""
 
     name: str
     flops: float
@@ -48,13 +48,13 @@ NAMES = ("cpu", *GPUS)
 
 
 def device(name: str, threads: int = 1) -> Device:
-    """The device called `name`, one of `NAMES`; `cpu` is measured (a quarter of a second)."""
+    """Return the device called `name`, one of `NAMES`; `cpu` is measured (a quarter of a second)."""
     return measured_cpu(threads) if name == "cpu" else GPUS[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU of this machine."""
+    """A GPU of this machine."""
 
     name: str
     memory: int
@@ -66,7 +66,7 @@ class Gpu:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that CUDA shows this process, in its order."""
+    """Return the GPUs that CUDA shows this process, in its order."""
     import torch
 
     if not torch.cuda.is_available():
@@ -80,12 +80,12 @@ def gpus() -> list[Gpu]:
 
 
 def known_gpu(gpu: Gpu) -> Device:
-    """Speed of a GPU of this machine by the table, with the memory that it has.
+    """Return the speed of a GPU of this machine by the table, with the memory that it has.
 
     Raises:
         ConfigError: it is none of the table; a slice of one (MIG) has a share that is not known.
     """
-    # Words: a GH200 is no H200.
+    # Matched by words: a GH200 is not an H200.
     words = set(re.findall(r"\w+", gpu.name.lower()))
     row = next((device for key, device in GPUS.items() if key in words and "mig" not in words), None)
     if row is None:
@@ -96,18 +96,18 @@ def known_gpu(gpu: Gpu) -> Device:
 
 
 def measured_cpu(threads: int) -> Device:
-    """This machine's CPU: a float32 matrix product and a copy, best of several."""
+    """Return the this machine's CPU: a float32 matrix product and a copy, best of several."""
     import torch
 
-    # Shapes that fit no cache, or caches would be measured; the best of several, since other work only slows down.
+    # Shapes larger than any cache, or caches would be measured; the best of several, as other load only slows.
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    # A generator of its own: a run that is about to begin keeps the state of the global one.
+    # A separate generator, so that the global one's state stays as it is for a run that follows.
     draws = torch.Generator()
     try:
-        left, right = (torch.randn(512, 512, generator=draws) for _ in range(2))
+        first, second = (torch.randn(512, 512, generator=draws) for _ in range(2))
         block = torch.zeros(8_000_000)
-        product = min(timeit.repeat(lambda: left @ right, number=1, repeat=20))
+        product = min(timeit.repeat(lambda: first @ second, number=1, repeat=20))
         copy = min(timeit.repeat(block.clone, number=1, repeat=8))
     finally:
         torch.set_num_threads(before)
@@ -140,31 +140,31 @@ TRAINED_WIDTH = 4
 
 
 def computing_width(config: RootConfig) -> int:
-    """Bytes of a number that the model computes with, and of frozen weights."""
+    """Return the bytes of a number that the model computes with, and of frozen weights."""
     dtype, on_gpu = config.model.dtype, config.hardware.device != "cpu"
     return (2 if on_gpu else 4) if dtype == "auto" else 4 if dtype == "float32" else 2
 
 
 def generating_devices(config: RootConfig) -> int:
-    """Devices that generate: those for rollouts alone, else those that train (of the main node, with one server)."""
+    """Count the devices that generate: those for rollouts alone, else those that train (of the main node)."""
     hardware = config.hardware
     nodes = 1 if config.engine.name == "vllm_server" else hardware.nodes
     return hardware.rollout_devices or hardware.processes * nodes
 
 
 def training_processes(config: TrainCommandConfig) -> int:
-    """Processes of all nodes, each with a device."""
+    """Return the processes of all nodes, each with a device."""
     return config.hardware.processes * config.hardware.nodes
 
 
 def trained_parameters(config: TrainCommandConfig, shape: Shape) -> int:
-    """Parameters of the policy that the update changes."""
+    """Return the parameters of the policy that the update changes."""
     lora = config.model.lora
     return shape.parameters if lora is None else shape.lora_parameters(lora.r, lora.targets)
 
 
 def states(config: TrainCommandConfig, shape: Shape) -> dict[str, float]:
-    """Bytes per process of what the trainer holds of weights, critic, gradients and optimizer, by part."""
+    """Return the bytes per process of what the trainer holds of weights, critic, gradients and optimizer, by part."""
     lora, critic, width = config.model.lora, getattr(config.algo, "critic", None), computing_width(config)
     trained = trained_parameters(config, shape) * TRAINED_WIDTH
     critic_parameters = shape.parameters if critic == "separate" else 0
@@ -186,13 +186,13 @@ def states(config: TrainCommandConfig, shape: Shape) -> dict[str, float]:
 
 
 def host_memory(config: TrainCommandConfig, shape: Shape) -> dict[str, float]:
-    """Bytes per process of the parts that wait in host memory (`hardware.cpu_offload`)."""
+    """Return the bytes per process of the parts that wait in host memory (`hardware.cpu_offload`)."""
     moved = SHARDED[config.hardware.sharding] if config.hardware.cpu_offload else ()
     return {part: size for part, size in states(config, shape).items() if part in moved}
 
 
 def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float, device: Device) -> dict[str, float]:
-    """Bytes per training device by part, as the trainer holds them, and the engine where it has no devices of its own.
+    """Return the bytes per training device by part: the trainer's, and the engine's if it has no own devices.
 
     A colocated vLLM that sleeps during the update is in here only where it needs more than the update's own parts do,
     which are then left out.
@@ -237,7 +237,7 @@ def sleeps(config: TrainCommandConfig) -> bool:
 
 
 def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: Device) -> dict[str, float]:
-    """Bytes per generating device by part: vLLM has the whole weights on each of them, `transformers` the trainer's.
+    """Return bytes per generating device by part: with vLLM all weights on each, with `transformers` the trainer's.
 
     vLLM fills the rest of its share of the memory with its KV cache, whatever the step asks for. A server that is given
     (`engine.urls`) has devices that nobody here knows.
@@ -254,35 +254,35 @@ def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: 
 
 
 def cache_room(vllm: VllmConfig, device: Device, weights: float) -> float:
-    """Bytes of vLLM's KV cache on a device."""
+    """Return the bytes of vLLM's KV cache on a device."""
     return float(vllm.kv_cache_gb * GIB) if device.name == "cpu" else vllm.gpu_memory * device.memory - weights
 
 
 def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, wide: bool = False) -> int:
-    """Tokens forwarded at once: `train.microbatch_tokens`, else by the trainer's rule from the device's memory.
+    """Return the tokens forwarded at once: `train.microbatch_tokens`, else by the trainer's rule from memory.
 
     Args:
         wide: of a pack that would otherwise repeat more than it adds.
     """
     if config.train.microbatch_tokens is not None:
         return config.train.microbatch_tokens
-    # Here: it loads torch, and a plan that is refused need not wait for it.
+    # Imported here: it loads torch, and a refused plan should not wait for it.
     from mmrl.trainer.packing import CPU_SHARE, CPU_TOKENS, GPU_SHARE, GPU_TOKENS, LEAST_TOKENS, WIDER_ON_CPU
 
     # The same rule as `trainer.packing`, from the device's memory instead of what happens to be free here.
     cpu, width = device.name == "cpu", computing_width(config)
-    share, most = (CPU_SHARE, CPU_TOKENS) if cpu else (GPU_SHARE, GPU_TOKENS)
+    share, limit = (CPU_SHARE, CPU_TOKENS) if cpu else (GPU_SHARE, GPU_TOKENS)
     layer = width * (12 * shape.hidden + 4 * shape.intermediate)
     checkpointed = layer + shape.layers * width * shape.hidden
     per_token = checkpointed if config.model.gradient_checkpointing else shape.layers * layer
-    budget = max(LEAST_TOKENS, min(most, int(share * device.memory / per_token) // LEAST_TOKENS * LEAST_TOKENS))
+    budget = max(LEAST_TOKENS, min(limit, int(share * device.memory / per_token) // LEAST_TOKENS * LEAST_TOKENS))
     return WIDER_ON_CPU * budget if wide and cpu else budget
 
 
 def seconds(
     config: TrainCommandConfig, shape: Shape, loads: Mapping[str, Load], step: Load, device: Device
 ) -> dict[str, float]:
-    """Expected seconds of one step by phase, on the devices that generate and those that train."""
+    """Return the expected seconds of one step by phase, on the devices that generate and those that train."""
     forward = 2.0 * shape.block_parameters * step.trained_unique + 2.0 * shape.vocab * shape.hidden * step.completion
     # A backward costs two forwards, one with frozen weights (no gradient of them); checkpointing forwards once more.
     times = (2 if config.model.lora else 3) + (1 if config.model.gradient_checkpointing else 0)
@@ -297,7 +297,7 @@ def seconds(
 def generation_seconds(
     shape: Shape, loads: Mapping[str, Load], device: Device, width: int, devices: int
 ) -> dict[str, float]:
-    """Expected seconds of what `devices` generate, by phase.
+    """Return the expected seconds of what `devices` generate, by phase.
 
     Each module's calls decode together, one token after the other: weights and caches are read once per token.
 
@@ -324,8 +324,7 @@ def generation_seconds(
 def evaluation_seconds(
     config: RootConfig, shape: Shape, rollout: Mapping[str, Load], rollouts: int, device: Device, devices: int
 ) -> float:
-    """Expected seconds of `rollouts` rollouts of an evaluation on so many `devices`; 0 where a server or endpoints that
-    are not ours answer.
+    """Return the expected seconds of an evaluation's `rollouts` on `devices`; 0 where an outside server answers.
 
     Args:
         rollout: of one of them, by module.
@@ -338,7 +337,7 @@ def evaluation_seconds(
         return 0.0
     copy, vllm = float(shape.parameters * width), engine.as_vllm
     if vllm is not None and any("tensor-parallel-size" in word for word in vllm.args):
-        # All devices together are one.
+        # All devices are counted as a single one.
         fields = {name: devices * getattr(device, name) for name in ("memory", "bandwidth", "flops")}
         device, devices = replace(device, **fields), 1
     spent = 0.0

@@ -1,4 +1,4 @@
-"""The plan of a run: work, memory and time together, with what cannot work, as text or as JSON."""
+"""Plan of a run: work, memory and time together, with the problems, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -55,30 +55,30 @@ class Plan:
 
     @property
     def step(self) -> Load:
-        """One step, all modules."""
+        """Load of a step, all modules."""
         return sum(self.loads.values(), Load())
 
     def memory(self) -> dict[str, float]:
-        """Bytes per training device by part."""
+        """Return the bytes per training device by part."""
         # No call is cut, so a pack holds the longest one; lengths are means of a module, and the largest stands for it.
         longest = max((load.prompt + load.completion) / load.calls for load in self.loads.values() if load.calls)
         return memory(self.config, self.shape, self.step, longest, self.device)
 
     def rollout_memory(self) -> dict[str, float]:
-        """Bytes per device reserved for rollouts, by part; empty without such devices."""
+        """Return the bytes per device reserved for rollouts, by part; empty without such devices."""
         reserved = self.config.hardware.rollout_devices
         return engine_memory(self.config, self.shape, self.step, self.device) if reserved else {}
 
     def host_memory(self) -> float:
-        """Bytes of host memory that offloaded parts of all processes of one machine take."""
+        """Return the bytes of host memory that offloaded parts of all processes of one machine take."""
         return self.config.hardware.processes * sum(host_memory(self.config, self.shape).values())
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of a step by phase."""
+        """Return the seconds of a step by phase."""
         return seconds(self.config, self.shape, self.loads, self.step, self.device)
 
     def step_seconds(self) -> float:
-        """Seconds of a step; with `train.staleness=1` and devices of their own, rollouts pass beside the update."""
+        """Return the seconds of a step; with `train.staleness=1` on separate devices, rollouts overlap the update."""
         # With a batch ahead the slower of the two hides the other.
         times = self.seconds()
         if self.config.train.staleness and self.config.hardware.rollout_devices:
@@ -92,7 +92,7 @@ class Plan:
         return 2 + ((steps - 1) // every if every else 0)
 
     def evaluations(self) -> Evaluations | None:
-        """Before, during and after training; None where nobody knows of how many items, or how they fit."""
+        """Count the evaluations before, during and after training; None where their items or time are unknown."""
         if self.items is None:
             return None
         rollouts = self.items * self.config.eval.samples
@@ -104,13 +104,13 @@ class Plan:
         return Evaluations(times=self.evaluation_times, rollouts=rollouts, seconds=spent)
 
     def hours(self) -> float:
-        """Hours of the whole run, its evaluations included where they can be counted."""
+        """Return the hours of the whole run, its evaluations included where they can be counted."""
         counted = self.evaluations()
         evaluating = counted.times * counted.seconds if counted else 0.0
         return (self.config.train.steps * self.step_seconds() + evaluating) / 3600
 
     def warnings(self) -> list[str]:
-        """Warnings of what cannot work or will hurt, with the setting to change."""
+        """Return the warnings of what cannot work or will hurt, with the setting to change."""
         warnings, parts = [], self.memory()
         need = sum(parts.values())
         if need > self.device.memory:
@@ -136,9 +136,9 @@ class Plan:
         return warnings
 
     def _smaller(self, parts: Mapping[str, float]) -> str:
-        """The setting that saves most where it hurts."""
+        """Return the setting that saves most where it hurts."""
         config, engine = self.config, self.config.engine
-        # The one setting that changes neither what is trained nor how: where it is enough, nothing else is advised.
+        # This setting changes neither what is trained nor how; if it is enough, nothing else is advised.
         if config.hardware.sharding != "none" and not config.hardware.cpu_offload:
             hardware = config.hardware.model_copy(update={"cpu_offload": True})
             moved = sum(replace(self, config=config.model_copy(update={"hardware": hardware})).memory().values())
@@ -163,7 +163,7 @@ class Plan:
         return max(saved, key=lambda words: saved[words]) + ", or more devices (hardware=)"
 
     def as_json(self) -> str:
-        """Everything, for machines."""
+        """Return the whole plan as JSON."""
         counted = self.evaluations()
         content: dict[str, object] = {
             "version": 1,
@@ -185,7 +185,7 @@ class Plan:
         return json.dumps(content, indent=1)
 
     def text(self) -> str:
-        """Everything, for people."""
+        """Render the whole plan as text."""
         config, step, times = self.config, self.step, self.seconds()
         rollout_devices, parts = config.hardware.rollout_devices, sum(times.values())
         head = (
@@ -213,14 +213,14 @@ class Plan:
     def _evaluating(self) -> str:
         counted = self.evaluations()
         if counted is None:
-            whole = " of the whole split" if self.items is None else ""
-            return f"{self.evaluation_times} evaluations{whole} not counted{' (eval.items)' if whole else ''}"
+            extent = " of the whole split" if self.items is None else ""
+            return f"{self.evaluation_times} evaluations{extent} not counted{' (eval.items)' if extent else ''}"
         if not counted.seconds:
             return f"{counted.times} evaluations by a server or endpoints not counted"
         return f"with {counted.times} evaluations of {counted.rollouts:,} rollouts, {duration(counted.seconds)} each"
 
     def _outside_devices(self) -> list[str]:
-        """Facts that are in no table of a device."""
+        """Return the facts that are in no table of a device."""
         lines = []
         if host := self.host_memory():
             lines.append(f"host memory: {_size(host)} per machine for what hardware.cpu_offload keeps there")

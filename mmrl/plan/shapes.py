@@ -1,4 +1,4 @@
-"""Sizes of a model without its weights: from its `config.json`, or from a table of the models that `conf/model` has."""
+"""Sizes of a model without its weights: from its `config.json`, or from a table of the models in `conf/model`."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ class Shape:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of the layers: what every token is multiplied with."""
+        """Parameters of the layers, which every token is multiplied with."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def parameters(self) -> int:
-        """All parameters, norms left out."""
+        """Number of parameters, norms left out."""
         return self.block_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
 
     def kv_bytes(self, width: int) -> int:
-        """Bytes of keys and values of one token at `width` bytes a number."""
+        """Return the bytes of keys and values of one token at `width` bytes a number."""
         return 2 * self.layers * self.kv_heads * self.head_dim * width
 
     def adapted(self, targets: tuple[str, ...]) -> list[tuple[int, int]]:
-        """Inputs and outputs of a layer's projections that an adapter on `targets` is of."""
+        """Return the inputs and outputs of a layer's projections that an adapter on `targets` is of."""
         sizes = self.projections()
         return [sizes[target] for target in (sizes if targets == (ALL_LINEAR,) else targets) if target in sizes]
 
     def lora_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
-        """Parameters of one LoRA adapter of `rank` on the projections `targets`."""
+        """Return the parameters of one LoRA adapter of `rank` on the projections `targets`."""
         return self.layers * rank * sum(map(sum, self.adapted(targets)))
 
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Name -> inputs and outputs of each linear layer of a decoder layer."""
+        """Return name -> inputs and outputs of each linear layer of a decoder layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "q_proj": (self.hidden, queries),
@@ -64,9 +64,11 @@ class Shape:
         }
 
     def activation_bytes(self, width: int, checkpointed: bool, dropped: tuple[str, ...] = ()) -> int:
-        """Bytes stored for the backward per token: everything that it reads, or each layer's input and one whole layer,
-        the one that is being computed again. An adapter with dropout on the projections `dropped` stores a copy of the
-        input of each."""
+        """Return the bytes stored for the backward per token.
+
+        That is everything it reads, or each layer's input and the whole of the layer that is being recomputed. An
+        adapter with dropout on the projections `dropped` stores a copy of the input of each.
+        """
         layer = 8 * self.hidden + 3 * self.intermediate + sum(inputs for inputs, _ in self.adapted(dropped))
         return (self.layers * self.hidden + layer if checkpointed else self.layers * layer) * width
 
@@ -84,7 +86,7 @@ KNOWN = {
 
 
 def shape_of(model: ModelConfig) -> Shape:
-    """Shape of a model: a folder's `config.json`, else the table.
+    """Return the shape of a model: a folder's `config.json`, else the table.
 
     Raises:
         ConfigError: a hub id that is not in the table and not on this machine.
@@ -100,13 +102,13 @@ def shape_of(model: ModelConfig) -> Shape:
     )
 
 
-def read_shape(content: dict[str, object], where: str) -> Shape:
-    """Shape from the fields of a Hugging Face `config.json`."""
+def read_shape(content: dict[str, object], source: str) -> Shape:
+    """Return the shape from the fields of a Hugging Face `config.json`."""
 
     def number(name: str, default: int | None = None) -> int:
         value = content.get(name, default)
         if not isinstance(value, int):
-            raise ConfigError(f"model.path: {where} has no whole number '{name}', so its size is not known")
+            raise ConfigError(f"model.path: {source} has no whole number '{name}', so its size is not known")
         return value
 
     # `head_dim` is written only where it is not hidden / heads (Qwen3).

@@ -24,7 +24,7 @@ from mmrl.tasks.base import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Tokens of one module's calls, and how often it is called."""
+    """Tokens of a module's calls, and its number of calls."""
 
     prompt: int
     """Tokens of its first prompt on a path."""
@@ -63,7 +63,7 @@ DECLARED: Mapping[str, Mapping[str, Lengths]] = {
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One module in one step, or the sum over modules. Expected values, so not whole numbers."""
+    """Load of a module in a step, or the sum over modules. Expected values, so not whole numbers."""
 
     calls: float = 0.0
     prompt: float = 0.0
@@ -82,7 +82,7 @@ class Load:
         return Load(*map(operator.add, astuple(self), astuple(other)))
 
     def scaled(self, factor: float) -> Load:
-        """`factor` times as much of everything that grows with the batch."""
+        """Multiply by `factor` everything that grows with the batch."""
         grown = Load(*(factor * number for number in astuple(self)))
         # Rows decode side by side, so more of them need no further steps.
         return replace(grown, decode_steps=self.decode_steps)
@@ -108,31 +108,31 @@ def declared(config: TrainCommandConfig, modules: Sequence[str], overrides: Mapp
 
 
 def without_endpoints(loads: Mapping[str, Load], answered: Collection[str]) -> dict[str, Load]:
-    """The loads with the calls of modules that an endpoint answers for, which cost these devices nothing."""
+    """Return the loads with the calls of modules that an endpoint answers for, which cost these devices nothing."""
     return {module: Load(calls=load.calls) if module in answered else load for module, load in loads.items()}
 
 
 def undeclared(config: RootConfig, modules: Sequence[str], overrides: Mapping[str, Lengths]) -> list[str]:
-    """Modules whose lengths nobody has declared."""
+    """Return the modules whose lengths nobody has declared."""
     return [module for module in modules if module not in {**DECLARED.get(config.task.name, {}), **overrides}]
 
 
 def lengths_of(config: RootConfig, modules: Sequence[str], overrides: Mapping[str, Lengths]) -> dict[str, Lengths]:
-    """Lengths per module: of the command line, else declared for the task, else a guess from the task's limits.
+    """Return the lengths per module: of the command line, else the task's, else a guess from the task's limits.
 
     Raises:
         ConfigError: lengths for a module that the program does not have.
     """
-    if strange := [name for name in overrides if name not in modules]:
-        raise ConfigError(f"lengths: no module {', '.join(strange)}; expected some of {', '.join(modules)}")
+    if stray := [name for name in overrides if name not in modules]:
+        raise ConfigError(f"lengths: no module {', '.join(stray)}; expected some of {', '.join(modules)}")
     # A guess is marked as one (`undeclared`): by the task's limits, which bound a completion and not a prompt.
-    known = {**DECLARED.get(config.task.name, {}), **overrides}
+    lengths = {**DECLARED.get(config.task.name, {}), **overrides}
     guess = Lengths(prompt=1000, completion=config.task.max_tokens)
-    return {module: known.get(module, guess) for module in modules}
+    return {module: lengths.get(module, guess) for module in modules}
 
 
 def parse_lengths(text: str) -> dict[str, Lengths]:
-    """`rewriter:250/30,agent:300/105/480x4` -> lengths: prompt / completion [/ observation] [x calls].
+    """Parse lengths: `rewriter:250/30,agent:300/105/480x4` is prompt / completion [/ observation] [x calls].
 
     Raises:
         ConfigError: text of another form.
@@ -166,28 +166,28 @@ def _trees(
                 if fork.module == module or (fork.module is None and index == 0):
                     branches *= fork.width
             size = lengths[module]
-            # A growing tree goes on from each of a rollout's `count` nodes equally often: its call number j is sampled
-            # again from the j nodes before it.
-            drawn = tree.growth.rounds * tree.growth.nodes if tree.growth else 0
-            grown = branches * (1 + Fraction(drawn * (2 * before + size.calls + 1), 2 * count))
+            # A growing tree continues from each of a rollout's `count` nodes equally often: its call number j is
+            # sampled again from the j nodes before it.
+            sampled = tree.growth.rounds * tree.growth.nodes if tree.growth else 0
+            grown = branches * (1 + Fraction(sampled * (2 * before + size.calls + 1), 2 * count))
             before += size.calls
             trained = module in in_loss and (config.algo.name != "mhgpo_is" or tree.fork_name == module)
             loads[module] += path_load(size, float(grown), float(prompts), trained)
-            # Played again with the replies of a module exchanged: what comes after that module is sampled anew.
-            again = branches * sum(name in modules[:index] for name in tree.exchange.modules) if tree.exchange else 0
-            if again:
-                loads[module] += path_load(size, float(again), float(again), False)
+            # Replayed with a module's replies exchanged: the modules after it are sampled again.
+            replays = branches * sum(name in modules[:index] for name in tree.exchange.modules) if tree.exchange else 0
+            if replays:
+                loads[module] += path_load(size, float(replays), float(replays), False)
     return loads
 
 
 def frozen_modules(config: TrainCommandConfig) -> list[str]:
-    """Modules that are not trained: by the config, or since an endpoint answers for them."""
+    """Return the modules that are not trained: by the config, or since an endpoint answers for them."""
     frozen = [module for module, settings in (config.model.modules or {}).items() if settings.frozen]
     return [*frozen, *(config.engine.endpoints or ())]
 
 
 def path_load(size: Lengths, paths: float, prompts: float, trained: bool) -> Load:
-    """`paths` paths through one module that share `prompts` first prompts."""
+    """Return `paths` paths through one module that share `prompts` first prompts."""
     grown = [size.prompt + turn * (size.completion + size.observation) for turn in range(size.calls)]
     raw_prompt = paths * (sum(grown) if size.observation else size.calls * size.prompt)
     # In a growing context only the observation is new in a later prompt; with contexts of their own, all of it is.
@@ -269,10 +269,10 @@ def mean_rollout(forest: Forest, answered: Collection[str] = ()) -> dict[str, Lo
 
 
 def trained_calls(forest: Forest, config: TrainCommandConfig) -> set[str]:
-    """Ids of the calls that carry a weight under the algorithm."""
+    """Return the ids of the calls that carry a weight under the algorithm."""
 
     def completed(call: Call) -> Call:
-        """Zeros for what only a critic or a reference model would know: who is trained does not depend on them."""
+        """Return zeros for the values of a critic or a reference model: which calls train does not depend on them."""
         observed = call.observation_tokens if getattr(config.algo, "obs", "all") == "all" else 0
         return replace(call, values=(0.0,) * (call.completion_tokens + observed), ref_logprobs=call.logprobs)
 
@@ -307,13 +307,13 @@ def dry_rollouts(config: TrainCommandConfig, task: Task, reward_set: str, exampl
     plans = []
     for example in task.examples("train")[:examples]:
         trees = ALGORITHMS[algo.name].plan(algo, task.program.modules, (config.seed, 1, example.id))
-        # The student in the place of teachers, whose calls cost about the same.
+        # The student stands in for teachers, whose calls cost about the same.
         plans.append((example, [replace(tree, teacher=None) for tree in trees]))
     return asyncio.run(sample(env, plans, reward_set))
 
 
 def unique_tokens(sequences: Iterable[tuple[int, ...]]) -> int:
-    """Nodes of the prefix trie of `sequences`: tokens left when every shared prefix is counted once."""
+    """Return the nodes of the prefix trie of `sequences`: tokens left when every shared prefix is counted once."""
     # Sorted, a sequence shares its longest prefix with the one before it, so the trie need not be built.
     count = 0
     before: tuple[int, ...] = ()

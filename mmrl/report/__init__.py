@@ -1,1 +1,1 @@
-"""What a run leaves behind for people: journal, tables, plots, HTML."""
+"""Files of a run for people: journal, tables, plots, HTML."""

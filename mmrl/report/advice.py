@@ -1,4 +1,4 @@
-"""The advice for each known trouble of a run, symptom and setting to change; for alarms and `mmrl doctor`.
+"""Advice for each known problem of a run, symptom and setting to change; for alarms and `mmrl doctor`.
 
 One table, so that a trouble has the same sentence before a run (`report.doctor`) and while it trains
 (`report.alarms`).
@@ -14,18 +14,18 @@ from mmrl.report.stats import short
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One trouble."""
+    """Advice on a problem: its cause, and the setting to change."""
 
     symptom: str
-    """What the metrics show. `{now}` is a number and `{then}` what it is compared with, `{now_share}` and
+    """Symptom as the metrics show it. `{now}` is a number and `{then}` what it is compared with, `{now_share}` and
     `{then_share}` in percent, `{only_share}` the first where it is small, `{ratio}` the first as a share of the second;
-    `{what}` is a name or a message, left out with its brackets where there is none."""
+    `{subject}` is a name or a message, left out with its brackets where there is none."""
     change: str
     """The setting to change."""
 
-    def text(self, now: float = 0.0, then: float = 0.0, what: str = "") -> str:
-        """Both halves as one line, its numbers filled in."""
-        text = self.symptom if what else self.symptom.replace(" ({what})", "")
+    def text(self, now: float = 0.0, then: float = 0.0, subject: str = "") -> str:
+        """Return both halves as one line, its numbers filled in."""
+        text = self.symptom if subject else self.symptom.replace(" ({subject})", "")
         symptom = text.format(
             only_share=f"only {now:.0%}" if now else "none",
             now=short(now),
@@ -33,7 +33,7 @@ class Advice:
             now_share=f"{now:.0%}",
             then_share=f"{then:.0%}",
             ratio=f"{now / then:.0%}" if then else "-",
-            what=what,
+            subject=subject,
         )
         return f"{symptom}; {self.change}"
 
@@ -61,10 +61,10 @@ FAILURES: Mapping[str, str] = {
 ADVICE: Mapping[str, Advice] = {
     # --- of rollouts and their scores, before a run and in it
     "never_parses": Advice("{only_share} of the replies can be parsed, so next to nothing is learned", _FORMAT),
-    "never_valid": Advice("{now_share} of the replies are faulty ({what}), so next to nothing is learned", _FORMAT),
+    "never_valid": Advice("{now_share} of the replies are faulty ({subject}), so next to nothing is learned", _FORMAT),
     "seldom_parses": Advice("{only_share} of the replies can be parsed", _FORMAT),
     "cut": Advice(
-        "{now_share} of the replies are cut at the limit of {what}",
+        "{now_share} of the replies are cut at the limit of {subject}",
         "raise task.max_tokens (and task.max_context, where prompt and reply fill it), or see that the model's chat "
         "template has an end of turn (model.chat_template)",
     ),
@@ -77,20 +77,20 @@ ADVICE: Mapping[str, Advice] = {
         "{now_share} of the rollouts end at a reply that cannot be parsed, so next to nothing is learned", _FORMAT
     ),
     "prompt_too_long": Advice(
-        "{now_share} of the rollouts end at a prompt that leaves no room in the context ({what})",
+        "{now_share} of the rollouts end at a prompt that leaves no room in the context ({subject})",
         "raise task.max_context up to the model's own limit, take fewer or shorter documents "
         "(task.retriever.top_k, task.max_observation), or shorten task.prompts",
     ),
     "limits": Advice(
-        "{now_share} of the rollouts reach a limit of the program without an answer ({what})",
+        "{now_share} of the rollouts reach a limit of the program without an answer ({subject})",
         "raise that limit (task.max_turns, task.max_completion)",
     ),
     "user_code": Advice(
-        "{now_share} of the rollouts fail in the program's or the metric's own code ({what})",
+        "{now_share} of the rollouts fail in the program's or the metric's own code ({subject})",
         "mend the line that it names (task.program, task.metric)",
     ),
     "replay": Advice(
-        "{now_share} of the rollouts cannot be forked, since the program does not repeat its requests ({what})",
+        "{now_share} of the rollouts cannot be forked, since the program does not repeat its requests ({subject})",
         "make task.program depend on its example and on what its models and tools return alone: no random numbers, "
         "clock or state of its own; algo=mmgrpo and algo=grpo do not fork",
     ),
@@ -111,7 +111,7 @@ ADVICE: Mapping[str, Advice] = {
         "raise task.judge.max_tokens, or take another task.judge.model",
     ),
     "trials_fail": Advice(
-        "{what}; {now} of {then} trials are like this",
+        "{subject}; {now} of {then} trials are like this",
         "where the start is among them, show the form that is expected (task.prompts), let replies end "
         "(task.max_tokens), or take another model (model.path); where only candidates are, the model does not bear "
         "their demonstrations: fewer of them (algo.max_bootstrapped_demos, algo.max_labeled_demos)",
@@ -122,7 +122,7 @@ ADVICE: Mapping[str, Advice] = {
         "raise task.max_context up to the model's own limit, or lower task.max_tokens or task.retriever.top_k",
     ),
     "slow_tool": Advice(
-        "tool {what} takes {now} s a call, {then_share} of the time of the rollouts",
+        "tool {subject} takes {now} s a call, {then_share} of the time of the rollouts",
         "serve it apart (task.retriever.name=remote; an async tool that awaits), cache its results, or limit it with "
         "task.timeout_s",
     ),
@@ -131,7 +131,7 @@ ADVICE: Mapping[str, Advice] = {
         "make task.metric cheaper or async, or raise task.judge.concurrency where a judge answers",
     ),
     "endpoint_faults": Advice(
-        "{now_share} of the rollouts fail since an endpoint gave no answer ({what})",
+        "{now_share} of the rollouts fail since an endpoint gave no answer ({subject})",
         "see its url, model and key_env (engine.endpoints.<module>, task.judge, task.external); raise its timeout_s "
         "and attempts, lower its concurrency",
     ),
@@ -140,15 +140,15 @@ ADVICE: Mapping[str, Advice] = {
         "lower concurrency or set requests_per_minute of the endpoint (engine.endpoints.<module>)",
     ),
     "engine_faults": Advice(
-        "{now_share} of the rollouts fail in the engine ({what})",
+        "{now_share} of the rollouts fail in the engine ({subject})",
         "see its address and limits (engine.urls, engine.timeout_s, engine.args), or take engine=transformers",
     ),
     "tool_faults": Advice(
-        "{now_share} of the rollouts fail in a tool ({what})",
+        "{now_share} of the rollouts fail in a tool ({subject})",
         "mend the tool, or its address and time limit (task.retriever.url, task.retriever.timeout_s)",
     ),
-    "timeouts": Advice("{now_share} of the rollouts take too long ({what})", "raise task.timeout_s"),
-    "packing": Advice("{what}", "this model's layers cannot share prefixes: use train.packing=padded"),
+    "timeouts": Advice("{now_share} of the rollouts take too long ({subject})", "raise task.timeout_s"),
+    "packing": Advice("{subject}", "this model's layers cannot share prefixes: use train.packing=padded"),
     "no_gold": Advice(
         "the corpus can answer {now_share} of the training questions",
         "take the corpus that belongs to the data (task.corpus, task.retriever.index)",
@@ -158,7 +158,7 @@ ADVICE: Mapping[str, Advice] = {
         "raise task.retriever.top_k, or take another retriever (task.retriever.name, task.retriever.index)",
     ),
     "empty_searches": Advice(
-        "{now_share} of the calls of tool {what} bring nothing",
+        "{now_share} of the calls of tool {subject} bring nothing",
         "see that corpus and queries are of one language and kind (task.corpus, task.retriever.name)",
     ),
     # --- of the course of a run
@@ -205,6 +205,6 @@ ADVICE: Mapping[str, Advice] = {
         "length may be what earns reward: lower task.max_tokens, or take another task.reward",
     ),
     "copies": Advice("texts of a group agree to {now_share}: exploration is gone", _LATER),
-    "not_finite": Advice("{what}", "lower train.lr, or set model.dtype=float32"),
+    "not_finite": Advice("{subject}", "lower train.lr, or set model.dtype=float32"),
 }
 """Name of a trouble -> the advice."""

@@ -28,7 +28,7 @@ MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/kl", "reward/mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """When alarms ring."""
+    """Thresholds of the alarms."""
 
     window: int = 5
     """Steps of the trailing mean; before that many steps only failures of nearly all rollouts ring."""
@@ -84,7 +84,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """One stretch of steps during which a rule held."""
+    """A stretch of steps during which a rule held."""
 
     name: str
     key: str
@@ -97,14 +97,14 @@ class Alarm:
     """The symptom and what to try."""
 
 
-def alarms(history: History, thresholds: Thresholds | None = None, more: Sequence[AlarmRule] = ()) -> list[Alarm]:
-    """All alarms of a run in order of their first step; those still on have `until=None`.
+def alarms(history: History, thresholds: Thresholds | None = None, extra: Sequence[AlarmRule] = ()) -> list[Alarm]:
+    """Return all alarms of a run in order of their first step; those still on have `until=None`.
 
     Args:
-        more: further rules than `rules`.
+        extra: further rules than `rules`.
     """
     limits = thresholds or Thresholds()
-    table = (*rules(history, limits), *more)
+    table = (*rules(history, limits), *extra)
     raised = [alarm for rule in table for key in rule.keys for alarm in _rung(rule, key, history, limits)]
     raised += [alarm for key in MUST_BE_FINITE for alarm in _not_finite(history, key)]
     return sorted(_with_causes(raised, history, limits), key=lambda alarm: (alarm.step, alarm.name, alarm.key))
@@ -134,27 +134,27 @@ def _with_causes(raised: Sequence[Alarm], history: History, limits: Thresholds) 
 
 
 def _curve(history: History, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a metric; of a kind of failure its share of the rollouts of each step."""
+    """Return steps and values of a metric; for a kind of failure its share of the rollouts of each step."""
     if not key.startswith(FAILED):
         return series(history, key)
-    # A step in which nothing failed so has no such metric.
+    # A step without failures of this kind does not have the metric.
     records = [record for record in history if number(record.get("rollouts/count"))]
     shares = [failure_shares(record).get(key.removeprefix(FAILED), 0.0) for record in records]
     return np.array([record["step"] for record in records], dtype=np.int64), np.array(shares, dtype=np.float64)
 
 
 def current(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
-    """Alarms that are on at the last step."""
+    """Return the alarms that are on at the last step."""
     return [alarm for alarm in alarms(history, thresholds) if alarm.until is None]
 
 
 Criterion: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Trailing means (n >= 1) -> where it rings, and what the means are compared with; both of length n."""
+"""Trailing means (n >= 1) -> where the rule rings, and the reference of the means; both of length n."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlarmRule:
-    """One row of the table."""
+    """A row of the table of alarm rules."""
 
     name: str
     keys: Sequence[str]
@@ -162,14 +162,14 @@ class AlarmRule:
     criterion: Criterion
     advice: str = ""
     """Name of its sentence in the table of advice; empty: `name`."""
-    what: str | None = None
+    subject: str | None = None
     """Name in the sentence; None: the last part of the key."""
     early: bool = False
-    """Rings before there are `window` steps, too, where it holds for nearly all rollouts."""
+    """True: rings before `window` steps, too, if it holds for nearly all rollouts."""
 
 
 def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
-    """All rules but `not_finite`, which has no mean."""
+    """Return all rules but `not_finite`, which has no mean."""
     # A trainer that computes no entropy leaves the sampler's estimate of it, `surprise`.
     entropy = module_keys(history, ("entropy",)) or module_keys(history, ("surprise",))
     similarity = [key for key in keys_in(history) if key.startswith("similarity/")]
@@ -187,12 +187,12 @@ def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
         # Rollouts and their scores.
         AlarmRule("failures", ["rollouts/failed_share"], above(limits.failed_share), early=True),
         *(
-            AlarmRule(FAILURES[kind], [f"{FAILED}{kind}"], above(limits.failed_share), what="", early=True)
+            AlarmRule(FAILURES[kind], [f"{FAILED}{kind}"], above(limits.failed_share), subject="", early=True)
             for kind in sorted(MODEL_CAUSED & FAILURES.keys())
         ),
         AlarmRule("never_parses", [f"{FAILED}parse"], at_least(limits.all_failed), "unparsed_rollouts", early=True),
         AlarmRule("judge_unreadable", ["task/judge_fallback"], above(limits.judge_fallback)),
-        AlarmRule("empty_searches", ["task/empty_searches"], above(limits.empty_searches), what="search"),
+        AlarmRule("empty_searches", ["task/empty_searches"], above(limits.empty_searches), subject="search"),
         AlarmRule("answers_growing", ["task/answer_words"], _above_first(limits.answer_growth, limits.answer_words)),
         AlarmRule("many_candidates", ["task/answer_candidates"], above(limits.candidates)),
         AlarmRule(
@@ -214,12 +214,12 @@ def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
 
 
 def above(limit: float) -> Criterion:
-    """Rings above `limit`."""
+    """Build a condition that rings above `limit`."""
     return lambda means: (means > limit, means)
 
 
 def at_least(limit: float) -> Criterion:
-    """Rings from `limit` on."""
+    """Build a condition that rings from `limit` on."""
     return lambda means: (means >= limit, means)
 
 
@@ -228,7 +228,7 @@ def _at_most(limit: float) -> Criterion:
 
 
 def _above_first(times: float, at_least: float = 0.0) -> Criterion:
-    # A first mean of 0 says nothing of growth.
+    # Growth from a first mean of 0 is undefined.
     return lambda means: (
         (means > times * means[0]) & (means[0] > 0) & (means >= at_least),
         np.full_like(means, means[0]),
@@ -244,7 +244,7 @@ def _risen(by: float, at_least: float) -> Criterion:
 
 
 def _below_best(by: float, share: float = 0.0) -> Criterion:
-    """Below the highest mean by more than `by` and by more than `share` of it."""
+    """Build a condition that rings more than `by`, and more than `share` of it, below the highest mean."""
 
     def criterion(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         best = np.maximum.accumulate(means)
@@ -254,7 +254,7 @@ def _below_best(by: float, share: float = 0.0) -> Criterion:
 
 
 def _above_best(by: float) -> Criterion:
-    """Above the lowest mean by more than `by`, for what should be low."""
+    """Build a condition that rings more than `by` above the lowest mean, for metrics that should be low."""
 
     def criterion(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         best = np.minimum.accumulate(means)
@@ -264,7 +264,7 @@ def _above_best(by: float) -> Criterion:
 
 
 def _exploded(limits: Thresholds) -> Criterion:
-    """Starts where KL grew fast (or is very high), and stays on until KL is down again."""
+    """Build a condition that starts where KL grew fast (or is very high) and holds until KL is down again."""
 
     def criterion(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         # Two windows back, so that the two means share no step.
@@ -272,8 +272,8 @@ def _exploded(limits: Thresholds) -> Criterion:
         before = np.concatenate([np.full(min(lag, len(means)), np.inf), means])[: len(means)]
         starts = (means > limits.kl_growth * before) | (means > 10 * limits.kl)
         rings = np.zeros(len(means), dtype=bool)
-        for at, mean in enumerate(means):
-            rings[at] = mean > limits.kl and bool(starts[at] or (at > 0 and rings[at - 1]))
+        for index, mean in enumerate(means):
+            rings[index] = mean > limits.kl and bool(starts[index] or (index > 0 and rings[index - 1]))
         return rings, np.full_like(means, means[0])
 
     return criterion
@@ -283,7 +283,7 @@ def _exploded(limits: Thresholds) -> Criterion:
 
 
 def _rung(rule: AlarmRule, key: str, history: History, limits: Thresholds) -> list[Alarm]:
-    """The alarms of one rule on one metric."""
+    """Return the alarms of one rule on one metric."""
     steps, values = _curve(history, key)
     means, first = trailing_mean(values, limits.window), limits.window - 1
     if not rule.early:
@@ -292,9 +292,9 @@ def _rung(rule: AlarmRule, key: str, history: History, limits: Thresholds) -> li
         return []
     rings, reference = rule.criterion(means)
     rings[:first] &= means[:first] >= limits.all_failed
-    advice, what = ADVICE[rule.advice or rule.name], key.rpartition("/")[2] if rule.what is None else rule.what
+    advice, subject = ADVICE[rule.advice or rule.name], key.rpartition("/")[2] if rule.subject is None else rule.subject
     return _stretches(
-        rule.name, key, steps, rings, lambda at: advice.text(float(means[at]), float(reference[at]), what)
+        rule.name, key, steps, rings, lambda index: advice.text(float(means[index]), float(reference[index]), subject)
     )
 
 
@@ -303,24 +303,24 @@ def _not_finite(history: History, key: str) -> list[Alarm]:
     records = [record for record in history if isinstance(record.get(key, ""), float | None)]
     rings = np.array([number(record[key]) is None for record in records], dtype=bool)
     steps = np.array([record["step"] for record in records], dtype=np.int64)
-    message = ADVICE["not_finite"].text(what=f"{key} is NaN or infinite")
-    return _stretches("not_finite", key, steps, rings, lambda at: message)
+    message = ADVICE["not_finite"].text(subject=f"{key} is NaN or infinite")
+    return _stretches("not_finite", key, steps, rings, lambda index: message)
 
 
 def module_keys(history: Iterable[Metrics], facts: tuple[str, ...]) -> list[str]:
-    """Keys of modules and turns whose last part is one of `facts`."""
+    """Return the keys of modules and turns whose last part is one of `facts`."""
     kinds = ("module/", "turn/")
     return [key for key in keys_in(history) if key.startswith(kinds) and key.rsplit("/", 1)[1] in facts]
 
 
 def _stretches(name: str, key: str, steps: np.ndarray, rings: np.ndarray, message: Callable[[int], str]) -> list[Alarm]:
-    """One alarm per maximal run of True in `rings`; `message` is the text for one place of the curve."""
-    found = []
-    for on, group in groupby(range(len(rings)), key=lambda at: bool(rings[at])):
-        if on:
-            places = list(group)
-            still = places[-1] == len(rings) - 1
-            until = None if still else int(steps[places[-1]])
-            text = message(places[-1 if still else 0])
-            found.append(Alarm(name=name, key=key, step=int(steps[places[0]]), until=until, message=text))
-    return found
+    """Return an alarm per maximal run of True in `rings`; `message(index)` is its text at a position of the curve."""
+    stretches = []
+    for ringing, group in groupby(range(len(rings)), key=lambda index: bool(rings[index])):
+        if ringing:
+            indices = list(group)
+            still = indices[-1] == len(rings) - 1
+            until = None if still else int(steps[indices[-1]])
+            text = message(indices[-1 if still else 0])
+            stretches.append(Alarm(name=name, key=key, step=int(steps[indices[0]]), until=until, message=text))
+    return stretches

@@ -22,8 +22,8 @@ from mmrl.report.trees import (
     EntryFields,
     Node,
     abridged,
-    asked_lines,
     coloured,
+    input_lines,
     largest_advantage,
     rollout_line,
     trees,
@@ -43,13 +43,13 @@ PROMPT = (800, 2400)
 """Characters shown of a prompt: of its start and of its end."""
 
 
-Place: TypeAlias = tuple[int, str | None]
+StepKey: TypeAlias = tuple[int, str | None]
 """A training step, or with a split the evaluation after it (of `mmrl eval`: that part of its items)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One step's training rollouts, or a journal of an evaluation."""
+    """Training rollouts of a step, or a journal of an evaluation."""
 
     key: str
     """Unique in the page: `train-3`, `dev-20`."""
@@ -62,7 +62,7 @@ class Block:
 
 
 def blocks(overview: Overview, tokenizer: Tokenizer | None, damaged: list[str]) -> list[Block]:
-    """Blocks of a run within `ROLLOUTS` and `SIZE`, in the order of steps; damaged ones are left out.
+    """Return the blocks of a run within `ROLLOUTS` and `SIZE`, in the order of steps; damaged ones are left out.
 
     A block is the journal of a training step; an evaluation of a training run, with what was predicted for each item;
     or a part of an `mmrl eval`, with its calls.
@@ -71,63 +71,64 @@ def blocks(overview: Overview, tokenizer: Tokenizer | None, damaged: list[str]) 
         damaged: gets a sentence for each that cannot be read.
     """
     examples = overview.run.examples
-    fitting: dict[Place, Block] = {}
+    fitting: dict[StepKey, Block] = {}
     rollouts = size = 0
-    for count, place in enumerate(spread(places(overview))):
+    for count, step_key in enumerate(spread(step_keys(overview))):
         if count > 1 and (rollouts >= ROLLOUTS or size >= SIZE):
             break
         try:
-            one = _block_at(overview, place, tokenizer, examples)
+            candidate = _block_at(overview, step_key, tokenizer, examples)
         except MmrlError as error:
             damaged.append(str(error))
             continue
-        if count <= 1 or (rollouts + one.rollouts <= ROLLOUTS and size + len(one.data) <= SIZE):
-            fitting[place] = one
-            rollouts += one.rollouts
-            size += len(one.data)
-    return [fitting[place] for place in _in_order(fitting)]
+        if count <= 1 or (rollouts + candidate.rollouts <= ROLLOUTS and size + len(candidate.data) <= SIZE):
+            fitting[step_key] = candidate
+            rollouts += candidate.rollouts
+            size += len(candidate.data)
+    return [fitting[step_key] for step_key in _in_order(fitting)]
 
 
-def places(overview: Overview) -> list[Place]:
-    """Every step and evaluation of a run that a block can be made of."""
+def step_keys(overview: Overview) -> list[StepKey]:
+    """Return every step and evaluation of a run that a block can be made of."""
     run, split = overview.run, overview.split
     evaluated = run.journal_steps(split) if overview.evaluates else overview.items.get(split, {})
     return [*((step, None) for step in run.journal_steps()), *((step, split) for step in evaluated)]
 
 
 def _block_at(
-    overview: Overview, place: Place, tokenizer: Tokenizer | None, examples: Mapping[tuple[str, str], JsonObject]
+    overview: Overview, step_key: StepKey, tokenizer: Tokenizer | None, examples: Mapping[tuple[str, str], JsonObject]
 ) -> Block:
-    step, split = place
-    of = split or "train"
-    asked = {name: texts for (within, name), texts in examples.items() if within == of}
+    step, split = step_key
+    source = split or "train"
+    inputs = {name: texts for (within, name), texts in examples.items() if within == source}
+    key = f"{source}-{step}"
     if split is not None and not overview.evaluates:
         where = f"{split} after step {step}" if step else f"{split} before training"
-        return item_block(overview.items[split][step], asked, f"{of}-{step}", where, overview.main_metric or "reward")
+        return item_block(overview.items[split][step], inputs, key, where, overview.main_metric or "reward")
     forest, entries = read_step(overview.run, step, evaluation=split)
     where = f"step {step}" if split is None else f"{split}, part {step + 1}"
-    return block(forest, entries if split is None else None, tokenizer, asked, f"{of}-{step}", where)
+    return block(forest, entries if split is None else None, tokenizer, inputs, key, where)
 
 
-def _in_order(places: Iterable[Place]) -> list[Place]:
-    return sorted(places, key=lambda place: (place[0], place[1] or ""))
+def _in_order(keys: Iterable[StepKey]) -> list[StepKey]:
+    return sorted(keys, key=lambda step_key: (step_key[0], step_key[1] or ""))
 
 
-def spread(places: Iterable[Place]) -> Iterator[Place]:
-    """The ends first, then what halves the gaps: wherever one stops, the run is covered evenly."""
-    ordered = _in_order(places)
-    left = dict.fromkeys(range(len(ordered)))
+def spread(keys: Iterable[StepKey]) -> Iterator[StepKey]:
+    """Order items so that any prefix covers the run evenly: the ends first, then what halves the gaps."""
+    ordered = _in_order(keys)
+    remaining = dict.fromkeys(range(len(ordered)))
     stride = max(len(ordered) - 1, 1)
-    while left:
-        for place in [*range(0, len(ordered), stride), len(ordered) - 1]:
-            if place in left:
-                del left[place]
-                yield ordered[place]
+    while remaining:
+        for index in [*range(0, len(ordered), stride), len(ordered) - 1]:
+            if index in remaining:
+                del remaining[index]
+                yield ordered[index]
         stride = max(stride // 2, 1)
 
 
-def item_block(items: Sequence[Item], asked: Mapping[str, JsonObject], key: str, where: str, metric: str) -> Block:
-    """An evaluation as the script reads it: each item's scores and a prediction; `where` says what it is."""
+def item_block(items: Sequence[Item], inputs: Mapping[str, JsonObject], key: str, where: str, metric: str) -> Block:
+    """Return an evaluation as the script reads it: each item's scores and a prediction; `where` says what it is."""
     examples: list[JsonObject] = []
     for item in items:
         prediction = (item.get("predictions") or [""])[0]
@@ -141,7 +142,7 @@ def item_block(items: Sequence[Item], asked: Mapping[str, JsonObject], key: str,
         examples.append(
             {
                 "id": clean(item["id"]) or "(empty)",
-                "asked": asked_lines(asked.get(item["id"])),
+                "asked": input_lines(inputs.get(item["id"])),
                 "scored": metric,
                 "rewards": [number(item["metrics"].get(metric))],
                 "failed": int(bool(item.get("errors"))),
@@ -156,26 +157,26 @@ def block(
     forest: Forest,
     entries: Sequence[EntryFields] | None,
     tokenizer: Tokenizer | None,
-    asked: Mapping[str, JsonObject],
+    inputs: Mapping[str, JsonObject],
     key: str,
     where: str,
 ) -> Block:
-    """One step as the script reads it; `where` says what it is.
+    """Return a step as the script reads it; `where` is its description.
 
     Args:
         entries: None: of an evaluation, which gives no credit.
     """
     prompts: dict[str, int] = {}
     largest = largest_advantage(entries or ())
-    # Ids that differ in control characters alone would be one.
+    # Ids that differ only in control characters would look the same.
     ids = [f"{clean(example) or '(empty)'}" for example in forest.examples]
     examples: list[JsonObject] = []
-    for place, (name, example) in enumerate(zip(ids, forest.examples, strict=True), 1):
+    for ordinal, (name, example) in enumerate(zip(ids, forest.examples, strict=True), 1):
         rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
         examples.append(
             {
-                "id": name if ids.count(name) == 1 else f"{name} #{place}",
-                "asked": asked_lines(asked.get(example)),
+                "id": name if ids.count(name) == 1 else f"{name} #{ordinal}",
+                "asked": input_lines(inputs.get(example)),
                 "scored": "reward",
                 "rewards": [number(rollout.reward) for rollout in rollouts],
                 "failed": sum(rollout.error is not None for rollout in rollouts),
@@ -187,14 +188,14 @@ def block(
 
 
 def _packed(key: str, label: str, examples: Sequence[JsonObject], prompts: Sequence[str] = ()) -> Block:
-    # Secrets are hidden here: no reader of the page's bytes would see them in what is compressed.
+    # Secrets are hidden before compression: a later search through the page's bytes would miss them.
     text = hide(json.dumps({"prompts": prompts, "examples": examples}, allow_nan=False))
     return Block(
         key=key,
         label=label,
         rollouts=sum(len(example["rewards"]) for example in examples),
         examples=hide(json.dumps([example["id"] for example in examples])),
-        # Without the time of writing: the same run makes the same page.
+        # Without a time stamp, so that the same run gives the same page.
         data=base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode(),
     )
 

@@ -67,7 +67,7 @@ class CardFacts:
 
 
 def model_card(overview: Overview, facts: CardFacts) -> str:
-    """The text of `README.md`."""
+    """Return the text of `README.md`."""
     evaluated: Mapping[int, Sequence[Item]] = overview.items.get(overview.split, {})
     # Both evaluations of the split, or no numbers.
     compared = overview.compared(0, facts.step) if {0, facts.step} <= evaluated.keys() else {}
@@ -81,28 +81,32 @@ def model_card(overview: Overview, facts: CardFacts) -> str:
             facts=facts,
             front=_front_matter(overview, facts).to_yaml(),
             base=str(overview.get("model.path", "?")),
-            how=_how(str(overview.get("algo.name", "?"))),
+            method=_method_text(str(overview.get("algo.name", "?"))),
             compared=before_after_rows(compared),
             count=next((difference.n for difference in compared.values()), 0),
             evaluated=sorted(evaluated),
             settings=yaml.safe_dump(_published(sections), sort_keys=False, allow_unicode=True).rstrip("\n"),
-            command=shlex.join(shown_path(str(word)) for word in overview.environment.get("command") or ()),
+            command=shlex.join(shorten_path(str(word)) for word in overview.environment.get("command") or ()),
         )
     )
 
 
 @cache
 def _templates() -> Environment:
-    """Templates of text, in which nothing is escaped."""
+    """Build the environment of text templates, in which nothing is escaped."""
     templates = Environment(
         loader=PackageLoader("mmrl.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    templates.filters |= {"table": markdown, "cell": lambda text: str(text).replace("|", "\\|"), "shown": shown_path}
+    templates.filters |= {
+        "table": markdown,
+        "cell": lambda text: str(text).replace("|", "\\|"),
+        "short_path": shorten_path,
+    }
     return templates
 
 
 def checkpoint_card(config: JsonObject, step: int) -> str:
-    """`README.md` of a checkpoint: how its weights came about, in place of peft's empty form.
+    """Return `README.md` of a checkpoint: how its weights came about, in place of peft's empty form.
 
     Args:
         config: of the run; empty where the trainer's user stores none.
@@ -110,18 +114,18 @@ def checkpoint_card(config: JsonObject, step: int) -> str:
     """
     model, task, algo = (config.get(section) or {} for section in ("model", "task", "algo"))
     base, algorithm = str(model.get("path", "")), str(algo.get("name", ""))
-    how = f" {_how(algorithm)} on the task `{task.get('name')}`" if algorithm else ""
-    named = f"`{shown_path(FETCHED.get(base, base))}`" if base else "a model"
+    method = f" {_method_text(algorithm)} on the task `{task.get('name')}`" if algorithm else ""
+    label = f"`{shorten_path(FETCHED.get(base, base))}`" if base else "a model"
     return (
-        f"---\n{_head(base, algorithm, adapter=bool(model.get('lora'))).to_yaml()}\n---\n\n# Step {step}\n\n{named}, "
-        f"trained for {step} steps{how}, with mmrl. A checkpoint holds the state of the optimizer too. The weights for "
-        "other libraries, with a card that has data, settings and numbers: "
+        f"---\n{_head(base, algorithm, adapter=bool(model.get('lora'))).to_yaml()}\n---\n\n# Step {step}\n\n{label}, "
+        f"trained for {step} steps{method}, with mmrl. A checkpoint holds the state of the optimizer too. The weights "
+        "for other libraries, with a card that has data, settings and numbers: "
         f"`mmrl export RUN_DIR out=FOLDER checkpoint={step}`.\n"
     )
 
 
 def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
-    """The block between `---` that the hub reads."""
+    """Return the block between `---` that the hub reads."""
     from huggingface_hub import EvalResult
 
     task, split, sources = str(overview.get("task.name", "?")), overview.split, overview.get("task.data") or {}
@@ -149,20 +153,20 @@ def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
     )
 
 
-def _head(base: str, algorithm: str, *, adapter: bool, **more: Any) -> ModelCardData:
+def _head(base: str, algorithm: str, *, adapter: bool, **fields: Any) -> ModelCardData:
     from huggingface_hub import ModelCardData
 
     kind = ["supervised"] if algorithm == SFT else ["reinforcement-learning"]
     paper = [f"arxiv:{PAPERS[algorithm]}"] if algorithm in PAPERS else []
     on_hub = FETCHED.get(base, base)
-    # The hub takes names of its own alone here, so a folder's is left out.
+    # The hub accepts only its own names here, so a folder's name is left out.
     if on_hub and is_hub_id(on_hub):
-        more |= {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
+        fields |= {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
     return ModelCardData(
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=[tag for tag in ("mmrl", *kind, algorithm, *paper) if tag],
-        **more,
+        **fields,
     )
 
 
@@ -173,15 +177,15 @@ def is_hub_id(base: str) -> bool:
     )
 
 
-def shown_path(text: str) -> str:
-    """A path, or that of `KEY=PATH`, without the folders of this machine: of a file or a folder its name alone."""
+def shorten_path(text: str) -> str:
+    """Shorten a path, or that of `KEY=PATH`, by the folders of this machine: of a file or a folder its name alone."""
     key, equals, path = text.rpartition("=")
     local = path.startswith(("/", "~", "./", "../")) or Path(path).exists()
     return f"{key}{equals}{Path(path).name}" if local else text
 
 
-def _how(algorithm: str) -> str:
-    """The way weights were trained, in words."""
+def _method_text(algorithm: str) -> str:
+    """Describe how the weights were trained."""
     if algorithm == SFT:
         return f"by supervised training (`{SFT}`)"
     number = PAPERS.get(algorithm)
@@ -190,7 +194,7 @@ def _how(algorithm: str) -> str:
 
 
 def _published(value: object) -> object:
-    """A config without folders of this machine and addresses of its servers."""
+    """Strip a config of folders of this machine and addresses of its servers."""
     if isinstance(value, dict):
         return {
             name: "(an address)" if name == "url" and isinstance(inner, str) else _published(inner)
@@ -198,7 +202,7 @@ def _published(value: object) -> object:
         }
     if isinstance(value, list):
         return [_published(inner) for inner in value]
-    return shown_path(value) if isinstance(value, str) and "/" in value else value
+    return shorten_path(value) if isinstance(value, str) and "/" in value else value
 
 
 ADDRESS = "http://127.0.0.1:8000/v1"
@@ -210,7 +214,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 def snippets(
     folder: Path, names: Sequence[str], base: str, rank: int | None, *, modules: Sequence[str], program: str | None
 ) -> Iterator[tuple[str, str]]:
-    """(library, code) for each.
+    """Return (library, code) pairs.
 
     Args:
         folder: the export, or its name on the hub.
@@ -226,7 +230,7 @@ def snippets(
         "weights": weights,
         "lora": Path(weights).name,
         "base": located(base) if base in SHIPPED or base in FETCHED else base,
-        "rank": None if rank is None else next((known for known in RANKS if known >= rank), rank),
+        "rank": None if rank is None else next((supported for supported in RANKS if supported >= rank), rank),
         # Whole models of several modules are served one at a time.
         "policy": weights if names and not modules else str(folder),
         "served": f"policy/{modules[0]}" if modules else "policy",

@@ -79,12 +79,12 @@ LineStyle: TypeAlias = tuple[str, str, Dash]
 
 
 def reward_curve(history: History) -> str:
-    """Training reward per step (of a supervised stage the loss), and its trailing mean; empty without values."""
+    """Draw training reward per step (of a supervised stage the loss) and its trailing mean; empty without values."""
     name, steps, values = learning(history)
     if not len(values):
         return ""
     with drawing() as (axes, svg):
-        # Below one window the mean would only repeat the points, which then are all that is seen.
+        # In fewer steps than a window there is no mean, so the points are drawn in full.
         faint = 0.35 if len(values) > WINDOW else 1
         thinned = _thin(steps, values)
         axes.plot(*thinned, color=LINES[0], alpha=faint, linewidth=1, marker=_point(values), label="per step")
@@ -97,7 +97,7 @@ def reward_curve(history: History) -> str:
 
 
 def evaluation_curve(curves: Mapping[str, Points], split: str) -> str:
-    """Evaluation metrics over steps, the first one with its interval as a band; empty without values."""
+    """Draw evaluation metrics over steps, the first one with its interval as a band; empty without values."""
     curves = {name: points for name, points in curves.items() if points}
     if not curves:
         return ""
@@ -114,7 +114,7 @@ def evaluation_curve(curves: Mapping[str, Points], split: str) -> str:
 
 
 def lines_over_steps(history: History, keys: Mapping[str, str], label: str) -> str:
-    """One line per metric (trailing means), for comparing modules or monitors; empty without values.
+    """Draw a line per metric (trailing means), for comparing modules or monitors; empty without values.
 
     Args:
         keys: name of the line -> metric key.
@@ -133,35 +133,35 @@ def lines_over_steps(history: History, keys: Mapping[str, str], label: str) -> s
 
 
 def _draw(axes: Axes, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], markers: Sequence[str] = ()) -> None:
-    """Steps and values of each curve, so that none hides another, and a legend of several."""
+    """Draw steps and values of each curve so that none hides another, and a legend of several."""
     span = max(float(np.ptp(np.concatenate([values for _, values in curves.values()]))), 1e-12)
-    drawn: list[np.ndarray] = []
-    for place, (name, (steps, values)) in enumerate(curves.items()):
+    lines: list[np.ndarray] = []
+    for index, (name, (steps, values)) in enumerate(curves.items()):
         # The first lies on top, and one below it that agrees with it is wider.
-        alike = sum(len(other) == len(values) and abs(other - values).max() < 0.02 * span for other in drawn)
-        drawn.append(values)
+        alike = sum(len(other) == len(values) and abs(other - values).max() < 0.02 * span for other in lines)
+        lines.append(values)
         axes.plot(
             steps,
             values,
-            color=LINES[place % len(LINES)],
-            linestyle="-" if markers else DASHES[place // len(LINES) % len(DASHES)],
-            marker=markers[place] if markers else _point(values),
+            color=LINES[index % len(LINES)],
+            linestyle="-" if markers else DASHES[index // len(LINES) % len(DASHES)],
+            marker=markers[index] if markers else _point(values),
             label=_label(name),
             linewidth=1.6 + 2.4 * alike,
             markersize=5 + 3 * alike,
-            zorder=3 - 0.01 * place,
+            zorder=3 - 0.01 * index,
         )
     if markers or len(curves) > 1:
         _legend(axes)
 
 
 def _point(values: np.ndarray) -> str:
-    """The marker of a curve: a line of one point would not be seen."""
+    """Return the marker of a curve: a line of a single point would be invisible."""
     return "o" if len(values) == 1 else ""
 
 
 def _legend(axes: Axes) -> None:
-    """A legend above the axes, where it covers no curve."""
+    """Add a legend above the axes, where it covers no curve."""
     handles, labels = axes.get_legend_handles_labels()
     # As many to a row as fit: a letter takes about a hundredth of the width, and each entry a handle and a gap.
     widest = max(map(len, labels)) + 7
@@ -173,7 +173,7 @@ def _legend(axes: Axes) -> None:
 
 
 def _by_step(axes: Axes, label: str) -> None:
-    """Name the axes, and widen a vertical range so small that rounding would look like a change, and a single step."""
+    """Label the axes, and widen a vertical range so small that rounding would look like a change, and a single step."""
     axes.set(ylabel=label)
     whole_steps(axes)
     low, high = axes.get_ylim()
@@ -212,7 +212,7 @@ def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 @contextmanager
 def drawing(size: tuple[float, float] = SIZE) -> Iterator[tuple[Axes, Callable[[str], str]]]:
-    """Axes to draw on, and a function that then gives the SVG under a name for screen readers."""
+    """Open axes to draw on, with a function that then gives the SVG under a name for screen readers."""
     import matplotlib
 
     # A Figure of its own: pyplot's global state would leak figures and pick a display backend.
@@ -232,7 +232,7 @@ def drawing(size: tuple[float, float] = SIZE) -> Iterator[tuple[Axes, Callable[[
 
 
 def bare_svg(svg: str, title: str) -> str:
-    """The scalable `<svg>` element of matplotlib's output, in the font around it.
+    """Return the scalable `<svg>` element of matplotlib's output, in the font around it.
 
     Args:
         title: its name for screen readers.
@@ -241,8 +241,8 @@ def bare_svg(svg: str, title: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     # Ids of groups repeat from figure to figure; only those that something refers to stay.
-    used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', svg))
-    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in used else "", svg)
+    referenced = set(re.findall(r'(?:url\(#|href="#)([^")]+)', svg))
+    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in referenced else "", svg)
     # Size by the view box alone, so that it fills its column.
     svg = re.sub(r'(<svg[^>]*?) width="[^"]+" height="[^"]+"', r"\1", svg, count=1)
     # The family comes from the page; matplotlib's may not be installed there.
@@ -251,7 +251,7 @@ def bare_svg(svg: str, title: str) -> str:
 
 
 def standalone(svg: str) -> str:
-    """An SVG of `bare_svg` that serves alone, with a font and for both themes."""
+    """Make the output of `bare_svg` a file of its own, with a font and for both themes."""
     head, _, rest = svg.partition(">")
     return f"{head}><style>svg{{font-family:system-ui,sans-serif}}{DARK_CSS}</style>{rest}"
 
@@ -259,14 +259,14 @@ def standalone(svg: str) -> str:
 # --- curves over seeds
 
 
-def draw_band(axis: Axes, band: Band | None, style: LineStyle, every: int | None = None) -> None:
-    """A curve over seeds and its band, with a marker at each `every`th step; nothing without a band."""
+def draw_band(axis: Axes, band: Band | None, style: LineStyle, marker_step: int | None = None) -> None:
+    """Draw a curve over seeds and its band, with a marker at each `marker_step`th step; nothing without a band."""
     if band is None:
         return
     color, marker, dash = style
-    every = every or max(1, len(band.steps) // 5)
+    marker_step = marker_step or max(1, len(band.steps) // 5)
     # Markers of different lines start at different places, so that they do not hide each other.
-    start = MARKERS.index(marker) % every
+    start = MARKERS.index(marker) % marker_step
     axis.plot(
         band.steps,
         band.mean,
@@ -275,6 +275,6 @@ def draw_band(axis: Axes, band: Band | None, style: LineStyle, every: int | None
         linestyle=dash,
         marker=marker,
         markersize=5,
-        markevery=(start, every),
+        markevery=(start, marker_step),
     )
     axis.fill_between(band.steps, band.low, band.high, color=color, alpha=0.13, linewidth=0)

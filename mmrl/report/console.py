@@ -38,7 +38,7 @@ MODULE_FACTS += ("clip_share", "loss", "token_accuracy")
 
 
 def show_run(path: Path | str, example: str | None = None, step: int | None = None) -> str:
-    """Text for the terminal.
+    """Render a run for the terminal.
 
     Args:
         example: id of an example: its tree of calls, at `step` or at the last step that has it; of an item, its
@@ -50,7 +50,7 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
         ConfigError: no such example.
     """
     with damage_named(path):
-        overview, width = Overview.of(RunDir.read(path)), shutil.get_terminal_size((100, 24)).columns
+        overview, width = Overview.from_run(RunDir.read(path)), shutil.get_terminal_size((100, 24)).columns
         if example is not None:
             return example_text(overview, example, step, width)
         if step is not None:
@@ -59,7 +59,7 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
 
 
 def overview_text(overview: Overview, width: int = 100) -> str:
-    """Curve, evaluations, modules and alarms of a run."""
+    """Render curve, evaluations, modules and alarms of a run."""
     parts = [f"{overview.name}: {', '.join(run_facts(overview))}", _kind_text(overview, width), _curve_text(overview)]
     evaluations = {split: overview.evaluation_rows(split) for split in overview.splits}
     parts += [
@@ -77,18 +77,18 @@ def overview_text(overview: Overview, width: int = 100) -> str:
         table = align(module_rows(overview.training, facts), width=width)
         parts.append(f"modules, step {first} → step {last}\n{table}")
     parts += [alarm_text(overview.alarms, width), fill(overview.unscored, max(width, 40))]
-    parts += [prompts_text(overview.run.path, width), _further(overview)]
+    parts += [prompts_text(overview.run.path, width), _paths_and_commands(overview)]
     return "\n\n".join(part for part in parts if part)
 
 
 def _kind_text(overview: Overview, width: int) -> str:
-    """The kind of run, and the facts of its task."""
+    """Describe the kind of run and its task."""
     facts = facts_table(overview.summary.get("facts") or {})
     return "\n".join([*(fill(sentence, width) for sentence in overview.kind), *filter(None, [facts])])
 
 
 def _curve_text(overview: Overview) -> str:
-    """The reward (of a supervised stage the loss) in training: its means and a curve; empty before the first step."""
+    """Render the training reward (of a supervised stage the loss): its means and a curve; empty before a step."""
     name, _, values = learning(overview.training)
     if not len(values):
         return ""
@@ -99,7 +99,7 @@ def _curve_text(overview: Overview) -> str:
 
 
 def alarm_text(alarms: Sequence[Alarm], width: int = 100) -> str:
-    """One paragraph per alarm; empty without."""
+    """Render a paragraph per alarm; empty without alarms."""
     if not alarms:
         return ""
     lines = ["alarms"]
@@ -128,7 +128,7 @@ def finish(
         before, after: per-item results on `eval.split`, with `id` and `metrics`, compared as `eval.*` says.
         seconds: wall-clock time of this process's part of the run.
     """
-    overview = Overview.of(run)
+    overview = Overview.from_run(run)
     seed, split = overview.get("seed"), overview.split
     differences = compare_items(before, after, seed, overview.get("eval.bootstrap"), main_metric)
     if ends := [segment["done"] for segment in run.segments]:
@@ -153,30 +153,30 @@ def finish(
             "what": overview.kind,
         }
     )
-    overview = Overview.of(run)
+    overview = Overview.from_run(run)
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)  # wider paragraphs are hard to read
-    trouble = _write_report(overview)
+    problem = _write_report(overview)
     parts = [
-        f"{overview.name}: {overview.done} steps of {overview.what} in {duration(seconds)}",
+        f"{overview.name}: {overview.done} steps of {overview.description} in {duration(seconds)}",
         _kind_text(overview, width),
         before_after_table(differences, split, width),
         _curve_text(overview),
         _failures_text({"before": before, "after": after}),
         alarm_text(overview.alarms, width),
         fill(overview.unscored, max(width, 40)),
-        _further(overview, trouble),
+        _paths_and_commands(overview, problem),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
 def _failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
-    """Evaluations with rollouts that failed by no doing of the model, each counted as 0; empty where none has."""
+    """Name the evaluations with rollouts that failed from outside, each counted as 0; empty where none has."""
     lines = []
     for when, items in evaluations.items():
         share = sum(item.get("failed_share", 0.0) for item in items) / max(len(items), 1)
-        how = failed_how(kind for item in items for kind in item.get("errors", ()) if kind not in MODEL_CAUSED)
+        causes = failed_how(kind for item in items for kind in item.get("errors", ()) if kind not in MODEL_CAUSED)
         if share:
-            lines.append(f"evaluation {when} training: {share:.1%} of the rollouts failed {how} and count as 0")
+            lines.append(f"evaluation {when} training: {share:.1%} of the rollouts failed {causes} and count as 0")
     return "\n".join(lines)
 
 
@@ -191,10 +191,10 @@ def _write_report(overview: Overview) -> str:
     return ""
 
 
-def _further(overview: Overview, trouble: str = "") -> str:
-    """Paths of everything, and the commands to look further."""
+def _paths_and_commands(overview: Overview, problem: str = "") -> str:
+    """Return the paths of everything, and the commands to look further."""
     path, steps, report = overview.run.path, overview.run.journal_steps(), overview.run.report_path
-    rows = {"run directory": str(path), "report": trouble or (str(report) if report.is_file() else "not yet")}
+    rows = {"run directory": str(path), "report": problem or (str(report) if report.is_file() else "not yet")}
     rows["look further"] = f"mmrl show {path}"
     if steps:
         rows["a step"] = f"mmrl show {path} step={steps[-1]}"
@@ -202,6 +202,10 @@ def _further(overview: Overview, trouble: str = "") -> str:
     # Objects of a Python process have names that no command can import.
     if not str(overview.get("task.program") or "").startswith("mmrl.system.objects:"):
         # On test, or, of the user's data, dev or train.
-        mine = [split for split in ("test", "dev", "train") if overview.get(f"task.data.{split}") not in (None, "mini")]
-        rows["evaluate"] = f"mmrl eval policy={shlex.quote(str(path))} split={mine[0] if mine else 'test'}"
+        real_splits = [
+            split for split in ("test", "dev", "train") if overview.get(f"task.data.{split}") not in (None, "mini")
+        ]
+        rows["evaluate"] = (
+            f"mmrl eval policy={shlex.quote(str(path))} split={real_splits[0] if real_splits else 'test'}"
+        )
     return facts_table(rows, indent="")

@@ -1,4 +1,4 @@
-"""Findings before a run trains: a step of a few rollouts is played, and judged by the rules of alarms and some more.
+"""Findings before a run trains: a step of a few rollouts is played, and checked by the rules of alarms and others.
 
 Pure: `stages.checkup` plays the rollouts and measures, `mmrl doctor` prints what is made of it here.
 """
@@ -64,7 +64,7 @@ RETRIES = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """A few rollouts of a run."""
+    """Rollouts that the doctor played."""
 
     title: str
     examples: int
@@ -92,7 +92,7 @@ class Played:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One trouble."""
+    """A problem that the doctor found."""
 
     name: str
     key: str
@@ -102,37 +102,37 @@ class Finding:
     message: str
 
     def text(self) -> str:
-        """As one line."""
-        place = f"{_middle(self.key)}: " if self.key.startswith("module/") else ""
-        return f"{'useless' if self.useless else 'warning'}: {self.name}: {place}{self.message}"
+        """Return the finding as one line."""
+        location = f"{_middle(self.key)}: " if self.key.startswith("module/") else ""
+        return f"{'useless' if self.useless else 'warning'}: {self.name}: {location}{self.message}"
 
 
 def _middle(key: str) -> str:
-    """The name of the module or tool in the key of a metric."""
+    """Return the name of the module or tool in the key of a metric."""
     return key.split("/", 1)[1].rpartition("/")[0]
 
 
 def find(played: Played) -> list[Finding]:
-    """Findings of a played step, those first that make training useless."""
-    raised = alarms([{"step": 0, **played.metrics}], ALARMS, more=tuple(_rules(played)))
+    """Return the findings of a played step, those first that make training useless."""
+    raised = alarms([{"step": 0, **played.metrics}], ALARMS, extra=tuple(_rules(played)))
     names = {alarm.name for alarm in raised}
-    # Each kind of failure has a sentence of its own here.
+    # Each kind of failure has a separate sentence here.
     explained = {"failures"}
-    # Without a rollout that says anything there is nothing to say of rewards.
+    # Without a scored rollout nothing can be said about rewards.
     shares = failure_shares(played.metrics).items()
     if any(_stops(kind, share, played) for kind, share in shares if kind != ParseFailure.kind):
         explained.add("zero_variance")
     constant = "zero_variance" in names - explained
-    # What nothing parses explains is no fault of the data.
+    # Equal rewards of replies that never parse are no fault of the data.
     if "never_parses" in names:
         explained.add("zero_variance")
     if "no_gold" in names:
         explained.add("gold_not_found")
     findings = []
     for name in sorted(names - explained):
-        found = [alarm for alarm in raised if alarm.name == name]
-        of_modules = [alarm for alarm in found if alarm.key.startswith("module/")]
-        for alarm in of_modules or found[:1]:
+        same_name = [alarm for alarm in raised if alarm.name == name]
+        module_alarms = [alarm for alarm in same_name if alarm.key.startswith("module/")]
+        for alarm in module_alarms or same_name[:1]:
             message = alarm.message + _sample(alarm, played)
             useless = _useless(alarm, played, constant)
             findings.append(Finding(name=name, key=alarm.key, useless=useless, message=message))
@@ -170,16 +170,16 @@ def _sample(alarm: Alarm, played: Played) -> str:
 
 
 def _rules(played: Played) -> Iterator[AlarmRule]:
-    """Rules of the doctor alone."""
+    """Return the rules that only the doctor has."""
     metrics, records = played.metrics, [played.metrics]
     for kind in FAILURES.keys() - MODEL_CAUSED:
         name = "endpoint_faults" if kind == "engine" and played.endpoints else FAILURES[kind]
-        yield AlarmRule(name, [f"{FAILED}{kind}"], above(0.0), what=_quoted(played.failed.get(kind, "")))
+        yield AlarmRule(name, [f"{FAILED}{kind}"], above(0.0), subject=_quoted(played.failed.get(kind, "")))
     never = ALARMS.never_valid
     parsed = module_keys(records, ("format_rate",))
     yield AlarmRule("seldom_parses", parsed, lambda means: ((means > never) & (means < SELDOM), means))
     cut = module_keys(records, ("finish_length_share",))
-    yield AlarmRule("cut", cut, at_least(CUT), what=f"task.max_tokens={played.max_tokens}")
+    yield AlarmRule("cut", cut, at_least(CUT), subject=f"task.max_tokens={played.max_tokens}")
     if (context := played.max_context) is not None:
         longest = module_keys(records, ("prompt_max",))
         room = context - played.max_tokens
@@ -190,15 +190,15 @@ def _rules(played: Played) -> Iterator[AlarmRule]:
         if key.endswith("/share") and share >= SLOW_SHARE:
             tool = _middle(key)
             name = "slow_metric" if tool == "reward" else "slow_tool"
-            yield AlarmRule(name, [f"tool/{tool}/seconds"], _slow(share), what=tool)
+            yield AlarmRule(name, [f"tool/{tool}/seconds"], _slow(share), subject=tool)
         if key.endswith("/empty"):
-            yield AlarmRule("empty_searches", [key], above(ALARMS.empty_searches), what=_middle(key))
+            yield AlarmRule("empty_searches", [key], above(ALARMS.empty_searches), subject=_middle(key))
     yield AlarmRule("endpoint_retries", ["endpoint/retried"], above(RETRIES))
     yield AlarmRule("no_gold", ["corpus/coverage"], lambda means: (means < COVERAGE, means))
     yield AlarmRule("gold_not_found", ["task/gold_retrieved"], lambda means: (means == 0, means))
     if played.unpacked:
-        what = played.unpacked.rpartition("; ")[0] or played.unpacked
-        yield AlarmRule("packing", ["rollouts/count"], at_least(0.0), what=what)
+        subject = played.unpacked.rpartition("; ")[0] or played.unpacked
+        yield AlarmRule("packing", ["rollouts/count"], at_least(0.0), subject=subject)
 
 
 def _slow(share: float) -> Criterion:
@@ -214,14 +214,14 @@ def _quoted(text: str) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """The verdict in one line: it can be trained, or not and why."""
+    """Return the verdict in one line: it can be trained, or not and why."""
     if stopping := dict.fromkeys(finding.name for finding in findings if finding.useless):
         return f"training would be useless: {', '.join(stopping)}"
     return "it can be trained" + (f", with {len(findings)} warning{'s'[: len(findings) > 1]}" if findings else "")
 
 
 def report(played: Played, findings: Sequence[Finding]) -> str:
-    """Metrics, findings and verdict as text."""
+    """Return the metrics, findings and verdict as text."""
     metrics = played.metrics
     spread = "no rollout has a reward"
     if "reward/mean" in metrics:
@@ -233,7 +233,7 @@ def report(played: Played, findings: Sequence[Finding]) -> str:
     blocks = [
         f"{played.title}: {rollouts:.0f} rollouts of {played.examples} examples in {played.seconds:.1f} s{room}",
         align(_table(metrics)),
-        "\n".join([spread, *_others(metrics)]),
+        "\n".join([spread, *_details(metrics)]),
         "\n".join([*(finding.text() for finding in findings), verdict(findings)]),
     ]
     return "\n\n".join(blocks)
@@ -246,7 +246,7 @@ def _table(metrics: Mapping[str, float]) -> list[list[str]]:
     return [["module", *TABLE.values()], *rows]
 
 
-def _others(metrics: Mapping[str, float]) -> list[str]:
+def _details(metrics: Mapping[str, float]) -> list[str]:
     tools = [_middle(key) for key in metrics if key.endswith("/seconds")]
     lines = [
         f"{'' if tool == 'reward' else 'tool '}{tool}: {metrics[f'tool/{tool}/calls']:.0f} calls of "
@@ -265,7 +265,7 @@ def _others(metrics: Mapping[str, float]) -> list[str]:
 
 
 def as_object(played: Played, findings: Sequence[Finding]) -> dict[str, object]:
-    """Metrics, findings and verdict as JSON."""
+    """Return the metrics, findings and verdict as JSON."""
     return {
         "version": 2,
         "can_train": not any(finding.useless for finding in findings),

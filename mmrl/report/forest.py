@@ -58,7 +58,7 @@ class _Form(BaseModel):
 
 
 class _Call(_Form):
-    """The fields of a `Call` that the form has."""
+    """Fields of a `Call` in the JSON form."""
 
     id: _Name
     example: _Name
@@ -83,16 +83,16 @@ class _Call(_Form):
 
     @property
     def tokens(self) -> int:
-        """The number of its ids, where they are known."""
+        """Number of completion tokens, if known."""
         return len(self.completion_ids) or self.completion_tokens or 0
 
     def record(self) -> Call:
-        """The call, with the length of its completion."""
+        """Convert to a `Call`, with the length of its completion."""
         return Call(**(dict(self) | {"completion_tokens": self.tokens}))
 
 
 class _Rollout(_Form):
-    """The fields of a `Rollout` that the form has."""
+    """Fields of a `Rollout` in the JSON form."""
 
     id: _Name
     example: _Name
@@ -103,7 +103,7 @@ class _Rollout(_Form):
     counterfactuals: Annotated[Mapping[str, _Number], Strict(False)] = EMPTY
 
     def record(self, teacher: str | None) -> Rollout:
-        """The rollout; the default failure score stands for a reward, as if the run had scored it."""
+        """Convert to a `Rollout`; the default failure score stands for a reward, as if the run had scored it."""
         failed = self.reward is None and self.error in errors.MODEL_CAUSED
         return Rollout(**(dict(self) | {"reward": 0.0 if failed else self.reward, "teacher": teacher}))
 
@@ -119,7 +119,7 @@ class _File(_Form):
 
 
 def parse_forest(text: str, source: str) -> Forest:
-    """The forest in `text`.
+    """Parse the forest in `text`.
 
     Args:
         source: names the text in errors, such as its file.
@@ -135,7 +135,7 @@ def parse_forest(text: str, source: str) -> Forest:
 
 
 def dump_forest(forest: Forest) -> JsonObject:
-    """The JSON form of a forest; what the form has no place for (texts, prompts, metrics) is left out."""
+    """Convert a forest to its JSON form; what the form has no place for (texts, prompts, metrics) is left out."""
     teachers = {call.id: rollout.teacher for rollout in forest.rollouts for call in forest.path(rollout)}
     form = _File.model_validate(_records(forest)).model_dump(mode="json", exclude_defaults=True)
     for call in form["calls"]:
@@ -178,24 +178,24 @@ def _read(raw: Any, source: str) -> Forest:
 
 
 def _refuse(problems: Iterable[str], source: str) -> None:
-    if told := [f"{source}: {problem}" for problem in problems]:
-        raise DataError(told)
+    if sentences := [f"{source}: {problem}" for problem in problems]:
+        raise DataError(sentences)
 
 
 def _refused(error: ValidationError, raw: Any) -> Iterable[str]:
-    """One sentence per field that pydantic refuses; several wrong elements of a list are one problem."""
+    """Return a sentence per field that pydantic refuses; several wrong elements of a list are one problem."""
     problems: dict[tuple[object, ...], str] = {}
     for item in error.errors(include_url=False):
-        where, place = "", item["loc"]
-        if len(place) > 1 and place[0] in ("calls", "rollouts"):
-            record = raw[place[0]][place[1]]
+        where, loc = "", item["loc"]
+        if len(loc) > 1 and loc[0] in ("calls", "rollouts"):
+            record = raw[loc[0]][loc[1]]
             name = record.get("id") if isinstance(record, dict) else getattr(record, "id", None)
-            where = f"{str(place[0])[:-1]} {name!r}: " if isinstance(name, str) else f"{place[0]}[{place[1]}]: "
-            place = place[2:]
-        path = where + f"{'.'.join(map(str, place))}: " * bool(place)
+            where = f"{str(loc[0])[:-1]} {name!r}: " if isinstance(name, str) else f"{loc[0]}[{loc[1]}]: "
+            loc = loc[2:]
+        path = where + f"{'.'.join(map(str, loc))}: " * bool(loc)
         message = item["msg"].removeprefix("Value error, ")
-        said = "missing" if item["type"] == "missing" else f"got {item['input']!r}, {message[0].lower()}{message[1:]}"
-        problems.setdefault((where, *place[:1]), f"{path}{said}")
+        fault = "missing" if item["type"] == "missing" else f"got {item['input']!r}, {message[0].lower()}{message[1:]}"
+        problems.setdefault((where, *loc[:1]), f"{path}{fault}")
     return problems.values()
 
 
@@ -203,7 +203,7 @@ def _refused(error: ValidationError, raw: Any) -> Iterable[str]:
 
 
 def _faults(file: _File) -> Iterator[str]:
-    """Names that occur twice or that nothing has, and fields of a record that contradict each other."""
+    """Yield names that occur twice or that nothing has, and fields of a record that contradict each other."""
     # Names are checked against the file's own list: a typo would else be a module that never learns.
     modules = file.modules
     if len(set(modules)) < len(modules):
@@ -251,19 +251,19 @@ def _rollout_faults(rollout: _Rollout, modules: Sequence[str]) -> Iterator[str]:
 
 
 def _links(file: _File) -> Iterator[str]:
-    """Parents and leaves that are no calls."""
+    """Yield parents and leaves that are no calls."""
     calls = dict.fromkeys(call.id for call in file.calls)
     links = [(f"call '{call.id}': parent", call.parent) for call in file.calls]
     links += [(f"rollout '{rollout.id}': leaf", rollout.leaf) for rollout in file.rollouts]
     broken = [(where, name) for where, name in links if name is not None and name not in calls]
     for number, (where, name) in enumerate(broken):
-        # Of the first problems alone: it looks at every choice, and a file may be wrong throughout.
-        near = nearest(name, list(calls)) if number < SUGGESTIONS else ""
-        yield f"{where}: got '{name}', which is no call{near}"
+        # Only for the first problems: the search looks at every id, and a file may be wrong throughout.
+        suggestion = nearest(name, list(calls)) if number < SUGGESTIONS else ""
+        yield f"{where}: got '{name}', which is no call{suggestion}"
 
 
 def _ordered(calls: Mapping[str, Call], source: str) -> dict[str, Call]:
-    """Calls with parents first, else in the file's order.
+    """Sort calls with parents first, else in the file's order.
 
     Raises:
         DataError: the first cycle among parents.
@@ -284,12 +284,12 @@ def _ordered(calls: Mapping[str, Call], source: str) -> dict[str, Call]:
 
 
 def _paths(forest: Forest) -> Iterator[str]:
-    """Paths that change their example, miscount their modules, or have a turn reward beside the outcome's."""
+    """Yield paths that change their example, miscount their modules, or have a turn reward beside the outcome's."""
     counts: dict[str, dict[str, int]] = {}
     for call in forest.calls.values():
         earlier = dict(counts[call.parent]) if call.parent is not None else {}
-        if call.parent is not None and (above := forest.calls[call.parent].example) != call.example:
-            yield f"call '{call.id}': example: got '{call.example}', its parent has '{above}'"
+        if call.parent is not None and (parent_example := forest.calls[call.parent].example) != call.example:
+            yield f"call '{call.id}': example: got '{call.example}', its parent has '{parent_example}'"
         if call.invocation != (expected := earlier.get(call.module, 0)):
             yield (
                 f"call '{call.id}': invocation: got {call.invocation}, its path has {expected} earlier calls of "

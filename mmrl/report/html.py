@@ -1,4 +1,4 @@
-"""Pages for people: `report.html` of a run, and what all pages share.
+"""HTML pages: `report.html` of a run, and the parts that all pages share.
 
 No network; numbers and figures without script, on a phone and in the dark. Markup is in `templates/`, rendered by
 Jinja with autoescape: what comes from a config, a model or a data set cannot become markup. The one script, the rollout
@@ -66,7 +66,7 @@ def write_report(overview: Overview) -> Path:
     page = rendered(
         "run.html",
         blocks=blocks,
-        all_blocks=len(browser.places(overview)),
+        all_blocks=len(browser.step_keys(overview)),
         script=script,
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         overview=overview,
@@ -98,7 +98,7 @@ def report_run(path: Path | str) -> Path:
         CheckpointError: not a run.
     """
     with damage_named(path):
-        return write_report(Overview.of(RunDir.read(path)))
+        return write_report(Overview.from_run(RunDir.read(path)))
 
 
 @cache
@@ -120,7 +120,7 @@ def _script() -> str:
 
 
 def rendered(template: str, **values: object) -> bytes:
-    """A page of `templates/`, as UTF-8."""
+    """Render a page of `templates/`, as UTF-8."""
     page = _templates().get_template(template).render(dark_css=DARK_CSS, **values)
     # A model may have written a lone surrogate, which UTF-8 cannot hold.
     return hide(readable(page)).encode("utf-8", "replace")
@@ -130,7 +130,7 @@ def rendered(template: str, **values: object) -> bytes:
 
 
 def _scores(overview: Overview) -> Iterator[dict[str, object]]:
-    """Scores of an `mmrl eval` with their intervals, and the items with the lowest ones."""
+    """Yield scores of an `mmrl eval` with their intervals, and the items with the lowest ones."""
     for split, steps in overview.items.items():
         for items in filter(None, steps.values()):
             title, rows = item_rows(items, ITEMS)
@@ -141,11 +141,11 @@ def _scores(overview: Overview) -> Iterator[dict[str, object]]:
 def _curves(overview: Overview) -> dict[str, str]:
     offered = overview.metric_names(overview.split)
     names = dict.fromkeys([overview.main_metric, "em", "f1", "accuracy", "reward"])
-    shown = [name for name in names if name is not None and name in offered][:4]
-    curves = {name: overview.evaluations(overview.split, name) for name in shown}
+    selected = [name for name in names if name is not None and name in offered][:4]
+    curves = {name: overview.evaluations(overview.split, name) for name in selected}
     return {
         f"{learning(overview.training)[0].capitalize()} in training": reward_curve(overview.training),
-        f"Evaluation on {overview.split} (band: 95 % interval of {shown[0] if shown else ''})": evaluation_curve(
+        f"Evaluation on {overview.split} (band: 95 % interval of {selected[0] if selected else ''})": evaluation_curve(
             curves, overview.split
         ),
     }
@@ -153,9 +153,9 @@ def _curves(overview: Overview) -> dict[str, str]:
 
 def _module_curves(overview: Overview) -> dict[str, str]:
     facts = [fact for fact in module_facts(overview.training) if fact not in ("calls", "attempts", "clip_share")]
-    known = [fact for fact in MODULE_LABELS if fact in facts]
+    listed = [fact for fact in MODULE_LABELS if fact in facts]
     figures = {}
-    for fact in [*known, *sorted(set(facts) - set(known))]:
+    for fact in [*listed, *sorted(set(facts) - set(listed))]:
         keys = {name: f"module/{name}/{fact}" for name in overview.modules}
         having = [name for name, key in keys.items() if len(series(overview.training, key)[1])]
         label = MODULE_LABELS.get(fact, fact.replace("_", " "))

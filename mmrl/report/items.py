@@ -1,4 +1,4 @@
-"""A step or an evaluation, example by example: tables, and the tree of one, for `mmrl show`.
+"""Tables of a step or an evaluation, example by example, and the tree of one, for `mmrl show`.
 
 Part of `report`. A directory of `mmrl eval` has a journal for each part of its items; of the evaluations in training
 only results of items are stored.
@@ -18,7 +18,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.stats import FIRST, duration, number, short
 from mmrl.report.tables import Rows, facts_table, with_interval
 from mmrl.report.text import align, clean
-from mmrl.report.trees import asked_lines, render_example, shown_prediction
+from mmrl.report.trees import input_lines, render_example, shorten_prediction
 
 WORST = 10
 """Items that an overview lists."""
@@ -29,14 +29,14 @@ COLUMNS = 3
 
 
 def run_facts(overview: Overview) -> list[str]:
-    """Algorithm, task and model, how far the run is, and what it has cost."""
+    """Return the algorithm, task and model, how far the run is, and what it has cost."""
     steps = [] if overview.evaluates else [f"{overview.done}{f' of {overview.total}' if overview.total else ''} steps"]
     seconds = number(overview.summary.get("seconds"))
-    return [overview.what, *steps, *([] if seconds is None else [duration(seconds)]), overview.state]
+    return [overview.description, *steps, *([] if seconds is None else [duration(seconds)]), overview.state]
 
 
 def evaluation_text(overview: Overview, width: int) -> str:
-    """An evaluation of `mmrl eval`: scores, behaviour, and the items with the lowest scores."""
+    """Render an evaluation of `mmrl eval`: scores, behaviour, and the items with the lowest scores."""
     evaluated = [(step, items) for steps in overview.items.values() for step, items in steps.items() if items]
     parts = [f"{overview.name}: {', '.join(run_facts(overview))}\n{overview.run.path}"]
     if not evaluated:
@@ -47,13 +47,13 @@ def evaluation_text(overview: Overview, width: int) -> str:
     parts.append(facts_table(overview.summary.get("facts") or {}))
     parts.append(_items_text(items, width, worst=WORST))
     example = clean(items[0]["id"])
-    further = [f"all items:        mmrl show {overview.run.path} step={step}"] if len(items) > WORST else []
-    parts.append("\n".join([*further, f"one item's calls: mmrl show {overview.run.path} example='{example}'"]))
+    commands = [f"all items:        mmrl show {overview.run.path} step={step}"] if len(items) > WORST else []
+    parts.append("\n".join([*commands, f"one item's calls: mmrl show {overview.run.path} example='{example}'"]))
     return "\n\n".join(part for part in parts if part)
 
 
 def score_rows(items: Sequence[Item], metrics: Mapping[str, object]) -> Rows:
-    """A row per metric: mean and 95 % interval; of an evaluation that is not finished, the means so far.
+    """Return a row per metric: mean and 95 % interval; of an evaluation that is not finished, the means so far.
 
     Args:
         metrics: of the evaluation's summary; empty where there is none yet.
@@ -65,13 +65,13 @@ def score_rows(items: Sequence[Item], metrics: Mapping[str, object]) -> Rows:
 
 
 def metric_names(items: Sequence[Item]) -> list[str]:
-    """Metrics of items, those of answers first."""
+    """Return the metrics of items, those of answers first."""
     names = dict.fromkeys(name for item in items for name in item["metrics"])
     return sorted(names, key=lambda name: (name not in FIRST, name != "reward", name))
 
 
 def item_rows(items: Sequence[Item], worst: int | None = None) -> tuple[str, Rows]:
-    """A title, and scores and a prediction of each item, in the order of the split.
+    """Return a title, and scores and a prediction of each item, in the order of the split.
 
     Args:
         worst: how many are listed, those with the lowest scores first; None: all.
@@ -90,20 +90,20 @@ def _items_text(items: Sequence[Item], width: int, worst: int | None = None) -> 
 
 
 def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> Rows:
-    """A row for each named item; how it failed where one has, and how many parse failures its program caught."""
+    """Return a row for each named item; how it failed where one has, and how many parse failures its program caught."""
     kinds = [Counter(map(clean, item.get("errors") or ())) for item in items.values()]
-    failed = [", ".join(f"{kind} {count}" if count > 1 else kind for kind, count in of.items()) for of in kinds]
+    failed = [", ".join(f"{kind} {count}" if count > 1 else kind for kind, count in counts.items()) for counts in kinds]
     caught = [str(item.get("caught_parse", "")) for item in items.values()]
     columns = {title: cells for title, cells in (("failed", failed), (CAUGHT, caught)) if any(cells)}
     rows = [[head, *names, *columns, "a prediction"]]
     for (name, item), *cells in zip(items.items(), *columns.values(), strict=True):
         scores = [short(item["metrics"].get(metric)) for metric in names]
-        rows.append([name, *scores, *cells, shown_prediction((item.get("predictions") or [""])[0])])
+        rows.append([name, *scores, *cells, shorten_prediction((item.get("predictions") or [""])[0])])
     return rows
 
 
 def step_text(overview: Overview, step: int, width: int) -> str:
-    """The examples that a step trained on, and the items that were evaluated after it.
+    """Return the examples that a step trained on, and the items that were evaluated after it.
 
     Raises:
         CheckpointError: it has neither; names the steps that have one.
@@ -112,7 +112,7 @@ def step_text(overview: Overview, step: int, width: int) -> str:
     training = run.journal_path(step).is_file()
     if training:
         parts.append(_examples_table(run, read_step(run, step)[0], step, width))
-    evaluated = {split: items for (split, at), items in _evaluated(overview).items() if at == step}
+    evaluated = {split: items for (split, after), items in _evaluated(overview).items() if after == step}
     for split, items in evaluated.items():
         when = "" if overview.evaluates else f" after step {step}" if step else " before training"
         table = _items_text(items, width, worst=WORST if training else None)
@@ -126,7 +126,7 @@ def step_text(overview: Overview, step: int, width: int) -> str:
 
 
 def example_text(overview: Overview, example: str, step: int | None, width: int) -> str:
-    """The calls of a training example at a step, or what evaluations say of an item.
+    """Return the calls of a training example at a step, or what evaluations say of an item.
 
     Args:
         step: None: the last step that has the example.
@@ -137,14 +137,14 @@ def example_text(overview: Overview, example: str, step: int | None, width: int)
     """
     run = overview.run
     evaluated = {key: items for key, items in _evaluated(overview).items() if step in (None, key[1])}
-    steps = [at for at in reversed(run.journal_steps()) if step in (None, at)]
+    steps = [recorded for recorded in reversed(run.journal_steps()) if step in (None, recorded)]
     if not steps and not evaluated:
         which = "the run has no journals yet" if step is None else f"no journal of step {step}; {_steps(overview)}"
         raise CheckpointError(f"{run.path}: {which}")
     ids: dict[str, None] = {}
     # From the newest step back: a journal is read whole, so the first match ends the search.
-    for at in steps:
-        forest, entries = read_step(run, at)
+    for recorded in steps:
+        forest, entries = read_step(run, recorded)
         if example in forest.examples:
             return render_example(forest, entries, example, width, run.examples.get(("train", example)))
         ids |= dict.fromkeys(forest.examples)
@@ -154,11 +154,11 @@ def example_text(overview: Overview, example: str, step: int | None, width: int)
         raise ConfigError(clean(unknown("example", example, ids)))
     rows = _item_rows(
         "evaluation",
-        {f"{split}, step {at}": item for (split, at), item in results.items()},
+        {f"{split}, step {after}": item for (split, after), item in results.items()},
         metric_names(list(results.values()))[:COLUMNS],
     )
-    asked = asked_lines(run.examples.get((next(iter(results))[0], example)))
-    parts = ["\n".join([f"item {clean(example)}", *asked, align(rows, width=width)])]
+    inputs = input_lines(run.examples.get((next(iter(results))[0], example)))
+    parts = ["\n".join([f"item {clean(example)}", *inputs, align(rows, width=width)])]
     # Its calls, where an evaluation has stored them.
     for split in dict.fromkeys(split for split, _ in results):
         # An item that was evaluated again, after a failure, is in a later journal.
@@ -176,9 +176,9 @@ def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
     for example in forest.examples:
         rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        ends = {"reward": fmean(rewards), "lowest": min(rewards), "highest": max(rewards)} if rewards else {}
+        reward_stats = {"reward": fmean(rewards), "lowest": min(rewards), "highest": max(rewards)} if rewards else {}
         items[clean(example)] = {
-            "metrics": {"rollouts": len(rollouts), **ends},
+            "metrics": {"rollouts": len(rollouts), **reward_stats},
             "errors": [rollout.error for rollout in rollouts if rollout.error is not None],
             "predictions": [rollout.prediction for rollout in rollouts if rollout.prediction is not None],
             **({"caught_parse": caught[example]} if caught else {}),
@@ -192,12 +192,12 @@ def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
 
 
 def _evaluated(overview: Overview) -> dict[tuple[str, int], Sequence[Item]]:
-    """(split, step) -> results of its items, of evaluations that have some."""
+    """Return (split, step) -> results of its items, for evaluations that have some."""
     return {(split, step): items for split, steps in overview.items.items() for step, items in steps.items() if items}
 
 
 def _steps(overview: Overview) -> str:
-    """The steps that have something to show."""
+    """Return the steps that have something to show."""
     steps, evaluations = overview.run.journal_steps(), sorted({step for _, step in _evaluated(overview)})
     have = [f"journals exist for steps {steps[0]} to {steps[-1]}"] if steps else []
     have += [f"evaluations of step {', '.join(map(str, evaluations))}"] if evaluations else []

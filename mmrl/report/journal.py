@@ -58,7 +58,7 @@ def write_step(
 
 
 class JournalWriter:
-    """Writes the steps' journals one after the other, each in the background while its step trains."""
+    """Writer of the steps' journals, one after the other, each in the background while its step trains."""
 
     def __init__(self) -> None:
         # Its thread starts with the first journal.
@@ -87,7 +87,7 @@ class JournalWriter:
 
 
 def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple[Forest, list[JsonObject]]:
-    """The forest and the credit entries of one step, as they were written.
+    """Read the forest and the credit entries of one step.
 
     Raises:
         CheckpointError: there is no such journal, or its file is damaged.
@@ -104,7 +104,7 @@ def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple
 
 
 def encode_step(forest: Forest, entries: Sequence[object]) -> list[JsonObject]:
-    """A forest and its credit as JSON-ready lines."""
+    """Convert a forest and its credit to JSON-ready lines."""
     head = {"line": "forest", "step": forest.step, "modules": forest.modules, "meta": dict(forest.meta)}
     lines: list[JsonObject] = [head]
     # Calls of a group share their prompt, which is most of the text of a journal.
@@ -122,7 +122,7 @@ def encode_step(forest: Forest, entries: Sequence[object]) -> list[JsonObject]:
 
 
 def decode_step(lines: Sequence[JsonObject]) -> tuple[Forest, list[JsonObject]]:
-    """The inverse of `encode_step`.
+    """Invert `encode_step`.
 
     Raises:
         KeyError, ValueError, TypeError, IndexError: lines that are none of a journal.
@@ -161,12 +161,12 @@ def decode_step(lines: Sequence[JsonObject]) -> tuple[Forest, list[JsonObject]]:
 
 
 def _tuples(record: JsonObject) -> JsonObject:
-    """A call or an entry, whose lists are ids and numbers per token; what facts hold stays as it is."""
+    """Convert the lists of a call or an entry, which are ids and numbers per token, to tuples; facts stay lists."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
 
 
 def _fields(record: object, leave_out: Sequence[str] = ()) -> JsonObject:
-    """Fields of a dataclass or mapping, without those that equal their default."""
+    """Return the fields of a dataclass or mapping, without those that equal their default."""
     if isinstance(record, Mapping):
         return dict(record)
     if not dataclasses.is_dataclass(record) or isinstance(record, type):
@@ -185,7 +185,7 @@ def _available(run: RunDir, evaluation: str | None) -> str:
 
 
 def load_rollouts(path: Path) -> Forest:
-    """The forest of a JSON file, or of one step of a run's journal (`journal/step-*.jsonl.gz`); either may be zipped.
+    """Load the forest of a JSON file, or of a step of a journal (`journal/step-*.jsonl.gz`); either may be zipped.
 
     Raises:
         DataError: the file is missing or malformed.

@@ -39,7 +39,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def describe_environment(command: Sequence[str]) -> JsonObject:
-    """Everything that a reader needs to know to run `command` again, besides the config."""
+    """Collect everything that a reader needs to run `command` again, besides the config."""
     # Only if it is loaded anyway: importing it would cost seconds.
     torch = sys.modules.get("torch")
     return {
@@ -61,7 +61,7 @@ def describe_environment(command: Sequence[str]) -> JsonObject:
 
 
 def git_state(folder: Path) -> JsonObject | None:
-    """`{"commit", "dirty"}` of the repository around `folder`; None without git or outside of a repository."""
+    """Return `{"commit", "dirty"}` of the repository around `folder`; None without git or outside of a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -85,7 +85,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of those that matter and are installed."""
+    """Return package -> version, of relevant packages that are installed."""
     return {package: version for package in PACKAGES if (version := _version(package)) is not None}
 
 
@@ -97,17 +97,17 @@ def _version(package: str) -> str | None:
 
 
 def unmet() -> list[str]:
-    """Requirements of mmrl that this interpreter does not meet, one sentence each; imports none of them."""
+    """Yield requirements of mmrl that this interpreter does not meet, one sentence each; imports none of them."""
     from packaging.requirements import Requirement
 
     try:
         required = [Requirement(line) for line in metadata.requires("mmrl") or ()]
-    # It runs from its source, without having been installed: nothing says what it requires.
+    # mmrl runs from its source and is not installed, so its requirements are unknown.
     except metadata.PackageNotFoundError:
         return []
     problems = []
     for requirement in required:
-        # An empty `extra`: what mmrl needs by itself.
+        # An empty `extra`: the requirements of mmrl itself.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         version = _version(requirement.name)
@@ -119,7 +119,7 @@ def unmet() -> list[str]:
 
 
 def cpu_name() -> str:
-    """Name of this machine's CPU."""
+    """Return the name of this machine's CPU."""
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text().splitlines() if facts.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

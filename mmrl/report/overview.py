@@ -1,4 +1,4 @@
-"""One reading of a run directory, shared by `mmrl show`, the summary and the HTML report; and the runs below a folder.
+"""Overview of a run directory, for `mmrl show`, the summary and the HTML report; and the runs below a folder.
 
 Part of `report`; reads only, also while the run is going on.
 """
@@ -103,7 +103,7 @@ class Overview:
     """Split -> step -> per-item results."""
 
     @classmethod
-    def of(cls, run: RunDir) -> Overview:
+    def from_run(cls, run: RunDir) -> Overview:
         """Read everything but the journals.
 
         Raises:
@@ -112,7 +112,7 @@ class Overview:
         return cls(run, run.config, run.environment, run.summary, run.history(), _items_of(run))
 
     def get(self, path: str, default: object = None) -> Any:
-        """A config value by the path that the user would type; `default` where there is none."""
+        """Return a config value by the path that the user would type; `default` where there is none."""
         value: object = self.config
         for part in path.split("."):
             if not isinstance(value, Mapping) or part not in value:
@@ -132,7 +132,7 @@ class Overview:
         return name or f"{self.get('algo.name', 'eval')}-{self.get('task.name', '?')}-s{self.get('seed', 0)}"
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """Algorithm, task and model in a few words; of an evaluation policy, task and split."""
         if self.evaluates:
             return f"{self.get('policy')} on {self.get('task.name', '?')}, {self.split}"
@@ -144,12 +144,12 @@ class Overview:
 
     @property
     def state(self) -> str:
-        """`finished`, `running`, or how to continue it."""
+        """State of the run: `finished`, `running`, or the command that continues it."""
         if self.summary:  # the process that writes the report of a finished run still holds the lock
             return "finished"
         # The lock is looked at each time: a state that was cached would be wrong a moment later.
-        again = f"mmrl {'eval' if self.evaluates else 'train'} resume={self.run.resumed_as}"
-        return "running" if self.run.in_use else f"stopped; continue with: {again}"
+        command = f"mmrl {'eval' if self.evaluates else 'train'} resume={self.run.resumed_as}"
+        return "running" if self.run.in_use else f"stopped; continue with: {command}"
 
     @property
     def split(self) -> str:
@@ -158,22 +158,22 @@ class Overview:
 
     @property
     def training(self) -> list[JsonObject]:
-        """Steps that were trained."""
+        """Number of steps that were trained."""
         return [record for record in self.history if record["step"] > 0]
 
     @property
     def done(self) -> int:
-        """Steps done."""
+        """Number of finished steps."""
         return max((record["step"] for record in self.history), default=0)
 
     @property
     def total(self) -> int | None:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         return self.get("train.steps")
 
     @property
     def curve(self) -> dict[str, float]:
-        """The first, the last and the best of the means that charts show of reward (or loss); {} before a step."""
+        """Values of the drawn mean of reward (or loss): the first, the last and the best; {} before a step."""
         name, _, values = learning(self.training)
         if not len(values):
             return {}
@@ -182,36 +182,38 @@ class Overview:
 
     @cached_property
     def alarms(self) -> list[Alarm]:
-        """All that rang."""
+        """Alarms of the run."""
         raised = [*alarms(self.training), *trial_alarms(self.run.path)]
         return sorted(raised, key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
     @property
     def unscored(self) -> str:
-        """A sentence where nothing was ever scored above 0, and no alarm says why; else empty."""
-        scores = [(name, one.before, one.after) for name, one in self.differences.items() if name == self.main_metric]
+        """Sentence for a run that never scored above 0 without an alarm that says why; else empty."""
+        scores = [
+            (name, change.before, change.after) for name, change in self.differences.items() if name == self.main_metric
+        ]
         name, _, values = learning(self.training)
         scores += [("the reward in training", values[0], values[-1])] if name == "reward" and len(values) else []
         nothing = [name for name, *both in scores if all(abs(score) < 5e-4 for score in both)]  # 0.000, as it is shown
         if not nothing or self.alarms or self.evaluates:
             return ""
         failed = failed_text(failure_shares(self.training[-1])) if self.training else ""
-        how = f"; of the rollouts of the last step {failed}" if failed else ""
+        failures = f"; of the rollouts of the last step {failed}" if failed else ""
         return (
-            f"No alarm rang, yet {nothing[0]} is 0 at the start and at the end{how}. mmrl doctor with the run's "
+            f"No alarm rang, yet {nothing[0]} is 0 at the start and at the end{failures}. mmrl doctor with the run's "
             "settings looks for what is wrong."
         )
 
     @property
     def no_alarm(self) -> str:
-        """The sentence where no alarm rang, also because there are too few steps for most of them."""
+        """Sentence for a run without alarms, also because there are too few steps for most of them."""
         steps, window = len(self.training), Thresholds().window
         few = f"; most look at means over {window} steps, and this run has {steps}" if steps < window else ""
         return self.unscored or f"No alarm rang{few}."
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
-        """Modules with metrics."""
+        """Names of the modules with metrics."""
         return modules_in(self.training)
 
     @property
@@ -222,7 +224,7 @@ class Overview:
         return next((str(name) for name in preferred if name in names), names[0] if names else None)
 
     def metric_names(self, split: str) -> list[str]:
-        """Evaluation metrics with an interval; those of answers first."""
+        """Return the evaluation metrics with an interval; those of answers first."""
         prefix = f"eval/{split}/"
         keys = dict.fromkeys(key for record in self.history for key in record if key.startswith(prefix))
         # A metric with a lower bound has an interval: the others are counts and times.
@@ -231,7 +233,7 @@ class Overview:
         return sorted(measured, key=lambda name: (name not in FIRST, name == "reward"))
 
     def evaluations(self, split: str, metric: str) -> list[tuple[int, float, float | None, float | None]]:
-        """(step, value, low, high) of every evaluation."""
+        """Return (step, value, low, high) of every evaluation."""
         points = []
         for record in self.history:
             value = number(record.get(f"eval/{split}/{metric}"))
@@ -240,9 +242,9 @@ class Overview:
                 points.append((int(record["step"]), value, low, high))
         return points
 
-    def evaluation_rows(self, split: str, most: int = 4) -> Rows:
-        """A row per evaluation with its first metrics and their intervals; [] without any."""
-        names = sorted(self.metric_names(split), key=lambda name: name != self.main_metric)[:most]
+    def evaluation_rows(self, split: str, limit: int = 4) -> Rows:
+        """Return a row per evaluation with its first metrics and their intervals; [] without any."""
+        names = sorted(self.metric_names(split), key=lambda name: name != self.main_metric)[:limit]
         if not names:
             return []
         rows = [["step", *names, "items"]]
@@ -260,19 +262,19 @@ class Overview:
 
     @cached_property
     def differences(self) -> dict[str, Difference]:
-        """Metric -> last evaluation against the first, on the items that both have; empty before a second one."""
+        """Differences of the last evaluation to the first by metric, on common items; empty before a second one."""
         # The first and the last evaluation: before and after training.
         steps = sorted(self.items.get(self.split, {}))
         return self.compared(steps[0], steps[-1]) if len(steps) > 1 else {}
 
     def compared(self, before: int, after: int) -> dict[str, Difference]:
-        """Metric -> the evaluation after step `after` against that after step `before`, as `eval.*` says."""
+        """Compare by metric the evaluation after step `after` with that after step `before`, as `eval.*` says."""
         evaluated, resamples = self.items[self.split], int(self.get("eval.bootstrap", 1000))
         return compare_items(evaluated[before], evaluated[after], int(self.get("seed", 0)), resamples, self.main_metric)
 
     @cached_property
     def kind(self) -> list[str]:
-        """Data and model of this run, in sentences for people."""
+        """Description of the run's data and model, in sentences."""
         sentences = []
         sources = self.get("task.data", {}) or {}
         splits = (*(() if self.evaluates else ("train",)), str(self.split))

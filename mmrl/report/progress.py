@@ -108,7 +108,7 @@ class Progress:
         self._evaluations: dict[str, list[tuple[int, Metrics]]] = {}
         # An endless period: evaluations between steps are part of the pace, however long they take.
         self._bars = Bars(console=self._console, auto_refresh=False, speed_estimate_period=math.inf)
-        self._bars.add_task(self._plain(title), total=total, completed=first_step, pace="")
+        self._bars.add_task(self._safe(title), total=total, completed=first_step, pace="")
         self._task = self._bars.tasks[0]
         # A first sample, so that one step is enough for a pace.
         self._bars.advance(self._task.id, 0)
@@ -134,7 +134,7 @@ class Progress:
 
     @_harmless
     def step(self, step: int, metrics: Metrics) -> None:
-        """Step number `step` is done; `metrics` as logged."""
+        """Record that step number `step` is done; `metrics` as logged."""
         self._bars.update(self._task.id, completed=step)
         self._bars.update(self._task.id, pace=self._pace())
         self._history.append({**metrics, "step": step})
@@ -155,7 +155,7 @@ class Progress:
 
     @_harmless
     def evaluation(self, step: int, split: str, metrics: Metrics) -> None:
-        """An evaluation after `step` steps is done; keys with or without the prefix `eval/<split>/`."""
+        """Record an evaluation after `step` steps; keys with or without the prefix `eval/<split>/`."""
         if not self._history and step <= self._task.completed:  # the one before training is no part of a step
             self._bars.reset(self._task.id, completed=int(self._task.completed))
             self._bars.advance(self._task.id, 0)
@@ -164,14 +164,14 @@ class Progress:
         self._status = ""
         self._draw()
         if self._live is None:
-            shown = "  ".join(f"{key} {with_interval(metrics, key)}" for key in self._metric_names(metrics))
+            text = "  ".join(f"{key} {with_interval(metrics, key)}" for key in self._metric_names(metrics))
             count = number(metrics.get("n"))
             items = "" if count is None else f"  n {count:.0f}"
             shares = {key.removeprefix("failed/"): number(metrics[key]) for key in metrics if key.startswith("failed/")}
             failed = failed_text({kind: share for kind, share in shares.items() if share})
             zero = [kind for kind in shares if kind not in MODEL_CAUSED]
             failed += f", {', '.join(zero)} counted as 0" if zero else ""
-            self._print_line("  ".join(filter(None, [f"evaluation on {split} at step {step}: {shown}{items}", failed])))
+            self._print_line("  ".join(filter(None, [f"evaluation on {split} at step {step}: {text}{items}", failed])))
 
     @_harmless
     def status(self, text: str) -> None:
@@ -181,7 +181,7 @@ class Progress:
 
     @_harmless
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """Print a line that stays above the display."""
         self._print_line(text)
 
     # --- drawing
@@ -194,7 +194,7 @@ class Progress:
             self._print_line(f"{self._task.description}: {self._task.remaining:.0f} steps to go")
 
     def switch_off(self, error: Exception) -> None:
-        """End the display for good; the run goes on."""
+        """End the display for good; the run continues."""
         self.off = True
         with suppress(Exception):
             if self._live is not None:
@@ -203,12 +203,12 @@ class Progress:
             print(f"progress display switched off: {type(error).__name__}: {error}", file=sys.stderr)
 
     def _for_alarms(self) -> list[JsonObject]:
-        """The first and the last steps: what alarms compare, at a cost that does not grow with the run."""
+        """Return the first and the last steps: what alarms compare, at a cost that does not grow with the run."""
         last = list(self._history)[-ALARM_LAST:]
         return [record for record in self._first if record["step"] < last[0]["step"]] + last
 
     def _print_line(self, text: str, style: str = "") -> None:
-        self._console.print(Text(self._plain(text), style=style), soft_wrap=not self._console.is_terminal)
+        self._console.print(Text(self._safe(text), style=style), soft_wrap=not self._console.is_terminal)
 
     def _draw(self) -> None:
         if self._live is not None:
@@ -222,7 +222,7 @@ class Progress:
             return Text(f"(display: {type(error).__name__}: {error})")
 
     def render(self, width: int) -> RenderableType:
-        """The whole display for a terminal of `width` columns."""
+        """Render the whole display for a terminal of `width` columns."""
         columns = {
             80: TextColumn("{task.description}", style="bold", markup=False),
             1: TextColumn("step {task.completed}/{task.total}", style="bold"),
@@ -236,11 +236,11 @@ class Progress:
             rows.append(self._dim(align(curves, indent="")))
         if self._history:
             rows.append(self._dim(" · ".join([*self._numbers(), *self._costs()])))
-        rows += [Text(self._plain(f"! {alarm.name}  {alarm.key}: {alarm.message}"), "yellow") for alarm in self._alarms]
+        rows += [Text(self._safe(f"! {alarm.name}  {alarm.key}: {alarm.message}"), "yellow") for alarm in self._alarms]
         return Group(*rows, *([self._dim(self._status)] if self._status else []))
 
     def _curves(self, room: int) -> Rows:
-        """Reward and evaluations, a row each: name, newest value, curve of at most `room` characters with notes."""
+        """Return rows of reward and evaluations: name, newest value, curve of at most `room` characters, notes."""
         rows = [["", "", ""]]
         name, _, curve = learning(list(self._history))
         if len(curve):
@@ -258,7 +258,7 @@ class Progress:
         return rows[1:] or rows
 
     def _costs(self) -> list[str]:
-        """Shares of the newest step's time, and the memory of the process."""
+        """Return the shares of the newest step's time, and the memory of the process."""
         last = self._history[-1]
         total = number(last.get("time/step"))
         shares = {name: number(last.get(f"time/{name}")) for name in ("generate", "retrieve", "update")}
@@ -267,12 +267,12 @@ class Progress:
         return parts if memory is None else [*parts, f"{memory / 1024:.1f} GB"]
 
     def _dim(self, text: str) -> Text:
-        return Text(self._plain(text), style="dim", no_wrap=True, overflow="ellipsis")
+        return Text(self._safe(text), style="dim", no_wrap=True, overflow="ellipsis")
 
     # --- words
 
     def _metric_names(self, metrics: Metrics) -> list[str]:
-        """The main metric first, then the others that are worth a line."""
+        """Return the main metric first, then the others that are worth a line."""
         # Tasks differ in their metrics; three lines per split are as many as can be read at a glance.
         offered = [
             key for key in (self._main, "em", "f1", "accuracy", "reward") if number(metrics.get(key)) is not None
@@ -280,9 +280,9 @@ class Progress:
         return list(dict.fromkeys(offered))[:3]
 
     def _line_is_due(self, step: int) -> bool:
-        total, (before, at), now = self._task.total or 0, self._last_line, time.monotonic()
+        total, (before, printed_at), now = self._task.total or 0, self._last_line, time.monotonic()
         due = step - before >= max(1, total // PLAIN_LINES) or step >= total or len(self._history) == 1
-        if due or now - at >= PLAIN_SECONDS:
+        if due or now - printed_at >= PLAIN_SECONDS:
             self._last_line = (step, now)
             return True
         return False
@@ -293,7 +293,7 @@ class Progress:
         return "  ".join([*parts, *self._numbers(), self._pace()])
 
     def _numbers(self) -> list[str]:
-        """The newest step in a few numbers."""
+        """Return the newest step in a few numbers."""
         last = self._history[-1]
         reward = last.get("reward/mean", last.get("prompts/score"))
         accuracy = number(last.get("train/token_accuracy"))
@@ -308,16 +308,16 @@ class Progress:
         return [*parts, *filter(None, [failed_text(failure_shares(last))])]
 
     def _pace(self) -> str:
-        """Seconds per step, evaluations included, and the time left at that pace; empty before the first step."""
+        """Return the seconds per step with evaluations, and the time left at that pace; empty before the first step."""
         if not (speed := self._task.speed):
             return ""
-        left = "done" if self._task.finished else f"{duration(self._task.time_remaining or 0)} left"
-        return f"{duration(1 / speed)}/step  {left}"
+        remaining = "done" if self._task.finished else f"{duration(self._task.time_remaining or 0)} left"
+        return f"{duration(1 / speed)}/step  {remaining}"
 
     def _spark(self, values: list[float], width: int) -> str:
         return sparkline(values, width, ascii_only=self._ascii)
 
-    def _plain(self, text: str) -> str:
-        """`text` as the terminal's encoding can show it, without secrets, which a line break would hide from `hide`."""
+    def _safe(self, text: str) -> str:
+        """Reduce `text` to the terminal's encoding, without secrets, which a line break would hide from `hide`."""
         text = hide(text)
         return text.encode("ascii", "replace").decode() if self._ascii else text

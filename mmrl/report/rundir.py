@@ -51,13 +51,13 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a file name like `step-000012.jsonl.gz`; None without one."""
+    """Return the step in a file name like `step-000012.jsonl.gz`; None without one."""
     match = _STEP.search(path.name)
     return int(match.group(1)) if match else None
 
 
 def rows_of(path: Path) -> list[Path]:
-    """The runs of a set in one folder (`mmrl train stages=[A,B]`) that have begun, in order; [] for other folders."""
+    """Return the begun runs of a set in one folder (`mmrl train stages=[A,B]`), in order; [] for other folders."""
     if not (path / SET).is_file():
         return []
     folders = [below for below in path.glob("*_*/") if below.name.partition("_")[0].isdigit()]
@@ -65,14 +65,14 @@ def rows_of(path: Path) -> list[Path]:
 
 
 def _texts(values: Mapping[str, object]) -> dict[str, str]:
-    """The readable fields of an example: texts, numbers and lists of them, without the name of a corpus."""
-    found = {}
+    """Return the readable fields of an example: texts, numbers and lists of them, without the name of a corpus."""
+    texts = {}
     for name, value in values.items():
         parts = value if isinstance(value, list | tuple) else [value]
         if name != "corpus" and parts and all(isinstance(part, str | int | float) for part in parts):
             text = "; ".join(map(str, parts))
-            found[name] = text if len(text) <= LONGEST else f"{text[:LONGEST]} […{len(text) - LONGEST} characters…]"
-    return found
+            texts[name] = text if len(text) <= LONGEST else f"{text[:LONGEST]} […{len(text) - LONGEST} characters…]"
+    return texts
 
 
 def is_run(path: Path) -> bool:
@@ -121,7 +121,7 @@ class RunDir:
         return run
 
     def _undo_create(self) -> None:
-        """Leave no half of a run, which would keep the same command from starting it."""
+        """Remove a half-created run, which would keep the same command from starting it."""
         self.close()
         for folder in FOLDERS:
             if (self.path / folder).is_dir() and not any((self.path / folder).iterdir()):
@@ -154,7 +154,7 @@ class RunDir:
 
     @classmethod
     def read(cls, path: Path | str) -> RunDir:
-        """Look at a run, without lock, also while it is running.
+        """Open a run directory without the lock, also while it is running.
 
         Raises:
             CheckpointError: not a run; names a run below `path` when there is one.
@@ -173,7 +173,7 @@ class RunDir:
     # --- its examples
 
     def note_examples(self, split: str, examples: Iterable[Example]) -> None:
-        """Append those that are not there yet to `examples.jsonl`: what was asked, and what the reward goes by."""
+        """Append new examples to `examples.jsonl`: the inputs, and what the reward goes by."""
         if self._noted is None:
             self._noted = set(self.examples)
         lines: list[JsonObject] = []
@@ -187,17 +187,17 @@ class RunDir:
 
     @property
     def examples(self) -> dict[tuple[str, str], JsonObject]:
-        """(split, id) -> `asked` and `gold`, texts by name; of what was trained on or evaluated."""
+        """Texts of the examples trained on or evaluated: (split, id) -> `asked` and `gold`, by name."""
         return {(str(line["split"]), str(line["id"])): line for line in read_jsonl(self.path / EXAMPLES)}
 
     # --- what is in it
 
     def journal_path(self, step: int, evaluation: str | None = None) -> Path:
-        """Journal file of a training step, or of the evaluation on split `evaluation` after that step."""
+        """Return the journal file of a training step, or of the evaluation on split `evaluation` after that step."""
         return self.path / "journal" / f"step-{step:06d}{f'-eval-{evaluation}' if evaluation else ''}.jsonl.gz"
 
     def eval_path(self, step: int, split: str) -> Path:
-        """Per-item results of the evaluation on `split` after `step` (0: before training)."""
+        """Return the per-item results of the evaluation on `split` after `step` (0: before training)."""
         return self.path / "eval" / f"step-{step:06d}-{split}.jsonl"
 
     @property
@@ -207,14 +207,14 @@ class RunDir:
 
     @property
     def config(self) -> JsonObject:
-        """The resolved config; of a run that was extended, with the steps of its last segment."""
+        """The resolved config; for an extended run with the steps of its last segment."""
         config = self._stored_config()
         if (segments := self.segments) and isinstance(config.get("train"), dict):
             config["train"]["steps"] = segments[-1]["steps"]
         return config
 
     def _stored_config(self) -> JsonObject:
-        """The mapping in `config.yaml`."""
+        """Return the mapping in `config.yaml`."""
         try:
             loaded = read_yaml(self.path / "config.yaml")
         except DataError as error:
@@ -256,7 +256,7 @@ class RunDir:
         return bool(summary) and (self.report_path.is_file() or "algo" not in self._stored_config())
 
     def history(self) -> list[JsonObject]:
-        """One mapping per step, in order (`step` is one of its keys); lines of the same step are merged."""
+        """Metrics as a mapping per step, in order (`step` is one of its keys); lines of the same step are merged."""
         # A step has two lines where it was evaluated apart from training.
         merged: dict[int, JsonObject] = {}
         for step, record in self._metrics_lines():
@@ -270,7 +270,7 @@ class RunDir:
             yield step, record
 
     def journal_steps(self, evaluation: str | None = None) -> list[int]:
-        """Steps that have a journal, in order."""
+        """Return the steps that have a journal, in order."""
         files = (self.path / "journal").glob("step-*.jsonl.gz")
         steps = sorted({step for file in files if (step := step_of(file)) is not None})
         return [step for step in steps if self.journal_path(step, evaluation).is_file()]
@@ -282,7 +282,7 @@ class RunDir:
         append_jsonl(self.metrics_path, [{"step": step, **metrics}])
 
     def add_segment(self, steps: int, done: int, command: Sequence[str]) -> None:
-        """Note that the run goes on to `steps`, of which `done` are done."""
+        """Record that the run goes on to `steps`, of which `done` are done."""
         started = datetime.now(UTC).isoformat(timespec="seconds")
         segment = {"steps": steps, "done": done, "started": started, "command": list(command), "summary": self.summary}
         append_jsonl(self.path / SEGMENTS, [segment])
@@ -292,11 +292,11 @@ class RunDir:
         atomic_write(self.path / "summary.json", dumps(summary, indent=1) + "\n")
 
     def recorded(self) -> JsonObject:
-        """Marks of the run's other files, which a checkpoint stores for `changed_since`."""
+        """Return the marks of the run's other files, which a checkpoint stores for `changed_since`."""
         return {"metrics": file_mark(self.metrics_path), "digests": file_mark(self.ledger.path)}
 
     def changed_since(self, record: Mapping[str, Any]) -> dict[Path, str]:
-        """Files that are not what they were at a checkpoint, and what is wrong with each.
+        """Return the files that differ from a checkpoint's marks, and what is wrong with each.
 
         Args:
             record: `recorded()` at that step.
@@ -305,13 +305,13 @@ class RunDir:
         return changed | self.ledger.changed(record["digests"])
 
     def truncate_after(self, step: int, record: Mapping[str, Any] | None = None) -> None:
-        """Forget metrics, journals and evaluations later than `step`: they will be computed again, bit-equal.
+        """Delete metrics, journals and evaluations later than `step`: they will be computed again, bit-equal.
 
         Args:
             record: `recorded()` at that step; None where no checkpoint has one.
         """
         if record is None:
-            records = [record for at, record in self._metrics_lines() if at <= step]
+            records = [record for line_step, record in self._metrics_lines() if line_step <= step]
             # Written anew and renamed: a kill in between leaves the old file whole.
             atomic_write(self.metrics_path, "".join(dumps(line) + "\n" for line in records))
         else:
@@ -322,8 +322,8 @@ class RunDir:
                 if (step_of(file) or 0) > step:
                     file.unlink()
 
-    def begin_again(self) -> None:
-        """Forget all that a run without a checkpoint has written but the evaluation before training.
+    def forget_training(self) -> None:
+        """Delete everything that a run without a checkpoint has written but the evaluation before training.
 
         Its metrics are computed again from its items, if those are what was written.
         """
@@ -345,7 +345,7 @@ class RunDir:
 
     @property
     def in_use(self) -> bool:
-        """True while a process is writing here."""
+        """True while a process writes to the folder."""
         return is_locked(self.path / LOCK)
 
     def close(self) -> None:
@@ -365,19 +365,19 @@ def refuse_full(path: Path) -> None:
     """Raises `ConfigError` unless `path` is free for a new run."""
     if not path.exists():
         # The nearest folder that exists decides whether a new one can be made.
-        above = next(folder for folder in path.absolute().parents if folder.exists())
-        if not above.is_dir():
-            raise ConfigError(f"run.dir: {path} lies below {above}, which is a file; expected a new or empty folder")
+        nearest = next(folder for folder in path.absolute().parents if folder.exists())
+        if not nearest.is_dir():
+            raise ConfigError(f"run.dir: {path} lies below {nearest}, which is a file; expected a new or empty folder")
         return
     if not path.is_dir():
         raise ConfigError(f"run.dir: {path} is a file, expected a new or empty folder")
     # A lock file alone is left by a start that failed before it wrote anything.
     if any(entry.name != LOCK for entry in path.iterdir()):
-        raise ConfigError(f"run.dir: {path} exists and is not empty, nothing was overwritten{_way_on(path)}")
+        raise ConfigError(f"run.dir: {path} exists and is not empty, nothing was overwritten{_resume_hint(path)}")
 
 
-def _way_on(path: Path) -> str:
-    """Hint with the command that continues the run in a folder; empty without a run."""
+def _resume_hint(path: Path) -> str:
+    """Return the hint with the command that continues the run in a folder; empty without a run."""
     if not (path / "config.yaml").is_file():
         return ""
     try:
@@ -389,7 +389,7 @@ def _way_on(path: Path) -> str:
 
 
 def _run_below(path: Path) -> str:
-    """The newest run at most three levels below, as a hint."""
+    """Return the newest run at most three levels below, as a hint."""
     runs = [folder for depth in ("*", "*/*", "*/*/*") for folder in path.glob(depth) if is_run(folder)]
     newest = max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime, default="")
     return f"; the newest run below it is {newest}" if newest else ""

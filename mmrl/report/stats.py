@@ -31,7 +31,7 @@ History: TypeAlias = Sequence[JsonObject]
 
 
 def number(value: object) -> float | None:
-    """`value` as a finite float; None for anything else (missing, text, NaN, infinity)."""
+    """Return `value` as a finite float; None for anything else (missing, text, NaN, infinity)."""
     # True is an int in Python, but no measurement.
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         return None
@@ -39,7 +39,7 @@ def number(value: object) -> float | None:
 
 
 def series(history: History, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps (int64) and finite values (float64) of one metric, both of the same length, in order."""
+    """Return the steps (int64) and finite values (float64) of one metric, both of the same length, in order."""
     points = [(int(record["step"]), value) for record in history if (value := number(record.get(key))) is not None]
     steps = np.array([step for step, _ in points], dtype=np.int64)
     return steps, np.array([value for _, value in points], dtype=np.float64)
@@ -49,7 +49,7 @@ FAILED = "rollouts/failed/"
 
 
 def failure_shares(metrics: Metrics) -> dict[str, float]:
-    """Kind of failure -> share of a step's rollouts that ended so, the most frequent first."""
+    """Return kind of failure -> share of a step's rollouts that ended so, the most frequent first."""
     count = number(metrics.get("rollouts/count")) or number(metrics.get("prompts/items"))  # of steps, of trials
     counts = {key.removeprefix(FAILED): number(value) for key, value in metrics.items() if key.startswith(FAILED)}
     shares = {kind: value / count for kind, value in counts.items() if value and count}
@@ -57,13 +57,13 @@ def failure_shares(metrics: Metrics) -> dict[str, float]:
 
 
 def failed_text(shares: Mapping[str, float]) -> str:
-    """`failed 58% (length 50%, program 8%)`; empty where nothing failed."""
+    """Format failures: `failed 58% (length 50%, program 8%)`; empty where nothing failed."""
     kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
     return f"failed {sum(shares.values()):.0%} ({kinds})" if kinds else ""
 
 
 def learning(history: History) -> tuple[str, np.ndarray, np.ndarray]:
-    """The metric by which training gets on, its steps and values: the reward, or a supervised stage's loss."""
+    """Return the metric by which training gets on, its steps and values: the reward, or a supervised stage's loss."""
     steps, rewards = series(history, "reward/mean")
     # Of reinforcement learning the loss says nothing about success; only a supervised stage has this accuracy.
     if len(rewards) or not any("train/token_accuracy" in record for record in history):
@@ -72,7 +72,7 @@ def learning(history: History) -> tuple[str, np.ndarray, np.ndarray]:
 
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over the last `window` values at each place (fewer at the start); same length as `values`."""
+    """Return the mean over the last `window` values at each place (fewer at the start); same length as `values`."""
     if not len(values):
         return values
     # One cumulative sum instead of a window per place: O(n) for runs of any length.
@@ -83,19 +83,19 @@ def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def keys_in(history: Iterable[Metrics]) -> tuple[str, ...]:
-    """All metric keys, in order of first appearance."""
+    """Return all metric keys, in order of first appearance."""
     return tuple(dict.fromkeys(chain.from_iterable(history)))
 
 
 def modules_in(history: Iterable[Metrics]) -> tuple[str, ...]:
-    """Module names that occur in keys `module/<name>/…`, in order of first appearance."""
+    """Return the module names that occur in keys `module/<name>/…`, in order of first appearance."""
     # A module's name may hold slashes of its own: only the first and the last part are fixed.
     module_keys = (key for key in keys_in(history) if key.startswith("module/") and key.count("/") >= 2)
     return tuple(dict.fromkeys(key.split("/", 1)[1].rsplit("/", 1)[0] for key in module_keys))
 
 
 def module_facts(history: Iterable[Metrics]) -> tuple[str, ...]:
-    """Facts that modules have, in order of first appearance; without `penalty` where no module ever got one."""
+    """Return facts of modules, in order of first appearance; without `penalty` where no module ever got one."""
     records = list(history)
     keys = [key for key in keys_in(records) if key.startswith("module/")]
     penalties = [key for key in keys if key.endswith("/penalty")]
@@ -111,14 +111,14 @@ def splits_in(history: Iterable[Metrics]) -> tuple[str, ...]:
 
 
 def binned(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` numbers: means of equal stretches of `values`."""
+    """Return at most `width` numbers: means of equal stretches of `values`."""
     if len(values) <= width:
         return [float(value) for value in values]
     return [float(np.mean(part)) for part in np.array_split(np.asarray(values, dtype=np.float64), width)]
 
 
 def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = False) -> str:
-    """One character per stretch of values, low to high; empty without values."""
+    """Return a character per stretch of values, low to high; empty without values."""
     finite = [float(value) for value in values if math.isfinite(value)]
     if not finite or width < 1:
         return ""
@@ -132,7 +132,7 @@ def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = Fa
 
 
 def short(value: object, digits: int = 3) -> str:
-    """A number in few characters: `0.412`, `12.3k`, `4.1G`, `1.2e-06`, `1.2e+15`; `-` for what is not a finite number.
+    """Format a number in few characters: `0.412`, `12.3k`, `4.1G`, `1.2e-06`, `1.2e+15`; `-` if not finite.
 
     What is smaller than 1e-12 is what rounding leaves of a sum of zero, and shown as such.
     """
@@ -155,17 +155,17 @@ def short(value: object, digits: int = 3) -> str:
 
 
 def fixed(value: float, digits: int = 3) -> str:
-    """A score with so many digits after the point, `0.412`; one of 1e15 and more as `1.2e+15`."""
+    """Format a score with so many digits after the point, `0.412`; one of 1e15 and more as `1.2e+15`."""
     return format(value, f".{digits}f" if abs(value) < 1e15 else ".1e")
 
 
 def signed(value: float) -> str:
-    """A difference of scores, `+0.041`."""
+    """Format a difference of scores, `+0.041`."""
     return format(value, "+.3f" if abs(value) < 1e15 else "+.1e")
 
 
 def duration(seconds: float) -> str:
-    """`48 s`, `3 min 05 s`, `2 h 10 min`, `3 d 4 h`."""
+    """Format a duration: `48 s`, `3 min 05 s`, `2 h 10 min`, `3 d 4 h`."""
     if not math.isfinite(seconds) or seconds < 0:
         return "-"
     if seconds < 9.95:
@@ -189,7 +189,7 @@ _CELLS = 2_000_000
 
 
 def bootstrap_means(values: np.ndarray, key: rng.Key, resamples: int) -> np.ndarray:
-    """Means of `resamples` draws with replacement from `values` (length n >= 1); shape (resamples,), float64."""
+    """Return means of `resamples` draws with replacement from `values` (length n >= 1); float64 (resamples,)."""
     n = len(values)
     # Counter-based: the draws depend on the key alone, not on what was drawn before.
     uniforms = np.random.Generator(np.random.Philox(key=rng.digest(*key, "bootstrap")))
@@ -198,13 +198,13 @@ def bootstrap_means(values: np.ndarray, key: rng.Key, resamples: int) -> np.ndar
     rows = max(1, _CELLS // n)
     for start in range(0, resamples, rows):
         stop = min(start + rows, resamples)
-        chosen = (uniforms.random((stop - start, n)) * n).astype(np.int64)
-        means[start:stop] = values[chosen].mean(axis=1)
+        indices = (uniforms.random((stop - start, n)) * n).astype(np.int64)
+        means[start:stop] = values[indices].mean(axis=1)
     return means
 
 
 def bootstrap_interval(values: Sequence[float], key: rng.Key, resamples: int = 1000) -> tuple[float, float]:
-    """The 95 % percentile bootstrap interval of the mean of `values`; (nan, nan) without values.
+    """Return the 95 % percentile bootstrap interval of the mean of `values`; (nan, nan) without values.
 
     Args:
         key: what the draw is for, as `(seed, "eval", "em")`.
@@ -218,7 +218,7 @@ def bootstrap_interval(values: Sequence[float], key: rng.Key, resamples: int = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Two sets of results on the same items, compared."""
+    """Difference between two sets of results on the same items."""
 
     n: int
     before: float
@@ -231,12 +231,12 @@ class Difference:
 
     @property
     def certain(self) -> bool:
-        """True where the interval excludes 0."""
+        """True if the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
     @property
     def verdict(self) -> str:
-        """A remark beside the numbers; empty for a certain difference."""
+        """Remark beside the numbers; empty for a certain difference."""
         if self.certain:
             return ""
         return "unchanged" if self.low == self.high == 0 else "may be chance"
@@ -245,7 +245,7 @@ class Difference:
 def stratified_interval(
     strata: Mapping[str, np.ndarray], weights: Mapping[str, float], key: Sequence[str]
 ) -> tuple[float, float] | None:
-    """95 % bootstrap interval of the weighted mean over strata, items resampled within each; None without items.
+    """Return the 95 % bootstrap interval of the weighted mean over strata, items resampled within each, or None.
 
     Args:
         strata: name -> (n,) values.
@@ -286,13 +286,13 @@ def compare_items(
     resamples: int = 1000,
     main_metric: str | None = None,
 ) -> dict[str, Difference]:
-    """Metric -> difference, for every metric that both evaluations have; items are matched by id.
+    """Compare two evaluations: metric -> difference, for every metric of both; items are matched by id.
 
     Args:
         before, after: items with `id` and `metrics` (name -> number), as in `eval/*.jsonl`.
         main_metric: put first.
     """
-    # By id, not by place: a resumed evaluation may have written its items in another order.
+    # Matched by id, not by position: a resumed evaluation may have written its items in another order.
     later = {item["id"]: item["metrics"] for item in after}
     pairs = [(item["metrics"], later[item["id"]]) for item in before if item["id"] in later]
     if not pairs:

@@ -1,4 +1,4 @@
-"""Every table as rows of cells, and the writers of such rows: text, Markdown (HTML is a template's job).
+"""Tables as rows of cells, and the writers of such rows: text, Markdown (HTML is a template's job).
 
 The first row is the head. Terminal tables stay plain text, not rich's, so that what is copied or piped is the same.
 """
@@ -17,18 +17,18 @@ Rows: TypeAlias = list[list[str]]
 
 
 def interval(difference: Difference) -> str:
-    """`[-0.010, +0.020]`."""
+    """Format an interval: `[-0.010, +0.020]`."""
     return f"[{signed(difference.low)}, {signed(difference.high)}]"
 
 
 def with_interval(metrics: Mapping[str, object], name: str) -> str:
-    """A metric with its 95 % interval, where it has one: `0.412 [0.380, 0.445]`."""
+    """Format a metric with its 95 % interval, where it has one: `0.412 [0.380, 0.445]`."""
     low, high = number(metrics.get(f"{name}_low")), number(metrics.get(f"{name}_high"))
     return short(metrics.get(name)) + ("" if low is None or high is None else f" [{short(low)}, {short(high)}]")
 
 
 def before_after_rows(differences: Mapping[str, Difference]) -> Rows:
-    """A row per metric: before, after, and their difference with its interval."""
+    """Return a row per metric: before, after, and their difference with its interval."""
     rows = [["", "before", "after", "difference", "95 % interval", ""]]
     for name, change in differences.items():
         numbers = (fixed(change.before), fixed(change.after), signed(change.difference))
@@ -37,7 +37,7 @@ def before_after_rows(differences: Mapping[str, Difference]) -> Rows:
 
 
 def before_after_table(differences: Mapping[str, Difference], split: str, width: int | None = None) -> str:
-    """The table at the end of a run, as plain text of at most `width` columns."""
+    """Return the table at the end of a run, as plain text of at most `width` columns."""
     if not differences:
         return f"no items of the {split} split were evaluated both before and after"
     items = sorted({change.n for change in differences.values()})
@@ -46,7 +46,7 @@ def before_after_table(differences: Mapping[str, Difference], split: str, width:
 
 
 def module_rows(history: Sequence[Metrics], facts: Sequence[str]) -> Rows:
-    """A row per module with its facts at the first and the last step, `0.441→0.776`; one number where they agree."""
+    """Return a row per module with its facts at the first and the last step, `0.441→0.776`; one number if equal."""
     ends_of = (history[0], history[-1])
     rows = [["module", *facts, ""]]
     for name in modules_in(ends_of):
@@ -56,25 +56,25 @@ def module_rows(history: Sequence[Metrics], facts: Sequence[str]) -> Rows:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as a Markdown table."""
+    """Format rows as a Markdown table."""
     lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
     lines.insert(1, f"|{'---|' * len(rows[0])}")
     return "\n".join(lines)
 
 
 def facts_table(facts: Mapping[str, object], indent: str = "  ") -> str:
-    """Names and values, one per line."""
+    """Return the names and values, one per line."""
     rows = [[name, short(value) if isinstance(value, float) else str(value)] for name, value in facts.items()]
     return align(rows, indent) if rows else ""
 
 
 def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """A short name per job: the overrides in which it differs from others, a task by its bare name.
+    """Return a short name per job: the overrides in which it differs from others, a task by its bare name.
 
     A file or a row (`task.data.dev=DIR/nq.jsonl`, `experiment=mhgpo/columns/2wiki`) is its last part, where that tells
     the jobs apart: a table whose headings are paths is too wide to read.
     """
-    # What all jobs have in common says nothing of a column.
+    # Overrides that all jobs share do not distinguish columns.
     shared = set(jobs[0]).intersection(*jobs[1:]) if jobs else set()
     differing = [[word.lstrip("+").removeprefix("task=") for word in job if word not in shared] for job in jobs]
     names = [" ".join(words) or "all" for words in differing]
@@ -88,7 +88,7 @@ LABELS = ("partial corpus", "corpus coverage", "judge")
 
 
 def columns_text(summaries: Mapping[str, JsonObject]) -> str:
-    """A table: a row per metric with its 95 % interval, then items and failures, then what the numbers are over.
+    """Return a table: a row per metric with its 95 % interval, then items and failures, then what the numbers are over.
 
     Args:
         summaries: column name -> `summary.json` of an evaluation: `metrics`, and `facts` of its task.

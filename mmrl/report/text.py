@@ -19,7 +19,7 @@ LEAST = 8
 
 
 def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None = None) -> str:
-    """Rows of text in columns: the first column to the left, all others to the right, except a last one of words.
+    """Align rows of text in columns: the first column to the left, all others to the right, except a last one of words.
 
     Args:
         width: columns of the terminal. What does not fit is printed below, with the first column again. None: any.
@@ -28,8 +28,8 @@ def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None =
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     blocks: list[list[int]] = [[]]
     for column, needed in enumerate(widths[1:], start=1):
-        taken = len(indent) + widths[0] + sum(2 + widths[other] for other in blocks[-1])
-        if width is not None and needed and blocks[-1] and taken + 2 + needed > width:
+        used_width = len(indent) + widths[0] + sum(2 + widths[other] for other in blocks[-1])
+        if width is not None and needed and blocks[-1] and used_width + 2 + needed > width:
             blocks.append([])
         blocks[-1].append(column)
     last = len(widths) - 1
@@ -43,20 +43,20 @@ def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None =
 
 
 def clean(text: object) -> str:
-    """Text that cannot move the cursor: line ends become ⏎, other control characters are made visible."""
+    """Make text safe to print: line ends become ⏎, other control characters are made visible."""
     # A model may write escape sequences: shown as text they cannot drive a terminal.
     line = str(text).replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
     return "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in line)
 
 
 def filled(text: str, width: int | None) -> str:
-    """A paragraph of at most `width` columns (None: one line)."""
+    """Wrap a paragraph to at most `width` columns (None: one line)."""
     text = clean(text)
     return text if width is None else fill(text, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def wrapped_rows(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """Rows in columns, all to the left; where they are wider than `width` the widest columns are wrapped."""
+    """Align rows in columns, all to the left; where they are wider than `width` the widest columns are wrapped."""
     rows = [[clean(cell) for cell in row] for row in rows]
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -77,7 +77,7 @@ def wrapped_rows(rows: Sequence[Sequence[str]], width: int | None = None) -> lis
 
 
 def drawn(parts: Sequence[RenderableType], width: int) -> str:
-    """Plain text of what rich draws: what is copied or piped is the same."""
+    """Return the plain text of what rich draws, so that copied or piped output is the same."""
     from rich.console import Console
 
     screen = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False, emoji=False)

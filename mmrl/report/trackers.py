@@ -40,7 +40,7 @@ LONGEST = {"prompt": (500, 1500), "completion": (1500, 500)}
 
 
 class Trackers:
-    """All trackers of a run; empty ones cost nothing.
+    """Trackers of a run; without any, they cost nothing.
 
     Args:
         started: name -> tracker.
@@ -54,17 +54,17 @@ class Trackers:
         self._calls = calls
 
     def log(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Pass the finite numbers of one step on."""
+        """Pass the finite numbers of a step to the trackers."""
         finite = {key: value for key, raw in metrics.items() if (value := number(raw)) is not None}
         self._each(lambda tracker: tracker.log(finite, step=step))
 
     @property
     def calls(self) -> int:
-        """Most calls of a step that `log_calls` takes; 0 where no tracker takes texts."""
+        """Maximum number of calls of a step that `log_calls` takes; 0 where no tracker takes texts."""
         return self._calls if any(name in WITH_TEXTS for name in self._started) else 0
 
     def log_calls(self, step: int, calls: Sequence[Mapping[str, object]]) -> None:
-        """Pass some calls of one step on.
+        """Pass some calls of a step to the trackers.
 
         Args:
             calls: `COLUMNS` but the step, in the order in which they are shown.
@@ -96,7 +96,7 @@ class Trackers:
             try:
                 use(tracker)
             except Exception as error:  # a third party's failure, of whatever type, must not end the run
-                # Off for good: a service that fails once per step would flood the log and wait for its timeout.
+                # Off for good: a service that fails at every step would flood the log and wait for its timeout.
                 del self._started[name]
                 self._warn(f"{name} switched off: {type(error).__name__}: {error}")
 
@@ -111,7 +111,7 @@ def trackers(
     device: str,
     warn: Callable[[str], None] = print,
 ) -> Iterator[Trackers]:
-    """The trackers of `run.report_to`, closed at the end with the run's summary (if it came that far).
+    """Open the trackers of `run.report_to`, and close them at the end with the run's summary (if it came that far).
 
     A resumed run goes on in the same files.
 
@@ -126,15 +126,15 @@ def trackers(
     report_to = settings.report_to
     if problems := missing_trackers(report_to):
         raise ConfigError(problems)
-    named = settings.model_copy(update={"name": settings.name or name, "group": settings.group or group})
-    # Read only where it is sent: most runs have no tracker.
+    run_settings = settings.model_copy(update={"name": settings.name or name, "group": settings.group or group})
+    # Read only if it is sent: most runs have no tracker.
     config = without_secrets(run.config) if report_to else {}
     next_step = max((record["step"] for record in run.history()), default=-1) + 1
     started: dict[str, GeneralTracker] = {}
     # Started before training: a bad key is an error of the config, not of step 1.
     for service in report_to:
         try:
-            started[service] = tracker = _started(service, run, next_step, named, device)
+            started[service] = tracker = _started(service, run, next_step, run_settings, device)
             if service == "wandb":
                 warn(wandb_mode(run.path)[1])
             if service == "tensorboard":
@@ -153,7 +153,7 @@ def trackers(
 
 
 def missing_trackers(report_to: Sequence[str]) -> list[str]:
-    """Trackers whose package is not installed, one sentence each; imports nothing."""
+    """Return the trackers whose package is not installed, one sentence each; imports nothing."""
     return [
         f"run.report_to: '{tracker}' needs its package, which is not installed; pip install 'mmrl[{tracker}]'"
         for tracker in report_to
@@ -162,7 +162,7 @@ def missing_trackers(report_to: Sequence[str]) -> list[str]:
 
 
 def wandb_mode(folder: Path) -> tuple[str | None, str]:
-    """Mode of `wandb.init` (None: wandb decides), and a sentence that says where the data go.
+    """Return the mode of `wandb.init` (None: wandb decides), and a sentence that says where the data go.
 
     Args:
         folder: of the run.
@@ -171,15 +171,15 @@ def wandb_mode(folder: Path) -> tuple[str | None, str]:
         return None, f"wandb: {mode}, as the environment variable WANDB_MODE says"
     if os.environ.get("WANDB_API_KEY"):
         return None, "wandb: online, with the key of the environment variable WANDB_API_KEY"
-    if place := _wandb_login():
-        return None, f"wandb: online, with the login in {place}"
+    if key_file := _wandb_login():
+        return None, f"wandb: online, with the login in {key_file}"
     # Without a key wandb would ask for one and wait.
     send = f"wandb sync {folder}/wandb/offline-run-*"
     return "offline", f"wandb: offline, since there is neither a login (wandb login) nor WANDB_API_KEY; to send: {send}"
 
 
 def _wandb_login() -> str:
-    """The file in which `wandb login` has left a key for the server in use; empty without one."""
+    """Return the file in which `wandb login` has left a key for the server in use; empty without one."""
     settings = configparser.ConfigParser(interpolation=None)
     home = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     try:
@@ -200,7 +200,7 @@ def _wandb_login() -> str:
 
 
 def _sendable(call: Mapping[str, object]) -> list[object]:
-    """The cells of a call after its step: texts cut and without secrets."""
+    """Return the cells of a call after its step: texts cut and without secrets."""
     cells = []
     for name in COLUMNS[1:]:
         value = call[name]
@@ -212,24 +212,24 @@ def _sendable(call: Mapping[str, object]) -> list[object]:
 
 
 def _markdown(row: Sequence[object]) -> str:
-    """A call as TensorBoard shows it."""
+    """Format a call for TensorBoard."""
     _, example, module, prompt, completion, reward, advantage = row
     head = f"**{module}** · {example} · reward {short(reward)} · advantage {short(advantage)}"
     return f"{head}\n\n{_block(str(prompt))}\n\n{_block(str(completion))}"
 
 
 def _block(text: str) -> str:
-    # By its indent: a fence could be closed from inside.
+    # Indented, not fenced: the text could close a fence.
     return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
-def _started(tracker: str, run: RunDir, next_step: int, named: RunConfig, device: str) -> GeneralTracker:
+def _started(tracker: str, run: RunDir, next_step: int, settings: RunConfig, device: str) -> GeneralTracker:
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     # accelerate's trackers need its process state; the trainer's arguments reset it and set it up in the same way.
     PartialState(cpu=device == "cpu")
-    folder, name, project = str(run.path), named.name, named.wandb_project
+    folder, name, project = str(run.path), settings.name, settings.wandb_project
     options: dict[str, object] = {}
     if tracker == "wandb":
         # The id is stored beside the files, so that a resumed run continues the same curve.
@@ -237,7 +237,7 @@ def _started(tracker: str, run: RunDir, next_step: int, named: RunConfig, device
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
         options = {"name": name, "dir": folder, "id": id_file.read_text().strip(), "resume": "allow"}
-        options |= {"mode": wandb_mode(run.path)[0], "group": named.group, "tags": list(named.tags)}
+        options |= {"mode": wandb_mode(run.path)[0], "group": settings.group, "tags": list(settings.tags)}
         # wandb would else wrap standard output and print its own banner.
         options["settings"] = {"console": "off", "silent": True}
     elif tracker == "tensorboard":
@@ -255,19 +255,21 @@ def _started(tracker: str, run: RunDir, next_step: int, named: RunConfig, device
     elif tracker == "comet_ml":
         # Comet would else send the source, the console and the environment of the process too.
         quiet = dict.fromkeys(("log_code", "log_env_details", "log_git_metadata", "log_git_patch"), False)
-        settings = importlib.import_module(tracker).ExperimentConfig
-        options["experiment_config"] = settings(name=name, offline_directory=folder, auto_output_logging=False, **quiet)
+        comet_config = importlib.import_module(tracker).ExperimentConfig
+        options["experiment_config"] = comet_config(
+            name=name, offline_directory=folder, auto_output_logging=False, **quiet
+        )
     kind = LOGGER_TYPE_TO_CLASS[tracker]
     # The first argument is a service's project (`WITH_PROJECTS`), but for TensorBoard and Aim the run's name in the
     # folder, and DVCLive passes over it.
-    place = (tracker, folder) if kind.requires_logging_directory else (project,)
-    created: GeneralTracker = kind(*place, **options)
+    arguments = (tracker, folder) if kind.requires_logging_directory else (project,)
+    created: GeneralTracker = kind(*arguments, **options)
     created.start()
     return created
 
 
 def without_secrets(value: object, key: str = "") -> Any:
-    """`value` with each text under a key that names a secret replaced by `(hidden)`."""
+    """Replace each text in `value` under a key that names a secret by `(hidden)`."""
     if isinstance(value, Mapping):
         return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""A step's calls as trees for people: prompts, completions, rewards, and what they were compared with.
+"""Trees of a step's calls: prompts, completions, rewards and comparisons, for the terminal and the page.
 
 Part of `report`; pure. Credit entries are the mappings that the journal returns (fields of `EntryFields`).
 """
@@ -42,7 +42,7 @@ Piece: TypeAlias = tuple[str, int]
 
 
 def read_tokenizer(folders: Iterable[Path]) -> Tokenizer | None:
-    """The tokenizer of the first of `folders` that has one which can be read."""
+    """Return the tokenizer of the first of `folders` that has one which can be read."""
     # The library that transformers uses; by itself it loads in a moment.
     from tokenizers import Tokenizer
 
@@ -55,7 +55,7 @@ def read_tokenizer(folders: Iterable[Path]) -> Tokenizer | None:
 
 
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, int]]:
-    """Texts whose sequence is the completion, each with how many tokens it has.
+    """Return the texts whose sequence is the completion, each with how many tokens it has.
 
     A letter may be spread over several tokens, which are then one piece; half a letter at the end is left out.
     """
@@ -70,42 +70,42 @@ def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, int
 
 
 def shade(advantage: float, largest: float) -> int:
-    """The level of an advantage where `largest` is the largest of the step in size."""
+    """Return the level of an advantage where `largest` is the largest of the step in size."""
     level = math.ceil(LEVELS * abs(advantage) / largest - 1e-9) if largest > 0 else 0
     return int(math.copysign(min(level, LEVELS), advantage))
 
 
 def largest_advantage(entries: Sequence[EntryFields]) -> float:
-    """The largest size of any token's advantage."""
+    """Return the largest size of any token's advantage."""
     sizes = (number(value) for entry in entries for value in entry.get("advantages", ()))
     return max((abs(value) for value in sizes if value is not None), default=0.0)
 
 
 def coloured(call: Call, entries: Sequence[EntryFields], tokenizer: Tokenizer | None, largest: float) -> list[Piece]:
-    """The completion in pieces of one shade each.
+    """Split the completion in pieces of one shade each.
 
     One piece where all tokens have the same advantage, or nothing says what each token is.
     """
     values = [number(value) or 0.0 for value in entries[0].get("advantages", ())] if entries else []
-    # Values may belong to other tokens than those that are here.
-    apart = len(set(values)) > 1 and len(values) == len(call.completion_ids)
-    if tokenizer is None or not apart:
+    # The values may belong to other tokens than the completion's.
+    differs = len(set(values)) > 1 and len(values) == len(call.completion_ids)
+    if tokenizer is None or not differs:
         return [(abridged(clean(call.text), 1200, 400), shade(fmean(values), largest) if values else 0)]
-    shown: list[Piece] = []
-    (head, tail), at, left_out = TOKENS, 0, len(values) - sum(TOKENS)
+    shaded: list[Piece] = []
+    (head, tail), position, left_out = TOKENS, 0, len(values) - sum(TOKENS)
     for text, count in token_texts(call.completion_ids, tokenizer):
-        if at < head or at >= len(values) - tail:
-            shown.append((clean(text), shade(fmean(values[at : at + count]), largest)))
+        if position < head or position >= len(values) - tail:
+            shaded.append((clean(text), shade(fmean(values[position : position + count]), largest)))
         elif left_out > 0:
-            shown.append((f" […{left_out} tokens…] ", 0))
+            shaded.append((f" […{left_out} tokens…] ", 0))
             left_out = 0
-        at += count
-    return [("".join(text for text, _ in pieces), level) for level, pieces in groupby(shown, lambda piece: piece[1])]
+        position += count
+    return [("".join(text for text, _ in pieces), level) for level, pieces in groupby(shaded, lambda piece: piece[1])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A call in its tree, and what there is to say of it, in the terminal and on the page."""
+    """A call in its tree, with its texts for the terminal and the page."""
 
     call: Call
     depth: int
@@ -124,7 +124,7 @@ class Node:
 
 
 def depth_first(forest: Forest) -> Iterator[tuple[Call, int]]:
-    """Calls with their depths, every call before those that follow it."""
+    """Yield calls with their depths, every call before those that follow it."""
     pending = [(call, 0) for call in reversed(list(forest.calls.values())) if call.parent is None]
     while pending:
         call, depth = pending.pop()
@@ -133,7 +133,7 @@ def depth_first(forest: Forest) -> Iterator[tuple[Call, int]]:
 
 
 def trees(forest: Forest, entries: Sequence[EntryFields] | None, example: str) -> Iterator[Node]:
-    """The calls of one example, depth first.
+    """Yield the calls of one example, depth first.
 
     Args:
         entries: None: of an evaluation.
@@ -142,9 +142,9 @@ def trees(forest: Forest, entries: Sequence[EntryFields] | None, example: str) -
     by_call: defaultdict[str, list[EntryFields]] = defaultdict(list)
     for entry in entries or ():
         by_call[str(entry["call"])].append(entry)
-    ends: defaultdict[str | None, list[Rollout]] = defaultdict(list)
+    rollouts_by_leaf: defaultdict[str | None, list[Rollout]] = defaultdict(list)
     for rollout in forest.rollouts:
-        ends[rollout.leaf].append(rollout)
+        rollouts_by_leaf[rollout.leaf].append(rollout)
 
     for call, depth in depth_first(forest):
         if call.example != example:
@@ -155,12 +155,12 @@ def trees(forest: Forest, entries: Sequence[EntryFields] | None, example: str) -
         yield Node(
             call=call,
             depth=depth,
-            name=call.module + "".join(f"{of}{count}" for of, count in counts.items() if count),
+            name=call.module + "".join(f"{label}{count}" for label, count in counts.items() if count),
             facts=_facts(call),
             state="" if call.ok else failed,
             entries=by_call[call.id],
             credit=[] if entries is None else credit,
-            outcomes=[rollout_line(rollout) for rollout in ends[call.id]],
+            outcomes=[rollout_line(rollout) for rollout in rollouts_by_leaf[call.id]],
         )
 
 
@@ -175,7 +175,7 @@ def _facts(call: Call) -> str:
 
 
 def telling_examples(forest: Forest, count: int) -> list[str]:
-    """Examples worth reading first: those whose rewards differ most between rollouts (None counts as 0)."""
+    """Return the examples worth reading first: those whose rewards differ most between rollouts (None counts as 0)."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in forest.rollouts:
         rewards[rollout.example].append(rollout.reward or 0.0)
@@ -192,17 +192,17 @@ def abridged(text: str, head: int = PROMPT_HEAD, tail: int = PROMPT_TAIL) -> str
 
 
 def advantage_of(entry: EntryFields) -> str:
-    """The advantage of an entry: one number, or its range where it differs between tokens."""
+    """Return the advantage of an entry: one number, or its range where it differs between tokens."""
     values = [value for value in entry.get("advantages", ()) if number(value) is not None]
     if not values:
         return "-"
     low, high = min(values), max(values)
-    ends = [signed(value) for value in (low, high, fmean(values))]
-    return ends[0] if low == high else f"{ends[0]} … {ends[1]} (mean {ends[2]})"
+    values_text = [signed(value) for value in (low, high, fmean(values))]
+    return values_text[0] if low == high else f"{values_text[0]} … {values_text[1]} (mean {values_text[2]})"
 
 
-def made_of(reward: object, parts: Mapping[str, object]) -> str:
-    """The parts of a reward: as a sum where they add up to it, else beside it (`turn -0.400, own_advantage -0.691`)."""
+def format_reward(reward: object, parts: Mapping[str, object]) -> str:
+    """Format the parts of a reward: a sum if they add up to it, else a list (`turn -0.400, own_advantage -0.691`)."""
     if not parts:
         return ""
     texts = [f"{name} {short(value)}" for name, value in parts.items()]
@@ -213,16 +213,16 @@ def made_of(reward: object, parts: Mapping[str, object]) -> str:
     return f" ({', '.join(texts)})"
 
 
-def shown_prediction(prediction: object, head: int = 30, tail: int = 10) -> str:
-    """The start and the end of a prediction: of one that has an answer among other things, of its answer."""
+def shorten_prediction(prediction: object, head: int = 30, tail: int = 10) -> str:
+    """Return the start and the end of a prediction: of one that has an answer among other things, of its answer."""
     if isinstance(prediction, Mapping) and prediction.get("answer") is not None:
         prediction = prediction["answer"]
     return abridged(clean(prediction), head, tail)
 
 
 def credit_line(entry: EntryFields) -> str:
-    """One entry: reward with its parts, group, advantage, weight."""
-    line = f"reward {short(entry.get('reward'))}{made_of(entry.get('reward'), entry.get('parts') or {})}"
+    """Format an entry: reward with its parts, group, advantage, weight."""
+    line = f"reward {short(entry.get('reward'))}{format_reward(entry.get('reward'), entry.get('parts') or {})}"
     group = entry.get("group")
     if group is not None:
         line += f" · group {group} (n {entry.get('group_size', 0)}"
@@ -240,27 +240,27 @@ def credit_line(entry: EntryFields) -> str:
 
 
 def rollout_line(rollout: Rollout) -> str:
-    """The outcome of one rollout."""
+    """Return the outcome of one rollout."""
     message = f": {clean(rollout.error_message)}" if rollout.error_message else ""
     if rollout.error is not None and rollout.reward is None:
         return f"{rollout.id} failed ({rollout.error}){message}; not credited"
-    line = f"{rollout.id} reward {short(rollout.reward)}{made_of(rollout.reward, rollout.parts)}"
+    line = f"{rollout.id} reward {short(rollout.reward)}{format_reward(rollout.reward, rollout.parts)}"
     if rollout.error is not None:
         line += f" · {rollout.error} failure{message}"
-    # A metric that is a part of the reward too stands there.
+    # A metric that is also part of the reward is listed there.
     metrics = {name: value for name, value in rollout.metrics.items() if rollout.parts.get(name) != value}
     if metrics:
         line += " · metrics: " + ", ".join(f"{name} {short(value)}" for name, value in metrics.items())
     if rollout.fork:
         line += f" · forked at {rollout.fork}"
-    return line + f" · prediction {shown_prediction(rollout.prediction, 100, 60)}"
+    return line + f" · prediction {shorten_prediction(rollout.prediction, 100, 60)}"
 
 
-def asked_lines(texts: JsonObject | None) -> list[str]:
-    """An example's inputs, a line for each, and what its reward goes by; [] where that was not kept."""
-    asked, gold = ((texts or {}).get(key) or {} for key in ("asked", "gold"))
+def input_lines(texts: JsonObject | None) -> list[str]:
+    """Return an example's inputs, a line for each, and what its reward goes by; [] where that was not kept."""
+    inputs, gold = ((texts or {}).get(key) or {} for key in ("asked", "gold"))
     parts = " · ".join(f"{name} {clean(text)}" for name, text in gold.items() if text)
-    return [f"{name}: {clean(text)}" for name, text in asked.items()] + ([f"gold: {parts}"] if parts else [])
+    return [f"{name}: {clean(text)}" for name, text in inputs.items()] + ([f"gold: {parts}"] if parts else [])
 
 
 def render_example(
@@ -270,39 +270,39 @@ def render_example(
     width: int = 100,
     texts: JsonObject | None = None,
 ) -> str:
-    """The trees of one example as text.
+    """Render the trees of one example as text.
 
     Args:
         entries: None: of an evaluation, which gives no credit.
         texts: of `RunDir.examples`.
     """
     rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
-    where = f"example {example} · step {forest.step} · " if entries is not None else ""
-    head = f"{where}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"
-    parts: list[str | Tree] = ["\n".join([head, *asked_lines(texts)])]
-    above: list[Tree] = []
-    before: dict[str | None, Call] = {}
+    prefix = f"example {example} · step {forest.step} · " if entries is not None else ""
+    head = f"{prefix}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"
+    parts: list[str | Tree] = ["\n".join([head, *input_lines(texts)])]
+    ancestors: list[Tree] = []
+    previous: dict[str | None, Call] = {}
     for node in trees(forest, entries, example):
-        tree = Tree(Text(_node_text(node, before.get(node.call.parent))))
+        tree = Tree(Text(_node_text(node, previous.get(node.call.parent))))
         if node.depth:
-            above[node.depth - 1].children.append(tree)
-            before[node.call.parent] = node.call
+            ancestors[node.depth - 1].children.append(tree)
+            previous[node.call.parent] = node.call
         else:
             parts += ["", tree]
-        above[node.depth :] = [tree]
+        ancestors[node.depth :] = [tree]
     # A rollout that failed before its first call is on no path of the tree.
-    if lost := [f"  {rollout_line(rollout)}" for rollout in rollouts if rollout.leaf is None]:
-        parts += ["", "\n".join(["without any call:", *lost])]
+    if without_calls := [f"  {rollout_line(rollout)}" for rollout in rollouts if rollout.leaf is None]:
+        parts += ["", "\n".join(["without any call:", *without_calls])]
     # A level takes four columns: lines of deep trees overflow.
     deepest = max((len(forest.path(rollout)) for rollout in rollouts), default=0)
     return drawn(parts, max(width, 4 * deepest + 30))
 
 
-def _node_text(node: Node, before: Call | None) -> str:
-    """Lines of a call; `before`: the sibling before it, whose prompt is not shown again."""
+def _node_text(node: Node, previous: Call | None) -> str:
+    """Return the lines of a call; `previous`: the sibling before it, whose prompt is not shown again."""
     call = node.call
     lines = [f"{node.name} · {node.facts}{f' · {node.state}' if node.state else ''}  [{call.id}]"]
-    if before is not None and (call.prompt_ids, call.prompt_text) == (before.prompt_ids, before.prompt_text):
+    if previous is not None and (call.prompt_ids, call.prompt_text) == (previous.prompt_ids, previous.prompt_text):
         lines.append("asked: as above")
     elif call.prompt_text:
         lines.append(f"asked: {abridged(clean(call.prompt_text))}")
@@ -311,5 +311,5 @@ def _node_text(node: Node, before: Call | None) -> str:
 
 
 def visible(value: str) -> str:
-    """Text with its line ends, other control characters made visible."""
+    """Make control characters of a text visible, all but its line ends."""
     return "\n".join(clean(line) for line in value.replace("\r\n", "\n").split("\n"))

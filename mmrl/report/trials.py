@@ -26,7 +26,7 @@ MOST_ROWS = 40
 
 
 def prompts_text(run: Path, width: int = 100) -> str:
-    """The trials of a run, and its best prompts so far as a difference to those it started from; empty without any.
+    """Render the trials of a run, and the changes of its best prompts against the first; empty without any.
 
     Raises:
         DataError: a damaged file.
@@ -52,7 +52,7 @@ def prompts_text(run: Path, width: int = 100) -> str:
 
 
 def nothing_went_well(trial: JsonObject) -> str:
-    """The failure of a trial whose rollouts have all failed, with an example; empty for any other trial."""
+    """Describe the failure of a trial whose rollouts have all failed, with an example; empty for any other trial."""
     example = trial.get("unusable")
     if not example:
         return ""
@@ -64,19 +64,19 @@ def nothing_went_well(trial: JsonObject) -> str:
 
 
 def trial_alarms(run: Path) -> list[Alarm]:
-    """One alarm for each stretch of trials in which nothing went well."""
+    """Return an alarm for each stretch of trials in which nothing went well."""
     trials = read_jsonl(run / FOLDER / TRIALS)
-    stretches = [list(some) for failed, some in groupby(trials, lambda trial: bool(nothing_went_well(trial))) if failed]
+    stretches = [list(part) for failed, part in groupby(trials, lambda trial: bool(nothing_went_well(trial))) if failed]
     count = sum(map(len, stretches))
     return [
         Alarm(
             name="trials_fail",
             key="prompts/score",
-            step=some[0]["trial"],
-            until=None if some[-1] is trials[-1] else some[-1]["trial"],
-            message=ADVICE["trials_fail"].text(count, len(trials), nothing_went_well(some[0])),
+            step=part[0]["trial"],
+            until=None if part[-1] is trials[-1] else part[-1]["trial"],
+            message=ADVICE["trials_fail"].text(count, len(trials), nothing_went_well(part[0])),
         )
-        for some in stretches
+        for part in stretches
     ]
 
 
@@ -123,7 +123,7 @@ def _difference(name: str, before: Mapping[str, object], after: Mapping[str, obj
 
 
 def _prompt_lines(prompt: Mapping[str, Any], width: int) -> list[str]:
-    """The lines of its instructions, and one for each demonstration."""
+    """Return the lines of its instructions, and one for each demonstration."""
     lines = str(prompt.get("instructions", "")).splitlines()
     for demo in prompt.get("demonstrations", ()):
         fields = " · ".join(f"{key}: {value}" for key, value in demo.items() if key != "augmented")

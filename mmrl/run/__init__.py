@@ -1,1 +1,1 @@
-"""One file per command: what `mmrl train`, `eval`, `compare`, `plan` and `credit` do, top to bottom."""
+"""Commands, one file each: `mmrl train`, `eval`, `compare`, `plan` and `credit`, top to bottom."""

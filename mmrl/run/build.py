@@ -1,4 +1,4 @@
-"""Build what runs from a settled config: task, assignment of weights, trainer, engine, teachers, stages.
+"""Builders of a run's parts from a settled config: task, assignment of weights, trainer, engine, teachers, stages.
 
 Called by `train`, `eval`, `plan` and the checks. torch and transformers load inside the functions that need them: a
 config is checked without.
@@ -59,13 +59,13 @@ _TASKS: dict[tuple[str, int], Task] = {}
 
 
 def build_task(config: TaskConfig, seed: int, prompts: str | None = None) -> Task:
-    """The task of a config; built once per process and config, since every run of a sweep needs it.
+    """Build the task of a config; once per process and config, since every run of a sweep needs it.
 
     Args:
         prompts: a file of prompts (a teacher's) in place of the config's.
     """
     config = config if prompts is None else config.model_copy(update={"prompts": prompts})
-    # By value: every run of a sweep has a config of its own, with equal task sections.
+    # Compared by value: the runs of a sweep have separate configs with equal task sections.
     key = (config.model_dump_json(), seed)
     if key not in _TASKS:
         if config.name not in TASKS:
@@ -82,15 +82,15 @@ def forget_task(config: TaskConfig, seed: int) -> None:
     _TASKS.pop((config.model_dump_json(), seed), None)
 
 
-def reward_set(task: Task, chosen: str | None, algo: str = "") -> str:
-    """The reward set of a run.
+def reward_set(task: Task, name: str | None, algo: str = "") -> str:
+    """Return the reward set of a run.
 
     Args:
-        chosen: the user's (`task.reward`).
+        name: the user's (`task.reward`).
         algo: name of the algorithm, whose own kind it is where the user chose none; empty in an evaluation.
     """
-    if chosen is not None:
-        return chosen
+    if name is not None:
+        return name
     if algo and ALGORITHMS[algo].needs_turn_rewards:
         sets = (*getattr(ALGORITHMS[algo], "turn_sets", ()), *TURN_SETS)
         return next((name for name in sets if name in task.reward_sets), task.reward_sets[0])
@@ -98,7 +98,7 @@ def reward_set(task: Task, chosen: str | None, algo: str = "") -> str:
 
 
 def evaluated(task: Task, config: RootConfig, split: str) -> tuple[Sequence[Example], dict[str, str]]:
-    """The examples of a split, in the order in which an evaluation takes `eval.items`; and what a summary says of that.
+    """Return the examples of a split, in the order of `eval.items`, and the summary's words for it.
 
     Of data files, which may be sorted by label, they are drawn: the same ones in every run, so that runs can be
     compared item by item, and those of a smaller number are among those of a larger one. The mini world's are in random
@@ -107,10 +107,10 @@ def evaluated(task: Task, config: RootConfig, split: str) -> tuple[Sequence[Exam
     examples, items = task.examples(split), config.eval.items
     if config.task.data.source_of(split) == MINI:
         return examples, {}
-    drawn = subset(examples, items, "eval", split)
+    selected = subset(examples, items, "eval", split)
     if items is None or items >= len(examples):
-        return drawn, {}
-    return drawn, {"evaluated": f"{items} of the {len(examples)} {split} items, drawn; the same ones in every run"}
+        return selected, {}
+    return selected, {"evaluated": f"{items} of the {len(examples)} {split} items, drawn; the same ones in every run"}
 
 
 def check_model(model: ModelConfig) -> None:
@@ -126,7 +126,7 @@ RECORD = "run"
 
 
 def steps_of(config: StageConfig, task: Task) -> int:
-    """Steps of a stage; of prompts about as many trials as an optimiser makes, 0 where it does not say."""
+    """Return the steps of a stage; of prompts about as many trials as an optimiser makes, 0 where it does not say."""
     if isinstance(config, WeightsConfig):
         return config.train.steps
     algo = cast("PromptConfig", config.algo)
@@ -205,7 +205,7 @@ def _load_trainer(
     stage: Callable[[], WeightStage | SftStage],
     initial: str | None = None,
 ) -> tuple[MmrlTrainer, PreTrainedTokenizerBase, ServedWeights]:
-    """The policy in its trainer, its tokenizer, and what an engine serves it with.
+    """Load the policy in its trainer, its tokenizer, and what an engine serves it with.
 
     Args:
         stage: looked up at every step: the stage needs the engine, which needs the trainer's model.
@@ -265,7 +265,7 @@ def _build_engines(
     serving: ServedWeights,
     folder: Path,
 ) -> tuple[list[Engine], dict[str, LoadedTeacher]]:
-    """The engine that samples the policy, then those of teachers; and the teachers by name."""
+    """Build the engine that samples the policy, then those of teachers; and the teachers by name."""
     algo, hardware = config.algo, config.hardware
     samplings = ((algo.temperature, algo.top_p, algo.top_k),)
     setup = _setup(config, serving, folder, devices=server_devices(hardware), samplings=samplings)
@@ -283,14 +283,14 @@ def _build_engines(
     return list(different.values()), teachers
 
 
-def _setup(config: RootConfig, serving: ServedWeights, folder: Path, **more: Any) -> EngineSetup:
-    """Settings of an engine beside its section: of the config, unless `more` says otherwise."""
+def _setup(config: RootConfig, serving: ServedWeights, folder: Path, **overrides: Any) -> EngineSetup:
+    """Return the settings of an engine beside its section: of the config, unless `overrides` says otherwise."""
     shared = {"max_context": config.task.max_context, "threads": config.hardware.threads, "folder": folder, **serving}
-    return EngineSetup(**{**shared, "weights": config.model, "device": config.hardware.device, **more})
+    return EngineSetup(**{**shared, "weights": config.model, "device": config.hardware.device, **overrides})
 
 
 def server_devices(hardware: HardwareConfig) -> tuple[int, ...]:
-    """GPUs of the managed server: its own, else those that train too; empty on a CPU or with one process."""
+    """Return the GPUs of the managed server: its own, else those that train too; empty on a CPU or with one process."""
     if hardware.device == "cpu" or (hardware.processes == 1 and not hardware.rollout_devices):
         return ()
     first = hardware.processes if hardware.rollout_devices else 0
@@ -298,33 +298,33 @@ def server_devices(hardware: HardwareConfig) -> tuple[int, ...]:
 
 
 def evaluation_devices(hardware: HardwareConfig) -> tuple[int, ...]:
-    """GPUs of the managed server of an evaluation: all of the profile, since nothing trains."""
+    """Return GPUs of the managed server of an evaluation: all of the profile, since nothing trains."""
     return tuple(range(hardware.processes + hardware.rollout_devices)) if server_devices(hardware) else ()
 
 
-def teachers_apart(algo: AlgoConfig) -> list[TeacherConfig]:
-    """The teachers of mmGRPO that are not the student."""
+def separate_teachers(algo: AlgoConfig) -> list[TeacherConfig]:
+    """Return the teachers of mmGRPO that are not the student."""
     return [teacher for teacher in getattr(algo, "teachers", None) or () if teacher.name != STUDENT]
 
 
 def teacher_policy(teacher: TeacherConfig) -> Policy | None:
-    """A teacher's weights; None for the student's."""
+    """Return a teacher's weights; None for the student's."""
     return None if teacher.policy is None else resolve(teacher.policy, teacher.prompts)
 
 
 def teacher_prompts(teacher: TeacherConfig, policy: Policy | None) -> str | None:
-    """The file of a teacher's prompts; None for the task's own."""
+    """Return the file of a teacher's prompts; None for the task's own."""
     return teacher.prompts or (policy.prompts if policy is not None else None)
 
 
 def _load_teachers(config: TrainCommandConfig, student: LoadedTeacher) -> dict[str, LoadedTeacher]:
-    """The teachers by name; those of the same weights share an engine, those without use the student's."""
+    """Load the teachers by name; those of the same weights share an engine, those without use the student's."""
     from mmrl.engines.endpoint_engine import EndpointEngine
 
     loaded: dict[str, tuple[Engine, PreTrainedTokenizerBase]] = {}
     result: dict[str, LoadedTeacher] = {}
     # Weights are loaded once for all teachers that name them: a second copy would cost as much memory again.
-    for teacher in teachers_apart(config.algo):
+    for teacher in separate_teachers(config.algo):
         policy = teacher_policy(teacher)
         engine, tokenizer = student.engine, student.tokenizer
         # A teacher with prompts alone speaks with the weights in training, so it learns along with them.
@@ -346,7 +346,7 @@ def _load_teachers(config: TrainCommandConfig, student: LoadedTeacher) -> dict[s
 
 
 def _load_fixed(config: TrainCommandConfig, policy: Policy) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """An engine for weights that do not train, in this process, whatever engine serves the student."""
+    """Load an engine for weights that do not train, in this process, whatever engine serves the student."""
     from mmrl.models.load import load_policy
 
     model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
@@ -359,7 +359,7 @@ def _load_fixed(config: TrainCommandConfig, policy: Policy) -> tuple[Engine, Pre
 def fixed_engine(
     config: RootConfig, policy: Policy, folder: Path, served: str = "", devices: tuple[int, ...] = ()
 ) -> Iterator[tuple[Engine, PreTrainedTokenizerBase]]:
-    """The engine that serves a policy whose weights stay, and the tokenizer; closed at the end.
+    """Open the engine of a policy whose weights stay, with its tokenizer; closed at the end.
 
     Args:
         folder: logs of a server go there.

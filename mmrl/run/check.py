@@ -1,4 +1,4 @@
-"""The checks that need more than the schema: across sections, of data, hub, servers and this machine's packages.
+"""Checks beyond the schema: across sections, of data, hub, servers and this machine's packages.
 
 Everything that the user typed wrong is refused by `check_all` before any model loads, all of it at once; `mmrl plan`
 makes the part of it that is the same on every machine (`plan_problems`).
@@ -31,7 +31,7 @@ from mmrl.models.hub import weights_problems
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full
 from mmrl.report.trackers import missing_trackers
-from mmrl.run.build import build_task, reward_set, teacher_policy, teacher_prompts, teachers_apart
+from mmrl.run.build import build_task, reward_set, separate_teachers, teacher_policy, teacher_prompts
 from mmrl.run.launch import hardware_problems, missing_packages, replica_problems
 from mmrl.run.settle import module_assignment
 from mmrl.stages.information_gain import gold_problems
@@ -41,7 +41,7 @@ from mmrl.trainer.settings import Settings
 
 
 def check_all(configs: Sequence[RootConfig], user_keys: Collection[str] = ()) -> None:
-    """Everything that can be wrong across sections, for all jobs at once.
+    """Check everything that can be wrong across sections, for all jobs at once.
 
     Args:
         user_keys: keys that the user set on the command line; those without effect are problems too.
@@ -62,7 +62,7 @@ def check_all(configs: Sequence[RootConfig], user_keys: Collection[str] = ()) ->
 
 
 def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
-    """Problems of one config across its sections, data files included."""
+    """Return the problems of one config across its sections, data files included."""
     problems: list[str] = []
     if config.run.dir is not None:
         with gathered(problems):
@@ -78,12 +78,12 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
         task = build_task(config.task, config.seed)
     except ConfigError as error:
         return problems + error.problems
-    chosen, credited = config.task.reward, str(algo) if config.kind.credit else ""
-    if chosen is not None and chosen not in task.reward_sets:
-        problems.append(unknown("task.reward", chosen, task.reward_sets))
-    # Where the reward set is wrong there is none to judge the other options by.
-    elif not turns_missing(chosen, credited, task):
-        rewards = reward_set(task, chosen, credited)
+    reward, credited = config.task.reward, str(algo) if config.kind.credit else ""
+    if reward is not None and reward not in task.reward_sets:
+        problems.append(unknown("task.reward", reward, task.reward_sets))
+    # Without a valid reward set the other options cannot be checked.
+    elif not turns_missing(reward, credited, task):
+        rewards = reward_set(task, reward, credited)
         problems += without_effect(config, user_keys, rewards, task.absent_features, len(task.program.modules))
     problems += task.server_problems() + across_sections(config) + endpoint_problems(config, task)
     problems += endpoints_away(config)
@@ -94,7 +94,7 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
 
 
 def _stages_problems(config: StagedCommandConfig, user_keys: Collection[str]) -> list[str]:
-    """Problems of each stage, and of their order. Prompts and weights of earlier stages are not there yet."""
+    """Yield problems of each stage and of their order. Prompts and weights of earlier stages are not there yet."""
     problems: list[str] = []
     if config.hardware.nodes > 1:
         profile = config.hardware.name
@@ -128,7 +128,7 @@ def _prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
 
 
 def engine_problems(config: RootConfig, *, training: bool = False, copied: bool = False, rank: int = 0) -> list[str]:
-    """Problems of the engine that samples, and of its settings."""
+    """Return the problems of the engine that samples, and of its settings."""
     name, device = engine_name(config), config.hardware.device
     return engines.problems(config.engine, name, training=training, copied=copied, device=device, rank=rank)
 
@@ -157,7 +157,7 @@ def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
 
 
 def process_problems(config: EvalCommandConfig) -> list[str]:
-    """Problems of a hardware profile with an evaluation, which is one process."""
+    """Return the problems of a hardware profile with an evaluation, which is one process."""
     hardware = config.hardware
     if hardware.nodes > 1:
         return [f"hardware: profile '{hardware.name}' has several machines, mmrl eval runs in one process of one"]
@@ -168,12 +168,12 @@ def process_problems(config: EvalCommandConfig) -> list[str]:
 
 
 def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """Problems of a training run wherever it runs: no data is read, no server called, no package looked for."""
+    """Return problems of a training run wherever it runs: no data is read, no server called, no package looked for."""
     return across_sections(config) + endpoint_problems(config, task) + _rl_problems(config, task)
 
 
 def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    # From cheap to dear: nothing here leaves this process.
+    # From cheap to expensive; nothing here leaves this process.
     modules, critic = config.model.modules is not None, getattr(config.algo, "critic", None)
     problems = hardware_problems(config.hardware, engine_name(config), modules, critic)
     problems += replica_problems(config.hardware, getattr(config.engine, "replicas", 1))
@@ -187,7 +187,7 @@ def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 
 
 def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """Problems of a plan; servers and teachers that are not there, splits that are too small."""
+    """Return the problems of a plan; servers and teachers that are not there, splits that are too small."""
     rank = config.model.lora.r if config.model.lora is not None else 0
     copied = module_assignment(config, task.program.modules).copied
     problems = _rl_problems(config, task) + engine_problems(config, training=True, copied=copied, rank=rank)
@@ -206,7 +206,7 @@ def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 
 
 def split_problems(config: TaskConfig, task: Task, split: str, key: str) -> list[str]:
-    """The one sentence for a split that is to be evaluated and is absent or empty."""
+    """Return the one sentence for a split that is to be evaluated and is absent or empty."""
     if config.data.source_of(split) is None:
         splits = [f"{key}={name}" for name in config.data.files]
         return [
@@ -217,7 +217,7 @@ def split_problems(config: TaskConfig, task: Task, split: str, key: str) -> list
 
 
 def served(config: EvalCommandConfig) -> Policy:
-    """The policy behind `policy=`; with engine=openai that is an endpoint's model, and no weights are here.
+    """Return the policy behind `policy=`; with engine=openai that is an endpoint's model, and no weights are here.
 
     Raises:
         ConfigError: a path that does not exist, or a folder without weights.
@@ -226,7 +226,7 @@ def served(config: EvalCommandConfig) -> Policy:
 
 
 def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
-    """Problems of the endpoints that answer for modules; asks nobody."""
+    """Yield problems of the endpoints that answer for modules, without a request."""
     every, endpoints = engine_name(config) == "openai", config.engine.endpoints or {}
     if not every and not endpoints:
         return []
@@ -234,9 +234,9 @@ def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
     problems = []
     if not config.kind.credit:  # in training `ModuleAssignment.problems` lists them
         problems = [unknown(key, name, task.program.modules) for name in endpoints if name not in task.program.modules]
-    for what in ("eval.top_k", "algo.top_k") if config.kind.credit else ("eval.top_k",):
-        if most := value_at(config, what):
-            problems.append(f"{what}: got {most}, and an endpoint takes no top_k; use 0")
+    for key in ("eval.top_k", "algo.top_k") if config.kind.credit else ("eval.top_k",):
+        if top_k := value_at(config, key):
+            problems.append(f"{key}: got {top_k}, and an endpoint takes no top_k; use 0")
     return problems + [
         f"{key}: module '{module}' of task={task.name} goes on in the context of an earlier reply, which an "
         "endpoint that takes messages cannot; use engine=transformers or engine=vllm_server for it"
@@ -246,7 +246,7 @@ def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
 
 
 def endpoints_away(config: RootConfig) -> list[str]:
-    """Endpoints of modules to which no request can succeed; asks each at most one token."""
+    """Yield the endpoints of modules to which no request can succeed; asks each at most one token."""
     endpoints = config.engine.endpoints or {}
     needed = {f"engine.endpoints.{module}": settings for module, settings in endpoints.items()}
     if engine_name(config) == "openai" and (policy := value_at(config, "policy")) is not None:
@@ -255,7 +255,7 @@ def endpoints_away(config: RootConfig) -> list[str]:
 
 
 def staleness_problems(config: TrainCommandConfig) -> list[str]:
-    """Problems of sampling the next batch while this one trains."""
+    """Return the problems of sampling the next batch while this one trains."""
     if not config.train.staleness:
         return []
     algo, problems = config.algo, []
@@ -267,7 +267,7 @@ def staleness_problems(config: TrainCommandConfig) -> list[str]:
 
 
 def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """The one sentence for `algo.reserialise` on a program that cannot write its outputs again."""
+    """Return the one sentence for `algo.reserialise` on a program that cannot write its outputs again."""
     if not getattr(config.algo, "reserialise", False) or isinstance(task.program, Canonical):
         return []
     return [
@@ -277,7 +277,7 @@ def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 
 
 def negative_rewards(config: TrainCommandConfig, task: Task) -> list[str]:
-    """Settings that make rewards negative, where `algo.scale=mean` divides by their mean."""
+    """Return the settings that make rewards negative, where `algo.scale=mean` divides by their mean."""
     algo, absent = config.algo, task.absent_features
     if getattr(algo, "scale", True) != "mean":
         return []
@@ -292,25 +292,25 @@ def negative_rewards(config: TrainCommandConfig, task: Task) -> list[str]:
     return [f"{key}: got {value}, {why}; expected {expected}" for key, value, negative, expected in causes if negative]
 
 
-def turns_missing(chosen: str | None, algo: str, task: Task) -> list[str]:
-    """The one sentence for a reward set without the turn rewards that the algorithm needs; `algo` empty: none does."""
+def turns_missing(reward: str | None, algo: str, task: Task) -> list[str]:
+    """Return the sentence for a reward set without the turn rewards of the algorithm; `algo` empty: none does."""
     # An unknown reward set has its own sentence in `check`; a second one would only distract.
-    if chosen not in task.reward_sets or chosen in TURN_SETS or not algo or not ALGORITHMS[algo].needs_turn_rewards:
+    if reward not in task.reward_sets or reward in TURN_SETS or not algo or not ALGORITHMS[algo].needs_turn_rewards:
         return []
     offered = [name for name in TURN_SETS if name in task.reward_sets]
     instead = f"use task.reward={offered[0]}, or leave it out" if offered else "use an algorithm without turn rewards"
-    return [f"task.reward: got {chosen}, which has no turn rewards, and algo={algo} needs them; {instead}"]
+    return [f"task.reward: got {reward}, which has no turn rewards, and algo={algo} needs them; {instead}"]
 
 
 def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """Policies that do not exist, prompts that cannot be read, modules that the student's program does not have."""
+    """Return problems of teachers: missing policies, unreadable prompts, modules that the student does not have."""
     problems: list[str] = []
     if (program := getattr(config.algo, "program", None)) is not None:
         with gathered(problems):
             if not callable(getattr(imported("algo.program", program), "run", None)):
                 problems.append(f"algo.program: '{program}' has no `run(example, ctx)`; expected a program")
     exchanged = config.algo.exchanged_modules(task.program.modules)
-    for teacher in teachers_apart(config.algo):
+    for teacher in separate_teachers(config.algo):
         where, endpoint = f"algo.teachers: {teacher.name}", teacher.endpoint
         if endpoint is not None:
             problems += unreachable({f"{where}.endpoint": endpoint})
@@ -326,9 +326,9 @@ def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
             prompts = teacher_prompts(teacher, teacher_policy(teacher))
             modules = build_task(config.task, config.seed, prompts).program.modules
             # A module that the student lacks has no call whose place the teacher's output could take.
-            if strange := [name for name in modules if name not in task.program.modules]:
+            if absent := [name for name in modules if name not in task.program.modules]:
                 problems.append(
-                    f"{where}: its program has the modules {', '.join(strange)}, which the student's has not; modules "
+                    f"{where}: its program has the modules {', '.join(absent)}, which the student's has not; modules "
                     f"are matched by name (the student's: {', '.join(task.program.modules)})"
                 )
     return problems

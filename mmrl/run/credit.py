@@ -35,7 +35,7 @@ TURN_REWARD_SETS = ("outcome", "turn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditRequest:
-    """The settings of an `mmrl credit`."""
+    """Settings of `mmrl credit`."""
 
     algos: Sequence[AlgoConfig]
     seed: int
@@ -45,26 +45,26 @@ class CreditRequest:
     """The config of the run, whose folder is its `run.dir`."""
     step: int | None = None
     """None: all steps of the run."""
-    typed: Sequence[str] = ()
+    user_keys: Sequence[str] = ()
     """The config keys that were typed."""
     page: Path | None = None
     """A file for a page (`.html`) or a picture (`.svg`) of the credit."""
 
     @property
     def folder(self) -> str:
-        """The run's."""
+        """Folder of the run."""
         assert self.run is not None and self.run.run.dir is not None  # a stored config is in its folder
         return self.run.run.dir
 
     @property
     def as_trained(self) -> bool:
-        """The run's own algorithm, nothing changed: the result is what its journal has."""
-        return self.run is not None and list(self.algos) == [self.run.algo] and not self.typed
+        """True if only the run's own algorithm is asked for, unchanged: the result must equal its journal."""
+        return self.run is not None and list(self.algos) == [self.run.algo] and not self.user_keys
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Recorded rollouts, and what their source says of how they are credited."""
+    """Recorded rollouts, with the facts of their source that decide their credit."""
 
     forest: Forest
     """The part that a run's step trained on, or all of a file."""
@@ -79,7 +79,7 @@ def credit_command(request: CreditRequest, as_json: bool) -> int:
     if request.run is not None and request.step is None:
         return _credit_steps(request, as_json)
     source = Source(load_rollouts(request.rollouts)) if request.rollouts is not None else recorded_step(request)
-    credits = credit_all(request.algos, source, request.seed, request.typed)
+    credits = credit_all(request.algos, source, request.seed, request.user_keys)
     if as_json:
         print(json_report(request.algos, source.forest, credits))
     else:
@@ -99,7 +99,7 @@ def credit_command(request: CreditRequest, as_json: bool) -> int:
 
 
 def _origin(request: CreditRequest, source: Source, width: int | None) -> list[str]:
-    """The step of a run that was credited, and the settings."""
+    """Return the step of a run that was credited, and the settings."""
     if request.run is None:
         return []
     facts = [f"{request.folder} step {request.step}", f"seed {request.seed}"]
@@ -125,8 +125,8 @@ def recorded_step(request: CreditRequest) -> Source:
     assert config is not None
     steps = run.journal_steps()
     if request.step not in steps:
-        there = f"{steps[0]} to {steps[-1]}" if steps else "none yet"
-        raise ConfigError(f"step: got {request.step}, expected a step that {run.path} has a journal of: {there}")
+        available = f"{steps[0]} to {steps[-1]}" if steps else "none yet"
+        raise ConfigError(f"step: got {request.step}, expected a step that {run.path} has a journal of: {available}")
     forest, entries = read_step(run, request.step)
     check_forest(forest, str(run.journal_path(request.step)))
     frozen = module_assignment(config, forest.modules).frozen
@@ -135,18 +135,18 @@ def recorded_step(request: CreditRequest) -> Source:
 
 
 def _left_out(forest: Forest) -> Sequence[str]:
-    """Examples that a step did not train on: dynamic sampling journals everything that it sampled."""
+    """Return the examples that a step did not train on: dynamic sampling journals everything that it sampled."""
     left_out: Sequence[str] = forest.meta.get("refill", {}).get("left_out", ())
     return left_out
 
 
 def credit_all(
-    algos: Sequence[AlgoConfig], source: Source, seed: int, typed: Sequence[str] = ("algo.minibatches",)
+    algos: Sequence[AlgoConfig], source: Source, seed: int, user_keys: Sequence[str] = ("algo.minibatches",)
 ) -> list[Credit]:
-    """The credit of a step under each of `algos`.
+    """Compute the credit of a step under each of `algos`.
 
     Args:
-        typed: config keys that the user chose. Papers' mini-batches may be more than a file has examples: each example
+        user_keys: the user's config keys. Papers' mini-batches may be more than a file has examples: each example
             is then one.
 
     Raises:
@@ -155,11 +155,11 @@ def credit_all(
     """
     forest = source.forest
     problems = [p for algo in algos for p in check(algo, forest.modules, TURN_REWARD_SETS)]
-    most = len(forest.examples)
+    example_count = len(forest.examples)
     problems += [
-        f"algo.minibatches: got {algo.minibatches}, expected at most {most}, the number of examples"
+        f"algo.minibatches: got {algo.minibatches}, expected at most {example_count}, the number of examples"
         for algo in algos
-        if algo.minibatches > most > 0 and "algo.minibatches" in typed
+        if algo.minibatches > example_count > 0 and "algo.minibatches" in user_keys
     ]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
@@ -192,7 +192,7 @@ def unlike_journal(credit: Credit, recorded: Sequence[JsonObject]) -> str:
 
 
 def json_report(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit]) -> str:
-    """One object, or a list of them for several algorithms: all that the table has, and every token's numbers."""
+    """Return an object, or a list for several algorithms: the contents of the table, and every token's numbers."""
     records = [_credit_json(algo, forest, credit) for algo, credit in zip(algos, credits, strict=True)]
     return json.dumps(records[0] if len(records) == 1 else records, indent=1)
 
@@ -214,7 +214,7 @@ def _credit_json(algo: AlgoConfig, forest: Forest, credit: Credit) -> dict[str, 
 
 
 def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit], width: int | None = None) -> str:
-    """A table per algorithm, with a row per entry in the forest's order of calls; then the calls without credit.
+    """Return a table per algorithm, with a row per entry in the forest's order of calls; then the calls without credit.
 
     Several algorithms have a table before these, with the advantages of each side by side.
 
@@ -234,7 +234,7 @@ def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit]
 
 
 def _side_by_side(forest: Forest, credits: Sequence[Credit], width: int | None) -> list[str]:
-    """A row per call, a column per algorithm; a call with several entries has all their advantages."""
+    """Return a row per call, a column per algorithm; a call with several entries has all their advantages."""
     columns = []
     for credit in credits:
         advantages: dict[str, list[str]] = {}
@@ -246,14 +246,14 @@ def _side_by_side(forest: Forest, credits: Sequence[Credit], width: int | None) 
 
 
 def _rows(forest: Forest, credit: Credit, split: Mapping[str, int]) -> list[dict[str, str]]:
-    """Column -> cell, for each entry; `split` maps examples to mini-batches."""
-    critic, several = any(entry.returns is not None for entry in credit.entries), any(split.values())
-    place = {call: number for number, call in enumerate(forest.calls)}
+    """Return column -> cell, for each entry; `split` maps examples to mini-batches."""
+    critic, has_batches = any(entry.returns is not None for entry in credit.entries), any(split.values())
+    order = {call: number for number, call in enumerate(forest.calls)}
     rows = []
-    for entry in sorted(credit.entries, key=lambda entry: place[entry.call]):
+    for entry in sorted(credit.entries, key=lambda entry: order[entry.call]):
         call = forest.calls[entry.call]
         row = {"call": call.id, "module": call.module}
-        row |= {"minibatch": str(split[call.example])} if several else {}
+        row |= {"minibatch": str(split[call.example])} if has_batches else {}
         row |= {"reward": _number(entry.reward), "parts": _parts(entry.parts)}
         if critic:
             row["token rewards"] = _per_token(entry.token_rewards or ())
@@ -269,7 +269,7 @@ def _rows(forest: Forest, credit: Credit, split: Mapping[str, int]) -> list[dict
 
 
 def _laid_out(rows: Sequence[Mapping[str, str]], width: int | None) -> list[str]:
-    """One table, or where that is too wide, headings with what the rows below them share, and these rows."""
+    """Render one table, or if too wide, headings with the cells that the rows below share, and these rows."""
     if not rows:
         return []
     lines = wrapped_rows([list(rows[0]), *(list(row.values()) for row in rows)])
@@ -293,7 +293,7 @@ def _parts(parts: Mapping[str, float]) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Six decimals, as the papers' worked examples have; six digits for what is smaller than that shows."""
+    """Format a number with six decimals, as the papers' worked examples have; with six digits where it is smaller."""
     if value is None:
         return "-"
     if value and abs(value) < 1e-3:
@@ -302,7 +302,7 @@ def _number(value: float | None) -> str:
 
 
 def _per_token(values: Sequence[float]) -> str:
-    """`0.5 x4` for four numbers that print alike, else each."""
+    """Format numbers per token: `0.5 x4` for four that print alike, else each."""
     texts = [_number(value) for value in values]
     if len(texts) > 1 and len(set(texts)) == 1:
         return f"{texts[0]} x{len(texts)}"
@@ -333,7 +333,7 @@ class Likeness:
 
 @dataclass(frozen=True, slots=True)
 class CreditedStep:
-    """A step of a run, credited again."""
+    """Recomputed credit of a run's step."""
 
     step: int
     entries: int
@@ -351,32 +351,32 @@ def _credit_steps(request: CreditRequest, as_json: bool) -> int:
     if not numbers:
         raise ConfigError(f"step: {request.folder} has a journal of no step yet")
     trained = request.run.algo
-    others = [algo for algo in request.algos if algo != trained]
-    steps = [_credited(replace(request, step=number), trained, others) for number in numbers]
+    compared = [algo for algo in request.algos if algo != trained]
+    steps = [_credited(replace(request, step=number), trained, compared) for number in numbers]
     print(json.dumps([asdict(step) for step in steps], indent=1) if as_json else _steps_text(request, steps))
-    wrong = [step for step in steps if step.problem]
-    for step in wrong[:3]:
+    differing = [step for step in steps if step.problem]
+    for step in differing[:3]:
         print(f"error: {request.folder}: step {step.step}: {step.problem}", file=sys.stderr)
-    return 1 if wrong else 0
+    return 1 if differing else 0
 
 
-def _credited(request: CreditRequest, trained: AlgoConfig, others: Sequence[AlgoConfig]) -> CreditedStep:
+def _credited(request: CreditRequest, trained: AlgoConfig, compared: Sequence[AlgoConfig]) -> CreditedStep:
     assert request.run is not None and request.step is not None
     source = recorded_step(request)
-    (again,) = credit_all([trained], source, request.run.seed)
-    pushes = _pushed(again)
-    credits = credit_all(others, source, request.seed, request.typed)
+    (trained_credit,) = credit_all([trained], source, request.run.seed)
+    pushes = _pushed(trained_credit)
+    credits = credit_all(compared, source, request.seed, request.user_keys)
     return CreditedStep(
         step=request.step,
-        entries=len(again.entries),
+        entries=len(trained_credit.entries),
         pushed=len(pushes),
-        problem=unlike_journal(again, source.entries),
+        problem=unlike_journal(trained_credit, source.entries),
         others=tuple(_likeness(credit, pushes) for credit in credits),
     )
 
 
 def pushes_of(credit: Credit) -> Push:
-    """Pushes of all calls with an entry."""
+    """Return the pushes of all calls with an entry."""
     pushes: Push = {}
     for entry in credit.entries:
         tokens = [a * w for a, w in zip(entry.advantages, entry.weights, strict=True)]
@@ -393,7 +393,7 @@ def _likeness(credit: Credit, trained: Push) -> Likeness:
     pushes = _pushed(credit)
     both = [call for call in pushes if call in trained]
     same = [sum(pushes[call]) * sum(trained[call]) > 0 for call in both]
-    # A call may have more tokens to one algorithm than to another, which leaves some out: those are 0.
+    # An algorithm may leave out tokens of a call; those count 0.
     product = sum(a * b for call in both for a, b in zip(pushes[call], trained[call], strict=False))
     lengths = _length(pushes) * _length(trained)
     return Likeness(

@@ -1,4 +1,4 @@
-"""One page, and one picture, of what several algorithms make of the same rollouts (`mmrl credit page=FILE`).
+"""Page and picture that compare algorithms on the same rollouts (`mmrl credit page=FILE`).
 
 Rows are calls, in the order and with the indentation of their tree; columns are algorithms. A cell's number is the
 call's advantage, its colour what the loss does with it: advantage times weight over all its tokens and entries, as a
@@ -43,7 +43,7 @@ def write_page(path: Path, forest: Forest, credits: Sequence[Credit], tables: Se
 
 
 def _picture(forest: Forest, credits: Sequence[Credit], title: str) -> str:
-    """SVG: the calls' trees at the left, a cell for each call and algorithm."""
+    """Draw the SVG: the calls' trees at the left, a cell for each call and algorithm."""
     calls = list(depth_first(forest))
     rewards = {rollout.leaf: rollout.reward for rollout in forest.rollouts}
     columns = [_shares(credit) for credit in credits]
@@ -69,7 +69,7 @@ def _picture(forest: Forest, credits: Sequence[Credit], title: str) -> str:
 
 
 def _shares(credit: Credit) -> Mapping[str, tuple[float, float]]:
-    """Share of the algorithm's largest push, and mean advantage, of each call with an entry."""
+    """Return the share of the algorithm's largest push, and mean advantage, of each call with an entry."""
     pushes = {call: sum(tokens) for call, tokens in pushes_of(credit).items()}
     largest = max(map(abs, pushes.values()), default=0.0) or 1.0
     advantages: defaultdict[str, list[float]] = defaultdict(list)

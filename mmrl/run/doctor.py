@@ -1,4 +1,4 @@
-"""`mmrl doctor`: what is wrong with this machine, or with a run before it trains, each with the setting to change.
+"""`mmrl doctor`: problems of this machine, or of a run before it trains, each with the setting to change.
 
 A run is built by its own builders (`run.build`), in a folder that is removed; `mmrl train` looks in the same way, at
 fewer examples and with what it has built, before a run that would take over an hour.
@@ -45,7 +45,7 @@ FILE = "doctor.json"
 
 
 class DoctorArguments(Section):
-    """Keys of `mmrl doctor` beside a config."""
+    """Arguments of `mmrl doctor` beside a config."""
 
     examples: int = Field(8, ge=1, description="training examples that are played")
 
@@ -62,7 +62,7 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
     Raises:
         ConfigError: a model that cannot be had, or devices that are not here.
     """
-    # One process sees what each of several would.
+    # A single process sees what each of several would.
     hardware = config.hardware
     single = {"processes": 1, "nodes": 1, "sharding": "none", "cpu_offload": False}
     single |= {"rollout_devices": min(1, hardware.rollout_devices)}
@@ -110,22 +110,22 @@ def _examined(stage: WeightStage, examples: int) -> Played:
     from mmrl.stages.checkup import examine
 
     # A program of the user's may draw from the global sources; what the run draws from them stays as it would be.
-    drawn, array_draws = random.getstate(), numpy.random.get_state()
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng():
             return examine(stage, examples)[0]
     finally:
-        random.setstate(drawn)
-        numpy.random.set_state(array_draws)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
 
 
-def look_before(stage: WeightStage, log: StepLog) -> None:
-    """Before training: play a few examples where `run.doctor` says so, print and keep the findings.
+def check_before_training(stage: WeightStage, log: StepLog) -> None:
+    """Play a few examples before training where `run.doctor` says so; print and keep the findings.
 
     It stops no run: what so few examples show is for a person to judge.
     """
     config = stage.config
-    if not log.processes.first(_needed(config, log.rundir.path / FILE)):
+    if not log.processes.first(_doctor_runs(config, log.rundir.path / FILE)):
         return
     facts = _examined(stage, FEW)
     findings = find(facts)
@@ -134,16 +134,16 @@ def look_before(stage: WeightStage, log: StepLog) -> None:
         atomic_write(log.rundir.path / FILE, dumps(as_object(facts, findings), indent=1) + "\n")
 
 
-def _needed(config: TrainCommandConfig, made: Path) -> bool:
-    """True if examples are to be played.
+def _doctor_runs(config: TrainCommandConfig, findings: Path) -> bool:
+    """True if `mmrl train` plays examples before training.
 
     Args:
-        made: what a start of this run that was killed may have left.
+        findings: what a start of this run that was killed may have left.
     """
     # A resumed start would print the same findings again, and they cost rollouts.
-    if made.exists():
+    if findings.exists():
         return False
-    # What runs on a CPU is small, and mostly seen to its end.
+    # Runs on a CPU are small, and are mostly watched to their end.
     return config.hardware.device != "cpu" if config.run.doctor == "auto" else config.run.doctor
 
 
@@ -156,16 +156,16 @@ GIB = 2**30
 
 @dataclass(slots=True)
 class Machine:
-    """Facts of this machine, and what of it stands against a run."""
+    """Facts of this machine, and its problems for a run."""
 
     facts: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
-    """Nothing can be trained here."""
+    """Problems with which nothing can be trained here."""
     notes: list[str] = field(default_factory=list)
-    """What some runs would miss."""
+    """Sentences about features that some runs need and this machine lacks."""
 
 
-def look_at_machine(*, as_json: bool) -> int:
+def check_machine(*, as_json: bool) -> int:
     """Print what this machine has of what runs need; 1 where something that every run needs is broken."""
     from mmrl.engines.vllm.command import vllm_problems
 
@@ -205,30 +205,30 @@ def _devices(machine: Machine) -> None:
 
         from mmrl.plan.cost import gpus
 
-        here = gpus()
-    # Whatever a broken installation raises when it is imported: to say so is what this command is for.
+        devices = gpus()
+    # A broken installation may raise anything on import; this command has to report it.
     except Exception as error:
         machine.broken.append(f"torch: cannot be used ({type(error).__name__}: {error}); install it again")
         return
-    for number, gpu in enumerate(here):
+    for number, gpu in enumerate(devices):
         free = f"{gpu.free / GIB:.1f} GiB free of {gpu.memory / GIB:.1f} GiB"
         machine.facts[f"GPU {number}"] = f"{gpu.name}, {free}, compute capability {gpu.capability}"
-    # Read apart from torch: a driver that is there beside a torch that sees no GPU is the commonest mistake.
+    # Read without torch: an installed driver with a torch that sees no GPU is the most common mistake.
     driver = get_nvidia_driver_version(run)
     compiler = next((path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if (path := which(name or ""))), "")
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     machine.facts |= {
-        **({} if here else {"GPUs": "none that torch can use"}),
+        **({} if devices else {"GPUs": "none that torch can use"}),
         "driver": driver or "none",
         "CUDA of torch": torch.version.cuda or "none: a build for CPUs",
         "C compiler": compiler or "none",
     }
-    if driver and not here:
+    if driver and not devices:
         machine.broken.append(
             f"torch {torch.__version__}: this machine has GPUs and torch can use none; install a build for CUDA that "
             f"driver {driver} runs, or see CUDA_VISIBLE_DEVICES (hardware=cpu trains without)"
         )
-    if here and not (compiler and headers.is_file()):
+    if devices and not (compiler and headers.is_file()):
         missing = f"{headers} is not there" if compiler else "there is no C compiler"
         machine.notes.append(
             f"torch.compile: {missing}, which packed updates on a GPU need; install it, or take train.packing=padded"
@@ -236,12 +236,12 @@ def _devices(machine: Machine) -> None:
 
 
 def _disk(machine: Machine, name: str, folder: Path, change: str) -> None:
-    """Free room in a folder, and whether it can be written."""
-    # The folder itself may not be made yet: the disk is that of the nearest one above.
-    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(above).free / GIB
+    """Return the free room in a folder, and whether it can be written."""
+    # The folder may not exist yet; its disk is that of the nearest existing parent.
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(nearest).free / GIB
     machine.facts[name] = f"{folder}: {free:.1f} GiB free"
-    if not os.access(above, os.W_OK):
+    if not os.access(nearest, os.W_OK):
         machine.broken.append(f"{folder}: cannot be written; {change} to a folder that can")
     elif free < 1:  # a run can hardly write its checkpoints
         machine.notes.append(f"{folder}: {free:.2f} GiB are left on its disk; make room before a run")

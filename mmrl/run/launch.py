@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: which profiles cannot work, starting, watching and ending them together.
+"""Processes of a run on this machine: checks of hardware profiles, starting, watching and ending them together.
 
 `start` is called when a hardware profile has more than one process and no launcher has started them. The processes
 find each other by torchrun's environment variables, so a run started by torchrun, accelerate or SLURM takes the same
@@ -51,7 +51,7 @@ def start(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int:
         )
         for rank in range(hardware.processes)
     ]
-    with passing_on(workers) as signals:
+    with forward_signals(workers) as signals:
         failed = _wait(workers)
         if failed is None:
             return 0
@@ -75,7 +75,7 @@ def start(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int:
 
 
 def environment(hardware: HardwareConfig, rank: int, port: int) -> dict[str, str]:
-    """Variables by which one process finds the others, and how accelerate is to wrap the model."""
+    """Return the variables by which a process finds the others, and how accelerate is to wrap the model."""
     variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -89,7 +89,7 @@ def environment(hardware: HardwareConfig, rank: int, port: int) -> dict[str, str
 
 
 def wrapping(hardware: HardwareConfig) -> dict[str, str]:
-    """accelerate's own variables for a hardware profile; what `accelerate launch` would set from its config file."""
+    """Return accelerate's variables for a hardware profile, as `accelerate launch` would set them."""
     offload = str(hardware.cpu_offload).lower()
     if hardware.device == "cpu":
         return {"ACCELERATE_USE_CPU": "true"}
@@ -135,7 +135,7 @@ def must_start(processes: int, nodes: int) -> bool:
 
 
 def _wait(workers: Sequence[psutil.Popen]) -> int | None:
-    """The rank of the first process that failed; None when all are done."""
+    """Wait for the processes: return the rank of the first one that failed; None when all are done."""
     while True:
         codes = [worker.poll() for worker in workers]
         for rank, code in enumerate(codes):
@@ -148,20 +148,20 @@ def _wait(workers: Sequence[psutil.Popen]) -> int | None:
 
 
 def _end(workers: Sequence[psutil.Popen]) -> None:
-    """End what still runs: terminated first, then killed."""
+    """Terminate the processes that still run, then kill them."""
     for worker in workers:
         if worker.poll() is None:
             worker.terminate()
     # One deadline for all: they save at the same time, so waiting for each in turn is not longer.
-    _, left = psutil.wait_procs(workers, timeout=GRACE_S)
-    for worker in left:
+    _, survivors = psutil.wait_procs(workers, timeout=GRACE_S)
+    for worker in survivors:
         worker.kill()
         worker.wait()
 
 
 @contextmanager
-def passing_on(workers: Sequence[psutil.Popen]) -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM reach the workers, which end by themselves; nothing is left behind whatever happens here.
+def forward_signals(workers: Sequence[psutil.Popen]) -> Iterator[list[int]]:
+    """Pass Ctrl-C and SIGTERM on to the workers, which end by themselves; no process survives an error here.
 
     After SIGTERM they save, which takes as long as their step; a second signal ends them within seconds.
 
@@ -170,7 +170,7 @@ def passing_on(workers: Sequence[psutil.Popen]) -> Iterator[list[int]]:
     """
     signals: list[int] = []
 
-    def pass_on(number: int, frame: object) -> None:
+    def forward(number: int, frame: object) -> None:
         signals.append(number)
         if len(signals) > 1:
             _end(workers)
@@ -181,7 +181,7 @@ def passing_on(workers: Sequence[psutil.Popen]) -> Iterator[list[int]]:
                 worker.send_signal(number)
 
     # Installed once all workers are there: a signal before that ends this process, and they end with it.
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield signals
     finally:
@@ -205,7 +205,7 @@ def released(task: Task) -> Iterator[None]:
 
 
 def replica_problems(hardware: HardwareConfig, replicas: int) -> list[str]:
-    """Problems of several vLLM servers on the GPUs of a hardware profile."""
+    """Return the problems of several vLLM servers on the GPUs of a hardware profile."""
     devices = hardware.rollout_devices or hardware.processes
     if hardware.device == "cpu" or not devices % replicas:
         return []
@@ -213,7 +213,7 @@ def replica_problems(hardware: HardwareConfig, replicas: int) -> list[str]:
 
 
 def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:
-    """Problems of a hardware profile, one sentence each.
+    """Return the problems of a hardware profile, one sentence each.
 
     Args:
         engine: the engine that samples.
@@ -230,7 +230,7 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
         and engine == "transformers",
         f"DeepSpeed cannot train a critic under; use fsdp2, or {copies}": sharding.startswith("zero") and bool(critic),
     }
-    problems = [f"hardware.sharding: got {sharding}, which {why}" for why, wrong in sharded.items() if wrong]
+    problems = [f"hardware.sharding: got {sharding}, which {why}" for why, applies in sharded.items() if applies]
     if total > 1 and engine == "vllm_colocated":
         profile = f"profile '{hardware.name}' has {total}"
         problems.append(f"engine: vllm_colocated runs in one process, {profile}; use engine=vllm_server")
@@ -244,7 +244,7 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
 
 
 def missing_packages(hardware: HardwareConfig) -> list[str]:
-    """Packages that a hardware profile needs and this interpreter lacks, one sentence each; imports nothing."""
+    """Name the packages that a hardware profile needs and this interpreter lacks, without an import."""
     if hardware.sharding.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         return [
             f"hardware.sharding: got {hardware.sharding}, which needs DeepSpeed, and {sys.executable} does not have "

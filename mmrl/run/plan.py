@@ -1,4 +1,4 @@
-"""`mmrl plan`: what a checked training run will do and cost, counted without starting it, as text or as JSON."""
+"""`mmrl plan`: work and cost of a checked training run, counted without starting it, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ONE_GPU = ("auto", "gpu1")
 
 
 class PlanArguments(Section):
-    """Keys of `mmrl plan` beside a config."""
+    """Arguments of `mmrl plan` beside a config."""
 
     idle: ClassVar = [Idle("lengths", "dry!=0|null", ", which counts them; leave one of the two out")]
     lengths: str = Field("", description="MODULE:P/C[,...]: tokens of prompt and completion of each module")
@@ -106,7 +106,7 @@ def _count_prompts(config: PromptCommandConfig) -> dict[str, int]:
     counts = {"train_examples": train, "validation_examples": validation}
     # Without a number of trials it makes as many rollouts as its budget says (`algo.max_metric_calls`, ...).
     if trials := config.algo.expected_trials(len(task.program.modules), validation):
-        # At most: rollouts of a candidate that was tried before come from the store.
+        # An upper bound: rollouts of a candidate that was tried before come from the store.
         counts |= {"trials": trials, "rollouts_at_most": trials * validation + train}
     return counts
 
@@ -116,7 +116,7 @@ COUNTED: Mapping[str, Callable[[Any], dict[str, int]]] = {"sft": _count_sft, "pr
 
 
 def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
-    """The plan of a validated config.
+    """Plan the run of a validated config.
 
     Raises:
         ConfigError: what `mmrl train` would refuse, as far as it does not depend on this machine.
@@ -126,10 +126,10 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     kind = request.device and ("cpu" if request.device == "cpu" else "cuda")
     if request.device not in (None, *DEVICES):
         raise ConfigError(unknown("device", request.device, DEVICES))
-    weights_here = Path(model_path(config.model)).is_dir()
+    has_weights = Path(model_path(config.model)).is_dir()
     # A few dry rollouts show the lengths of every module and take little time.
-    examples = (0 if lengths or not weights_here else 4) if request.dry is None else request.dry
-    if examples and not weights_here:
+    examples = (0 if lengths or not has_weights else 4) if request.dry is None else request.dry
+    if examples and not has_weights:
         raise ConfigError(f"dry: the weights of {config.model.path} are not on this machine; leave dry out, or dry=0")
     shape = shape_of(config.model)
     # Counting from lengths needs the program, not the data: those of the mini world stand in for what is not here.
@@ -138,13 +138,13 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     settled = settle(config, kind, planned=True)
     device = _device(settled.hardware, request.device)
     problems = plan_problems(settled, task)
-    lora, known = config.model.lora, shape.projections()
+    lora, sizes = config.model.lora, shape.projections()
     # Without their sizes the plan would count no adapter there and promise too little memory.
-    if lora is not None and not lora.everywhere and (strange := [name for name in lora.targets if name not in known]):
-        targets = f"got {', '.join(strange)}; mmrl plan knows the sizes of {', '.join(known)} alone"
+    if lora is not None and not lora.everywhere and (invalid := [name for name in lora.targets if name not in sizes]):
+        targets = f"got {', '.join(invalid)}; mmrl plan knows the sizes of {', '.join(sizes)} alone"
         problems.append(f"model.lora.targets: {targets}")
-    if examples and examples > (most := len(task.examples("train"))):
-        problems.append(f"dry: got {examples}, the train split has {most} examples")
+    if examples and examples > (train_size := len(task.examples("train"))):
+        problems.append(f"dry: got {examples}, the train split has {train_size} examples")
     if problems:
         raise ConfigError(problems)
     loads, rollout, source = _loads(settled, task, examples, lengths)
@@ -159,19 +159,19 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
 
 
 def _device(hardware: HardwareConfig, name: str | None) -> Device:
-    """The device that is planned for: the one named, else what a run of this profile would take here.
+    """Return the device that is planned for: the one named, else what a run of this profile would take here.
 
     Raises:
         ConfigError: the speed of this machine's GPU is not known.
     """
     # A profile of several GPUs is of other machines than the one where it is planned.
-    if name is None and hardware.device != "cpu" and hardware.name in ONE_GPU and (here := gpus()):
-        return known_gpu(here[0])
+    if name is None and hardware.device != "cpu" and hardware.name in ONE_GPU and (found_gpus := gpus()):
+        return known_gpu(found_gpus[0])
     return find_device(name or ("cpu" if hardware.device == "cpu" else "h100"), hardware.threads or 1)
 
 
 def problems_elsewhere(config: RootConfig) -> list[str]:
-    """Problems of a run on another machine: without its data, weights, devices and servers."""
+    """Return the problems of a run on another machine: without its data, weights, devices and servers."""
     if stages := getattr(config, "stages", ()):
         return [problem for stage in stages for problem in problems_elsewhere(stage)]
     try:
@@ -189,7 +189,7 @@ def problems_elsewhere(config: RootConfig) -> list[str]:
 
 
 def evaluation_hours(config: EvalCommandConfig, items: int | None) -> tuple[float, int]:
-    """Hours of an evaluation on H100s (on the CPU where the config says so), and the devices that it takes.
+    """Return the hours of an evaluation on H100s (on the CPU where the config says so), and the devices that it takes.
 
     Args:
         items: of the whole split, where `eval.items` does not say how many.
@@ -218,7 +218,7 @@ def _fewest(*limits: int | None) -> int | None:
 def _loads(
     config: TrainCommandConfig, task: Task, examples: int, lengths: Mapping[str, Lengths]
 ) -> tuple[dict[str, Load], dict[str, Load], str]:
-    """The work of each module in a step, in a rollout of an evaluation, and where the numbers come from."""
+    """Return the work of each module in a step, in a rollout of an evaluation, and where the numbers come from."""
     modules, answered = task.program.modules, config.engine.endpoints or ()
     if examples:
         forest = dry_rollouts(config, task, reward_set(task, config.task.reward, config.algo.name), examples)
@@ -234,15 +234,15 @@ def _loads(
 
 
 def on_mini_world(task: TaskConfig) -> TaskConfig:
-    """The same task on the embedded data, with what needs no weights, server or key; a task of one's own stays."""
+    """Replace the task's data by the embedded data, with what needs no weights, server or key; user tasks stay."""
     if task.name not in BUILT_IN:
         return task
     # What is left out needs a download, a server or a key, and the plan needs none of their contents.
-    plain: dict[str, object] = {"data": task.data.model_copy(update=dict.fromkeys(SPLITS, MINI))}
-    plain |= {key: None for key in ("labels", "corpus") if hasattr(task, key)}
+    replaced: dict[str, object] = {"data": task.data.model_copy(update=dict.fromkeys(SPLITS, MINI))}
+    replaced |= {key: None for key in ("labels", "corpus") if hasattr(task, key)}
     if (retriever := getattr(task, "retriever", None)) is not None:
-        plain["retriever"] = Bm25Config(top_k=retriever.top_k)
+        replaced["retriever"] = Bm25Config(top_k=retriever.top_k)
     for key in ("judge", "external"):
         if (endpoint := getattr(task, key, None)) is not None:
-            plain[key] = endpoint.model_copy(update={"key_env": None})
-    return task.model_copy(update=plain)
+            replaced[key] = endpoint.model_copy(update={"key_env": None})
+    return task.model_copy(update=replaced)

@@ -30,7 +30,7 @@ SETTINGS = ("policy", "model", "hardware", "engine")
 
 
 class ServeArguments(ServerArguments):
-    """`mmrl serve`, beside the config."""
+    """Arguments of `mmrl serve` beside the config."""
 
     name: str = Field("policy", min_length=1, description="the model's name in requests")
 
@@ -42,7 +42,7 @@ def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys
         user_keys: keys of the config that the user set.
     """
     policy = _checked(config, user_keys)
-    token = token_in(arguments)
+    token = read_token(arguments)
     # The model's own limit and not a task's; requests join a batch whenever they come.
     task = config.task.model_copy(update={"max_context": None})
     config = settle(config.model_copy(update={"task": task}))
@@ -66,8 +66,8 @@ def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys
         return listen(app, arguments, snippets(names, arguments), grace_s=5)
 
 
-def token_in(arguments: ServerArguments) -> str | None:
-    """Token that every request to a server must bring.
+def read_token(arguments: ServerArguments) -> str | None:
+    """Return the token that every request to a server must bring.
 
     Raises:
         ConfigError: the environment variable that is to hold it does not.
@@ -98,14 +98,14 @@ def listen(app: FastAPI, arguments: ServerArguments, announce: str, *, grace_s: 
 
 
 def models(name: str, policy: Policy) -> dict[str, str]:
-    """Model name in requests -> module; one for each module where they have weights of their own."""
+    """Return model name in requests -> module; a name for each module where they have weights of their own."""
     if policy.modules is None:
         return {name: ""}
     return {f"{name}/{module}": module for module in policy.modules}
 
 
 def _checked(config: EvalCommandConfig, user_keys: Collection[str]) -> Policy:
-    """The policy of a config that can be served.
+    """Return the policy of a config that can be served.
 
     Raises:
         ConfigError: every problem, before anything is loaded.
@@ -127,7 +127,7 @@ def _checked(config: EvalCommandConfig, user_keys: Collection[str]) -> Policy:
     try:
         policy = resolve(config.policy)
     except ConfigError as error:
-        # All mistakes at once, so that nobody mends them one start at a time.
+        # All mistakes are reported together, not one per start.
         raise ConfigError([*problems, *error.problems]) from None
     if name != "openai":
         problems += engine_problems(config, copied=policy.initial is not None)
@@ -137,7 +137,7 @@ def _checked(config: EvalCommandConfig, user_keys: Collection[str]) -> Policy:
 
 
 def snippets(names: Sequence[str] | dict[str, str], arguments: ServeArguments) -> str:
-    """Text that is printed when the server listens; `{url}` stands for its address."""
+    """Return the text that is printed when the server listens; `{url}` stands for its address."""
     model = next(iter(names))
     key = "'none'" if arguments.token_env is None else f"os.environ['{arguments.token_env}']"
     header = "" if arguments.token_env is None else "import os\n  "

@@ -1,4 +1,4 @@
-"""One run of `mmrl train`, whatever improves its policy: check, settle, build, evaluate, improve, evaluate, summarise.
+"""Run of `mmrl train`, whatever improves its policy: check, settle, build, evaluate, improve, evaluate, summarise.
 
 Called by `cli` once `check` has passed. Every process of a run goes this way; the main one writes and prints.
 """
@@ -34,10 +34,10 @@ from mmrl.models.policy import damage, every_checkpoint
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.run.build import RECORD, build_stage, build_task, check_model, evaluated, steps_of
 from mmrl.run.check import check_all
-from mmrl.run.doctor import look_before
+from mmrl.run.doctor import check_before_training
 from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.settle import import_plugins, refuse_changes, run_folder, settle, stored_config
-from mmrl.run.start import restarted, started
+from mmrl.run.start import config_from_run, config_of_resumed
 from mmrl.stages import Stage
 from mmrl.system.files import JsonObject, plain
 from mmrl.system.json_lines import stored_lines
@@ -53,7 +53,7 @@ STEADY = ("constant", "constant_with_warmup")
 
 def resume(folder: Path) -> int:
     """Continue a stopped or killed run, to the numbers that it would have had. Returns the exit code."""
-    config = restarted(stored_config(folder, StageConfig), folder)
+    config = config_of_resumed(stored_config(folder, StageConfig), folder)
     return begin(config, ["mmrl", "train", f"resume={folder}"], resumed=True)
 
 
@@ -66,15 +66,15 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
     """
     # With digests it has been looked up: it is continued, or the main process of several has done so.
     if config.start is not None and config.start == StartConfig(run=config.start.run):
-        config = started(config, Path(config.start.run))
+        config = config_from_run(config, Path(config.start.run))
     config = settle(config)
     # Before a folder is made: a model that cannot be had must leave none behind. A run that is continued has had it.
     if not resumed:
         check_model(config.model)
-    hardware, several = config.hardware, config.kind.credit
+    hardware, uses_processes = config.hardware, config.kind.credit
     # Several processes and no launcher: this one only starts them and waits, so it must not join them.
-    starts = several and must_start(hardware.processes, hardware.nodes)
-    processes = _join(hardware, config.engine.name) if several and not starts else ALONE
+    starts = uses_processes and must_start(hardware.processes, hardware.nodes)
+    processes = _join(hardware, config.engine.name) if uses_processes and not starts else ALONE
     if processes.main:  # or every process of a launcher would make a folder of its own
         suffix = f"_s{config.seed}"
         config = config.in_folder(run_folder(config.run.dir, config.task.name, config.algo.name, suffix=suffix))
@@ -97,7 +97,7 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
 
 
 def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
-    """Take a run's files back to the checkpoint that it goes on from; None without one.
+    """Restore a run's files to the checkpoint that it goes on from; None without one.
 
     Prompts have none: their optimiser runs again from its seed, a store answers what it has had before, and the trials
     that are in the history stay there.
@@ -121,7 +121,7 @@ def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
 
 
 def extend(folder: Path, steps_text: str) -> None:
-    """`resume=RUN train.steps=+100`: let a run, finished or not, continue to another number of steps.
+    """Continue a run, finished or not, to another number of steps (`resume=RUN train.steps=+100`).
 
     `config.yaml` stays as it was; `segments.jsonl` gets a line: the new number of steps, the steps done, and the
     summary that the run had then. The steps of an extended run equal, bit for bit, those of a run started with all of
@@ -162,7 +162,7 @@ def extend(folder: Path, steps_text: str) -> None:
 
 
 def work(job: JsonObject) -> int:
-    """One process of a run that `start` has started: begin it, or continue it."""
+    """Begin or continue a run in one of the processes that `start` has started."""
     import_plugins(job["config"].get("plugins", ()))
     try:
         return begin(validate_stored(TrainCommandConfig, job["config"]), job["command"], job["resumed"])
@@ -173,7 +173,7 @@ def work(job: JsonObject) -> int:
 
 
 def _join(hardware: HardwareConfig, engine: str) -> Processes:
-    """Meet the other processes of the run."""
+    """Connect to the other processes of the run."""
     if launched() is not None:  # by a launcher of the user's, which does not say how accelerate is to wrap the model
         os.environ.update(wrapping(hardware))
     processes = join(hardware.processes * hardware.nodes, hardware.device)
@@ -184,7 +184,7 @@ def _join(hardware: HardwareConfig, engine: str) -> Processes:
 def _opened(
     folder: str, config: JsonObject, command: Sequence[str], processes: Processes, resumed: bool
 ) -> Iterator[RunDir]:
-    """The directory of a run, new or continued, locked by the main process.
+    """Open the directory of a run, new or continued, locked by the main process.
 
     Raises:
         CheckpointError: the run is finished, or another process has it.
@@ -194,8 +194,8 @@ def _opened(
             processes.barrier()  # the main process has made the folder
         yield RunDir.read(folder)
         return
-    again = ["mmrl", "train", f"resume={folder}"]
-    with RunDir.open(folder, again) if resumed else RunDir.create(folder, config, command) as rundir:
+    command_line = ["mmrl", "train", f"resume={folder}"]
+    with RunDir.open(folder, command_line) if resumed else RunDir.create(folder, config, command) as rundir:
         if not resumed:
             processes.barrier()
         elif rundir.finished:
@@ -204,7 +204,7 @@ def _opened(
 
 
 def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
-    """The newest checkpoint that can be continued from, with the run's files as they were at its step.
+    """Return the newest checkpoint that can be continued from, with the run's files as they were at its step.
 
     What is damaged is named: a checkpoint gives way to the one before it, an evaluation that can be made again is.
     Files of later steps are dropped, since those steps are done again.
@@ -234,9 +234,9 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
             changed = rundir.changed_since(record)
         # The weights before training are there before the checkpoint is loaded, those of the last step after it.
         evaluated = {0, step} if step == steps else {0}
-        again = [path for path in changed if path.parent.name == "eval" and step_of(path) in evaluated]
-        problems += [fault] if fault else [f"{path} {text}" for path, text in changed.items() if path not in again]
-        if not fault and len(again) == len(changed):
+        repeated = [path for path in changed if path.parent.name == "eval" and step_of(path) in evaluated]
+        problems += [fault] if fault else [f"{path} {text}" for path, text in changed.items() if path not in repeated]
+        if not fault and len(repeated) == len(changed):
             break
         refused.append(checkpoint)
     else:
@@ -245,7 +245,7 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
                 f"{'; '.join(dict.fromkeys(problems))}, so that no checkpoint is left to continue from; restore what "
                 f"is named from a copy, or delete {rundir.checkpoints} to train again from step 1"
             )
-        rundir.begin_again()
+        rundir.forget_training()
         return None
     for problem in dict.fromkeys(problems):
         print(f"warning: {problem}; continuing from {checkpoint.name}", file=sys.stderr)
@@ -254,7 +254,7 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
             print(f"warning: {fault}; {checkpoint.name} is whole, so it is not needed", file=sys.stderr)
     if moved:
         print(f"warning: {rundir.path}/config.yaml: since {checkpoint.name}: {', '.join(moved)}", file=sys.stderr)
-    for path in again:
+    for path in repeated:
         print(f"warning: {path} {changed[path]}; it is evaluated again", file=sys.stderr)
         path.unlink(missing_ok=True)
     for path in refused:
@@ -266,13 +266,13 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
 
 
 def step_number(checkpoint: Path | None) -> int:
-    """Steps done at `checkpoint-<steps>`; 0 without one."""
+    """Return the steps done at `checkpoint-<steps>`; 0 without one."""
     return int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
 
 
 def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, processes: Processes = ALONE) -> int:
     """Build the stage, evaluate, improve, evaluate, report."""
-    # Here, since they import numpy and rich, which a refused config need not wait for.
+    # Imported here: numpy and rich are slow to load, and a refused config should not wait for them.
     from mmrl.report.console import finish
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import trackers
@@ -282,7 +282,7 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
     started = time.perf_counter()
     task = build_task(config.task, config.seed)
     metric, steps, done = task.main_metric, steps_of(config, task), step_number(checkpoint)
-    # What the other processes would show or send, the main one does: they have a quiet display and no trackers.
+    # Only the main process shows and sends anything; the others have a quiet display and no trackers.
     display, console = (config.run, None) if processes.main else (RunConfig(), Console(quiet=True))
     name = display.name or f"{config.algo.name}-{task.name}-s{config.seed}"
     live = display.progress
@@ -293,23 +293,23 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
         released(task),
         trackers(display, rundir, **sent, warn=progress.note) as opened,
     ):
-        begun = f"continuing from step {done}" if done else "continuing" if rundir.history() else "starting"
+        opening = f"continuing from step {done}" if done else "continuing" if rundir.history() else "starting"
         where = f"{config.model.name} ({config.hardware.device}, {config.hardware.threads} threads)"
         size = f", {steps} steps of {value_at(config, 'train.batch_size')} examples" if config.kind.weights else ""
         facts = ", ".join(f"{key} {value}" for key, value in task.describe().items())
         work = f"{config.algo.name} on {task.name} with {where}{size}"
-        progress.note(f"{begun}: {work}\n{facts}\nrun directory: {rundir.path}")
+        progress.note(f"{opening}: {work}\n{facts}\nrun directory: {rundir.path}")
         log = StepLog(rundir=rundir, progress=progress, trackers=opened, processes=processes, stop=stop)
-        # None while the parts are built: what fails then has nothing to close.
+        # None while the parts are built: a failure then leaves nothing to close.
         stage: Stage | None = None
         try:
             with storage(rundir.path):
                 stage = build_stage(config, task, log)
                 try:
-                    examples, drawn = evaluated(task, config, config.eval.split)
+                    examples, subset = evaluated(task, config, config.eval.split)
                     evaluations = Evaluations(examples=examples, last_step=steps, stage=stage)
                     if config.kind.credit and checkpoint is None:
-                        look_before(cast("WeightStage", stage), log)
+                        check_before_training(cast("WeightStage", stage), log)
                     before = evaluations.baseline()
                     stage.improve(evaluations, checkpoint)
                     after = evaluations.final()
@@ -319,7 +319,7 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
                     return 0
                 text = finish(
                     rundir,
-                    {**task.describe(), **drawn, **stage.describe()},
+                    {**task.describe(), **subset, **stage.describe()},
                     before,
                     after,
                     seconds=time.perf_counter() - started,

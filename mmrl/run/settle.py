@@ -1,4 +1,4 @@
-"""The door of a run: its config settled once on this machine, its directory placed once, its plugins imported.
+"""Preparation of a run: its config settled on this machine, its directory created, its plugins imported.
 
 Called by `cli` and by every command that runs something; what comes after takes the config as it is.
 """
@@ -41,9 +41,9 @@ def import_plugins(packages: Collection[str]) -> None:
     Raises:
         ConfigError: a package that cannot be imported, or raises when it is.
     """
-    # Not repeated: what is no name may be a key that was pasted into the wrong place.
-    if strange := sum(not all(part.isidentifier() for part in package.split(".")) for package in packages):
-        got = f"got {strange} that {'are' if strange > 1 else 'is'} none"
+    # The text is not repeated: it may be an API key pasted into the wrong place.
+    if malformed := sum(not all(part.isidentifier() for part in package.split(".")) for package in packages):
+        got = f"got {malformed} that {'are' if malformed > 1 else 'is'} none"
         raise ConfigError(f"plugins: {got}, expected names of packages: letters, digits, _ and dots")
     for package in packages:
         import_module("plugins", package)
@@ -88,7 +88,7 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
 
 
 def module_assignment(config: WeightRunConfig, modules: Sequence[str]) -> ModuleAssignment:
-    """Which of a program's modules speaks with which weights in a training run."""
+    """Describe which of a program's modules uses which weights in a training run."""
     answered = {module: endpoint.model for module, endpoint in (config.engine.endpoints or {}).items()}
     return ModuleAssignment(model=config.model, algo=config.algo, modules=tuple(modules), answered=answered)
 
@@ -99,17 +99,17 @@ def _require_gpus(profile: str, training: int, serving: int) -> None:
 
     if not torch.cuda.is_available():
         raise ConfigError(f"hardware.device: got cuda (hardware={profile}), this machine has no CUDA device")
-    here = torch.cuda.device_count()
-    if here < training + serving:
+    available = torch.cuda.device_count()
+    if available < training + serving:
         raise ConfigError(
             f"hardware.processes: profile '{profile}' asks for {training} GPUs to train"
             + (f" and {serving} to serve rollouts" if serving else "")
-            + f", this machine has {here}; set hardware.processes, or take another profile"
+            + f", this machine has {available}; set hardware.processes, or take another profile"
         )
 
 
 def run_folder(folder: str | None, *below: str, suffix: str = "") -> str:
-    """The run directory: the user's, else a new one, named by the time, in a folder below `outputs/`."""
+    """Return the run directory: the user's, else a new one, named by the time, in a folder below `outputs/`."""
     if folder is not None:
         return folder
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -124,7 +124,7 @@ def allocate(parent: Path, name: str) -> Path:
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        # `mkdir` is the test itself: two processes can never get one folder.
+        # `mkdir` is the test: two processes can never get the same folder.
         for number in range(1, 10_000):
             path = parent / (name if number == 1 else f"{name}-{number}")
             try:
@@ -141,23 +141,25 @@ _SERVERS = frozenset({"url", "key_env", "python", "timeout_s", "start_timeout_s"
 """Keys, anywhere, of servers: another address of the same server changes nothing."""
 
 
-def config_changes(stored: Mapping[str, object], now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """Config path -> (stored value, value now) where they differ, but for `run.*`: where it lies, who looks on.
+def config_changes(stored: Mapping[str, object], current: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """Return config path -> (stored value, value now) where they differ, `run.*` left out.
 
     Raises:
         ConfigError: the stored config is none that this version understands.
     """
     # Validated first: keys that a newer version added have their defaults, and are no difference.
-    there = flattened(plain(validate_stored(schema_of(stored), stored).model_dump(mode="json")))
-    here = flattened(plain(now))
+    stored_values = flattened(plain(validate_stored(schema_of(stored), stored).model_dump(mode="json")))
+    current_values = flattened(plain(current))
     return {
-        path: (there.get(path, "absent"), here.get(path, "absent"))
-        for path in dict.fromkeys([*here, *there])
-        if there.get(path) != here.get(path) and not path.startswith("run.")
+        path: (stored_values.get(path, "absent"), current_values.get(path, "absent"))
+        for path in dict.fromkeys([*current_values, *stored_values])
+        if stored_values.get(path) != current_values.get(path) and not path.startswith("run.")
     }
 
 
-def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, object], checkpoint: str) -> list[str]:
+def refuse_changes(
+    run: RunDir, stored: Mapping[str, object], current: Mapping[str, object], checkpoint: str
+) -> list[str]:
     """Compare the config of a run with the one that a checkpoint was made with.
 
     Returns:
@@ -166,13 +168,13 @@ def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, 
     Raises:
         CheckpointError: any other change.
     """
-    changes = config_changes(stored, now)
+    changes = config_changes(stored, current)
     # A run that was extended has checkpoints of earlier segments, whose steps it knows.
     if "train.steps" in changes and changes["train.steps"][0] in run.planned_steps:
         changes.pop("train.steps")
-    texts = {path: f"{path}={here} (was {there})" for path, (there, here) in changes.items()}
+    texts = {path: f"{path}={new} (was {old})" for path, (old, new) in changes.items()}
     # A folder with the run that this one started from may have been moved as a whole; its content was compared.
-    places = ("model.path", "model.revision", "task.prompts") if now.get("start") else ()
+    places = ("model.path", "model.revision", "task.prompts") if current.get("start") else ()
     allowed = [
         path for path in texts if path.startswith("hardware.") or path.rpartition(".")[2] in _SERVERS or path in places
     ]
@@ -185,7 +187,7 @@ def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, 
 
 
 def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
-    """The run that has trained the weights of the policy at `path`, and its config with the policy's prompts.
+    """Return the run that has trained the weights of the policy at `path`, and its config with the policy's prompts.
 
     Of runs that start from one another (`mmrl train stages=[A,B]`), the last that has trained weights.
 
@@ -210,7 +212,7 @@ def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
 
 
 def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False) -> ConfigT:
-    """The config of a run, with its plugins imported; writes nothing.
+    """Return the config of a run, with its plugins imported; writes nothing.
 
     A run directory may come from somebody else, and what its config names is their code: it is named in a line on
     stderr before it is imported.
@@ -225,9 +227,9 @@ def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False)
     """
     # No lock is taken here: the processes of the run take it, and may be others than this one.
     stored = RunDir.read(folder).config
-    there = schema_of(stored)
-    if not issubclass(there, schema):
-        refusal = (TrainCommandConfig if schema is EvalCommandConfig else there).kind.refusal
+    stored_schema = schema_of(stored)
+    if not issubclass(stored_schema, schema):
+        refusal = (TrainCommandConfig if schema is EvalCommandConfig else stored_schema).kind.refusal
         raise CheckpointError(f"{folder}: {refusal.format(folder=folder)}")
     plugins = stored.get("plugins", ())
     # anything but names is for validation to refuse
@@ -238,7 +240,7 @@ def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False)
     import_plugins(packages)
     # The folder as typed, not as stored: a run directory may have been moved.
     try:
-        return validate_stored(there, stored).in_folder(str(folder))
+        return validate_stored(stored_schema, stored).in_folder(str(folder))
     except ConfigError as error:
         raise ConfigError(f"{folder}/config.yaml: {problem}" for problem in error.problems) from None
 
@@ -252,18 +254,18 @@ def announce_code(folder: Path, stored: Mapping[str, object], packages: Sequence
     """
     sections = {name: stored.get(name) for name in ("task", "algo") if program}
     texts = flattened({name: section for name, section in sections.items() if isinstance(section, Mapping)})
-    named = [f"{key}={value}" for key, value in texts.items() if isinstance(value, str) and OBJECT.fullmatch(value)]
-    named = [text for text in named if not is_given(text.partition("=")[2])]  # of this very process
-    named += [f"plugins={','.join(packages)}"] if packages else []
+    settings = [f"{key}={value}" for key, value in texts.items() if isinstance(value, str) and OBJECT.fullmatch(value)]
+    settings = [text for text in settings if not is_given(text.partition("=")[2])]  # of this very process
+    settings += [f"plugins={','.join(packages)}"] if packages else []
     interpreter = value_at(stored, "engine.python") if program else None
-    named += [f"engine.python={interpreter}"] if interpreter is not None else []
-    if named:
-        line = f"{folder}/config.yaml names code that is imported and run now: {', '.join(named)}"
+    settings += [f"engine.python={interpreter}"] if interpreter is not None else []
+    if settings:
+        line = f"{folder}/config.yaml names code that is imported and run now: {', '.join(settings)}"
         print(line, file=sys.stderr, flush=True)
 
 
 def _needs_plugins(stored: Mapping[str, object]) -> bool:
     """True if a name that chooses a section's schema is none of those that are known by now."""
-    known = {path: {*schemas, "auto"} for path, schemas in CHOICES.items()}
-    names = {path: value_at(stored, f"{path}.name") for path in known}
-    return any(name not in known[path] for path, name in names.items() if name)
+    builtin = {path: {*schemas, "auto"} for path, schemas in CHOICES.items()}
+    names = {path: value_at(stored, f"{path}.name") for path in builtin}
+    return any(name not in builtin[path] for path, name in names.items() if name)

@@ -1,4 +1,4 @@
-"""The run that another run starts from (`from=RUN`) or that an evaluation is of: its policy, and its sections."""
+"""Run that another run starts from (`from=RUN`) or that an evaluation evaluates: its policy and sections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
 
 def sections_of(run: Path) -> JsonObject:
-    """`model` and `task` of a run, which a run that starts from it has too where nothing else is typed.
+    """Return `model` and `task` of a run, which a run that starts from it takes over where the user sets nothing else.
 
     Raises:
         ConfigError: it is no training run.
@@ -44,21 +44,21 @@ def sections_of(run: Path) -> JsonObject:
 
 
 def run_of(path: Path) -> Path:
-    """The run whose policy a folder has: the folder itself, or of runs in turn the last that has ended."""
-    ended = [row for row in rows_of(path) if (row / "summary.json").is_file()]
-    return ended[-1] if ended else path
+    """Return the run whose policy a folder has: the folder itself, or of runs in turn the last that has ended."""
+    finished = [row for row in rows_of(path) if (row / "summary.json").is_file()]
+    return finished[-1] if finished else path
 
 
 def with_overrides(
     section: JsonObject, composed: Mapping[str, object], user_keys: Collection[str], name: str
 ) -> JsonObject:
-    """A section of the run before, with the keys of it that were typed."""
+    """Return a section of the run before, with the user's keys in place of its own."""
     section = {key: value for key, value in section.items() if not (name == "task" and key == "prompts")}
     for key in user_keys:
         if key.startswith(f"{name}."):
             inner = section
-            *above, last = key.removeprefix(f"{name}.").split(".")
-            for part in above:
+            *parents, last = key.removeprefix(f"{name}.").split(".")
+            for part in parents:
                 inner[part] = {**(inner.get(part) or {})}
                 inner = inner[part]
             inner[last] = value_at(composed, key)
@@ -66,7 +66,7 @@ def with_overrides(
 
 
 def evaluation_sections(sections: Mapping[str, object], user_keys: Collection[str]) -> JsonObject:
-    """The sections of an evaluation, with its policy's own task, plugins and endpoints where none is typed.
+    """Return the sections of an evaluation, with its policy's own task, plugins and endpoints where the user sets none.
 
     Args:
         sections: composed of what was typed.
@@ -92,7 +92,7 @@ def evaluation_sections(sections: Mapping[str, object], user_keys: Collection[st
 
 
 def policy_of_run(run: Path, *, undamaged: bool = False) -> Policy:
-    """The policy that a run has made.
+    """Return the policy that a run has made.
 
     Args:
         undamaged: compare its files with their digests too, which takes a while.
@@ -114,8 +114,8 @@ def policy_of_run(run: Path, *, undamaged: bool = False) -> Policy:
     return policy
 
 
-def started(config: ConfigT, run: Path) -> ConfigT:
-    """A run from the policy that `run` has made: its weights, with an adapter merged into them, and its prompts.
+def config_from_run(config: ConfigT, run: Path) -> ConfigT:
+    """Return a run from the policy that `run` has made: its weights, with an adapter merged into them, and its prompts.
 
     Raises:
         ConfigError: as `policy_of_run`.
@@ -133,8 +133,8 @@ def started(config: ConfigT, run: Path) -> ConfigT:
     return config.model_copy(update=changed)
 
 
-def restarted(config: ConfigT, folder: Path) -> ConfigT:
-    """The config of a run that is continued, with the run that it started from where that lies now.
+def config_of_resumed(config: ConfigT, folder: Path) -> ConfigT:
+    """Return the config of a run that is continued, with the run that it started from where that lies now.
 
     Raises:
         CheckpointError: what it started from has changed, or is not there.
@@ -149,15 +149,15 @@ def restarted(config: ConfigT, folder: Path) -> ConfigT:
         prompts = prompts_of(str(candidate))[1]
         now = StartConfig(run=start.run, weights=_weights_digest(candidate), prompts=prompts and _digest(Path(prompts)))
         if now == start:
-            return started(config, candidate).model_copy(update={"start": start})
-    what = "has another policy now than the one that this run started from" if existing else "is not there"
+            return config_from_run(config, candidate).model_copy(update={"start": start})
+    problem = "has another policy now than the one that this run started from" if existing else "is not there"
     raise CheckpointError(
-        f"{folder}: from={existing[0] if existing else start.run} {what}; restore it, or start a new run"
+        f"{folder}: from={existing[0] if existing else start.run} {problem}; restore it, or start a new run"
     )
 
 
 def _merged(run: Path, config: ConfigT) -> str:
-    """The weights of a run with its adapter merged into them: what is trained next gets an adapter of its own.
+    """Merge a run's adapter into its weights: the next training gets an adapter of its own.
 
     So the reference of a KL term is the policy that the run starts from.
     """
@@ -168,7 +168,7 @@ def _merged(run: Path, config: ConfigT) -> str:
     target = checkpoint.parent.parent / "merged" / checkpoint.name
     target.parent.mkdir(exist_ok=True)
     if not (target / "config.json").is_file():
-        # Several runs may start from this one at once: the first to be done stays.
+        # Several runs may merge these weights at the same time; the first result stays.
         try:
             with atomic_dir(target) as folder:
                 write_merged(resolve(str(run)).base, checkpoint, config.model, folder)
@@ -180,7 +180,7 @@ def _merged(run: Path, config: ConfigT) -> str:
 
 
 def _weights_digest(run: Path) -> str | None:
-    """SHA-256 of the list of a checkpoint's files with their digests; None where no weights were trained."""
+    """Return the SHA-256 of the list of a checkpoint's files with their digests; None where no weights were trained."""
     policy = resolve(str(run))
     folders = [Path(text) for text in (policy.adapter, policy.base) if text]
     marker = next((folder / MARKER for folder in folders if (folder / MARKER).is_file()), None)

@@ -1,4 +1,4 @@
-"""The cells of a set as its runs fill them: scores over seeds, before and after training, row against row, claims.
+"""Cells of a set, computed from its runs: scores over seeds, before and after training, row against row, claims.
 
 Reads run directories only. A cell is blank where nothing was evaluated, and refused as an average where the configs of
 its seeds differ.
@@ -29,13 +29,13 @@ VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "start."
 """Config paths in which runs of one row may differ: where weights and prompts lie, and the machine."""
 LEAST_ITEMS, LEAST_SEEDS, LEAST_GAIN = 200, 3, 0.05
 """"Learns" asks for: evaluated items, seeds (all of them), after - before."""
-Place = Cell | str
+CellOrMean = Cell | str
 """A cell, or the name of a mean."""
 Interval = tuple[float, float]
 
 
 class Behaviour(NamedTuple):
-    """A number that says how a program acts, apart from whether it is right."""
+    """Measure of how a program acts, apart from whether it is right."""
 
     label: str
     metric: str
@@ -66,27 +66,27 @@ BEHAVIOUR = (
     Behaviour("format reward", "xml_format"),
     Behaviour("answers", "answered"),
 )
-"""Listed where a run has them, in this order; the first with a curve is drawn."""
+"""Measures in the order in which they are listed; the first that a run has with a curve is drawn."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A run of a cell as far as it has come."""
+    """A run of a cell, finished or not."""
 
     seed: int
     metric: str
-    """The one by which the run is judged to learn."""
+    """Metric that decides whether the run learned."""
     chain: Sequence[Overview]
-    """The runs that it comes from, the first one first, and itself."""
+    """Runs that it starts from, the first one first, and itself."""
 
     @property
     def overview(self) -> Overview:
-        """The run itself."""
+        """Overview of the run."""
         return self.chain[-1]
 
     @cached_property
     def costs(self) -> dict[str, float]:
-        """`COUNTS` of all runs of the chain, over all their starts."""
+        """Sums of `COUNTS` over all runs of the chain and all their starts."""
         totals = pandas.DataFrame([record for run in self.chain for record in run.history])
         totals = totals.select_dtypes("number").sum()
         costs = {name: float(sum(totals.get(key, 0.0) for key in keys)) for name, keys in COUNTS.items()}
@@ -95,7 +95,7 @@ class Scored:
 
     @property
     def finished(self) -> bool:
-        """True once it has ended with scores."""
+        """True if the run ended with scores."""
         if self.overview.evaluates:
             return self.overview.run.finished and has_scores(self.overview.run)
         return bool(self.overview.summary)
@@ -119,17 +119,17 @@ class Scored:
 
     @property
     def questions(self) -> tuple[object, ...]:
-        """Equal for evaluations of the same items."""
+        """Task, data and item ids: equal for evaluations of the same items."""
         return self.overview.get("task.name"), self.overview.get("task.dataset"), frozenset(self.after.index)
 
     @property
     def latest(self) -> pandas.DataFrame:
-        """The scores after training, or those before it where there are no others yet."""
+        """Scores after training, or before it if there are none yet."""
         return self.before if self.after.empty else self.after
 
     @cached_property
     def gain(self) -> Difference | None:
-        """Last evaluation against the one before training; None before there are two."""
+        """Difference of the last evaluation to the one before training; None before there are two."""
         before, after = values_of(self.before, self.metric), values_of(self.after, self.metric)
         before = before[before.index.isin(after.index)]
         if before.empty:
@@ -140,7 +140,7 @@ class Scored:
 
     @property
     def learned(self) -> bool | None:
-        """True where this run meets the threshold; None while that cannot be decided."""
+        """True if this run meets the threshold; None while that cannot be decided."""
         if not self.finished or self.gain is None or self.gain.n < LEAST_ITEMS:
             return None
         # The small tolerance: 0.25 - 0.20 is a little below 0.05 in binary.
@@ -148,35 +148,35 @@ class Scored:
 
 
 def _evaluated(overview: Overview) -> Mapping[int, Sequence[Item]]:
-    """Step -> items of a training run; steps whose evaluation is complete."""
+    """Return {step: items} of a training run, for steps whose evaluation is complete."""
     # An evaluation's items are written one by one; its metrics line comes last and marks it as complete.
     complete = {record["step"] for record in overview.history if f"eval/{overview.split}/n" in record}
     return {step: items for step, items in overview.items.get(overview.split, {}).items() if step in complete}
 
 
 def _scores(items: Sequence[Item]) -> pandas.DataFrame:
-    """(items, metrics) of one evaluation; NaN where an item has none, as of a module that was not called."""
-    of_items = {
+    """Return the (items, metrics) table of one evaluation; NaN where an item has none."""
+    by_item = {
         item["id"]: item["metrics"] | {f"module/{name}": value for name, value in item.get("modules", {}).items()}
         for item in items
     }
-    return pandas.DataFrame([*of_items.values()], index=[*of_items]).apply(pandas.to_numeric, errors="coerce")
+    return pandas.DataFrame([*by_item.values()], index=[*by_item]).apply(pandas.to_numeric, errors="coerce")
 
 
 def values_of(scores: pandas.DataFrame, metric: str) -> pandas.Series[float]:
-    """Item -> value, of items that have one."""
+    """Return item -> value, for the items that have one."""
     return scores[metric].dropna() if metric in scores else pandas.Series(dtype=float)
 
 
 def behaviour_in(scores: pandas.DataFrame, behaviour: Behaviour) -> float | None:
-    """A behaviour in an evaluation; None where the task has none such."""
+    """Return the value of a behaviour in an evaluation; None where the task does not have it."""
     values = values_of(scores, behaviour.metric)
     return fmean(values > 0 if behaviour.share else values) if len(values) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One place of a row."""
+    """A value of a row, in one column or as a mean."""
 
     row: str
     label: str
@@ -187,17 +187,17 @@ class Value:
     seeds: Mapping[int, float]
     """Seed -> value, in the table's unit."""
     wanted: int
-    """Seeds in all."""
+    """Number of seeds of the row."""
     interval: Interval | None
     items: int
     paper: float | None
     paper_std: float | None
     agrees: bool | None
-    """None: nothing to compare, or not at this scale."""
+    """True if our value agrees with the paper's; None: no value to compare, or another scale."""
 
     @property
     def mean(self) -> float | None:
-        """Over seeds; None where nothing was evaluated."""
+        """Mean over seeds; None without an evaluation."""
         return fmean(self.seeds.values()) if self.seeds else None
 
     @property
@@ -208,7 +208,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A claim, judged by our runs."""
+    """Verdict of our runs on a claim."""
 
     claim: Claim
     verdict: str
@@ -226,7 +226,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class SetResult:
-    """A set as far as it has been run."""
+    """Results of a set, finished or not."""
 
     name: str
     spec: SetSpec
@@ -237,119 +237,121 @@ class SetResult:
     """(row, column) -> the runs with its scores, one per seed: evaluations, or in a set without scores trainings."""
     queue: Sequence[SetRun] = ()
     """Runs in the order in which they start, each once; none where they are only looked at."""
-    more_notes: Sequence[str] = ()
+    extra_notes: Sequence[str] = ()
 
     @cached_property
-    def known(self) -> dict[Path, Overview | MmrlError]:
-        """Content of the folder of each run that has begun, those included that others come from; or its damage."""
-        known: dict[Path, Overview | MmrlError] = {}
+    def overviews(self) -> dict[Path, Overview | MmrlError]:
+        """Overview of each started run, and of the runs that it starts from; or the error of reading it."""
+        overviews: dict[Path, Overview | MmrlError] = {}
         for path in dict.fromkeys(link.path for runs in self.runs.values() for run in runs for link in run.chain):
             if (path / "config.yaml").is_file():
                 try:
-                    known[path] = Overview.of(RunDir.read(path))
+                    overviews[path] = Overview.from_run(RunDir.read(path))
                 except MmrlError as error:
-                    known[path] = error
-        return known
+                    overviews[path] = error
+        return overviews
 
     @cached_property
     def read(self) -> tuple[dict[tuple[str, str], list[Scored]], list[str]]:
-        """(row, column) -> the runs that have begun, by seed; and what is wrong or missing, in words."""
-        begun: dict[tuple[str, str], list[Scored]] = {}
-        troubles: list[str] = []
-        for place, runs in self.runs.items():
-            here: list[Scored] = []
+        """Started runs by (row, column), in the order of seeds; and the problems, as sentences."""
+        started: dict[tuple[str, str], list[Scored]] = {}
+        problems: list[str] = []
+        for pair, runs in self.runs.items():
+            cell_runs: list[Scored] = []
             missing = []
             for run in runs:
-                scored, trouble = self._scored(place, run)
-                here += [scored] if scored is not None else []
-                if trouble:
-                    troubles.append(f"{self._named(place)}, seed {run.seed}: {trouble}")
+                scored, problem = self._scored(pair, run)
+                cell_runs += [scored] if scored is not None else []
+                if problem:
+                    problems.append(f"{self._pair_name(pair)}, seed {run.seed}: {problem}")
                 elif scored is None or not scored.finished:
                     missing.append(run.seed)
-            finished = [scored.overview for scored in here if scored.finished]
+            finished = [scored.overview for scored in cell_runs if scored.finished]
             if missing and finished:
-                troubles.append(f"{self._named(place)}: seeds {', '.join(map(str, missing))} are missing")
+                problems.append(f"{self._pair_name(pair)}: seeds {', '.join(map(str, missing))} are missing")
             if different := _differing(finished):
-                troubles.append(f"{self._named(place)}: not averaged, its seeds differ in {', '.join(different)}")
-                here = []
-            begun[place] = sorted(here, key=lambda scored: scored.seed)
-        return begun, troubles
+                problems.append(f"{self._pair_name(pair)}: not averaged, its seeds differ in {', '.join(different)}")
+                cell_runs = []
+            started[pair] = sorted(cell_runs, key=lambda scored: scored.seed)
+        return started, problems
 
-    def _scored(self, place: tuple[str, str], run: Run) -> tuple[Scored | None, str]:
-        """A run that has begun and can be read, else None; and what is wrong with it."""
+    def _scored(self, pair: tuple[str, str], run: Run) -> tuple[Scored | None, str]:
+        """Return a run if it has started and can be read, else None; and its problem."""
         chain: list[Overview] = []
-        for known in (self.known.get(link.path) for link in run.chain):
-            if isinstance(known, MmrlError):
-                return None, str(known)
-            chain += [known] if known is not None else []
-        if run.path not in self.known:
-            return None, run.trouble()
-        scored = Scored(run.seed, self.metric(*place), chain)
+        for overview in (self.overviews.get(link.path) for link in run.chain):
+            if isinstance(overview, MmrlError):
+                return None, str(overview)
+            chain += [overview] if overview is not None else []
+        if run.path not in self.overviews:
+            return None, run.failure()
+        scored = Scored(run.seed, self.metric(*pair), chain)
         failed = (scored.overview.summary.get("metrics") or {}).get("failed_share", 0)
         partly = f"{failed:.1%} of the rollouts failed from outside and count 0" if failed and scored.finished else ""
-        return scored, run.trouble() or partly
+        return scored, run.failure() or partly
 
-    def begun(self, row: str, column: str) -> list[Scored]:
-        """The runs of a cell that have begun, by seed."""
+    def started(self, row: str, column: str) -> list[Scored]:
+        """Return the started runs of a cell, by seed."""
         return self.read[0].get((row, column), [])
 
     def finished(self, row: str, column: str) -> list[Scored]:
-        """The runs of a cell that have ended with scores, by seed."""
-        return [scored for scored in self.begun(row, column) if scored.finished]
+        """Return the runs of a cell that have ended with scores, by seed."""
+        return [scored for scored in self.started(row, column) if scored.finished]
 
-    def begun_in(self, column: str) -> dict[str, list[Scored]]:
-        """Row -> its runs, of the rows of a column that have begun."""
-        return {row: runs for row in self.rows if (runs := self.begun(row, column))}
+    def started_in(self, column: str) -> dict[str, list[Scored]]:
+        """Return row -> its started runs, for the rows of a column that have any."""
+        return {row: runs for row in self.rows if (runs := self.started(row, column))}
 
     def metric(self, row: str, column: str, score: str | None = None) -> str:
-        """The metric of a score (None: the first one) on a cell."""
+        """Return the metric of a score (None: the first one) on a cell."""
         measured = self.spec.measured
         metric = measured[score or next(iter(measured))]
         return self.runs[row, column][0].metric if metric == MAIN else metric
 
-    def _named(self, place: tuple[str, str]) -> str:
-        row, column = place
+    def _pair_name(self, pair: tuple[str, str]) -> str:
+        row, column = pair
         return f"{row} on {column}" if column else row
 
     # --- scores
 
     @cached_property
     def values(self) -> list[Value]:
-        """Every cell of every row, and its means."""
+        """Values of every cell and mean, row by row."""
         columns = set(self.columns)
-        places: dict[Place, Sequence[Cell]] = {cell: [cell] for cell in self.spec.cells if cell.column in columns}
+        cells_of: dict[CellOrMean, Sequence[Cell]] = {
+            cell: [cell] for cell in self.spec.cells if cell.column in columns
+        }
         for name, averaged in self.spec.means.items():
             cells = self.spec.selected(averaged)
-            # An average of fewer columns than the paper's would be another number under its name.
+            # Averaging fewer columns than the paper does would give a different number under the same name.
             if {cell.column for cell in cells} <= columns:
-                places[name] = cells
-        return [self._value(row, place, cells) for row in self.rows for place, cells in places.items()]
+                cells_of[name] = cells
+        return [self._value(row, key, cells) for row in self.rows for key, cells in cells_of.items()]
 
     @property
     def done(self) -> int:
-        """Cells with all their seeds; means are not counted."""
+        """Number of cells with all their seeds; means are not counted."""
         return sum(value.score is not None and 0 < value.wanted == len(value.seeds) for value in self.values)
 
     @property
     def total(self) -> int:
-        """Cells in all."""
+        """Number of cells."""
         return len(self.spec.measured) * len(self.runs)
 
-    def _value(self, row: str, place: Place, cells: Sequence[Cell]) -> Value:
-        spec, cell = self.spec, place if isinstance(place, Cell) else None
+    def _value(self, row: str, key: CellOrMean, cells: Sequence[Cell]) -> Value:
+        spec, cell = self.spec, key if isinstance(key, Cell) else None
         (strata,), weights = self._strata([row], cells)
         percent = spec.source is not None and spec.source.percent
         unit = 100.0 if percent and not (cell and cell.score in spec.counts) else 1.0
         means = unit * _seed_means(strata, weights)
         items = {column: _item_means(block.loc[means.index]) for column, block in strata.items()} if len(means) else {}
-        interval = stratified_interval({c: unit * m for c, m in items.items()}, weights, (row, str(place)))
-        paper, paper_std = spec.reported(row).get(place, (None, None))
+        interval = stratified_interval({c: unit * m for c, m in items.items()}, weights, (row, str(key)))
+        paper, paper_std = spec.reported(row).get(key, (None, None))
         agrees = None
         if self.scale == "paper" and paper is not None and interval is not None:
             agrees = bool(abs(means.mean() - paper) <= spec.agree or interval[0] <= paper <= interval[1])
         return Value(
             row=row,
-            label=spec.label(cell) if cell else str(place),
+            label=spec.label(cell) if cell else str(key),
             column=cell.column if cell else None,
             score=cell.score if cell else None,
             seeds={int(seed): float(mean) for seed, mean in means.items()},
@@ -364,7 +366,7 @@ class SetResult:
     def _strata(
         self, rows: Sequence[str], cells: Sequence[Cell]
     ) -> tuple[list[dict[str, pandas.DataFrame]], dict[str, float]]:
-        """Blocks of each row by column, none where a cell has no evaluation; and the weight of each column.
+        """Return the blocks of each row by column, none where a cell has no evaluation; and the weight of each column.
 
         Several columns may ask the same questions, of one policy (on the mini world) or of several: they are one block,
         named by the first of them, where an item counts once with the mean of its cells. Else an interval over them
@@ -373,8 +375,8 @@ class SetResult:
         first: dict[object, str] = {}
         groups: dict[str, list[Cell]] = {}
         for cell in sorted(cells):
-            asked = frozenset(run.questions for row in rows for run in self.finished(row, cell.column))
-            groups.setdefault(first.setdefault(asked or cell.column, cell.column), []).append(cell)
+            questions = frozenset(run.questions for row in rows for run in self.finished(row, cell.column))
+            groups.setdefault(first.setdefault(questions or cell.column, cell.column), []).append(cell)
         strata = []
         for row in rows:
             blocks = {column: self._block(row, group) for column, group in groups.items()}
@@ -382,20 +384,20 @@ class SetResult:
         return strata, {column: len(group) / len(cells) for column, group in groups.items()}
 
     def _block(self, row: str, cells: Sequence[Cell]) -> pandas.DataFrame:
-        """(seeds, items) after training, the mean of some cells; NaN where a module was not called on an item."""
+        """Return (seeds, items) after training, the mean of some cells; NaN where an item lacks a module."""
         blocks = []
         for column, score in cells:
             runs = self.finished(row, column)
             values = {run.seed: values_of(run.after, self.metric(row, column, score)).to_dict() for run in runs}
             blocks.append(pandas.DataFrame.from_dict(values, orient="index", dtype=float))
         seeds = sorted(set.intersection(*(set(block.index) for block in blocks)))
-        first, *others = (block.loc[seeds] for block in blocks)
-        return sum(others, first) / len(blocks)
+        first, *rest = (block.loc[seeds] for block in blocks)
+        return sum(rest, first) / len(blocks)
 
     # --- row against row
 
     def against(self, first: str, second: str, column: str) -> Difference | None:
-        """After training, `first` minus `second` on the same items.
+        """Return the difference after training, `first` minus `second` on the same items.
 
         An item's score is its mean over the seeds that both finished; the interval is over items. None without a seed
         or an item in common.
@@ -403,31 +405,31 @@ class SetResult:
         (cell,) = (Cell(column, score) for score in self.spec.measured)
         blocks = [self._block(row, [cell]) for row in (first, second)]
         seeds = sorted(set(blocks[0].index) & set(blocks[1].index))
-        mine, others = (_item_means(block.loc[seeds]) for block in blocks)
-        shared = sorted(mine.index.intersection(others.index))
+        first_means, second_means = (_item_means(block.loc[seeds]) for block in blocks)
+        shared = sorted(first_means.index.intersection(second_means.index))
         if not shared:
             return None
-        # The same draws either way round, so that one interval is the other's mirror image.
-        return paired_difference(others[shared], mine[shared], (0, "compare", *sorted((first, second))))
+        # Sorted names: swapping the rows gives the same draws, so the intervals mirror each other.
+        return paired_difference(second_means[shared], first_means[shared], (0, "compare", *sorted((first, second))))
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
-        """Every claim whose rows are shown."""
+        """Verdicts on the claims whose rows are shown."""
         claims = [claim for claim in self.spec.claims if {claim.more, claim.than} <= {*self.rows}]
-        return [self._judged(claim) for claim in claims]
+        return [self._judge(claim) for claim in claims]
 
-    def _judged(self, claim: Claim) -> Verdict:
+    def _judge(self, claim: Claim) -> Verdict:
         rows = (claim.more, claim.than)
         cells = [cell for cell in self.spec.selected(claim.cells) if cell.column in self.columns]
-        (more, than), weights = self._strata(rows, cells)
-        pairs = {column: _paired(more[column], than[column]) for column in more if than}
+        (higher, lower), weights = self._strata(rows, cells)
+        pairs = {column: _paired(higher[column], lower[column]) for column in higher if lower}
         if not pairs or any(pair.empty for pair in pairs.values()):
             return Verdict(claim, "not run")
 
         def judged(weights: Mapping[str, float]) -> Verdict:
             strata = {column: pairs[column] for column in weights}
             interval = stratified_interval(strata, weights, (*rows, *claim.cells))
-            seeds, over_seeds = _between_seeds(more, than, weights)
+            seeds, over_seeds = _between_seeds(higher, lower, weights)
             difference = float(sum(weight * strata[column].mean() for column, weight in weights.items()))
             verdict = _verdict(interval, over_seeds, seeds)
             return Verdict(claim, verdict, difference, interval, over_seeds, sum(map(len, strata.values())), seeds)
@@ -438,30 +440,30 @@ class SetResult:
             return replace(verdict, verdict="not comparable at mini")
         rests = []
         if verdict.verdict == "held" and len(pairs) > 1:
-            for left_out in pairs:
-                others = {column: weight for column, weight in weights.items() if column != left_out}
-                shares = {column: weight / sum(others.values()) for column, weight in others.items()}
-                rests += [left_out] if judged(shares).verdict != "held" else []
+            for omitted in pairs:
+                remaining = {column: weight for column, weight in weights.items() if column != omitted}
+                shares = {column: weight / sum(remaining.values()) for column, weight in remaining.items()}
+                rests += [omitted] if judged(shares).verdict != "held" else []
         return replace(verdict, rests_on=tuple(rests))
 
     # --- what the numbers rest on
 
     @cached_property
     def models(self) -> dict[tuple[str, str], str]:
-        """(row, column) -> the model that plays the row, before training."""
-        first = {place: runs[0].chain[0] for place in self.runs if (runs := self.begun(*place))}
-        return {place: str(run.get("policy" if run.evaluates else "model.path")) for place, run in first.items()}
+        """Model before training by (row, column)."""
+        first = {pair: runs[0].chain[0] for pair in self.runs if (runs := self.started(*pair))}
+        return {pair: str(run.get("policy" if run.evaluates else "model.path")) for pair, run in first.items()}
 
     @cached_property
     def head(self) -> dict[str, str]:
-        """Set, scale and state, and what its runs ran on."""
-        known = [scored.overview for runs in self.read[0].values() for scored in runs]
+        """Facts above the tables: set, scale, state, and the runs' machines and engines."""
+        overviews = [scored.overview for runs in self.read[0].values() for scored in runs]
 
-        def listed(of: Callable[[Overview], object]) -> str:
-            return "; ".join(dict.fromkeys(str(text) for run in known if (text := of(run))))
+        def listed(read: Callable[[Overview], object]) -> str:
+            return "; ".join(dict.fromkeys(str(text) for run in overviews if (text := read(run))))
 
         source = self.spec.source
-        every = {
+        facts = {
             "paper": f"arXiv {source.arxiv}, {source.at}: {self.spec.shows}" if source else "",
             "shows": "" if source else self.spec.shows,
             "scale": SCALES.get(self.scale, ""),
@@ -474,18 +476,18 @@ class SetResult:
             "retriever": listed(_retriever),
             "judge": listed(lambda run: (run.summary.get("facts") or {}).get("judge")),
         }
-        return {name: text for name, text in every.items() if text}
+        return {name: text for name, text in facts.items() if text}
 
     @cached_property
     def notes(self) -> list[str]:
-        """Below the tables: shared runs, what is missing or wrong, the rows' notes and the set's."""
-        places: dict[tuple[Path, ...], list[str]] = {}
+        """Notes below the tables: shared runs, problems, the rows' notes and the set's."""
+        sharing: dict[tuple[Path, ...], list[str]] = {}
         for (row, column), runs in self.runs.items():
-            name = row if len(self.columns) == 1 else self._named((row, column))
-            places.setdefault(tuple(run.path for run in runs), []).append(name)
-        groups = [", ".join(names) for names in places.values() if len(names) > 1]
-        notes = [*self.read[1], *self.more_notes]
-        # One note: a table whose columns name the same data at this scale has a dozen of these.
+            name = row if len(self.columns) == 1 else self._pair_name((row, column))
+            sharing.setdefault(tuple(run.path for run in runs), []).append(name)
+        groups = [", ".join(names) for names in sharing.values() if len(names) > 1]
+        notes = [*self.read[1], *self.extra_notes]
+        # Joined to a single note: where columns share their data at this scale there are a dozen of them.
         notes += [f"the same runs: {'; '.join(groups)}"] if groups else []
         if len({*self.models.values()}) > 1:
             models = dict.fromkeys(f"{row} is {model}" for (row, _), model in self.models.items())
@@ -501,12 +503,12 @@ class SetResult:
 
 
 def _paid(values: Sequence[float]) -> float:
-    """The sum over process starts of a count that each start begins anew, so that it is less than before."""
+    """Return the sum over process starts of a counter that restarts at 0 with each process."""
     return sum(value for value, following in pairwise([*values, 0.0]) if following < value)
 
 
 def _verdict(items: Interval | None, seeds: Interval | None, count: int) -> str:
-    """Held where both intervals lie above 0, with three seeds or more; not held where both lie below."""
+    """Return "held" where both intervals lie above 0 with three seeds or more, "not held" where both lie below."""
     if items is not None and seeds is not None and count >= LEAST_SEEDS:
         if min(items[0], seeds[0]) > 0:
             return "held"
@@ -516,33 +518,33 @@ def _verdict(items: Interval | None, seeds: Interval | None, count: int) -> str:
 
 
 def _seed_means(strata: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]) -> pandas.Series[float]:
-    """Seed -> weighted mean over the strata, of seeds that all of them have."""
+    """Return seed -> weighted mean over the strata, for the seeds that all strata have."""
     means = [weight * strata[column].mean(axis=1) for column, weight in weights.items() if column in strata]
     return pandas.concat(means, axis=1).sum(axis=1, skipna=False).dropna() if means else pandas.Series(dtype=float)
 
 
 def _item_means(block: pandas.DataFrame) -> pandas.Series[float]:
-    """Item -> mean over the seeds, of items that all of them have."""
+    """Return item -> mean over the seeds, for the items that all seeds have."""
     return block.mean(skipna=False).dropna().sort_index()
 
 
-def _paired(more: pandas.DataFrame, than: pandas.DataFrame) -> pandas.Series[float]:
-    """Differences per item, of means over the seeds that both have."""
-    seeds = more.index.intersection(than.index)
+def _paired(higher: pandas.DataFrame, lower: pandas.DataFrame) -> pandas.Series[float]:
+    """Return the differences per item, of means over the seeds that both have."""
+    seeds = higher.index.intersection(lower.index)
     # Rows that are not trained have one seed, which stands for all.
-    if len(seeds) and 1 not in (len(more), len(than)):
-        more, than = more.loc[seeds], than.loc[seeds]
-    return (_item_means(more) - _item_means(than)).dropna()
+    if len(seeds) and 1 not in (len(higher), len(lower)):
+        higher, lower = higher.loc[seeds], lower.loc[seeds]
+    return (_item_means(higher) - _item_means(lower)).dropna()
 
 
 def _between_seeds(
-    more: Mapping[str, pandas.DataFrame], than: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]
+    higher: Mapping[str, pandas.DataFrame], lower: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]
 ) -> tuple[int, Interval | None]:
-    """Number of seeds, and the 95 % t interval of the mean over their differences; None for fewer than two.
+    """Return the number of seeds, and the 95 % t interval of their mean difference; None for fewer than two.
 
     A row that is not trained has one seed, which is compared with each of the other row's.
     """
-    first, second = _seed_means(more, weights), _seed_means(than, weights)
+    first, second = _seed_means(higher, weights), _seed_means(lower, weights)
     if 1 in (len(first), len(second)):
         values = (first - second.iloc[0] if len(second) == 1 else first.iloc[0] - second).to_numpy()
     else:
@@ -554,7 +556,7 @@ def _between_seeds(
 
 
 def student_t(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t distribution."""
+    """Return the 97.5 % quantile of Student's t distribution."""
     exact = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
     if freedom <= len(exact):
         return exact[freedom - 1]
@@ -564,14 +566,14 @@ def student_t(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
-def settings_of(overview: Overview, left_out: tuple[str, ...]) -> dict[str, object]:
-    """Config path -> value, without the paths that begin with some of `left_out`."""
-    return {path: value for path, value in flattened(overview.config).items() if not path.startswith(left_out)}
+def settings_of(overview: Overview, excluded: tuple[str, ...]) -> dict[str, object]:
+    """Return config path -> value, without the paths that begin with a name in `excluded`."""
+    return {path: value for path, value in flattened(overview.config).items() if not path.startswith(excluded)}
 
 
-def _differing(known: Sequence[Overview]) -> list[str]:
-    """Config paths in which runs of one cell differ and must not."""
-    settings = [settings_of(overview, VARYING) for overview in known]
+def _differing(overviews: Sequence[Overview]) -> list[str]:
+    """Return the config paths in which runs of one cell differ and must not."""
+    settings = [settings_of(overview, VARYING) for overview in overviews]
     paths = dict.fromkeys(path for values in settings for path in values)
     return [path for path in paths if len({repr(values.get(path)) for values in settings}) > 1]
 

@@ -1,4 +1,4 @@
-"""`mmrl train stages=[A,B]`: a set whose rows start from one another, in a folder of its own.
+"""`mmrl train stages=[A,B]`: a set whose rows start from one another, in its own folder.
 
 RUN/set.yaml              the words of each row, from which a stopped set goes on
 RUN/1_A, RUN/2_B          the rows' run directories
@@ -30,15 +30,15 @@ from mmrl.system.conf import later_wins
 from mmrl.system.files import JsonObject, atomic_write, read_yaml
 from mmrl.system.stop import stoppable
 
-NOT_ITS_OWN = ("seed", "run.dir")
+SET_KEYS = ("seed", "run.dir")
 """Keys of its words that the set itself says for each run."""
 
 
-def begin(config: StageConfig, command: Sequence[str], *, here: bool = False) -> int:
+def begin(config: StageConfig, command: Sequence[str], *, in_process: bool = False) -> int:
     """Start a checked run or chain of runs. Returns the exit code.
 
     Args:
-        here: in this process, whose objects no other has.
+        in_process: in this process, whose objects no other has.
     """
     if not isinstance(config, StagedCommandConfig):
         return session.begin(config, command)
@@ -47,7 +47,7 @@ def begin(config: StageConfig, command: Sequence[str], *, here: bool = False) ->
     with storage(folder):
         folder.mkdir(parents=True, exist_ok=True)
         atomic_write(folder / SET, yaml.safe_dump(_written(config), sort_keys=False, allow_unicode=True, width=1000))
-    return go_on(folder, config, command, here=here)
+    return go_on(folder, config, command, in_process=in_process)
 
 
 def resume(folder: Path, config: StageConfig) -> int:
@@ -56,24 +56,24 @@ def resume(folder: Path, config: StageConfig) -> int:
 
 
 def differs(folder: Path, config: StagedCommandConfig) -> bool:
-    """Compare the chain in a folder with what `config` asks for; True where it is another one."""
+    """True if the chain in a folder is another one than `config` asks for."""
     return read_yaml(folder / SET) != _written(config)
 
 
 def _written(config: StagedCommandConfig) -> JsonObject:
-    """The content of `set.yaml`."""
+    """Return the content of `set.yaml`."""
     names = [f"{number}_{stage.algo.name}" for number, stage in enumerate(config.stages, 1)]
     rows = {}
-    for before, name, words in zip(["", *names], names, config.words, strict=False):
+    for previous, name, words in zip(["", *names], names, config.words, strict=False):
         overrides = later_wins(word.lstrip("+") for word in words)
-        kept = [word for word in overrides if word.partition("=")[0] not in NOT_ITS_OWN]
-        rows[name] = {**({"from": before} if before else {}), "train": kept}
+        settings = [word for word in overrides if word.partition("=")[0] not in SET_KEYS]
+        rows[name] = {**({"from": previous} if previous else {}), "train": settings}
     folder = {"config_dir": str(Path(config.config_dir).resolve())} if config.config_dir else {}
     return {"shows": f"{config.algo.name} on {config.task.name}", "seeds": [config.seed], **folder, "rows": rows}
 
 
 def read_rows(folder: Path) -> tuple[list[list[str]], str | None]:
-    """The words of each row of a chain, and the folder of configs that they need.
+    """Return the words of each row of a chain, and the folder of configs that they need.
 
     Raises:
         ConfigError: every problem of the file.
@@ -84,7 +84,7 @@ def read_rows(folder: Path) -> tuple[list[list[str]], str | None]:
 
 
 def chain_plan(folder: Path, config: StagedCommandConfig) -> SetResult:
-    """The runs of a chain."""
+    """Plan the runs of a chain."""
     spec = read_file(folder / SET)
     configs = iter(config.stages)
     planner = Planner(spec, "", lambda command, words: next(configs), (), folder=folder)
@@ -92,20 +92,20 @@ def chain_plan(folder: Path, config: StagedCommandConfig) -> SetResult:
 
 
 def chain_page(folder: Path) -> SetPage:
-    """The page of the runs of a chain that have begun.
+    """Return the page of the started runs of a chain.
 
     Raises:
         CheckpointError: none has; or a file of one is damaged.
     """
-    begun = [path for path in rows_of(folder) if (path / "config.yaml").is_file()]
-    if not begun:
+    started = [path for path in rows_of(folder) if (path / "config.yaml").is_file()]
+    if not started:
         raise CheckpointError(f"{folder}: none of its runs has begun; continue it with: mmrl train resume={folder}")
     with damage_named(folder):
         shows = read_file(folder / SET).shows
-        return SetPage(found_set(folder.resolve().name, begun, shows))
+        return SetPage(found_set(folder.resolve().name, started, shows))
 
 
-def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = (), *, here: bool = False) -> int:
+def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = (), *, in_process: bool = False) -> int:
     """Run what is missing of a chain, one run after the other. Returns the exit code of the one that failed.
 
     Raises:
@@ -117,13 +117,14 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
         raise CheckpointError(f"{folder}: this set is finished; look at it with: mmrl show {folder}")
 
     def ended() -> None:
-        done = [run.path for run in plan.queue if state_of(run.path) == "finished"]
+        finished = [run.path for run in plan.queue if state_of(run.path) == "finished"]
         with storage(folder):
-            # After every run: what was killed between two can be evaluated and exported.
-            write_policy(folder, weights=str(done[-1]), prompts=prompts_of(str(done[-1]))[1], task=config.task.name)
+            # After every run, so that a chain killed between two runs can still be evaluated and exported.
+            policy = str(finished[-1])
+            write_policy(folder, weights=policy, prompts=prompts_of(policy)[1], task=config.task.name)
         redraw(lambda: chain_page(folder), folder)
 
-    if here:
+    if in_process:
         for run in plan.queue:
             run.code = 0 if state_of(run.path) == "finished" else _in_this_process(run, command)
             if run.code:
@@ -134,8 +135,8 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
             RunQueue(plan.queue, 1, config.config_dir, on_done=ended, attached=True).run()
     code = next((run.code for run in plan.queue if run.code), 0)
     if not code:
-        further = f"page           {folder / 'set.html'}\nevaluate       mmrl eval policy={folder}"
-        print(f"\n{chain_page(folder).text()}\n\n{further}")
+        hints = f"page           {folder / 'set.html'}\nevaluate       mmrl eval policy={folder}"
+        print(f"\n{chain_page(folder).text()}\n\n{hints}")
     return code
 
 
@@ -148,6 +149,6 @@ def _in_this_process(run: SetRun, command: Sequence[str]) -> int:
 
 
 def state_of_chain(folder: Path) -> State:
-    """Finished where all rows have ended."""
+    """Return "finished" where all rows have ended."""
     rows = [folder / name for name in read_file(folder / SET).rows]
     return "finished" if all((path / "summary.json").is_file() for path in rows) else "unfinished"

@@ -1,4 +1,4 @@
-"""`mmrl table` and `mmrl compare`: a set of runs, planned, run, and shown; and runs that are there side by side.
+"""`mmrl table` and `mmrl compare`: plan, run and show a set of runs; or compare existing runs.
 
 Every run lies in a folder named by the digest of its config, so sets share runs, and the same command continues what
 was stopped.
@@ -36,7 +36,7 @@ from mmrl.system.stop import stoppable
 
 
 class SetKeys(Section):
-    """Keys of the command itself; all others are overrides of its runs."""
+    """Keys of the set commands; all others are overrides of the runs."""
 
     rows: str | None = Field(None, description="names of rows; null: all")
     columns: str | None = Field(None, description="names of columns; null: all")
@@ -69,7 +69,7 @@ TABLE_KEYS = tuple(key for key in SetKeys.model_fields if key not in ("algo", "t
 
 @dataclass(frozen=True, slots=True)
 class SetRequest:
-    """The words after `mmrl table` or `mmrl compare`."""
+    """Arguments of `mmrl table` or `mmrl compare`."""
 
     names: Sequence[str]
     """Words that are no `KEY=VALUE`."""
@@ -80,7 +80,7 @@ class SetRequest:
 
 
 def table(request: SetRequest, compose: Compose) -> int:
-    """`mmrl table`. Returns the exit code.
+    """Run `mmrl table`. Returns the exit code.
 
     Raises:
         ConfigError: every problem of the words, the files or the runs' configs; nothing has started.
@@ -89,7 +89,7 @@ def table(request: SetRequest, compose: Compose) -> int:
         raise ConfigError(f"table: got {len(request.names)} names, expected one")
     if request.names:
         (name,) = request.names
-        return _go(request, name, read_set(name, request.config_dir), compose)
+        return _run_set(request, name, read_set(name, request.config_dir), compose)
     if request.keys.model_fields_set or request.overrides:
         raise ConfigError("table: which one? `mmrl table` lists them")
     print(_listing(request))
@@ -97,56 +97,56 @@ def table(request: SetRequest, compose: Compose) -> int:
 
 
 def compare(request: SetRequest, compose: Compose) -> int:
-    """`mmrl compare`: of run directories, of a set, or of algorithms on tasks. Returns the exit code."""
+    """Run `mmrl compare`: of run directories, of a set, or of algorithms on tasks. Returns the exit code."""
     keys = request.keys
     if request.names:
-        return _look(request)
+        return _compare_runs(request)
     if keys.plan:
         if {"algo", "task"} & keys.model_fields_set:
             raise ConfigError(f"algo, task: have no effect on plan {keys.plan}; choose from it with rows= and columns=")
         spec = read_set(keys.plan, request.config_dir)
-        return _go(request, keys.name or keys.plan, spec, compose)
+        return _run_set(request, keys.name or keys.plan, spec, compose)
     if not keys.algo:
         raise ConfigError("algo: missing, expected algorithms (algo=a,b), a plan (plan=mini), or run directories")
     spec, overrides = _spec_of_algorithms(request)
-    # Its seeds are all of this set, and no part of it.
+    # `seed=` defines the seeds of this set, instead of selecting some of them.
     request = replace(request, keys=keys.model_copy(update={"seed": ()}), overrides=overrides)
-    return _go(request, keys.name or "default", spec, compose)
+    return _run_set(request, keys.name or "default", spec, compose)
 
 
 def _spec_of_algorithms(request: SetRequest) -> tuple[SetSpec, list[str]]:
-    """The set of `algo=A,B+C task=T,U`, and the overrides of all its runs."""
+    """Return the set of `algo=A,B+C task=T,U`, and the overrides of all its runs."""
     algos, tasks = request.keys.algo, request.keys.task
     overrides = []
-    of_stage: dict[str, list[str]] = {}
+    stage_settings: dict[str, list[str]] = {}
     for word in request.overrides:
         section, _, rest = word.lstrip("+").partition(".")
         if section == "stage":
             stage, _, setting = rest.partition(".")
-            of_stage.setdefault(stage, []).append(setting)
+            stage_settings.setdefault(stage, []).append(setting)
         else:
             overrides.append(word)
     rows: dict[str, Row] = {}
-    known: set[str] = set()
+    stage_names: set[str] = set()
     folders = [*user_dirs(request.config_dir), conf_dir()]
     for algo in algos:
         stages = [stage for part in algo.split("+") for stage in chained(part, folders)]
-        known.update(stages)
+        stage_names.update(stages)
         start = ""
-        for place, stage in enumerate(stages, 1):
-            row = algo if place == len(stages) else "+".join(stages[:place])
-            words = (f"algo={stage}", *of_stage.get(stage, ()))
+        for position, stage in enumerate(stages, 1):
+            row = algo if position == len(stages) else "+".join(stages[:position])
+            words = (f"algo={stage}", *stage_settings.get(stage, ()))
             rows[row] = Row.model_validate({"from": start, "shown": row in algos, "train": words})
             start = row
-    if stray := [unknown("stage", stage, known) for stage in of_stage if stage not in known]:
+    if stray := [unknown("stage", stage, stage_names) for stage in stage_settings if stage not in stage_names]:
         raise ConfigError(stray)
     columns = {task: Column(train=(f"task={task}",)) for task in tasks}
     shows = f"{', '.join(algos)} on {', '.join(tasks)}"
     return SetSpec(shows=shows, seeds=request.keys.seed or (0, 1, 2), rows=rows, columns=columns), overrides
 
 
-def _look(request: SetRequest) -> int:
-    """Show runs that are there."""
+def _compare_runs(request: SetRequest) -> int:
+    """Show finished or running runs side by side."""
     keys = request.keys
     stray = [key for key in keys.model_fields_set if key not in ("name", "out")]
     stray += [word.partition("=")[0] for word in request.overrides]
@@ -156,7 +156,7 @@ def _look(request: SetRequest) -> int:
         )
     paths = [Path(path) for path in dict.fromkeys(request.names)]
     runs = find_runs(paths)
-    # A folder of runs is a set by itself and is named by it; single run directories are not.
+    # A folder of runs is a set with the folder's name; single run directories have no common name.
     one_folder = len(paths) == 1 and runs[0].resolve() != paths[0].resolve()
     with damage_named(" ".join(map(str, paths))):
         result = found_set(keys.name or (paths[0].resolve().name if one_folder else "runs"), runs)
@@ -168,7 +168,7 @@ def _look(request: SetRequest) -> int:
 # --- what runs
 
 
-def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
+def _run_set(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
     """Plan, run or show a set."""
     keys, scales = request.keys, scales_of(spec)
     problems: list[str] = []
@@ -176,8 +176,8 @@ def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
     if scale not in scales:
         has = f"words for {', '.join(scales)} alone" if scales != [""] else "no scales"
         problems.append(f"scale: got {scale}, and {name} has {has}")
-    rows = _chosen("rows", keys.rows, [row for row, method in spec.rows.items() if method.shown], problems)
-    columns = _chosen("columns", keys.columns, [*spec.columns], problems)
+    rows = _selected("rows", keys.rows, [row for row, method in spec.rows.items() if method.shown], problems)
+    columns = _selected("columns", keys.columns, [*spec.columns], problems)
     if any(word.lstrip("+").startswith("run.dir=") for word in request.overrides):
         problems.append("run.dir: a set has a directory for each run; leave it out")
     if problems:
@@ -189,7 +189,7 @@ def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
     if keys.do == "plan":
         print(_plan_text(plan, f"{keys.through} " if through else ""))
         return 0
-    # A part of a set must not take the place of the whole one's page.
+    # The page of a selection must not overwrite the page of the whole set.
     part = keys.rows or keys.columns or keys.seed
     out = Path(keys.out) if keys.out else TOP / name / scale / ("selected" if part else "")
     if keys.do == "show":
@@ -198,11 +198,11 @@ def _go(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
     return _run(plan, keys.jobs, through, request.config_dir, out)
 
 
-def _chosen(key: str, text: str | None, names: Sequence[str], problems: list[str]) -> list[str]:
-    """Names in a list, in whichever case; all for None. In the set's order."""
+def _selected(key: str, text: str | None, names: Sequence[str], problems: list[str]) -> list[str]:
+    """Return the listed names in the set's order, whatever their case; all names for None."""
     if text is None:
         return list(names)
-    # A name may hold commas and parentheses of its own: the whole one first.
+    # A name may contain commas and parentheses, so the whole text is tried as a name first.
     folded = [name.casefold() for name in names]
     parts = [text] if text.casefold() in folded else [part.strip() for part in text.strip("[]").split(",")]
     problems += [unknown(key, part, names) for part in parts if part.casefold() not in folded]
@@ -229,7 +229,7 @@ def _run(plan: SetResult, at_once: int, through: Sequence[str], config_dir: str 
         # What starts from another run is checked when it starts.
         check_all([run.config.in_folder(None) for run in first if run.after is None])
 
-    # A result reads its runs once, so each page has its own.
+    # A result caches its runs, so each page gets a fresh one.
     queue = RunQueue(plan.queue, at_once, config_dir, lambda: redraw(lambda: SetPage(replace(plan)), out), through)
     with stoppable():
         try:
@@ -240,7 +240,7 @@ def _run(plan: SetResult, at_once: int, through: Sequence[str], config_dir: str 
     _show(replace(plan), out)
     if not (failed := [run for run in plan.queue if run.code]):
         return 0
-    lines = [f"{run.name}: {run.trouble()}" for run in failed]
+    lines = [f"{run.name}: {run.failure()}" for run in failed]
     lines.append(f"{len(failed)} of {len(plan.queue)} runs failed; the same command tries them again")
     print_error(ConfigError(lines))
     return 1
@@ -253,11 +253,11 @@ def _show(result: SetResult, out: Path) -> None:
 
 
 def _head(plan: SetResult, missing: Sequence[SetRun]) -> str:
-    """Name and runs of a set, and at the scales of real models their cost."""
+    """Return the name and runs of a set, and at the scales of real models their cost."""
     source = plan.spec.source
     where = f" (arXiv {source.arxiv}, {source.at})" if source else ""
-    at = f" at scale {plan.scale}" if plan.scale else ""
-    lines = [f"set {plan.name}{where}{at}: {len(plan.queue)} runs, {len(missing)} missing"]
+    scale = f" at scale {plan.scale}" if plan.scale else ""
+    lines = [f"set {plan.name}{where}{scale}: {len(plan.queue)} runs, {len(missing)} missing"]
     if plan.scale not in ("", "mini") and missing:
         lines.append(cost_text(plan.spec, missing))
     return "\n\n".join(lines)
@@ -284,13 +284,13 @@ def _listing(request: SetRequest) -> str:
         paper = f"{spec.source.arxiv} {spec.source.at}" if spec.source else ""
         size = f"{sum(row.shown for row in spec.rows.values())} x {len(spec.cells)}"
         rows.append([name, paper, size, str(len(spec.seeds))])
-        # A set without scales runs on what its words name, the mini world.
+        # A set without scales is listed in the mini column: its overrides name the mini world.
         rows[-1] += [done.get("paper", "-"), done.get("mini", done.get("", "-")), spec.shows]
     return align(rows) + "\n\nmmrl table NAME scale=mini runs one here; do=plan says what it will cost"
 
 
 def _done(name: str, scale: str) -> str:
-    """Number of cells of a set that had all their seeds when its page was last written."""
+    """Return the number of cells of a set that had all their seeds when its page was last written."""
     try:
         page = json.loads((TOP / name / scale / "set.json").read_text(encoding="utf-8"))
         return f"{page['cells_done']} / {page['cells']}"

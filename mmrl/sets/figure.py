@@ -1,4 +1,4 @@
-"""The figure of a set: metrics of its training runs by step, over seeds, or means over the first steps.
+"""Figure of a set: metrics of its training runs by step, over seeds, or means over the first steps.
 
 `conf/set/NAME.yaml` says what is drawn (`Figure`). A set without scores has three diagrams for each column by default:
 the main metric, the reward and what its programs do.
@@ -47,45 +47,49 @@ LABEL = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """One row in one diagram."""
+class RowCurve:
+    """Curves of a row in a diagram."""
 
     row: str
     band: Band
     """Over the steps that all its seeds have."""
     seeds: int
-    least: float
-    most: float
+    minimum: float
+    maximum: float
     """Ends of the mean before `scaled` moved it to 0..1."""
-    plain: pandas.Series[float] | None = None
+    unsmoothed: pandas.Series[float] | None = None
     """The mean before `smooth`; None without."""
 
     @property
     def label(self) -> str:
-        """Its name, and how many seeds."""
+        """Name of the row, and its number of seeds."""
         return f"{self.row} ({self.seeds})"
 
 
 @dataclass(frozen=True)
 class SetFigure:
-    """Diagrams of the runs that are there."""
+    """Diagrams of the started runs."""
 
     result: SetResult
     figure: Figure
 
     def histories(self, row: str, column: str) -> dict[int, History]:
-        """Seed -> the steps of its training run; of a set without scores, of all runs that it comes from in turn."""
-        found: dict[int, History] = {}
+        """Return seed -> the steps of its training run; of a set without scores, of all runs in its chain."""
+        by_seed: dict[int, History] = {}
         for run in self.result.runs.get((row, column), ()):
             trainings = [link.path for link in run.chain if link.command == "train"]
-            known = [self.result.known.get(path) for path in (trainings[-1:] if self.result.spec.scores else trainings)]
-            if known and isinstance(known[-1], Overview):
-                found[run.seed] = _in_turn([overview.history for overview in known if isinstance(overview, Overview)])
-        return found
+            if self.result.spec.scores:
+                trainings = trainings[-1:]
+            read = [self.result.overviews.get(path) for path in trainings]
+            if read and isinstance(read[-1], Overview):
+                by_seed[run.seed] = _join_histories(
+                    [overview.history for overview in read if isinstance(overview, Overview)]
+                )
+        return by_seed
 
     @cached_property
-    def panels(self) -> list[tuple[str, Diagram, list[Drawn]]]:
-        """(title, diagram, its lines); columns that share all their training runs are one."""
+    def panels(self) -> list[tuple[str, Diagram, list[RowCurve]]]:
+        """Title, diagram and lines of each panel; columns that share all their training runs are one."""
         rows = self.result.rows
         columns: dict[tuple[Path | None, ...], str] = {}
         for column in self.result.columns:
@@ -99,18 +103,18 @@ class SetFigure:
         return panels
 
     def _default(self, column: str) -> list[Diagram]:
-        """The main metric, the reward and what programs do."""
-        begun = [scored for runs in self.result.begun_in(column).values() for scored in runs]
-        if not begun:
+        """Return the default diagrams: the main metric, the reward and what programs do."""
+        started = [scored for runs in self.result.started_in(column).values() for scored in runs]
+        if not started:
             return []
-        metric = begun[0].metric
-        diagrams = {f"eval/{metric}": f"{metric} on {begun[0].overview.split}", "reward/mean": "training reward"}
+        metric = started[0].metric
+        diagrams = {f"eval/{metric}": f"{metric} on {started[0].overview.split}", "reward/mean": "training reward"}
         acts = [
             behaviour.training
             for behaviour in BEHAVIOUR
-            if behaviour.training and any(behaviour_in(scored.before, behaviour) is not None for scored in begun)
+            if behaviour.training and any(behaviour_in(scored.before, behaviour) is not None for scored in started)
         ]
-        modules = next((scored.overview.modules for scored in begun if scored.overview.modules), ())
+        modules = next((scored.overview.modules for scored in started if scored.overview.modules), ())
         if acts:
             diagrams[acts[0]] = acts[0]
         elif modules:
@@ -119,33 +123,34 @@ class SetFigure:
 
     @property
     def window(self) -> int:
-        """Steps that a training metric is averaged over, backwards; the papers' are drawn as they are."""
+        """Steps of the trailing mean of a training metric; the papers' curves are not smoothed."""
         return 1 if self.figure.diagrams else WINDOW
 
-    def _line(self, row: str, column: str, diagram: Diagram) -> Drawn | None:
+    def _line(self, row: str, column: str, diagram: Diagram) -> RowCurve | None:
         figure = self.figure
-        of_seeds = {seed: self._curve(history, diagram) for seed, history in self.histories(row, column).items()}
-        # A mean over fewer seeds from some step on would jump there.
-        curves = pandas.DataFrame({seed: curve for seed, curve in of_seeds.items() if curve}).T.dropna(axis=1)
+        by_seed = {seed: self._curve(history, diagram) for seed, history in self.histories(row, column).items()}
+        # The mean would jump at a step from which fewer seeds are left.
+        curves = pandas.DataFrame({seed: curve for seed, curve in by_seed.items() if curve}).T.dropna(axis=1)
         if curves.empty:
             return None
         if figure.kind == "bars":
             first = curves.iloc[:, : figure.first]
             curves = first.mean(axis=1).to_frame(first.columns[-1])
-        plain = curves.mean() if figure.smooth else None
+        unsmoothed = curves.mean() if figure.smooth else None
         if figure.smooth:
             curves = curves.T.ewm(alpha=1 - figure.smooth, adjust=False).mean().T
-        least, most = float(curves.mean().min()), float(curves.mean().max())
+        minimum, maximum = float(curves.mean().min()), float(curves.mean().max())
         if figure.scaled:
-            curves = (curves - least) / ((most - least) or 1.0)
+            curves = (curves - minimum) / ((maximum - minimum) or 1.0)
         mean, low, high = curves.mean(), curves.min(), curves.max()
         if figure.band == "std":
             spread = curves.std().fillna(0.0)
             low, high = mean - spread, mean + spread
-        return Drawn(row, Band(*map(np.asarray, (curves.columns, mean, low, high))), len(curves), least, most, plain)
+        band = Band(*map(np.asarray, (curves.columns, mean, low, high)))
+        return RowCurve(row, band, len(curves), minimum, maximum, unsmoothed)
 
     def _curve(self, history: History, diagram: Diagram) -> dict[int, float]:
-        """Step -> value of the first of the diagram's metrics that the run has."""
+        """Return step -> value of the first of the diagram's metrics that the run has."""
         # The papers' figures begin at the first step of training.
         history = [record for record in history if record["step"] or not self.result.spec.scores]
         for metric in diagram.metric:
@@ -170,8 +175,8 @@ class SetFigure:
             if self.window > 1:
                 parts.append(f"Training curves are means of {self.window} steps.")
             if figure.smooth:
-                kept = f"{figure.smooth:g} of the value before"
-                parts.append(f"Lines: moving averages that keep {kept}; dotted: the mean itself.")
+                weight = f"{figure.smooth:g} of the value before"
+                parts.append(f"Lines: moving averages that keep {weight}; dotted: the mean itself.")
             if figure.scaled:
                 parts.append("Each line runs from its least to its greatest value, which the legend has.")
         return " ".join(parts)
@@ -199,12 +204,12 @@ class SetFigure:
 
         across = min(ACROSS, len(self.panels))
         down = -(-len(self.panels) // across)
-        style = {row: _style(place) for place, row in enumerate(self.result.rows)}
+        style = {row: _style(index) for index, row in enumerate(self.result.rows)}
         with matplotlib.rc_context(STYLE):
             canvas = Canvas(figsize=(4.4 * across, 3.1 * down), layout="constrained", facecolor=PAGE)
             FigureCanvasAgg(canvas)
-            for place, (title, diagram, lines) in enumerate(self.panels):
-                axes = canvas.add_subplot(down, across, place + 1)
+            for index, (title, diagram, lines) in enumerate(self.panels):
+                axes = canvas.add_subplot(down, across, index + 1)
                 axes.set(ylabel=fill(diagram.label, LABEL))
                 if title:
                     axes.set_title(title, loc="left", fontweight="bold", fontsize=12)
@@ -216,9 +221,9 @@ class SetFigure:
                 else:
                     _draw_curves(axes, lines, style, self.figure.scaled)
             if self.figure.kind == "curves" and not self.figure.scaled:
-                # One above all diagrams, of lines by their rows, which are called the same in each.
-                named = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in canvas.axes]
-                lines_of = {label: handle for pairs in named for handle, label in pairs}
+                # A single legend above all diagrams: a row has the same name and style in each.
+                handles = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in canvas.axes]
+                lines_of = {label: handle for pairs in handles for handle, label in pairs}
                 canvas.legend(
                     [*lines_of.values()], [*lines_of], loc="outside upper left", ncols=5, fontsize=9, handlelength=3
                 )
@@ -228,8 +233,8 @@ class SetFigure:
         return standalone(bare_svg(svg.getvalue(), f"{self.result.name}: {self.caption}")), png.getvalue()
 
 
-def _in_turn(histories: Sequence[History]) -> History:
-    """The steps of runs that start from one another, counted on; where one begins, the end of the one before stays."""
+def _join_histories(histories: Sequence[History]) -> History:
+    """Join the steps of runs that start from one another; at a seam, the last point of the earlier stays."""
     lines: dict[int, JsonObject] = {}
     for history in histories:
         done = max(lines, default=0)
@@ -239,27 +244,27 @@ def _in_turn(histories: Sequence[History]) -> History:
     return list(lines.values())
 
 
-def _style(place: int) -> LineStyle:
-    return LINES[place % len(LINES)], MARKERS[place % len(MARKERS)], DASHES[place // len(LINES) % len(DASHES)]
+def _style(index: int) -> LineStyle:
+    return LINES[index % len(LINES)], MARKERS[index % len(MARKERS)], DASHES[index // len(LINES) % len(DASHES)]
 
 
-def _draw_curves(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineStyle], scaled: bool) -> None:
+def _draw_curves(axes: Axes, lines: Sequence[RowCurve], style: Mapping[str, LineStyle], scaled: bool) -> None:
     whole_steps(axes)
     for line in lines:
-        if line.plain is not None:
-            axes.plot(line.plain, color=style[line.row][0], linestyle=":", linewidth=1, alpha=0.6)
+        if line.unsmoothed is not None:
+            axes.plot(line.unsmoothed, color=style[line.row][0], linestyle=":", linewidth=1, alpha=0.6)
         draw_band(axes, line.band, style[line.row])
-        axes.lines[-1].set_label(f"{line.label} {line.least:.2g}–{line.most:.2g}" if scaled else line.label)
+        axes.lines[-1].set_label(f"{line.label} {line.minimum:.2g}–{line.maximum:.2g}" if scaled else line.label)
     if scaled:  # each diagram has numbers of its own; below it, where no curve is hidden
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=8)
 
 
-def _draw_bars(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineStyle]) -> None:
+def _draw_bars(axes: Axes, lines: Sequence[RowCurve], style: Mapping[str, LineStyle]) -> None:
     axes.set_axisbelow(True)
-    for place, line in enumerate(lines):
+    for index, line in enumerate(lines):
         mean, low, high = (float(values[0]) for values in line.band[1:])
-        axes.bar(place, mean, color=style[line.row][0], yerr=[[mean - low], [high - mean]], ecolor="#5b6675", capsize=3)
+        axes.bar(index, mean, color=style[line.row][0], yerr=[[mean - low], [high - mean]], ecolor="#5b6675", capsize=3)
         number = f"{mean:,.0f}" if mean >= 1000 else f"{mean:.3g}"
-        axes.annotate(number, (place, high), ha="center", va="bottom", fontsize=9)
+        axes.annotate(number, (index, high), ha="center", va="bottom", fontsize=9)
     axes.set_xticks(range(len(lines)), [line.label for line in lines], fontsize=8, rotation=20, ha="right")
     axes.margins(y=0.15)

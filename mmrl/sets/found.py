@@ -15,7 +15,7 @@ from mmrl.sets.spec import Column, Row, SetSpec
 
 
 def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side") -> SetResult:
-    """A set of runs that exist: a row per algorithm (and config), a column per task and split.
+    """Group existing runs into a set: a row per algorithm (and config), a column per task and split.
 
     Raises:
         CheckpointError, DataError: a damaged run.
@@ -23,24 +23,26 @@ def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side"
     # Scores are comparable only on the same task and split, so each pair is a column.
     tasks: dict[tuple[str, str], list[Overview]] = {}
     for path in paths:
-        run = Overview.of(RunDir.read(path))
+        run = Overview.from_run(RunDir.read(path))
         tasks.setdefault((str(run.get("task.name", "?")), run.split), []).append(run)
-    several = len({split for _, split in tasks}) > 1
+    several_splits = len({split for _, split in tasks}) > 1
     columns: dict[str, Column] = {}
     runs: dict[tuple[str, str], list[Run]] = {}
     notes: list[str] = []
     for (task, split), members in tasks.items():
-        column = f"{task} ({split})" if several else task
+        column = f"{task} ({split})" if several_splits else task
         recorded = next((str(metric) for run in members if (metric := run.summary.get("main_metric"))), "")
         metric = recorded or main_metrics().get(task) or members[0].main_metric or ""
         rows: dict[str, list[Overview]] = {}
         for label, run in zip(_labels(members), members, strict=True):
             rows.setdefault(label, []).append(run)
         columns[column] = Column(rows=tuple(rows))
-        for row, same in rows.items():
-            runs[row, column] = [_found(run.run.path, metric) for run in _one_per_seed(row, same, notes)]
+        for row, row_runs in rows.items():
+            runs[row, column] = [_existing_run(run.run.path, metric) for run in _one_per_seed(row, row_runs, notes)]
     spec = SetSpec(shows=shows, rows={row: Row() for row, _ in runs}, columns=columns)
-    return SetResult(name=name, spec=spec, scale="", rows=[*spec.rows], columns=[*columns], runs=runs, more_notes=notes)
+    return SetResult(
+        name=name, spec=spec, scale="", rows=[*spec.rows], columns=[*columns], runs=runs, extra_notes=notes
+    )
 
 
 NOT_VARIANTS = ("seed", "run.", "hardware.", "engine.", "plugins", "train.save_every", "train.keep", "start")
@@ -49,34 +51,34 @@ STARTED = (*NOT_VARIANTS, "model.path", "model.revision", "task.prompts")
 """The same of runs that start from others, which have their weights and prompts from there."""
 
 
-def _found(path: Path, metric: str = "") -> Run:
-    """A run that is there, with those of the runs that it comes from."""
+def _existing_run(path: Path, metric: str = "") -> Run:
+    """Return an existing run, with the runs that it starts from."""
     config = RunDir.read(path).config
     start = Path(config["start"]["run"]) if config.get("start") else None
-    # A folder with both may have been moved as a whole.
-    places = [start, path.parent / start.name] if start is not None else []
-    before = next((place for place in places if (place / "config.yaml").is_file()), None)
-    after = _found(before) if before is not None else None
+    # The folder that holds both runs may have been moved.
+    folders = [start, path.parent / start.name] if start is not None else []
+    before = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
+    after = _existing_run(before) if before is not None else None
     return Run(seed=int(config.get("seed", 0)), path=path, after=after, metric=metric)
 
 
 def _labels(members: Sequence[Overview]) -> Iterator[str]:
-    """The algorithm's name, with the config values in which its runs differ."""
-    chains = [[RunDir.read(link.path).config for link in _found(run.run.path).chain] for run in members]
+    """Yield the label of each run: the algorithm's name, with the config values in which its runs differ."""
+    chains = [[RunDir.read(link.path).config for link in _existing_run(run.run.path).chain] for run in members]
     names = ["+".join(str(config["algo"]["name"]) for config in chain) for chain in chains]
     settings = [settings_of(run, STARTED if run.get("start") else NOT_VARIANTS) for run in members]
     for name, values in zip(names, settings, strict=True):
-        same = [others for other, others in zip(names, settings, strict=True) if other == name]
-        paths = [path for path in values if len({others[path] for others in same if path in others}) > 1]
+        same = [other for other_name, other in zip(names, settings, strict=True) if other_name == name]
+        paths = [path for path in values if len({other[path] for other in same if path in other}) > 1]
         yield " ".join([name, *(f"{path}={literal(values[path])}" for path in paths)])
 
 
 def _one_per_seed(row: str, runs: Sequence[Overview], notes: list[str]) -> list[Overview]:
-    """One run per seed, in the order of seeds: of runs that repeat each other, the one that went furthest."""
+    """Keep one run per seed, in the order of seeds: of repeated runs the one with the most steps."""
     best: dict[int, Overview] = {}
     # A finished run first, then the one with more steps.
     for run in sorted(runs, key=lambda run: (int(run.get("seed", 0)), not run.summary, -run.done)):
         seed = int(run.get("seed", 0))
-        if (kept := best.setdefault(seed, run)) is not run:
-            notes.append(f"{run.run.path}: left out, {kept.run.path} is {row} with seed {seed} too")
+        if (best_run := best.setdefault(seed, run)) is not run:
+            notes.append(f"{run.run.path}: left out, {best_run.run.path} is {row} with seed {seed} too")
     return [*best.values()]

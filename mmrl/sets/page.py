@@ -1,4 +1,4 @@
-"""The page of a set: parts that are tables, in the terminal, as Markdown, HTML, CSV, LaTeX and JSON."""
+"""Page of a set: tables, in the terminal and as Markdown, HTML, CSV, LaTeX and JSON."""
 
 from __future__ import annotations
 
@@ -54,29 +54,29 @@ CLAIMS = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One table of the page."""
+    """A table of the page."""
 
     title: str
     rows: Rows
     note: str = ""
     folded: bool = False
-    """Shown at a click in a browser, and not in the terminal."""
+    """True: collapsed in a browser, left out in the terminal."""
     wrapped: bool = False
-    """Its cells are sentences."""
+    """True if the cells are sentences."""
 
 
 # --- scores
 
 
-def _grid(result: SetResult, shown: Callable[[SetResult, Value], str]) -> Rows:
-    """One line per row, one column per place."""
+def _grid(result: SetResult, format_value: Callable[[SetResult, Value], str]) -> Rows:
+    """Return a line per row, with a column per cell."""
     by_row = {row: [value for value in result.values if value.row == row] for row in result.rows}
     head = ["", *(value.label for value in next(iter(by_row.values()), []))]
-    return [head, *([row, *(shown(result, value) for value in values)] for row, values in by_row.items())]
+    return [head, *([row, *(format_value(result, value) for value in values)] for row, values in by_row.items())]
 
 
 def _number(result: SetResult, value: float | None, std: float | None = None) -> str:
-    """A value as the paper prints it, with its deviation; empty for None."""
+    """Return a value as the paper prints it, with its deviation; empty for None."""
     decimals = result.spec.source.decimals if result.spec.source else 3
     return " ± ".join(fixed(number, decimals) for number in (value, std) if number is not None)
 
@@ -91,7 +91,7 @@ def _reported(result: SetResult, value: Value) -> str:
 
 
 def _cell_rows(result: SetResult) -> Rows:
-    """One line per cell."""
+    """Return a line per cell."""
     numbers = ["ours", "std", "seeds", "95 % interval", "items", "paper", "difference"]
     rows = [["row", "place", *numbers, "agrees", "command"]]
     for value in result.values:
@@ -105,15 +105,15 @@ def _cell_rows(result: SetResult) -> Rows:
         seeds = f"{len(value.seeds)} of {value.wanted}"
         column = f" columns='{value.column}'" if value.column is not None and len(result.spec.columns) > 1 else ""
         command = f"mmrl table {result.name} rows='{value.row}'{column} scale={result.scale}"
-        more = [seeds, between, str(value.items or ""), paper, difference, agrees, command]
-        rows.append([value.row, value.label, mean, std, *more])
+        columns = [seeds, between, str(value.items or ""), paper, difference, agrees, command]
+        rows.append([value.row, value.label, mean, std, *columns])
     return rows
 
 
 def _claim_rows(result: SetResult) -> Rows:
-    """One line per claim."""
+    """Return a line per claim."""
     rows = [["claim", "on", "verdict", "difference", "95 % over items", "95 % over seeds", "seeds", "items"]]
-    every = "all cells" if len(result.columns) == len(result.spec.columns) else "the cells shown"
+    all_cells = "all cells" if len(result.columns) == len(result.spec.columns) else "the cells shown"
     for judged in result.verdicts:
         claim, verdict, numbers = judged.claim, judged.verdict, [""] * 5
         if judged.rests_on:
@@ -121,7 +121,7 @@ def _claim_rows(result: SetResult) -> Rows:
         if judged.difference is not None:
             intervals = [_interval(judged.interval), _interval(judged.over_seeds)]
             numbers = [signed(judged.difference), *intervals, str(judged.seeds), str(judged.items)]
-        rows.append([f"{claim.more} > {claim.than}", ", ".join(claim.cells) or every, verdict, *numbers])
+        rows.append([f"{claim.more} > {claim.than}", ", ".join(claim.cells) or all_cells, verdict, *numbers])
     return rows
 
 
@@ -133,46 +133,46 @@ def _interval(ends: Interval | None) -> str:
 
 
 def _training_parts(result: SetResult, column: str) -> list[Part]:
-    """Tables of the rows of a column that have begun: learning, each against each other, each seed, cost."""
-    if not (begun := result.begun_in(column)):
+    """Return the tables of a column's started rows: learning, each pair, each seed, cost."""
+    if not (runs_by_row := result.started_in(column)):
         return []
     parts = [learning_part(result, column)]
-    title, where = parts[0].title, f"{column}: " if column else ""
-    done = [row for row, runs in begun.items() if any(run.finished and len(run.after) for run in runs)]
+    title, prefix = parts[0].title, f"{column}: " if column else ""
+    evaluated_rows = [row for row, runs in runs_by_row.items() if any(run.finished and len(run.after) for run in runs)]
     # Unfinished runs would be compared at different steps.
-    if len(done) > 1:
-        parts.append(Part(f"{title}, every pair", _pair_rows(result, column, done), AGAINST))
-    several = any(len(result.runs[row, column]) > 1 for row in begun)
-    parts.append(Part(f"{title}, every seed", _seed_rows(begun), folded=several))
-    parts.append(Part(f"{where}cost of a run" if where else "Cost of a run", _cost_rows(begun), COSTS))
+    if len(evaluated_rows) > 1:
+        parts.append(Part(f"{title}, every pair", _pair_rows(result, column, evaluated_rows), AGAINST))
+    several_seeds = any(len(result.runs[row, column]) > 1 for row in runs_by_row)
+    parts.append(Part(f"{title}, every seed", _seed_rows(runs_by_row), folded=several_seeds))
+    parts.append(Part(f"{prefix}cost of a run" if prefix else "Cost of a run", _cost_rows(runs_by_row), COSTS))
     return parts
 
 
 def learning_part(result: SetResult, column: str) -> Part:
-    """Table of how the rows of a column that have begun learned."""
-    begun = result.begun_in(column)
-    first = next(iter(begun.values()))[0]
+    """Return the table that shows how much the started rows of a column learned."""
+    runs_by_row = result.started_in(column)
+    first = next(iter(runs_by_row.values()))[0]
     title = f"{f'{column}: ' if column else ''}{first.metric} on {first.overview.split}"
-    return Part(title, _summary_rows(result, column, begun), LEARNS)
+    return Part(title, _summary_rows(result, column, runs_by_row), LEARNS)
 
 
-def _summary_rows(result: SetResult, column: str, begun: Mapping[str, Sequence[Scored]]) -> Rows:
-    """One line per row: means over seeds, the range of the differences, behaviour before and after."""
-    known = [run for runs in begun.values() for run in runs]
-    listed = [b for b in BEHAVIOUR if any(behaviour_in(run.latest, b) is not None for run in known)]
+def _summary_rows(result: SetResult, column: str, runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
+    """Return a line per row: means over seeds, the range of the differences, behaviour before and after."""
+    all_runs = [run for runs in runs_by_row.values() for run in runs]
+    listed = [b for b in BEHAVIOUR if any(behaviour_in(run.latest, b) is not None for run in all_runs)]
     # The verdict first: a narrow screen shows the first columns, and the others by scrolling.
     head = ["row", "learns", "seeds", "before", "after", "difference", "lowest to highest seed", "time per run"]
     table = [[*head, *(behaviour.label for behaviour in listed)]]
-    for row, runs in begun.items():
-        ended = [run for run in runs if run.finished]
-        counted, wanted = ended or runs, len(result.runs[row, column])
+    for row, runs in runs_by_row.items():
+        finished_runs = [run for run in runs if run.finished]
+        counted, seed_count = finished_runs or runs, len(result.runs[row, column])
         gains = [run.gain for run in counted if run.gain is not None]
         starts = [fmean(values) for run in runs if len(values := values_of(run.before, run.metric))]
         between = [gain.difference for gain in gains]
         line = [
             row,
-            _learns(runs, wanted),
-            f"{wanted}" if len(ended) == wanted else f"{len(ended)} of {wanted} done",
+            _learns(runs, seed_count),
+            f"{seed_count}" if len(finished_runs) == seed_count else f"{len(finished_runs)} of {seed_count} done",
             _mean([gain.before for gain in gains] or starts),
             _mean([gain.after for gain in gains]),
             _mean(between, signed),
@@ -187,43 +187,43 @@ def _summary_rows(result: SetResult, column: str, begun: Mapping[str, Sequence[S
     return table
 
 
-def _mean(values: Sequence[float], shown: Callable[[float], str] = fixed) -> str:
-    return shown(fmean(values)) if values else "-"
+def _mean(values: Sequence[float], format_value: Callable[[float], str] = fixed) -> str:
+    return format_value(fmean(values)) if values else "-"
 
 
-def _learns(runs: Sequence[Scored], wanted: int) -> str:
-    """`yes`, `no` or `undecided`, with what it rests on."""
+def _learns(runs: Sequence[Scored], seed_count: int) -> str:
+    """Return `yes`, `no` or `undecided`, with what it rests on."""
     decided = [run.learned for run in runs if run.learned is not None]
     # One seed below the threshold decides: all seeds have to learn.
     counted = f"{sum(decided)} of {len(decided)} seeds"
     if not all(decided):
         return f"no ({counted})"
-    if len(decided) >= LEAST_SEEDS and len(decided) == wanted:
+    if len(decided) >= LEAST_SEEDS and len(decided) == seed_count:
         return f"yes ({counted})"
-    # From here on it is open; the reason is what is missing most.
+    # Undecided from here on; the reason named is the largest gap.
     items = min((run.gain.n for run in runs if run.finished and run.gain is not None), default=LEAST_ITEMS)
     if items < LEAST_ITEMS:
         return f"undecided ({items} items, {LEAST_ITEMS} are needed)"
     if all(run.latest.empty for run in runs):
         return "undecided (no evaluation)"
-    return f"undecided ({len(decided)} of {max(LEAST_SEEDS, wanted)} seeds)"
+    return f"undecided ({len(decided)} of {max(LEAST_SEEDS, seed_count)} seeds)"
 
 
-def _cost_rows(begun: Mapping[str, Sequence[Scored]]) -> Rows:
-    """One line per row: what its runs have cost so far, in the mean."""
-    means = pandas.DataFrame([pandas.DataFrame([run.costs for run in runs]).mean() for runs in begun.values()])
+def _cost_rows(runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
+    """Return a line per row: the mean cost of its runs so far."""
+    means = pandas.DataFrame([pandas.DataFrame([run.costs for run in runs]).mean() for runs in runs_by_row.values()])
     means = means.loc[:, means.any()]
     written = {"seconds": duration, "USD": "{:.2f}".format}
     rows = [["row", *("time" if name == "seconds" else str(name) for name in means)]]
-    for row, costs in zip(begun, means.to_dict("records"), strict=True):
+    for row, costs in zip(runs_by_row, means.to_dict("records"), strict=True):
         rows.append([row, *(written.get(str(name), short)(cost) if cost else "0" for name, cost in costs.items())])
     return rows
 
 
-def _seed_rows(begun: Mapping[str, Sequence[Scored]]) -> Rows:
-    """One line per run: paired difference with its interval."""
+def _seed_rows(runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
+    """Return a line per run: paired difference with its interval."""
     table = [["row", "seed", "items", "before", "after", "difference", "95 % interval", "time", "state"]]
-    for row, run in ((row, run) for row, runs in begun.items() for run in runs):
+    for row, run in ((row, run) for row, runs in runs_by_row.items() for run in runs):
         gain, start, overview = run.gain, values_of(run.before, run.metric), run.overview
         numbers = [str(len(start)), fixed(fmean(start)), "-", "-", "-"] if len(start) else ["-"] * 5
         if gain is not None:
@@ -236,15 +236,15 @@ def _seed_rows(begun: Mapping[str, Sequence[Scored]]) -> Rows:
 
 
 def _pair_rows(result: SetResult, column: str, rows: Sequence[str]) -> Rows:
-    """One line per pair: the better minus the other, with its interval."""
+    """Return a line per pair: the better minus the other, with its interval."""
     table = [["pair", "items", "difference", "95 % interval"]]
     for first, second in combinations(rows, 2):
-        if (known := result.against(first, second, column)) is None:
+        if (difference := result.against(first, second, column)) is None:
             continue
-        ends = (known.low, known.high)
-        if known.difference < 0:
-            first, second, ends = second, first, (-known.high, -known.low)
-        table.append([f"{first} - {second}", str(known.n), signed(abs(known.difference)), _interval(ends)])
+        ends = (difference.low, difference.high)
+        if difference.difference < 0:
+            first, second, ends = second, first, (-difference.high, -difference.low)
+        table.append([f"{first} - {second}", str(difference.n), signed(abs(difference.difference)), _interval(ends)])
     return table
 
 
@@ -253,13 +253,13 @@ def _pair_rows(result: SetResult, column: str, rows: Sequence[str]) -> Rows:
 
 @dataclass(frozen=True)
 class SetPage:
-    """A set's tables and figure, each made once, and its writers."""
+    """Tables and figure of a set, each built once, and their writers."""
 
     result: SetResult
 
     @cached_property
     def parts(self) -> list[Part]:
-        """Tables below the head; a note that explains several of them stands below the first."""
+        """Tables below the head; a note that several tables share stands below the first."""
         result, parts = self.result, []
         if result.spec.scores:
             parts.append(Part("Ours", _grid(result, _ours)))
@@ -274,28 +274,28 @@ class SetPage:
         if result.spec.scores:
             parts.append(Part("Every cell", _cell_rows(result), folded=True))
         notes = [part.note for part in parts]
-        return [replace(part, note="" if part.note in notes[:place] else part.note) for place, part in enumerate(parts)]
+        return [replace(part, note="" if part.note in notes[:index] else part.note) for index, part in enumerate(parts)]
 
     @cached_property
     def figure(self) -> SetFigure | None:
-        """Curves or bars; None where there is nothing to draw yet."""
+        """Curves or bars; None without data."""
         spec = self.result.spec
         declared = spec.figure or (Figure(band="range") if not spec.scores else None)
         figure = SetFigure(self.result, declared) if declared else None
         return figure if figure is not None and figure.files else None
 
     def text(self) -> str:
-        """For the terminal."""
+        """Render the page for the terminal."""
         texts = ["\n".join(filled(f"{name}: {text}", WIDTH) for name, text in self.result.head.items())]
         for part in self.parts:
             if not part.folded:
-                # A last column of words is set to the left; these are numbers.
+                # `align` sets a last column of words to the left; the empty cell keeps numbers to the right.
                 rows = wrapped_rows(part.rows, WIDTH) if part.wrapped else [align([[*row, ""] for row in part.rows])]
                 texts.append("\n".join([part.title, *rows, *([filled(part.note, WIDTH)] if part.note else [])]))
         return "\n\n".join([*texts, *(filled(note, WIDTH) for note in self.result.notes)])
 
     def markdown(self) -> str:
-        """For a document beside the figure."""
+        """Render the page as Markdown, for a document beside the figure."""
         texts = [f"# {self.result.name}", "\n".join(f"- {name}: {text}" for name, text in self.result.head.items())]
         if self.figure is not None:
             texts += [f"![{self.figure.caption}](figure.png)", self.figure.caption]
@@ -309,7 +309,7 @@ class SetPage:
         return "\n\n".join(texts) + "\n"
 
     def json(self) -> str:
-        """Everything, for machines."""
+        """Return the whole page as JSON."""
         result = self.result
         content = {
             "version": 2,
@@ -332,8 +332,8 @@ class SetPage:
         return dumps(content, indent=1) + "\n"
 
     def html(self) -> bytes:
-        """For a browser."""
-        runs = [run for some in self.result.runs.values() for run in some]
+        """Render the page as HTML."""
+        runs = [run for cell_runs in self.result.runs.values() for run in cell_runs]
         lines = [": ".join(filter(None, [str(run.path), run.command_line()])) for run in runs]
         return rendered("set.html", title=self.result.name, page=self, runs=lines)
 
@@ -356,7 +356,7 @@ class SetPage:
 
 
 def redraw(page: Callable[[], SetPage], folder: Path) -> None:
-    """Write a page while runs go on, which must not end because it could not be written: that is printed."""
+    """Write a page while runs go on; print a failure to write it instead of ending them."""
     try:
         page().write(folder)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The runs of a set: from its words to configs, to folders named by their digest, so that sets share runs."""
+"""Runs of a set: from its words to configs, and to folders named by their digest, so that sets share runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mmrl.tasks import TASKS
 
 TOP = Path("outputs") / "sets"
 RUNS = TOP / "runs"
-OF_MACHINE = ("run", "hardware", "engine")
+MACHINE_SECTIONS = ("run", "hardware", "engine")
 """Sections that say where a run lies and what it runs on: the rest is what it is."""
 Config = StageConfig | EvalCommandConfig
 Compose = Callable[[Command, Sequence[str]], Config]
@@ -30,23 +30,23 @@ Compose = Callable[[Command, Sequence[str]], Config]
 
 @dataclass(slots=True)
 class Planner:
-    """Makes the runs of a set; each config is composed once, and each run is there once.
+    """Planner of a set's runs; each config is composed once, and each run exists once.
 
     Args:
-        typed: overrides of every run, as typed; an evaluation has those that it can take.
+        overrides: overrides of every run, as typed; an evaluation has those that it can take.
         folder: of the rows' runs, by their names; None: `RUNS`, by task, algorithm and digest.
     """
 
     spec: SetSpec
     scale: str
     compose: Compose
-    typed: Sequence[str]
+    overrides: Sequence[str]
     folder: Path | None = None
     runs: dict[Path, SetRun] = field(default_factory=dict)
     composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
 
     def plan(self, name: str, rows: Sequence[str], columns: Sequence[str], seeds: Sequence[int]) -> SetResult:
-        """The runs of some rows on some columns.
+        """Plan the runs of some rows on some columns.
 
         Args:
             seeds: none: each row's own.
@@ -58,38 +58,38 @@ class Planner:
         pairs = [(row, column) for row, column in spec.pairs if row in rows and column in columns]
         cells: dict[tuple[str, str], list[SetRun]] = {pair: [] for pair in pairs}
         problems: list[str] = []
-        # A row that needs fewer seeds than others (nothing of it is drawn) has its own, whatever was chosen.
-        of_row = {row: tuple(spec.rows[row].seeds or seeds or spec.seeds) for row in rows}
-        # Seed by seed, so that one seed of everything is there early.
-        for seed in dict.fromkeys(seed for some in of_row.values() for seed in some):
+        # A row may declare fewer seeds (nothing in it is random); `seed=` does not change these.
+        seeds_of_row = {row: tuple(spec.rows[row].seeds or seeds or spec.seeds) for row in rows}
+        # Seed by seed, so that early on every cell has one seed.
+        for seed in dict.fromkeys(seed for row_seeds in seeds_of_row.values() for seed in row_seeds):
             for row, column in pairs:
-                if seed not in of_row[row]:
+                if seed not in seeds_of_row[row]:
                     continue
-                found: list[str] = []
-                with gathered(found):
+                cell_problems: list[str] = []
+                with gathered(cell_problems):
                     cells[row, column].append(self._run("eval" if spec.scores else "train", row, column, seed))
-                place = f"{row} on {column}" if len(spec.columns) > 1 else row
-                problems += [f"{place}: {problem}" for problem in found]
+                cell_name = f"{row} on {column}" if len(spec.columns) > 1 else row
+                problems += [f"{cell_name}: {problem}" for problem in cell_problems]
         if problems:
             raise ConfigError(dict.fromkeys(problems))
         queue = list(self.runs.values())
         trained = Counter((run.row, run.seed) for run in queue if run.command == "train")
         for run in queue:
-            # Named by its column only where columns are trained apart.
+            # The column is part of the name only if each column has a training of its own.
             if run.command == "train" and trained[run.row, run.seed] == 1:
                 run.column = ""
         return SetResult(name=name, spec=spec, scale=self.scale, rows=rows, columns=columns, runs=cells, queue=queue)
 
     def _run(self, command: Command, row: str, column: str, seed: int) -> SetRun:
-        """A run of a row, with those that it comes from."""
+        """Plan a run of a row, with the runs that it starts from."""
         method, after = self.spec.rows[row], None
-        words = words_of(self.spec, row, column, self.scale, command, self.typed)
+        words = words_of(self.spec, row, column, self.scale, command, self.overrides)
         identity: dict[str, object] = {}
         if command == "eval" and not method.policy:
             after = self._run("train", row, column, seed)
-            # The weights are the run's, whatever that started from.
+            # The weights come from the run, not from the model that it started from.
             words = [word for word in words if not word.startswith("model.path=")]
-            # The policy is not there yet: what the evaluation is but for it, and the digest of what it is made from.
+            # The policy does not exist yet: a placeholder validates, and the training's digest identifies it.
             config = self._config(command, [*words, "policy=tiny"], seed)
             config = config.model_copy(update={"policy": str(after.path)})
             identity = {"of": after.path.name, "checkpoint": method.checkpoint}
@@ -98,10 +98,10 @@ class Planner:
         if command == "train" and method.from_:
             after = self._run("train", method.from_, column, seed)
             identity = {"of": after.path.name}
-            here, there = (f"{run.model.name} ({run.model.path})" for run in (config, after.config))
-            if here != there:
-                raise ConfigError(f"model: got {here}, and {method.from_}, from which it starts, is {there}")
-            # Its own model and task: `from=` alone would take those of the run before with all of their settings.
+            model, model_before = (f"{run.model.name} ({run.model.path})" for run in (config, after.config))
+            if model != model_before:
+                raise ConfigError(f"model: got {model}, and {method.from_}, from which it starts, is {model_before}")
+            # Model and task are named: `from=` alone would take over those of the run before, with all their settings.
             for group, name in (("model", config.model.name), ("task", config.task.name)):
                 if name in options(group) and not any(word.startswith(f"{group}=") for word in words):
                     words = [f"{group}={name}", *words]
@@ -130,15 +130,15 @@ class Planner:
 
 
 def main_metrics() -> dict[str, str]:
-    """Task -> its main metric, of tasks whose class says it."""
+    """Return task -> main metric, for tasks whose class names it."""
     return {name: str(task.main_metric) for name, task in TASKS.items() if hasattr(task, "main_metric")}
 
 
 def digest(config: RootConfig, identity: Mapping[str, object]) -> str:
-    """Digest of what a run is, wherever it lies and whatever it runs on."""
-    content = {key: value for key, value in config.model_dump(mode="json").items() if key not in OF_MACHINE}
+    """Return the digest of a run's settings, whatever its folder and machine."""
+    content = {key: value for key, value in config.model_dump(mode="json").items() if key not in MACHINE_SECTIONS}
     if identity:
-        # How the weights before it were made stands for their place, and for what is read from there.
+        # The digest of the run before identifies its weights, in place of their path.
         content = {key: value for key, value in content.items() if key != "policy"}
         content["model"] = {key: value for key, value in content["model"].items() if key != "path"}
     text = json.dumps({**content, **identity}, sort_keys=True, default=str)

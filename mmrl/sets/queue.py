@@ -1,4 +1,4 @@
-"""Runs as child processes, some at a time: what is missing is started, what is unfinished resumed, what is done stays.
+"""Runs as child processes, some at a time: missing runs start, unfinished ones resume, finished ones stay.
 
 A child is `mmrl train …` or `mmrl eval …` with a run directory that depends on the run alone, so the same command
 continues a set that was killed. Children end when this process ends.
@@ -45,7 +45,7 @@ State = Literal["new", "unfinished", "finished"]
 
 @dataclass(kw_only=True)
 class Run:
-    """A run of a set: where it lies, and what it comes from."""
+    """A run of a set: its folder, and the run that it starts from."""
 
     seed: int
     path: Path
@@ -53,43 +53,43 @@ class Run:
     after: Self | None = None
     """The run whose policy it starts from or evaluates."""
     metric: str = ""
-    """The main one of its task."""
+    """Main metric of the task."""
 
     @property
     def chain(self) -> list[Self]:
-        """The runs that it comes from, the first one first, and itself."""
+        """Runs that it starts from, the first one first, and itself."""
         return [*(self.after.chain if self.after is not None else ()), self]
 
     @property
     def trained(self) -> Path | None:
-        """The training run whose policy it is about; None for a policy that its set does not train."""
+        """Training run of the policy; None for a policy that its set does not train."""
         return next((run.path for run in reversed(self.chain) if run.command == "train"), None)
 
     def command_line(self) -> str:
-        """The command that makes it, for a shell; empty for a run that is only looked at."""
+        """Return the shell command of the run; empty for a run that is only compared."""
         return ""
 
-    def trouble(self) -> str:
-        """Reason of its failure; empty where it did not fail."""
+    def failure(self) -> str:
+        """Return the reason of the run's failure; empty where it did not fail."""
         return ""
 
 
 @dataclass(kw_only=True)
 class SetRun(Run):
-    """A run that a set starts: what it is, and how far it has come."""
+    """A run that a set starts: its settings and its state."""
 
     row: str
     column: str
     """Empty where one training serves all columns."""
     words: Sequence[str]
-    """Its overrides, without policy= and from=, whose runs may not be there yet."""
+    """Overrides of the run, without policy= and from=, whose runs may not exist yet."""
     config: StageConfig | EvalCommandConfig
     checkpoint: str = "last"
-    """Which one of `after` is evaluated."""
+    """Checkpoint of `after` that is evaluated: the row's rule."""
     code: int | None = None
     """Exit code of its process; 0 for a run that was finished before, None where it did not run."""
     reason: str = ""
-    """Reason why it was not started, where something else is the cause."""
+    """Reason why the run was not started; empty if it was."""
 
     @property
     def name(self) -> str:
@@ -98,11 +98,11 @@ class SetRun(Run):
 
     @property
     def log(self) -> Path:
-        """Output of the run's process."""
+        """File with the output of the run's process."""
         return self.path.with_name(f"{self.path.name}.log")
 
     def all_words(self) -> list[str]:
-        """Its overrides, once the run before it has ended.
+        """Return all overrides of the run, once the run before it has ended.
 
         Raises:
             ConfigError: no checkpoint of that run is what the row's rule names.
@@ -112,31 +112,31 @@ class SetRun(Run):
             return words
         if self.command == "train":
             return [*words, f"from={self.after.path}"]
-        chosen = self.after.path
+        policy = self.after.path
         if self.checkpoint == "before_collapse":
-            chosen = before_collapse(chosen, self.after.metric)
-        return [*words, f"policy={chosen}"]
+            policy = before_collapse(policy, self.after.metric)
+        return [*words, f"policy={policy}"]
 
     def command_line(self) -> str:
-        """The command that makes it, for a shell; or why its row's rule names no checkpoint yet."""
+        """Return the shell command of the run; or why its row's rule names no checkpoint yet."""
         try:
             return shlex.join(["mmrl", self.command, *self.all_words()])
         except MmrlError as error:
             return str(error)
 
-    def trouble(self) -> str:
-        """The last error that a failed run printed."""
+    def failure(self) -> str:
+        """Return the last error that a failed run printed."""
         if self.reason or not self.code:
             return self.reason
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
-        # Of a run that was killed there is no error line: then its last words are the best hint.
+        # A killed run prints no error line; its last line is then the best hint.
         errors = [line for line in lines if line.startswith("error: ")] or [line for line in lines if line.strip()]
-        said = f", {errors[-1].strip()[:300]} (log: {self.log})" if errors else ""
-        return f"exit code {self.code}{said}"
+        message = f", {errors[-1].strip()[:300]} (log: {self.log})" if errors else ""
+        return f"exit code {self.code}{message}"
 
 
 def by_cell(runs: Sequence[SetRun]) -> dict[tuple[Command, str, str], list[SetRun]]:
-    """(command, row, column) -> runs that differ in their seed alone."""
+    """Group runs by (command, row, column): they differ in their seed alone."""
     cells: dict[tuple[Command, str, str], list[SetRun]] = {}
     for run in runs:
         cells.setdefault((run.command, run.row, run.column), []).append(run)
@@ -145,7 +145,7 @@ def by_cell(runs: Sequence[SetRun]) -> dict[tuple[Command, str, str], list[SetRu
 
 @dataclass
 class RunQueue:
-    """Runs child processes, `at_once` of them at a time."""
+    """Queue of child processes, `at_once` of them at a time."""
 
     runs: Sequence[SetRun]
     """Runs in the order in which they start."""
@@ -211,7 +211,7 @@ class RunQueue:
         run.path.parent.mkdir(parents=True, exist_ok=True)
         # Runs side by side would otherwise each take all CPUs and wait for one another.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 and not self.through else {}
-        # Appended to: the log of a run that was continued tells its whole story.
+        # Appended, so that the log of a continued run has its earlier output too.
         with nullcontext() if self.attached else open(run.log, "ab") as log:
             process = subprocess.Popen(
                 command,
@@ -235,7 +235,7 @@ class RunQueue:
             self._say(f"{run.name}: done in {duration(time.monotonic() - started)}")
             self.on_done()
         else:
-            self._say(f"{run.name}: failed: {run.trouble()}")
+            self._say(f"{run.name}: failed: {run.failure()}")
 
     def _say(self, text: str) -> None:
         print(f"[{sum(run.code is not None for run in self.runs)}/{len(self.runs)}] {text}", flush=True)
@@ -255,14 +255,14 @@ class RunQueue:
 
 def _within(seconds: float, check: Callable[[], bool]) -> bool:
     """Wait until a check holds; False where it does not in time."""
-    until = time.monotonic() + seconds
-    while not (true := check()) and time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while not (holds := check()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    return true
+    return holds
 
 
 def state_of(path: Path) -> State:
-    """State of the run in a folder; leftovers of a start that was killed at once are removed.
+    """Return the state of the run in a folder; remove the leftovers of a start that was killed at once.
 
     The name of a set's run directory is a digest of its settings, so a run there has these.
 
@@ -273,7 +273,7 @@ def state_of(path: Path) -> State:
         return "new"
     if is_run(path):
         run = RunDir.read(path)
-        # An evaluation without scores is continued: what failed from outside runs again.
+        # An evaluation without scores is continued: rollouts that failed from outside run again.
         return "finished" if run.finished and ("policy" not in run.config or has_scores(run)) else "unfinished"
     if path.is_dir() and not path.is_symlink() and holds_only_leftovers(path):
         shutil.rmtree(path)
@@ -282,12 +282,12 @@ def state_of(path: Path) -> State:
 
 
 def has_scores(evaluation: RunDir) -> bool:
-    """False for an evaluation that has ended without scores: too many of its rollouts failed from outside."""
+    """Check that an evaluation ended with scores: False where too many of its rollouts failed from outside."""
     return any(name.endswith("_low") for name in evaluation.summary.get("metrics", {}))
 
 
 def before_collapse(run: Path, metric: str) -> Path:
-    """The last checkpoint of a run before its evaluations collapse; the newest one where they do not.
+    """Return the last checkpoint of a run before its evaluations collapse; the newest one where they do not.
 
     Training has collapsed where the main metric falls below half of its best and stays there to the end.
 

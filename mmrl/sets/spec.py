@@ -28,20 +28,20 @@ MAIN = "main"
 
 
 class Cell(NamedTuple):
-    """A place of a row."""
+    """Column and score of a value in a row."""
 
     column: str
     score: str
 
 
 def _flat(raw: object) -> object:
-    """A list of words and of lists of words (YAML anchors) as one."""
+    """Flatten a list of words and of lists of words (YAML anchors)."""
     if not isinstance(raw, tuple | list):
         return raw
     words = [word for part in raw for word in (part if isinstance(part, tuple | list) else [part])]
-    wrong = [str(word) for word in words if not str(word).partition("=")[0].strip() or "=" not in str(word)]
-    if wrong:
-        raise ValueError(f"got {', '.join(wrong)}, expected KEY=VALUE")
+    malformed = [str(word) for word in words if not str(word).partition("=")[0].strip() or "=" not in str(word)]
+    if malformed:
+        raise ValueError(f"got {', '.join(malformed)}, expected KEY=VALUE")
     return tuple(words)
 
 
@@ -62,20 +62,20 @@ class Words(Section):
 
 
 class Layer(Words):
-    """Words at every scale, and further ones at each."""
+    """Words for every scale, and additional ones for each."""
 
     paper: Words = Words()
     mini: Words = Words()
     real: Words = Words()
 
-    def at(self, scale: str, command: Command) -> list[str]:
-        """Overrides of one command at one scale; scale "": those of every scale alone."""
-        further: Words = getattr(self, scale) if scale else Words()
-        return [*self.set, *getattr(self, command), *further.set, *getattr(further, command)]
+    def words_at(self, scale: str, command: Command) -> list[str]:
+        """Return the overrides of one command at one scale; scale "": those of every scale alone."""
+        scaled: Words = getattr(self, scale) if scale else Words()
+        return [*self.set, *getattr(self, command), *scaled.set, *getattr(scaled, command)]
 
 
 class Base(Layer):
-    """`conf/set/base/NAME.yaml`: what all sets of a paper share."""
+    """Words that all sets of a paper share: `conf/set/base/NAME.yaml`."""
 
     algos: dict[str, Layer] = Field({}, description="words by algo=")
 
@@ -113,7 +113,7 @@ class Source(Section):
 
 
 class Claim(Section):
-    """An order that is claimed: the mean over some cells of one row is above that of another."""
+    """A claimed order: the mean over some cells of one row is above that of another."""
 
     more: str = Field(description="a row")
     than: str = Field(description="a row")
@@ -125,7 +125,7 @@ Alternatives = Annotated[tuple[str, ...], BeforeValidator(lambda raw: (raw,) if 
 
 
 class Diagram(Section):
-    """One part of a figure: a metric of training by step, a line for each row."""
+    """Diagram of a figure: a metric of training by step, a line for each row."""
 
     metric: Alternatives = Field(description="of metrics.jsonl, or eval/METRIC: of evaluations during training")
     label: str = Field(description="of its axis")
@@ -143,14 +143,14 @@ class Figure(Section):
 
 
 class Case(Section):
-    """One item, early and late in a training run."""
+    """Case study: an item, early and late in a training run."""
 
     early: int = Field(ge=1, description="steps; the first evaluation of training after so many")
     item: str = Field("", description="its id; empty: the first one whose last score rises the most")
 
 
 class SetSpec(Base):
-    """`conf/set/NAME.yaml`; its own words are those of every run."""
+    """A set: `conf/set/NAME.yaml`; its own words apply to every run."""
 
     shows: str = Field(description="one line")
     base: Base = Field(Base(), description="name of a file of conf/set/base, whose words come first")
@@ -171,7 +171,7 @@ class SetSpec(Base):
 
     @property
     def measured(self) -> Mapping[str, str]:
-        """Score -> metric; of a set without scores the tasks' main metrics."""
+        """Metric of each score; of a set without scores the tasks' main metrics."""
         return self.scores or {"score": MAIN}
 
     @property
@@ -183,7 +183,7 @@ class SetSpec(Base):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """(row, column) of every cell."""
+        """Cells' (row, column) pairs."""
         return [
             (row, name)
             for row in self.rows
@@ -192,40 +192,40 @@ class SetSpec(Base):
         ]
 
     def label(self, cell: Cell) -> str:
-        """A cell's place, without what is the same everywhere."""
+        """Return a cell's place, without what is the same everywhere."""
         if len(self.measured) == 1:
             return cell.column or cell.score
         return cell.score if len(self.columns) == 1 else f"{cell.column} {cell.score}"
 
     def selected(self, names: Sequence[str]) -> list[Cell]:
-        """The cells that columns, scores, means and COLUMN/SCORE stand for; all for none."""
+        """Return the cells that columns, scores, means and COLUMN/SCORE stand for; all for none."""
         if not names:
             return self.cells
-        chosen: dict[Cell, None] = {}
+        selected: dict[Cell, None] = {}
         for name in names:
             inner = self.selected(self.means[name]) if name in self.means else self.cells
             for cell in inner:
                 if name in self.means or name in (cell.column, cell.score, f"{cell.column}/{cell.score}"):
-                    chosen[cell] = None
-        return list(chosen)
+                    selected[cell] = None
+        return list(selected)
 
     def reported(self, row: str) -> dict[Cell | str, tuple[float, float | None]]:
-        """The paper's values of a row with their standard deviations, by cell and by the name of a mean."""
+        """Return the paper's values of a row with their standard deviations, by cell and by the name of a mean."""
         method = self.rows[row]
         return dict(zip([*self.cells, *self.means], zip_longest(method.values, method.std), strict=False))
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        # Starts are judged by names that stand for something.
+        # The rows' starts can be checked only if all names are valid.
         if problems := [*self._name_problems()] or [*self._row_problems()]:
             raise ValueError(*problems)
         return self
 
     def _name_problems(self) -> Iterator[str]:
-        """Names that stand for nothing, or for two things."""
-        rows, every = [*self.rows], [*self.columns, *self.scores, *self.means]
+        """Yield names that stand for nothing, or for two things."""
+        rows, all_names = [*self.rows], [*self.columns, *self.scores, *self.means]
         cells = [*self.columns, *self.scores, *(f"{cell.column}/{cell.score}" for cell in self.cells)]
-        # (where, names that are used there, names that there are)
+        # (key, names used there, names declared)
         uses: list[tuple[str, Collection[str], Sequence[str]]] = [
             ("counts", self.counts, [*self.scores]),
             *((f"means.{mean}", names, cells) for mean, names in self.means.items()),
@@ -236,23 +236,23 @@ class SetSpec(Base):
             *((f"claims.{n}.than", [claim.than], rows) for n, claim in enumerate(self.claims, 1)),
             *((f"claims.{n}.cells", claim.cells, [*cells, *self.means]) for n, claim in enumerate(self.claims, 1)),
         ]
-        for where, names, known in uses:
-            yield from (unknown(where, name, known) for name in names if name not in known)
-        twice = [name for name in dict.fromkeys(every) if every.count(name) > 1]
+        for key, names, declared in uses:
+            yield from (unknown(key, name, declared) for name in names if name not in declared)
+        twice = [name for name in dict.fromkeys(all_names) if all_names.count(name) > 1]
         yield from (f"columns, scores, means: {name} is the name of two of them" for name in twice)
 
     def _row_problems(self) -> Iterator[str]:
-        """Rows with some values only, that cannot start from the row that they name, or that nothing evaluates."""
-        every = len(self.cells) + len(self.means)
+        """Yield the problems of rows: too few values, a start that cannot be, or nothing that evaluates them."""
+        value_count = len(self.cells) + len(self.means)
         for name, row in self.rows.items():
             if row.policy and not self.scores:
                 yield f"rows.{name}.policy: nothing is trained, and the set has no scores to evaluate"
             if row.from_ and (row.policy or self.rows[row.from_].policy):
                 yield f"rows.{name}.from: only what is trained starts from a row or is started from; one has policy="
             chain = [name]
-            while (before := self.rows[chain[-1]].from_) and before not in chain:
-                chain.append(before)
-            if before:
-                yield f"rows.{name}.from: {' starts from '.join([*chain, before])}"
-            if len(row.values) not in (0, every):
-                yield f"rows.{name}.values: got {len(row.values)} numbers, expected {every} or none"
+            while (previous := self.rows[chain[-1]].from_) and previous not in chain:
+                chain.append(previous)
+            if previous:
+                yield f"rows.{name}.from: {' starts from '.join([*chain, previous])}"
+            if len(row.values) not in (0, value_count):
+                yield f"rows.{name}.values: got {len(row.values)} numbers, expected {value_count} or none"

@@ -1,4 +1,4 @@
-"""`mmrl train -m`: the jobs of a sweep, run by any sweeper and launcher of Hydra, and shown side by side at the end."""
+"""`mmrl train -m`: the jobs of a sweep, run by any sweeper and launcher of Hydra, and compared at the end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Drive = Callable[[Job], None]
 
 def sweep(
     configs: Sequence[StageConfig | StagedCommandConfig],
-    typed: Collection[str],
+    user_keys: Collection[str],
     command: Sequence[str],
     drive: Drive,
     *,
@@ -49,7 +49,7 @@ def sweep(
 
     Args:
         configs: of the jobs, or, where `searched`, some that lie within what the sweeper will try.
-        typed: keys that the user set.
+        user_keys: keys that the user set.
         command: what was typed.
         drive: the sweeper.
         searched: the sweeper chooses the jobs' values as it goes (optuna), so their number is not known here.
@@ -60,8 +60,8 @@ def sweep(
     folders = {config.run.dir: config for config in configs if config.run.dir}
     # Directories of an earlier start of the same sweep are not empty, which `check_all` would refuse; and of a search
     # the configs stand for values that are not known yet.
-    apart = searched or len(folders) == len(configs)
-    check_all([config.in_folder(None) for config in configs] if apart else configs, typed)
+    separate = searched or len(folders) == len(configs)
+    check_all([config.in_folder(None) for config in configs] if separate else configs, user_keys)
     problems: list[str] = []
     for folder, config in ({} if searched else folders).items():
         with gathered(problems):
@@ -95,23 +95,23 @@ def _results(folder: Path) -> list[JsonObject]:
 def _show(folders: Sequence[Path]) -> None:
     """Print the runs side by side, those of them that lie on this machine."""
     runs = dict.fromkeys(run for folder in folders for run in rows_of(folder) or [folder])
-    here = [run for run in runs if (run / "config.yaml").is_file()]
-    if len(here) < 2:
+    present = [run for run in runs if (run / "config.yaml").is_file()]
+    if len(present) < 2:
         return
     try:
-        result = found_set("sweep", here)
-        # Without the differences of all pairs: a search has many runs.
-        for part in (learning_part(result, column) for column in result.columns if result.begun_in(column)):
+        result = found_set("sweep", present)
+        # Only the learning tables: a search has too many runs for a table of all pairs.
+        for part in (learning_part(result, column) for column in result.columns if result.started_in(column)):
             print(f"\n{part.title}\n{align(part.rows)}")
         print()
-    # All runs have ended by now; which of them cannot be read is printed, and the exit code stays theirs.
+    # All runs have ended: an unreadable one is reported here and does not change the exit code.
     except MmrlError as error:
         print(f"the runs are not shown side by side: {error}", file=sys.stderr)
 
 
 def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: Build) -> float | None:
-    """One job of a sweep, in this process or in one that a launcher has started. Returns its main metric."""
-    folder, made = "", False
+    """Run a job of a sweep, in this process or in one that a launcher has started. Returns its main metric."""
+    folder, created = "", False
     try:
         config = build()
         name = f"algo={config.algo.name} task={config.task.name} seed={config.seed}"
@@ -121,7 +121,7 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: B
             state = job_state(Path(folder), config)
         elif launched() is None:  # else the main process of several makes it
             folder = run_folder(None, config.task.name, config.algo.name, suffix=f"_s{config.seed}")
-            config, made = config.in_folder(folder), True
+            config, created = config.in_folder(folder), True
         if state == "finished":
             print(f"finished before, kept: {folder}")
             code = 0
@@ -130,15 +130,15 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: B
     except MmrlError as error:
         print_error(error)
         code = error.exit_code
-    if made and not any(Path(folder).iterdir()):  # refused before it wrote anything
+    if created and not any(Path(folder).iterdir()):  # refused before it wrote anything
         Path(folder).rmdir()
-    # A name of its own for each job: launchers run them at the same time, on machines that share this folder.
+    # A unique name per job: launchers run jobs in parallel on machines that share this folder.
     (results / uuid4().hex).write_text(json.dumps({"code": code, "folder": folder and str(Path(folder).absolute())}))
     return _score(Path(folder)) if code == 0 and folder else None
 
 
 def job_state(path: Path, config: RootConfig) -> State:
-    """State of the run of a job in a directory, which need not exist; leftovers of a start killed at once go.
+    """Return the state of a job's run in a directory (it may be missing); remove leftovers of a killed start.
 
     Raises:
         ConfigError: it holds something else than this run.
@@ -150,13 +150,13 @@ def job_state(path: Path, config: RootConfig) -> State:
     if (state := state_of(path)) == "new":
         return state
     changes = config_changes(RunDir.read(path).config, config.model_dump(mode="json"))
-    # What depends on the machine does not count.
+    # Settings that depend on the machine are not compared.
     different = [
-        f"{key}={there} (requested: {here})"
-        for key, (there, here) in changes.items()
+        f"{key}={stored} (requested: {requested})"
+        for key, (stored, requested) in changes.items()
         if not key.startswith("hardware.")
-        and not (key == "engine.name" and here == "auto")
-        and not (key == "model.path" and FETCHED.get(str(there)) == here)
+        and not (key == "engine.name" and requested == "auto")
+        and not (key == "model.path" and FETCHED.get(str(stored)) == requested)
     ]
     if different:
         raise ConfigError(
@@ -167,7 +167,7 @@ def job_state(path: Path, config: RootConfig) -> State:
 
 
 def _score(folder: Path) -> float | None:
-    """The main metric of the evaluation after training; None where none was made."""
+    """Return the main metric of the evaluation after training; None where none was made."""
     try:
         summary = RunDir.read((rows_of(folder) or [folder])[-1]).summary
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""From the file of a set to the words of each of its runs."""
+"""Overrides of each run of a set, from the set's file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRAINING_ALONE = (
 
 
 def read_set(name: str, config_dir: str | None = None) -> SetSpec:
-    """A set, with the content of its base.
+    """Read a set, with the content of its base.
 
     Raises:
         ConfigError: there is none of this name, or every problem of the two files.
@@ -35,15 +35,15 @@ def read_set(name: str, config_dir: str | None = None) -> SetSpec:
     content = read_yaml(path)
     if isinstance(content, dict) and isinstance(base := content.get("base"), str):
         content["base"] = read_yaml(_file_of(base, f"{FOLDER}/base", config_dir))
-    spec, known = _validated(content, path), options("algo", config_dir)
-    of_algos = (("algos", spec.algos), ("base.algos", spec.base.algos))
-    if problems := [unknown(key, algo, known) for key, algos in of_algos for algo in algos if algo not in known]:
+    spec, declared = _validated(content, path), options("algo", config_dir)
+    layers = (("algos", spec.algos), ("base.algos", spec.base.algos))
+    if problems := [unknown(key, algo, declared) for key, algos in layers for algo in algos if algo not in declared]:
         raise ConfigError(f"{path}: {problem}" for problem in problems)
     return spec
 
 
 def read_file(path: Path) -> SetSpec:
-    """A set that needs no base.
+    """Read a set that needs no base.
 
     Raises:
         ConfigError: it cannot be read, or every problem of it.
@@ -52,7 +52,7 @@ def read_file(path: Path) -> SetSpec:
 
 
 def set_names(config_dir: str | None = None, group: str = FOLDER) -> list[str]:
-    """Names of all sets, figure 10 after figure 9."""
+    """Return the names of all sets, figure 10 after figure 9."""
     names = [name for name in options(group, config_dir) if "/" not in name]
     return sorted(
         names, key=lambda name: [part.zfill(4) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
@@ -60,34 +60,35 @@ def set_names(config_dir: str | None = None, group: str = FOLDER) -> list[str]:
 
 
 def scales_of(spec: SetSpec) -> list[str]:
-    """Scales that a set has words for; [""] for one that has no scales."""
+    """Return the scales that a set has words for; [""] for one that has no scales."""
     layers: list[Layer] = [spec.base]
     if "base" not in spec.model_fields_set:
         layers = [spec, *spec.rows.values(), *spec.columns.values()]
-    further = {scale: [getattr(layer, scale) for layer in layers] for scale in SCALES}
-    return [scale for scale in SCALES if any(words.set or words.train for words in further[scale])] or [""]
+    scaled = {scale: [getattr(layer, scale) for layer in layers] for scale in SCALES}
+    return [scale for scale in SCALES if any(words.set or words.train for words in scaled[scale])] or [""]
 
 
 def words_of(
-    spec: SetSpec, row: str, column: str, scale: str, command: Command, typed: Sequence[str] = ()
+    spec: SetSpec, row: str, column: str, scale: str, command: Command, overrides: Sequence[str] = ()
 ) -> list[str]:
-    """The overrides of one run of a cell, each key once; later ones win.
+    """Return the overrides of one run of a cell, each key once; later ones win.
 
-    In turn: of base, set, algorithm, column, the column's cell, the row, and `typed` ones; an evaluation has those that
-    it can take.
+    In turn: of base, set, algorithm, column, its cell, row, and `overrides`; an evaluation has those that it can
+    take.
     """
-    method, place = spec.rows[row], spec.columns[column]
-    shared = [*spec.base.at(scale, command), *spec.at(scale, command)]
-    placed = [*place.at(scale, command), *place.cells.get(row, Layer()).at(scale, command)]
-    own = method.at(scale, command)
+    method, task = spec.rows[row], spec.columns[column]
+    shared = [*spec.base.words_at(scale, command), *spec.words_at(scale, command)]
+    column_words = [*task.words_at(scale, command), *task.cells.get(row, Layer()).words_at(scale, command)]
+    row_words = method.words_at(scale, command)
     # An evaluation has no algorithm.
-    algo = next((word.partition("=")[2] for word in reversed([*shared, *placed, *own]) if word.startswith("algo=")), "")
-    of_algo = [word for base in (spec.base, spec) for word in base.algos.get(algo, Layer()).at(scale, command)]
-    # Before the row: what a row says for itself holds, whatever its algorithm.
-    words = [word for word in [*shared, *of_algo, *placed] if not is_below(word, method.without)] + own
+    words_read = [*shared, *column_words, *row_words]
+    algo = next((word.partition("=")[2] for word in reversed(words_read) if word.startswith("algo=")), "")
+    algo_words = [word for base in (spec.base, spec) for word in base.algos.get(algo, Layer()).words_at(scale, command)]
+    # The row's words come last, so that they override those of its algorithm.
+    words = [word for word in [*shared, *algo_words, *column_words] if not is_below(word, method.without)] + row_words
     if command == "eval" and method.policy:
         words.append(f"policy={method.policy}")
-    words += typed
+    words += overrides
     return later_wins(word for word in words if command == "train" or not is_below(word, TRAINING_ALONE))
 
 

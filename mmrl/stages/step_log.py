@@ -113,7 +113,7 @@ class StepLog:
             if messages := [message for one, message in failures if one == kind]:
                 self._noted.add(kind)
                 first = "".join(character if character.isprintable() else " " for character in messages[0])
-                advice = ADVICE[FAILURES[kind]].text(len(messages) / rollouts, what=" ".join(first.split()))
+                advice = ADVICE[FAILURES[kind]].text(len(messages) / rollouts, subject=" ".join(first.split()))
                 self.progress.note(f"{where}: {advice}")
 
     def record(self, update: Mapping[str, float]) -> dict[str, float]:

@@ -95,7 +95,7 @@ def run_forest(pair: tuple[str, str]) -> str | None:
 
     written, name = pair
     forest, algos = parse_forest(written, "forest.json"), [ALGO_SCHEMAS[name](name=name)]
-    credits = credit_all(algos, Source(forest), seed=0, typed=())
+    credits = credit_all(algos, Source(forest), seed=0, user_keys=())
     table(algos, forest, credits, width=80)
     for call in json.loads(json_report(algos, forest, credits))["calls"]:
         if not all(math.isfinite(number) for key in ("advantages", "weights") for number in call[key]):

@@ -18,7 +18,7 @@ from mmrl.report.html import report_run
 from mmrl.report.journal import write_step
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.trees import asked_lines
+from mmrl.report.trees import input_lines
 from tests.helpers.runs import CONFIG, fake_run, forest
 
 PLAIN = None
@@ -93,11 +93,11 @@ def test_the_ends_are_there_whatever_their_size_and_damaged_steps_are_left_out(t
         write_step(run, *forest(step))
     run.journal_path(3).write_bytes(b"no gzip")
     damaged = []
-    keys = [block.key for block in browser.blocks(Overview.of(run), PLAIN, damaged)]
+    keys = [block.key for block in browser.blocks(Overview.from_run(run), PLAIN, damaged)]
     assert keys == ["train-1", "train-2", "train-4", "train-5"]
     assert len(damaged) == 1 and "step-000003" in damaged[0]
     monkeypatch.setattr(browser, "SIZE", 10)
-    assert [block.key for block in browser.blocks(Overview.of(run), PLAIN, [])] == ["train-1", "train-5"]
+    assert [block.key for block in browser.blocks(Overview.from_run(run), PLAIN, [])] == ["train-1", "train-5"]
     run.close()
 
 
@@ -106,7 +106,7 @@ def test_parts_of_an_evaluation_have_names_of_their_own(tmp_path):
     for part in range(2):
         write_step(run, forest(1)[0], (), evaluation="dev")
         run.journal_path(1, "dev").rename(run.journal_path(part, "dev"))
-    made = browser.blocks(Overview.of(run), PLAIN, [])
+    made = browser.blocks(Overview.from_run(run), PLAIN, [])
     assert [(block.key, block.label.split(":")[0]) for block in made] == [
         ("dev-0", "dev, part 1"),
         ("dev-1", "dev, part 2"),
@@ -125,11 +125,11 @@ def test_what_was_asked_and_what_is_right_stands_at_an_example(tmp_path):
     RunDir.read(run.path).note_examples("dev", made[:1])
     assert [*run.examples] == [("train", "q0"), ("train", "q1"), ("dev", "q0")]
     assert run.examples["train", "q0"]["asked"] == {"question": "Who wrote\nit?"}
-    question, right = asked_lines(run.examples["train", "q0"])
+    question, right = input_lines(run.examples["train", "q0"])
     assert question == "question: Who wrote \u23ce it?"
     assert right.startswith("gold: answers Ada; A. L. · hops 2 · long xxx") and right.endswith("[…100 characters…]")
     write_step(run, *forest(1))
-    one = browser.blocks(Overview.of(run), PLAIN, [])[0]
+    one = browser.blocks(Overview.from_run(run), PLAIN, [])[0]
     assert content(one)["examples"][0]["asked"] == [question, right]
     assert "question: Who wrote" in show_run(run.path, example="q0", step=1)
     run.close()
@@ -137,12 +137,12 @@ def test_what_was_asked_and_what_is_right_stands_at_an_example(tmp_path):
 
 def test_items_of_evaluations_are_in_the_page_with_scores_and_predictions(tmp_path):
     run = fake_run(tmp_path / "run")
-    made = {block.key: block for block in browser.blocks(Overview.of(run), PLAIN, [])}
-    steps = sorted(Overview.of(run).items["dev"])
+    made = {block.key: block for block in browser.blocks(Overview.from_run(run), PLAIN, [])}
+    steps = sorted(Overview.from_run(run).items["dev"])
     assert [key for key in made if key.startswith("dev")] == [f"dev-{step}" for step in steps]
     assert made["dev-0"].label.startswith("dev before training: 60 items")
     first = content(made["dev-0"])["examples"][0]
-    item = Overview.of(run).items["dev"][0][0]
+    item = Overview.from_run(run).items["dev"][0][0]
     assert (first["id"], first["scored"], first["rewards"]) == (item["id"], "em", [item["metrics"]["em"]])
     assert first["calls"] == [] and any("em " in line for line in first["lost"])
 

@@ -18,7 +18,7 @@ def card(tmp_path, algorithm):
     content = yaml.safe_load(config.read_text())
     content["algo"]["name"] = algorithm
     config.write_text(yaml.safe_dump(content))
-    return model_card(Overview.of(run), CardFacts(title="x", step=1, holds="All."))
+    return model_card(Overview.from_run(run), CardFacts(title="x", step=1, holds="All."))
 
 
 @pytest.mark.parametrize(

@@ -263,11 +263,11 @@ def test_a_failed_drawing_does_not_lose_the_summary(tmp_path, monkeypatch):
 
 def test_the_report_that_a_run_writes_at_its_end_calls_it_finished(tmp_path):
     with RunDir.create(tmp_path / "run", {"seed": 0}, []) as run:
-        assert Overview.of(run).state == "running"
+        assert Overview.from_run(run).state == "running"
         run.write_summary({"steps": 1})
-        assert Overview.of(run).state == "finished"
+        assert Overview.from_run(run).state == "finished"
     (run.path / "summary.json").unlink()
-    assert Overview.of(RunDir.read(run.path)).state.startswith("stopped; continue with")
+    assert Overview.from_run(RunDir.read(run.path)).state.startswith("stopped; continue with")
 
 
 def test_curves_that_agree_are_both_seen_and_the_legend_is_above_them():

@@ -14,7 +14,7 @@ from mmrl.report.journal import read_step, write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import module_facts
 from mmrl.report.text import align, clean
-from mmrl.report.trees import abridged, advantage_of, credit_line, made_of, shown_prediction
+from mmrl.report.trees import abridged, advantage_of, credit_line, format_reward, shorten_prediction
 from mmrl.stages.evaluate import evaluation_metrics, item_results
 from mmrl.stages.step_metrics import forest_metrics
 from mmrl.system.files import append_jsonl
@@ -142,16 +142,16 @@ def test_an_uncredited_call_says_so(tmp_path):
         (advantage_of({"advantages": (0.5, 0.5)}), "+0.500"),
         (advantage_of({"advantages": (-1.0, 1.0)}), "-1.000 … +1.000 (mean +0.000)"),
         (advantage_of({}), "-"),
-        (made_of(1.25, {"f1": 0.75, "form": 0.5}), " = f1 0.750 + form 0.500"),
-        (made_of(-0.4, {"turn": -0.4, "own_advantage": -0.5}), " (turn -0.400, own_advantage -0.500)"),
-        (made_of(None, {"f1": 0.0}), " (f1 0.000)"),
-        (made_of(1.0, {}), ""),
+        (format_reward(1.25, {"f1": 0.75, "form": 0.5}), " = f1 0.750 + form 0.500"),
+        (format_reward(-0.4, {"turn": -0.4, "own_advantage": -0.5}), " (turn -0.400, own_advantage -0.500)"),
+        (format_reward(None, {"f1": 0.0}), " (f1 0.000)"),
+        (format_reward(1.0, {}), ""),
         # a sum of zero does not show its rounding
-        (made_of(0.0, {"turn": 0.3 - 0.2 - 0.1}), " = turn 0.000"),
-        (shown_prediction({"answer": "Fonen", "actions": ["search"]}), "Fonen"),
-        (shown_prediction({"answer": None, "ended": "limit"}), "{'answer': None, 'ended': 'limit'}"),
-        (shown_prediction({"label": "refund"}), "{'label': 'refund'}"),
-        (shown_prediction("harp"), "harp"),
+        (format_reward(0.0, {"turn": 0.3 - 0.2 - 0.1}), " = turn 0.000"),
+        (shorten_prediction({"answer": "Fonen", "actions": ["search"]}), "Fonen"),
+        (shorten_prediction({"answer": None, "ended": "limit"}), "{'answer': None, 'ended': 'limit'}"),
+        (shorten_prediction({"label": "refund"}), "{'label': 'refund'}"),
+        (shorten_prediction("harp"), "harp"),
         (
             credit_line({"reward": 1.0, "advantages": (1.0,), "weights": (0.0,), "filler_of": "x"}),
             "reward 1.000 · advantage +1.000 · left out of the loss · repeated to fill its group",

@@ -143,14 +143,14 @@ def trained(folder: Path) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chain") / "run"
-    assert begin(staged("stages=[sft,mmgrpo]", *SMALL, f"run.dir={folder}"), ["mmrl"], here=True) == 0
+    assert begin(staged("stages=[sft,mmgrpo]", *SMALL, f"run.dir={folder}"), ["mmrl"], in_process=True) == 0
     return folder
 
 
 @pytest.fixture
 def here(monkeypatch):
     """What is missing of a chain runs in this process, where everything is imported already."""
-    monkeypatch.setattr("mmrl.sets.chain.go_on", partial(go_on, here=True))
+    monkeypatch.setattr("mmrl.sets.chain.go_on", partial(go_on, in_process=True))
 
 
 def test_the_second_run_starts_from_what_the_first_has_made(whole):
@@ -237,7 +237,7 @@ def test_a_chain_stopped_in_any_run_goes_on_to_the_same_numbers(stopped, whole, 
 
     monkeypatch.setattr(RunDir, "append_metrics", dies)
     with pytest.raises(KeyboardInterrupt):  # in this process, which a test can break into
-        begin(staged("stages=[sft,mmgrpo]", *SMALL, f"run.dir={folder}"), ["mmrl"], here=True)
+        begin(staged("stages=[sft,mmgrpo]", *SMALL, f"run.dir={folder}"), ["mmrl"], in_process=True)
     monkeypatch.setattr(RunDir, "append_metrics", write)
     before = {path: path.stat().st_mtime_ns for path in (folder / "1_sft").rglob("*") if path.is_file()}
     assert f"mmrl train resume={folder}\n" in "".join(capsys.readouterr()), "the whole, not the run that was under way"
@@ -422,7 +422,7 @@ def test_costs_by_hand(tmp_path):
         with RunDir.create(path, {**config.model_dump(mode="json"), "start": start}, ["mmrl"]) as run:
             append_jsonl(run.metrics_path, records)
     result = found_set("x", paths)
-    first, second = (result.begun(row, "banking77")[0].costs for row in ("miprov2", "miprov2+mmgrpo"))
+    first, second = (result.started(row, "banking77")[0].costs for row in ("miprov2", "miprov2+mmgrpo"))
     assert [*first.values()] == [42.0, 49.0, 105.0, 0.0, 0.0, 0.25]
     assert [*second.values()] == [42 + 24, 49 + 24, 105 + 100, 0.0, 7.0, 0.25 + 1.25]
     cost = SetPage(result).parts[-1].rows

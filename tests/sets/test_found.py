@@ -99,7 +99,7 @@ def test_a_gain_that_may_be_chance_is_not_learning(tmp_path):
         return {"f1": float(right)}
 
     assert learns(tmp_path, *[{"facts": noisy}] * 3) == "no (0 of 3 seeds)"
-    gain = found(tmp_path).begun("mhgpo_rr", "hotpotqa")[0].gain
+    gain = found(tmp_path).started("mhgpo_rr", "hotpotqa")[0].gain
     assert gain.difference == pytest.approx(0.06) and gain.low < 0 < gain.high
 
 
@@ -107,7 +107,7 @@ def test_a_runs_interval_is_the_one_of_its_own_report(tmp_path):
     fake_run(tmp_path / "a")
     result = found(tmp_path)
     ((row, column),) = result.runs
-    (run,) = result.begun(row, column)
+    (run,) = result.started(row, column)
     assert run.gain == run.overview.differences[run.metric]
 
 
@@ -116,8 +116,8 @@ def test_one_column_per_task_and_runs_of_other_settings_apart(tmp_path):
     made(tmp_path / "b", algo="mhgpo_rr", seed=1, group_size=8)
     made(tmp_path / "c", algo="grpo", task="search_agent")
     result = found(tmp_path)
-    assert [*result.begun_in("hotpotqa")] == ["mhgpo_rr algo.group_size=4", "mhgpo_rr algo.group_size=8"]
-    assert result.metric("grpo", "search_agent") == "em" and [*result.begun_in("search_agent")] == ["grpo"]
+    assert [*result.started_in("hotpotqa")] == ["mhgpo_rr algo.group_size=4", "mhgpo_rr algo.group_size=8"]
+    assert result.metric("grpo", "search_agent") == "em" and [*result.started_in("search_agent")] == ["grpo"]
 
 
 def test_of_runs_that_repeat_each_other_the_furthest_stays_and_a_note_says_so(tmp_path):

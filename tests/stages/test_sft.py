@@ -47,7 +47,7 @@ def test_its_curve_is_the_loss(tmp_path):
     assert (name, steps.tolist()) == ("loss", [1, 2, 3, 4]) and values[0] == history[1]["train/loss"]
     assert learning([{"step": 1, "reward/mean": 0.5, "train/token_accuracy": 0.1}])[0] == "reward"
     assert learning([{"step": 1, "train/loss": 0.5}])[0] == "reward"
-    shown = overview_text(Overview.of(RunDir.read(tmp_path / "run")))
+    shown = overview_text(Overview.from_run(RunDir.read(tmp_path / "run")))
     assert "loss" in shown and "token_accuracy" in shown
 
 

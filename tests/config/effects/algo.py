@@ -18,7 +18,7 @@ from mmrl.report.forest import parse_forest
 from mmrl.rollout.environment import sampling_settings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from mmrl.run.build import teacher_policy, teacher_prompts, teachers_apart
+from mmrl.run.build import separate_teachers, teacher_policy, teacher_prompts
 from mmrl.trainer.critic import Critic
 from tests.config.effects import Options, acts, refused
 from tests.helpers.forests import Grow
@@ -223,7 +223,7 @@ def teaching(name: str, options: Options, folder: Path) -> object:
     else:
         student = {"name": "student"}
     algo = section(name, {"teachers": (student, {**base, **given})})
-    (teacher,) = teachers_apart(algo)
+    (teacher,) = separate_teachers(algo)
     policy = teacher_policy(teacher)
     trees = ALGORITHMS[name].plan(algo, AGENTS, (0, 1, "q"))
     return trees, policy and policy.base, teacher_prompts(teacher, policy)
@@ -233,7 +233,7 @@ def standing_in(name: str, options: Options, folder: Path) -> object:
     """The exchange of an example's plan, and the policy of the model that replies in it."""
     teacher = {"policy": "tiny", **{key.removeprefix("teachers."): value for key, value in options.items()}}
     algo = section(name, {"teachers": ({"name": "t", **teacher},)})
-    policy = teacher_policy(teachers_apart(algo)[0])
+    policy = teacher_policy(separate_teachers(algo)[0])
     return ALGORITHMS[name].plan(algo, AGENTS, (0, 1, "q")), policy and policy.base
 
 

@@ -24,10 +24,10 @@ from mmrl.report.overview import Overview
 from mmrl.report.progress import Progress
 from mmrl.report.trackers import trackers
 from mmrl.run.build import server_devices
-from mmrl.run.doctor import look_before
+from mmrl.run.doctor import check_before_training
 from mmrl.run.launch import hardware_problems, must_start, wrapping
 from mmrl.run.settle import import_plugins, module_assignment, run_folder, settle
-from mmrl.run.start import restarted
+from mmrl.run.start import config_of_resumed
 from mmrl.stages.evaluate import Evaluations, evaluate, evaluation_metrics, too_many_failed
 from mmrl.stages.step_log import StepLog
 from mmrl.tasks import TASKS
@@ -130,8 +130,8 @@ def titled(name: str, options: Options, folder: Path) -> object:
     """What reports call a run."""
     stored = config_of(options).model_dump(mode="json")
     run = fake_run(folder / "run", steps=1, config=stored, evaluate=False)
-    seen = Overview.of(run)
-    return seen.name, seen.what
+    seen = Overview.from_run(run)
+    return seen.name, seen.description
 
 
 acts(TRAIN, "model.path", loaded, "tiny", "tiny_dspy")
@@ -309,7 +309,7 @@ def looked(name: str, options: Options, folder: Path) -> object:
         progress: Any = SimpleNamespace(note=notes.append)
         log = StepLog(rundir=run, progress=progress, trackers=SimpleNamespace())  # type: ignore[arg-type]
         built: Any = SimpleNamespace(config=config_of(options), task=FakeTask(Chain()))
-        look_before(built, log)
+        check_before_training(built, log)
     return bool(notes), [path.name for path in folder.iterdir()]
 
 
@@ -344,7 +344,7 @@ def continued(name: str, options: Options, folder: Path) -> object:
     config = config_of({key: value for key, value in options.items() if not key.startswith("start.")})
     config = config.model_copy(update={"start": StartConfig(**{**known, **typed})})
     try:
-        return Path(str(restarted(config, folder / "run").task.prompts)).name
+        return Path(str(config_of_resumed(config, folder / "run").task.prompts)).name
     except MmrlError as error:
         return str(error)
 
