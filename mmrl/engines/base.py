@@ -1,4 +1,4 @@
-"""What an engine is: prompt token ids and sampling settings in, token ids and log-probabilities out.
+"""Interface of the engines: prompt token ids and sampling settings in, token ids and log-probabilities out.
 
 Engines know nothing of programs or rewards. Programs run concurrently and reach an engine through `rollout.context`.
 """
@@ -38,7 +38,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One generation to make."""
+    """Request for a generation."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
@@ -56,7 +56,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One generation made."""
+    """Result of a request: token ids and log-probabilities."""
 
     ids: tuple[int, ...]
     """Sampled ids, the end-of-turn token included when it was sampled; length T >= 1."""
@@ -81,7 +81,7 @@ class EngineSetup:
     initial: nn.Module | None = None
     """A model, never trained, for the modules whose name in `adapters` is `mmrl.models.policy.INITIAL`."""
     weights: ModelConfig | None = None
-    """What a server loads before any push."""
+    """Model that a server loads before any push."""
     folders: Mapping[str, str] = field(default_factory=dict)
     """Adapter name -> folder of the LoRA adapters to serve when there is no model in this process."""
     device: str = "cpu"
@@ -111,7 +111,7 @@ class Engine(ABC):
     max_context: int | None = None
     """Most tokens of prompt and completion together; None: not known here."""
     repeats_greedy: bool = False
-    """Whether the same greedy request gets the same tokens again, whatever is decoded beside it."""
+    """True if the same greedy request gets the same tokens again, whatever is decoded beside it."""
 
     @property
     def busy_s(self) -> float:
@@ -125,7 +125,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def generate(self, request: Request) -> Completion:
-        """One completion.
+        """Generate a completion.
 
         Raises:
             LengthFailure: the prompt alone fills the context.

@@ -38,15 +38,15 @@ class Usage:
     prompt_tokens: int = 0
     """As the endpoint counts them."""
     cached_tokens: int = 0
-    """Those of them that came from the endpoint's cache."""
+    """Prompt tokens that came from the endpoint's cache."""
     completion_tokens: int = 0
     reasoning_tokens: int = 0
-    """Those of them that were reasoning, where the endpoint says it."""
+    """Completion tokens of the reasoning, where the endpoint reports them."""
     cost: float = 0.0
     """USD by the configured prices."""
 
     def metrics(self, prefix: str = "endpoint") -> dict[str, float]:
-        """All counters so far, by metric name."""
+        """Return the counters by metric name."""
         return {f"{prefix}/{name}": float(count) for name, count in asdict(self).items()}
 
     def add(self, reply: Reply, settings: Endpoint) -> None:
@@ -64,14 +64,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """One completion."""
+    """Completion of an endpoint."""
 
     text: str
-    """What counts as the answer; see `Endpoint.reasoning`."""
+    """Text of the answer; see `Endpoint.reasoning`."""
     finish: str
     """The endpoint's finish reason (`stop`, `length`, …)."""
     unanswered: bool
-    """It ended within its reasoning."""
+    """True if it ended within its reasoning."""
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int

@@ -28,7 +28,7 @@ SEEDS = 2**31
 
 
 class EndpointEngine(Engine):
-    """One endpoint as an engine.
+    """Engine of an endpoint.
 
     Args:
         settings: the endpoint and its model.

@@ -131,7 +131,7 @@ class OpenAIChat:
         return []
 
     async def _reply(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, object]) -> Reply:
-        """One completion; sent again where the server asks for another name of the limit. Runs in the I/O loop."""
+        """Request a completion, again if the server wants another name of the limit. Runs in the I/O loop."""
         settings = self.settings
         body = request_body(settings, messages, options, self._limit)
         try:

@@ -1,4 +1,4 @@
-"""What the native decoder must know of a model: which architectures it serves, and their weights in fused form.
+"""Model facts for the native decoder: the architectures it serves, and their weights in fused form.
 
 Between a Hugging Face module, which the trainer changes in place, and `decode`, which multiplies. `Weights.refresh`
 reads every weight anew; it runs at the start of each burst, so that nothing stale can be served however the weights
@@ -85,7 +85,7 @@ def _odd(module: nn.Module) -> str | None:
 
 
 class Linear:
-    """One matrix product in place of several projections of the same input, their LoRA updates included.
+    """Matrix product in place of several projections of the same input, their LoRA updates included.
 
     In float32 the updates are added into a private copy of the weights; in half precision they are applied beside
     them, since a small update would be lost in the rounding of the sum, and so they are where each of several adapters
@@ -166,7 +166,7 @@ class Linear:
         return self._buffer
 
     def _beside(self, bases: list[nn.Linear], updates: list[list[tuple[Tensor, Tensor, float]]]) -> None:
-        """All updates as one pair of matrices: (ranks, in) and (out, ranks), the latter block by block."""
+        """Merge all updates into a pair of matrices: (ranks, in) and (out, ranks), the latter block by block."""
         self.low = low = torch.cat([low for pairs in updates for low, _, _ in pairs])
         blocks = [
             torch.cat([low.new_zeros(base.out_features, 0), *(high * scaling for _, high, scaling in pairs)], dim=1)
@@ -239,7 +239,7 @@ def scaled(x: Tensor, eps: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Layer:
-    """One decoder layer in fused form."""
+    """Decoder layer in fused form."""
 
     before_attention: Norm
     qkv: Linear

@@ -1,4 +1,4 @@
-"""One batcher under all concurrent programs: async requests in, batches for a decoder out. Knows no torch.
+"""Batcher under all concurrent programs: async requests in, batches for a decoder out. Knows no torch.
 
 Sits between `rollout.context`, whose programs await `generate`, and the decoder that owns the model.
 
@@ -36,7 +36,7 @@ YIELD_S = 0.02
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """One request, from its arrival to its outcome."""
+    """Request from its arrival to its outcome."""
 
     request: Request
     future: asyncio.Future[Completion]

@@ -207,7 +207,7 @@ class NativeLoop:
         self._mask = zeros.masked_fill_(hidden, float("-inf"))
 
     def _forward_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """One token per row: (B,) ids at (B,) positions -> (B, H) before the last norm; extends the cache."""
+        """Forward one token per row: (B,) ids at (B,) positions -> (B, H) before the last norm; extends the cache."""
         w = self.weights
         assert self._shifts is not None
         rows, length = len(tokens), max(self._cached_lengths()) + 1

@@ -1,4 +1,4 @@
-"""Which parts of which prompts are forwarded, so that what prompts share is forwarded once. Knows no torch.
+"""Plan of the forwards of a batch of prompts: a prefix that prompts share is forwarded once. Knows no torch.
 
 Used by `decode`. Prompts of one batch share instruction headers, questions, retrieved documents; a later prompt extends
 an earlier one by a turn. `plan` cuts prompts into segments of a prefix tree; `PrefixStore` keeps what later prompts may
@@ -70,7 +70,7 @@ class PrefixStore:
         self.limit = limit
         self.tokens = 0
         self.continued = False
-        """Whether a prompt ever went on after a completion (a turn later): then finished rows are worth keeping."""
+        """True if a prompt ever went on after a completion (a turn later): then finished rows are worth keeping."""
         # Sorted ids beside each dict: the sequence with the longest common prefix stands next to where a prompt would
         # be put in, so a lookup is a bisection and two comparisons, not one with every stored sequence.
         self._sorted: list[Ids] = []

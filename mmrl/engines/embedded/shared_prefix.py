@@ -167,7 +167,7 @@ class Groups:
         return bool(self.groups)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layer: int) -> Tensor:
-        """One softmax over a row's prefix and its own positions, as if they lay in one cache.
+        """Attend to a row's prefix and its own positions in one softmax, as if they lay in one cache.
 
         Args:
             query: (B, kv heads, heads / kv heads, D).

@@ -23,7 +23,7 @@ SESSION = "X-Session-ID"
 
 
 class VllmApi:
-    """All coroutines run in the I/O loop: `api.io.run(api.models())` or `api.io.wait(…)`."""
+    """Client of a vLLM server. Coroutines run in the I/O loop: `api.io.run(api.models())` or `api.io.wait(…)`."""
 
     def __init__(self, url: str, timeout_s: float, concurrency: int):
         self.url = url

@@ -36,10 +36,10 @@ STORED_VERSIONS = 2
 
 @dataclass(frozen=True, slots=True)
 class PushedAdapter:
-    """One version of a LoRA adapter, as vLLM knows it."""
+    """Version of a LoRA adapter, as vLLM knows it."""
 
     name: str
-    """One that no adapter of this server ever had: vLLM keys its prefix cache on it."""
+    """Unique among all adapters that this server ever had: vLLM keys its prefix cache on it."""
     number: int
     folder: str
 

@@ -41,7 +41,7 @@ LOG = logging.getLogger("mmrl.engines")
 
 @dataclass(slots=True, eq=False)
 class _VllmRequest:
-    """One request that vLLM works on; an event loop waits for `future`."""
+    """Request that vLLM works on; an event loop waits for `future`."""
 
     id: str
     row: BatchRow

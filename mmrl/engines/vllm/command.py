@@ -1,4 +1,4 @@
-"""How vLLM is started here: command line, environment, log-probability mode, and whether it is there at all.
+"""Start of vLLM: command line, environment, log-probability mode, and a check that it is installed.
 
 Between `engine.*` and the vLLM engines.
 """

@@ -1,4 +1,4 @@
-"""One vLLM server of an engine: its process or its address, and the adapters that it holds.
+"""A vLLM server of an engine: its process or its address, and the adapters that it holds.
 
 `VllmServerEngine` has one, or several behind a router; all weights go to each of them directly.
 """
@@ -29,7 +29,7 @@ class Replica:
         self.base = BASE
         """Served name of the weights without an adapter."""
         self.context: int | None = None
-        """Its limit of tokens."""
+        """Token limit of the server."""
         self._adapters: set[str] = set()
 
     async def boot(self) -> None:

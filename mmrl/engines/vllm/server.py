@@ -46,7 +46,7 @@ T = TypeVar("T")
 TRIES = 4
 """Tries of one request at servers that are alive but do not answer."""
 DYING_S = 5.0
-"""How long servers are watched for the end of one, after a request has failed."""
+"""Time for which servers are watched for the end of one, after a request has failed."""
 
 
 class VllmServerEngine(VllmEngine):
@@ -84,7 +84,7 @@ class VllmServerEngine(VllmEngine):
         """Starts of servers that have ended."""
         self.router = Router(config, self.folder / "router.log") if count > 1 else None
         self._api = self.router.api if self.router is not None else self.replicas[0].api
-        """Where completions come from."""
+        """Client that completions are requested through."""
         try:
             self._api.io.wait(self._first_boot())
             self.rules = self._rules(self.replicas[0].context)
