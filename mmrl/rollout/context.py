@@ -25,7 +25,7 @@ from mmrl.tasks.base import Message, Reply
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One generation as the program requested it: each attempt is the same request with another seed."""
+    """Generation as the program requested it: each attempt is the same request with another seed."""
 
     module: str
     call_id: str
@@ -172,7 +172,7 @@ class RolloutContext:
 
     @property
     def unread(self) -> list[Call]:
-        """Its calls so far whose reply does not parse."""
+        """Return the calls so far whose reply does not parse."""
         return [call for call in self.calls if not call.ok]
 
     def _prompt(

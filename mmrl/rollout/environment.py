@@ -110,9 +110,9 @@ class Environment:
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
     """Teachers by name, for plans that have rollouts of theirs."""
     retrieving: Stopwatch = field(default_factory=Stopwatch)
-    """All tools together."""
+    """Time of all tools together."""
     tools: dict[str, Stopwatch] = field(default_factory=dict)
-    """Each tool that was used."""
+    """Time of each tool that was used."""
     scoring: Stopwatch = field(default_factory=Stopwatch)
     """The task's reward of finished rollouts."""
 
@@ -137,10 +137,10 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    """One teacher in one step."""
+    """Teacher in a step."""
 
     environment: Environment
-    """Its program, engine and tokenizer."""
+    """Environment of the teacher: program, engine and tokenizer."""
     student_ids: Callable[[tuple[int, ...], str, str], tuple[int, ...]]
     """Ids, text and end of a teacher's completion to ids of the student: the same where both share a vocabulary."""
 

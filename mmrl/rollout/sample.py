@@ -28,7 +28,7 @@ from mmrl.tasks.base import Canonical, Described, Guarded, Program, Score
 
 @dataclass(slots=True)
 class _Tree:
-    """One tree under way: where its branches put what they made."""
+    """Tree being sampled: collects the results of its branches."""
 
     env: Environment
     example: Example
@@ -131,7 +131,7 @@ class _Tree:
             self.start((self.index, count + branch), draws.choice(nodes), ())
 
     def leaves(self) -> list[tuple[tuple[int, ...], Rollout, list[Call]]]:
-        """Its rollouts by path and not by completion, so that the forest is the same whatever ended first."""
+        """Return the rollouts ordered by path, not by completion, so that the forest does not depend on timing."""
         leaves, growth = sorted(self.rollouts, key=lambda item: item[0]), self.plan.growth
         if growth is None:
             return leaves

@@ -1,4 +1,4 @@
-"""One rollout with a model that says what a test tells it to: for tests of programs and rewards, without any weights.
+"""Rollout with a model whose replies a test prescribes: for tests of programs and rewards, without any weights.
 
 The program runs in a real `ctx` (tools, parsing, typed failures, limits on what it may call); only the engine is a
 script.

@@ -26,7 +26,7 @@ _DEPENDS = "; it must depend only on its example and on what its models and tool
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """One thing on the tape, in the order of the program's requests."""
+    """Event on the tape, in the order of the program's requests."""
 
     kind: str
     """`call` or `tool`."""
@@ -145,17 +145,15 @@ class Tape:
                 self.engine.enter()
 
     def begin(self) -> None:
-        """A request or tool is under way from now on."""
+        """Count a request or tool as under way."""
         self.under_way += 1
         if self.under_way > 1 or self.waiting:  # one more strand of the program, which the schedule waits for
             self.engine.enter()
 
     def end(self) -> None:
-        """It is no more."""
+        """Count a request or tool as ended."""
         self.under_way -= 1
-        if (
-            self.under_way or self.waiting
-        ):  # whichever ends first: the program itself counts for the strand that ends last
+        if self.under_way or self.waiting:  # the program itself counts for the strand that ends last
             self.engine.leave()
 
     @contextmanager

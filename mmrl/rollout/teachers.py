@@ -63,7 +63,7 @@ class TeacherForcedContext(RolloutContext):
     source: RolloutContext
     """The teacher's finished rollout."""
     failure: RolloutError | None
-    """What ended it, if it failed."""
+    """Error that ended it, if it failed."""
 
     async def remember(
         self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]

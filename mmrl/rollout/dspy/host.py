@@ -1,4 +1,4 @@
-"""One rollout as a DSPy module sees it: requests and tools from any thread or event loop to the rollout's `ctx`."""
+"""Host of a rollout's DSPy module: requests and tools from any thread or event loop to the rollout's `ctx`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Host:
     async def call(
         self, messages: Sequence[Message], parse: Parse | None, inputs: Mapping[str, object], options: Mapping[str, Any]
     ) -> str:
-        """One request of the innermost predictor; the text of the reply."""
+        """Send a request of the innermost predictor; return the text of the reply."""
         self.raise_failure()
         with self._first_failure():
             name = self._caller(parse)

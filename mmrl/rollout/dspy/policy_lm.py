@@ -100,7 +100,7 @@ class ServedPolicy:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def answer(self, module: str, messages: list[Message], config: lm15.Config) -> Answer:
-        """One completion by the weights of a module; in the engine's thread.
+        """Generate a completion with the weights of a module; in the engine's thread.
 
         Raises:
             UnsupportedFeatureError: an option that would have no effect.
