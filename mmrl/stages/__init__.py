@@ -63,7 +63,7 @@ class Stage(ABC, Generic[ConfigT]):
         """Facts for the summary, after `improve`."""
 
     def recorded(self) -> Mapping[str, object]:
-        """What a checkpoint stores of the stage."""
+        """Return the stage's state for a checkpoint."""
         return {}
 
     def close(self) -> None:

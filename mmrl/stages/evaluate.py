@@ -276,7 +276,7 @@ def failed_kinds(items: Sequence[Item]) -> list[str]:
 
 
 def too_many_failed(items: Sequence[Item], settings: EvalConfig) -> str:
-    """One sentence where more than `eval.max_failed_share` failed by no doing of the model; empty where it did not."""
+    """Describe failures that are not the model's if they exceed `eval.max_failed_share`; empty if they do not."""
     share, limit = fmean(item["failed_share"] for item in items) if items else 0.0, settings.max_failed_share
     if share <= limit:
         return ""

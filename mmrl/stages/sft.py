@@ -143,7 +143,7 @@ class SftStage(Stage[SftCommandConfig]):
         return [(f"call {call.id}", plain_call(call.module, call.prompt_ids, call.completion_ids)) for call in calls]
 
     def _rollouts(self) -> Forest:
-        """All rollouts of the train split, sampled now or read back from the journal."""
+        """Return all rollouts of the train split, sampled now or read back from the journal."""
         examples = self.task.examples("train")
         forests: list[Forest] = []
         for number, chunk in enumerate(chunks(examples)):

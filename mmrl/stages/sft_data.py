@@ -144,7 +144,7 @@ def read_file(config: SftCommandConfig, task: Task) -> list[Supervised]:
 
 
 def _example(row: Row, task: Task, shared: bool) -> Demonstration:
-    """One record as a demonstration; `shared`: whether a chat may be of no module.
+    """Convert a record to a demonstration; `shared`: True if a chat may name no module.
 
     Raises:
         ConfigError: what is wrong with it, without its place.

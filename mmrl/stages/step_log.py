@@ -42,7 +42,7 @@ def memory() -> dict[str, float]:
 
 @dataclass(slots=True, kw_only=True)
 class StepLog:
-    """One run's; every process keeps the times, the main one writes."""
+    """Log of a run's steps; every process keeps the times, the main one writes."""
 
     rundir: RunDir
     progress: Progress

@@ -38,14 +38,14 @@ class Writer:
     """A source of completions, each of them stored."""
 
     stage: Stage[PromptCommandConfig]
-    """Its policy writes, with the weights of the program's first module."""
+    """Environment whose policy writes, with the weights of the program's first module."""
     algo: ProposingConfig
     store: Store
     loop: Loop
     paid: Counter[str]
-    """Its part of the stage's costs begins with `writer/`."""
+    """Costs of the stage; names of the prompt model's part begin with `writer/`."""
     endpoint: OpenAIChat | None = field(init=False)
-    """In the place of the policy."""
+    """Endpoint that writes in the place of the policy."""
     _stored: dict[str, JsonObject] = field(init=False)
     _times: Counter[str] = field(default_factory=Counter)
 

@@ -72,7 +72,7 @@ class TrainExample(dspy.Example):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One rollout that an optimiser needs; without a temperature, as an evaluation would sample it."""
+    """Rollout that an optimiser needs; without a temperature, as an evaluation would sample it."""
 
     candidate: str
     """Digest of its state."""
@@ -88,7 +88,7 @@ class Need:
 
     @property
     def key(self) -> str:
-        """Its name in the store."""
+        """Return its name in the store."""
         return f"{rng.digest(self.candidate, self.example, *self.draw):032x}"
 
 

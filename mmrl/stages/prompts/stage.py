@@ -45,7 +45,7 @@ from mmrl.system.json_lines import Store, Table
 from mmrl.tasks.base import Task
 
 PAID = ("rollouts", *COSTS, "writer/requests", *(f"writer/{name}" for name in WRITING_COSTS))
-"""What is counted of a stage: of the task's own calls, and of the prompt model's."""
+"""Counters of a stage: those of the task's own calls, and those of the prompt model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class PromptResult:
 
 @dataclass(kw_only=True)
 class PromptStage(Stage[PromptCommandConfig]):
-    """One optimisation of prompts.
+    """Optimisation of prompts.
 
     `improve` again on the same run directory, in any process, goes on where it was: DSPy's optimiser runs from its
     seed, and all that is stored is answered from the store.
@@ -83,7 +83,7 @@ class PromptStage(Stage[PromptCommandConfig]):
     """Trials whose rollouts have all failed."""
     _best: float | None = field(init=False, default=None)
     _until_now: Mapping[str, float] = field(init=False, default_factory=dict)
-    """What `_since` returned counts up to here."""
+    """Counters up to which `_since` has reported."""
 
     @property
     def rundir(self) -> RunDir:
@@ -287,7 +287,7 @@ def printing_to(log: TextIO) -> Iterator[None]:
 
 
 def _example(results: Sequence[JsonObject]) -> JsonObject:
-    """One of rollouts that have all failed, if possible with a reply that could not be parsed."""
+    """Pick one of the failed rollouts, if possible with a reply that could not be parsed."""
     for result in results:
         for step in result["steps"]:
             if step["outputs"] is None:

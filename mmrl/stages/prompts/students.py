@@ -162,7 +162,7 @@ def student_of(task: Task, forward: Forward) -> Student:
 
 
 def state_of(module: dspy.Module) -> State:
-    """All that a candidate is, as JSON: what a saved program is loaded from, but for LMs."""
+    """Return a candidate as JSON: the state that a saved program is loaded from, but for LMs."""
     own = ("demos", "signature", "fields")
     state = {
         name: {key: value for key, value in predictor.dump_state().items() if key in own}
