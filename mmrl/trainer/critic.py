@@ -217,7 +217,7 @@ class Critic:
         }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """All that the critic trains, whole and on the CPU; processes that share it must all call this."""
+        """Return the critic's trained weights, whole and on the CPU; processes that share it must all call this."""
         return {name: whole(p).contiguous() for name, p in self.named_parameters().items()}
 
     def load(self, folder: Path) -> None:

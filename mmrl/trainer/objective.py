@@ -27,7 +27,7 @@ def active(entry: Entry, beta: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCall:
-    """One generation to train on: forwarded once, entered into the loss once per entry. T is its completion length."""
+    """Generation to train on: forwarded once, entered into the loss once per entry. T is its completion length."""
 
     call: Call
     """The sampled call. Its `completion_ids` are all that is trained (with T = 0 it is skipped); its `logprobs` are the
@@ -36,7 +36,7 @@ class TrainCall:
     entries: tuple[Entry, ...] = ()
     """Weights hold all normalisation: the loss is the weighted sum over the tokens of an optimizer step."""
     minibatch: int = 0
-    """Its optimizer step within an epoch."""
+    """Index of its optimizer step within an epoch."""
 
     def __post_init__(self) -> None:
         call, tokens = self.call, len(self.call.completion_ids)
@@ -77,7 +77,7 @@ class TokenLoss:
     ratio: torch.Tensor
     """exp(logprobs - old), of the token or (`gspo`) of its call; (E,), detached like every tensor below."""
     clipped: torch.Tensor
-    """Where the bound on the ratio is active, (E,) bool: no gradient of the policy term, or (`cispo`) a bounded one."""
+    """True where the bound on the ratio is active, (E,) bool: the policy term's gradient is 0, or (`cispo`) bounded."""
     kl: torch.Tensor | None
     """k3 estimate of KL(policy || reference) in nats, (E,); None without a reference."""
     correction: Correction | None = None
@@ -91,7 +91,7 @@ class Correction:
     weights: torch.Tensor
     """(E,), detached, at most the cap; 1 where the sampler's log-probability is not known."""
     truncated: torch.Tensor
-    """Where the cap is below the plain weight, (E,) bool."""
+    """True where the cap is below the plain weight, (E,) bool."""
 
     def at(self, index: torch.Tensor) -> Correction:
         """The same of the tokens `index`."""
@@ -193,7 +193,7 @@ class ValueLoss:
     loss: torch.Tensor
     """Scalar, to be minimised."""
     clipped: torch.Tensor
-    """Where the clipped square is the larger one, (E,) bool."""
+    """True where the clipped square is the larger one, (E,) bool."""
 
 
 def value_loss(

@@ -85,7 +85,7 @@ def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool
 
 @dataclass(slots=True, kw_only=True)
 class Pack:
-    """One forward. R rows of width W, N scored positions, E entry tokens.
+    """Batch of a single forward. R rows of width W, N scored positions, E entry tokens.
 
     Padded rows are padded on the right: with causal attention no real token sees padding, so no mask is needed. Tries
     lie in one row, one after the other.
@@ -229,7 +229,7 @@ def make_packs(
 
 @dataclass(frozen=True, slots=True)
 class _ScoredCall:
-    """One call, its active entries, and which of its completion tokens are scored."""
+    """Call with its active entries and the indices of its completion tokens that are scored."""
 
     train: TrainCall
     entries: tuple[tuple[tuple[int, ...], int], ...]
@@ -272,7 +272,7 @@ class _PackedRow:
 
 
 def _packed_rows(calls: Sequence[_ScoredCall]) -> list[_PackedRow]:
-    """One row per call that is no prefix of another, longest first; ties in the order of the calls.
+    """Make a row per call that is no prefix of another, longest first; ties in the order of the calls.
 
     With causal attention a prefix has the same hidden states in any row that begins with it, so equal calls (converged
     rollouts) and a turn that later turns go on from cost nothing of their own.

@@ -159,7 +159,7 @@ def no_reward(*args: object, **kwargs: object) -> NoReturn:
 
 
 def one_device(args: ArgumentsT) -> ArgumentsT:
-    """One process trains on one device, however many are visible (`Trainer` would wrap in DataParallel)."""
+    """Count one device per process, however many are visible (`Trainer` would wrap in DataParallel)."""
     import torch
 
     if args.n_gpu > 1:

@@ -42,7 +42,7 @@ queries of a large call into blocks of 256 and compute a causal block whole, so 
 
 
 class KernelCall(NamedTuple):
-    """One call of an attention kernel, (queries, D) against (keys, D) in each head."""
+    """Call of an attention kernel, (queries, D) against (keys, D) in each head."""
 
     queries: slice
     keys: slice

@@ -33,7 +33,7 @@ class TrieNode:
     """A sequence that runs through it; of a leaf, the one that ends in it."""
     begin: int
     end: int
-    """Its tokens are begin..end of that sequence, so `begin` is also its depth in the trie, in tokens."""
+    """The node's tokens are begin..end of that sequence, so `begin` is also its depth in the trie, in tokens."""
     children: tuple[TrieNode, ...] = ()
     tokens: int = 0
     """Tokens in it and below it."""

@@ -181,7 +181,7 @@ class MmrlTrainer(GRPOTrainer):
         return UpdateStream(self.settings.train.steps * self.settings.updates, self.updates)
 
     def updates(self) -> Iterator[dict[str, Update]]:
-        """One item per optimizer step, from the first step that is not done."""
+        """Yield an item per optimizer step, from the first step that is not done."""
         for step in range(self.steps_done + 1, self.settings.train.steps + 1):
             self.forwards.policy.eval()
             batch = self._next_batch(step)
@@ -343,7 +343,7 @@ class MmrlTrainer(GRPOTrainer):
         return scheduler
 
     def whole_state(self) -> dict[str, torch.Tensor] | None:
-        """All weights, gathered on the main process, where processes share them; None where each holds them whole."""
+        """Return all weights, gathered on the main process, if processes share them; None if each holds them whole."""
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             return None
         return cast("dict[str, torch.Tensor]", self.accelerator.get_state_dict(self.model))
