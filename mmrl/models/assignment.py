@@ -1,4 +1,4 @@
-"""Which module speaks with which weights: from `model.modules` and the algorithm's frozen modules to one assignment.
+"""Assignment of weights to modules, from `model.modules` and the algorithm's frozen modules.
 
 No torch here, so that a config is judged before any model loads. `run` hands the assignment to the trainer
 (`trainer.adapters`), the engine and the checkpoint, from which `policy.resolve` reads it back.
@@ -74,7 +74,7 @@ class ModuleAssignment:
 
     @cached_property
     def untrained(self) -> frozenset[str]:
-        """All modules that are out of the loss, whoever says so."""
+        """Return the modules that are out of the loss, by the model's or the algorithm's settings."""
         algo = self.algo
         by_algo = {m for m in self.modules if not algo.trains(m)}
         return frozenset({*self.frozen, *by_algo})

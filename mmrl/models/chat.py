@@ -111,10 +111,10 @@ class _Renderer:
         self.tokenizer = ref(tokenizer)
         self.template: object = None
         self.merges = False
-        """Whether the template has no system role."""
+        """True if the template has no system role."""
         self.cache: OrderedDict[tuple[tuple[str, str], ...], tuple[int, ...]] = OrderedDict()
         self.tokens = 0
-        """Of all prompts in the cache."""
+        """Number of tokens of all prompts in the cache."""
         # Only tokens flagged special can end a turn or start a role; others (<think>) are a model's ordinary words.
         self.special = {
             added.content: (token_id, added)

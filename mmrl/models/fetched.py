@@ -14,7 +14,7 @@ from mmrl.config.base import FETCHED
 from mmrl.system.artifacts import cache_root
 
 FACTS = "mmrl.json"
-"""Of a fetched model's folder: what it is and where it comes from."""
+"""File of a fetched model's folder that names the model and its source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,23 +27,23 @@ class Package:
     project: str
     version: str
     sha256: str
-    """Of the wheel."""
+    """SHA-256 of the wheel."""
     wheel: str
-    """Its file name."""
+    """File name of the wheel."""
     size: int
-    """Its bytes."""
+    """Size of the wheel in bytes."""
     inside: str
     """The file of the wheel that holds the model: a GGUF file, or a zip of a model folder."""
     licence: str
     what: str
     use: str
-    """What one types to use it."""
+    """Setting that uses it, as typed on the command line."""
     end_of_turn: str | None = None
-    """Of a language model: the token that must end a turn."""
+    """Token that must end a turn of a language model."""
 
     @property
     def folder(self) -> Path:
-        """Its folder, fetched or not."""
+        """Return its folder, fetched or not."""
         return cache_root(None) / "models" / f"{self.name}-{self.sha256[:16]}"
 
     @property
@@ -89,7 +89,7 @@ PACKAGES: Mapping[str, Package] = {
         ),
     )
 }
-"""What `mmrl fetch` knows, by name."""
+"""Models that `mmrl fetch` can download, by name."""
 
 
 def facts_of(folder: Path) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, and whether a model can be had at all, before anything is loaded.
+"""Checks that the Hugging Face hub can be reached and that a model exists, before anything is loaded.
 
 Used by `models` and by retrievers; needs neither torch nor transformers.
 """

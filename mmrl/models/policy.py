@@ -1,4 +1,4 @@
-"""What a stage improves: a policy is weights (a base, perhaps an adapter) and prompts; and where a run has saved it.
+"""Policies, which stages improve: weights (a base, perhaps an adapter) and prompts; and the files of a saved one.
 
 `resolve` turns what a user types after `policy=` into one. A run's checkpoints are folders
 `checkpoints/checkpoint-<steps done>`, written by `trainer.checkpoint`; which of them are complete is decided here.
@@ -21,13 +21,13 @@ from mmrl.errors import ConfigError
 from mmrl.system.files import atomic_write, differences, read_yaml
 
 POLICY = "policy.json"
-"""Of a run without checkpoints: what its policy is, once it has one (`write_policy`)."""
+"""File of a run without checkpoints that describes its policy, once it has one (`write_policy`)."""
 MARKER = "complete.json"
-"""Of a checkpoint: names, sizes and SHA-256 of its files, written last."""
+"""File of a checkpoint with names, sizes and SHA-256 of the others, written last."""
 EXTRA = "extra.json"
-"""Of a checkpoint: what else was stored with it, such as which module speaks with which weights."""
+"""File of a checkpoint with further facts, such as which module speaks with which weights."""
 SET = "set.yaml"
-"""Of a set of runs that start from one another, beside their folders (`mmrl train stages=[A,B]`)."""
+"""File of a set of runs that start from one another, beside their folders (`mmrl train stages=[A,B]`)."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 TRAINED, INITIAL = "trained", "initial"

@@ -32,7 +32,7 @@ CONVERSATIONS: Sequence[Sequence[dict[str, str]]] = (
         {"role": "user", "content": "Größer? <b>&amp;</b>"},
     ),
 )
-"""What chat templates are compared on."""
+"""Conversations that chat templates are compared on."""
 SYSTEM_MERGED = (
     "{%- if messages | length > 1 and messages[0].role == 'system' and messages[1].role == 'user' -%}"
     "{%- set first = messages[0].content + '\\n\\n' + messages[1].content -%}"
