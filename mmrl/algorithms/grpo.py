@@ -22,7 +22,7 @@ from mmrl.rollout import plans
 
 
 class Grpo:
-    """One advantage per rollout; `merge` adds turn rewards to the outcome."""
+    """Group-relative advantage per rollout; `merge` adds turn rewards to the outcome."""
 
     needs_critic = False
 

@@ -39,7 +39,7 @@ class Mhgpo:
         return module_problems(MhgpoConfig.of(algo), modules)
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """One tree that forks at its first call."""
+        """Plan one tree that forks at its first call."""
         return plans.fork_on_first(modules, MhgpoConfig.of(algo).group_size)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
@@ -69,7 +69,7 @@ class MhgpoIs(Mhgpo):
     """Independent sampling: one tree per module; only the calls at its fork are compared and trained."""
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """One tree per module, forking there."""
+        """Plan a tree per module, forking there."""
         return plans.independent_sampling(modules, MhgpoConfig.of(algo).group_size)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
@@ -91,7 +91,7 @@ class MhgpoRr(Mhgpo):
         return super().check(algo, modules, reward_sets) + probability_problems(MhgpoRrConfig.of(algo), modules)
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """One tree that forks at a module drawn for this example and step."""
+        """Plan one tree that forks at a module drawn for this example and step."""
         algo = MhgpoRrConfig.of(algo)
         # The paper's probabilities for rewriter, reranker, answerer; a fork early in the path trains more modules.
         default = (0.7, 0.1, 0.2) if len(modules) == 3 else (1.0 / len(modules),) * len(modules)
@@ -114,12 +114,12 @@ class MhgpoFofOs(Mhgpo):
         return super().check(algo, modules, reward_sets) + ([text + "use algo=mhgpo_fof"] if len(modules) < 2 else [])
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """One tree with two forks: G branches, G samples of the last module on each."""
+        """Plan one tree with two forks: G branches, G samples of the last module on each."""
         size = MhgpoConfig.of(algo).group_size
         return plans.fork_on_first(modules, size, last_width=size)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
-        """All G² terminal calls of an example, or G per branch (`os_group`)."""
+        """Group all G² terminal calls of an example, or G per branch (`os_group`)."""
         per_branch = MhgpoFofOsConfig.of(algo).os_group == "parent"
         return by_parent(forest, rewards, forest.modules[-1]) if per_branch else by_slot(forest, rewards)
 

@@ -63,7 +63,7 @@ class Mmgrpo:
 
 
 Invocations = dict[int, Member]
-"""One rollout's members for a module, by invocation."""
+"""A rollout's members for a module, by invocation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _format(call: Call, algo: MmgrpoConfig) -> Reward:
 
 
 def _rows(traces: Sequence[_Trace], module: str, algo: MmgrpoConfig, key: rng.Key) -> list[Invocations]:
-    """One row per rollout that takes part, padded as `padding_mode` says."""
+    """Make a row per rollout that takes part, padded as `padding_mode` says."""
     rows: dict[str, Invocations] = {}
     for trace in traces:
         members = [member for member in trace.members if member.call.module == module]

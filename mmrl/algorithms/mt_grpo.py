@@ -136,7 +136,7 @@ class _Column:
 
 @dataclass(frozen=True, slots=True)
 class TurnGroup:
-    """All rollouts of one example."""
+    """Rollouts of an example, with their turns compared."""
 
     rollouts: tuple[ScoredRollout, ...]
     turns: tuple[tuple[Turn, ...], ...]

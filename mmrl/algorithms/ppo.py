@@ -26,7 +26,7 @@ from mmrl.rollout import plans
 
 
 class Ppo:
-    """One rollout per example, its calls in order as one sequence."""
+    """PPO on one rollout per example, its calls in order as one sequence."""
 
     needs_critic = True
 
@@ -39,7 +39,7 @@ class Ppo:
         return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """One rollout."""
+        """Plan one rollout."""
         return plans.independent(1)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
@@ -83,7 +83,7 @@ class Ppo:
 
 
 class Mappo(Ppo):
-    """One rollout per example, each call a sequence of its own; one critic for all modules.
+    """PPO on one rollout per example, each call a sequence of its own; one critic for all modules.
 
     A call's reward, shared outcome + R_spe, is on its last token; the terminal value is 0, and nothing is bootstrapped
     from the next module.
