@@ -190,8 +190,8 @@ def _parts(message: Mapping[str, object]) -> tuple[str, str]:
     if not isinstance(text, str):
         raise TypeError("the content is not text")
     # JSON can spell half of an emoji (a reply cut within one); no tokenizer or file can.
-    whole = [part.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for part in (text, _text(thoughts))]
-    return whole[0], whole[1]
+    parts = [part.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for part in (text, _text(thoughts))]
+    return parts[0], parts[1]
 
 
 def _text(value: object) -> str:

@@ -127,7 +127,7 @@ class OpenAIChat:
             if failure.cause != "status" or failure.transient or cut_at_the_limit(failure.status, failure.text):
                 return []
             key = "key_env" if failure.status in (401, 403) else "model"
-            return [f"{self.path}.{key}: {self._who()} refuses every request: {failure.reason}"]
+            return [f"{self.path}.{key}: {self._name()} refuses every request: {failure.reason}"]
         return []
 
     async def _reply(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, object]) -> Reply:
@@ -188,23 +188,23 @@ class OpenAIChat:
     def _failed(self, failure: HttpFailure) -> EngineFailure:
         """The failure of a request, counted."""
         tries = f" ({failure.tries} tries)" if failure.transient else ""
-        failed = EngineFailure(f"{self._who()}: {failure.reason}{tries}")
+        failed = EngineFailure(f"{self._name()}: {failure.reason}{tries}")
         self.usage.failures += 1
         if worth_logging(self.usage.failures):
             LOG.warning("%s: request given up (%d so far): %s", self.path, self.usage.failures, failed)
         return failed
 
-    def _who(self) -> str:
+    def _name(self) -> str:
         return f"{self.settings.model} at {self.settings.url}"
 
 
-def described(settings: EndpointConfig, chat: object, *further: str, **counts: int) -> str:
-    """An endpoint for a result's facts: model, address, what was counted so far, and `further` words."""
+def described(settings: EndpointConfig, chat: object, *extra: str, **counts: int) -> str:
+    """An endpoint for a result's facts: model, address, what was counted so far, and `extra` words."""
     counted = asdict(chat.usage) if isinstance(chat, OpenAIChat) else {}
     cost = counted.pop("cost", 0.0)
     counts = {name: counted.pop(name) for name in ("requests", "retries", "failures") if counted} | counts | counted
     facts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
-    facts += [*further, *([f"{cost:.2f} USD"] if cost else [])]
+    facts += [*extra, *([f"{cost:.2f} USD"] if cost else [])]
     return f"{settings.model} at {settings.url}" + (f" ({', '.join(facts)})" if facts else "")
 
 

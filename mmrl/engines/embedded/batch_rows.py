@@ -151,8 +151,8 @@ class Rules:
         if self._holds(row.ids[-tail:], candidates):
             return True
         # The same without special tokens, which may add nothing to the text and stand between two parts of the string.
-        plain = [token for token in row.ids if token not in self._special]
-        return len(plain) < len(row.ids) and self._holds(plain[-tail:], candidates)
+        ordinary = [token for token in row.ids if token not in self._special]
+        return len(ordinary) < len(row.ids) and self._holds(ordinary[-tail:], candidates)
 
     def _holds(self, ids: Sequence[int], stops: Sequence[str]) -> bool:
         text = self._decode(ids)

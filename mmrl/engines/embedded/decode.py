@@ -112,7 +112,7 @@ class NativeLoop:
         """Extend the rows in flight by one token each; returns (B, V) logits."""
         self._reserve(len(tokens), max(self._cached_lengths()) + 1)
         if self._positions is None:
-            self._place()
+            self._set_positions()
         positions = self._positions
         assert positions is not None
         hidden = self._forward_tokens(torch.tensor(tokens, device=positions.device), positions)  # (B, H)
@@ -190,7 +190,7 @@ class NativeLoop:
                 break
         self._positions = None
 
-    def _place(self) -> None:
+    def _set_positions(self) -> None:
         """Positions of the next token of each row, and the mask over what each row holds."""
         device = self.weights.embedding.device
         self._positions = torch.tensor(self._lengths, device=device)

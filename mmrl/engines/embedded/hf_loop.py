@@ -85,11 +85,11 @@ class HFLoop:
         if not indices:
             self._cache = self._mask = None
             return []
-        chosen = torch.tensor(indices, device=self._mask.device)
-        self._mask = self._mask[chosen]
+        rows = torch.tensor(indices, device=self._mask.device)
+        self._mask = self._mask[rows]
         cache = self._cache
         assert cache is not None
-        cache.batch_select_indices(chosen)
+        cache.batch_select_indices(rows)
         return list(indices)
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -51,9 +51,9 @@ def sample(logits: torch.Tensor, rows: Sequence[BatchRow]) -> tuple[list[int], l
     else:
         ids = scores.argmax(dim=-1)
         ids[random] = _draw(scores[random], weights[random], sums[random], [rows[index] for index in random])
-    # ids: (B,), chosen: (B,)
-    chosen = scores.gather(1, ids.unsqueeze(1)).squeeze(1).double() - log_total
-    return ids.tolist(), chosen.float().tolist()
+    # ids: (B,), logprobs: (B,)
+    logprobs = scores.gather(1, ids.unsqueeze(1)).squeeze(1).double() - log_total
+    return ids.tolist(), logprobs.float().tolist()
 
 
 def _exp(scores: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def _surviving(
     # From a number of ranks to a set of tokens: topk gives equal scores no order that holds on every device, so ties at
     # the border are broken by token id.
     border = ranked.gather(1, number - 1)
-    above = scores > border
+    better = scores > border
     tied = scores == border
-    keep = above | (tied & (tied.cumsum(dim=-1) <= number - above.sum(dim=-1, keepdim=True)))
+    keep = better | (tied & (tied.cumsum(dim=-1) <= number - better.sum(dim=-1, keepdim=True)))
     return keep, settled.squeeze(1)

@@ -171,13 +171,15 @@ class RowDecoder:
         in_flight, gone = list(self._rows.items()), set(jobs)
         if gone.isdisjoint(self._rows):
             return
-        kept: list[int] = []
+        remaining: list[int] = []
         with torch.no_grad():
             for name, places in self._places(list(self._rows.values())).items():
                 # the loop may reorder its rows; requests follow
-                order = self.loops[name].keep([at for at, i in enumerate(places) if in_flight[i][0] not in gone])
-                kept += [places[at] for at in order]
-        self._rows = dict(in_flight[index] for index in kept)
+                order = self.loops[name].keep(
+                    [position for position, i in enumerate(places) if in_flight[i][0] not in gone]
+                )
+                remaining += [places[position] for position in order]
+        self._rows = dict(in_flight[index] for index in remaining)
 
     def stop(self) -> None:
         """Forget all rows and put the model back as it was: the burst is over, well or badly."""

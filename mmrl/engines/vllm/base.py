@@ -207,9 +207,9 @@ class VllmEngine(Engine):
         """
         for server, probe in probes.items():
             if not (gap := _largest_gap(expected, probe)) <= self._tolerance:
-                what = f"adapter '{name}'" if name else "weights"
+                weights = f"adapter '{name}'" if name else "weights"
                 raise EngineFailure(
-                    f"{server} does not serve the pushed {what}: log-probabilities of a fixed text differ by "
+                    f"{server} does not serve the pushed {weights}: log-probabilities of a fixed text differ by "
                     f"{gap:.3g} (tolerance {self._tolerance:g})"
                 )
 
@@ -259,14 +259,14 @@ def save_weights(
     Returns:
         Adapter name -> its folder; "" -> `folder` for full weights.
     """
-    whole = dict(state) if state is not None else None
+    state_dict = dict(state) if state is not None else None
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.parent.mkdir(parents=True, exist_ok=True)
     # peft looks on the hub for the base's vocabulary unless save_embedding_layers says that none was trained.
     of_peft: dict[str, Any] = {"selected_adapters": list(names), "save_embedding_layers": False} if names else {}
-    model.save_pretrained(str(temporary), state_dict=whole, **of_peft)
+    model.save_pretrained(str(temporary), state_dict=state_dict, **of_peft)
     temporary.rename(folder)
     return {name: folder if name in ("", "default") else folder / name for name in names or [""]}
 

@@ -187,7 +187,7 @@ def engine_arguments(
         arguments += ["--gpu-memory-utilization", str(config.gpu_memory)]
     if adapters:
         # Calls of the version before may be in flight while the next one loads.
-        arguments += ["--enable-lora", "--max-lora-rank", str(next((known for known in RANKS if rank <= known), rank))]
+        arguments += ["--enable-lora", "--max-lora-rank", str(next((size for size in RANKS if rank <= size), rank))]
         arguments += ["--max-loras", str(2 * adapters), "--max-cpu-loras", str(3 * adapters)]
     return arguments
 

@@ -327,17 +327,17 @@ class VllmServerEngine(VllmEngine):
         Servers of others are taken out as long as one is left.
         """
         deadline = time.monotonic() + wait_s
-        known = [*self._serving]
+        serving = [*self._serving]
         while True:
             # All requests in flight fail together: the first one here takes the server out for all of them.
-            if known != self._serving:
+            if serving != self._serving:
                 return True
-            lost = [replica for replica in known if await replica.lost()]
-            if known != self._serving:
+            lost = [replica for replica in serving if await replica.lost()]
+            if serving != self._serving:
                 return True
-            if len(lost) == len(known) and all(replica.process is None for replica in lost):
+            if len(lost) == len(serving) and all(replica.process is None for replica in lost):
                 lost = lost[1:]
-            if lost or time.monotonic() > deadline or all(replica.process is None for replica in known):
+            if lost or time.monotonic() > deadline or all(replica.process is None for replica in serving):
                 break
             await asyncio.sleep(0.1)
         for replica in lost:
