@@ -102,7 +102,7 @@ class RolloutContext:
                 call_id=f"{self.example.id}/{self.path}#{len(earlier)}",
                 earlier=earlier,
                 prompt_ids=prompt_ids,
-                prompt_text=_shown(messages),
+                prompt_text=_to_text(messages),
                 limit=max_tokens or self.env.settings.max_tokens,
                 stop=tuple(stop),
                 parse=parse,
@@ -146,7 +146,7 @@ class RolloutContext:
         event = await self.tape.recorded("tool", name, arguments)
         if event is not None and not event.nested:
             return await self.tape.outcome_of(event)
-        event = self.tape.record("tool", name, arguments, again=event)
+        event = self.tape.record("tool", name, arguments, replaced=event)
         with self.tape.inside(event), self.env.using(name) as brought:
             try:
                 result = await run()
@@ -263,17 +263,19 @@ class RolloutContext:
         """The reply of a teacher's model to the same messages, with the policy's own ids of it."""
         env = teacher.environment
         assert generation.messages is not None  # no module that goes on in a context has a teacher (`run.check`)
-        asked = replace(generation, prompt_ids=env.render(generation.messages))
+        rendered = replace(generation, prompt_ids=env.render(generation.messages))
         # The policy's batches must not wait for a program that waits for another engine.
         self.env.engine.leave()
         env.engine.enter()
         try:
-            made = await self._sampled(env.engine, asked, attempt)
+            completion = await self._sampled(env.engine, rendered, attempt)
         finally:
             env.engine.leave()
             self.env.engine.enter()
-        text = env.decode(made.ids)
-        return replace(made, ids=teacher.student_ids(made.ids, text, made.finish), logprobs=None), text
+        text = env.decode(completion.ids)
+        return replace(
+            completion, ids=teacher.student_ids(completion.ids, text, completion.finish), logprobs=None
+        ), text
 
     async def _request(self, generation: Generation, attempt: int) -> Completion:
         return await self._sampled(self.env.engine, generation, attempt)
@@ -312,7 +314,7 @@ def _succeeded(outcome: asyncio.Future[object]) -> bool:
     return outcome.done() and not outcome.cancelled() and outcome.exception() is None
 
 
-def _shown(messages: Sequence[Message] | str) -> str:
+def _to_text(messages: Sequence[Message] | str) -> str:
     """A prompt for people to read."""
     if isinstance(messages, str):
         return messages

@@ -93,22 +93,24 @@ class _Tree:
         outcomes, calls = {}, 0
         for module in exchange.modules:
             events = ctx.events
-            first = next((at for at, event in enumerate(events) if event.call and event.call.module == module), None)
+            first = next(
+                (index for index, event in enumerate(events) if event.call and event.call.module == module), None
+            )
             if first is None:
                 continue  # the program did without it
             path = f"{ctx.path}~{module}"
             if exchange.program is not None:
-                again = RolloutContext(self.env, self.example, path)
-                other = await self._execute(again, imported("algo.program", exchange.program))
+                replay = RolloutContext(self.env, self.example, path)
+                rollout = await self._execute(replay, imported("algo.program", exchange.program))
             else:
                 instead = exchange.reply if exchange.teacher is None else self.env.teachers[exchange.teacher]
                 # Copies: what the second play is scored with must not become turn rewards of the first.
                 tape = [replace(event) for event in events[:first]]
-                again = RolloutContext(self.env, self.example, path, tape, exchanged={module: instead})
-                other = await self._execute(again)
-            calls += sum(call.id.startswith(f"{self.example.id}/{path}#") for call in again.calls)
-            if other.reward is not None:
-                outcomes[module] = other.reward
+                replay = RolloutContext(self.env, self.example, path, tape, exchanged={module: instead})
+                rollout = await self._execute(replay)
+            calls += sum(call.id.startswith(f"{self.example.id}/{path}#") for call in replay.calls)
+            if rollout.reward is not None:
+                outcomes[module] = rollout.reward
         return outcomes, calls
 
     def grow(self, number: int) -> None:
@@ -120,9 +122,9 @@ class _Tree:
         behind: dict[str | None, list[Event]] = {}
         for _, tape in sorted(zip(self.rollouts, self.tapes, strict=True), key=lambda branch: branch[0][0]):
             parent = None
-            for place, event in enumerate(tape):
+            for position, event in enumerate(tape):
                 if event.call is not None:
-                    behind.setdefault(parent, tape[:place])
+                    behind.setdefault(parent, tape[:position])
                     parent = event.call.id
         # Nodes have a call after them, so none is a leaf; a rollout that failed before its first call has no node.
         nodes, count = list(behind.values()), len(self.rollouts)
@@ -135,8 +137,8 @@ class _Tree:
         leaves, growth = sorted(self.rollouts, key=lambda item: item[0]), self.plan.growth
         if growth is None:
             return leaves
-        kept = rng.stream(*growth.key, "kept", self.index).sample(leaves, min(growth.keep, len(leaves)))
-        return sorted(kept, key=lambda item: item[0])
+        selected = rng.stream(*growth.key, "kept", self.index).sample(leaves, min(growth.keep, len(leaves)))
+        return sorted(selected, key=lambda item: item[0])
 
     async def _teacher_forced(self, name: str, path: str) -> RolloutContext:
         """Run a teacher's program live; the context that forces its outputs on the student's program."""
@@ -305,11 +307,11 @@ async def sample(
                         for task in done:
                             task.result()
         finally:
-            left = [task for tree in trees for task in tree.tasks]
+            pending = [task for tree in trees for task in tree.tasks]
             # After a failure nothing may go on: its requests would hold the engine's next batch.
-            for task in left:
+            for task in pending:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*pending, return_exceptions=True)
             for example, _ in plans:
                 env.engine.end_session(example.id)
     leaves = [leaf for tree in trees for leaf in tree.leaves()]
@@ -333,10 +335,12 @@ def reserialised(forest: Forest, program: Canonical, encode: Callable[[str], Seq
         encode: text to token ids.
         end: id of the end-of-turn token, which ends every canonical completion.
     """
-    return replace(forest, calls={call.id: _again(call, program, encode, end) for call in forest.calls.values()})
+    return replace(
+        forest, calls={call.id: _canonical_call(call, program, encode, end) for call in forest.calls.values()}
+    )
 
 
-def _again(call: Call, program: Canonical, encode: Callable[[str], Sequence[int]], end: int) -> Call:
+def _canonical_call(call: Call, program: Canonical, encode: Callable[[str], Sequence[int]], end: int) -> Call:
     if not call.ok:
         return call
     try:

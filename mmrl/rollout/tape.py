@@ -96,11 +96,11 @@ class Tape:
             self.asking.remove(ticket)
         if several or not self.unplayed:
             # Some strand waits for something else than this tape. `check_played_out` finds what it never requests.
-            place = next((place for place in self.unplayed if self._is(place, kind, name, request)), None)
-            if place is None:
+            position = next((position for position in self.unplayed if self._is(position, kind, name, request)), None)
+            if position is None:
                 return None
-            self.unplayed.remove(place)
-            return self.events[place]
+            self.unplayed.remove(position)
+            return self.events[position]
         event = self.events[self.unplayed[0]]
         raise ReplayDivergence(
             f"run again for another rollout of its example, the program made {kind} '{name}' "
@@ -108,16 +108,16 @@ class Tape:
             + f" as its request {self.unplayed[0] + 1}{_DEPENDS}"
         )
 
-    def record(self, kind: str, name: str, request: object, again: Event | None = None) -> Event:
-        """Put a request on the tape; `again` is the event whose place it takes in this rollout."""
+    def record(self, kind: str, name: str, request: object, replaced: Event | None = None) -> Event:
+        """Put a request on the tape; `replaced` is the event whose place it takes in this rollout."""
         event = Event(kind, name, request, asyncio.get_running_loop().create_future(), self.under_way > 0)
         # A failed event may have no sibling that replays it; its exception is raised in the program itself.
         event.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
-        if again is None:
+        if replaced is None:
             self.events.append(event)
         else:
-            event.beside, event.nested = again.beside, True
-            self.events[self.events.index(again)] = event
+            event.beside, event.nested = replaced.beside, True
+            self.events[self.events.index(replaced)] = event
         return event
 
     async def outcome_of(self, event: Event) -> Any:
@@ -195,9 +195,9 @@ class Tape:
         The order is that of the requests. Parents are set here: of concurrent calls the first requested may end last.
         """
         chain: list[Call] = []
-        for place, event in enumerate(self.events):
+        for position, event in enumerate(self.events):
             # What was not requested again is another rollout's.
-            if event.call is not None and place not in self.unplayed:
+            if event.call is not None and position not in self.unplayed:
                 parent = chain[-1].id if chain else None
                 chain.append(event.call if event.call.parent == parent else replace(event.call, parent=parent))
         return chain
@@ -207,8 +207,8 @@ class Tape:
             event.delivered.set()
             self.end()
 
-    def _is(self, place: int, kind: str, name: str, request: object) -> bool:
-        event = self.events[place]
+    def _is(self, position: int, kind: str, name: str, request: object) -> bool:
+        event = self.events[position]
         if (event.kind, event.name) != (kind, name):
             return False
         try:

@@ -71,8 +71,8 @@ class TeacherForcedContext(RolloutContext):
         """The teacher's result where it used the tool with the same arguments at this place, else the tool itself."""
         # By order among the uses of this tool: the two programs may interleave tools and calls differently.
         position = sum(event.kind == "tool" and event.name == name for event in self.events)
-        used = self._of_teacher("tool", name)
-        match = used[position] if position < len(used) else None
+        uses = self._of_teacher("tool", name)
+        match = uses[position] if position < len(uses) else None
         if match is not None and match.request == arguments and match.outcome.done() and not match.nested:
             self.events.append(match)
             result: object = match.outcome.result()
@@ -108,13 +108,13 @@ class TeacherForcedContext(RolloutContext):
         """
         module = generation.module
         invocation = sum(event.name == module for event in generation.earlier)
-        made = self._of_teacher("call", module)
-        if invocation < len(made):
-            call = made[invocation].call
+        calls = self._of_teacher("call", module)
+        if invocation < len(calls):
+            call = calls[invocation].call
             if call is not None:
                 return call
-            if made[invocation].outcome.done():
-                made[invocation].outcome.result()  # raises what ended the teacher's rollout there
+            if calls[invocation].outcome.done():
+                calls[invocation].outcome.result()  # raises what ended the teacher's rollout there
         raise self.failure or ReplayDivergence(
             f"the student's program requests call {invocation} of module '{module}', which teacher '{self.teacher}' "
             "never made"

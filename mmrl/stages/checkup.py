@@ -101,13 +101,13 @@ def _timed(watch: Stopwatch, seconds: float, idle: float) -> dict[str, float]:
 
 
 def _lengths(forest: Forest) -> dict[str, float]:
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for module, calls in by_module(forest).items():
         prompts = [len(call.prompt_ids) for call in calls]
         lengths = {"prompt": fmean(prompts), "prompt_max": max(prompts)}
         lengths["length_max"] = max(call.completion_tokens for call in calls)
-        found |= {f"module/{module}/{name}": float(value) for name, value in lengths.items()}
-    return found
+        metrics |= {f"module/{module}/{name}": float(value) for name, value in lengths.items()}
+    return metrics
 
 
 def _unread(forest: Forest) -> dict[str, str]:
@@ -143,12 +143,12 @@ def _gaps(stage: WeightStage, forest: Forest) -> dict[str, float]:
     # Weights are sharded when training starts, and until then no process holds what the others would forward with.
     if is_sharded(forwards.accelerator):
         return {}
-    chosen: dict[str, list[Call]] = {}
+    compared: dict[str, list[Call]] = {}
     for call in forest.calls.values():
-        own = chosen.setdefault(call.module, [])
-        if call.logprobs and call.completion_ids and call.teacher is None and len(own) < COMPARED:
-            own.append(call)
-    calls = [call for own in chosen.values() for call in own]
+        module_calls = compared.setdefault(call.module, [])
+        if call.logprobs and call.completion_ids and call.teacher is None and len(module_calls) < COMPARED:
+            module_calls.append(call)
+    calls = [call for module_calls in compared.values() for call in module_calls]
     # Without what credit knows of them: the calls' ids and modules alone are forwarded.
     bare = [replace(call, ref_logprobs=None, values=None, observation_tokens=0) for call in calls]
     trained = forwards.policy_logprobs(bare) if bare else []
@@ -156,5 +156,5 @@ def _gaps(stage: WeightStage, forest: Forest) -> dict[str, float]:
     for call, ours in zip(calls, trained, strict=True):
         assert call.logprobs is not None
         gaps.setdefault(call.module, []).extend(abs(a - b) for a, b in zip(ours, call.logprobs, strict=True))
-    found = {f"module/{module}/logprob_gap": fmean(values) for module, values in gaps.items()}
-    return found | ({"train/logprob_gap_mean": max(found.values())} if found else {})
+    metrics = {f"module/{module}/logprob_gap": fmean(values) for module, values in gaps.items()}
+    return metrics | ({"train/logprob_gap_mean": max(metrics.values())} if metrics else {})

@@ -274,10 +274,10 @@ def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> li
     order = list(range(len(examples)))
     # By epoch and seed alone: a resumed run needs no state of the order.
     rng.stream(seed, "order", epoch).shuffle(order)
-    chosen = order[index * size : (index + 1) * size]
+    batch = order[index * size : (index + 1) * size]
     # Topped up from the epoch's own start, whose examples are not in the last batch.
-    chosen += order[: size - len(chosen)]
-    return [examples[i] for i in chosen]
+    batch += order[: size - len(batch)]
+    return [examples[i] for i in batch]
 
 
 def train_calls(forest: Forest, credit: Credit, minibatch: Mapping[str, int]) -> list[TrainCall]:
@@ -320,11 +320,11 @@ def dynamic_sampling(
     done = 0
     while len(signal) < len(first) and done < rounds and waiting:
         missing = len(first) - len(signal)
-        chosen, waiting = waiting[:missing], waiting[missing:]
-        more = sample(chosen)
+        batch, waiting = waiting[:missing], waiting[missing:]
+        added = sample(batch)
         # The two share no example, so groups stay within one of them.
-        forest = replace(forest, calls={**forest.calls, **more.calls}, rollouts=(*forest.rollouts, *more.rollouts))
-        sampled += chosen
+        forest = replace(forest, calls={**forest.calls, **added.calls}, rollouts=(*forest.rollouts, *added.rollouts))
+        sampled += batch
         signal = with_signal(forest, credit(forest))
         done += 1
     trained = tuple(example for example in sampled if example.id in signal)[: len(first)]

@@ -61,14 +61,14 @@ def evaluate(
         rollouts had failed from outside causes.
     """
     # The first ones and no random choice: evaluations of different runs are compared item by item.
-    chosen = list(examples[: settings.items] if settings.items else examples)
+    selected = list(examples[: settings.items] if settings.items else examples)
     done: dict[str, Item] = {}
     if results:
         if processes.main:
-            done = _read_back(results, [] if again else chosen)
+            done = _read_back(results, [] if again else selected)
         done = processes.first(done)
-    in_order = not again and list(done) == [e.id for e in chosen[: len(done)]]
-    for chunk in chunks([e for e in chosen if e.id not in done]):
+    in_order = not again and list(done) == [e.id for e in selected[: len(done)]]
+    for chunk in chunks([e for e in selected if e.id not in done]):
         # One key for all chunks: where a chunk begins depends on what a killed evaluation left.
         env = env_for((seed, "eval"))
         plans = [(example, independent(settings.samples)) for example in processes.share(chunk)]
@@ -82,7 +82,7 @@ def evaluate(
         done |= {item["id"]: item for item in items}
         if too_many_failed(list(done.values()), settings):  # whatever is broken, the next chunk would meet it too
             break
-    return [done[example.id] for example in chosen if example.id in done]
+    return [done[example.id] for example in selected if example.id in done]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,14 +197,14 @@ def drop_failed(results: Path) -> int:
     return len(items) - len(complete)
 
 
-def _read_back(results: Path, chosen: Sequence[Example]) -> dict[str, Item]:
+def _read_back(results: Path, selected: Sequence[Example]) -> dict[str, Item]:
     """The items of whole chunks; what a kill has left of another chunk is cut off, and evaluated again with the rest.
 
     So a chunk always has the same items, of which each may see the others in the last bits of its logits.
     """
     repair_jsonl(results)  # a line torn by a kill must not swallow the next one
     items = read_items(results)
-    if len(items) < len(chosen) and [item["id"] for item in items] == [e.id for e in chosen[: len(items)]]:
+    if len(items) < len(selected) and [item["id"] for item in items] == [e.id for e in selected[: len(items)]]:
         items = items[: len(items) // CHUNK * CHUNK]
     if len(items) < len(read_jsonl(results)):  # also where a line is there twice
         _write_items(results, items)
@@ -280,8 +280,8 @@ def too_many_failed(items: Sequence[Item], settings: EvalConfig) -> str:
     share, limit = fmean(item["failed_share"] for item in items) if items else 0.0, settings.max_failed_share
     if share <= limit:
         return ""
-    how, failures = failed_how(failed_kinds(items)), infrastructure_failures(items)
-    return f"{share:.0%} of the rollouts failed {how}, more than eval.max_failed_share={limit:.0%} ({failures})"
+    causes, failures = failed_how(failed_kinds(items)), infrastructure_failures(items)
+    return f"{share:.0%} of the rollouts failed {causes}, more than eval.max_failed_share={limit:.0%} ({failures})"
 
 
 def without_scores(metrics: Mapping[str, float]) -> dict[str, float]:

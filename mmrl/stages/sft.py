@@ -79,9 +79,9 @@ class SftStage(Stage[SftCommandConfig]):
         """
         self.evaluations = evaluations
         algo, done = self.config.algo, 0
-        self.calls = self._fitting(self._sampled() if algo.source == "rollouts" else self._given())
+        self.calls = self._fitting(self._sampled() if algo.source == "rollouts" else self._demonstrated())
         self.data = digest(self.calls)
-        self.log.progress.note(self._said())
+        self.log.progress.note(self._describe_data())
         if checkpoint is None:
             self.log.rundir.append_metrics(0, self.facts)
         elif saved_extra(checkpoint).get(FINGERPRINT, {}).get("data") != self.data:
@@ -100,8 +100,8 @@ class SftStage(Stage[SftCommandConfig]):
         """The calls of step number `step`; a stop ends the run here, and the trainer saves first."""
         self.log.obey_stop()
         self.log.begin()
-        chosen = [self.calls[row] for row in islice(self.rows, self.config.train.batch_size)]
-        return step_batch(step, chosen)
+        calls = [self.calls[row] for row in islice(self.rows, self.config.train.batch_size)]
+        return step_batch(step, calls)
 
     def recorded(self) -> Mapping[str, object]:
         """Record of the sequences in a checkpoint."""
@@ -113,7 +113,7 @@ class SftStage(Stage[SftCommandConfig]):
         supervised = ", ".join(f"{value} {_SHOWN[f'sft/{key}']}" for key, value in facts.items())
         return {"supervised": supervised, **self.assignment.describe(), **self.engine.describe()}
 
-    def _given(self) -> list[tuple[str, Call]]:
+    def _demonstrated(self) -> list[tuple[str, Call]]:
         """The sequences of the task's demonstrations or of the file, each with its place."""
         examples = read_examples(self.config, self.task, tuple(self.assignment.untrained))
         return [(where, encode(self.tokenizer, demonstration)) for where, demonstration in examples]
@@ -193,12 +193,12 @@ class SftStage(Stage[SftCommandConfig]):
         }
         return fitting
 
-    def _said(self) -> str:
+    def _describe_data(self) -> str:
         """Source and numbers of the sequences, in one line."""
         counts = Counter(item.module or "no module" for item in self.calls)
-        of = {"task": "demonstrations of the task", "file": str(self.config.algo.file), "rollouts": "own rollouts"}
-        shown = ", ".join(f"{module} {count}" for module, count in counts.items())
-        return f"training on {len(self.calls)} sequences from {of[self.config.algo.source]}: {shown}"
+        sources = {"task": "demonstrations of the task", "file": str(self.config.algo.file), "rollouts": "own rollouts"}
+        per_module = ", ".join(f"{module} {count}" for module, count in counts.items())
+        return f"training on {len(self.calls)} sequences from {sources[self.config.algo.source]}: {per_module}"
 
     def on_step_end(self, step: int, update: Mapping[str, float]) -> None:
         """The record of a step, with an evaluation where one is due."""
@@ -272,7 +272,7 @@ def passes(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterat
 def step_batch(step: int, calls: Sequence[Call]) -> StepBatch:
     """The calls of a step: the loss is the mean over all their completion tokens."""
     weight = 1 / sum(len(call.completion_ids) for call in calls)
-    trained = [train_call(f"{place}", call, weight) for place, call in enumerate(calls)]
+    trained = [train_call(f"{index}", call, weight) for index, call in enumerate(calls)]
     return StepBatch(step=step, calls=trained, metrics={"train/sequences": float(len(calls))})
 
 

@@ -30,14 +30,14 @@ def memory() -> dict[str, float]:
     """`memory/*`: what this process holds on the host; where there is a GPU, the most that was held of its device since
     the last call: by this process, and by others as far as they hold it now (a vLLM in a process of its own).
     """
-    found = {"memory/rss_mb": psutil.Process().memory_info().rss / 1e6}
+    metrics = {"memory/rss_mb": psutil.Process().memory_info().rss / 1e6}
     torch = sys.modules.get("torch")  # where nothing has loaded it nothing is on a device
     if torch is None or not torch.cuda.is_available():
-        return found
+        return metrics
     free, total = torch.cuda.mem_get_info()
-    most = total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
+    peak = total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    return found | {"memory/device_mb": most / 1e6, "memory/device_share": most / total}
+    return metrics | {"memory/device_mb": peak / 1e6, "memory/device_share": peak / total}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class StepLog:
             failures: kind and message of each failure of a batch of `rollouts`.
         """
         for kind in sorted(OWN_CODE - self._noted):
-            if messages := [message for one, message in failures if one == kind]:
+            if messages := [message for name, message in failures if name == kind]:
                 self._noted.add(kind)
                 first = "".join(character if character.isprintable() else " " for character in messages[0])
                 advice = ADVICE[FAILURES[kind]].text(len(messages) / rollouts, what=" ".join(first.split()))

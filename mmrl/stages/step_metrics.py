@@ -37,8 +37,8 @@ def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, f
     if forest.caught:
         metrics["rollouts/caught_parse"] = float(len(forest.caught))
     metrics["rollouts/calls"] = float(len(forest.calls))
-    if again := sum(rollout.calls_again for rollout in forest.rollouts):
-        metrics["rollouts/calls_again"] = float(again)
+    if repeated := sum(rollout.calls_again for rollout in forest.rollouts):
+        metrics["rollouts/calls_again"] = float(repeated)
     metrics["rollouts/tokens"] = float(sum(call.completion_tokens for call in forest.calls.values()))
     for module, calls in by_module(forest).items():
         metrics |= {f"module/{module}/{name}": value for name, value in module_metrics(calls, without).items()}
@@ -48,8 +48,8 @@ def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, f
 def lag_metrics(forest: Forest, step: int) -> dict[str, float]:
     """Updates by which the weights that sampled are behind those that step number `step` starts from."""
     # Calls of teachers and endpoints are of no version of the policy.
-    own = [call for call in forest.calls.values() if call.teacher is None and call.policy_version is not None]
-    lags = [step - 1 - call.policy_version for call in own if call.policy_version is not None]
+    sampled = [call for call in forest.calls.values() if call.teacher is None and call.policy_version is not None]
+    lags = [step - 1 - call.policy_version for call in sampled if call.policy_version is not None]
     return {"rollouts/policy_lag": fmean(lags), "rollouts/policy_lag_max": float(max(lags))} if lags else {}
 
 
@@ -111,10 +111,10 @@ def refuse_failures(
     """
     if (share := failed_share(errors)) <= limit:
         return
-    how, first = failed_how(error for error in errors if error is not None and error not in MODEL_CAUSED), failed[0]
+    causes, first = failed_how(error for error in errors if error is not None and error not in MODEL_CAUSED), failed[0]
     trace = f"\n{first.error_traceback.rstrip()}" if first.error_traceback else ""
     raise TooManyFailures(
-        f"{where}: {share:.0%} of the rollouts failed {how}, more than {key}.max_failed_share={limit:.0%}; "
+        f"{where}: {share:.0%} of the rollouts failed {causes}, more than {key}.max_failed_share={limit:.0%}; "
         f"the first: {first.error} in {first.id}: {first.error_message}{trace}"
     )
 
@@ -163,8 +163,8 @@ def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]
     return metrics | similarity(forest, groups)
 
 
-def shown_calls(forest: Forest, entries: Sequence[Entry], most: int) -> list[dict[str, object]]:
-    """Up to `most` calls as people read them, with reward and advantage (its mean over tokens; None without credit).
+def shown_calls(forest: Forest, entries: Sequence[Entry], limit: int) -> list[dict[str, object]]:
+    """Up to `limit` calls as people read them, with reward and advantage (its mean over tokens; None without credit).
 
     Whole examples, those first whose rollouts differ in reward: there is something to compare.
     """
@@ -173,13 +173,13 @@ def shown_calls(forest: Forest, entries: Sequence[Entry], most: int) -> list[dic
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in forest.calls.values():
         calls[call.example].append(call)
-    for example in telling_examples(forest, most):
+    for example in telling_examples(forest, limit):
         for call in calls[example]:
             entry = credited.get(call.id)
-            shown = {"example": example, "module": call.module, "prompt": call.prompt_text, "completion": call.text}
+            row = {"example": example, "module": call.module, "prompt": call.prompt_text, "completion": call.text}
             advantage = fmean(entry.advantages) if entry is not None and entry.advantages else None
-            rows.append(shown | {"reward": entry.reward if entry is not None else None, "advantage": advantage})
-    return rows[:most]
+            rows.append(row | {"reward": entry.reward if entry is not None else None, "advantage": advantage})
+    return rows[:limit]
 
 
 def similarity(forest: Forest, groups: Mapping[str, Sequence[Entry]]) -> dict[str, float]:

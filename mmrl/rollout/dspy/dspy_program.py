@@ -108,7 +108,7 @@ class DspyProgram:
 
     def description(self, prediction: Any) -> object:
         """See `mmrl.tasks.base.Described`."""
-        return _plain(prediction)
+        return _to_json(prediction)
 
     def guarded(self) -> AbstractContextManager[None]:
         """See `mmrl.tasks.base.Guarded`: no request outside of a rollout."""
@@ -146,14 +146,14 @@ class DspyProgram:
         return output
 
 
-def _field_problems(part: str, given: Fields, fields: Collection[str]) -> list[str]:
+def _field_problems(part: str, values: Fields, fields: Collection[str]) -> list[str]:
     """Fields that are missing, and others that a signature does not have."""
-    missing = [name for name in fields if name not in given]
-    strange = [unknown(part, name, fields) for name in given if name not in fields]
-    return [f"{part}: {', '.join(missing)} missing, expected {', '.join(fields)}"] * bool(missing) + strange
+    missing = [name for name in fields if name not in values]
+    unexpected = [unknown(part, name, fields) for name in values if name not in fields]
+    return [f"{part}: {', '.join(missing)} missing, expected {', '.join(fields)}"] * bool(missing) + unexpected
 
 
-def _plain(output: object) -> object:
+def _to_json(output: object) -> object:
     """The prediction as JSON values: dates as text, sets as lists, pydantic's models as mappings.
 
     Raises:
@@ -186,15 +186,15 @@ def _one_after_another(self: ParallelExecutor, function: Any, data: Any) -> Any:
         return _in_threads(self, function, data)
     results: list[object] = [None] * len(data)
     wrapped = self._wrap_function(function)
-    for place, item in enumerate(data):
+    for index, item in enumerate(data):
         outcome = wrapped(item)
         if self.cancel_jobs.is_set():
             raise RuntimeError("Execution cancelled due to errors or interruption.")
         if isinstance(outcome, Exception):
-            self.failed_indices.append(place)
-            self.exceptions_map[place] = outcome
+            self.failed_indices.append(index)
+            self.exceptions_map[index] = outcome
         else:
-            results[place] = outcome
+            results[index] = outcome
     return results
 
 
@@ -239,15 +239,15 @@ class TapeLM(dspy.BaseLM):
         # A number for DSPy's cache, and DSPy's way to get other replies: here each request has a seed of its own.
         if set(options) == {"rollout_id", "temperature"} and options["temperature"] == 1.0:
             options = {}
-        made: dspy.BaseLM = super().copy(**options)
-        return made
+        copied: dspy.BaseLM = super().copy(**options)
+        return copied
 
     def bound(self, parse: Parse, inputs: Fields) -> TapeLM:
         """The same LM, for one request of these inputs with this parser."""
         # A copy per request: concurrent requests of one rollout have different parsers.
-        other = copy.copy(self)
-        other.parse, other.inputs = parse, inputs
-        return other
+        copied = copy.copy(self)
+        copied.parse, copied.inputs = parse, inputs
+        return copied
 
 
 def sent(predictor: dspy.Predict, inputs: Fields, adapter: dspy.Adapter) -> list[Message]:
@@ -308,11 +308,11 @@ class TapeAdapter(dspy.Adapter):
 def tape_adapter(inner: dspy.Adapter) -> dspy.Adapter:
     """The user's adapter as a rollout uses it; the user's own stays as it is."""
     kind = _tape_class(cast("Hashable", type(inner)))
-    made: dspy.Adapter = kind.__new__(kind)
-    made.__dict__.update(inner.__dict__)
-    if hasattr(made, "use_json_adapter_fallback"):
-        made.use_json_adapter_fallback = False
-    return made
+    adapter: dspy.Adapter = kind.__new__(kind)
+    adapter.__dict__.update(inner.__dict__)
+    if hasattr(adapter, "use_json_adapter_fallback"):
+        adapter.use_json_adapter_fallback = False
+    return adapter
 
 
 def _inherited(kind: Any) -> Any:

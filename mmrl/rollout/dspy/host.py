@@ -200,10 +200,10 @@ class _Outcome:
 
     def raised(self, error: Exception) -> Exception:
         """The error with its own frames alone; each rollout raises one of its own."""
-        made = _copied(error)
-        if type(made) is not type(error) or str(made) != str(error):
-            made = error
-        return made.with_traceback(self.trace)
+        copied = _copied(error)
+        if type(copied) is not type(error) or str(copied) != str(error):
+            copied = error
+        return copied.with_traceback(self.trace)
 
 
 class RecordedTool(dspy.Tool):
@@ -259,10 +259,10 @@ def record_tools(tools: Iterable[dspy.Tool]) -> None:
 
 def _same(error: AdapterParseError) -> AdapterParseError:
     """DSPy's exception again, for one rollout: several replay a call, and each may change what it gets."""
-    made: AdapterParseError = type(error).__new__(type(error), *error.args)
-    vars(made).update({name: _copied(value) for name, value in vars(error).items()})
-    made.__cause__, made.__suppress_context__ = error.__cause__, error.__suppress_context__
-    return made
+    copied: AdapterParseError = type(error).__new__(type(error), *error.args)
+    vars(copied).update({name: _copied(value) for name, value in vars(error).items()})
+    copied.__cause__, copied.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return copied
 
 
 def _copied(value: Any) -> Any:

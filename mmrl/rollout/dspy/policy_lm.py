@@ -106,11 +106,11 @@ class ServedPolicy:
             UnsupportedFeatureError: an option that would have no effect.
         """
         options = {field.name: getattr(config, field.name) for field in fields(config)} | (config.extensions or {})
-        given = {name for name, value in options.items() if value not in (None, ()) and name != "extensions"}
-        if unknown := sorted(given - OPTIONS):
-            taken = ", ".join(sorted(OPTIONS))
+        passed = {name for name, value in options.items() if value not in (None, ()) and name != "extensions"}
+        if unknown := sorted(passed - OPTIONS):
+            supported = ", ".join(sorted(OPTIONS))
             raise lm15.UnsupportedFeatureError(
-                f"{', '.join(unknown)}: has no effect on the LM of a trained policy; it takes {taken}"
+                f"{', '.join(unknown)}: has no effect on the LM of a trained policy; it takes {supported}"
             )
         number = next(self._numbers)
         sampling = Sampling(
@@ -168,5 +168,5 @@ class PolicyLM(dspy.LM):
 
     def __deepcopy__(self, memory: dict[int, Any]) -> PolicyLM:
         # An engine is not copied with a program that optimisers and `deepcopy` take apart.
-        made: PolicyLM = self.copy()
-        return made
+        copied: PolicyLM = self.copy()
+        return copied

@@ -86,8 +86,8 @@ class Structure:
 def option_problem(name: str, options: Mapping[str, object]) -> str | None:
     """The sentence about options of a predictor that would have no effect; None where there are none."""
     # None is DSPy's way to leave an option out.
-    given = {key for key, value in options.items() if value is not None and (key, value) != ("n", 1)}
-    refused = sorted(given - WITHOUT_EFFECT - PASSED_ON)
+    passed = {key for key, value in options.items() if value is not None and (key, value) != ("n", 1)}
+    refused = sorted(passed - WITHOUT_EFFECT - PASSED_ON)
     if not refused:
         return None
     return (

@@ -78,20 +78,22 @@ class Writer:
         request = f"{rng.digest(json.dumps(sent), repr(temperature)):032x}"
         # Asked for again, an equal request is to have another completion: its number makes the key, here and in a
         # resume. Greedy, it would be the same one.
-        again = temperature == 0 and self._times[request] > 0
-        self._times[request] += not again
+        repeated = temperature == 0 and self._times[request] > 0
+        self._times[request] += not repeated
         key = f"{request}-{self._times[request]}"
         if key not in self._stored:
             # From the key alone: how much came from the store before it changes no draw.
             seed = rng.digest(self.stage.config.seed, "prompt_model", key)
-            made = await self._made(messages, temperature, seed)
-            self._stored[key] = self.store.append({"key": key, "temperature": temperature, "messages": sent, **made})
+            completion = await self._complete(messages, temperature, seed)
+            self._stored[key] = self.store.append(
+                {"key": key, "temperature": temperature, "messages": sent, **completion}
+            )
         record = self._stored[key]
-        if not again:
+        if not repeated:
             self.paid.update({"writer/requests": 1, **{f"writer/{name}": record[name] for name in WRITING_COSTS}})
         return record
 
-    async def _made(self, messages: Sequence[Message], temperature: float, seed: int) -> JsonObject:
+    async def _complete(self, messages: Sequence[Message], temperature: float, seed: int) -> JsonObject:
         if self.endpoint is not None:
             return await self._from_endpoint(self.endpoint, messages, temperature, seed)
         prompt = render_prompt(self.stage.tokenizer, messages)

@@ -57,13 +57,13 @@ class TrainExample(dspy.Example):
     _id: str
 
     @classmethod
-    def of(cls, example: Example) -> TrainExample:
+    def from_example(cls, example: Example) -> TrainExample:
         """Make one from the inputs and metadata of an example of the task."""
         inputs = as_json(example.inputs)
         labels = {key: value for key, value in as_json(example.metadata).items() if key not in inputs}
-        made: TrainExample = cls(**inputs, **labels).with_inputs(*inputs)
-        made._id = example.id
-        return made
+        converted: TrainExample = cls(**inputs, **labels).with_inputs(*inputs)
+        converted._id = example.id
+        return converted
 
     def inputs(self) -> dspy.Example:
         """The arguments of a program; the id tells two examples with the same inputs apart."""
@@ -99,7 +99,7 @@ class Played(dspy.Prediction):
     rollout_result: JsonObject
 
     @classmethod
-    def of(cls, need: Need, result: JsonObject) -> Played:
+    def from_result(cls, need: Need, result: JsonObject) -> Played:
         """The prediction of a stored rollout."""
         fields = result["prediction"]
         played = cls(**(fields if isinstance(fields, dict) else {"prediction": fields}))
@@ -208,7 +208,7 @@ class Rollouts:
                     self._bootstrapped.append(need)
                 if len(self._bootstrapped) == JUDGED:
                     self.check(())
-            return Played.of(need, result)
+            return Played.from_result(need, result)
 
     def _trace(self, predictors: Mapping[str, Any], steps: Sequence[JsonObject]) -> Iterator[tuple[Any, ...]]:
         for step in steps:
@@ -334,7 +334,7 @@ class Evaluated(BaseCallback):
         if outputs is None or self.loop.failure is not None:
             return
         # With a trace beside it where GEPA asked for one.
-        played = [found[0] if isinstance(found, tuple) else found for _, found, _ in outputs.results]
+        played = [output[0] if isinstance(output, tuple) else output for _, output, _ in outputs.results]
 
         async def called() -> None:
             self.on_batch([prediction.rollout_need for prediction in played])

@@ -27,9 +27,9 @@ def split(config: PromptConfig, examples: Sequence[Example], seed: int) -> tuple
     The validation part is the end of the split, as in DSPy's MIPROv2, which has a seed of its own for all that is
     random; DSPy's random search has none, so the order of its train part comes from the run's.
     """
-    most = MOST_VALIDATION if config.validation_items is None else config.validation_items
+    limit = MOST_VALIDATION if config.validation_items is None else config.validation_items
     # At least one: without validation nothing can be compared. Nothing to learn from is refused (`prompt_problems`).
-    count = min(most, max(1, int(len(examples) * config.validation)))
+    count = min(limit, max(1, int(len(examples) * config.validation)))
     cut = len(examples) - count
     train, validation = list(examples[:cut]), list(examples[cut:])
     if config.shuffles:

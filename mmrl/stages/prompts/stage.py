@@ -100,8 +100,8 @@ class PromptStage(Stage[PromptCommandConfig]):
         evaluations.last_step = max(1, self.trials)
         if result.improved:
             self.task = self.task_with(str(result.prompts))
-        kept = str(result.prompts) if result.improved else self.config.task.prompts
-        write_policy(self.rundir.path, weights=self.config.model.path, prompts=kept, task=self.task.name)
+        prompts = str(result.prompts) if result.improved else self.config.task.prompts
+        write_policy(self.rundir.path, weights=self.config.model.path, prompts=prompts, task=self.task.name)
         # A further stage begins with these files, perhaps days later.
         self.rundir.ledger.note(self.rundir.path / POLICY)
         self.rundir.ledger.note(result.prompts)
@@ -157,8 +157,8 @@ class PromptStage(Stage[PromptCommandConfig]):
         writer = self._make_writer(folder, loop)
         bench = Bench(
             rollouts=rollouts,
-            train=[TrainExample.of(example) for example in train],
-            validation=[TrainExample.of(example) for example in held],
+            train=[TrainExample.from_example(example) for example in train],
+            validation=[TrainExample.from_example(example) for example in held],
             writer=writer,
             note=self._note,
             on_batch=self._trial,
@@ -178,10 +178,10 @@ class PromptStage(Stage[PromptCommandConfig]):
                 writer.close()
         # At a tie the start stays: a person has written it.
         improved = best > before
-        made = program if improved else start
-        self._note_prompts("result", made, improved=improved, validation=len(validation), start=before, best=best)
+        selected = program if improved else start
+        self._note_prompts("result", selected, improved=improved, validation=len(validation), start=before, best=best)
         path = (self.rundir.path / "prompts").with_suffix(rollouts.student.suffix)
-        rollouts.student.save(state_of(made), path)
+        rollouts.student.save(state_of(selected), path)
         return PromptResult(path, improved, before, max(before, best))
 
     def _make_writer(self, folder: Path, loop: Loop) -> Writer | None:
@@ -192,7 +192,7 @@ class PromptStage(Stage[PromptCommandConfig]):
 
     def _note_prompts(self, name: str, module: dspy.Module, **facts: object) -> None:
         """Prompts for people, with what is known of them."""
-        text = dumps({**facts, "modules": shown(state_of(module))}, indent=1)
+        text = dumps({**facts, "modules": readable_prompts(state_of(module))}, indent=1)
         atomic_write(self.rundir.path / FOLDER / f"{name}.json", text + "\n")
 
     def _compared(self, module: dspy.Module, validation: Sequence[Example]) -> float:
@@ -236,7 +236,7 @@ class PromptStage(Stage[PromptCommandConfig]):
             "full": full,
             "best": self._best,
             "failed": failed,
-            "modules": shown(self._rollouts.states[needs[0].candidate]),
+            "modules": readable_prompts(self._rollouts.states[needs[0].candidate]),
         }
         self.log.note_own_code(f"trial {self.trials}", failures, len(needs))
         if len(failures) == len(needs):
@@ -295,7 +295,7 @@ def _example(results: Sequence[JsonObject]) -> JsonObject:
     return {"module": "", "reply": "", "message": results[0]["message"] or ""}
 
 
-def shown(state: State) -> dict[str, JsonObject]:
+def readable_prompts(state: State) -> dict[str, JsonObject]:
     """Module -> its instructions and demonstrations, for people."""
     return {
         name: {"instructions": part["signature"]["instructions"], "demonstrations": part["demos"]}

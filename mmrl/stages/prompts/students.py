@@ -98,12 +98,12 @@ class PromptedStudent:
     def __init__(self, task: PromptedTask, kind: type, forward: Forward):
         self._task, self._start = task, task.all_prompts.by_module()
         self.module = _student_class(dspy.Module, kind, forward)()
-        self._shown: dict[str, str] = {}
+        self._displayed: dict[str, str] = {}
         for name, prompt in self._start.items():
             predictor = dspy.Predict(dspy.Signature("prompt -> reply", prompt.instructions))
             predictor.demos = [dspy.Example(augmented=True, prompt=s.user, reply=s.assistant) for s in prompt.shots]
             # As DSPy shows it: without spaces at its ends, or a sentence of DSPy's own where it is empty.
-            self._shown[name] = predictor.signature.instructions
+            self._displayed[name] = predictor.signature.instructions
             setattr(self.module, name, predictor)
         _distinguish(self.module)
 
@@ -116,7 +116,7 @@ class PromptedStudent:
 
     def _prompt(self, name: str, state: JsonObject) -> ModulePrompt:
         instructions = state["signature"]["instructions"]
-        if instructions == self._shown[name]:
+        if instructions == self._displayed[name]:
             instructions = self._start[name].instructions
         # A plain example of the task holds no reply of a module.
         shots = [Shot(demo["prompt"], demo["reply"]) for demo in state["demos"] if {"prompt", "reply"} <= set(demo)]
@@ -163,13 +163,13 @@ def student_of(task: Task, forward: Forward) -> Student:
 
 def state_of(module: dspy.Module) -> State:
     """Return a candidate as JSON: the state that a saved program is loaded from, but for LMs."""
-    own = ("demos", "signature", "fields")
+    parts = ("demos", "signature", "fields")
     state = {
-        name: {key: value for key, value in predictor.dump_state().items() if key in own}
+        name: {key: value for key, value in predictor.dump_state().items() if key in parts}
         for name, predictor in module.named_predictors()
     }
-    made: State = as_json(state)
-    return made
+    serialized: State = as_json(state)
+    return serialized
 
 
 def _student_class(kind: Any, source: Any, play: Forward) -> Any:
@@ -193,9 +193,9 @@ def _distinguish(module: dspy.Module) -> None:
     """
     named = module.named_predictors()
     shared = [
-        (name, one)
-        for name, one in named
-        if any(other is not one and other.signature.equals(one.signature) for _, other in named)
+        (name, predictor)
+        for name, predictor in named
+        if any(other is not predictor and other.signature.equals(predictor.signature) for _, other in named)
     ]
     for name, predictor in shared:
         # One field is enough: equality of signatures looks at all of them.
@@ -208,8 +208,8 @@ def as_json(value: object) -> JsonObject:
 
     What JSON has no form for becomes text: the value is for prompts, where it would be text as well.
     """
-    made: JsonObject = plain(to_jsonable_python(_sorted(value), fallback=str, inf_nan_mode="strings"))
-    return made
+    serialized: JsonObject = plain(to_jsonable_python(_sorted(value), fallback=str, inf_nan_mode="strings"))
+    return serialized
 
 
 def _sorted(value: object) -> object:
