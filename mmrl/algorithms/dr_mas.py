@@ -35,11 +35,11 @@ class DrMas:
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """G independent rollouts."""
-        return plans.independent(GroupConfig.of(algo).group_size)
+        return plans.independent(GroupConfig.narrow(algo).group_size)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = GroupConfig.of(algo)
+        algo = GroupConfig.narrow(algo)
         groups: dict[tuple[str, str], list[Member]] = {}
         for example, rollouts in by_example(forest).items():
             for rollout in rollouts:

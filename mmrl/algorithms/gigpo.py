@@ -38,11 +38,11 @@ class Gigpo:
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """G independent rollouts."""
-        return plans.independent(GigpoConfig.of(algo).group_size)
+        return plans.independent(GigpoConfig.narrow(algo).group_size)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = GigpoConfig.of(algo)
+        algo = GigpoConfig.narrow(algo)
         examples = by_example(forest)
         rollouts = [rollout for several in examples.values() for rollout in several]
         episodes = compare([_episodes(example, several, algo.count) for example, several in examples.items()], algo)

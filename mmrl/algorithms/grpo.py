@@ -37,11 +37,11 @@ class Grpo:
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """G independent rollouts."""
-        return plans.independent(GroupConfig.of(algo).group_size)
+        return plans.independent(GroupConfig.narrow(algo).group_size)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = GroupConfig.of(algo)
+        algo = GroupConfig.narrow(algo)
         groups = [
             # A rollout stands for all its calls: they are one sequence of the loss.
             Group(example, tuple(Member(r.path, r.merged if self.merge else r.outcome) for r in rollouts))

@@ -36,11 +36,11 @@ class Mhgpo:
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
         """Unknown names in `train_modules` and `freeze_modules`, or nothing left to train."""
-        return module_problems(MhgpoConfig.of(algo), modules)
+        return module_problems(MhgpoConfig.narrow(algo), modules)
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """Plan one tree that forks at its first call."""
-        return plans.fork_on_first(modules, MhgpoConfig.of(algo).group_size)
+        return plans.fork_on_first(modules, MhgpoConfig.narrow(algo).group_size)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
         """Groups of calls that are compared; calls in no group are left out of the loss."""
@@ -52,7 +52,7 @@ class Mhgpo:
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = MhgpoConfig.of(algo)
+        algo = MhgpoConfig.narrow(algo)
         # Over the whole forest first: a call's reward needs all branches below it, whichever groups they fall into.
         rewards = backward(forest, algo, seed)
         groups = compare(self.groups(forest, rewards, algo, seed), algo)
@@ -70,7 +70,7 @@ class MhgpoIs(Mhgpo):
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """Plan a tree per module, forking there."""
-        return plans.independent_sampling(modules, MhgpoConfig.of(algo).group_size)
+        return plans.independent_sampling(modules, MhgpoConfig.narrow(algo).group_size)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
         """Calls at the forks; the others only back their reward up."""
@@ -88,18 +88,18 @@ class MhgpoRr(Mhgpo):
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
         """As MHGPO; and one fork probability per module."""
-        return super().check(algo, modules, reward_sets) + probability_problems(MhgpoRrConfig.of(algo), modules)
+        return super().check(algo, modules, reward_sets) + probability_problems(MhgpoRrConfig.narrow(algo), modules)
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """Plan one tree that forks at a module drawn for this example and step."""
-        algo = MhgpoRrConfig.of(algo)
+        algo = MhgpoRrConfig.narrow(algo)
         # The paper's probabilities for rewriter, reranker, answerer; a fork early in the path trains more modules.
         default = (0.7, 0.1, 0.2) if len(modules) == 3 else (1.0 / len(modules),) * len(modules)
         return plans.round_robin(modules, algo.group_size, algo.fork_probs or default, key)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
         """As fork-on-first from the fork on; single calls are compared over the batch (`regroup`)."""
-        algo = MhgpoRrConfig.of(algo)
+        algo = MhgpoRrConfig.narrow(algo)
         if algo.regroup == "by_agent_fork":
             return by_fork(forest, rewards, ForkView(forest).above_fork)
         return by_chunks(forest, rewards, algo.regroup == "alg3", algo.group_size, seed)
@@ -115,12 +115,12 @@ class MhgpoFofOs(Mhgpo):
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """Plan one tree with two forks: G branches, G samples of the last module on each."""
-        size = MhgpoConfig.of(algo).group_size
+        size = MhgpoConfig.narrow(algo).group_size
         return plans.fork_on_first(modules, size, last_width=size)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
         """Group all G² terminal calls of an example, or G per branch (`os_group`)."""
-        per_branch = MhgpoFofOsConfig.of(algo).os_group == "parent"
+        per_branch = MhgpoFofOsConfig.narrow(algo).os_group == "parent"
         return by_parent(forest, rewards, forest.modules[-1]) if per_branch else by_slot(forest, rewards)
 
 

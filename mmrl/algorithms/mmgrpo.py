@@ -46,7 +46,7 @@ class Mmgrpo:
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """R independent rollouts, teachers one after the other."""
         # Teacher-major order is part of the rollouts' ids, and with them of every sampling seed.
-        shares = MmgrpoConfig.of(algo).shares()
+        shares = MmgrpoConfig.narrow(algo).shares()
         return tuple(
             plans.Tree(teacher=None if name == STUDENT else name)
             for name, count in shares.items()
@@ -55,7 +55,7 @@ class Mmgrpo:
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = MmgrpoConfig.of(algo)
+        algo = MmgrpoConfig.narrow(algo)
         groups = weigh(compare(module_groups(forest, algo, seed), algo), algo, minibatch)
         # Groups that count as not sampled come last (the sort is stable): recorded without weight.
         entries = tuple(entry for group in sorted(groups, key=lambda g: g.vanished) for entry in group.entries())

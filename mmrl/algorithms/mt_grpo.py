@@ -45,17 +45,17 @@ class MtGrpo:
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """G independent rollouts."""
-        return plans.independent(TurnGroupConfig.of(algo).group_size)
+        return plans.independent(TurnGroupConfig.narrow(algo).group_size)
 
     def rules(self, algo: AlgoConfig) -> TurnRules:
         """Rules that cut a rollout into turns."""
-        algo = MtGrpoConfig.of(algo)
+        algo = MtGrpoConfig.narrow(algo)
         return TurnRules(two_turns=True, missing=algo.missing_turn, combined=algo.no_tool == "combined")
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
         # Turns are compared one by one, then added up along the rollout: comparing the sums would be GRPO-MR again.
-        algo = TurnGroupConfig.of(algo)
+        algo = TurnGroupConfig.narrow(algo)
         examples = compare_turns(by_example(forest), algo, self.rules(algo))
         # Tokens are weighed by whole rollouts, as in GRPO; an example without any advantage may count as not sampled.
         rollouts = [
@@ -83,7 +83,7 @@ class MtGrpoVariable(MtGrpo):
 
     def rules(self, algo: AlgoConfig) -> TurnRules:
         """A call is a turn; a rollout's last one carries the outcome alone."""
-        return TurnRules(two_turns=False, missing=MtGrpoVariableConfig.of(algo).missing_turn, combined=False)
+        return TurnRules(two_turns=False, missing=MtGrpoVariableConfig.narrow(algo).missing_turn, combined=False)
 
 
 Cut = list[tuple[tuple[int, ...], float | None]]
@@ -240,9 +240,11 @@ def _rewards(
         # `zero` and `absorb` compare all G rollouts, the missing ones as if their tool had brought nothing; `exclude`
         # compares those that reached the turn, whose number then varies.
         rewards = {index: turns[turn][1] for index, turns in enumerate(cuts) if turn < len(turns)}
-        known = {index: reward for index, reward in rewards.items() if reward is not None}
+        rewarded = {index: reward for index, reward in rewards.items() if reward is not None}
         columns[turn] = (
-            known if rules.missing == "exclude" else {index: known.get(index, 0.0) for index in range(len(rollouts))}
+            rewarded
+            if rules.missing == "exclude"
+            else {index: rewarded.get(index, 0.0) for index in range(len(rollouts))}
         )
     columns["outcome"] = {index: scored.reward for index, scored in enumerate(rollouts)}
     if rules.combined and any(not turns for turns in cuts):

@@ -44,7 +44,7 @@ class Ppo:
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = TurnCriticConfig.of(algo)
+        algo = TurnCriticConfig.narrow(algo)
         rollouts = [rollout for several in by_example(forest).values() for rollout in several]
         units = [Unit(r.rollout.example, r.rollout.example, sum(c.completion_tokens for c in r.path)) for r in rollouts]
         weights = per_token(units, two_level(units, minibatch), algo, minibatch)
@@ -91,7 +91,7 @@ class Mappo(Ppo):
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = MappoConfig.of(algo)
+        algo = MappoConfig.narrow(algo)
         rewards = backward(forest, algo)
         calls = [forest.calls[call_id] for call_id in rewards]
         # Every trained token weighs the same by default (`loss_mean=token`), whichever agent wrote it.

@@ -37,13 +37,13 @@ class TreeGrpo:
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """M trees that grow."""
-        algo = TreeGrpoConfig.of(algo)
+        algo = TreeGrpoConfig.narrow(algo)
         growth = plans.Growth(algo.rounds, algo.nodes, algo.group_size, key)
         return (plans.Tree(growth=growth),) * algo.trees
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = TreeGrpoConfig.of(algo)
+        algo = TreeGrpoConfig.narrow(algo)
         examples, trees = [], dict[str, list[Member]]()
         for example, rollouts in by_example(forest).items():
             members = tuple(Member(rollout.path, rollout.outcome) for rollout in rollouts)
@@ -53,10 +53,10 @@ class TreeGrpo:
         within = compare([Group(name, tuple(members)) for name, members in trees.items()], algo)
         advantages = {id(old): new.advantage for g in within for old, new in zip(trees[g.id], g.members, strict=True)}
         groups = []
-        for plain, compared in zip(examples, compare(examples, algo), strict=True):
+        for group, compared in zip(examples, compare(examples, algo), strict=True):
             both = [
                 replace(new, reward=_reward(new, advantages[id(old)]), advantage=advantages[id(old)] + new.advantage)
-                for old, new in zip(plain.members, compared.members, strict=True)
+                for old, new in zip(group.members, compared.members, strict=True)
             ]
             groups.append(replace(compared, members=tuple(both)))
         groups = weigh(groups, algo, minibatch)

@@ -58,15 +58,15 @@ def backward(forest: Forest, algo: MhgpoConfig | MappoConfig, seed: int = 0) -> 
     return {call_id: rewards[call_id] for call_id in forest.calls if call_id in rewards}
 
 
-def _aggregate(values: Sequence[float], how: str, key: rng.Key) -> float:
+def _aggregate(values: Sequence[float], method: str, key: rng.Key) -> float:
     """`mean`, `max`, `min` or `random`: one of the successors that have a reward, drawn by a key of the call."""
     # Also with `random`: nothing is drawn, so a single successor never depends on the seed.
     if len(values) == 1:
         return values[0]
-    if how == "random":
+    if method == "random":
         return rng.stream(*key).choice(values)
     aggregates: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "max": max, "min": min}
-    return aggregates[how](values)
+    return aggregates[method](values)
 
 
 def tree_values(forest: Forest) -> dict[str, float]:
@@ -76,10 +76,10 @@ def tree_values(forest: Forest) -> dict[str, float]:
     """
     sums, counts = dict.fromkeys(forest.calls, 0.0), dict.fromkeys(forest.calls, 0)
     for rollouts in by_example(forest).values():
-        total, others = math.fsum(rollout.reward for rollout in rollouts), max(len(rollouts) - 1, 1)
+        total, other_count = math.fsum(rollout.reward for rollout in rollouts), max(len(rollouts) - 1, 1)
         for rollout in rollouts:
             # Alone it is compared with nothing.
-            gain = rollout.reward - (total - rollout.reward) / others if len(rollouts) > 1 else 0.0
+            gain = rollout.reward - (total - rollout.reward) / other_count if len(rollouts) > 1 else 0.0
             for call in rollout.path:
                 sums[call.id] += gain
                 counts[call.id] += 1

@@ -77,15 +77,15 @@ class ForkView:
     @cached_property
     def above_fork(self) -> Mapping[str, str]:
         """Call id -> forked module, for calls that the tree made before its fork."""
-        above: dict[str, str] = {}
+        forks: dict[str, str] = {}
         for rollout in self.forest.rollouts:
             path = self.forest.path(rollout)
             fork = self._fork_of(path, rollout.fork)
             for call in path:
                 if call.module == fork:
                     break
-                above[call.id] = fork
-        return above
+                forks[call.id] = fork
+        return forks
 
     def _fork_of(self, path: Sequence[Call], recorded: str | None) -> str:
         if recorded is not None or not path:
@@ -97,16 +97,16 @@ class ForkView:
         return path[0].module
 
 
-def by_fork(forest: Forest, rewards: Mapping[str, Reward], above: Mapping[str, str]) -> list[Group]:
+def by_fork(forest: Forest, rewards: Mapping[str, Reward], forks: Mapping[str, str]) -> list[Group]:
     """`by_slot` from the fork on; a call above it with those of its slot whose trees forked at the same module (RR).
 
     Args:
-        above: call above a fork -> module at which its tree forked.
+        forks: call above a fork -> module at which its tree forked.
     """
-    slots = by_slot(forest, rewards, [call_id for call_id in rewards if call_id not in above])
+    slots = by_slot(forest, rewards, [call_id for call_id in rewards if call_id not in forks])
     pools: dict[tuple[str, int, str], list[Member]] = {}
-    for call in _in_batch_order(forest, [call_id for call_id in rewards if call_id in above]):
-        key = (call.module, call.invocation, above[call.id])
+    for call in _in_batch_order(forest, [call_id for call_id in rewards if call_id in forks]):
+        key = (call.module, call.invocation, forks[call.id])
         pools.setdefault(key, []).append(Member((call,), rewards[call.id]))
     return slots + [Group(":".join(["RR", *map(str, key)]), tuple(members)) for key, members in pools.items()]
 

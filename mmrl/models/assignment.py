@@ -108,12 +108,12 @@ class ModuleAssignment:
 
     def problems(self) -> list[str]:
         """Problems of it, one sentence each: what cannot work or has no effect."""
-        found = [*self._answered_problems(), *self._left_out_problems()]
+        problems = [*self._answered_problems(), *self._left_out_problems()]
         if self.model.modules is not None:
-            return [*found, *self._adapter_problems(self.model.modules)]
+            return [*problems, *self._adapter_problems(self.model.modules)]
         if self.algo.serves_initial and not self.initial:
-            found.append("algo.frozen_serving: has no effect without a frozen module; set algo.freeze_modules")
-        return found
+            problems.append("algo.frozen_serving: has no effect without a frozen module; set algo.freeze_modules")
+        return problems
 
     def _answered_problems(self) -> Iterator[str]:
         listed = {
@@ -157,12 +157,12 @@ class ModuleAssignment:
                 "example model.lora.r=16), or leave model.modules out"
             )
         # peft finds an adapter's weights by name among the layers', so a name must not be one of theirs.
-        taken = {*RESERVED, *(self.model.lora.targets if self.model.lora else ())}
+        reserved = {*RESERVED, *(self.model.lora.targets if self.model.lora else ())}
         users: dict[str, list[str]] = {}
         for m, adapter in self.adapters.items():
             users.setdefault(adapter, []).append(m)
         for adapter, sharing in users.items():
-            if adapter in taken or not re.fullmatch(r"(?!lora_|\d+$)[A-Za-z0-9_-]+", adapter):
+            if adapter in reserved or not re.fullmatch(r"(?!lora_|\d+$)[A-Za-z0-9_-]+", adapter):
                 yield (
                     f"model.modules.{sharing[0]}.adapter: got '{adapter}', expected letters, digits, _ and -, and no "
                     "name that mmrl or the model has for something else"

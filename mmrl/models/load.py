@@ -133,9 +133,9 @@ def load_policy(
     if folders:
         from peft import PeftModel
 
-        (first, folder), *others = folders.items()
+        (first, folder), *rest = folders.items()
         wrapped = PeftModel.from_pretrained(loaded, folder, adapter_name=first)
-        for name, folder in others:
+        for name, folder in rest:
             wrapped.load_adapter(folder, adapter_name=name)
         loaded = cast("PreTrainedModel", wrapped)
     initial = None
@@ -209,14 +209,14 @@ def refuse_targets(model: ModelConfig) -> None:
     names = [name for name, part in skeleton.named_modules() if isinstance(part, torch.nn.Linear)]
     missing = [t for t in model.lora.targets if not any(name == t or name.endswith(f".{t}") for name in names)]
     if missing:
-        there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+        available = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
         raise ConfigError(
             f"model.lora.targets: {model.path} has no linear layer called {', '.join(missing)}; expected some of "
-            f"{there}"
+            f"{available}"
         )
 
 
-def _loaded(model: ModelConfig, what: str, kind: Any, **options: object) -> Any:
+def _loaded(model: ModelConfig, part: str, kind: Any, **options: object) -> Any:
     """Load `model` by a class of transformers.
 
     Raises:
@@ -228,7 +228,7 @@ def _loaded(model: ModelConfig, what: str, kind: Any, **options: object) -> Any:
             source, revision=model.revision, local_files_only=_offline(source), **NO_CODE, **options
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(_unloadable(model, what, error)) from error
+        raise ConfigError(_unloadable(model, part, error)) from error
 
 
 def _source(model: ModelConfig) -> str:
@@ -238,8 +238,8 @@ def _source(model: ModelConfig) -> str:
     source = model_path(model)
     local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or Path(source).exists()
     if local and not (Path(source) / "config.json").is_file():
-        what = "has no config.json" if Path(source).is_dir() else "is no folder"
-        raise ConfigError(f"model.path: '{model.path}' {what}, expected the folder of a saved model or a hub id")
+        fault = "has no config.json" if Path(source).is_dir() else "is no folder"
+        raise ConfigError(f"model.path: '{model.path}' {fault}, expected the folder of a saved model or a hub id")
     return source
 
 
@@ -248,8 +248,8 @@ def _offline(source: str) -> bool:
     return Path(source).is_dir() or not hub_answers()
 
 
-def _unloadable(model: ModelConfig, what: str, error: Exception) -> str:
-    at = f" at revision '{model.revision}'" if model.revision else ""
+def _unloadable(model: ModelConfig, part: str, error: Exception) -> str:
+    revision = f" at revision '{model.revision}'" if model.revision else ""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if not Path(model_path(model)).is_dir():
         if not hub_answers():
@@ -257,9 +257,9 @@ def _unloadable(model: ModelConfig, what: str, error: Exception) -> str:
         reason += nearest(model.path, tuple(SHIPPED))
         # A hub may answer and then not serve; of some models there is another source.
         if (package := of_hub_id(model.path)) is not None:
-            other = f"model.path={package.name} is here" if package.there else package.missing
+            other = f"model.path={package.name} is here" if package.fetched else package.missing
             reason += f"; {other}"
-    return f"model.path: cannot load the {what} of '{model.path}'{at}: {reason}"
+    return f"model.path: cannot load the {part} of '{model.path}'{revision}: {reason}"
 
 
 def _read_template(path: str) -> str:

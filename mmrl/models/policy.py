@@ -125,7 +125,7 @@ def require_undamaged(policy: Policy) -> None:
     """Raises `ConfigError` if weights of a policy are not what its run has saved."""
     folders = {Path(text) for text in (policy.adapter, policy.base, *policy.adapters.values()) if text}
     # One adapter of several is a folder inside its checkpoint.
-    for folder in sorted({above for path in folders for above in (path, path.parent) if (above / MARKER).is_file()}):
+    for folder in sorted({parent for path in folders for parent in (path, path.parent) if (parent / MARKER).is_file()}):
         if problem := damage(folder, lambda name: name.endswith((".safetensors", ".json", ".jinja"))):
             raise ConfigError(f"policy: {problem}; restore it, or evaluate another checkpoint of the run")
 
@@ -201,8 +201,8 @@ def model_of(text: str) -> tuple[str, dict[str, object]]:
         return fetched, {}
     section = _run_section(text, "model")
     name = section.get("name")
-    typed = {key: value for key in ("revision", "chat_template", "thinking") if (value := section.get(key))}
-    return "hf" if name is None else str(name), typed
+    settings = {key: value for key in ("revision", "chat_template", "thinking") if (value := section.get(key))}
+    return "hf" if name is None else str(name), settings
 
 
 def write_policy(folder: Path, *, weights: str, prompts: str | None, task: str) -> None:
@@ -328,7 +328,7 @@ def _saved_policy(folder: Path, prompts: str | None) -> Policy:
 
 def _step(folder: Path) -> int | None:
     """The training step of a checkpoint, or of one adapter in it."""
-    steps = [checkpoint_step(place) for place in (folder.resolve().parent, folder)]
+    steps = [checkpoint_step(path) for path in (folder.resolve().parent, folder)]
     return next((step for step in steps if step is not None), None)
 
 

@@ -59,8 +59,8 @@ def write_merged(base: str, adapter: Path, model: ModelConfig, target: Path) -> 
     from transformers.utils import logging
 
     config, generation = load_configs(model.model_copy(update={"path": base}))
-    own = str(config.dtype).removeprefix("torch.")
-    dtype = own if own in ("float32", "bfloat16", "float16") else "float32"
+    native = str(config.dtype).removeprefix("torch.")
+    dtype = native if native in ("float32", "bfloat16", "float16") else "float32"
     # On the CPU: merging is one product per layer, and a GPU may be in use by the next run. `matmul` is of runs, and
     # may not fit the base's own type.
     own_type = model.model_copy(update={"dtype": dtype, "matmul": "torch"})

@@ -256,11 +256,11 @@ async def _limited(limit: float, engine: Engine) -> AsyncIterator[None]:
 
         def look() -> None:
             nonlocal watch
-            left = limit - (loop.time() - started) + (engine.computing_s - computing)
-            if left <= 0:
+            remaining_s = limit - (loop.time() - started) + (engine.computing_s - computing)
+            if remaining_s <= 0:
                 clock.reschedule(loop.time())
             else:
-                watch = loop.call_later(left, look)
+                watch = loop.call_later(remaining_s, look)
 
         try:
             yield

@@ -48,10 +48,10 @@ def teachers_of_step(
 
     return {
         name: Teacher(
-            environment=make_environment(own.task, own.engine, own.tokenizer, settings, key),
-            student_ids=(lambda ids, text, finish: ids) if own.shares_vocabulary else reencoded,
+            environment=make_environment(teacher.task, teacher.engine, teacher.tokenizer, settings, key),
+            student_ids=(lambda ids, text, finish: ids) if teacher.shares_vocabulary else reencoded,
         )
-        for name, own in loaded.items()
+        for name, teacher in loaded.items()
     }
 
 

@@ -35,7 +35,7 @@ class ParameterGroup(TypedDict):
 class Adapters:
     """Adapter of each module; modules may share one."""
 
-    of: Mapping[str, str]
+    by_module: Mapping[str, str]
     """Module name -> adapter name (letters, digits, `_`, `-`)."""
     rates: Mapping[str, float]
     """Adapter name -> learning rate, where it is not `train.lr`."""
@@ -45,7 +45,7 @@ class Adapters:
     @property
     def names(self) -> list[str]:
         """Adapter names, each once."""
-        return list(dict.fromkeys(self.of.values()))
+        return list(dict.fromkeys(self.by_module.values()))
 
     @property
     def trained(self) -> list[str]:
@@ -55,17 +55,17 @@ class Adapters:
     def attach(self, model: PreTrainedModel, config: LoraConfig, seed: int) -> PeftModel:
         """`model` with all adapters on it, the first one active; random starts depend on `seed` alone."""
         parts = {part for name, _ in model.named_modules() for part in name.split(".")}
-        taken = sorted({*parts, "base_layer", "base_model", "weight", "bias"} & set(self.names))
-        if taken:
+        reserved = sorted({*parts, "base_layer", "base_model", "weight", "bias"} & set(self.names))
+        if reserved:
             # peft would take the layer for the adapter and leave weights out of the checkpoint, in silence.
             raise ConfigError(
                 f"model.modules: adapter name '{name}' is the name of a part of the model; give it another one"
-                for name in taken
+                for name in reserved
             )
         set_seed(seed)
-        first, *others = self.names
+        first, *rest = self.names
         wrapped = cast("PeftModel", get_peft_model(model, config, adapter_name=first))
-        for name in others:
+        for name in rest:
             wrapped.add_adapter(name, config)
         self.train_all(wrapped)
         return wrapped
@@ -86,7 +86,7 @@ class Adapters:
         """Calls by adapter, in the order of `names`: one forward runs with one adapter."""
         by_adapter: dict[str, list[TrainCall]] = {name: [] for name in self.names}
         for train in calls:
-            by_adapter[self.of[train.call.module]].append(train)
+            by_adapter[self.by_module[train.call.module]].append(train)
         return list(by_adapter.values())
 
     def make_optimizer(self, trainer: Trainer) -> torch.optim.Optimizer:
@@ -127,4 +127,4 @@ def make_adapters(assignment: ModuleAssignment) -> Adapters | None:
     """The adapters of an assignment; None where all modules share one policy."""
     if not assignment.adapters:
         return None
-    return Adapters(of=assignment.adapters, rates=assignment.rates, frozen=assignment.frozen_adapters)
+    return Adapters(by_module=assignment.adapters, rates=assignment.rates, frozen=assignment.frozen_adapters)

@@ -28,7 +28,7 @@ from mmrl.trainer.logprobs import hidden_states
 from mmrl.trainer.objective import value_loss
 from mmrl.trainer.packing import Pack
 from mmrl.trainer.settings import Settings
-from mmrl.trainer.sharding import as_number, is_sharded, like, shard, shard_head, whole
+from mmrl.trainer.sharding import as_number, gather_tensor, is_sharded, like, shard, shard_head
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -134,7 +134,7 @@ class Critic:
             parameters |= {n: p for n, p in self.policy.named_parameters() if f".{ADAPTER}." in n}
         return parameters
 
-    def others(self, policy: torch.nn.Module) -> list[torch.nn.Parameter]:
+    def policy_parameters(self, policy: torch.nn.Module) -> list[torch.nn.Parameter]:
         """The policy's own parameters, without the critic's adapter, which lives inside of it."""
         apart = {id(parameter) for parameter in self.named_parameters().values()}
         return [parameter for parameter in policy.parameters() if id(parameter) not in apart]
@@ -181,19 +181,21 @@ class Critic:
         self, pack: Pack, hidden: torch.Tensor, accelerator: Accelerator, autocast: AbstractContextManager[None]
     ) -> None:
         """Forward and backward of the value loss of one pack."""
-        at = pack.entry_index  # (E,) into the pack's N
+        index = pack.entry_index  # (E,) into the pack's N
         self.module.train()
         # Backward inside `active` too: gradient checkpointing forwards again, and must do so with the same adapter.
         with self.active():
             with autocast:
                 values = self.values(pack, hidden)
-            result = value_loss(values[at], pack.old_values[at], pack.returns, pack.weights, self.config.value_clip)
+            result = value_loss(
+                values[index], pack.old_values[index], pack.returns, pack.weights, self.config.value_clip
+            )
             # Times the processes, whose gradients are averaged: the loss is a sum over all of them.
             accelerator.backward(result.loss * accelerator.num_processes)
         if not pack.filler:
             self.sums[0] += result.loss.detach().double()
             self.sums[1] += result.clipped.double().sum()
-            self.sums[2] += at.numel()
+            self.sums[2] += index.numel()
 
     def clip(self, limit: float, accelerator: Accelerator) -> float:
         """Clip the critic's gradients on their own; returns the norm before."""
@@ -218,7 +220,7 @@ class Critic:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the critic's trained weights, whole and on the CPU; processes that share it must all call this."""
-        return {name: whole(p).contiguous() for name, p in self.named_parameters().items()}
+        return {name: gather_tensor(p).contiguous() for name, p in self.named_parameters().items()}
 
     def load(self, folder: Path) -> None:
         """Read a `state` from `folder/critic.safetensors`.

@@ -39,8 +39,8 @@ class Forwards:
         most: tokens of a pack that would otherwise repeat more than it adds.
     """
 
-    def __init__(self, trainer: MmrlTrainer, *, tries: bool, budget: int, most: int):
-        self.trainer, self.tries, self.budget, self.most = trainer, tries, budget, most
+    def __init__(self, trainer: MmrlTrainer, *, tries: bool, budget: int, max_tokens: int):
+        self.trainer, self.tries, self.budget, self.max_tokens = trainer, tries, budget, max_tokens
         self.settings, self.critic, self.adapters = trainer.settings, trainer.critic, trainer.adapters
         self.ref_model: torch.nn.Module | None = None
 
@@ -102,12 +102,12 @@ class Forwards:
         and each process brings its own calls here."""
         if not is_sharded(self.accelerator):
             return []
-        most = int(self.reduce(torch.tensor(float(count), device=self.device), "max"))
+        largest = int(self.reduce(torch.tensor(float(count), device=self.device), "max"))
         empty = Call(
             id="", example="", parent=None, module="", prompt_ids=(0,), completion_ids=(0,), completion_tokens=1
         )
         filler = [TrainCall(call=empty)]
-        return [pack for _ in range(most - count) for pack in self.make_packs(filler, [""], score_all=True)]
+        return [pack for _ in range(largest - count) for pack in self.make_packs(filler, [""], score_all=True)]
 
     def make_packs(
         self,
@@ -131,7 +131,7 @@ class Forwards:
                 score_all=score_all,
                 tries=self.tries if tries is None else tries,
                 share=self.accelerator.num_processes,
-                most=self.most,
+                max_tokens=self.max_tokens,
             )
         ]
 
@@ -161,7 +161,7 @@ class Forwards:
         """Make the adapter of the pack's calls the policy's active one."""
         # Not set back: every forward sets its own, and gradient checkpointing forwards again in the backward pass.
         if self.adapters is not None:
-            cast("PeftModel", self.policy).set_adapter(self.adapters.of[pack.calls[0].call.module])
+            cast("PeftModel", self.policy).set_adapter(self.adapters.by_module[pack.calls[0].call.module])
 
     def autocast(self) -> AbstractContextManager[None]:
         """The run's mixed precision: every forward is made inside of it, so that their results are comparable."""
@@ -200,10 +200,10 @@ class Forwards:
 
     def score(self, model: torch.nn.Module, pack: Pack, *, entropy: bool = False, hits: bool = False) -> Scores:
         """Scores of the pack's scored positions (`logprobs.score`), with gradient if enabled."""
-        plain = self.accelerator.unwrap_model(model)
+        unwrapped = self.accelerator.unwrap_model(model)
         # Recomputed in the backward pass, the last layer would be the whole one again.
-        last = () if pack.tree is None or self.settings.model.gradient_checkpointing else last_parts(plain)
-        head = plain.get_output_embeddings()
+        last = () if pack.tree is None or self.settings.model.gradient_checkpointing else last_parts(unwrapped)
+        head = unwrapped.get_output_embeddings()
         return score(model, head, pack, self.settings.algo.temperature, entropy=entropy, hits=hits, last=last)
 
     def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
@@ -234,14 +234,14 @@ def annotate(forwards: Forwards, forest: Forest) -> Forest:
     if critic is None:
         return forest
     calls = [call for call in forest.calls.values() if call.completion_ids]
-    plain = [_continued(call, ()) for call in calls]
+    continued = [_continued(call, ()) for call in calls]
     references: list[tuple[float, ...]] | list[None] = [None] * len(calls)
     if settings.algo.beta > 0:
         # Credit needs them where the KL term is part of the reward; where it is in the loss, the update reuses them.
-        references = forwards.policy_logprobs(plain, reference=True)
+        references = forwards.policy_logprobs(continued, reference=True)
     if getattr(critic, "obs", "skip") == "all":
-        plain = [_continued(call, observation_ids(forest, call)) for call in calls]
-    values = forwards.values(plain)
+        continued = [_continued(call, observation_ids(forest, call)) for call in calls]
+    values = forwards.values(continued)
     annotated = {
         call.id: replace(call, values=value, ref_logprobs=reference)
         for call, value, reference in zip(calls, values, references, strict=True)

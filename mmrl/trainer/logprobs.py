@@ -60,7 +60,7 @@ def score(
     if pack.tree is not None:
         with _narrowed(last, pack.positions):
             return _score_in_chunks(model, head, pack, temperature, entropy, hits)
-    with _only(head, pack.positions) as kept:
+    with _only(head, pack.positions) as states:
         logits = model(**pack.inputs).logits
     if logits.numel() != pack.positions.numel() * logits.shape[-1]:
         raise MmrlError(
@@ -69,7 +69,7 @@ def score(
         )
     logits = logits.reshape(-1, logits.shape[-1])
     logprobs, entropies = _measure(logits, pack.targets, temperature, entropy)
-    return Scores(logprobs, entropies, _likeliest(logits, pack.targets) if hits else None, kept[0])
+    return Scores(logprobs, entropies, _likeliest(logits, pack.targets) if hits else None, states[0])
 
 
 def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> torch.Tensor:
@@ -77,11 +77,11 @@ def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> 
 
     The whole model is called, for the wrappers' sake (FSDP gathers from its root on), and its head does nothing.
     """
-    kept: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
 
     def record(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(1, -1, hidden.shape[-1])[:, pack.positions]  # (1, N, H) of (R, W, H)
-        kept.append(rows[0])
+        states.append(rows[0])
         return rows
 
     # On the instance: it hides the class's forward, and `del` brings that back.
@@ -90,7 +90,7 @@ def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> 
         model(**pack.inputs)
     finally:
         del head.forward
-    return kept[0]
+    return states[0]
 
 
 def _measure(
@@ -120,25 +120,25 @@ def _score_in_chunks(
 
     It all runs inside the head's own forward, where every wrapper has the head's weights ready.
     """
-    forward, kept = head.forward, []
+    forward, states = head.forward, []
     entropies: list[torch.Tensor] = []
     likeliest: list[torch.Tensor] = []
 
-    def measure(hidden: torch.Tensor, targets: torch.Tensor, again: list[bool]) -> torch.Tensor:
-        # `again` is this chunk's own list: when the backward pass runs the chunk a second time, nothing that carries no
-        # gradient is computed or counted twice.
+    def measure(hidden: torch.Tensor, targets: torch.Tensor, recomputed: list[bool]) -> torch.Tensor:
+        # `recomputed` is this chunk's own list, filled by its first run: when the backward pass runs the chunk a second
+        # time, nothing that carries no gradient is computed or counted twice.
         logits = forward(hidden)
-        logprobs, chunk_entropy = _measure(logits, targets, temperature, entropy and not again)
+        logprobs, chunk_entropy = _measure(logits, targets, temperature, entropy and not recomputed)
         if chunk_entropy is not None:
             entropies.append(chunk_entropy)
-        if hits and not again:
+        if hits and not recomputed:
             likeliest.append(_likeliest(logits, targets))
-        again.append(True)
+        recomputed.append(True)
         return logprobs
 
     def measured(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])[pack.positions]  # (N, H) of (1, packed tokens, H)
-        kept.append(rows.detach())
+        states.append(rows.detach())
         size = max(1, CHUNK // int(head.weight.shape[0]))  # type: ignore[index]
         # A single chunk keeps its logits for the backward pass, which is faster than computing them again.
         if len(rows) <= size or not torch.is_grad_enabled():
@@ -158,7 +158,9 @@ def _score_in_chunks(
         logprobs = model(**pack.inputs).logits[0]
     finally:
         del head.forward
-    return Scores(logprobs, torch.cat(entropies) if entropy else None, torch.cat(likeliest) if hits else None, kept[0])
+    return Scores(
+        logprobs, torch.cat(entropies) if entropy else None, torch.cat(likeliest) if hits else None, states[0]
+    )
 
 
 @contextmanager
@@ -183,16 +185,16 @@ def _narrowed(modules: Sequence[torch.nn.Module], positions: torch.Tensor) -> It
 @contextmanager
 def _only(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     """Show `head` just the hidden states at `positions` of the flattened (R, W) grid; yields them in a list."""
-    kept: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
 
     def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden = args[0].reshape(-1, args[0].shape[-1])[positions]  # (N, H) of (R, W, H)
-        kept.append(hidden.detach())
+        states.append(hidden.detach())
         return (hidden[None], *args[1:])
 
     handle = head.register_forward_pre_hook(select)
     try:
-        yield kept
+        yield states
     finally:
         handle.remove()
 

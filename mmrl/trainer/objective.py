@@ -93,7 +93,7 @@ class Correction:
     truncated: torch.Tensor
     """True where the cap is below the plain weight, (E,) bool."""
 
-    def at(self, index: torch.Tensor) -> Correction:
+    def select(self, index: torch.Tensor) -> Correction:
         """The same of the tokens `index`."""
         return Correction(self.weights[index], self.truncated[index])
 
@@ -111,8 +111,8 @@ def truncated_weights(before: torch.Tensor, sampled: torch.Tensor, cap: float) -
     """
     # A weight, not a part of the ratio: the gradient must not flow through it, and clipping must not see it.
     with torch.no_grad():
-        plain = torch.where(sampled.isnan(), torch.ones_like(before), torch.exp(before - sampled))
-        return Correction(plain.clamp(max=cap), plain > cap)
+        weights = torch.where(sampled.isnan(), torch.ones_like(before), torch.exp(before - sampled))
+        return Correction(weights.clamp(max=cap), weights > cap)
 
 
 def token_loss(
@@ -179,8 +179,8 @@ def token_loss(
     with torch.no_grad():
         # Beyond the bound, and on the side where the minimum takes the bounded branch: no gradient from this token.
         either = torch.ones_like(ratio, dtype=torch.bool) if kind == "cispo" else None
-        low, above = (either, either) if either is not None else (advantages < 0, advantages > 0)
-        clipped = ((ratio < 1 - clip) & low) | ((ratio > 1 + high) & above)
+        lower_side, upper_side = (either, either) if either is not None else (advantages < 0, advantages > 0)
+        clipped = ((ratio < 1 - clip) & lower_side) | ((ratio > 1 + high) & upper_side)
     # A plain sum: `weights` hold every mean (over tokens, calls, groups), so packs and processes just add up.
     kl = None if kl is None else kl.detach()
     return TokenLoss((weights * per_token).sum(), ratio.detach(), clipped, kl, correction)

@@ -68,9 +68,9 @@ def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool
     # which order gradients are summed. A resumed run must pack as it did before, or its losses differ in the last bits.
     config, size = model.config.get_text_config(), model.dtype.itemsize
     if on_gpu := model.device.type == "cuda":
-        memory, most = GPU_SHARE * torch.cuda.get_device_properties(model.device).total_memory, GPU_TOKENS
+        memory, limit = GPU_SHARE * torch.cuda.get_device_properties(model.device).total_memory, GPU_TOKENS
     else:
-        memory, most = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), CPU_TOKENS
+        memory, limit = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), CPU_TOKENS
     hidden, layers = config.hidden_size, config.num_hidden_layers
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     # What a decoder layer keeps for its backward pass: about 12 tensors of its own width and 4 of the inner one.
@@ -78,7 +78,7 @@ def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool
     # With gradient checkpointing, one layer's activations at a time and every layer's input.
     per_token = layer + layers * size * hidden if checkpointing else layers * layer
     fitting = int(memory / per_token) // LEAST_TOKENS * LEAST_TOKENS
-    budget = max(LEAST_TOKENS, min(most, fitting))
+    budget = max(LEAST_TOKENS, min(limit, fitting))
     # A GPU's budget is a large share of its memory already.
     return budget, budget if on_gpu else WIDER_ON_CPU * budget
 
@@ -192,7 +192,7 @@ def make_packs(
     score_all: bool = False,
     tries: bool = False,
     share: int = 1,
-    most: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[Pack]:
     """Split `calls` into packs of at most `budget` forwarded tokens; a longer call gets a pack of its own.
 
@@ -206,13 +206,13 @@ def make_packs(
         score_all: score every completion token, whatever its entries (to compute log-probabilities).
         tries: forward each distinct prefix once; without it rows are padded.
         share: make the number of packs of tries a multiple of this where there are enough tries.
-        most: tokens of a pack of tries that would otherwise repeat more than it adds; None: `budget`.
+        max_tokens: tokens of a pack of tries that would otherwise repeat more than it adds; None: `budget`.
     """
-    scored = [_ScoredCall.of(call, beta, score_all) for call in calls]
-    rows = _packed_rows([one for one in scored if one.scored])
+    scored_calls = [_ScoredCall.from_call(call, beta, score_all) for call in calls]
+    rows = _packed_rows([call for call in scored_calls if call.scored])
     if tries:
         ids = [row.ids for row in rows]
-        bins = bin_pack(build_tries(ids), budget, share, most)
+        bins = bin_pack(build_tries(ids), budget, share, max_tokens)
         # Packs of tries have no bound on scored positions: `logprobs` computes their logits in chunks.
         return [_trie_pack(flatten(nodes, ids), rows, modules, dtype) for nodes in bins]
     packs: list[Pack] = []
@@ -238,7 +238,7 @@ class _ScoredCall:
     """Indices into the completion, rising."""
 
     @classmethod
-    def of(cls, train: TrainCall, beta: float, score_all: bool) -> _ScoredCall:
+    def from_call(cls, train: TrainCall, beta: float, score_all: bool) -> _ScoredCall:
         # Tokens of weight 0 add nothing to the loss: they are not scored, and what follows the last scored one is not
         # forwarded (`ids`).
         entries = tuple(
@@ -319,44 +319,48 @@ def _pack(
     dtype: torch.dtype,
 ) -> Pack:
     """The pack of rows and, for each, where in the flattened `input_ids` its tokens lie."""
-    placed = [(one, where) for row, where in rows for one in row.calls]
+    placed = [(scored_call, where) for row, where in rows for scored_call in row.calls]
     # One flat list per tensor: calls in row order, within a call its scored tokens in order, its entries one by one.
     # Offset of each call's first scored position in the pack's N.
     offsets = [0]
-    for one, _ in placed:
-        offsets.append(offsets[-1] + len(one.scored))
+    for scored_call, _ in placed:
+        offsets.append(offsets[-1] + len(scored_call.scored))
 
     def per_position(values: Sequence[Sequence[float]], kind: torch.dtype = dtype) -> torch.Tensor:
         """(N,) or (E,) from one sequence per call or per entry, in pack order."""
         return torch.tensor([value for part in values for value in part], dtype=kind)
 
     entries = [
-        (one.train.entries[number], tokens, {t: offset + i for i, t in enumerate(one.scored)})
-        for (one, _), offset in zip(placed, offsets, strict=False)
-        for tokens, number in one.entries
+        (scored_call.train.entries[number], tokens, {t: offset + i for i, t in enumerate(scored_call.scored)})
+        for (scored_call, _), offset in zip(placed, offsets, strict=False)
+        for tokens, number in scored_call.entries
     ]
-    calls = [(one.train.call, one.scored) for one, _ in placed]
+    calls = [(scored_call.train.call, scored_call.scored) for scored_call, _ in placed]
     return Pack(
-        calls=tuple(one.train for one, _ in placed),
+        calls=tuple(scored_call.train for scored_call, _ in placed),
         input_ids=input_ids,
         # The token at index P + t is predicted at index P + t - 1.
         positions=per_position(
-            [[where[len(one.train.call.prompt_ids) - 1 + t] for t in one.scored] for one, where in placed], torch.int64
+            [
+                [where[len(scored_call.train.call.prompt_ids) - 1 + t] for t in scored_call.scored]
+                for scored_call, where in placed
+            ],
+            torch.int64,
         ),
         targets=per_position([[call.completion_ids[t] for t in scored] for call, scored in calls], torch.int64),
-        sampled=per_position([_chosen(call.logprobs, scored) for call, scored in calls]),
-        known_ref=per_position([_chosen(call.ref_logprobs, scored) for call, scored in calls]),
-        old_values=per_position([_chosen(call.values, scored) for call, scored in calls]),
+        sampled=per_position([_values_at(call.logprobs, scored) for call, scored in calls]),
+        known_ref=per_position([_values_at(call.ref_logprobs, scored) for call, scored in calls]),
+        old_values=per_position([_values_at(call.values, scored) for call, scored in calls]),
         modules=per_position([[modules.index(call.module)] * len(scored) for call, scored in calls], torch.int64),
         of_call=per_position([[number] * len(scored) for number, (_, scored) in enumerate(calls)], torch.int64),
         entry_index=per_position([[index[t] for t in tokens] for _, tokens, index in entries], torch.int64),
-        advantages=per_position([_chosen(entry.advantages, tokens) for entry, tokens, _ in entries]),
-        weights=per_position([_chosen(entry.weights, tokens) for entry, tokens, _ in entries]),
-        returns=per_position([_chosen(entry.returns, tokens) for entry, tokens, _ in entries]),
+        advantages=per_position([_values_at(entry.advantages, tokens) for entry, tokens, _ in entries]),
+        weights=per_position([_values_at(entry.weights, tokens) for entry, tokens, _ in entries]),
+        returns=per_position([_values_at(entry.returns, tokens) for entry, tokens, _ in entries]),
         tokens=sum(len(row.ids) for row, _ in rows),
     )
 
 
-def _chosen(values: Sequence[float] | None, tokens: Sequence[int]) -> list[float]:
+def _values_at(values: Sequence[float] | None, tokens: Sequence[int]) -> list[float]:
     """Values of the tokens; NaN, which no loss can pass over unseen, where there are none."""
     return [float("nan") if values is None else values[t] for t in tokens]

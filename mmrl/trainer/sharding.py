@@ -62,7 +62,7 @@ def shard_head(module: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Mo
     return module
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
+def gather_tensor(value: torch.Tensor) -> torch.Tensor:
     """A tensor with all its shards, on the CPU; all processes must call this."""
     if isinstance(value, DTensor):
         # Offloaded shards wait on the CPU, the processes meet on the mesh's device.
@@ -103,7 +103,9 @@ def save_optimizer(
     state = optimizer.state_dict()
     # Every process walks the state in the same order: gathering a shard takes all of them at once.
     per_parameter = {
-        index: {name: whole(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+        index: {
+            name: gather_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()
+        }
         for index, values in state["state"].items()
     }
     if main:

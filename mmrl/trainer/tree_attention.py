@@ -97,13 +97,13 @@ class PrefixTree:
         for span in self.spans:
             stop = bisect_left(read, span.stop)
             for begin, end, is_read in _runs(read, span):
-                # at..below: queries inside the run; below..stop: queries after it, which see all its keys. The causal
-                # mask pairs query i with key i, hence runs of which either every token is read or none.
-                at, below = bisect_left(read, begin), bisect_left(read, end)
+                # inside..below: queries inside the run; below..stop: queries after it, which see all its keys. The
+                # causal mask pairs query i with key i, hence runs of which either every token is read or none.
+                inside, below = bisect_left(read, begin), bisect_left(read, end)
                 first = not span.depth and begin == span.begin
-                together = is_read and stop - at < LARGE
+                together = is_read and stop - inside < LARGE
                 if is_read:
-                    yield KernelCall(slice(at, stop if together else below), slice(begin, end), True, first)
+                    yield KernelCall(slice(inside, stop if together else below), slice(begin, end), True, first)
                 if not together and below < stop:
                     yield KernelCall(slice(below, stop), slice(begin, end), False, first)
 
@@ -115,18 +115,18 @@ class PrefixTree:
 
 def _runs(read: Sequence[int], span: NodeSpan) -> Iterator[tuple[int, int, bool]]:
     """The tokens of a node in runs, (begin, end, whether they are in `read`); of those that are, a piece at most."""
-    at, begin = bisect_left(read, span.begin), span.begin
+    index, begin = bisect_left(read, span.begin), span.begin
     while begin < span.end:
-        following = read[at] if at < len(read) else span.end
+        following = read[index] if index < len(read) else span.end
         if following > begin:
             yield begin, min(following, span.end), False
             begin = following
             continue
         size = 1
-        while size < PIECE and at + size < len(read) and read[at + size] == begin + size < span.end:
+        while size < PIECE and index + size < len(read) and read[index + size] == begin + size < span.end:
             size += 1
         yield begin, begin + size, True
-        at, begin = at + size, begin + size
+        index, begin = index + size, begin + size
 
 
 def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:

@@ -115,9 +115,9 @@ def build_tries(rows: Sequence[Ids]) -> list[TrieNode]:
         node = _OpenNode(row, len(rows[row]), [])
         # Nodes that reach deeper than the fork get no further branch: they are closed, deepest first.
         while path[-1].end > fork:
-            above = path.pop()
-            above.children += node.close(above.end)
-            node = above
+            parent = path.pop()
+            parent.children += node.close(parent.end)
+            node = parent
         if path[-1].end == fork:
             path[-1].children += node.close(fork)
         else:
@@ -126,18 +126,18 @@ def build_tries(rows: Sequence[Ids]) -> list[TrieNode]:
     return path[0].children
 
 
-def split_trie(node: TrieNode, budget: int, most: int) -> list[TrieNode]:
+def split_trie(node: TrieNode, budget: int, max_tokens: int) -> list[TrieNode]:
     """The trie in parts of at most `budget` tokens, cut between branches, what is above them repeated.
 
-    A single sequence is never cut, so a longer one is a part of its own. A part may have up to `most` tokens where
-    otherwise more than half of it would be what is repeated.
+    A single sequence is never cut, so a longer one is a part of its own. A part may have up to `max_tokens` tokens if
+    more than half of it would otherwise be repeated tokens.
     """
     if node.tokens <= budget or not node.children:
         return [node]
     # Each part repeats the node's own tokens, which its branches therefore cannot use. Demonstrations of about as many
     # tokens as the budget would leave room for one or two calls, and be forwarded again for each of them.
-    room = max(budget - node.length, min(node.length, most - node.length))
-    parts = [part for child in node.children for part in split_trie(child, room, most - node.length)]
+    room = max(budget - node.length, min(node.length, max_tokens - node.length))
+    parts = [part for child in node.children for part in split_trie(child, room, max_tokens - node.length)]
     # Neighbours stay together (next fit, not first fit): they share the most.
     groups: list[list[TrieNode]] = []
     filled = 0
@@ -150,19 +150,21 @@ def split_trie(node: TrieNode, budget: int, most: int) -> list[TrieNode]:
     return [make_node(node.row, node.begin, node.end, group) for group in groups]
 
 
-def bin_pack(tries: Sequence[TrieNode], budget: int, share: int = 1, most: int | None = None) -> list[list[TrieNode]]:
+def bin_pack(
+    tries: Sequence[TrieNode], budget: int, share: int = 1, max_tokens: int | None = None
+) -> list[list[TrieNode]]:
     """Tries to packs of at most `budget` tokens (or one trie), of like cost, their number a multiple of `share`.
 
     There may be fewer packs than that where there are fewer tries. Largest pack first, so that a budget that does not
     fit in memory fails at once.
 
     Args:
-        most: see `split_trie`; None: `budget`.
+        max_tokens: see `split_trie`; None: `budget`.
     """
     # Both sorts are stable and no set or hash is iterated: the same calls give the same packs in the same order on
     # every machine and after a resume, which is what makes the summed loss equal to the bit.
     parts = sorted(
-        (part for trie in tries for part in split_trie(trie, budget, most or budget)), key=lambda trie: -trie.cost
+        (part for trie in tries for part in split_trie(trie, budget, max_tokens or budget)), key=lambda trie: -trie.cost
     )
     # No fewer packs than the tokens need; with several processes (`share`) all must do as many forwards.
     count = -(-sum(part.tokens for part in parts) // budget)
@@ -226,13 +228,13 @@ def flatten(tries: Sequence[TrieNode], rows: Sequence[Ids]) -> TrieLayout:
     # no gather and no mask. A stack, not recursion, and reversed so that it pops in lexicographic order.
     stack: list[tuple[TrieNode, tuple[NodeSpan, ...]]] = [(trie, ()) for trie in reversed(tries)]
     while stack:
-        node, above = stack.pop()
+        node, ancestors = stack.pop()
         begin = len(ids)
         span = NodeSpan(begin, begin + node.length, begin + node.tokens, node.begin)
         spans.append(span)
         ids += rows[node.row][node.begin : node.end]
         depths += range(node.begin, node.end)
-        path = (*above, span)
+        path = (*ancestors, span)
         if not node.children:
             paths[node.row] = path
         stack += [(child, path) for child in reversed(node.children)]

@@ -115,7 +115,9 @@ class MmrlTrainer(GRPOTrainer):
         self.next_batch, self.on_step_end = next_batch, on_step_end
         self.extra = extra or (lambda step: {})
         tries = choose_packing(settings.train.packing, model)
-        budget, most = token_budget(settings.train.microbatch_tokens, model, settings.model.gradient_checkpointing)
+        budget, max_tokens = token_budget(
+            settings.train.microbatch_tokens, model, settings.model.gradient_checkpointing
+        )
         self.compared = not tries
         # Before TRL wraps the model: the critic may copy its backbone, and the reference is the model as it is now.
         self.critic = None if settings.critic is None else Critic(settings, settings.critic, model)
@@ -142,7 +144,7 @@ class MmrlTrainer(GRPOTrainer):
         self.remove_callback(PrinterCallback)
         self.totals, self.batch_metrics = StepTotals((), self.args.device), dict[str, float]()
         self.sharded = sharding.is_sharded(self.accelerator)
-        self.forwards = Forwards(self, tries=tries, budget=budget, most=most)
+        self.forwards = Forwards(self, tries=tries, budget=budget, max_tokens=max_tokens)
         self._prepare_models(reference)
 
     def _prepare_models(self, reference: PreTrainedModel | None) -> None:
@@ -267,16 +269,16 @@ class MmrlTrainer(GRPOTrainer):
             scores = self.forwards.score(model, pack, entropy=not supervised, hits=supervised)
         if first and not pack.filler:
             self.totals.add_gap(pack, scores.logprobs)
-        at = pack.entry_index  # (E,) into the pack's N scored positions
+        index = pack.entry_index  # (E,) into the pack's N scored positions
         old = pack.old_logprobs(scores.logprobs.detach(), train.old_logprobs == "recompute")  # (N,)
         correction: Correction | None = None
         if train.tis is not None:
             # Against the weights at the step's start, which in a step of one update are those of now.
-            correction = truncated_weights(old, pack.sampled, train.tis).at(at)
+            correction = truncated_weights(old, pack.sampled, train.tis).select(index)
         result = token_loss(
-            scores.logprobs[at],
-            old[at],
-            None if pack.ref is None else pack.ref[at],
+            scores.logprobs[index],
+            old[index],
+            None if pack.ref is None else pack.ref[index],
             pack.advantages,
             pack.weights,
             algo.clip,
@@ -285,7 +287,7 @@ class MmrlTrainer(GRPOTrainer):
             algo.ratio_one,
             correction,
             algo.loss,
-            pack.of_call[at],
+            pack.of_call[index],
         )
         # Processes' gradients are averaged, and this loss is a sum.
         self.accelerator.backward(result.loss * self.accelerator.num_processes)
@@ -294,7 +296,7 @@ class MmrlTrainer(GRPOTrainer):
             self.critic.train_on(pack, scores.hidden, self.accelerator, self.forwards.autocast())
         if supervised:
             # With a ratio of 1 the objective's own value is constant; its gradient is that of the log-likelihood.
-            return -(pack.weights * scores.logprobs[at].detach()).sum().double()
+            return -(pack.weights * scores.logprobs[index].detach()).sum().double()
         return result.loss.detach().double()
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor | float | None:
@@ -308,7 +310,7 @@ class MmrlTrainer(GRPOTrainer):
             self.totals.adapter_norms.append(norms)
             norm = math.hypot(*norms.values())
         elif self.critic is not None:
-            norm = self.accelerator.clip_grad_norm_(self.critic.others(model), limit)
+            norm = self.accelerator.clip_grad_norm_(self.critic.policy_parameters(model), limit)
         else:
             norm = super()._clip_grad_norm(model)
         value = sharding.as_number(norm) if norm is not None else 0.0
