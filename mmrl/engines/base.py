@@ -133,16 +133,16 @@ class Engine(ABC):
         """
 
     def enter(self) -> None:  # noqa: B027 - a default, not an omission
-        """A program starts (or is about to: siblings are entered before a fork point's own request)."""
+        """Note that a program starts (or is about to: siblings are entered before a fork point's own request)."""
 
     def leave(self) -> None:  # noqa: B027
-        """A program has ended."""
+        """Note that a program has ended."""
 
     def end_session(self, session: str) -> None:  # noqa: B027
-        """No more requests of a session come for now."""
+        """Note that no more requests of a session come for now."""
 
     def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
-        """The trainer's weights are policy `version` now: serve them from the next request on.
+        """Serve the trainer's weights, policy `version` now, from the next request on.
 
         Args:
             state: the weights by name, where processes share them and none holds them whole; None: they are whole in
@@ -156,18 +156,18 @@ class Engine(ABC):
 
     # A hint, so that a program which calls a sleeping engine gets its completion and no error.
     def sleep(self) -> None:  # noqa: B027
-        """The trainer works now: free what can be freed. The next push of weights or request wakes the engine."""
+        """Free what can be freed: the trainer works now. The next push of weights or request wakes the engine."""
 
     def metrics(self) -> Mapping[str, float]:
         """For a step's record, by metric name."""
         return self.endpoint_usage()
 
     def endpoint_usage(self) -> Mapping[str, float]:
-        """The part of `metrics` that counts requests to endpoints (`endpoint/*`); counts of several engines add up."""
+        """Return the `endpoint/*` part of `metrics`: counts of requests to endpoints, which add up over engines."""
         return {}
 
     def describe(self) -> dict[str, str]:
-        """Facts for a run's summary: the endpoints in use, their requests and their cost."""
+        """Return facts for a run's summary: the endpoints in use, their requests and their cost."""
         return {}
 
     def close(self) -> None:  # noqa: B027
@@ -212,7 +212,7 @@ class Asking(Protocol):
     """A user of endpoints: an engine, or a task with a judge."""
 
     def endpoint_usage(self) -> Mapping[str, float]:
-        """Requests so far, by metric name."""
+        """Return requests so far, by metric name."""
         ...
 
 

@@ -81,7 +81,7 @@ class Reply:
 def request_body(
     settings: EndpointConfig, messages: Sequence[Mapping[str, str]], options: Mapping[str, object], limit: str
 ) -> dict[str, object]:
-    """The body of one request.
+    """Return the body of one request.
 
     Args:
         options: settings of this request (`temperature`, `max_tokens`, …); those that are None are not sent.
@@ -94,17 +94,17 @@ def request_body(
 
 
 def asks_for_the_other_limit(body: Mapping[str, object], status: int, text: str) -> bool:
-    """True where a refusal says that the limit of new tokens has to be called `max_completion_tokens`."""
+    """Return True if a refusal says that the limit of new tokens has to be called `max_completion_tokens`."""
     return status in (400, 422) and LIMITS[0] in body and LIMITS[1] in text
 
 
 def cut_at_the_limit(status: int, text: str) -> bool:
-    """True where a refusal says that a limit was too low for the model's reasoning: the endpoint takes requests."""
+    """Return True if a refusal says that a limit was too low for the model's reasoning: the endpoint takes requests."""
     return status == 400 and _CUT.search(text) is not None
 
 
 def remedy(path: str, body: Mapping[str, object], status: int, text: str) -> str:
-    """Advice for a refusal that names a setting which the model does not take; else nothing."""
+    """Return advice for a refusal that names a setting which the model does not take; else nothing."""
     if asks_for_the_other_limit(body, status, text):
         return f" (set {path}.max_tokens_field={LIMITS[1]})"
     if status not in (400, 422) or not _REFUSED.search(text):
@@ -162,7 +162,7 @@ def read_completion(content: bytes, reasoning: str = "drop") -> Reply:
 
 
 def with_reasoning(answer: str, thoughts: str, reasoning: str) -> str:
-    """The text of a reply, as `Endpoint.reasoning` wants it.
+    """Return the text of a reply, as `Endpoint.reasoning` wants it.
 
     Args:
         answer: the reply's content.
@@ -180,7 +180,7 @@ def with_reasoning(answer: str, thoughts: str, reasoning: str) -> str:
 
 
 def _parts(message: Mapping[str, object]) -> tuple[str, str]:
-    """The answer of a message, and its reasoning, which servers call by two names or put among the content's parts."""
+    """Return a message's answer and reasoning, which servers call by two names or put among the content's parts."""
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     content = message.get("content") if thoughts else message["content"]  # some leave an empty answer out
     if isinstance(content, list):
@@ -199,7 +199,7 @@ def _text(value: object) -> str:
 
 
 def _count(usage: object, *names: str) -> int:
-    """A number of tokens as the endpoint counts them; 0 where it says none."""
+    """Return a number of tokens as the endpoint counts them; 0 where it says none."""
     for name in names:
         usage = usage.get(name) if isinstance(usage, Mapping) else None
     return usage if isinstance(usage, int) and 0 < usage <= MOST_TOKENS else 0

@@ -78,7 +78,7 @@ class OpenAIChat:
         self._limit = LIMITS[0] if named == "auto" else named
 
     async def complete(self, messages: Sequence[Mapping[str, str]], **options: object) -> str:
-        """The assistant's text for `messages` (role and content).
+        """Return the assistant's text for `messages` (role and content).
 
         Args:
             options: fields of the request's body (`temperature`, `max_tokens`, …); those that are None are the
@@ -94,14 +94,14 @@ class OpenAIChat:
         return await self._http.run(self._reply(messages, options))
 
     def unreachable(self) -> list[str]:
-        """Reasons why no request can succeed: nobody there, a refused key, an unknown model. Blocks; asks one token.
+        """Return reasons why no request can succeed: no server, a refused key, an unknown model. Blocks; one token.
 
         One sentence per problem, with the config key. What may pass (429, 500, a slow reply) is no problem.
         """
         return self._http.wait(self._probe())
 
     def forget_counts(self) -> None:
-        """A new run begins: `usage` starts anew."""
+        """Reset `usage` for a new run."""
         self.usage = Usage()
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class OpenAIChat:
         await asyncio.sleep(start - now)
 
     def _renamed(self, body: Mapping[str, object], failure: HttpFailure) -> bool:
-        """True where the server asks for another name of the limit of new tokens, which later requests have."""
+        """Return True if the server asks for another name of the limit of new tokens, which later requests have."""
         asks = asks_for_the_other_limit(body, failure.status, failure.text)
         if not asks or self.settings.max_tokens_field != "auto":
             return False
@@ -186,7 +186,7 @@ class OpenAIChat:
         return True
 
     def _failed(self, failure: HttpFailure) -> EngineFailure:
-        """The failure of a request, counted."""
+        """Count the failure of a request and return it."""
         tries = f" ({failure.tries} tries)" if failure.transient else ""
         failed = EngineFailure(f"{self._name()}: {failure.reason}{tries}")
         self.usage.failures += 1
@@ -199,7 +199,7 @@ class OpenAIChat:
 
 
 def described(settings: EndpointConfig, chat: object, *extra: str, **counts: int) -> str:
-    """An endpoint for a result's facts: model, address, what was counted so far, and `extra` words."""
+    """Return an endpoint for a result's facts: model, address, what was counted so far, and `extra` words."""
     counted = asdict(chat.usage) if isinstance(chat, OpenAIChat) else {}
     cost = counted.pop("cost", 0.0)
     counts = {name: counted.pop(name) for name in ("requests", "retries", "failures") if counted} | counts | counted
@@ -209,12 +209,12 @@ def described(settings: EndpointConfig, chat: object, *extra: str, **counts: int
 
 
 def worth_logging(count: int) -> bool:
-    """True where occurrence number `count` (from 1) is shown: 1, 10, 100, …; all of them would fill the screen."""
+    """Return True if occurrence number `count` (from 1) is shown: 1, 10, 100, …; all of them would fill the screen."""
     return str(count).strip("0") == "1"
 
 
 def key_of(settings: EndpointConfig, path: str = "engine") -> str | None:
-    """The key from the environment; None where none is to be sent.
+    """Return the key from the environment; None where none is to be sent.
 
     Raises:
         ConfigError: the variable is not set, or holds no key.

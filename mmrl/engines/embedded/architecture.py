@@ -31,7 +31,7 @@ MOST_COPIED = 2**30
 
 
 def unsupported(model: nn.Module) -> str | None:
-    """The reason why the native decoder cannot serve this model, or None."""
+    """Return the reason why the native decoder cannot serve this model, or None."""
     causal = cast("LlamaForCausalLM", causal_lm(model))
     if (reason := unknown_layers(causal)) is not None:
         return reason
@@ -66,12 +66,12 @@ def _decoder_layers(causal: LlamaForCausalLM) -> list[LlamaDecoderLayer]:
 
 
 def _base(source: nn.Module) -> nn.Linear:
-    """The plain linear layer, inside a LoRA layer or not."""
+    """Return the plain linear layer, inside a LoRA layer or not."""
     return cast(nn.Linear, getattr(source, "base_layer", source))
 
 
 def _odd(module: nn.Module) -> str | None:
-    """The reason why a projection is neither a plain linear layer nor one with plain LoRA, or None."""
+    """Return the reason why a projection is neither a plain linear layer nor one with plain LoRA, or None."""
     if type(module) in PLAIN:
         return None
     if not type(module).__module__.startswith("peft.tuners.lora") or type(module).__name__ != "Linear":

@@ -148,11 +148,11 @@ class NativeLoop:
         return order
 
     def _cached_lengths(self) -> list[int]:
-        """Tokens of each row that lie in the cache."""
+        """Return the tokens of each row that lie in the cache."""
         return [n - (prefix.length if prefix else 0) for n, prefix in zip(self._lengths, self._prefixes, strict=True)]
 
     def _remember(self, index: int) -> None:
-        """A row is done: its ids, and its keys and values too if a later prompt may go on from them."""
+        """Remember a finished row's ids, and its keys and values too if a later prompt may go on from them."""
         row, length = self._rows[index], self._lengths[index]
         ids = (*row.prompt_ids, *row.ids)[:length]  # the newest token was never forwarded
         self._store.see(ids, len(row.prompt_ids))
@@ -191,7 +191,7 @@ class NativeLoop:
         self._positions = None
 
     def _set_positions(self) -> None:
-        """Positions of the next token of each row, and the mask over what each row holds."""
+        """Set each row's next position, and the mask over the positions that each row holds."""
         device = self.weights.embedding.device
         self._positions = torch.tensor(self._lengths, device=device)
         self._groups = Groups(self._prefixes, device, self.weights.by_onednn)
@@ -244,7 +244,7 @@ class NativeLoop:
         return x
 
     def _forward_segments(self, segments: Sequence[PrefixSegment], target: Target) -> Tensor:
-        """Segments on top of one parent, padded on the right (causal attention never sees that).
+        """Forward segments on top of one parent, padded on the right (causal attention never sees that).
 
         Returns:
             (U, H) of the last tokens, before the last norm. Segments that are no leaves get their `cache`.

@@ -44,7 +44,7 @@ class PrefixSegment:
 
 
 def common_prefix(a: Ids, b: Ids) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     # Slices compare in C: a bisection over slices beats a loop over tokens by far for prompts of thousands.
     size = min(len(a), len(b))
     if a[:size] == b[:size]:
@@ -97,7 +97,7 @@ class PrefixStore:
             self.tokens -= len(ids)
 
     def find(self, prompt: Ids) -> tuple[PrefixSegment | None, int]:
-        """The stored sequence that shares most with the prompt, and how much; at least the last token is left over."""
+        """Find the stored sequence that shares most with the prompt, and how much; the last token is never included."""
         index = bisect_left(self._sorted, prompt)
         best, length = None, LEAST_SHARED - 1
         for neighbour in self._sorted[max(0, index - 1) : index + 1]:  # the longest common prefix is with a neighbour
@@ -123,7 +123,7 @@ class PrefixStore:
             del self._remembered_sorted[bisect_left(self._remembered_sorted, oldest)]
 
     def meet(self, prompt: Ids) -> int:
-        """Length of the prefix that a prompt shares with any remembered sequence; notices a turn that continues one."""
+        """Return the longest prefix length shared with a remembered sequence; notices a turn that continues one."""
         index = bisect_left(self._remembered_sorted, prompt)
         longest = 0
         for neighbour in self._remembered_sorted[max(0, index - 1) : index + 1]:
@@ -181,7 +181,7 @@ def plan(prompts: Sequence[Ids], store: PrefixStore) -> list[PrefixSegment]:
 
 
 def passes(segments: Sequence[PrefixSegment]) -> Iterator[list[PrefixSegment]]:
-    """Segments of one parent and similar length together, parents' passes before their children's.
+    """Yield segments of one parent and similar length together, parents' passes before their children's.
 
     The order depends on lengths and ids alone.
     """

@@ -100,7 +100,7 @@ def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows:
 
 
 def _locate(cdf: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first index whose cdf exceeds the target, and what is left of the target there; (B, N), (B, 1) -> (B, 1).
+    """Find the first index whose cdf exceeds the target, and the target's rest there; (B, N), (B, 1) -> (B, 1).
 
     Its own share of the cdf is above zero: the cdf before it does not exceed the target. The target stays below
     the total, which rounding may have made it reach.
@@ -113,7 +113,7 @@ def _locate(cdf: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def surviving(scores: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
-    """Tokens that survive top-k and then top-p.
+    """Return the tokens that survive top-k and then top-p.
 
     The k most probable tokens stay (0: all), are renormalised, and of those the fewest whose probabilities sum to
     at least p. Of tokens tied at the border the lower ids stay.

@@ -145,7 +145,7 @@ class RowDecoder:
                 loop.start()
 
     def room(self, jobs: Sequence[PendingRequest], active: int) -> int:
-        """Number of the first `jobs` that may be admitted next to `active` rows."""
+        """Return the number of the first `jobs` that may be admitted next to `active` rows."""
         # Rows × longest prompt, not the sum: the cache is one block, as long for each row as the longest one needs.
         widest = max((len(row.prompt_ids) for row in self._rows.values()), default=0)
         for count, job in enumerate(jobs):
@@ -198,7 +198,7 @@ class RowDecoder:
             loop.forget()
 
     def _places(self, rows: Sequence[BatchRow]) -> dict[str, list[int]]:
-        """Positions of the rows of each set of weights that has any."""
+        """Return the positions of the rows of each set of weights that has any."""
         places = {name: [i for i, row in enumerate(rows) if (row.adapter or "") == name] for name in self.loops}
         return {name: indices for name, indices in places.items() if indices}
 
@@ -286,7 +286,7 @@ class RowDecoder:
 
 
 def _is_native(model: torch.nn.Module, choice: str) -> bool:
-    """True where the native decoder serves a model, with a warning where it does not know it."""
+    """Return True if the native decoder serves a model, with a warning where it does not know it."""
     reason = unsupported(model) if choice != "hf" else None
     if reason is not None and choice == "own":
         raise ConfigError(f"engine.loop: got 'own', which cannot serve this model: {reason}; use auto or hf")

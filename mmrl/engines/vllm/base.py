@@ -134,7 +134,7 @@ class VllmEngine(Engine):
         return Rules(self.tokenizer, ends, settings.vocab_size, limit, self.setup.adapters)
 
     def _adapter_of(self, module: str) -> PushedAdapter | None:
-        """The adapter that `module` speaks with now; None: the weights themselves."""
+        """Return the adapter that `module` speaks with now; None: the weights themselves."""
         if not self.names:
             return None
         name = self.setup.adapters[module] if self.setup.adapters is not None else self.names[0]
@@ -234,7 +234,7 @@ class VllmEngine(Engine):
         return completion if exact(self.mode, row.request.sampling) else replace(completion, logprobs=None)
 
     def _adapter_names(self) -> list[str]:
-        """Adapters that modules speak with, or the active one; empty without peft."""
+        """Return the adapters that modules speak with, or the active one; empty without peft."""
         if self.model is None:
             return sorted(self.setup.folders)
         if not hasattr(self.model, "peft_config"):

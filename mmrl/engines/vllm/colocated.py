@@ -223,7 +223,7 @@ class VllmColocatedEngine(VllmEngine):
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
-        """The trainer's weights are policy `version` now: push them, and check that vLLM serves them.
+        """Push the trainer's weights, policy `version` now, and check that vLLM serves them.
 
         Args:
             state: the weights, where the model in this process does not hold them whole.

@@ -38,7 +38,7 @@ LOOK_S = 60.0
 
 
 def vllm_problems(config: VllmConfig, device: str = "auto", rank: int = 0) -> list[str]:
-    """Reasons why vLLM cannot be used as configured; known before any model loads.
+    """Return reasons why vLLM cannot be used as configured; known before any model loads.
 
     Args:
         rank: of the LoRA adapters that it would serve; 0: none.
@@ -52,7 +52,7 @@ def vllm_problems(config: VllmConfig, device: str = "auto", rank: int = 0) -> li
 
 
 def _unstartable(config: VllmConfig) -> list[str]:
-    """Reasons why no vLLM can be reached or started."""
+    """Return reasons why no vLLM can be reached or started."""
     router = getattr(config, "router", None)
     addresses = [*(("engine.urls", url) for url in config.servers), *([("engine.router", router)] if router else [])]
     if wrong := [f"{key}: {problem}" for key, url in addresses if (problem := address_problem(url, " of a server"))]:
@@ -83,7 +83,7 @@ def _unstartable(config: VllmConfig) -> list[str]:
 
 @functools.cache
 def _has_vllm(python: str) -> bool:
-    """True where another interpreter has vLLM; checked once, without importing it."""
+    """Return True if another interpreter has vLLM; checked once, without importing it."""
     check = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
         return subprocess.run([python, "-c", check], capture_output=True, timeout=LOOK_S, check=False).returncode == 0
@@ -106,7 +106,7 @@ def logprobs_mode(config: VllmConfig, samplings: Sequence[tuple[float, float, in
 
 
 def exact(mode: str, sampling: Sampling) -> bool:
-    """True where the log-probabilities of a server in this mode are log-softmax(logits / T) over the full vocabulary.
+    """Return True if a server's log-probabilities in this mode are log-softmax(logits / T) over the full vocabulary.
 
     Greedy calls count as temperature 1, which is what both modes then report.
     """
@@ -116,7 +116,7 @@ def exact(mode: str, sampling: Sampling) -> bool:
 
 
 def sampling_fields(sampling: Sampling, limit: int, stop_ids: Iterable[int]) -> dict[str, Any]:
-    """Fields of vLLM's sampling parameters, over HTTP and in process alike, for completions that end as ours do.
+    """Return fields of vLLM's sampling parameters, over HTTP and in process alike, for completions that end as ours do.
 
     Args:
         limit: most new tokens.
@@ -139,7 +139,7 @@ def sampling_fields(sampling: Sampling, limit: int, stop_ids: Iterable[int]) -> 
 def server_arguments(
     config: VllmConfig, setup: EngineSetup, path: str, mode: str, adapters: int, rank: int
 ) -> list[str]:
-    """Arguments of vLLM's API server but for host and port; see `engine_arguments`."""
+    """Return the arguments of vLLM's API server but for host and port; see `engine_arguments`."""
     arguments = engine_arguments(config, setup, path, mode, adapters, rank)
     if setup.device != "cpu" and len(setup.devices) > 1:
         arguments += ["--data-parallel-size", str(len(setup.devices))]
@@ -149,7 +149,7 @@ def server_arguments(
 def engine_arguments(
     config: VllmConfig, setup: EngineSetup, path: str, mode: str, adapters: int, rank: int
 ) -> list[str]:
-    """Arguments of vLLM's engine, in a server or in this process; the user's own (`engine.args`) go after them.
+    """Return the arguments of vLLM's engine, in a server or this process; the user's own (`engine.args`) go after them.
 
     Args:
         path: what it loads first.
@@ -193,7 +193,7 @@ def engine_arguments(
 
 
 def server_environment(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:
-    """Variables for a server; the user's own win where they choose a resource."""
+    """Return the variables for a server; the user's own win where they choose a resource."""
     variables = resources(config, setup) | {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_SERVER_DEV_MODE": "1",  # reload of weights; the server listens on this machine alone
@@ -205,7 +205,7 @@ def server_environment(config: VllmConfig, setup: EngineSetup) -> dict[str, str]
 
 
 def resources(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:
-    """Variables for vLLM wherever it runs; the user's own win."""
+    """Return the variables for vLLM wherever it runs; the user's own win."""
     variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if setup.device == "cpu":
         defaults = {

@@ -61,7 +61,7 @@ class Replica:
             await self.api.unload_adapter(name)
 
     async def lost(self) -> bool:
-        """True where the process has ended, or nobody listens at the address."""
+        """Return True if the process has ended, or nobody listens at the address."""
         if self.process is not None:
             return not self.process.alive
         return not await self.api.listens()
@@ -79,5 +79,5 @@ class Replica:
         self.restarts_left -= 1
 
     def log_tail(self) -> str:
-        """The end of its log, or where it is."""
+        """Return the end of its log, or where it is."""
         return self.process.log_tail() if self.process is not None else f"the server is {self.api.url}"

@@ -25,7 +25,7 @@ START_S = 60.0
 
 
 def router_problems(config: VllmConfig) -> list[str]:
-    """Reasons why no router can be started before several servers."""
+    """Return reasons why no router can be started before several servers."""
     if not isinstance(config, VllmServerConfig) or config.router is not None:
         return []
     if max(len(config.urls), config.replicas) == 1:

@@ -135,7 +135,7 @@ class VllmServerEngine(VllmEngine):
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
-        """The trainer's weights are policy `version` now: push them to every server, and check that it serves them.
+        """Push the trainer's weights, policy `version` now, to every server, and check that it serves them.
 
         Args:
             state: the weights, gathered from processes that share them; they are pushed without the check, which
