@@ -194,7 +194,7 @@ class RolloutContext:
         return prompt_ids, event.call
 
     def _extend(self, observation: Sequence[Message] | str, after: Reply) -> tuple[tuple[int, ...], int]:
-        """The context with what is added, and how many of its tokens stay: a sampled end-of-turn may be taken back."""
+        """Extend the context; also return how many of its tokens stay: a sampled end-of-turn may be taken back."""
         prompt_ids = self.env.extend(after.context, observation)
         before = len(after.context)
         return prompt_ids, before if prompt_ids[:before] == after.context else before - 1
@@ -260,7 +260,7 @@ class RolloutContext:
         )
 
     async def _exchanged_by(self, teacher: Teacher, generation: Generation, attempt: int) -> tuple[Completion, str]:
-        """The reply of a teacher's model to the same messages, with the policy's own ids of it."""
+        """Return the reply of a teacher's model to the same messages, with the policy's own ids of it."""
         env = teacher.environment
         assert generation.messages is not None  # no module that goes on in a context has a teacher (`run.check`)
         rendered = replace(generation, prompt_ids=env.render(generation.messages))
@@ -315,7 +315,7 @@ def _succeeded(outcome: asyncio.Future[object]) -> bool:
 
 
 def _to_text(messages: Sequence[Message] | str) -> str:
-    """A prompt for people to read."""
+    """Return a prompt for people to read."""
     if isinstance(messages, str):
         return messages
     return "\n".join(f"[{message['role']}] {message['content']}" for message in messages)

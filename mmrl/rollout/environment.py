@@ -148,7 +148,7 @@ class Teacher:
 def make_environment(
     task: Task, engine: Engine, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, key: rng.Key
 ) -> Environment:
-    """The environment of a task whose prompts `tokenizer` renders and `engine` answers."""
+    """Return the environment of a task whose prompts `tokenizer` renders and `engine` answers."""
     # Functions rather than the tokenizer itself, so that tests run programs without one.
     return Environment(
         task=task,

@@ -89,7 +89,7 @@ class _Tree:
             self.tapes.append(ctx.events)
 
     async def _without_modules(self, exchange: Exchange, ctx: RolloutContext) -> tuple[dict[str, float], int]:
-        """Outcome of the rollout without each module, but where it failed for outside causes; and the calls it took."""
+        """Play the rollout without each module; returns outcomes, but where outside causes failed it, and call count."""
         outcomes, calls = {}, 0
         for module in exchange.modules:
             events = ctx.events
@@ -153,7 +153,7 @@ class _Tree:
         )
 
     async def _run(self, ctx: RolloutContext, program: Program | None = None) -> object:
-        """The prediction of a program (None: the task's); whatever else happens is a `RolloutError`."""
+        """Return the prediction of a program (None: the task's); whatever else happens is a `RolloutError`."""
         limit = self.env.settings.timeout_s
         try:
             # Of the program alone: a judge has its own limit, and its time is not the model's doing.
@@ -202,7 +202,7 @@ class _Tree:
         return score
 
     async def _awaited(self, score: Awaitable[Score]) -> Score:
-        """The program has ended: a judge that takes its time must hold up no batch of the programs still alive."""
+        """Await a judge after the program has ended: it must hold up no batch of the programs still alive."""
         self.env.engine.leave()
         try:
             return await score
@@ -324,7 +324,7 @@ async def sample(
 
 
 def reserialised(forest: Forest, program: Canonical, encode: Callable[[str], Sequence[int]], end: int) -> Forest:
-    """The forest with the completion of every call replaced by its canonical text.
+    """Return the forest with the completion of every call replaced by its canonical text.
 
     Training on canonical text instead of the sampled tokens (`algo.reserialise`, the released code of arXiv
     2508.04660). What the policy sampled stays in `Call.sampled_ids` and `Call.text`. Calls that could not be parsed, or
@@ -363,7 +363,7 @@ def _canonical_call(call: Call, program: Canonical, encode: Callable[[str], Sequ
 
 
 def _raised(ctx: RolloutContext, kind: type[RolloutError], error: Exception) -> RolloutError:
-    """The failure that stands for an exception in the code of a program or its reward.
+    """Return the failure that stands for an exception in the code of a program or its reward.
 
     After a reply that does not parse, which the program caught, it is laid to the model: code that expects a value
     finds none. Laid to the program, a model that never parses would be a broken program, and never trained.
@@ -381,7 +381,7 @@ def _name(path: Sequence[int]) -> str:
 
 
 def _finite(score: Score) -> Score:
-    """The score with plain numbers; raises `RewardFailure` for one that is no number, not finite or too large."""
+    """Convert the score to plain numbers; raises `RewardFailure` if one is no number, not finite or too large."""
     return Score(
         reward=finite_numbers({"reward": score.reward})["reward"],
         metrics=finite_numbers(score.metrics),
@@ -391,6 +391,6 @@ def _finite(score: Score) -> Score:
 
 
 def _stopped_quietly(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    """A stop (Ctrl-C, SIGTERM) that hit a branch is reported once, by whoever stops the run, and not by every task."""
+    """Ignore a stop (Ctrl-C, SIGTERM) that hit a branch: the run reports it once, and not every task."""
     if not isinstance(context.get("exception"), KeyboardInterrupt):
         loop.default_exception_handler(context)

@@ -21,7 +21,7 @@ from mmrl.tasks.base import FieldProgram, Message, Task
 
 
 def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, object]]) -> Rollout:
-    """The program on one example, its calls answered by `replies` in order.
+    """Run the program on one example, its calls answered by `replies` in order.
 
     Args:
         replies: texts; for DSPy programs also output fields (`{"label": "spam"}`), which are written in DSPy's form.
@@ -62,7 +62,7 @@ class _Script(Engine):
     requests: list[Request] = field(default_factory=list)
 
     async def generate(self, request: Request) -> Completion:
-        """The next reply, one token per character."""
+        """Return the next reply, one token per character."""
         self.requests.append(request)
         if not self.replies:
             raise EngineFailure(

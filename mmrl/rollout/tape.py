@@ -71,7 +71,7 @@ class Tape:
         self.unplayed = list(range(len(self.replay)))
 
     async def recorded(self, kind: str, name: str, request: object) -> Event | None:
-        """The event of this request, or None when the tape is played out.
+        """Return the event of this request, or None when the tape is played out.
 
         Raises:
             ReplayDivergence: there is another one.
@@ -121,7 +121,7 @@ class Tape:
         return event
 
     async def outcome_of(self, event: Event) -> Any:
-        """The outcome of an event that is replayed."""
+        """Return the outcome of an event that is replayed."""
         if event.kind == "tool" and not event.outcome.done():
             # Another rollout's tool is still running: a strand that the schedule waits for, as for one of its own.
             self.begin()
@@ -190,7 +190,7 @@ class Tape:
             )
 
     def calls(self) -> list[Call]:
-        """Recorded calls in order, replayed ones included; each has the one before it as parent.
+        """Return recorded calls in order, replayed ones included; each has the one before it as parent.
 
         The order is that of the requests. Parents are set here: of concurrent calls the first requested may end last.
         """

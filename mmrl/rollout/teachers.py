@@ -39,7 +39,7 @@ class LoadedTeacher:
 def teachers_of_step(
     loaded: Mapping[str, LoadedTeacher], settings: SamplingSettings, key: rng.Key, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Teacher]:
-    """The teachers as rollouts of one step use them; `tokenizer` is the student's."""
+    """Return the teachers as rollouts of one step use them; `tokenizer` is the student's."""
 
     def reencoded(ids: tuple[int, ...], text: str, finish: str) -> tuple[int, ...]:
         # A text has no end-of-turn token: the student learns to end its turn where the teacher ended its own.
@@ -68,7 +68,7 @@ class TeacherForcedContext(RolloutContext):
     async def remember(
         self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]
     ) -> object:
-        """The teacher's result where it used the tool with the same arguments at this place, else the tool itself."""
+        """Return the teacher's result if it used the tool with the same arguments at this place, else run the tool."""
         # By order among the uses of this tool: the two programs may interleave tools and calls differently.
         position = sum(event.kind == "tool" and event.name == name for event in self.events)
         uses = self._of_teacher("tool", name)
@@ -101,7 +101,7 @@ class TeacherForcedContext(RolloutContext):
         )
 
     def _match(self, generation: Generation) -> Call:
-        """The teacher's call of the same module and invocation.
+        """Return the teacher's call of the same module and invocation.
 
         Raises:
             RolloutError: the teacher failed there, or never made such a call.

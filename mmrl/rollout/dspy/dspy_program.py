@@ -80,7 +80,7 @@ class DspyProgram:
         return self.written(call.module, fields)
 
     def written(self, module: str, fields: Fields) -> str:
-        """The adapter's own text of a predictor's output fields."""
+        """Return the adapter's own text of a predictor's output fields."""
         adapter = adapter_in_use(self.layout)
         return str(adapter.format_assistant_message_content(self.structure.signature(module), fields))
 
@@ -147,14 +147,14 @@ class DspyProgram:
 
 
 def _field_problems(part: str, values: Fields, fields: Collection[str]) -> list[str]:
-    """Fields that are missing, and others that a signature does not have."""
+    """Return the fields that are missing, and others that a signature does not have."""
     missing = [name for name in fields if name not in values]
     unexpected = [unknown(part, name, fields) for name in values if name not in fields]
     return [f"{part}: {', '.join(missing)} missing, expected {', '.join(fields)}"] * bool(missing) + unexpected
 
 
 def _to_json(output: object) -> object:
-    """The prediction as JSON values: dates as text, sets as lists, pydantic's models as mappings.
+    """Return the prediction as JSON values: dates as text, sets as lists, pydantic's models as mappings.
 
     Raises:
         ProgramFailure: it holds something else.
@@ -243,7 +243,7 @@ class TapeLM(dspy.BaseLM):
         return copied
 
     def bound(self, parse: Parse, inputs: Fields) -> TapeLM:
-        """The same LM, for one request of these inputs with this parser."""
+        """Copy the LM for one request of these inputs with this parser."""
         # A copy per request: concurrent requests of one rollout have different parsers.
         copied = copy.copy(self)
         copied.parse, copied.inputs = parse, inputs
@@ -251,7 +251,7 @@ class TapeLM(dspy.BaseLM):
 
 
 def sent(predictor: dspy.Predict, inputs: Fields, adapter: dspy.Adapter) -> list[Message]:
-    """The messages that a rollout would send for the inputs of a predictor.
+    """Return the messages that a rollout would send for the inputs of a predictor.
 
     Raises:
         ProgramFailure: something other than text among them.
@@ -306,7 +306,7 @@ class TapeAdapter(dspy.Adapter):
 
 
 def tape_adapter(inner: dspy.Adapter) -> dspy.Adapter:
-    """The user's adapter as a rollout uses it; the user's own stays as it is."""
+    """Return the user's adapter as a rollout uses it; the user's own stays as it is."""
     kind = _tape_class(cast("Hashable", type(inner)))
     adapter: dspy.Adapter = kind.__new__(kind)
     adapter.__dict__.update(inner.__dict__)
@@ -330,7 +330,7 @@ def _tape_class(kind: Any) -> Any:
 
 
 def parse_failure(error: AdapterParseError, signature: Signature) -> ParseFailure:
-    """The failure of a reply that DSPy could not read: how many of its output fields were there."""
+    """Return the failure of a reply that DSPy could not read: how many of its output fields were there."""
     expected = list(signature.output_fields)
     # a value of the wrong type is raised with its cause, or without any result: then nothing counts as read
     wrong_type = error.parsed_result is None or error.__cause__ is not None

@@ -104,7 +104,7 @@ class Host:
         return await asyncio.wrap_future(self._started(coroutine))
 
     def on_loop(self) -> bool:
-        """True where the caller runs on the rollout's event loop, which must not be blocked."""
+        """Return True if the caller runs on the rollout's event loop, which must not be blocked."""
         try:
             return asyncio.get_running_loop() is self.loop
         except RuntimeError:
@@ -122,7 +122,7 @@ class Host:
         return future
 
     def close(self) -> None:
-        """The rollout has ended: a thread that still runs gets an exception at its next request."""
+        """Close it after the rollout: a thread that still runs gets an exception at its next request."""
         with self._lock:
             self._closed = True
             waiting = list(self._waiting)
@@ -167,12 +167,12 @@ class Host:
 
 
 def messages_of(prompt: str | None, messages: Sequence[Message] | None) -> Sequence[Message]:
-    """Messages of a request to an LM of DSPy's: an adapter's, or a prompt of a module that calls it itself."""
+    """Return messages of a request to an LM of DSPy's: an adapter's, or a prompt of a module that calls it itself."""
     return messages if messages is not None else [{"role": "user", "content": prompt or ""}]
 
 
 def checked_messages(name: str, messages: Sequence[object]) -> list[Message]:
-    """A predictor's messages, if all of them are text.
+    """Return a predictor's messages, if all of them are text.
 
     Raises:
         ProgramFailure: they are not.
@@ -195,11 +195,11 @@ class _Outcome:
     """Traceback from the tool's own frames on: agents show it too, so that it must be the same on replay."""
 
     def value(self) -> Any:
-        """The result; containers are copied, since several rollouts may get it and change it."""
+        """Return the result; containers are copied, since several rollouts may get it and change it."""
         return _copied(self.result) if isinstance(self.result, dict | list | set | tuple | BaseModel) else self.result
 
     def raised(self, error: Exception) -> Exception:
-        """The error with its own frames alone; each rollout raises one of its own."""
+        """Return the error with its own frames alone; each rollout raises one of its own."""
         copied = _copied(error)
         if type(copied) is not type(error) or str(copied) != str(error):
             copied = error

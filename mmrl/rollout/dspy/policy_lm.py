@@ -92,11 +92,11 @@ class ServedPolicy:
         threading.Thread(target=self._loop.run_forever, name="mmrl-policy", daemon=True).start()
 
     def wait(self, work: Coroutine[object, object, T]) -> T:
-        """The result of `work` in the engine's thread; blocks."""
+        """Return the result of `work` in the engine's thread; blocks."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def awaited(self, work: Coroutine[object, object, T]) -> T:
-        """The same, awaited from any loop."""
+        """Await the result of `work` in the engine's thread, from any loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def answer(self, module: str, messages: list[Message], config: lm15.Config) -> Answer:
@@ -135,7 +135,7 @@ class ServedPolicy:
 
 
 async def generate(engine: Engine, request: Request) -> Completion:
-    """A completion for whoever is no rollout."""
+    """Return a completion for whoever is no rollout."""
     # The engine decodes when all that run wait for it, so whoever does not wait is not counted.
     engine.enter()
     try:

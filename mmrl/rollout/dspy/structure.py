@@ -63,7 +63,7 @@ class Structure:
             setattr(predictor, self._mark, name)
 
     def name_of(self, callers: Sequence[Any]) -> str | None:
-        """The module that makes a request: the innermost of DSPy's calling modules, or the one it is a copy of."""
+        """Find the module that makes a request: the innermost of DSPy's calling modules, or the one it is a copy of."""
         if not callers:
             return None
         caller = callers[-1]
@@ -75,7 +75,7 @@ class Structure:
         return name if name in self.modules else None
 
     def signature(self, module: str) -> Signature:
-        """The signature of a module, as it is now: `task.prompts` may have changed it."""
+        """Return the signature of a module, as it is now: `task.prompts` may have changed it."""
         if module in self._feedback:
             feedback: Signature = OfferFeedback
             return feedback
@@ -84,7 +84,7 @@ class Structure:
 
 
 def option_problem(name: str, options: Mapping[str, object]) -> str | None:
-    """The sentence about options of a predictor that would have no effect; None where there are none."""
+    """Return the sentence about options of a predictor that would have no effect; None where there are none."""
     # None is DSPy's way to leave an option out.
     passed = {key for key, value in options.items() if value is not None and (key, value) != ("n", 1)}
     refused = sorted(passed - WITHOUT_EFFECT - PASSED_ON)
@@ -129,7 +129,7 @@ def _problems(module: dspy.Module, named: Sequence[tuple[str, dspy.Predict]]) ->
 
 
 def _no_text(annotation: Any) -> list[type]:
-    """The types in an annotation that models get as something other than text."""
+    """Return the types in an annotation that models get as something other than text."""
     return [kind for kind in dspy.Type.extract_custom_type_from_annotation(annotation) if issubclass(kind, NO_TEXT)]
 
 
@@ -155,5 +155,5 @@ def _can_interpret(part: Any) -> bool:
 
 
 def _parts(module: dspy.Module, kind: type[Any]) -> Iterator[tuple[str, Any]]:
-    """Path -> each object of a kind in a program, wherever it is; the program itself is `self`."""
+    """Yield path -> each object of a kind in a program, wherever it is; the program itself is `self`."""
     yield from module.named_sub_modules(kind)
