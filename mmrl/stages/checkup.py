@@ -87,7 +87,7 @@ def _context(env: Environment, longest: int) -> int | None:
 
 
 def _timed(watch: Stopwatch, seconds: float, idle: float) -> dict[str, float]:
-    """A stopwatch against the rollouts' `seconds`, of which nothing was generated during `idle`."""
+    """Compare a stopwatch with the rollouts' `seconds`, of which nothing was generated during `idle`."""
     if not watch.calls:
         return {}
     # Without the longest: the first use of a tool may open an index, which no later one has to.
@@ -118,7 +118,7 @@ def _unread(forest: Forest) -> dict[str, str]:
 
 
 def _credit(stage: WeightStage, forest: Forest) -> Credit | None:
-    """The credit of the rollouts by the run's algorithm; None where there is nothing that it compares."""
+    """Return the credit of the rollouts by the run's algorithm; None where there is nothing that it compares."""
     # A critic has no groups, and its values would cost a forward of all rollouts.
     if hasattr(stage.config.algo, "critic") or all(r.reward is None for r in forest.rollouts):
         return None
@@ -126,7 +126,7 @@ def _credit(stage: WeightStage, forest: Forest) -> Credit | None:
 
 
 def _unpacked(stage: WeightStage, forest: Forest, credit: Credit | None) -> str:
-    """The reason why this model's updates cannot be packed, which would end the run at once; empty where they can."""
+    """Return the reason why this model's updates cannot be packed, which would end the run; empty if they can."""
     forwards = stage.trainer.forwards
     if credit is None or not forwards.tries or is_sharded(forwards.accelerator):
         return ""
@@ -138,7 +138,7 @@ def _unpacked(stage: WeightStage, forest: Forest, credit: Credit | None) -> str:
 
 
 def _gaps(stage: WeightStage, forest: Forest) -> dict[str, float]:
-    """Mean |trainer - sampler| log-probability per token of a few calls of each module, by a forward of the trainer."""
+    """Compute the mean |trainer - sampler| log-probability per token of a few calls of each module."""
     forwards = stage.trainer.forwards
     # Weights are sharded when training starts, and until then no process holds what the others would forward with.
     if is_sharded(forwards.accelerator):

@@ -101,7 +101,7 @@ class Prefetch(Generic[Batch]):
             futures.wait([self._batch])
 
     def sampled(self) -> Batch | None:
-        """The batch, once it is there; None where none was begun, or sampling it failed."""
+        """Return the batch, once it is there; None where none was begun, or sampling it failed."""
         if self.step is None:
             return None
         self.wait()
@@ -113,7 +113,7 @@ class Prefetch(Generic[Batch]):
         self._batch.set_result(batch)
 
     def take(self, step: int) -> Batch:
-        """The batch of `step`; raises what sampling it raised."""
+        """Return the batch of `step`; raises what sampling it raised."""
         if self.step != step:
             raise RuntimeError(f"step {step} was requested, step {self.step} was prefetched")
         self.step = None
@@ -145,7 +145,7 @@ class Collector(Stage[TrainCommandConfig]):
     teachers: Mapping[str, LoadedTeacher] = field(default_factory=dict)
 
     def collect(self, step: int, credit: Callable[[Forest], Credit]) -> SampledBatch:
-        """The batch of step number `step` (from 1), whole on every process, so that all compute the same credit.
+        """Return the batch of step number `step` (from 1), whole on every process, so that all compute the same credit.
 
         Args:
             credit: credits a forest; decides in dynamic sampling which examples have signal.
@@ -175,7 +175,7 @@ class Collector(Stage[TrainCommandConfig]):
         return tuple(batch_of(self.examples, self.config.train.batch_size, step, self.config.seed))
 
     def _prefetched(self, examples: Sequence[Example], step: int) -> Forest:
-        """The forest of rollouts made while the step before trained; starts those of the next step.
+        """Return the forest of rollouts made while the step before trained; starts those of the next step.
 
         The first batch of a run is sampled here, from the newest weights; that after a resume is in the checkpoint.
         """
@@ -227,7 +227,7 @@ class Collector(Stage[TrainCommandConfig]):
         return forest, seconds
 
     def _complete(self, rollouts: Rollouts, examples: Sequence[Example], step: int) -> Forest:
-        """The rollouts of all processes together, with the numbers of models that credit needs.
+        """Return the rollouts of all processes together, with the numbers of models that credit needs.
 
         Raises:
             TooManyFailures: see `collect`.
@@ -265,7 +265,7 @@ def check_failures(forest: Forest, limit: float, where: str) -> None:
 
 
 def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> list[Example]:
-    """Examples of step number `step` (from 1): shuffled each epoch, walked in batches, the last one topped up.
+    """Return the examples of step number `step` (from 1): shuffled each epoch, cut into batches, the last topped up.
 
     A batch never holds an example twice. Requires `size` <= number of examples.
     """
@@ -343,7 +343,7 @@ def dynamic_sampling(
 
 
 def with_signal(forest: Forest, credit: Credit) -> set[str]:
-    """Examples with a token whose advantage and weight are both other than 0."""
+    """Return examples with a token whose advantage and weight are both other than 0."""
     return {
         forest.calls[entry.call].example
         for entry in credit.entries

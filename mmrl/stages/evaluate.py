@@ -116,7 +116,7 @@ class Evaluations:
         return self._scored(0, "evaluation before training")
 
     def final(self) -> list[Item]:
-        """The results after the last step; evaluated once more if too much of that evaluation failed.
+        """Return the results after the last step; evaluated once more if too much of that evaluation failed.
 
         Raises:
             TooManyFailures: again; nothing of it stays, and a resume evaluates again.
@@ -136,12 +136,12 @@ class Evaluations:
         return self.items(step)
 
     def due(self, step: int) -> bool:
-        """True where an evaluation is due after `step` steps: after the last one, and every `eval.every`."""
+        """Return True if an evaluation is due after `step` steps: after the last one, and every `eval.every`."""
         every = self.settings.every
         return step == self.last_step or bool(every and step % every == 0)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The metrics after `step` steps, with names `eval/<split>/<metric>`; without scores if too much failed."""
+        """Return the metrics after `step` steps, named `eval/<split>/<metric>`; without scores if too much failed."""
         started, split = time.perf_counter(), self.settings.split
         self.log.progress.status(f"evaluating {split}")
         items = self.items(step)
@@ -161,7 +161,7 @@ class Evaluations:
         }
 
     def items(self, step: int) -> list[Item]:
-        """Per-item results after `step` steps, evaluated now or read back; not kept if too much of them failed."""
+        """Return per-item results after `step` steps, evaluated now or read back; not kept if too many failed."""
 
         def environment(key: rng.Key) -> Environment:
             self.stage.sync(step)  # not before: a resumed run whose items are all there need not push old weights
@@ -198,7 +198,7 @@ def drop_failed(results: Path) -> int:
 
 
 def _read_back(results: Path, selected: Sequence[Example]) -> dict[str, Item]:
-    """The items of whole chunks; what a kill has left of another chunk is cut off, and evaluated again with the rest.
+    """Read the items of whole chunks; part of a chunk, left by a kill, is cut off and evaluated again with the rest.
 
     So a chunk always has the same items, of which each may see the others in the last bits of its logits.
     """
@@ -216,7 +216,7 @@ def _write_items(results: Path, items: Sequence[Item]) -> None:
 
 
 def read_items(results: Path) -> list[Item]:
-    """Per-item results of a file, each item once; a missing file is empty.
+    """Return per-item results of a file, each item once; a missing file is empty.
 
     Raises:
         DataError: a line that is none of an evaluation.
@@ -235,7 +235,7 @@ def chunks(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
 
 
 def item_results(forest: Forest, failed: Mapping[str, float], without: Collection[str] = ()) -> list[Item]:
-    """Per-item results of an evaluated forest, in its order.
+    """Return per-item results of an evaluated forest, in its order.
 
     Args:
         failed: metrics of a rollout without a score.
@@ -271,7 +271,7 @@ def item_results(forest: Forest, failed: Mapping[str, float], without: Collectio
 
 
 def failed_kinds(items: Sequence[Item]) -> list[str]:
-    """The kind of each failure that was no doing of the model."""
+    """Return the kind of each failure that was no doing of the model."""
     return [error for item in items for error in item["errors"] if error not in MODEL_CAUSED]
 
 
@@ -285,7 +285,7 @@ def too_many_failed(items: Sequence[Item], settings: EvalConfig) -> str:
 
 
 def without_scores(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of `evaluation_metrics` that are no means over items."""
+    """Return the metrics of `evaluation_metrics` that are no means over items."""
     scores = {name for name in metrics if f"{name}_low" in metrics}
     return {
         name: value for name, value in metrics.items() if name.removesuffix("_low").removesuffix("_high") not in scores
@@ -293,7 +293,7 @@ def without_scores(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def infrastructure_failures(items: Sequence[Item]) -> str:
-    """The number of infrastructure failures of each kind, and the first message; empty where there are none."""
+    """Return the number of infrastructure failures of each kind, and the first message; empty where there are none."""
     counts = Counter(failed_kinds(items))
     if not counts:
         return ""
@@ -305,7 +305,7 @@ def infrastructure_failures(items: Sequence[Item]) -> str:
 
 
 def evaluation_metrics(items: Sequence[Item], settings: EvalConfig, seed: int) -> dict[str, float]:
-    """Means over items with 95 % bootstrap intervals (`<name>_low`, `<name>_high`)."""
+    """Return means over items with 95 % bootstrap intervals (`<name>_low`, `<name>_high`)."""
     metrics: dict[str, float] = {"n": float(len(items))}
     names = sorted({name for item in items for name in item["metrics"]})
     for name in names:

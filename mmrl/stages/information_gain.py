@@ -19,7 +19,7 @@ FACT = "gold_probability"
 
 
 def gold_problems(task: Task, examples: Sequence[Example]) -> list[str]:
-    """The one sentence for a task that cannot be closed, or for examples without a gold answer."""
+    """Return the one sentence for a task that cannot be closed, or for examples without a gold answer."""
     if not isinstance(task, Closing):
         return [f"task.reward: got gain, and task={task.name} has no `closing` (docs/credits.md)"]
     without = [example.id for example in examples if not task.closing(example)[1]]
@@ -38,7 +38,7 @@ def with_gains(
     encode: Callable[[str], Sequence[int]],
     logprobs: Callable[[Sequence[Call]], Sequence[Sequence[float]]],
 ) -> Forest:
-    """The forest with `turn_reward` p(next call) - p(call) on every call that another one follows.
+    """Return the forest with `turn_reward` p(next call) - p(call) on every call that another one follows.
 
     p is exp of the mean log-probability of a gold answer's tokens after the call's prompt and the text that closes it
     (`Closing.closing`), the highest of several gold answers.

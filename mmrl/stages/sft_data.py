@@ -55,7 +55,7 @@ class _Fields(BaseModel, extra="forbid"):
 
 
 def sft_problems(config: SftCommandConfig, task: Task, frozen: Sequence[str] = ()) -> list[str]:
-    """Problems of a supervised run, one sentence each, before any model loads.
+    """Return problems of a supervised run, one sentence each, before any model loads.
 
     Args:
         frozen: modules that are out of the loss (`model.modules`, `engine.endpoints`).
@@ -83,7 +83,7 @@ def sft_problems(config: SftCommandConfig, task: Task, frozen: Sequence[str] = (
 
 
 def read_examples(config: SftCommandConfig, task: Task, frozen: Sequence[str] = ()) -> list[Supervised]:
-    """The demonstrations of `algo.source` task or file, of the modules that are trained.
+    """Return the demonstrations of `algo.source` task or file, of the modules that are trained.
 
     Raises:
         ConfigError: there are none.
@@ -108,7 +108,7 @@ def _nothing(algo: SftConfig, task: Task) -> str:
 
 
 def demonstrated(task: Task, algo: SftConfig, frozen: Sequence[str] = ()) -> Iterator[Supervised]:
-    """The demonstrations that a task makes of its train examples, one example after the other."""
+    """Yield the demonstrations that a task makes of its train examples, one example after the other."""
     # It imports every task of the package, which a file or rollouts do not need.
     from mmrl.tasks.mini.teach import demonstrations
 
@@ -120,7 +120,7 @@ def demonstrated(task: Task, algo: SftConfig, frozen: Sequence[str] = ()) -> Ite
 
 
 def read_file(config: SftCommandConfig, task: Task) -> list[Supervised]:
-    """The records of `algo.file`, each checked, of the modules in `algo.modules`.
+    """Return the records of `algo.file`, each checked, of the modules in `algo.modules`.
 
     Raises:
         DataError: records that are no examples, up to `SHOWN` of them named.
@@ -175,7 +175,7 @@ def _example(row: Row, task: Task, shared: bool) -> Demonstration:
 
 
 def _module(name: str | None, task: Task, optional: bool) -> str:
-    """The module that a record is of; empty for none."""
+    """Return the module that a record is of; empty for none."""
     modules = task.program.modules
     if name is None and len(modules) == 1:
         return modules[0]
@@ -189,7 +189,7 @@ def _module(name: str | None, task: Task, optional: bool) -> str:
 
 
 def best_rollouts(forest: Forest, algo: SftConfig, seed: int) -> list[Rollout]:
-    """The rollouts that are trained on, in the order of their examples.
+    """Return the rollouts that are trained on, in the order of their examples.
 
     Of each example the `algo.per_example` best of those with at least `algo.min_reward`; among equal ones it is drawn.
 

@@ -75,7 +75,7 @@ class StepLog:
             yield
 
     def begin(self) -> None:
-        """A step starts."""
+        """Start a step."""
         self.started = time.perf_counter()
         # These are in every record, also where nothing of the kind happened; `wait`, `sync` and `credit` are not.
         self.times = dict.fromkeys(("generate", "retrieve", "rollout", "annotate", "tokenize"), 0.0)
@@ -117,7 +117,7 @@ class StepLog:
                 self.progress.note(f"{where}: {advice}")
 
     def record(self, update: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a step after its last optimizer step; `update` is the trainer's part of them."""
+        """Return the metrics of a step after its last optimizer step; `update` is the trainer's part of them."""
         # `time/overhead` is what no part accounts for, so a slow part that nobody measures shows up.
         spent = time.perf_counter() - self.started
         update_s = update.get("time/update", 0.0)

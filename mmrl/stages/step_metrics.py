@@ -31,7 +31,7 @@ def never(task: Task) -> frozenset[str]:
 
 
 def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, float]:
-    """Rewards, failures, task metrics and per-module behaviour of one step, but for the module metrics `without`."""
+    """Return rewards, failures, task metrics and module metrics of one step, but for the module metrics `without`."""
     metrics = rollout_metrics(forest.rollouts)
     # As kinds of failures, only where there are any.
     if forest.caught:
@@ -46,7 +46,7 @@ def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, f
 
 
 def lag_metrics(forest: Forest, step: int) -> dict[str, float]:
-    """Updates by which the weights that sampled are behind those that step number `step` starts from."""
+    """Return the updates by which the weights that sampled are behind those that step number `step` starts from."""
     # Calls of teachers and endpoints are of no version of the policy.
     sampled = [call for call in forest.calls.values() if call.teacher is None and call.policy_version is not None]
     lags = [step - 1 - call.policy_version for call in sampled if call.policy_version is not None]
@@ -54,7 +54,7 @@ def lag_metrics(forest: Forest, step: int) -> dict[str, float]:
 
 
 def turn_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, float]:
-    """Calls and turns per rollout; for programs with growing contexts, behaviour by turn (the first `TURNS`)."""
+    """Return calls and turns per rollout; for programs with growing contexts, behaviour by turn (the first `TURNS`)."""
     paths = [path for path in map(forest.path, forest.rollouts) if path]
     if not paths:
         return {}
@@ -74,7 +74,7 @@ def turn_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, flo
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Rewards over credited rollouts; task metrics over all, a failed rollout counting 0 in each."""
+    """Return the rewards over credited rollouts; task metrics over all, a failed rollout counting 0 in each."""
     rewards = [r.reward for r in rollouts if r.reward is not None]
     errors = [r.error for r in rollouts]
     metrics = {"rollouts/count": float(len(rollouts)), "rollouts/failed_share": failed_share(errors)}
@@ -94,7 +94,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def failed_share(errors: Sequence[str | None]) -> float:
-    """Share of rollouts with an infrastructure failure (tool, engine, judge, timeout, exception)."""
+    """Return the share of rollouts with an infrastructure failure (tool, engine, judge, timeout, exception)."""
     failures = sum(error is not None and error not in MODEL_CAUSED for error in errors)
     return failures / len(errors) if errors else 0.0
 
@@ -120,7 +120,7 @@ def refuse_failures(
 
 
 def by_module(forest: Forest) -> dict[str, list[Call]]:
-    """Calls of each module, modules in program order; modules never called are left out."""
+    """Return calls of each module, modules in program order; modules never called are left out."""
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in forest.calls.values():
         calls[call.module].append(call)
@@ -128,7 +128,7 @@ def by_module(forest: Forest) -> dict[str, list[Call]]:
 
 
 def module_metrics(calls: Sequence[Call], without: Collection[str] = ()) -> dict[str, float]:
-    """Behaviour of one module over a step, but for the names `without`."""
+    """Return the behaviour of one module over a step, but for the names `without`."""
     metrics = {
         "calls": float(len(calls)),
         "penalty": fmean(c.penalty for c in calls),
@@ -148,7 +148,7 @@ def module_metrics(calls: Sequence[Call], without: Collection[str] = ()) -> dict
 
 
 def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]:
-    """Mean reward per module as credited, and how alike the members of a group are."""
+    """Return the mean reward per module as credited, and how alike the members of a group are."""
     groups: dict[str, list[Entry]] = defaultdict(list)
     rewards: dict[str, list[float]] = defaultdict(list)
     turns: dict[int, list[float]] = defaultdict(list)
@@ -183,7 +183,7 @@ def shown_calls(forest: Forest, entries: Sequence[Entry], limit: int) -> list[di
 
 
 def similarity(forest: Forest, groups: Mapping[str, Sequence[Entry]]) -> dict[str, float]:
-    """Intra-group similarity per module: token F1 between output texts of a group, mean over pairs, then groups."""
+    """Compute the intra-group similarity per module: token F1 of a group's output texts, mean over pairs and groups."""
     scores: dict[str, list[float]] = defaultdict(list)
     for members in groups.values():
         calls = [forest.calls[call] for call in dict.fromkeys(e.call for e in members)]

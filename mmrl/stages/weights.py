@@ -110,7 +110,7 @@ class WeightStage(Collector):
                 raise SyncFailure(failure)
 
     def _endpoint_metrics(self) -> dict[str, float]:
-        """Requests to endpoints so far and their cost, by all processes and engines together."""
+        """Return requests to endpoints so far and their cost, by all processes and engines together."""
         totals: dict[str, float] = {}
         # A collective, so every process comes here, also those that make no request.
         for usage in self.log.processes.gather(total_usage([*self.engines, self.task])):
@@ -118,7 +118,7 @@ class WeightStage(Collector):
         return totals
 
     def describe(self) -> dict[str, str]:
-        """Facts for the summary."""
+        """Return facts for the summary."""
         facts = {**self.facts, **{key: fact for engine in self.engines for key, fact in engine.describe().items()}}
         called = modules_in(self.log.rundir.history())
         # Nothing has trained them.

@@ -60,7 +60,7 @@ class Writer:
             self.endpoint.close()
 
     def lm(self, temperature: float) -> dspy.LM:
-        """The prompt model as DSPy's optimisers call it."""
+        """Return the prompt model as DSPy's optimisers call it."""
 
         def answer(messages: list[Message], config: lm15.Config) -> Answer:
             sampled = 1.0 if config.temperature is None else config.temperature

@@ -66,7 +66,7 @@ class TrainExample(dspy.Example):
         return converted
 
     def inputs(self) -> dspy.Example:
-        """The arguments of a program; the id tells two examples with the same inputs apart."""
+        """Return the arguments of a program; the id tells two examples with the same inputs apart."""
         return dspy.Example(base=super().inputs().toDict(), **{ID: self._id}).with_inputs(*self._input_keys, ID)
 
 
@@ -100,7 +100,7 @@ class Played(dspy.Prediction):
 
     @classmethod
     def from_result(cls, need: Need, result: JsonObject) -> Played:
-        """The prediction of a stored rollout."""
+        """Return the prediction of a stored rollout."""
         fields = result["prediction"]
         played = cls(**(fields if isinstance(fields, dict) else {"prediction": fields}))
         # Not as fields: the prompt model of some optimisers reads all fields.
@@ -122,7 +122,7 @@ class Loop:
         self._waiting: set[Future[Any]] = set()
 
     def run(self, function: Callable[[], T]) -> T:
-        """The result of `function`, which runs in a thread and calls `wait`."""
+        """Return the result of `function`, which runs in a thread and calls `wait`."""
         try:
             return asyncio.run(self._served(function))
         finally:
@@ -140,7 +140,7 @@ class Loop:
                 self.failure = self.failure or RuntimeError("the search has ended")
 
     def wait(self, work: Coroutine[object, object, T]) -> T:
-        """The result of `work` on the loop; called from any other thread, which it blocks."""
+        """Return the result of `work` on the loop; called from any other thread, which it blocks."""
         with self._lock:
             if self.failure is not None:
                 work.close()
@@ -221,14 +221,14 @@ class Rollouts:
                 yield predictors[step["module"]], dict(step["inputs"]), outputs
 
     def digest(self, module: dspy.Module) -> str:
-        """The digest of a program's prompts, whose state is noted under it."""
+        """Return the digest of a program's prompts, whose state is noted under it."""
         state = state_of(module)
         digest = f"{rng.digest(json.dumps(state, sort_keys=True)):032x}"
         self.states.setdefault(digest, state)
         return digest
 
     def obtain(self, needs: Sequence[Need]) -> list[JsonObject]:
-        """The results of all of these, from the store or sampled now, all at once; blocks a thread of DSPy's."""
+        """Return the results of all of these, from the store or sampled now, all at once; blocks a thread of DSPy's."""
         return self.loop.wait(self._obtained(needs))
 
     async def _obtained(self, needs: Sequence[Need]) -> list[JsonObject]:
@@ -239,7 +239,7 @@ class Rollouts:
         return await asyncio.gather(*(self._tasks[need.key] for need in needs))
 
     def result(self, need: Need) -> JsonObject:
-        """The result of a rollout that has ended."""
+        """Return the result of a rollout that has ended."""
         return self._tasks[need.key].result()
 
     async def _obtain(self, need: Need) -> JsonObject:

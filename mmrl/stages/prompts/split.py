@@ -22,7 +22,7 @@ MOST_VALIDATION = 1000
 
 
 def split(config: PromptConfig, examples: Sequence[Example], seed: int) -> tuple[list[Example], list[Example]]:
-    """The train part and the validation part of the train split.
+    """Return the train part and the validation part of the train split.
 
     The validation part is the end of the split, as in DSPy's MIPROv2, which has a seed of its own for all that is
     random; DSPy's random search has none, so the order of its train part comes from the run's.
@@ -38,7 +38,7 @@ def split(config: PromptConfig, examples: Sequence[Example], seed: int) -> tuple
 
 
 def compared(config: PromptConfig, validation: Sequence[T], draws: random.Random) -> list[T]:
-    """The examples of the validation part that a full evaluation has: with MIPROv2's `auto`, DSPy draws them.
+    """Return the examples of the validation part that a full evaluation has: with MIPROv2's `auto`, DSPy draws them.
 
     Args:
         draws: a generator with the run's seed, of which these are the first draws.
@@ -59,7 +59,7 @@ def labeled_demos(config: BootstrapConfig, task: Task) -> int:
 
 
 def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
-    """Reasons why the optimiser cannot run on this task: one sentence each, with the key that the user would type."""
+    """Return reasons why the optimiser cannot run on this task, one sentence each, with the key to set."""
     algo, examples = config.algo, task.examples("train")
     prompted = isinstance(task, PromptedTask)
     if not prompted and not hasattr(task.program, "module"):  # DSPy's program is not imported for this

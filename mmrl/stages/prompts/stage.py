@@ -91,7 +91,7 @@ class PromptStage(Stage[PromptCommandConfig]):
         return self.log.rundir
 
     def sync(self, version: int) -> None:
-        """The weights stay."""
+        """Do nothing: the weights stay."""
 
     def improve(self, evaluations: Evaluations, checkpoint: Path | None) -> None:
         """Optimise, and go on with the best prompts; raises as `search`."""
@@ -107,7 +107,7 @@ class PromptStage(Stage[PromptCommandConfig]):
         self.rundir.ledger.note(result.prompts)
 
     def describe(self) -> dict[str, str]:
-        """Facts for the summary, after `improve`."""
+        """Return facts for the summary, after `improve`."""
         result, paid = self.result, self.paid
         change = f"nothing better than the start ({result.start:.4f})"
         if result.improved:
@@ -191,12 +191,12 @@ class PromptStage(Stage[PromptCommandConfig]):
         return Writer(stage=self, algo=self.config.algo, store=store, loop=loop, paid=self.paid)
 
     def _note_prompts(self, name: str, module: dspy.Module, **facts: object) -> None:
-        """Prompts for people, with what is known of them."""
+        """Write prompts for people, with facts about them."""
         text = dumps({**facts, "modules": readable_prompts(state_of(module))}, indent=1)
         atomic_write(self.rundir.path / FOLDER / f"{name}.json", text + "\n")
 
     def _compared(self, module: dspy.Module, validation: Sequence[Example]) -> float:
-        """The reward of a candidate on the validation examples."""
+        """Return the reward of a candidate on the validation examples."""
         digest = self._rollouts.digest(module)
         needs = [Need(digest, example.id) for example in validation]
         results = self._rollouts.obtain(needs)
@@ -214,7 +214,7 @@ class PromptStage(Stage[PromptCommandConfig]):
                 self._proposals.add(line)
 
     def _trial(self, needs: Sequence[Need]) -> None:
-        """An evaluation of DSPy's is a trial."""
+        """Record an evaluation of DSPy's as a trial."""
         self._rollouts.check(needs)
         spent = self._since()
         for part in ("generate", "rollout"):
@@ -261,7 +261,7 @@ class PromptStage(Stage[PromptCommandConfig]):
         self.log.begin()
 
     def _since(self) -> dict[str, float]:
-        """Seconds of rollouts and costs since the last call."""
+        """Return the seconds of rollouts and costs since the last call."""
         now = {"generate": self.engine.busy_s, "rollout": self._rollouts.sampling.seconds}
         now |= {f"prompts/{name}": float(count) for name, count in self.paid.items()}
         since = {name: count - self._until_now.get(name, 0.0) for name, count in now.items()}

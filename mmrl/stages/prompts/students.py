@@ -46,7 +46,7 @@ class DspyStudent:
         _distinguish(self.module)
 
     def program(self, state: State) -> TracedProgram:
-        """The task's program with other prompts."""
+        """Return the task's program with other prompts."""
         module = self._program.module.deepcopy()
         for name, predictor in module.named_predictors():
             # As loading a file of them would.
@@ -54,7 +54,7 @@ class DspyStudent:
         return TracedProgram(module, self._program.layout)
 
     def steps(self, program: Program, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """Inputs and outputs of each module's calls (`module`, `inputs`, `outputs`) in a program's rollout, in order.
+        """Return the `module`, `inputs` and `outputs` of each module's calls in a program's rollout, in order.
 
         A reply that could not be parsed, and ended the rollout, is the last, with `outputs` None and its `text`.
         """
@@ -75,7 +75,7 @@ class DspyStudent:
         self.program(state).save(path)
 
     def problem(self, module: str, instructions: str) -> str:
-        """The reason why a module cannot have these instructions: none, any text will do."""
+        """Return the reason why a module cannot have these instructions: none, any text will do."""
         return ""
 
 
@@ -141,7 +141,7 @@ class PromptedStudent:
         self._prompts(state).write(path)
 
     def problem(self, module: str, instructions: str) -> str:
-        """The reason why a module cannot have these instructions: placeholders that it needs may be missing."""
+        """Return the reason why a module cannot have these instructions: placeholders that it needs may be missing."""
         try:
             self._task.all_prompts.replaced({module: ModulePrompt(instructions)})
         except ConfigError as error:
@@ -154,7 +154,7 @@ Student: TypeAlias = DspyStudent | PromptedStudent
 
 
 def student_of(task: Task, forward: Forward) -> Student:
-    """The student of a task, whose program has prompts that can be changed (`split.prompt_problems`)."""
+    """Return the student of a task, whose program has prompts that can be changed (`split.prompt_problems`)."""
     if isinstance(task.program, DspyProgram):
         return DspyStudent(task.program, forward)
     assert isinstance(task, PromptedTask)
@@ -173,7 +173,7 @@ def state_of(module: dspy.Module) -> State:
 
 
 def _student_class(kind: Any, source: Any, play: Forward) -> Any:
-    """A subclass of a module's class whose `forward` is a rollout.
+    """Return a subclass of a module's class whose `forward` is a rollout.
 
     Args:
         source: the class whose name and place, and with them source code, it has.
@@ -204,7 +204,7 @@ def _distinguish(module: dspy.Module) -> None:
 
 
 def as_json(value: object) -> JsonObject:
-    """A value as JSON would read it back, whatever objects it holds; the same in every process.
+    """Return a value as JSON would read it back, whatever objects it holds; the same in every process.
 
     What JSON has no form for becomes text: the value is for prompts, where it would be text as well.
     """
