@@ -71,26 +71,26 @@ class Adapters:
         return wrapped
 
     def train_all(self, policy: PeftModel) -> None:
-        """Every adapter takes gradients but the frozen ones; peft leaves that to the active one."""
+        """Let every adapter take gradients but the frozen ones; peft leaves that to the active one."""
         for name in self.names:
             for parameter in self.parameters(policy, name).values():
                 parameter.requires_grad_(name not in self.frozen)
 
     def parameters(self, policy: PeftModel, name: str) -> dict[str, torch.nn.Parameter]:
-        """The weights of one adapter."""
+        """Return the weights of one adapter."""
         # Only after `.lora_A.` and the like: an adapter may be called like a layer.
         pattern = re.compile(rf"\.lora_\w+\.{name}(\.|$)")
         return {n: p for n, p in policy.named_parameters() if pattern.search(n)}
 
     def split(self, calls: Sequence[TrainCall]) -> list[list[TrainCall]]:
-        """Calls by adapter, in the order of `names`: one forward runs with one adapter."""
+        """Group calls by adapter, in the order of `names`: one forward runs with one adapter."""
         by_adapter: dict[str, list[TrainCall]] = {name: [] for name in self.names}
         for train in calls:
             by_adapter[self.by_module[train.call.module]].append(train)
         return list(by_adapter.values())
 
     def make_optimizer(self, trainer: Trainer) -> torch.optim.Optimizer:
-        """The optimizer that the settings of `trainer` name, with a group for each trained adapter of its model."""
+        """Create the optimizer that the settings of `trainer` name, with a group per trained adapter of its model."""
         policy, settings = cast("PeftModel", trainer.model), trainer.args
         groups: list[ParameterGroup] = [
             {
@@ -115,7 +115,7 @@ class Adapters:
 
 
 def in_fixed_order(policy: torch.nn.Module) -> None:
-    """Names in the adapters' configs are sorted: peft writes sets, whose order differs from process to process."""
+    """Sort names in the adapters' configs: peft writes sets, whose order differs from process to process."""
     for config in policy.peft_config.values() if isinstance(policy, PeftModel) else ():
         for field in ("target_modules", "exclude_modules"):
             names = getattr(config, field, None)
@@ -124,7 +124,7 @@ def in_fixed_order(policy: torch.nn.Module) -> None:
 
 
 def make_adapters(assignment: ModuleAssignment) -> Adapters | None:
-    """The adapters of an assignment; None where all modules share one policy."""
+    """Return the adapters of an assignment; None where all modules share one policy."""
     if not assignment.adapters:
         return None
     return Adapters(by_module=assignment.adapters, rates=assignment.rates, frozen=assignment.frozen_adapters)

@@ -128,19 +128,19 @@ class Critic:
         self.grad_norms: list[float] = []
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Everything that the critic trains, by the name it is saved under."""
+        """Return everything that the critic trains, by the name it is saved under."""
         parameters = dict(self.module.named_parameters())
         if self.adapter is not None:
             parameters |= {n: p for n, p in self.policy.named_parameters() if f".{ADAPTER}." in n}
         return parameters
 
     def policy_parameters(self, policy: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """The policy's own parameters, without the critic's adapter, which lives inside of it."""
+        """Return the policy's own parameters, without the critic's adapter, which lives inside of it."""
         apart = {id(parameter) for parameter in self.named_parameters().values()}
         return [parameter for parameter in policy.parameters() if id(parameter) not in apart]
 
     def groups(self, weight_decay: float) -> list[ParameterGroup]:
-        """Optimizer groups: matrices decay, vectors do not."""
+        """Return optimizer groups: matrices decay, vectors do not."""
         parameters = self.named_parameters().values()
         # Always two groups, even where one is empty: a checkpoint's optimizer state lists groups by number.
         matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
@@ -150,7 +150,7 @@ class Critic:
         ]
 
     def factor(self, update: int) -> float:
-        """Learning-rate factor of optimizer step `update` (from 0): linear warm-up, then constant."""
+        """Return the learning-rate factor of optimizer step `update` (from 0): linear warm-up, then constant."""
         return min(1.0, update / self.config.critic_warmup_steps) if self.config.critic_warmup_steps else 1.0
 
     def values(self, pack: Pack, hidden: torch.Tensor | None = None) -> torch.Tensor:

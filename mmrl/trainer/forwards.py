@@ -73,14 +73,14 @@ class Forwards:
         return self.trainer.model_wrapped
 
     def policy_logprobs(self, calls: Sequence[Call], *, reference: bool = False) -> list[tuple[float, ...]]:
-        """Log-probability of every completion token under the policy (or the reference) as it is now, dropout off.
+        """Compute every completion token's log-probability under the current policy (or the reference), dropout off.
 
         Returns one tuple of length T per call, in the order of `calls`.
         """
         return self._per_call(calls, self.reference if reference else self.policy_of)
 
     def values(self, calls: Sequence[Call]) -> list[tuple[float, ...]]:
-        """The critic's value before every completion token; tuples as from `policy_logprobs`.
+        """Return the critic's value before every completion token; tuples as from `policy_logprobs`.
 
         With `algo.obs=all`, pass calls whose completions have their observation ids appended.
         """
@@ -98,7 +98,7 @@ class Forwards:
         return [results.get(id(call), ()) for call in calls]
 
     def _in_step(self, count: int) -> list[Pack]:
-        """Fillers beyond this process's `count` packs where weights are sharded: gathering them takes everyone,
+        """Return fillers beyond this process's `count` packs where weights are sharded: gathering them takes everyone,
         and each process brings its own calls here."""
         if not is_sharded(self.accelerator):
             return []
@@ -117,7 +117,7 @@ class Forwards:
         score_all: bool = False,
         tries: bool | None = None,
     ) -> list[Pack]:
-        """Packs within the token budget; no pack mixes adapters."""
+        """Return packs within the token budget; no pack mixes adapters."""
         return [
             pack
             for of_adapter in ([calls] if self.adapters is None else self.adapters.split(calls))
@@ -164,7 +164,7 @@ class Forwards:
             cast("PeftModel", self.policy).set_adapter(self.adapters.by_module[pack.calls[0].call.module])
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The run's mixed precision: every forward is made inside of it, so that their results are comparable."""
+        """Enter the run's mixed precision: every forward is made inside of it, so that results are comparable."""
         return cast("AbstractContextManager[None]", self.trainer.compute_loss_context_manager())
 
     def reference(self, pack: Pack) -> torch.Tensor:
@@ -179,7 +179,7 @@ class Forwards:
         return self._no_grad(self.ref_model, pack)
 
     def policy_of(self, pack: Pack) -> torch.Tensor:
-        """The policy's log-probabilities as it is now, (N,), without gradient."""
+        """Return the policy's log-probabilities as it is now, (N,), without gradient."""
         self.use_adapter(pack)
         return self._no_grad(self.wrapped, pack)
 
@@ -199,7 +199,7 @@ class Forwards:
             return self.critic.values(pack)
 
     def score(self, model: torch.nn.Module, pack: Pack, *, entropy: bool = False, hits: bool = False) -> Scores:
-        """Scores of the pack's scored positions (`logprobs.score`), with gradient if enabled."""
+        """Return the scores of the pack's scored positions (`logprobs.score`), with gradient if enabled."""
         unwrapped = self.accelerator.unwrap_model(model)
         # Recomputed in the backward pass, the last layer would be the whole one again.
         last = () if pack.tree is None or self.settings.model.gradient_checkpointing else last_parts(unwrapped)
@@ -223,7 +223,7 @@ def module_names(calls: Sequence[Call]) -> list[str]:
 
 
 def annotate(forwards: Forwards, forest: Forest) -> Forest:
-    """The forest with `values` and `ref_logprobs` on the calls of algorithms that need them before credit.
+    """Return the forest with `values` and `ref_logprobs` on the calls of algorithms that need them before credit.
 
     Other algorithms' forests are returned as they are. Values run over a call's observation too with `algo.obs=all`;
     an observation's tokens are read from the prompt of the call that follows in the same context. Calls without
@@ -254,7 +254,7 @@ def annotate(forwards: Forwards, forest: Forest) -> Forest:
 
 
 def observation_ids(forest: Forest, call: Call) -> tuple[int, ...]:
-    """The tool tokens that follow `call` in its own context, length `call.observation_tokens`.
+    """Return the tool tokens that follow `call` in its own context, length `call.observation_tokens`.
 
     Raises:
         MmrlError: no later call holds them.
@@ -273,7 +273,7 @@ def observation_ids(forest: Forest, call: Call) -> tuple[int, ...]:
 
 
 def _continued(call: Call, observation: tuple[int, ...]) -> Call:
-    """The call's ids alone, with `observation` as if sampled: a value is needed before each of its tokens."""
+    """Return the call's ids alone, with `observation` as if sampled: a value is needed before each of its tokens."""
     ids = call.completion_ids + observation
     return replace(
         call,

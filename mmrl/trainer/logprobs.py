@@ -96,7 +96,7 @@ def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> 
 def _measure(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities of targets, (N,), from logits, (N, V), and the entropies."""
+    """Return log-probabilities of targets, (N,), from logits, (N, V), and the entropies."""
     # float32: in bfloat16 a logit near 20 is rounded to a multiple of 1/8, and the difference of two such roundings
     # would be read as a ratio between two policies. float64 models (tests) stay as they are.
     if logits.dtype in (torch.bfloat16, torch.float16):
@@ -116,7 +116,7 @@ def _likeliest(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def _score_in_chunks(
     model: torch.nn.Module, head: torch.nn.Module, pack: Pack, temperature: float, entropy: bool, hits: bool
 ) -> Scores:
-    """The same where logits are the head's output and nothing else: never more than `CHUNK` logits at once.
+    """Score a model whose logits are the head's output and nothing else: never more than `CHUNK` logits at once.
 
     It all runs inside the head's own forward, where every wrapper has the head's weights ready.
     """

@@ -18,7 +18,7 @@ from mmrl.records import Call
 
 
 def active(entry: Entry, beta: float) -> bool:
-    """True where an entry can move any weights at all, given the weight `beta` of the KL term."""
+    """Return True if an entry can move any weights at all, given the weight `beta` of the KL term."""
     return any(
         weight != 0 and (beta > 0 or advantage != 0 or entry.returns is not None)
         for weight, advantage in zip(entry.weights, entry.advantages, strict=True)
@@ -94,7 +94,7 @@ class Correction:
     """True where the cap is below the plain weight, (E,) bool."""
 
     def select(self, index: torch.Tensor) -> Correction:
-        """The same of the tokens `index`."""
+        """Select the weights of the tokens `index`."""
         return Correction(self.weights[index], self.truncated[index])
 
 
@@ -129,7 +129,7 @@ def token_loss(
     kind: str = "clip",
     calls: torch.Tensor | None = None,
 ) -> TokenLoss:
-    """Sum of w_t * (-min(r_t A_t, clip(r_t, 1 - clip, 1 + clip_high) A_t) + beta * k3_t), r_t = exp(logprobs - old).
+    """Sum w_t * (-min(r_t A_t, clip(r_t, 1 - clip, 1 + clip_high) A_t) + beta * k3_t), r_t = exp(logprobs - old).
 
     With `correction` the policy term, not the KL term, is multiplied by its weights. Two other policy terms:
 
@@ -199,7 +199,7 @@ class ValueLoss:
 def value_loss(
     values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, weights: torch.Tensor, clip: float
 ) -> ValueLoss:
-    """Sum of w_t * 0.5 * max((V_t - R_t)^2, (clip(V_t, old_t - clip, old_t + clip) - R_t)^2); shapes (E,).
+    """Return the sum of w_t * 0.5 * max((V_t - R_t)^2, (clip(V_t, old_t - clip, old_t + clip) - R_t)^2); shapes (E,).
 
     The clipped value loss of PPO implementations; no paper's equation, described with others in arXiv 2005.12729.
     """

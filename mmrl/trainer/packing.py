@@ -58,7 +58,7 @@ def choose_packing(packing: str, model: PreTrainedModel) -> bool:
 
 
 def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool) -> tuple[int, int]:
-    """Tokens per pack, and of one where that is hardly more than the prefix which its calls share.
+    """Return tokens per pack, and of one where that is hardly more than the prefix which its calls share.
 
     Both are `tokens` (`train.microbatch_tokens`), or what the device's whole memory allows.
     """
@@ -151,7 +151,7 @@ class Pack:
         }
 
     def to(self, device: torch.device) -> Pack:
-        """The same pack with its tensors on `device` (in place)."""
+        """Move the pack's tensors to `device`, in place; returns the pack."""
         for name in self.__slots__:
             value = getattr(self, name)
             if isinstance(value, torch.Tensor):
@@ -171,7 +171,7 @@ class Pack:
 
 
 def share_of_process(packs: list[Pack], processes: int, rank: int) -> list[Pack]:
-    """Every `processes`-th pack from `rank` on; short processes repeat the last pack with weight 0.
+    """Return every `processes`-th pack from `rank` on; short processes repeat the last pack with weight 0.
 
     All do as many forwards that way: FSDP waits for all of them in each.
     """
@@ -318,7 +318,7 @@ def _pack(
     modules: Sequence[str],
     dtype: torch.dtype,
 ) -> Pack:
-    """The pack of rows and, for each, where in the flattened `input_ids` its tokens lie."""
+    """Return the pack of rows and, for each, where in the flattened `input_ids` its tokens lie."""
     placed = [(scored_call, where) for row, where in rows for scored_call in row.calls]
     # One flat list per tensor: calls in row order, within a call its scored tokens in order, its entries one by one.
     # Offset of each call's first scored position in the pack's N.
@@ -362,5 +362,5 @@ def _pack(
 
 
 def _values_at(values: Sequence[float] | None, tokens: Sequence[int]) -> list[float]:
-    """Values of the tokens; NaN, which no loss can pass over unseen, where there are none."""
+    """Return the values of the tokens; NaN, which no loss can pass over unseen, where there are none."""
     return [float("nan") if values is None else values[t] for t in tokens]

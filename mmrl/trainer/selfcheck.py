@@ -63,7 +63,7 @@ def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
 
 
 def calls_to_compare(calls: Sequence[TrainCall]) -> list[TrainCall]:
-    """A few calls that share what they can: neighbours in lexicographic order around the longest shared prefix."""
+    """Select a few calls with long shared prefixes: neighbours in lexicographic order around the longest one."""
     sampled = [train for train in calls if train.call.completion_ids]
     ordered = sorted(sampled, key=lambda train: (_ids(train), train.call.id))
     if len(ordered) < 2:
@@ -87,7 +87,7 @@ def _ids(train: TrainCall) -> tuple[int, ...]:
 def _measure(
     forwards: Forwards, packs: Sequence[Pack], *, gradients: bool
 ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Log-probabilities by call, and the gradient of a sum in which every token has another weight."""
+    """Return log-probabilities by call, and the gradient of a sum in which every token has another weight."""
     model = forwards.policy if gradients else forwards.wrapped
     model.eval()
     logprobs: dict[str, torch.Tensor] = {}
@@ -119,7 +119,7 @@ def _compared(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _cosine(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
-    """Cosine of two gradients, all parameters together; 1 where both are zero or none was computed."""
+    """Return the cosine of two gradients, all parameters together; 1 where both are zero or none was computed."""
     product = sum(float((a.double() * b.double()).sum()) for a, b in zip(first, second, strict=True))
     sizes = [sum(float(gradient.double().square().sum()) for gradient in side) for side in (first, second)]
     if not any(sizes):

@@ -36,7 +36,7 @@ class Settings:
 
     @classmethod
     def supervised(cls, train: TrainConfig, model: ModelConfig, seed: int) -> Settings:
-        """Settings of supervised steps, whose tokens have advantage 1: the ratio is 1, and there is no reference."""
+        """Make settings of supervised steps, whose tokens have advantage 1: the ratio is 1, without a reference."""
         return cls(train=train, algo=AlgoConfig(name=SFT, ratio_one=True, beta=0.0), model=model, seed=seed)
 
     @property
@@ -61,7 +61,7 @@ class Settings:
         return 0.0 if in_reward else self.algo.beta
 
     def problems(self) -> list[str]:
-        """Problems of the settings, one sentence each."""
+        """Return problems of the settings, one sentence each."""
         train, messages = self.train, []
         if train.warmup_steps >= train.steps * self.updates and train.warmup_steps:
             messages.append(
@@ -93,7 +93,7 @@ class Settings:
         )
 
     def arguments(self, folder: Path, *, on_cpu: bool, autocast: bool, dense: bool) -> dict[str, Any]:
-        """Arguments of TRL's `GRPOConfig`.
+        """Return the arguments of TRL's `GRPOConfig`.
 
         Whatever belongs to TRL's own sampling, rewards, logging and saving is off or inert; one optimizer step is one
         `training_step`, so nothing divides the loss.
@@ -141,7 +141,7 @@ class Settings:
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Names of the linear layers of a model's blocks, whatever its architecture calls them; the head is none of them.
+    """List the linear layers of a model's blocks, whatever its architecture calls them; the head is none of them.
 
     Not peft's own "all-linear", which writes every layer by its whole path, and in an order of the process.
     """
@@ -154,7 +154,7 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def no_reward(*args: object, **kwargs: object) -> NoReturn:
-    """The reward function that TRL requires."""
+    """Raise: TRL requires a reward function and must not call it."""
     raise RuntimeError("rewards come from mmrl.credit; TRL's own reward path must never run")
 
 

@@ -88,7 +88,7 @@ class StepTotals:
             self.gap_max = torch.maximum(self.gap_max, gap.max())
 
     def metrics(self, reduce: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[str, float]:
-        """The step's metrics; `reduce(tensor, "sum" | "max")` joins the processes' totals."""
+        """Return the step's metrics; `reduce(tensor, "sum" | "max")` joins the processes' totals."""
         sums = reduce(self.sums, "sum").tolist()
         forwarded, gap_sum, gap_count = reduce(self.counts, "sum").tolist()
         gap_max = float(reduce(self.gap_max, "max"))
@@ -117,7 +117,7 @@ class StepTotals:
         return metrics | self._tis(sums)
 
     def _tis(self, sums: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Mean weight and truncated share of truncated importance sampling; empty without it."""
+        """Return the mean weight and truncated share of truncated importance sampling; empty without it."""
         metrics, count = {}, math.fsum(row[_ENTRIES] for row in sums)
         if self.with_tis and count:
             metrics["train/tis_mean"] = math.fsum(row[_TIS] for row in sums) / count
@@ -128,7 +128,7 @@ class StepTotals:
         return metrics
 
     def _means(self, row: Sequence[float]) -> dict[str, float]:
-        """Means of one row of the sums (or of their total); empty where nothing was trained."""
+        """Return the means of one row of the sums (or of their total); empty where nothing was trained."""
         if not row or not row[0]:
             return {}
         entries, clipped, ratio, kl, _, _, tokens, entropy, nll, hits = row
@@ -141,7 +141,7 @@ class StepTotals:
 
 
 def finite(value: float, name: str, step: int) -> float:
-    """The loss of a step or the norm of its gradient; raises `MmrlError` where that is no number."""
+    """Return the loss of a step or the norm of its gradient; raises `MmrlError` where that is no number."""
     if not math.isfinite(value):
         raise MmrlError(f"step {step}: the {name} is {value}; lower train.lr, or resume an earlier checkpoint")
     return value

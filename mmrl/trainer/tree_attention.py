@@ -72,7 +72,7 @@ class PrefixTree:
         return max((span.stop for span in self.spans), default=0)
 
     def kernel_calls(self) -> Iterator[KernelCall]:
-        """Calls that cover each (query, key) pair of the tries once.
+        """Yield calls that cover each (query, key) pair of the tries once.
 
         The order is that of the packed tokens, always: partial results are joined in floating point, so another order
         would change the last bits of the loss.
@@ -92,7 +92,7 @@ class PrefixTree:
                     yield KernelCall(slice(end, span.stop), slice(begin, end), False, first)
 
     def kernel_calls_read(self) -> Iterator[KernelCall]:
-        """The same for the pairs whose query is in `read`; queries are slices of `read`."""
+        """Yield the calls for the pairs whose query is in `read`; queries are slices of `read`."""
         read = self.read or ()
         for span in self.spans:
             stop = bisect_left(read, span.stop)
@@ -114,7 +114,7 @@ class PrefixTree:
 
 
 def _runs(read: Sequence[int], span: NodeSpan) -> Iterator[tuple[int, int, bool]]:
-    """The tokens of a node in runs, (begin, end, whether they are in `read`); of those that are, a piece at most."""
+    """Cut a node's tokens into runs (begin, end, whether in `read`); those in `read` have at most a piece's length."""
     index, begin = bisect_left(read, span.begin), span.begin
     while begin < span.end:
         following = read[index] if index < len(read) else span.end
@@ -130,7 +130,7 @@ def _runs(read: Sequence[int], span: NodeSpan) -> Iterator[tuple[int, int, bool]
 
 
 def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:
-    """The reason why the layers of this causal LM (wrapped by peft or not) cannot share prefixes, or None."""
+    """Return the reason why the layers of this causal LM (wrapped by peft or not) cannot share prefixes, or None."""
     # `selfcheck` is the second line, behind the list of known families.
     causal = causal_lm(model)
     config = causal.config
@@ -144,7 +144,7 @@ def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:
 
 
 def last_parts(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, ...]:
-    """Parts of the last layer of a known causal LM (`unknown_layers`) that only tokens whose result is read need."""
+    """Return the parts of a known causal LM's last layer (`unknown_layers`) that only tokens in `read` need."""
     # Keys and values of the last layer are needed for every token; queries, output projection and MLP only where
     # somebody reads the result. In a prompt-heavy pack that is a small part of the tokens.
     layer = causal_lm(model).model.layers[-1]
@@ -280,7 +280,7 @@ class TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        """Sums over the calls of the forward pass, each with the joined result."""
+        """Return sums over the calls of the forward pass, each with the joined result."""
         query, key, value, joined, lse = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         out, grad = joined.transpose(1, 2), grad.transpose(1, 2)
@@ -310,7 +310,7 @@ class TreeAttention(torch.autograd.Function):
 
 
 def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Softmax over the union of two sets of keys, in place, from the softmax over each and its log-sum-exp."""
+    """Join softmaxes over two sets of keys into that over their union, in place, by their log-sum-exps."""
     # exp(part_lse) / (exp(lse) + exp(part_lse)), without an exponential that could overflow. (1, heads, q)
     share = torch.sigmoid(part_lse - lse)
     out.lerp_(part, share.unsqueeze(-1).to(out.dtype))

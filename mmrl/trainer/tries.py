@@ -63,7 +63,7 @@ class TrieNode:
 
 
 def make_node(row: int, begin: int, end: int, children: Sequence[TrieNode] = ()) -> TrieNode:
-    """A node over `children`; over a single one, that child made longer."""
+    """Return a node over `children`; over a single one, that child made longer."""
     if len(children) == 1:
         return lengthened(children[0], begin)
     tokens = end - begin + sum(child.tokens for child in children)
@@ -72,7 +72,7 @@ def make_node(row: int, begin: int, end: int, children: Sequence[TrieNode] = ())
 
 
 def lengthened(node: TrieNode, begin: int) -> TrieNode:
-    """The node with the tokens from `begin` on in it."""
+    """Return the node with the tokens from `begin` on in it."""
     return replace(node, begin=begin, tokens=node.tokens + node.begin - begin)
 
 
@@ -85,7 +85,7 @@ class _OpenNode:
     children: list[TrieNode]
 
     def close(self, begin: int) -> list[TrieNode]:
-        """The node from depth `begin` on, or, where sharing it does not pay, its branches from there on."""
+        """Return the node from depth `begin` on, or, where sharing it does not pay, its branches from there on."""
         if not self.children:
             return [make_node(self.row, begin, self.end)]
         node = make_node(self.row, begin, self.end, self.children)
@@ -99,7 +99,7 @@ class _OpenNode:
 
 
 def build_tries(rows: Sequence[Ids]) -> list[TrieNode]:
-    """The tries of `rows`, of which none is a prefix of another, in lexicographic order.
+    """Return the tries of `rows`, of which none is a prefix of another, in lexicographic order.
 
     The calls of a group meet in one trie because they begin alike: the same system prompt and question, and in a
     multi-turn program the turns before. Causal attention gives a token the same hidden state in every sequence that
@@ -127,7 +127,7 @@ def build_tries(rows: Sequence[Ids]) -> list[TrieNode]:
 
 
 def split_trie(node: TrieNode, budget: int, max_tokens: int) -> list[TrieNode]:
-    """The trie in parts of at most `budget` tokens, cut between branches, what is above them repeated.
+    """Return the trie in parts of at most `budget` tokens, cut between branches, what is above them repeated.
 
     A single sequence is never cut, so a longer one is a part of its own. A part may have up to `max_tokens` tokens if
     more than half of it would otherwise be repeated tokens.
@@ -153,7 +153,7 @@ def split_trie(node: TrieNode, budget: int, max_tokens: int) -> list[TrieNode]:
 def bin_pack(
     tries: Sequence[TrieNode], budget: int, share: int = 1, max_tokens: int | None = None
 ) -> list[list[TrieNode]]:
-    """Tries to packs of at most `budget` tokens (or one trie), of like cost, their number a multiple of `share`.
+    """Sort tries into packs of at most `budget` tokens (or one trie), of like cost, in a multiple of `share` packs.
 
     There may be fewer packs than that where there are fewer tries. Largest pack first, so that a budget that does not
     fit in memory fails at once.
@@ -219,7 +219,7 @@ class TrieLayout:
 
 
 def flatten(tries: Sequence[TrieNode], rows: Sequence[Ids]) -> TrieLayout:
-    """Tokens, positions and nodes of one pack."""
+    """Return tokens, positions and nodes of one pack."""
     spans: list[NodeSpan] = []
     ids: list[int] = []
     depths: list[int] = []
@@ -242,5 +242,5 @@ def flatten(tries: Sequence[TrieNode], rows: Sequence[Ids]) -> TrieLayout:
 
 
 def token_indices(path: Sequence[NodeSpan]) -> list[int]:
-    """Index in the pack of each token of a path, root first."""
+    """Return the index in the pack of each token of a path, root first."""
     return list(chain.from_iterable(range(span.begin, span.end) for span in path))

@@ -179,7 +179,7 @@ class MmrlTrainer(GRPOTrainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> UpdateStream:  # type: ignore[override]  # transformers needs no more of a loader
-        """The optimizer steps that are left; a step's batch is sampled when its first one is due."""
+        """Return the optimizer steps that are left; a step's batch is sampled when its first one is due."""
         return UpdateStream(self.settings.train.steps * self.settings.updates, self.updates)
 
     def updates(self) -> Iterator[dict[str, Update]]:
@@ -333,7 +333,7 @@ class MmrlTrainer(GRPOTrainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LambdaLR:
-        """The policy's schedule, and the critic's."""
+        """Create the schedules of the policy and of the critic."""
         if self.sharded:
             # accelerate, which has just sharded the policy, knows one model's weights in an optimizer.
             self._add_critic(cast("torch.optim.Optimizer", self.optimizer))
@@ -395,4 +395,4 @@ class MmrlTrainer(GRPOTrainer):
         return 0
 
     def _send_telemetry(self) -> None:
-        """A run sends nothing about itself."""
+        """Send nothing about the run."""
