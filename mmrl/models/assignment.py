@@ -93,21 +93,21 @@ class ModuleAssignment:
         return {adapter: lr for adapter, lr in rates if lr is not None}
 
     def describe(self) -> dict[str, str]:
-        """The line of a summary that says which module speaks with what; empty for one shared policy."""
+        """Return the line of a summary that says which module speaks with what; empty for one shared policy."""
         still = {m for m, a in self.adapters.items() if a in self.frozen_adapters} | set(self.initial)
         served = self.served or (dict.fromkeys(self.modules, TRAINED) if self.answered else {})
         named = {m: f"{name} (frozen)" if m in still else name for m, name in served.items()}
         return describe_weights(named | {m: f"endpoint {model}" for m, model in self.answered.items()})
 
     def record(self) -> dict[str, object]:
-        """The part that a checkpoint stores, for `policy.resolve`."""
+        """Return the part that a checkpoint stores, for `policy.resolve`."""
         # A shared policy records nothing: its checkpoint is the policy.
         if self.copied:
             return {"modules": self.served, "base": self.model.path}
         return {"modules": self.adapters} if self.adapters else {}
 
     def problems(self) -> list[str]:
-        """Problems of it, one sentence each: what cannot work or has no effect."""
+        """Return its problems, one sentence each: settings that cannot work or have no effect."""
         problems = [*self._answered_problems(), *self._left_out_problems()]
         if self.model.modules is not None:
             return [*problems, *self._adapter_problems(self.model.modules)]
@@ -135,7 +135,7 @@ class ModuleAssignment:
                 )
 
     def _left_out_problems(self) -> Iterator[str]:
-        """Modules out of the loss that an algorithm cannot do without."""
+        """Yield modules out of the loss that an algorithm cannot do without."""
         if not self.frozen:
             return
         first = self.frozen[0]
@@ -149,7 +149,7 @@ class ModuleAssignment:
             yield f"{key}: no module is left to train; expected at least one"
 
     def _adapter_problems(self, modules: Mapping[str, ModuleWeights]) -> Iterator[str]:
-        """Adapters that cannot be, or about which the modules that share them disagree."""
+        """Yield the adapters that cannot be, or about which the modules that share them disagree."""
         yield from (unknown("model.modules", name, self.modules) for name in modules if name not in self.modules)
         if self.model.lora is None:
             yield (

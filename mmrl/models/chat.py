@@ -39,7 +39,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tup
 def render_observation(
     tokenizer: PreTrainedTokenizerBase, context: Sequence[int], observation: str | Messages
 ) -> tuple[int, ...]:
-    """The next prompt of a growing context: `context`, exactly as sampled, and what a tool or the user adds to it.
+    """Render the next prompt of a growing context: `context`, exactly as sampled, and what tool or user add to it.
 
     Args:
         context: ids so far; the last of them end a completion.
@@ -58,7 +58,7 @@ def render_observation(
 
 
 def takes_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True where the chat template writes a system message; some refuse it, some leave it out without a word.
+    """Return True if the chat template writes a system message; some refuse it, some leave it out without a word.
 
     Raises:
         Exception: the template's own, where it cannot write a prompt without a system message either.
@@ -91,7 +91,7 @@ def _merged(messages: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
 
 
 def decode_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Text of completion `ids` without special tokens, byte for byte as the tokens spell it."""
+    """Return the text of completion `ids` without special tokens, byte for byte as the tokens spell it."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
@@ -149,7 +149,7 @@ class _Renderer:
         return ids
 
     def after_turn(self, tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
-        """Ids that follow an assistant turn's content: its end, `messages`, the next generation prompt."""
+        """Return the ids that follow an assistant turn's content: its end, `messages`, the next generation prompt."""
         key = tuple((message["role"], message["content"]) for message in messages)
         return self._render(tokenizer, (("user", "-"), ("assistant", _TURN), *key), after=_TURN)
 
@@ -197,7 +197,7 @@ def _renderer(tokenizer: PreTrainedTokenizerBase) -> _Renderer:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of plain text: nothing added, and no piece of it becomes a special token."""
+    """Return the ids of plain text: nothing added, and no piece of it becomes a special token."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.truncation is not None or backend.padding is not None:
         return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
@@ -210,12 +210,12 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def tokenizer_seconds() -> float:
-    """Seconds that this process has spent inside fast tokenizers, encoding prompts."""
+    """Return the seconds that this process has spent inside fast tokenizers, encoding prompts."""
     return _SPENT[0]
 
 
 def _unused_character(contents: Iterable[str]) -> str:
-    """A private-use character that no content contains."""
+    """Return a private-use character that no content contains."""
     occurring = set("".join(contents))
     return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in occurring)
 

@@ -93,18 +93,18 @@ PACKAGES: Mapping[str, Package] = {
 
 
 def facts_of(folder: Path) -> dict[str, object]:
-    """Facts that a fetched folder states of itself."""
+    """Return the facts that a fetched folder states of itself."""
     facts: dict[str, object] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     return facts
 
 
 def of_hub_id(text: str) -> Package | None:
-    """The package that holds the model of a hub id."""
+    """Return the package that holds the model of a hub id."""
     return next((package for package in PACKAGES.values() if package.hub == text), None)
 
 
 def encoder_source(model: str) -> str:
-    """The folder or hub id that an encoder is loaded from: of a name or hub id of `PACKAGES`, the fetched folder."""
+    """Return the folder or hub id that an encoder is loaded from: the fetched folder if it is one of `PACKAGES`."""
     package = PACKAGES.get(model) or of_hub_id(model)
     if package is None or package.end_of_turn is not None:
         return model

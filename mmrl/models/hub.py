@@ -24,7 +24,7 @@ _OWN_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 @lru_cache(maxsize=1)
 def hub_answers() -> bool:
-    """True where the hub (or the mirror in HF_ENDPOINT) answers at all; queried once per process."""
+    """Return True if the hub (or the mirror in HF_ENDPOINT) answers at all; queried once per process."""
     from huggingface_hub import constants
 
     # Without this query the hub's client tries for a minute per file before it gives up. An error page is an answer: a
@@ -34,7 +34,7 @@ def hub_answers() -> bool:
 
 @lru_cache(maxsize=8)
 def hub_serves(model: str) -> bool:
-    """True where the weights of a hub id can be had: from the hub's local cache, or from a hub that answers in time."""
+    """Return True if a hub id's weights are available: in the hub's local cache, or from a hub that answers in time."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(model, "model.safetensors"), str):
@@ -45,7 +45,7 @@ def hub_serves(model: str) -> bool:
 
 
 def _failure(url: str) -> str | None:
-    """The cause for which the hub does not send a page in time; `garbage` where it sends more than is read."""
+    """Return the cause for which the hub does not send a page in time; `garbage` where it sends more than is read."""
     client = HttpClient("hub", timeout_s=HUB_S, concurrency=1, redirects=True, proxies=True)
     try:
         client.wait(client.attempt("GET", url, limit=PAGE_BYTES))
@@ -63,7 +63,7 @@ def at_hand(path: str, revision: str | None) -> str:
 
 
 def weights_problems(key: str, path: str, revision: str | None) -> list[str]:
-    """Reasons why the weights of `model.path` or `policy` cannot be had; what only loading can tell is none."""
+    """Return reasons why the weights of `model.path` or `policy` cannot be had; what only loading can tell is none."""
     if path in FETCHED and not PACKAGES[path].fetched:
         return [f"{key}: {path} is not on this machine; {PACKAGES[path].missing}"]
     package = of_hub_id(path) if path in FETCHED.values() else None
@@ -73,7 +73,7 @@ def weights_problems(key: str, path: str, revision: str | None) -> list[str]:
 
 
 def encoder_problems(key: str, model: str) -> list[str]:
-    """Reasons why no encoder can be loaded from `model`, a folder or a hub id; `key` is the user's word for it.
+    """Return reasons why no encoder can be loaded from `model`, a folder or a hub id; `key` is the user's word for it.
 
     What only loading can tell (a folder with other weights) is no problem here.
     """
@@ -95,7 +95,7 @@ def encoder_problems(key: str, model: str) -> list[str]:
 
 
 def licence_of(model: str, revision: str | None = None) -> str | None:
-    """The licence of a shipped model, a folder or a hub id, as its card abbreviates it; None: there is none."""
+    """Return the licence of a shipped model, a folder or a hub id, as its card abbreviates it; None: there is none."""
     from huggingface_hub import metadata_load, model_info, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
     from yaml import YAMLError
@@ -120,7 +120,7 @@ def licence_of(model: str, revision: str | None = None) -> str | None:
 
 
 def push_problems(repository: str) -> list[str]:
-    """Reasons why nothing can be pushed to `repository`; looked at before anything is written."""
+    """Return reasons why nothing can be pushed to `repository`; looked at before anything is written."""
     from huggingface_hub import constants, get_token
 
     if not _OWN_REPOSITORY.fullmatch(repository):

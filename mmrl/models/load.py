@@ -38,12 +38,12 @@ class ServedWeights(TypedDict):
 
 
 def model_path(model: ModelConfig) -> str:
-    """Folder or hub id of the weights; see `located`."""
+    """Return the folder or hub id of the weights; see `located`."""
     return located(model.path)
 
 
 def located(path: str) -> str:
-    """Folder of a shipped model, or the cached one of a fetched model; else `path` as typed."""
+    """Return the folder of a shipped model, or the cached one of a fetched model; else `path` as typed."""
     if path in SHIPPED:
         return str(ASSETS / path)
     if path in FETCHED:
@@ -65,7 +65,7 @@ NO_CODE = {"trust_remote_code": False}
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model`, with the chat template and thinking mode that the config asks for.
+    """Return the tokenizer of `model`, with the chat template and thinking mode that the config asks for.
 
     Raises:
         ConfigError: `model.path` cannot be loaded, or there is no chat template.
@@ -92,7 +92,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedModel:
-    """The causal language model of `model` on `device`, in training shape: all dropout off, SDPA attention.
+    """Return the causal language model of `model` on `device`, in training shape: all dropout off, SDPA attention.
 
     Raises:
         ConfigError: `model.path` cannot be loaded.
@@ -145,7 +145,7 @@ def load_policy(
 
 
 def load_configs(model: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig | None]:
-    """The config and, where there is one, the generation config of `model`, without its weights.
+    """Return the config and, where there is one, the generation config of `model`, without its weights.
 
     Raises:
         ConfigError: `model.path` cannot be loaded.
@@ -170,13 +170,13 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def causal_lm(model: torch.nn.Module) -> PreTrainedModel:
-    """The causal LM inside a peft wrapper."""
+    """Return the causal LM inside a peft wrapper."""
     # By the method, so that this module needs no peft.
     return cast("PreTrainedModel", getattr(model, "get_base_model", lambda: model)())
 
 
 def unknown_layers(causal: PreTrainedModel) -> str | None:
-    """The reason why the layers of a causal LM are not those that engine and trainer know from the inside, or None."""
+    """Return the reason why a causal LM's layers are not those that engine and trainer are written for, or None."""
     name, config = type(causal).__name__, causal.config
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(FAMILIES)}"
@@ -290,7 +290,7 @@ def _try_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> Non
 
 
 def _with_thinking(template: str, model: ModelConfig) -> str:
-    """The template with its thinking mode fixed, so that every user of the tokenizer renders the same prompt."""
+    """Return the template with its thinking mode fixed, so that every user of the tokenizer renders the same prompt."""
     if "enable_thinking" in template:
         return f"{{%- set enable_thinking = {str(model.thinking).lower()} -%}}{template}"
     if model.thinking:
@@ -309,7 +309,7 @@ def _dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def _switch_dropout_off(model: PreTrainedModel) -> None:
-    """The ratio of the loss compares log-probabilities of one policy, so the forward must be deterministic."""
+    """Switch dropout off: the loss's ratio compares log-probabilities of one policy, so forwards are deterministic."""
     import torch
 
     for module in model.modules():

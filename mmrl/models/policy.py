@@ -85,13 +85,13 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """Steps done at `checkpoint-<steps>`; None for any other name."""
+    """Return steps done at `checkpoint-<steps>`; None for any other name."""
     match = _CHECKPOINT.fullmatch(path.name)
     return int(match.group(1)) if match else None
 
 
 def is_complete(path: Path) -> bool:
-    """True where `path` is a checkpoint whose files are all there, with the sizes they were written with."""
+    """Return True if `path` is a checkpoint whose files are all there, with the sizes they were written with."""
     # By the files and not the name alone: a copy from another machine may have ended halfway.
     try:
         sizes = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
@@ -101,7 +101,7 @@ def is_complete(path: Path) -> bool:
 
 
 def damage(path: Path, only: Callable[[str], bool] = lambda name: True) -> str:
-    """The first file of a checkpoint that is not as it was saved, in words; empty where all are.
+    """Return the first file of a checkpoint that is not as it was saved, in words; empty where all are.
 
     Reads every byte: sizes alone do not show a flipped bit.
 
@@ -131,7 +131,7 @@ def require_undamaged(policy: Policy) -> None:
 
 
 def every_checkpoint(folder: Path) -> list[Path]:
-    """Folders with the name of a checkpoint, oldest first, whole or not."""
+    """Return folders with the name of a checkpoint, oldest first, whole or not."""
     steps = [(step, path) for path in folder.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None]
     return [path for _, path in sorted(steps)]
 
@@ -142,7 +142,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path | str) -> Path | None:
-    """The newest complete checkpoint of a run, given its directory or its `checkpoints` folder; None without one."""
+    """Find the newest complete checkpoint of a run, by its directory or its `checkpoints` folder; None without one."""
     root = Path(folder)
     inner = root / "checkpoints"
     complete = complete_checkpoints(inner if inner.is_dir() else root)
@@ -150,18 +150,18 @@ def newest_checkpoint(folder: Path | str) -> Path | None:
 
 
 def describe_weights(modules: Mapping[str, str] | None) -> dict[str, str]:
-    """The fact for a summary that says which module speaks with which weights; none for one shared policy."""
+    """Return the fact for a summary that says which module speaks with which weights; none for one shared policy."""
     return {"weights": ", ".join(f"{module}: {name}" for module, name in modules.items())} if modules else {}
 
 
 def other_task(text: str, evaluated: str) -> dict[str, str]:
-    """The fact for a summary that says that a run's policy was trained on another task than the evaluated one."""
+    """Return the fact for a summary that a run's policy was trained on another task than the evaluated one."""
     name = _run_section(text, "task").get("name")
     return {"trained on": str(name)} if name not in (None, evaluated) else {}
 
 
 def run_config(text: str) -> Mapping[str, object]:
-    """The config of the run that a policy comes from; empty where it comes from none."""
+    """Return the config of the run that a policy comes from; empty where it comes from none."""
     folder = Path(text).resolve()
     if text in SHIPPED or not folder.is_dir():
         return {}
@@ -175,13 +175,13 @@ def run_config(text: str) -> Mapping[str, object]:
 
 
 def _run_section(text: str, section: str) -> Mapping[str, object]:
-    """A section of it."""
+    """Return a section of the run's config."""
     stored = value_at(run_config(text), section)
     return stored if isinstance(stored, Mapping) else {}
 
 
 def is_shipped(text: str) -> bool:
-    """True where `policy=` names a shipped model, or a run that trained one."""
+    """Return True if `policy=` names a shipped model, or a run that trained one."""
     visited: set[Path] = set()
     # A later stage of a run began with the weights of an earlier one.
     while text not in SHIPPED and Path(text).resolve() not in visited:
@@ -223,7 +223,7 @@ def write_policy(folder: Path, *, weights: str, prompts: str | None, task: str) 
 
 
 def _read(path: Path, schema: type[M]) -> M:
-    """A JSON file of a run or of peft.
+    """Return a JSON file of a run or of peft.
 
     Raises:
         ConfigError: it cannot be read.
@@ -247,7 +247,7 @@ def _stated(folder: Path) -> _Stated:
 
 
 def _weights_of(folder: Path) -> str:
-    """The weights that a `policy.json` names, through further ones of it."""
+    """Return the weights that a `policy.json` names, through further ones of it."""
     visited: set[Path] = set()
     weights = str(folder)
     while (Path(weights) / POLICY).is_file():
@@ -259,7 +259,7 @@ def _weights_of(folder: Path) -> str:
 
 
 def prompts_of(text: str) -> tuple[str | None, str | None]:
-    """The task and the file of the prompts that a policy was made with; None, None where it has none of its own."""
+    """Return the task and prompt file that a policy was made with; None, None if it has no prompts of its own."""
     folder = Path(text)
     if text in SHIPPED or not folder.is_dir():
         return None, None
@@ -272,7 +272,7 @@ def prompts_of(text: str) -> tuple[str | None, str | None]:
 
 
 def resolve(text: str, prompts: str | None = None) -> Policy:
-    """The policy behind `policy=`: a run directory (its newest complete checkpoint), a checkpoint, an adapter, a
+    """Return the policy behind `policy=`: a run directory (its newest complete checkpoint), a checkpoint, an adapter, a
     folder with weights, `tiny`, or a hub id.
 
     Raises:
@@ -302,7 +302,7 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
 
 
 def _saved_policy(folder: Path, prompts: str | None) -> Policy:
-    """The policy in a checkpoint, an adapter's folder or a folder with weights."""
+    """Return the policy in a checkpoint, an adapter's folder or a folder with weights."""
     adapter = folder / "adapter_config.json"
     # Which module speaks with what, and the initial weights, as `ModuleAssignment.record` put them in a checkpoint.
     record = _read(folder / EXTRA, _Record) if (folder / EXTRA).is_file() else _Record()
@@ -327,13 +327,13 @@ def _saved_policy(folder: Path, prompts: str | None) -> Policy:
 
 
 def _step(folder: Path) -> int | None:
-    """The training step of a checkpoint, or of one adapter in it."""
+    """Return the training step of a checkpoint, or of one adapter in it."""
     steps = [checkpoint_step(path) for path in (folder.resolve().parent, folder)]
     return next((step for step in steps if step is not None), None)
 
 
 def _base_of(adapter: Path) -> str:
-    """The base of an adapter: `model.path` of its run, else what it says itself (which may have moved since)."""
+    """Return the base of an adapter: `model.path` of its run, else what it says itself (which may have moved since)."""
     # One folder up for a shared adapter (checkpoint-3/), two for one of several (checkpoint-3/<name>/).
     for folder in list(adapter.resolve().parents)[1:3]:
         config = folder.parent / "config.yaml"
