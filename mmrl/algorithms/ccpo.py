@@ -38,7 +38,7 @@ class Ccpo:
     needs_critic = False
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Unknown names in `exchanged`, or no module left to exchange."""
+        """Return unknown names in `exchanged`, or no module left to exchange."""
         algo = CcpoConfig.narrow(algo)
         problems = [unknown("algo.exchanged", name, modules) for name in algo.exchanged or () if name not in modules]
         if not problems and not algo.exchanged_modules(modules):
@@ -81,7 +81,7 @@ class Ccpo:
 
 
 def _reward(rollout: ScoredRollout, module: str, counterfactuals: Sequence[float], algo: CcpoConfig) -> Reward:
-    """The reward of a module's calls in one rollout.
+    """Return the reward of a module's calls in one rollout.
 
     Args:
         counterfactuals: outcomes of the example's rollouts without the module.

@@ -68,7 +68,7 @@ class Gigpo:
 
 
 def state_of(call: Call) -> Hashable:
-    """State of a call: the one that the program named, else its prompt, else (nothing repeats) itself."""
+    """Return the state of a call: the one that the program named, else its prompt, else (nothing repeats) itself."""
     if (state := call.facts.get("state")) is not None:
         return call.module, "state", str(state)
     return (call.module, "prompt", call.prompt_ids) if call.prompt_ids else (call.module, "call", call.id)
@@ -94,7 +94,7 @@ def _states(rollouts: Sequence[ScoredRollout], algo: GigpoConfig) -> tuple[list[
 
 
 def _episodes(example: str, rollouts: Sequence[ScoredRollout], count: str) -> Group:
-    """The rollouts of an example; with `count=call` each as often as it has calls, so that long ones weigh more."""
+    """Group an example's rollouts; with `count=call` each as often as it has calls, so that long ones weigh more."""
     each = None if count == "call" else 1
     return Group(example, tuple(Member(r.path, r.outcome) for r in rollouts for _ in r.path[:each]))
 

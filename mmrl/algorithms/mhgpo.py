@@ -35,7 +35,7 @@ class Mhgpo:
         self.name = name
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Unknown names in `train_modules` and `freeze_modules`, or nothing left to train."""
+        """Return unknown names in `train_modules` and `freeze_modules`, or nothing left to train."""
         return module_problems(MhgpoConfig.narrow(algo), modules)
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
@@ -43,11 +43,11 @@ class Mhgpo:
         return plans.fork_on_first(modules, MhgpoConfig.narrow(algo).group_size)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
-        """Groups of calls that are compared; calls in no group are left out of the loss."""
+        """Return the groups of calls that are compared; calls in no group are left out of the loss."""
         return by_slot(forest, rewards)
 
     def trains(self, call: Call, algo: MhgpoConfig) -> bool:
-        """True where the call's slot counts in n of Eq. 6."""
+        """Return True if the call's slot counts in n of Eq. 6."""
         return algo.trains(call.module) and call.completion_tokens > 0
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
@@ -73,13 +73,13 @@ class MhgpoIs(Mhgpo):
         return plans.independent_sampling(modules, MhgpoConfig.narrow(algo).group_size)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
-        """Calls at the forks; the others only back their reward up."""
+        """Return the calls at the forks; the others only back their reward up."""
         # Before the fork a tree has one sample, after it each branch has another prompt: only siblings are compared.
         at_fork = ForkView(forest).at_fork
         return by_slot(forest, rewards, [call_id for call_id in rewards if call_id in at_fork])
 
     def trains(self, call: Call, algo: MhgpoConfig) -> bool:
-        """A fork is at a module's first invocation, so only those are slots of Eq. 6."""
+        """Return True at a module's first invocation: a fork is there, and only those are slots of Eq. 6."""
         return call.invocation == 0 and super().trains(call, algo)
 
 
@@ -125,6 +125,6 @@ class MhgpoFofOs(Mhgpo):
 
 
 def _left_out(call: Call, reward: Reward) -> Entry:
-    """Entry of a call that has a reward and no group: printed and recorded with weight 0."""
+    """Return the entry of a call that has a reward and no group: printed and recorded with weight 0."""
     zeros = (0.0,) * call.completion_tokens
     return Entry(call=call.id, reward=reward.total, parts=reward.parts, advantages=zeros, weights=zeros)

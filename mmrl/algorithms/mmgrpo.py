@@ -75,7 +75,7 @@ class _Trace:
 
 
 def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
-    """Groups (example, module, k) of a forest, ordered by module, then example, then k.
+    """Return the groups (example, module, k) of a forest, ordered by module, then example, then k.
 
     Args:
         seed: run seed of random fillers.
@@ -112,7 +112,7 @@ def failing_reward(call: Call, algo: MmgrpoConfig) -> float:
 
 
 def is_overlong(call: Call, algo: MmgrpoConfig) -> bool:
-    """True where prompt and completion exceed `max_context`; a prompt of unknown length counts 0."""
+    """Return True if prompt and completion exceed `max_context`; a prompt of unknown length counts 0."""
     return algo.max_context is not None and (call.prompt_tokens or 0) + call.completion_tokens > algo.max_context
 
 

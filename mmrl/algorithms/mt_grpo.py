@@ -48,7 +48,7 @@ class MtGrpo:
         return plans.independent(TurnGroupConfig.narrow(algo).group_size)
 
     def rules(self, algo: AlgoConfig) -> TurnRules:
-        """Rules that cut a rollout into turns."""
+        """Return the rules that cut a rollout into turns."""
         algo = MtGrpoConfig.narrow(algo)
         return TurnRules(two_turns=True, missing=algo.missing_turn, combined=algo.no_tool == "combined")
 
@@ -82,7 +82,7 @@ class MtGrpoVariable(MtGrpo):
     """Any number of turns."""
 
     def rules(self, algo: AlgoConfig) -> TurnRules:
-        """A call is a turn; a rollout's last one carries the outcome alone."""
+        """Return the rules by which a call is a turn; a rollout's last one carries the outcome alone."""
         return TurnRules(two_turns=False, missing=MtGrpoVariableConfig.narrow(algo).missing_turn, combined=False)
 
 
@@ -129,7 +129,7 @@ class _Column:
     group: Group
 
     def advantage(self, rollout: int) -> float:
-        """Advantage of one of the example's rollouts; 0 for those that were not compared."""
+        """Return the advantage of one of the example's rollouts; 0 for those that were not compared."""
         positions = {index: position for position, index in enumerate(self.rewards)}
         return self.group.members[positions[rollout]].advantage if rollout in positions else 0.0
 
@@ -150,7 +150,7 @@ class TurnGroup:
         return not any(member.advantage for group in self.columns.values() for member in group.members)
 
     def entries(self, index: int, algo: TurnGroupConfig, weight: float) -> list[Entry]:
-        """Entries of the calls of the `index`-th rollout, each with the advantage of its turn and of those after it."""
+        """Make entries for the `index`-th rollout's calls, with the advantages of their turn and of those after it."""
         path, turns = self.rollouts[index].path, self.turns[index]
         single = [turn.advantage if turn.outcome else algo.turn_coef * turn.advantage for turn in turns]
         # The first absent turn stands at the last turn's position, l = n, so both reach turn k with alpha^(n-k).
@@ -210,7 +210,7 @@ def compare_turns(
 
 
 def zero_variance_shares(groups: Iterable[TurnGroup]) -> dict[str, float]:
-    """Share of the examples in which all rewards of a turn are equal, for each turn that is compared."""
+    """Return the share of the examples in which all rewards of a turn are equal, for each turn that is compared."""
     flags: dict[int, list[bool]] = {}
     for example in groups:
         for name, group in example.columns.items():
@@ -255,7 +255,7 @@ def _rewards(
 def _turns(
     index: int, scored: ScoredRollout, cut: Cut, columns: Mapping[str | int, _Column], rules: TurnRules
 ) -> tuple[Turn, ...]:
-    """Turns of one rollout: the intermediate ones, then the one with the outcome."""
+    """Return the turns of one rollout: the intermediate ones, then the one with the outcome."""
     # Calls of a turn share its advantage: within a turn nothing says which of them mattered.
     everything = tuple(range(len(scored.path)))
     if not cut and rules.combined:

@@ -65,5 +65,5 @@ class TreeGrpo:
 
 
 def _reward(leaf: Member, within: float) -> Reward:
-    """The leaf's reward, with the two advantages that are added."""
+    """Return the leaf's reward, with the two advantages that are added."""
     return replace(leaf.reward, parts={**leaf.reward.parts, "in_tree": within, "in_example": leaf.advantage})
