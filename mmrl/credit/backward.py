@@ -89,7 +89,7 @@ def tree_values(forest: Forest) -> dict[str, float]:
 
 
 def discounted(values: Sequence[float], factor: float) -> list[float]:
-    """Sum over l >= k of factor^(l-k) · values_l, for each k."""
+    """Return the sum over l >= k of factor^(l-k) · values_l, for each k."""
     sums, running = [], 0.0
     for value in reversed(values):
         running = value + factor * running
@@ -125,7 +125,7 @@ def whitening(values: Sequence[float]) -> tuple[float, float]:
 
 
 def critic_values(call: Call, observed: bool) -> tuple[float, ...]:
-    """The critic's values of a call, one per token that the estimation runs over.
+    """Return the critic's values of a call, one per token that the estimation runs over.
 
     Args:
         observed: observation tokens included (`algo.obs=all`).
@@ -148,7 +148,7 @@ def kl_rewards(call: Call, beta: float) -> tuple[float, ...]:
 
 
 def _sampled(call: Call, name: str, values: tuple[float, ...] | None) -> tuple[float, ...]:
-    """The part of a per-token field that belongs to sampled tokens, whether or not it goes on over observations."""
+    """Return a per-token field's part on sampled tokens, whether or not it goes on over observations."""
     if values is not None and len(values) == call.completion_tokens + call.observation_tokens:
         return values[: call.completion_tokens]
     return _exactly(call, name, values, call.completion_tokens)
@@ -213,7 +213,7 @@ def critic_credit(name: str, estimated: Sequence[EstimatedCall], whiten: str, ap
 
 
 def _explained(entries: Sequence[Entry]) -> dict[str, float]:
-    """Share of the returns' variance that the critic's values explain: 1 is a perfect critic, 0 a constant one."""
+    """Compute the share of the returns' variance that the values explain: 1 for a perfect critic, 0 for a constant."""
     returns = [r for entry in entries for r in entry.returns or ()]
     errors = [a for entry in entries for a in entry.raw_advantages or ()]
     # Constant returns have nothing to explain, and the share would be divided by rounding errors.

@@ -48,7 +48,7 @@ def _compared(group: Group, algo: GroupConfig, batch_std: float | None) -> Group
 
 
 def std_of(rewards: Sequence[float], ddof: int) -> float:
-    """Standard deviation; 0 for equal numbers and for fewer than ddof + 1."""
+    """Return the standard deviation; 0 for equal numbers and for fewer than ddof + 1."""
     if len(rewards) <= ddof or is_constant(rewards):
         return 0.0
     mean = math.fsum(rewards) / len(rewards)
@@ -56,7 +56,7 @@ def std_of(rewards: Sequence[float], ddof: int) -> float:
 
 
 def is_constant(rewards: Sequence[float]) -> bool:
-    """True where all rewards are equal, up to the rounding of averages."""
+    """Return True if all rewards are equal, up to the rounding of averages."""
     spread = max(rewards) - min(rewards)
     # Backed-up means of equal outcomes may differ in their last bits; eps = 0 would blow that up to +-1.
     return spread <= 1e-12 * max(1.0, abs(max(rewards)), abs(min(rewards)))
@@ -73,6 +73,6 @@ def weigh(groups: Sequence[Group], algo: GroupConfig, minibatch: Minibatches = N
 
 
 def with_weights(groups: Sequence[Group], weights: Sequence[float]) -> list[Group]:
-    """The groups with one of `weights` for each of their members, in order."""
+    """Return the groups with one of `weights` for each of their members, in order."""
     each = iter(weights)
     return [replace(group, members=tuple(replace(m, weight=next(each)) for m in group.members)) for group in groups]

@@ -43,7 +43,7 @@ class ScoredRollout:
 
 
 def scored_rollouts(forest: Forest) -> list[ScoredRollout]:
-    """Rollouts with a reward and at least one call, in order.
+    """Return rollouts with a reward and at least one call, in order.
 
     Raises:
         DataError: a reward, penalty or turn reward is NaN, infinite or beyond `LARGEST`; names the record.
@@ -62,7 +62,7 @@ def scored_rollouts(forest: Forest) -> list[ScoredRollout]:
 
 
 def by_example(forest: Forest) -> dict[str, list[ScoredRollout]]:
-    """Scored rollouts of each example, in order."""
+    """Return scored rollouts of each example, in order."""
     rollouts: dict[str, list[ScoredRollout]] = {}
     for scored in scored_rollouts(forest):
         rollouts.setdefault(scored.rollout.example, []).append(scored)

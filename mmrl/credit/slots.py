@@ -22,7 +22,7 @@ Slot = tuple[str, str, int]
 
 
 def slot_of(call: Call) -> Slot:
-    """Slot that a call fills."""
+    """Return the slot that a call fills."""
     return call.example, call.module, call.invocation
 
 
@@ -32,7 +32,7 @@ def slot_id(example: str, module: str, invocation: int) -> str:
 
 
 def by_slot(forest: Forest, rewards: Mapping[str, Reward], calls: Iterable[str] | None = None) -> list[Group]:
-    """A group per slot: all siblings, with equal prompts or not (MHGPO, m = (q, agent)).
+    """Return a group per slot: all siblings, with equal prompts or not (MHGPO, m = (q, agent)).
 
     Args:
         calls: only these; None: every call that has a reward.
@@ -168,7 +168,7 @@ def weigh_slots(
 def three_level(
     units: Sequence[Unit], filled: Iterable[tuple[str, Hashable]], minibatch: Minibatches = None
 ) -> list[float]:
-    """Shares 1 / (B · n · G_k) of MHGPO's Eq. 6: mean over examples, over filled slots, over the slot's units.
+    """Return shares 1 / (B · n · G_k) of MHGPO's Eq. 6: mean over examples, over filled slots, over the slot's units.
 
     Args:
         filled: (example, slot) pairs that were sampled: they count in n (and B) even where no unit of theirs is left.
