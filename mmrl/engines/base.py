@@ -96,7 +96,7 @@ class EngineSetup:
 
 
 class Engine(ABC):
-    """Async generation with continuous batching; everything that a stage, an evaluation or a program asks of an engine.
+    """Async generation with continuous batching, for stages, evaluations and programs.
 
     Only `generate` has to be written; the other members have defaults that fit an engine which holds nothing, serves
     fixed weights and need not know which programs run.
@@ -159,7 +159,7 @@ class Engine(ABC):
         """Free what can be freed: the trainer works now. The next push of weights or request wakes the engine."""
 
     def metrics(self) -> Mapping[str, float]:
-        """For a step's record, by metric name."""
+        """Return metrics for a step's record, by name."""
         return self.endpoint_usage()
 
     def endpoint_usage(self) -> Mapping[str, float]:
@@ -186,7 +186,7 @@ class BusyClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, one more request is in flight."""
+        """Count one more request as in flight inside."""
         if not self.count:
             self._since = time.perf_counter() - self._other()
         self.count += 1
@@ -199,7 +199,7 @@ class BusyClock:
 
 
 class NullEngine(Engine):
-    """For processes that do not sample, since the main one samples for all from one server."""
+    """Engine of processes that do not sample, since the main one samples for all from one server."""
 
     policy_version = -1
 
@@ -217,7 +217,7 @@ class Asking(Protocol):
 
 
 def total_usage(engines: Iterable[Asking]) -> dict[str, float]:
-    """`endpoint_usage` summed over engines and the like."""
+    """Sum `endpoint_usage` over engines and the like."""
     totals: dict[str, float] = {}
     for engine in engines:
         for name, count in engine.endpoint_usage().items():

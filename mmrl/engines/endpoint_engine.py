@@ -163,7 +163,7 @@ class Router(Engine):
 
 
 def with_endpoints(engine: Engine, config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """`engine`, with those of `engine.endpoints` beside it."""
+    """Return `engine`, with the engines of `engine.endpoints` beside it."""
     if not config.endpoints:
         return engine
     router = Router(engine, {})
@@ -177,7 +177,7 @@ def with_endpoints(engine: Engine, config: EngineConfig, tokenizer: PreTrainedTo
 
 
 def named(config: EngineConfig, model: str) -> EndpointConfig:
-    """`engine.endpoint` with the model that `policy=` names."""
+    """Return `engine.endpoint` with the model that `policy=` names."""
     return EndpointConfig(model=model, **cast("OpenAIConfig", config).endpoint.model_dump())
 
 

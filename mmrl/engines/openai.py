@@ -90,7 +90,7 @@ class OpenAIChat:
         return (await self.reply(messages, **options)).text
 
     async def reply(self, messages: Sequence[Mapping[str, str]], **options: object) -> Reply:
-        """As `complete`, with all that the reply says."""
+        """Complete as `complete` does, and return all that the reply says."""
         return await self._http.run(self._reply(messages, options))
 
     def unreachable(self) -> list[str]:
@@ -109,7 +109,7 @@ class OpenAIChat:
         self._http.close()
 
     async def _probe(self) -> list[str]:
-        """Does it answer a request for one token?"""
+        """Check that it answers a request for one token."""
         # Not the list of models: that is not offered, or not allowed, everywhere.
         settings = self.settings
         body = request_body(settings, [{"role": "user", "content": "ping"}], {"max_tokens": 1}, self._limit)

@@ -175,7 +175,7 @@ class Linear:
         self.high = torch.block_diag(*blocks)
 
     def __call__(self, x: Tensor, rows: slice | None = None) -> Tensor:
-        """(N, in) -> (N, out), or only the output columns `rows`."""
+        """Multiply (N, in) -> (N, out), or only the output columns `rows`."""
         weight, bias, high = self.weight, self.bias, self.high
         if rows is not None:
             weight = weight[rows]
@@ -187,7 +187,7 @@ class Linear:
         return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + self(x)."""
+        """Return residual + self(x)."""
         # One kernel for product and residual instead of two passes over the result.
         if self.bias is None and self.low is None and self.product is F.linear:
             return torch.addmm(residual, x, self.transposed)
@@ -195,7 +195,7 @@ class Linear:
 
 
 def _updates(source: nn.Module, adapter: str | None) -> list[tuple[Tensor, Tensor, float]]:
-    """(A, B, scaling) of the LoRA updates that a forward of this layer with this adapter would add now."""
+    """Return (A, B, scaling) of the LoRA updates that a forward of this layer with this adapter would add now."""
     lora = cast("LoraLinear", source)
     if not hasattr(source, "base_layer") or lora.disable_adapters or lora.merged:
         return []
@@ -225,14 +225,14 @@ class Norm:
         self._eps_like = torch.tensor(self.eps, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., H) -> (..., H); computed in float32 as the model does."""
+        """Normalize (..., H) -> (..., H); computed in float32 as the model does."""
         if x.dtype != torch.float32:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return scaled(x, self._eps_like) if self.weight is None else scaled(x, self._eps_like) * self.weight
 
 
 def scaled(x: Tensor, eps: Tensor) -> Tensor:
-    """x / sqrt(mean(x²) + eps) over the last axis, in three small operations."""
+    """Compute x / sqrt(mean(x²) + eps) over the last axis, in three small operations."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
@@ -303,7 +303,7 @@ class Weights:
             self.angles = None
 
     def rope(self, length: int) -> tuple[Tensor, Tensor]:
-        """(T, head_dim) cos and signed sin for at least `length` positions: rotated x = x·cos + roll(x, half)·sin."""
+        """Return cos and signed sin, (T, head_dim), T >= `length` positions: rotated x = x·cos + roll(x, half)·sin."""
         if self.angles is None or self.angles[0].shape[0] < length:
             positions = torch.arange(max(256, 1 << (length - 1).bit_length()), device=self.embedding.device)
             cos, sin = self.causal.model.rotary_emb(self.embedding[:1], positions.unsqueeze(0))

@@ -244,7 +244,7 @@ class Batcher(Engine):
         self._deliver()
 
     def _decode(self, admitted: Sequence[PendingRequest], until: float | None) -> None:
-        """Blocking part of `_burst`: runs in the event loop's thread (deterministic) or in a worker (greedy)."""
+        """Run the blocking part of `_burst`, in the event loop's thread (deterministic) or in a worker (greedy)."""
         self._since = started = time.perf_counter()
         try:
             if admitted:

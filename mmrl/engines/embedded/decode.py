@@ -23,7 +23,7 @@ CACHE_STEP = 64
 
 
 class NativeLoop:
-    """Generates by the fused weights of `architecture`, for a `RowDecoder`; logits come in the order of its rows.
+    """Loop that generates by the fused weights of `architecture`, for a `RowDecoder`; logits in the order of its rows.
 
     The cache is one tensor per layer, (2, rows, kv heads, length, head_dim), keys and values. Row b has `_lengths[b]`
     tokens; those of its `_prefixes[b]` lie in the prefix, which its rows read together, and the cache has what comes
@@ -299,7 +299,7 @@ class NativeLoop:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, heads: slice = slice(None)) -> None:
-    """Norm (where the model has one) and rotary position of queries and keys, (..., heads, D), in place."""
+    """Apply norm (if the model has one) and rotary position to queries and keys, (..., heads, D), in place."""
     y = x
     if layer.qk_weight is not None:
         # The same two ways as in `Norm`: half precision computes in float32 inside, as the model does.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HFLoop:
-    """Generates by `model(...)`, for a `RowDecoder`; a batch is decoded to its end before the next begins.
+    """Loop that generates by `model(...)`, for a `RowDecoder`; a batch is decoded to its end before the next begins.
 
     Args:
         model: a causal LM, wrapped by peft or not. Generation runs in eval mode; each submodule's mode is put back
@@ -57,7 +57,7 @@ class HFLoop:
         self._training = []
 
     def forget(self) -> None:
-        """Batches share nothing."""
+        """Do nothing: batches share nothing."""
 
     def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
         """See `NativeLoop.prefill`; only with no rows in flight."""
@@ -113,7 +113,7 @@ class HFLoop:
 
     @contextmanager
     def using_adapter(self) -> Iterator[None]:
-        """Inside, the loop's adapter is the active one."""
+        """Make the loop's adapter the active one inside."""
         layers, adapter = self._layers, self.adapter
         if adapter is None or all(layer.active_adapters == [adapter] for layer in layers):
             yield

@@ -57,7 +57,7 @@ def sample(logits: torch.Tensor, rows: Sequence[BatchRow]) -> tuple[list[int], l
 
 
 def _exp(scores: torch.Tensor) -> torch.Tensor:
-    """exp(scores) in blocks, (B, V) -> (B, V / BLOCK rounded up, BLOCK), zeros at the end."""
+    """Compute exp(scores) in blocks, (B, V) -> (B, V / BLOCK rounded up, BLOCK), zeros at the end."""
     count, size = scores.shape
     blocks = -(-size // BLOCK)
     weights = scores.new_empty(count, blocks * BLOCK)
@@ -67,7 +67,7 @@ def _exp(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows: Sequence[BatchRow]) -> torch.Tensor:
-    """Inverse CDF over the surviving tokens in vocabulary order, summed in float64: first the block, then the token.
+    """Invert the CDF over the surviving tokens in vocabulary order, summed in float64: first the block, then the token.
 
     Args:
         scores: (B, V), log-probabilities up to a constant per row.
@@ -143,7 +143,7 @@ def surviving(scores: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]
 def _surviving(
     scores: torch.Tensor, counts: torch.Tensor, masses: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`surviving` from the `width` most probable tokens, and of which rows they are enough to tell."""
+    """Compute `surviving` from the `width` most probable tokens, and the rows for which these suffice."""
     size = scores.shape[1]
     # ranked: (B, width), descending; probs and before: the same shape.
     ranked = scores.topk(width, dim=-1).values if width < size else scores.sort(dim=-1, descending=True).values

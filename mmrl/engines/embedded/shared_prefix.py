@@ -33,7 +33,7 @@ class SharedPrefix:
     length: int
 
     def layer(self, index: int) -> Tensor:
-        """Keys and values of a layer, (2, kv heads, length, head_dim)."""
+        """Return the keys and values of a layer, (2, kv heads, length, head_dim)."""
         return self.segment.cache[index][:, :, : self.length]
 
 
@@ -206,7 +206,7 @@ class Groups:
 
 
 def _by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """(heads, N, in), (heads, out, in) -> (heads, N, out)."""
+    """Multiply (heads, N, in), (heads, out, in) -> (heads, N, out)."""
     return x @ weight.transpose(-1, -2)
 
 
@@ -216,7 +216,7 @@ def _onednn_by_head(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def after_prefix(query: Tensor, key: Tensor, value: Tensor, prefix: Tensor) -> Tensor:
-    """Causal attention of U segments of S tokens that all go on from one prefix, whose keys are read in place.
+    """Attend causally in U segments of S tokens that continue one prefix, whose keys are read in place.
 
     In float32 on a CPU, by oneDNN's products. With a copy of the prefix for each segment the copies and a masked kernel
     take twice as long. With MKL's products that is less of a gain, and other last digits than before in every run.

@@ -39,7 +39,7 @@ Loop: TypeAlias = NativeLoop | HFLoop
 
 
 class TransformersEngine(Batcher):
-    """Samples from the trainer's own module, so that weights are never copied between updates.
+    """Engine that samples from the trainer's own module, so that weights are never copied between updates.
 
     Args:
         model: a Hugging Face causal LM, wrapped by peft or not, on the CPU or one GPU. It is shared with the trainer,
@@ -76,7 +76,7 @@ class TransformersEngine(Batcher):
 
 
 class RowDecoder:
-    """Makes the tokens of a batch: synchronous, one decode boundary at a time. Driven by the batcher.
+    """Decoder of a batch: synchronous, one decode boundary at a time. Driven by the batcher.
 
     Each set of weights has a loop with a cache of its own, and they are stepped in turn. A native decoder is compared
     with the model's own forward on its first prompt; where they differ, that forward generates.

@@ -66,7 +66,7 @@ class VllmApi:
         return ids, logprobs, finish
 
     async def models(self) -> dict[str, Any]:
-        """Served name -> its card (`max_model_len`, …)."""
+        """Return served name -> its card (`max_model_len`, …)."""
         reply = await self.request("/v1/models")
         return {card["id"]: card for card in reply.get("data", [])}
 

@@ -45,7 +45,7 @@ class PushedAdapter:
 
 
 class VllmEngine(Engine):
-    """Serves one policy by vLLM: its weights, or the adapters beside them.
+    """Base of both vLLM engines: serves one policy, its weights or the adapters beside them.
 
     Args:
         model: the trainer's model, whose weights are pushed; None: vLLM's own weights and `setup.folders`.
@@ -102,7 +102,7 @@ class VllmEngine(Engine):
 
     @abstractmethod
     def _probes(self, adapter: PushedAdapter | None) -> Mapping[str, Sequence[float]]:
-        """Server -> log-probability of each token of `probe_ids` but the first; None: without an adapter."""
+        """Return server -> log-probability of each token of `probe_ids` but the first; None: without an adapter."""
 
     # -- the policy ------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class VllmEngine(Engine):
         return max((int(json.loads(text)["r"]) for text in texts), default=0)
 
     def _rules(self, served_context: int | None) -> Rules:
-        """When completions end, and which requests are possible.
+        """Return the limits of requests and the ends of completions.
 
         Args:
             served_context: the limit of vLLM's own.
@@ -222,7 +222,7 @@ class VllmEngine(Engine):
     def _completion(
         self, row: BatchRow, ids: Sequence[int], logprobs: Sequence[float], reason: str, version: int
     ) -> Completion:
-        """vLLM's reply as a completion: cut where ours ends, without log-probabilities where they are not exact."""
+        """Convert vLLM's reply to a completion: cut where ours ends, without log-probabilities that are not exact."""
         # Our own rules decide the end, so that a completion means the same with every engine: vLLM compares stop
         # strings with its own detokenised text, which may end some tokens later.
         finish = None
@@ -272,7 +272,7 @@ def save_weights(
 
 
 def probe_logprobs(model: PreTrainedModel, ids: Sequence[int], adapter: str | None) -> list[float]:
-    """log-softmax of each of `ids` but the first, given those before it; length T - 1."""
+    """Compute the log-softmax of each of `ids` but the first, given those before it; length T - 1."""
     # Here and not above: an evaluation by a server never loads torch's models in this process.
     import torch
 

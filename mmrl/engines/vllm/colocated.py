@@ -50,7 +50,7 @@ class _VllmRequest:
     future: asyncio.Future[Completion]
 
     def answer(self, result: Completion | Exception) -> None:
-        """From the driver's thread."""
+        """Set the result; called in the driver's thread."""
 
         def hand_over() -> None:
             if self.future.done():  # its program has given up
@@ -65,7 +65,7 @@ class _VllmRequest:
 
 
 class VllmColocatedEngine(VllmEngine):
-    """Serves by vLLM in this process."""
+    """Engine by vLLM in this process."""
 
     busy_s: float = 0.0
 
@@ -252,7 +252,7 @@ class VllmColocatedEngine(VllmEngine):
         self._vllm.remove_lora(adapter.number)
 
     def _replace(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
-        """From memory to memory."""
+        """Replace the weights from memory to memory."""
         if self.model is None:
             return
         source = self.model.state_dict() if state is None else state

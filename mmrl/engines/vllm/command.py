@@ -92,7 +92,7 @@ def _has_vllm(python: str) -> bool:
 
 
 def logprobs_mode(config: VllmConfig, samplings: Sequence[tuple[float, float, int]]) -> str:
-    """`raw` or `processed`: what the server is started with, or is taken to have.
+    """Return `raw` or `processed`: the mode that the server is started with, or is assumed to have.
 
     raw: the softmax of the logits as they are, so right at temperature 1. processed: of what tokens are drawn from, so
     right when top-p and top-k are off.

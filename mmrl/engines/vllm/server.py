@@ -50,7 +50,7 @@ DYING_S = 5.0
 
 
 class VllmServerEngine(VllmEngine):
-    """Serves by one or several vLLM servers behind HTTP."""
+    """Engine by one or several vLLM servers behind HTTP."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class VllmServerEngine(VllmEngine):
         self._wait(self._on_each(lambda replica: replica.unload(adapter.name)))
 
     def _replace(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
-        """Through disk: other processes read them."""
+        """Replace the weights through disk: other processes read them."""
         folder = self._save(version, state).get("")
         if folder is None:
             return
@@ -246,7 +246,7 @@ class VllmServerEngine(VllmEngine):
             replica.api.io.close()
 
     def metrics(self) -> dict[str, float]:
-        """For the step's record."""
+        """Return metrics for the step's record."""
         return {"engine/restarts": float(self.restarts), "engine/servers": float(len(self._serving))}
 
     def _managed(self, path: str, index: int) -> ChildProcess:
@@ -305,7 +305,7 @@ class VllmServerEngine(VllmEngine):
         self._serving.append(replica)
 
     async def _recover(self, error: HttpFailure, failures: int) -> None:
-        """After a request that was not answered: return when it is worth another try.
+        """Return when a request that was not answered is worth another try.
 
         Raises:
             EngineFailure: it is not.
@@ -384,7 +384,7 @@ class VllmServerEngine(VllmEngine):
             LOG.warning("a vLLM server stays out until the next push: %s", failure)
 
     async def _gather(self) -> None:
-        """Before a push: wait for servers that are being started again, and take those back that answer again.
+        """Wait, before a push, for servers that are being restarted, and take back those that answer again.
 
         Raises:
             EngineFailure: no server is left.
