@@ -47,7 +47,7 @@ ForkHook = Callable[["RolloutContext", str], None]
 
 @dataclass(slots=True)
 class RolloutContext:
-    """Implements `mmrl.tasks.base.Context` for one rollout."""
+    """Implementation of `mmrl.tasks.base.Context` for one rollout."""
 
     env: Environment
     example: Example
@@ -172,13 +172,13 @@ class RolloutContext:
 
     @property
     def unread(self) -> list[Call]:
-        """Return the calls so far whose reply does not parse."""
+        """Calls so far whose reply does not parse."""
         return [call for call in self.calls if not call.ok]
 
     def _prompt(
         self, messages: Sequence[Message] | str, after: Reply | None, max_observation: int | None
     ) -> tuple[tuple[int, ...], Call | None]:
-        """Prompt ids, and the call whose context they continue; counts its observation tokens."""
+        """Return the prompt ids, and the call whose context they continue; counts its observation tokens."""
         if after is None:
             if isinstance(messages, str):
                 raise ProgramFailure("a prompt given as text continues a reply: pass after=, or give messages")

@@ -39,7 +39,7 @@ class SamplingSettings:
 
 
 def sampling_settings(phase: AlgoConfig | SftConfig | EvalConfig, task: TaskConfig) -> SamplingSettings:
-    """Sampling in training (`algo.*`) or in evaluation (`eval.*`)."""
+    """Return the sampling settings of training (`algo.*`) or in evaluation (`eval.*`)."""
     return SamplingSettings(
         temperature=phase.temperature,
         top_p=phase.top_p,

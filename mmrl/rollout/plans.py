@@ -13,7 +13,7 @@ from mmrl import rng
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Sample `width` continuations at the first call of `module` on a path (None: the path's very first call)."""
+    """Fork into `width` continuations at the first call of `module` on a path (None: the path's very first call)."""
 
     module: str | None
     width: int
@@ -33,7 +33,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Each rollout is played again once for every one of `modules`, without what that module replies (CCPO)."""
+    """Replays of each rollout, one for each of `modules`, without that module's replies (CCPO)."""
 
     modules: tuple[str, ...]
     reply: str = ""
@@ -57,7 +57,7 @@ class Tree:
 
 
 def independent(count: int) -> tuple[Tree, ...]:
-    """`count` rollouts that share nothing."""
+    """Plan `count` rollouts that share nothing."""
     return tuple(Tree() for _ in range(count))
 
 

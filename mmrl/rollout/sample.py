@@ -89,7 +89,7 @@ class _Tree:
             self.tapes.append(ctx.events)
 
     async def _without_modules(self, exchange: Exchange, ctx: RolloutContext) -> tuple[dict[str, float], int]:
-        """Play the rollout without each module; returns outcomes, but where outside causes failed it, and call count."""
+        """Play the rollout without each module; returns outcomes, but where outside causes failed it, and calls."""
         outcomes, calls = {}, 0
         for module in exchange.modules:
             events = ctx.events
@@ -242,7 +242,7 @@ class _Tree:
 
 @asynccontextmanager
 async def _limited(limit: float, engine: Engine) -> AsyncIterator[None]:
-    """A limit on the time that a program takes while the engine of this process does not compute.
+    """Limit the time that a program takes while the engine of this process does not compute.
 
     All rollouts of a batch wait for its tokens together: on a slow machine hours, and no program's doing.
 

@@ -54,7 +54,7 @@ def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, obje
 
 @dataclass(slots=True)
 class _Script(Engine):
-    """Gives the replies of a list, in order."""
+    """Engine that replies from a list, in order."""
 
     task: Task
     replies: list[str | Mapping[str, object]]

@@ -177,7 +177,7 @@ class Tape:
                 await other.delivered.wait()
 
     def check_played_out(self) -> None:
-        """After the program has ended.
+        """Check, after the program's end, that all was replayed.
 
         Raises:
             ReplayDivergence: it never requested something that is on its tape.

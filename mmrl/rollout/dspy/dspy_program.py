@@ -39,7 +39,7 @@ from mmrl.tasks.dspy.fields import adapter_in_use, within_bounds
 
 
 class DspyProgram:
-    """Implements `mmrl.tasks.base.Program` around a `dspy.Module`, which is called with `example.inputs` as keywords.
+    """Implementation of `mmrl.tasks.base.Program` by a `dspy.Module`, called with `example.inputs` as keywords.
 
     `modules` are the attribute paths of the predictors (`craft.predict`); see `Structure`. Of `forward` and `aforward`
     the one of the most derived class runs, `aforward` where it has both. `aforward` runs on the event loop,
@@ -119,7 +119,7 @@ class DspyProgram:
         return await self.run_traced(example, ctx, [])
 
     async def run_traced(self, example: Example, ctx: Context, trace: list[Any]) -> object:
-        """`run`, with DSPy's trace put into a list: predictor, inputs, prediction of each that returned.
+        """Run as `run` does, with DSPy's trace put into a list: predictor, inputs, prediction of each that returned.
 
         The predictor of the last reply that does not parse, if there was one, is at the end, with None as prediction.
         """
@@ -264,7 +264,7 @@ def sent(predictor: dspy.Predict, inputs: Fields, adapter: dspy.Adapter) -> list
 
 
 class TapeAdapter(dspy.Adapter):
-    """Put before the user's class of adapters; gives each request the parser of its reply.
+    """Base put before the user's class of adapters; gives each request the parser of its reply.
 
     A subclass of the user's and no wrapper around it: `ReAct` and `Refine` use adapters' other methods and their class.
     """

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Host:
-    """Implements `mmrl.tasks.dspy.tools.Host` for one rollout, which runs on `loop`."""
+    """Implementation of `mmrl.tasks.dspy.tools.Host` for one rollout, which runs on `loop`."""
 
     def __init__(self, ctx: Context, structure: Structure, loop: asyncio.AbstractEventLoop):
         self.ctx, self.structure, self.loop = ctx, structure, loop
@@ -83,7 +83,7 @@ class Host:
     async def remember(
         self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]
     ) -> object:
-        """`Context.remember` of the rollout, for tools of the program's own."""
+        """Call the rollout's `Context.remember`, for tools of the program's own."""
         self.raise_failure()
         with self._first_failure():
             result: object = await self.ctx.remember(name, arguments, run)
@@ -258,7 +258,7 @@ def record_tools(tools: Iterable[dspy.Tool]) -> None:
 
 
 def _same(error: AdapterParseError) -> AdapterParseError:
-    """DSPy's exception again, for one rollout: several replay a call, and each may change what it gets."""
+    """Copy DSPy's exception for one rollout: several replay a call, and each may change what it gets."""
     copied: AdapterParseError = type(error).__new__(type(error), *error.args)
     vars(copied).update({name: _copied(value) for name, value in vars(error).items()})
     copied.__cause__, copied.__suppress_context__ = error.__cause__, error.__suppress_context__

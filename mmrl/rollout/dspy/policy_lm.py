@@ -52,7 +52,7 @@ class TextEngine:
 
 @dataclass(frozen=True, slots=True)
 class AsyncTextEngine:
-    """The same with an async function."""
+    """An engine of `dspy.LM` whose requests an async function answers."""
 
     answer: Callable[[list[Message], lm15.Config], Awaitable[Answer]]
 
@@ -164,7 +164,7 @@ class PolicyLM(dspy.LM):
         )
 
     def dump_state(self) -> None:  # DSPy reads no state as: the LM that is configured
-        """Nothing, so that a saved program loads in plain DSPy and speaks with the LM that is configured there."""
+        """Return nothing, so that a saved program loads in plain DSPy and uses the LM that is configured there."""
 
     def __deepcopy__(self, memory: dict[int, Any]) -> PolicyLM:
         # An engine is not copied with a program that optimisers and `deepcopy` take apart.
