@@ -82,7 +82,7 @@ def examine(stage: WeightStage, count: int) -> tuple[Played, Forest]:
 
 
 def _context(env: Environment, longest: int) -> int | None:
-    """Prompt + completion limit; a tokenizer that knows none has an absurd number."""
+    """Return the limit on prompt + completion; a tokenizer that knows none has an absurd number."""
     return env.settings.max_context or (longest if longest < 1 << 24 else None)
 
 
@@ -111,7 +111,7 @@ def _lengths(forest: Forest) -> dict[str, float]:
 
 
 def _unread(forest: Forest) -> dict[str, str]:
-    """Module -> a reply that could not be parsed, or not be used."""
+    """Return module -> a reply that could not be parsed, or not be used."""
     useless = [call for call in forest.calls.values() if any(call.facts.get(fact) for fact in NEVER_FACTS)]
     unparsed = [call for call in forest.calls.values() if not call.ok]
     return {call.module: call.text for call in [*reversed(useless), *reversed(unparsed)]}

@@ -201,7 +201,7 @@ class Collector(Stage[TrainCommandConfig]):
         return self._complete(asyncio.run(self._roll_out(examples, step)), examples, step)
 
     def planned(self, examples: Sequence[Example], key: rng.Key) -> tuple[Environment, list[Plan]]:
-        """This process's share of some examples, each with the trees to sample for it, and what they share.
+        """Return this process's share of the examples with the trees to sample for each, and their environment.
 
         Args:
             key: (run seed, step or phase), the source of every draw.
@@ -213,7 +213,7 @@ class Collector(Stage[TrainCommandConfig]):
         return env, [(e, plan(algo, modules, (*key, e.id))) for e in self.log.processes.share(examples)]
 
     async def _roll_out(self, examples: Sequence[Example], step: int) -> Rollouts:
-        """This process's rollouts of some examples."""
+        """Sample this process's rollouts of some examples."""
         # May run in the prefetching thread while the trainer works: reads nothing that training changes.
         env, plans = self.planned(examples, (self.config.seed, step))
         started, busy, tokenized = time.perf_counter(), self.engine.busy_s, tokenizer_seconds()
@@ -281,7 +281,7 @@ def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> li
 
 
 def train_calls(forest: Forest, credit: Credit, minibatch: Mapping[str, int]) -> list[TrainCall]:
-    """Each credited call once, with its entries: the trainer's view of a forest."""
+    """Return each credited call once, with its entries: the trainer's view of a forest."""
     entries: dict[str, list[Entry]] = {}
     for entry in credit.entries:
         entries.setdefault(entry.call, []).append(entry)

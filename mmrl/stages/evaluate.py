@@ -229,7 +229,7 @@ def read_items(results: Path) -> list[Item]:
 
 
 def chunks(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
-    """Consecutive chunks of `CHUNK` examples."""
+    """Yield consecutive chunks of `CHUNK` examples."""
     for start in range(0, len(examples), CHUNK):
         yield examples[start : start + CHUNK]
 

@@ -50,7 +50,7 @@ FINGERPRINT = "warmup"
 
 @dataclass(kw_only=True)
 class SftStage(Stage[SftCommandConfig]):
-    """Trains a policy on given completions; its engine samples the rollouts of `algo.source=rollouts`.
+    """Supervised training on given completions; its engine samples the rollouts of `algo.source=rollouts`.
 
     Args:
         trainer: holds the policy, before and after `improve`; calls `next_batch`, `on_step_end` and `recorded`.
@@ -162,7 +162,7 @@ class SftStage(Stage[SftCommandConfig]):
         )
 
     def _roll_out(self, examples: Sequence[Example]) -> Forest:
-        """`algo.rollouts` independent rollouts of each example."""
+        """Sample `algo.rollouts` independent rollouts of each example."""
         # One key for all chunks: what is sampled of an example does not depend on where a chunk begins.
         env = self.environment(self.config.algo, (self.config.seed, "sft"))
         plans = [(example, independent(self.config.algo.rollouts)) for example in examples]

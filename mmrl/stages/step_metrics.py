@@ -26,7 +26,7 @@ METRIC_OF_FEATURE = {"penalties": "penalty", "parse_failures": "format_rate"}
 
 
 def never(task: Task) -> frozenset[str]:
-    """Module metrics that say nothing with this task: a share of parsed completions where nothing is parsed."""
+    """Return module metrics without meaning in this task: a share of parsed completions where nothing is parsed."""
     return frozenset(metric for feature, metric in METRIC_OF_FEATURE.items() if feature in task.absent_features)
 
 
@@ -164,7 +164,7 @@ def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]
 
 
 def shown_calls(forest: Forest, entries: Sequence[Entry], limit: int) -> list[dict[str, object]]:
-    """Up to `limit` calls as people read them, with reward and advantage (its mean over tokens; None without credit).
+    """Return up to `limit` calls for people to read, with reward and advantage (mean over tokens; None without credit).
 
     Whole examples, those first whose rollouts differ in reward: there is something to compare.
     """

@@ -30,7 +30,7 @@ AHEAD = "sampled_ahead"
 
 @dataclass(kw_only=True)
 class WeightStage(Collector):
-    """Trains a policy's weights."""
+    """Training of a policy's weights."""
 
     frozen: Sequence[str] = ()
     """Modules that are out of the loss, whatever the algorithm says."""
@@ -75,12 +75,12 @@ class WeightStage(Collector):
         return StepBatch(step=step, calls=calls, minibatches=count, metrics={})
 
     def credit(self, forest: Forest, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """Advantages and weights of every token of a forest."""
+        """Compute the advantages and weights of every token of a forest."""
         with self.log.timed("credit"):
             return assign_credit(forest, self.config.algo, self.config.seed, minibatch, self.frozen)
 
     def on_step_end(self, step: int, update: Mapping[str, float]) -> None:
-        """After the last optimizer step of `step`: evaluate when due, write the step's record."""
+        """Evaluate when due and write the record of `step`, after its last optimizer step."""
         self.journal.wait()  # a step whose metrics are there has its journal
         metrics = self.log.record(update) | dict(self.engines[0].metrics()) | self._endpoint_metrics()
         if self.evaluations.due(step):
@@ -88,7 +88,7 @@ class WeightStage(Collector):
         self.log.write(step, metrics)
 
     def sync(self, version: int) -> None:
-        """Before anything is sampled: the engine serves the weights after `version` steps.
+        """Let the engine serve the weights after `version` steps, before anything is sampled.
 
         Raises:
             SyncFailure: on every process, so that all stop at the same point and can save together.

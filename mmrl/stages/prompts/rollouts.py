@@ -88,7 +88,7 @@ class Need:
 
     @property
     def key(self) -> str:
-        """Return its name in the store."""
+        """Name of its result in the store."""
         return f"{rng.digest(self.candidate, self.example, *self.draw):032x}"
 
 
@@ -163,7 +163,7 @@ class Loop:
 
 @dataclass(slots=True, kw_only=True)
 class Rollouts:
-    """Samples and stores the rollouts of one stage; a student's `forward` is answered from them."""
+    """Sampler and store of the rollouts of one stage; a student's `forward` is answered from them."""
 
     stage: Stage[PromptCommandConfig]
     """Rollouts are sampled as in its evaluations."""
@@ -324,7 +324,7 @@ def _draw(module: dspy.Module) -> tuple[float | None, int | None]:
 
 @dataclass
 class Evaluated(BaseCallback):
-    """Calls a function with the rollouts of each evaluation of DSPy's."""
+    """Callback that calls a function with the rollouts of each evaluation of DSPy's."""
 
     loop: Loop
     on_batch: Callable[[Sequence[Need]], None]

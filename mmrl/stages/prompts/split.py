@@ -50,7 +50,7 @@ def compared(config: PromptConfig, validation: Sequence[T], draws: random.Random
 
 
 def labeled_demos(config: BootstrapConfig, task: Task) -> int:
-    """`algo.max_labeled_demos`, with what null stands for."""
+    """Return `algo.max_labeled_demos`, with null resolved."""
     if config.max_labeled_demos is not None:
         return config.max_labeled_demos
     if isinstance(task, PromptedTask):

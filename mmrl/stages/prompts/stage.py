@@ -296,7 +296,7 @@ def _example(results: Sequence[JsonObject]) -> JsonObject:
 
 
 def readable_prompts(state: State) -> dict[str, JsonObject]:
-    """Module -> its instructions and demonstrations, for people."""
+    """Return module -> its instructions and demonstrations, for people."""
     return {
         name: {"instructions": part["signature"]["instructions"], "demonstrations": part["demos"]}
         for name, part in state.items()
