@@ -53,7 +53,7 @@ class Adapters:
         return [name for name in self.names if name not in self.frozen]
 
     def attach(self, model: PreTrainedModel, config: LoraConfig, seed: int) -> PeftModel:
-        """`model` with all adapters on it, the first one active; random starts depend on `seed` alone."""
+        """Put all adapters on `model`, the first one active; random starts depend on `seed` alone."""
         parts = {part for name, _ in model.named_modules() for part in name.split(".")}
         reserved = sorted({*parts, "base_layer", "base_model", "weight", "bias"} & set(self.names))
         if reserved:

@@ -229,7 +229,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Saving shows a bar per shard, in the middle of mmrl's own display."""
+    """Hide the bar per shard that saving shows in the middle of mmrl's own display."""
     enabled = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:

@@ -65,7 +65,7 @@ class ValueHead(torch.nn.Module):
             self.head.bias.zero_()
 
     def forward(self, pack: Pack, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """(N,) values; `hidden` (N, H) where there is no own backbone."""
+        """Compute (N,) values; `hidden` (N, H) without a backbone of its own."""
         if self.backbone is not None:
             states = self.backbone(**pack.inputs).last_hidden_state  # (R, W, H)
             hidden = states.reshape(-1, states.shape[-1])[pack.positions]
@@ -154,7 +154,7 @@ class Critic:
         return min(1.0, update / self.config.critic_warmup_steps) if self.config.critic_warmup_steps else 1.0
 
     def values(self, pack: Pack, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """(N,) values of a pack. `hidden`: the policy's, detached, where they are known and the kind is `head`."""
+        """Compute a pack's values, (N,). `hidden`: the policy's, detached, if known and the kind is `head`."""
         if self.config.critic == "separate":
             return cast("torch.Tensor", self.wrapped(pack))
         if self.config.critic == "adapter" or hidden is None:
@@ -209,7 +209,7 @@ class Critic:
             parameter.grad = None
 
     def metrics(self, reduce: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[str, float]:
-        """`critic/…` of the step."""
+        """Return the step's metrics `critic/…`."""
         loss, clipped, tokens = reduce(self.sums, "sum").tolist()
         updates = max(len(self.grad_norms), 1)
         return {

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Forwards:
-    """Runs packs through the models of the trainer.
+    """Forwards of packs through the models of the trainer.
 
     Args:
         trainer: its models are read anew at each forward, since it wraps and prepares them when training starts.
@@ -136,7 +136,7 @@ class Forwards:
         ]
 
     def minibatch_packs(self, batch: StepBatch, modules: Sequence[str]) -> tuple[list[list[Pack]], int]:
-        """This process's packs of each mini-batch, and how many calls of the batch have no effect and are in none."""
+        """Make this process's packs of each mini-batch; also count the calls that have no effect and are in none."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         minibatches, trained = [], set()
         for index in range(batch.minibatches):
@@ -147,7 +147,7 @@ class Forwards:
         return minibatches, sum(train.call.id not in trained for train in batch.calls)
 
     def freeze_old(self, packs: Sequence[Pack]) -> None:
-        """Before the first of several updates: the denominators that need a forward of the sampling weights."""
+        """Compute, before the first of several updates, the denominators that need the sampling weights."""
         recompute = self.settings.train.old_logprobs == "recompute"
         for pack in packs:
             # Processes must agree on whether to forward, and each sees only its own packs.
@@ -168,7 +168,7 @@ class Forwards:
         return cast("AbstractContextManager[None]", self.trainer.compute_loss_context_manager())
 
     def reference(self, pack: Pack) -> torch.Tensor:
-        """Reference log-probabilities, (N,): those of the calls, else with adapters off, else of the frozen copy."""
+        """Return reference log-probabilities, (N,): the calls', else with adapters off, else of the frozen copy."""
         if not pack.known_ref.isnan().any():
             return pack.known_ref
         if isinstance(self.policy, PeftModel):
@@ -218,7 +218,7 @@ class Forwards:
 
 
 def module_names(calls: Sequence[Call]) -> list[str]:
-    """Each module once, in the order of its first call: the rows of the step's sums."""
+    """List each module once, in the order of its first call: the rows of the step's sums."""
     return list(dict.fromkeys(call.module for call in calls))
 
 

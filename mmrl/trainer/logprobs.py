@@ -47,7 +47,7 @@ def score(
     hits: bool = False,
     last: Sequence[torch.nn.Module] = (),
 ) -> Scores:
-    """log-softmax(logits / temperature) of the pack's targets, over the full vocabulary.
+    """Compute log-softmax(logits / temperature) of the pack's targets, over the full vocabulary.
 
     Args:
         model: called with `Pack.inputs`; may be wrapped (DDP, FSDP, peft).
@@ -73,7 +73,7 @@ def score(
 
 
 def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> torch.Tensor:
-    """(N, H) what the head sees at the scored positions, with gradient if enabled; no logits are computed.
+    """Return the head's input at the scored positions, (N, H), with gradient if enabled; no logits are computed.
 
     The whole model is called, for the wrappers' sake (FSDP gathers from its root on), and its head does nothing.
     """
@@ -201,6 +201,6 @@ def _only(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[list[torch
 
 @torch.no_grad()
 def _entropy(logits: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """(N,) from logits, (N, V), and their log-sum-exp, (N,): lse - E[logit]."""
+    """Compute lse - E[logit], (N,), from logits, (N, V), and their log-sum-exp, (N,)."""
     chunks = zip(logits.split(ENTROPY_CHUNK), total.split(ENTROPY_CHUNK), strict=True)
     return torch.cat([norm - (torch.softmax(part, dim=-1) * part).sum(-1) for part, norm in chunks])

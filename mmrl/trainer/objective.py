@@ -99,7 +99,7 @@ class Correction:
 
 
 def truncated_weights(before: torch.Tensor, sampled: torch.Tensor, cap: float) -> Correction:
-    """min(exp(before - sampled), cap) per token: truncated importance sampling (Ionides, 2008).
+    """Compute min(exp(before - sampled), cap) per token: truncated importance sampling (Ionides, 2008).
 
     Sampler and trainer compute the same policy with other kernels, precisions or (with `train.staleness`) versions of
     the weights; the weight makes the sampler's tokens stand for the trainer's distribution, and the cap bounds what

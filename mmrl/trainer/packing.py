@@ -40,7 +40,7 @@ too. Of tries they are computed in chunks (`logprobs`)."""
 
 
 def choose_packing(packing: str, model: PreTrainedModel) -> bool:
-    """True for packs that are tries, by `train.packing` = auto | trie | padded; sets the model's attention accordingly.
+    """Return True for packs that are tries, by `train.packing` = auto | trie | padded; sets the model's attention.
 
     Raises:
         ConfigError: `trie`, and the model's layers cannot share prefixes.
@@ -159,7 +159,7 @@ class Pack:
         return self
 
     def old_logprobs(self, current: torch.Tensor, recompute: bool) -> torch.Tensor:
-        """(N,) the denominator of the ratio; `current`: the policy's own log-probabilities, detached.
+        """Return the denominator of the ratio, (N,); `current`: the policy's own log-probabilities, detached.
 
         With `recompute` (`train.old_logprobs`), or where the sampler's are not known, the trainer's own before the
         step's first update stand in.
@@ -327,7 +327,7 @@ def _pack(
         offsets.append(offsets[-1] + len(scored_call.scored))
 
     def per_position(values: Sequence[Sequence[float]], kind: torch.dtype = dtype) -> torch.Tensor:
-        """(N,) or (E,) from one sequence per call or per entry, in pack order."""
+        """Make (N,) or (E,) from one sequence per call or per entry, in pack order."""
         return torch.tensor([value for part in values for value in part], dtype=kind)
 
     entries = [

@@ -109,7 +109,7 @@ def _measure(
 
 
 def _compared(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Trained parameters, as many from the front as `GRADIENT_NUMBERS` allow."""
+    """Return trained parameters, as many from the front as `GRADIENT_NUMBERS` allow."""
     parameters, numbers = [], 0
     for parameter in model.parameters():
         if parameter.requires_grad and numbers + parameter.numel() <= GRADIENT_NUMBERS:

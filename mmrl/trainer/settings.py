@@ -79,7 +79,7 @@ class Settings:
             raise ConfigError(messages)
 
     def lora(self, model: PreTrainedModel, *, dropout: bool = True) -> LoraConfig | None:
-        """peft's `LoraConfig` for `model`, or None when all parameters are trained."""
+        """Return peft's `LoraConfig` for `model`, or None when all parameters are trained."""
         from peft import LoraConfig
 
         if (lora := self.model.lora) is None:

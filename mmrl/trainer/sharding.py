@@ -76,7 +76,7 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 
 def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This process's part of a whole `value`, laid out as `parameter` is."""
+    """Return this process's part of a whole `value`, laid out as `parameter` is."""
     if not isinstance(parameter, DTensor):
         return value
     mesh = parameter.device_mesh

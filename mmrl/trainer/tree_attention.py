@@ -108,7 +108,7 @@ class PrefixTree:
                     yield KernelCall(slice(below, stop), slice(begin, end), False, first)
 
     def stops(self, device: torch.device) -> torch.Tensor:
-        """(N,) int64, where the part of the trie that sees a token ends: token k is seen by k..stops[k]."""
+        """Return (N,) int64, where the part of the trie that sees a token ends: token k is seen by k..stops[k]."""
         sizes = torch.tensor([span.end - span.begin for span in self.spans])
         return torch.tensor([span.stop for span in self.spans]).repeat_interleave(sizes).to(device)
 
@@ -176,7 +176,7 @@ def attention(
     tree: PrefixTree | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: (1, heads, N, D) queries to (1, N, heads, D); keys may have fewer heads."""
+    """Implement transformers' attention: (1, heads, N, D) queries to (1, N, heads, D); keys may have fewer heads."""
     if tree is None:
         output: torch.Tensor
         output, _ = sdpa_attention_forward(
@@ -215,7 +215,7 @@ def _flex_kernel(compiled: bool) -> Callable[..., torch.Tensor]:
 
 
 def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PrefixTree, scale: float) -> torch.Tensor:
-    """(1, heads, N, D) by FlexAttention: the path on a GPU, whose kernels align a causal mask otherwise."""
+    """Attend by FlexAttention, (1, heads, N, D): the path on a GPU, whose kernels align a causal mask otherwise."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     device = query.device
@@ -259,7 +259,7 @@ class TreeAttention(torch.autograd.Function):
         kernel_calls: KernelCalls,
         scale: float,
     ) -> torch.Tensor:
-        """(1, heads, Q, D) to (1, Q, heads, D); keys and values are (1, heads, N, D)."""
+        """Attend (1, heads, Q, D) to (1, Q, heads, D); keys and values are (1, heads, N, D)."""
         size, heads, width = query.shape[2], query.shape[1], value.shape[-1]
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         joined = value.new_empty(1, size, heads, width)

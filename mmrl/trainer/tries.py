@@ -179,7 +179,7 @@ def bin_pack(
 
 
 def _fill(parts: Sequence[TrieNode], budget: int, count: int) -> list[list[TrieNode]] | None:
-    """`count` packs, each part into the cheapest one so far that has room; None where one fits nowhere."""
+    """Fill `count` packs, each part into the cheapest that has room; None if a part fits nowhere."""
     packs: list[list[TrieNode]] = [[] for _ in range(count)]
     tokens, costs = [0] * count, [0.0] * count
     for part in parts:

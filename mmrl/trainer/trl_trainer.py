@@ -67,18 +67,18 @@ class UpdateStream:
 
 
 class UpdateEnd(TrainerCallback):
-    """Calls `end_update` after every optimizer step."""
+    """Callback that calls `end_update` after every optimizer step."""
 
     def __init__(self, end_update: Callable[[TrainerControl], None]):
         self.end_update = end_update
 
     def on_step_end(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
-        """transformers' step is an optimizer step."""
+        """End the update: transformers' step is an optimizer step."""
         self.end_update(control)
 
 
 class MmrlTrainer(GRPOTrainer):
-    """`train()` runs it from its start, `train(checkpoint)` on from a complete checkpoint of the same config.
+    """Trainer whose `train()` starts anew, and `train(checkpoint)` from a complete checkpoint of the same config.
 
     For step 1, 2, … `train.steps`: `next_batch(step)` with the model in evaluation mode, then `algo.epochs` ×
     `algo.minibatches` optimizer steps, then `on_step_end(step, metrics)`, then a checkpoint where one is due.
@@ -208,7 +208,7 @@ class MmrlTrainer(GRPOTrainer):
             raise
 
     def step_packs(self, batch: StepBatch) -> list[list[Pack]]:
-        """This process's packs of each mini-batch; starts the step's totals."""
+        """Make this process's packs of each mini-batch; starts the step's totals."""
         modules = module_names([train.call for train in batch.calls])
         self.totals = StepTotals(modules, self.args.device)
         self.batch_metrics = dict(batch.metrics)
@@ -219,7 +219,7 @@ class MmrlTrainer(GRPOTrainer):
         return minibatches
 
     def end_update(self, control: TrainerControl) -> None:
-        """After the last optimizer step of a step: its metrics, and whether a checkpoint is due."""
+        """Report a step's metrics after its last optimizer step, and save a checkpoint if due."""
         if self.state.global_step % self.settings.updates:
             return
         step = self.steps_done
@@ -318,7 +318,7 @@ class MmrlTrainer(GRPOTrainer):
         return norm
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW over the policy, and the critic in groups of its own."""
+        """Create AdamW over the policy, and the critic in groups of its own."""
         if self.adapters is not None and self.optimizer is None:
             self.optimizer = self.adapters.make_optimizer(self)
         optimizer = super().create_optimizer(model)
@@ -391,7 +391,7 @@ class MmrlTrainer(GRPOTrainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def floating_point_ops(self, inputs: object) -> int:
-        """Not estimated: Hugging Face's formula needs its own batch format."""
+        """Return 0: Hugging Face's formula needs its own batch format."""
         return 0
 
     def _send_telemetry(self) -> None:
