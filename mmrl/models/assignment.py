@@ -74,7 +74,7 @@ class ModuleAssignment:
 
     @cached_property
     def untrained(self) -> frozenset[str]:
-        """Return the modules that are out of the loss, by the model's or the algorithm's settings."""
+        """Modules that are out of the loss, by the model's or the algorithm's settings."""
         algo = self.algo
         by_algo = {m for m in self.modules if not algo.trains(m)}
         return frozenset({*self.frozen, *by_algo})

@@ -26,7 +26,7 @@ _SPENT = [0.0]
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
-    """Prompt token ids of `messages`, generation prompt included.
+    """Return the prompt token ids of `messages`, generation prompt included.
 
     Equal to `tokenizer.apply_chat_template(messages, add_generation_prompt=True)`, except that text in a message's
     content which looks like a special token (`<|im_end|>`) stays text: only the template writes special tokens; that
@@ -74,7 +74,7 @@ def takes_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _merged(messages: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """(role, content) of a conversation whose system texts open the user turn after them."""
+    """Return (role, content) of a conversation whose system texts open the user turn after them."""
     merged: list[tuple[str, str]] = []
     waiting: list[str] = []
     for role, content in messages:
@@ -96,7 +96,7 @@ def decode_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 class _Renderer:
-    """Renders for one tokenizer; remembers the ids of recent prompts, which groups and evaluations repeat.
+    """Renderer for one tokenizer; remembers the ids of recent prompts, which groups and evaluations repeat.
 
     A prompt is rendered to text with every special-looking piece of content masked, cut at the special tokens that
     are then left (the template's own), unmasked, and each ordinary piece is encoded with special tokens off. A fast

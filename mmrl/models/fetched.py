@@ -43,7 +43,7 @@ class Package:
 
     @property
     def folder(self) -> Path:
-        """Return its folder, fetched or not."""
+        """Folder of the model, fetched or not."""
         return cache_root(None) / "models" / f"{self.name}-{self.sha256[:16]}"
 
     @property

@@ -57,7 +57,7 @@ def _failure(url: str) -> str | None:
 
 
 def at_hand(path: str, revision: str | None) -> str:
-    """`model.path` or `policy`, or the name of the fetched model where the hub does not serve that id."""
+    """Return `model.path` or `policy`, or the fetched model's name if the hub does not serve that id."""
     package = of_hub_id(path) if revision is None and path in FETCHED.values() else None
     return path if package is None or not package.fetched or hub_serves(path) else package.name
 

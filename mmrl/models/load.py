@@ -121,7 +121,7 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
 def load_policy(
     policy: Policy, model: ModelConfig, device: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ServedWeights]:
-    """Model (with its adapters) and tokenizer of a policy, and the engine's arguments for weights per module.
+    """Load a policy's model (with adapters) and tokenizer; also the engine's arguments for weights per module.
 
     Raises:
         ConfigError: the base cannot be loaded.
@@ -232,7 +232,7 @@ def _loaded(model: ModelConfig, part: str, kind: Any, **options: object) -> Any:
 
 
 def _source(model: ModelConfig) -> str:
-    """`model_path`, after a check of what can be checked without the network."""
+    """Return `model_path`, checked as far as the network is not needed."""
     if model.path in FETCHED and (problems := weights_problems("model.path", model.path, None)):
         raise ConfigError(problems)
     source = model_path(model)
@@ -244,7 +244,7 @@ def _source(model: ModelConfig) -> str:
 
 
 def _offline(source: str) -> bool:
-    """True to load only what is on this machine: a folder, or a hub id while the hub is away."""
+    """Return True to load only files of this machine: a folder, or a hub id while the hub is away."""
     return Path(source).is_dir() or not hub_answers()
 
 

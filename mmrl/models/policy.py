@@ -68,7 +68,7 @@ class _Record(BaseModel):
 
 
 class _Stated(BaseModel):
-    """`policy.json`."""
+    """Contents of `policy.json`."""
 
     weights: str
     prompts: str | None
@@ -76,7 +76,7 @@ class _Stated(BaseModel):
 
 
 class _Adapter(BaseModel):
-    """`adapter_config.json`, peft's."""
+    """Contents of peft's `adapter_config.json`."""
 
     base_model_name_or_path: str
 
@@ -191,7 +191,7 @@ def is_shipped(text: str) -> bool:
 
 
 def model_of(text: str) -> tuple[str, dict[str, object]]:
-    """`model=` for a policy, and the keys of `model` that say how its prompts are written, as its run had them.
+    """Return `model=` for a policy, and its run's keys of `model` that say how its prompts are written.
 
     Else a policy would be evaluated with the limits of another model, or with other prompts than it was trained on.
     """
@@ -237,7 +237,7 @@ def _read(path: Path, schema: type[M]) -> M:
 
 
 def _stated(folder: Path) -> _Stated:
-    """`policy.json`, with whole paths."""
+    """Read `policy.json`, with whole paths."""
     stated = _read(folder / POLICY, _Stated)
     # Joined with a whole path, or with a name that is none of a file in it, a folder changes nothing.
     for key, path in (("weights", stated.weights), ("prompts", stated.prompts)):
