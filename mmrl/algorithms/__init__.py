@@ -110,7 +110,7 @@ def assign_credit(
 
 
 def minibatches(examples: Sequence[str], count: int) -> dict[str, int]:
-    """Example id -> mini-batch: consecutive examples of a step, sizes differing by at most one."""
+    """Return example id -> mini-batch: consecutive examples of a step, sizes differing by at most one."""
     # By example and not by call: the calls of a group stay in one optimizer step.
     return {example: index * count // len(examples) for index, example in enumerate(examples)}
 

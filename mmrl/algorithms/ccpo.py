@@ -48,7 +48,7 @@ class Ccpo:
         return problems
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """G independent rollouts, each played again for every exchanged module."""
+        """Plan G independent rollouts, each played again for every exchanged module."""
         algo = CcpoConfig.narrow(algo)
         teacher = next((teacher.name for teacher in algo.teachers or ()), None)
         exchange = plans.Exchange(algo.exchanged_modules(modules), algo.reply, teacher, algo.program)

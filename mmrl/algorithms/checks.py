@@ -13,7 +13,7 @@ TURN_SETS = ("turn", "judge_turn", "gain")
 
 
 def module_problems(algo: MhgpoConfig, modules: Sequence[str]) -> list[str]:
-    """Module names that the program does not have, or no module left to train."""
+    """Return module names that the program does not have, or that no module is left to train."""
     problems = []
     for key, names in (("train_modules", algo.train_modules or ()), ("freeze_modules", algo.freeze_modules)):
         problems += [unknown(f"algo.{key}", name, modules) for name in names if name not in modules]

@@ -87,7 +87,7 @@ class MhgpoRr(Mhgpo):
     """Round robin: fork at a drawn module; the single calls above it are compared across the batch."""
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """As MHGPO; and one fork probability per module."""
+        """Check as MHGPO, and one fork probability per module."""
         return super().check(algo, modules, reward_sets) + probability_problems(MhgpoRrConfig.narrow(algo), modules)
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
@@ -98,7 +98,7 @@ class MhgpoRr(Mhgpo):
         return plans.round_robin(modules, algo.group_size, algo.fork_probs or default, key)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
-        """As fork-on-first from the fork on; single calls are compared over the batch (`regroup`)."""
+        """Group as fork-on-first from the fork on; single calls are compared over the batch (`regroup`)."""
         algo = MhgpoRrConfig.narrow(algo)
         if algo.regroup == "by_agent_fork":
             return by_fork(forest, rewards, ForkView(forest).above_fork)
@@ -109,7 +109,7 @@ class MhgpoFofOs(Mhgpo):
     """Fork on first, the last module sampled G times on each branch."""
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """As MHGPO; and a last module that is not the first."""
+        """Check as MHGPO, and a last module that is not the first."""
         text = f"algo: {self.name} forks at the first and at the last module, the program has only '{modules[0]}'; "
         return super().check(algo, modules, reward_sets) + ([text + "use algo=mhgpo_fof"] if len(modules) < 2 else [])
 

@@ -40,11 +40,11 @@ class Mmgrpo:
     needs_critic = False
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Fits every program."""
+        """Return no problems: it fits every program."""
         return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """R independent rollouts, teachers one after the other."""
+        """Plan R independent rollouts, teachers one after the other."""
         # Teacher-major order is part of the rollouts' ids, and with them of every sampling seed.
         shares = MmgrpoConfig.narrow(algo).shares()
         return tuple(
@@ -105,7 +105,7 @@ def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
 
 
 def failing_reward(call: Call, algo: MmgrpoConfig) -> float:
-    """Reward of a call that could not be parsed: between the two scores, by the share of fields present."""
+    """Return the reward of a call that could not be parsed: between the two scores, by the share of fields present."""
     # A partial reply is better than none, so that there is a way up for a model that never parses.
     share = call.present_fields / call.expected_fields if call.expected_fields else 0.0
     return algo.format_failure_score + (algo.format_failure_best - algo.format_failure_score) * share

@@ -40,11 +40,11 @@ class MtGrpo:
         self.name = name
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Fits every program."""
+        """Return no problems: it fits every program."""
         return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """G independent rollouts."""
+        """Plan G independent rollouts."""
         return plans.independent(TurnGroupConfig.narrow(algo).group_size)
 
     def rules(self, algo: AlgoConfig) -> TurnRules:
@@ -220,7 +220,7 @@ def zero_variance_shares(groups: Iterable[TurnGroup]) -> dict[str, float]:
 
 
 def _cut(scored: ScoredRollout, rules: TurnRules) -> Cut:
-    """With `two_turns` there is one intermediate turn (the sum of all turn rewards), or none without a tool result."""
+    """Cut into one intermediate turn (the sum of all turn rewards) with `two_turns`, none without a tool result."""
     rewards = [call.turn_reward for call in scored.path[:-1]]
     if not rules.two_turns:
         return [((position,), reward) for position, reward in enumerate(rewards)]
@@ -234,7 +234,7 @@ def _cut(scored: ScoredRollout, rules: TurnRules) -> Cut:
 def _rewards(
     rollouts: Sequence[ScoredRollout], cuts: Sequence[Cut], rules: TurnRules
 ) -> dict[str | int, dict[int, float]]:
-    """Column -> index of the rollout -> reward, for everything that is compared within an example."""
+    """Return column -> index of the rollout -> reward, for all quantities compared within an example."""
     columns: dict[str | int, dict[int, float]] = {}
     for turn in range(max(map(len, cuts), default=0)):
         # `zero` and `absorb` compare all G rollouts, the missing ones as if their tool had brought nothing; `exclude`

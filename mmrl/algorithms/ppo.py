@@ -35,7 +35,7 @@ class Ppo:
         self.needs_turn_rewards = turns
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Fits every program."""
+        """Return no problems: it fits every program."""
         return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
@@ -102,7 +102,7 @@ class Mappo(Ppo):
 
 
 def _within_call(call: Call, reward: Reward, algo: MappoConfig, weight: float) -> EstimatedCall:
-    """GAE within one call; a call without tokens has no place for its reward."""
+    """Estimate by GAE within one call; a call without tokens has no place for its reward."""
     parts = dict(reward.parts)
     token_rewards = [0.0] * call.completion_tokens
     if algo.kl == "reward" and algo.beta:

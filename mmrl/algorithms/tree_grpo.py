@@ -32,11 +32,11 @@ class TreeGrpo:
     needs_critic = False
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Fits every program."""
+        """Return no problems: it fits every program."""
         return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """M trees that grow."""
+        """Plan M trees that grow."""
         algo = TreeGrpoConfig.narrow(algo)
         growth = plans.Growth(algo.rounds, algo.nodes, algo.group_size, key)
         return (plans.Tree(growth=growth),) * algo.trees
