@@ -24,7 +24,7 @@ from mmrl.records import Call, Forest
 
 
 def backward(forest: Forest, algo: MhgpoConfig | MappoConfig, seed: int = 0) -> dict[str, Reward]:
-    """Backward propagation over trees (MHGPO, arXiv 2506.02718, Eq. 4): R = Aggr over successors + c · R_spe.
+    """Propagate rewards up trees (MHGPO, arXiv 2506.02718, Eq. 4): R = Aggr over successors + c · R_spe.
 
     A call's successors are its child calls and the rollouts that end at it. c is `algo.penalty_scale` (0 for
     `algo.penalties=false`). `algo.propagate=shared` leaves a penalty with its own call; `full` passes it on to the
@@ -59,7 +59,7 @@ def backward(forest: Forest, algo: MhgpoConfig | MappoConfig, seed: int = 0) -> 
 
 
 def _aggregate(values: Sequence[float], method: str, key: rng.Key) -> float:
-    """`mean`, `max`, `min` or `random`: one of the successors that have a reward, drawn by a key of the call."""
+    """Aggregate by `mean`, `max`, `min` or `random`: a successor with a reward, drawn by a key of the call."""
     # Also with `random`: nothing is drawn, so a single successor never depends on the seed.
     if len(values) == 1:
         return values[0]
@@ -70,7 +70,7 @@ def _aggregate(values: Sequence[float], method: str, key: rng.Key) -> float:
 
 
 def tree_values(forest: Forest) -> dict[str, float]:
-    """TreeRL's value of a step (arXiv 2506.11902): (V(n) - V(parent)) + (V(n) - V(root)), for each call n.
+    """Return TreeRL's value of a step (arXiv 2506.11902): (V(n) - V(parent)) + (V(n) - V(root)), for each call n.
 
     V is the mean, over the rollouts through a call, of R minus the mean R of the example's other rollouts; V(root) = 0.
     """
@@ -98,7 +98,7 @@ def discounted(values: Sequence[float], factor: float) -> list[float]:
 
 
 def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
-    """A_t = sum over l of (gamma·lam)^l · delta_{t+l}, delta_t = r_t + gamma·V_{t+1} - V_t, with V = 0 at the end.
+    """Compute A_t = sum over l of (gamma·lam)^l · delta_{t+l}, delta_t = r_t + gamma·V_{t+1} - V_t; V = 0 at the end.
 
     Args:
         rewards: one per token, length n.
@@ -115,7 +115,7 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
 
 
 def whitening(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, factor) such that (A - mean) · factor is white: factor = 1 / sqrt(unbiased variance + 1e-8)."""
+    """Return (mean, factor) such that (A - mean) · factor is white: factor = 1 / sqrt(unbiased variance + 1e-8)."""
     if not values:
         return 0.0, 1.0
     # `fsum`: exact in any order, so how rollouts were distributed over processes changes no bit.
@@ -138,7 +138,7 @@ def critic_values(call: Call, observed: bool) -> tuple[float, ...]:
 
 
 def kl_rewards(call: Call, beta: float) -> tuple[float, ...]:
-    """-beta · (log-prob - reference log-prob) on each sampled token (k1).
+    """Return -beta · (log-prob - reference log-prob) on each sampled token (k1).
 
     Raises:
         DataError: `logprobs` or `ref_logprobs` are missing or too short; names the call.

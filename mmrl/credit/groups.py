@@ -16,7 +16,7 @@ from mmrl.errors import DataError
 
 
 def compare(groups: Iterable[Group], algo: GroupConfig) -> list[Group]:
-    """A_i = (r_i - baseline) / (std + eps) within each group, as `algo` says (eps, ddof, scale, std_over, baseline)."""
+    """Compute A_i = (r_i - baseline) / (std + eps) per group, by `algo`'s eps, ddof, scale, std_over, baseline."""
     groups = list(groups)
     pooled = [member.reward.total for group in groups if not group.of_one for member in group.members]
     # `std_over=batch` divides by one deviation, over all rewards that are compared with any other.
@@ -63,7 +63,7 @@ def is_constant(rewards: Sequence[float]) -> bool:
 
 
 def weigh(groups: Sequence[Group], algo: GroupConfig, minibatch: Minibatches = None) -> list[Group]:
-    """Token weight 1 / (groups · G · |o|) for every member, or as `algo.loss_mean` says (GRPO, mmGRPO)."""
+    """Weigh tokens by 1 / (groups · G · |o|) for every member, or as `algo.loss_mean` says (GRPO, mmGRPO)."""
     units = [
         Unit(member.call.example, group.id, 0 if group.vanished else member.tokens, compared=not group.of_one)
         for group in groups

@@ -45,7 +45,7 @@ def by_slot(forest: Forest, rewards: Mapping[str, Reward], calls: Iterable[str] 
 
 
 def by_parent(forest: Forest, rewards: Mapping[str, Reward], module: str) -> list[Group]:
-    """`by_slot`, but the first calls of `module` compare only with those of the same parent (`os_group=parent`)."""
+    """Group as `by_slot`, but compare the first calls of `module` only within a parent (`os_group=parent`)."""
     slots: dict[tuple[Slot, str | None], list[Member]] = {}
     # A parse retry or a loop may call the module again further down: only its first call is the over-sampled one.
     for call_id, reward in rewards.items():
@@ -98,7 +98,7 @@ class ForkView:
 
 
 def by_fork(forest: Forest, rewards: Mapping[str, Reward], forks: Mapping[str, str]) -> list[Group]:
-    """`by_slot` from the fork on; a call above it with those of its slot whose trees forked at the same module (RR).
+    """Group as `by_slot` from the fork on; a call above it with its slot's calls whose trees forked at the same module.
 
     Args:
         forks: call above a fork -> module at which its tree forked.
@@ -135,7 +135,7 @@ def by_chunks(forest: Forest, rewards: Mapping[str, Reward], mixed: bool, size: 
 
 
 def _in_batch_order(forest: Forest, calls: Iterable[str]) -> list[Call]:
-    """Example after example, as the step has them."""
+    """Order calls example after example, as the step has them."""
     order = {example: index for index, example in enumerate(forest.examples)}
     # Stable, so an example's calls stay in path order: Alg. 3's "agents ascending".
     return sorted((forest.calls[call_id] for call_id in calls), key=lambda call: order[call.example])
@@ -148,7 +148,7 @@ def weigh_slots(
     algo: MhgpoConfig,
     minibatch: Minibatches = None,
 ) -> list[Group]:
-    """Token weight 1 / (B · n · G_k · |o|) for every member (Eq. 6), or as `algo.loss_mean` says.
+    """Weigh tokens by 1 / (B · n · G_k · |o|) for every member (Eq. 6), or as `algo.loss_mean` says.
 
     Args:
         rewarded: all calls that have a reward. Their slots count in n (and B), even where no group keeps them.
