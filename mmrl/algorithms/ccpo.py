@@ -59,7 +59,7 @@ class Ccpo:
         algo = CcpoConfig.narrow(algo)
         exchanged = algo.exchanged_modules(forest.modules)
         groups: dict[tuple[str, str], list[Member]] = {}
-        played, wanted = 0, 0
+        replayed, expected = 0, 0
         for example, rollouts in by_example(forest).items():
             for module in forest.modules:
                 calling = [r for r in rollouts if any(call.module == module for call in r.path)]
@@ -67,7 +67,7 @@ class Ccpo:
                     r.rollout.counterfactuals[module] for r in calling if module in r.rollout.counterfactuals
                 ]
                 if module in exchanged:
-                    wanted, played = wanted + len(calling), played + len(counterfactuals)
+                    expected, replayed = expected + len(calling), replayed + len(counterfactuals)
                 for rollout in calling:
                     # Where nothing says what a module's calls were worth, they have the outcome, as the last module's.
                     reward = _reward(rollout, module, counterfactuals, algo) if counterfactuals else rollout.outcome
@@ -76,7 +76,7 @@ class Ccpo:
         compared = compare([Group(":".join(name), tuple(members)) for name, members in groups.items()], algo)
         weighed = weigh(compared, algo, minibatch)
         entries = tuple(entry for group in weighed for entry in group.entries())
-        metrics = {"credit/counterfactual_share": played / wanted} if wanted else {}
+        metrics = {"credit/counterfactual_share": replayed / expected} if expected else {}
         return Credit(algo=self.name, entries=entries, groups=tuple(weighed), metrics=metrics)
 
 
@@ -91,8 +91,8 @@ def _reward(rollout: ScoredRollout, module: str, counterfactuals: Sequence[float
         without = rollout.rollout.counterfactuals.get(module, fmean(counterfactuals))
         return Reward(rollout.reward - without, {"outcome": rollout.reward, "without": without})
     mean = fmean(counterfactuals)
-    saved = (rollout.reward > algo.success > mean) - (rollout.reward < algo.success < mean)
+    sign = (rollout.reward > algo.success > mean) - (rollout.reward < algo.success < mean)
     return Reward(
-        rollout.reward + algo.bonus_coef * saved,
-        {"outcome": rollout.reward, "without": mean, "bonus": algo.bonus_coef * saved},
+        rollout.reward + algo.bonus_coef * sign,
+        {"outcome": rollout.reward, "without": mean, "bonus": algo.bonus_coef * sign},
     )

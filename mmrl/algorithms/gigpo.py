@@ -44,19 +44,19 @@ class Gigpo:
         """See `mmrl.algorithms.Algorithm.credit`."""
         algo = GigpoConfig.narrow(algo)
         examples = by_example(forest)
-        rollouts = [rollout for several in examples.values() for rollout in several]
-        episodes = compare([_episodes(example, several, algo.count) for example, several in examples.items()], algo)
+        rollouts = [rollout for samples in examples.values() for rollout in samples]
+        episodes = compare([_episodes(example, samples, algo.count) for example, samples in examples.items()], algo)
         states, within = _states(rollouts, algo)
         # A rollout is one sequence of the loss, however it was compared.
         sequences = [
-            Group(group.id, tuple(Member(r.path, r.outcome) for r in several), vanished=group.vanished)
-            for group, several in zip(episodes, examples.values(), strict=True)
+            Group(group.id, tuple(Member(r.path, r.outcome) for r in samples), vanished=group.vanished)
+            for group, samples in zip(episodes, examples.values(), strict=True)
         ]
         entries = []
-        for group, several, weighed in zip(episodes, examples.values(), weigh(sequences, algo, minibatch), strict=True):
+        for group, samples, weighed in zip(episodes, examples.values(), weigh(sequences, algo, minibatch), strict=True):
             # Equal rewards have equal advantages, so that a reward names its rollout's.
             advantages = {member.reward.total: member.advantage for member in group.members}
-            for rollout, sequence in zip(several, weighed.members, strict=True):
+            for rollout, sequence in zip(samples, weighed.members, strict=True):
                 for call, step in zip(rollout.path, within[rollout.rollout.id], strict=True):
                     entries.append(_entry(call, group, sequence, advantages[rollout.reward], step, algo.step_coef))
         anchored = sum(len(group.members) for group in states if not group.of_one)

@@ -145,15 +145,15 @@ def _trace(scored: ScoredRollout, algo: MmgrpoConfig) -> _Trace:
     if algo.overlong == "trajectory" and any(is_overlong(call, algo) for call in calls):
         return _Trace(scored.rollout.id, ())
     failing, went_on = [call for call in calls if not call.ok], caught(scored.rollout, calls)
-    rest = scored.outcome
+    reward = scored.outcome
     # A rollout that ended because of a call that could not be parsed teaches the format and nothing else: its other
     # calls did not fail, and its outcome says nothing of them.
     if failing and scored.rollout.error == ParseFailure.kind:
-        rest = _format(failing[-1], algo)
+        reward = _format(failing[-1], algo)
         calls = calls if algo.failing_traces == "trajectory" else tuple(failing)
     return _Trace(
         scored.rollout.id,
-        tuple(Member((call,), rest if call.ok else _format(call, algo), caught=call in went_on) for call in calls),
+        tuple(Member((call,), reward if call.ok else _format(call, algo), caught=call in went_on) for call in calls),
     )
 
 

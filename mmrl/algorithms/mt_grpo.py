@@ -181,18 +181,18 @@ def compare_turns(
     rollouts: Mapping[str, Sequence[ScoredRollout]], algo: TurnGroupConfig, rules: TurnRules
 ) -> dict[str, TurnGroup]:
     """Compare each turn index, the outcome and (two turns) the merged reward over the rollouts of each example."""
-    cuts = {example: [_cut(scored, rules) for scored in several] for example, several in rollouts.items()}
+    cuts = {example: [_cut(scored, rules) for scored in samples] for example, samples in rollouts.items()}
     columns: dict[str, dict[str | int, _Column]] = {example: {} for example in rollouts}
-    rewards = {example: _rewards(several, cuts[example], rules) for example, several in rollouts.items()}
+    rewards = {example: _rewards(samples, cuts[example], rules) for example, samples in rollouts.items()}
     for name in dict.fromkeys(name for columns_of in rewards.values() for name in columns_of):
         label = f"turn{name}" if isinstance(name, int) else name
         groups = {}
-        for example, several in rollouts.items():
+        for example, samples in rollouts.items():
             # `std_over=batch` pools a quantity over the batch. The merged reward is GRPO-MR's number there: of every
             # example, not only of those in which a rollout without a tool result needs it.
-            pooled = {i: scored.merged.total for i, scored in enumerate(several)} if name == "combined" else {}
+            pooled = {i: scored.merged.total for i, scored in enumerate(samples)} if name == "combined" else {}
             if of_name := rewards[example].get(name, pooled):
-                members = tuple(Member(several[i].path[-1:], Reward(reward)) for i, reward in of_name.items())
+                members = tuple(Member(samples[i].path[-1:], Reward(reward)) for i, reward in of_name.items())
                 groups[example] = Group(f"{example}:{label}", members)
             elif name in rewards[example]:
                 groups[example] = Group(f"{example}:{label}", ())
@@ -201,11 +201,11 @@ def compare_turns(
                 columns[example][name] = _Column(rewards[example][name], group)
     return {
         example: TurnGroup(
-            tuple(several),
-            tuple(_turns(i, scored, cuts[example][i], columns[example], rules) for i, scored in enumerate(several)),
+            tuple(samples),
+            tuple(_turns(i, scored, cuts[example][i], columns[example], rules) for i, scored in enumerate(samples)),
             {name: column.group for name, column in columns[example].items()},
         )
-        for example, several in rollouts.items()
+        for example, samples in rollouts.items()
     }
 
 
@@ -266,9 +266,9 @@ def _turns(
         column = columns[number]
         turn_reward = Reward(reward or 0.0, {"turn": reward or 0.0})
         turns.append(Turn(positions, turn_reward, column.group, column.advantage(index), False))
-    rest = everything[cut[-1][0][-1] + 1 :] if cut else everything
+    last = everything[cut[-1][0][-1] + 1 :] if cut else everything
     column = columns["outcome"]
     longest = sum(isinstance(name, int) for name in columns) if rules.missing == "absorb" else 0
     absent = tuple(columns[turn].advantage(index) for turn in range(len(cut), longest))
-    turns.append(Turn(rest, scored.outcome, column.group, column.advantage(index), True, absent))
+    turns.append(Turn(last, scored.outcome, column.group, column.advantage(index), True, absent))
     return tuple(turns)

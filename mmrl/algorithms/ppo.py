@@ -45,7 +45,7 @@ class Ppo:
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
         algo = TurnCriticConfig.narrow(algo)
-        rollouts = [rollout for several in by_example(forest).values() for rollout in several]
+        rollouts = [rollout for samples in by_example(forest).values() for rollout in samples]
         units = [Unit(r.rollout.example, r.rollout.example, sum(c.completion_tokens for c in r.path)) for r in rollouts]
         weights = per_token(units, two_level(units, minibatch), algo, minibatch)
         pairs = zip(rollouts, weights, strict=True)

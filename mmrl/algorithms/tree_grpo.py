@@ -54,11 +54,11 @@ class TreeGrpo:
         advantages = {id(old): new.advantage for g in within for old, new in zip(trees[g.id], g.members, strict=True)}
         groups = []
         for group, compared in zip(examples, compare(examples, algo), strict=True):
-            both = [
+            summed = [
                 replace(new, reward=_reward(new, advantages[id(old)]), advantage=advantages[id(old)] + new.advantage)
                 for old, new in zip(group.members, compared.members, strict=True)
             ]
-            groups.append(replace(compared, members=tuple(both)))
+            groups.append(replace(compared, members=tuple(summed)))
         groups = weigh(groups, algo, minibatch)
         entries = tuple(entry for group in groups for entry in group.entries())
         return Credit(algo=self.name, entries=entries, groups=(*groups, *within))

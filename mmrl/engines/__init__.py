@@ -38,10 +38,10 @@ def build_engine(
     Args:
         model: the trainer's model; None for engines that need none in this process (`needs_model`).
     """
-    from mmrl.engines.endpoint_engine import EndpointEngine, named, with_endpoints
+    from mmrl.engines.endpoint_engine import EndpointEngine, with_endpoints, with_model
 
     if config.name == "openai":
-        engine: Engine = EndpointEngine(named(config, setup.served), tokenizer, "engine.endpoint")
+        engine: Engine = EndpointEngine(with_model(config, setup.served), tokenizer, "engine.endpoint")
     else:
         engine = engine_class(config.name)(model, tokenizer, config, setup)
     return with_endpoints(engine, config, tokenizer)

@@ -177,11 +177,11 @@ class Engine(ABC):
 class BusyClock:
     """Seconds during which a request is in flight, less those that another engine is busy meanwhile."""
 
-    def __init__(self, other: Callable[[], float] = lambda: 0.0):
+    def __init__(self, other_busy_s: Callable[[], float] = lambda: 0.0):
         self.seconds = 0.0
         self.count = 0
         """Requests in flight."""
-        self._other = other
+        self._other = other_busy_s
         self._since = 0.0
 
     @contextmanager

@@ -88,8 +88,8 @@ def request_body(
         limit: name of the limit of new tokens, one of `LIMITS`.
     """
     body: dict[str, object] = {"model": settings.model, "messages": [dict(message) for message in messages]}
-    sent = {name: value for name, value in options.items() if value is not None and name not in settings.omit}
-    body |= {limit if name == LIMITS[0] else name: value for name, value in sent.items()}
+    settings_sent = {name: value for name, value in options.items() if value is not None and name not in settings.omit}
+    body |= {limit if name == LIMITS[0] else name: value for name, value in settings_sent.items()}
     return body | settings.extra_body
 
 

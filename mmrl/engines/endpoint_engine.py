@@ -176,7 +176,7 @@ def with_endpoints(engine: Engine, config: EngineConfig, tokenizer: PreTrainedTo
     return router
 
 
-def named(config: EngineConfig, model: str) -> EndpointConfig:
+def with_model(config: EngineConfig, model: str) -> EndpointConfig:
     """Return `engine.endpoint` with the model that `policy=` names."""
     return EndpointConfig(model=model, **cast("OpenAIConfig", config).endpoint.model_dump())
 

@@ -74,8 +74,8 @@ class OpenAIChat:
         )
         self._url = f"{settings.url.rstrip('/')}/chat/completions"
         self._next_start = 0.0
-        named = settings.max_tokens_field
-        self._limit = LIMITS[0] if named == "auto" else named
+        field = settings.max_tokens_field
+        self._limit = LIMITS[0] if field == "auto" else field
 
     async def complete(self, messages: Sequence[Mapping[str, str]], **options: object) -> str:
         """Return the assistant's text for `messages` (role and content).

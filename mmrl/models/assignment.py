@@ -96,8 +96,8 @@ class ModuleAssignment:
         """Return the line of a summary that says which module speaks with what; empty for one shared policy."""
         still = {m for m, a in self.adapters.items() if a in self.frozen_adapters} | set(self.initial)
         served = self.served or (dict.fromkeys(self.modules, TRAINED) if self.answered else {})
-        named = {m: f"{name} (frozen)" if m in still else name for m, name in served.items()}
-        return describe_weights(named | {m: f"endpoint {model}" for m, model in self.answered.items()})
+        names = {m: f"{name} (frozen)" if m in still else name for m, name in served.items()}
+        return describe_weights(names | {m: f"endpoint {model}" for m, model in self.answered.items()})
 
     def record(self) -> dict[str, object]:
         """Return the part that a checkpoint stores, for `policy.resolve`."""

@@ -90,8 +90,8 @@ def encoder_problems(key: str, model: str) -> list[str]:
 
     if isinstance(try_to_load_from_cache(model, "config.json"), str) or hub_answers():
         return []
-    instead = "" if package is None else f"; {package.missing}"
-    return [f"{key}: '{word}' is no folder and not in the hub's local cache, and the hub does not answer{instead}"]
+    advice = "" if package is None else f"; {package.missing}"
+    return [f"{key}: '{word}' is no folder and not in the hub's local cache, and the hub does not answer{advice}"]
 
 
 def licence_of(model: str, revision: str | None = None) -> str | None:

@@ -73,9 +73,9 @@ def use_onednn(model: nn.Module) -> None:
     """
     weight = next(model.parameters())
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
-        held = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
+        kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
         raise ConfigError(
-            f"model.matmul: got onednn, which computes float32 on a CPU by a torch with oneDNN; the weights are {held}"
+            f"model.matmul: got onednn, which computes float32 on a CPU by a torch with oneDNN; the weights are {kind}"
         )
     for module in model.modules():
         if type(module) is nn.Linear:

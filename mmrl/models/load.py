@@ -257,8 +257,8 @@ def _unloadable(model: ModelConfig, part: str, error: Exception) -> str:
         reason += nearest(model.path, tuple(SHIPPED))
         # A hub may answer and then not serve; of some models there is another source.
         if (package := of_hub_id(model.path)) is not None:
-            other = f"model.path={package.name} is here" if package.fetched else package.missing
-            reason += f"; {other}"
+            advice = f"model.path={package.name} is here" if package.fetched else package.missing
+            reason += f"; {advice}"
     return f"model.path: cannot load the {part} of '{model.path}'{revision}: {reason}"
 
 

@@ -147,14 +147,14 @@ class RolloutContext:
         if event is not None and not event.nested:
             return await self.tape.outcome_of(event)
         event = self.tape.record("tool", name, arguments, replaced=event)
-        with self.tape.inside(event), self.env.using(name) as brought:
+        with self.tape.inside(event), self.env.using(name) as results:
             try:
                 result = await run()
                 await self.tape.turn_of(event)
             except BaseException as error:
                 _settle(event.outcome, error)
                 raise
-            brought.append(result)
+            results.append(result)
             event.outcome.set_result(result)
             return result
 
@@ -208,14 +208,15 @@ class RolloutContext:
             raise LengthFailure(f"a prompt of {tokens} tokens leaves no room in a context of {settings.max_context}")
         failure: ParseFailure | None = None
         for attempt in range(self.env.attempts):
-            instead = self.exchanged.get(module)
-            if instead is None:
+            substitute = self.exchanged.get(module)
+            if substitute is None:
                 completion = await self._request(generation, attempt)
                 text = self.env.decode(completion.ids)
-            elif isinstance(instead, str):
-                completion, text = Completion(ids=self.env.extend((), instead), logprobs=None, finish="stop"), instead
+            elif isinstance(substitute, str):
+                text = substitute
+                completion = Completion(ids=self.env.extend((), text), logprobs=None, finish="stop")
             else:
-                completion, text = await self._exchanged_by(instead, generation, attempt)
+                completion, text = await self._exchanged_by(substitute, generation, attempt)
             try:
                 # Free text is always well-formed.
                 parsed, failure = generation.parse(text) if generation.parse is not None else None, None

@@ -126,11 +126,11 @@ class Environment:
     def using(self, tool: str) -> Iterator[list[object]]:
         """Time the use of a tool; its results are put into the list."""
         watches = (self.retrieving, self.tools.setdefault(tool, Stopwatch()))
-        started, brought = [watch.start() for watch in watches], list[object]()
+        started, results = [watch.start() for watch in watches], list[object]()
         try:
-            yield brought
+            yield results
         finally:
-            empty = any(isinstance(result, list | tuple) and not result for result in brought)
+            empty = any(isinstance(result, list | tuple) and not result for result in results)
             for watch, since in zip(watches, started, strict=True):
                 watch.end(since, empty=empty)
 

@@ -103,10 +103,10 @@ class _Tree:
                 replay = RolloutContext(self.env, self.example, path)
                 rollout = await self._execute(replay, imported("algo.program", exchange.program))
             else:
-                instead = exchange.reply if exchange.teacher is None else self.env.teachers[exchange.teacher]
+                substitute = exchange.reply if exchange.teacher is None else self.env.teachers[exchange.teacher]
                 # Copies: what the second play is scored with must not become turn rewards of the first.
                 tape = [replace(event) for event in events[:first]]
-                replay = RolloutContext(self.env, self.example, path, tape, exchanged={module: instead})
+                replay = RolloutContext(self.env, self.example, path, tape, exchanged={module: substitute})
                 rollout = await self._execute(replay)
             calls += sum(call.id.startswith(f"{self.example.id}/{path}#") for call in replay.calls)
             if rollout.reward is not None:
@@ -118,16 +118,16 @@ class _Tree:
         growth = self.plan.growth
         if growth is None or number > growth.rounds:
             return
-        # What each node has behind it: the root nothing, a call all that was requested up to the call after it.
-        behind: dict[str | None, list[Event]] = {}
+        # Prefix of the tape behind each node: empty at the root; at a call, all requests up to the call after it.
+        prefixes: dict[str | None, list[Event]] = {}
         for _, tape in sorted(zip(self.rollouts, self.tapes, strict=True), key=lambda branch: branch[0][0]):
             parent = None
             for position, event in enumerate(tape):
                 if event.call is not None:
-                    behind.setdefault(parent, tape[:position])
+                    prefixes.setdefault(parent, tape[:position])
                     parent = event.call.id
         # Nodes have a call after them, so none is a leaf; a rollout that failed before its first call has no node.
-        nodes, count = list(behind.values()), len(self.rollouts)
+        nodes, count = list(prefixes.values()), len(self.rollouts)
         draws = rng.stream(*growth.key, "growth", self.index, number)
         for branch in range(growth.nodes if nodes else 0):
             self.start((self.index, count + branch), draws.choice(nodes), ())

@@ -37,7 +37,7 @@ class Event:
     # Untyped: the reply of a call or a tool's result, whose type only the program knows.
     outcome: asyncio.Future[Any]
     """Reply of a call, result of a tool."""
-    beside: bool = False
+    concurrent: bool = False
     """Requested while something else of the rollout was under way: the program has several strands."""
     call: Call | None = None
     """Set when a call is recorded."""
@@ -59,7 +59,7 @@ class Tape:
     """Replayed events, then live ones."""
     unplayed: list[int] = field(init=False)
     """Places on the tape that the program has not requested yet."""
-    asking: list[object] = field(default_factory=list)
+    tickets: list[object] = field(default_factory=list)
     """Requests that wait for others to be replayed, the first one first."""
     under_way: int = 0
     """Requests and tools that are not done."""
@@ -81,20 +81,20 @@ class Tape:
                 event.nested = True
                 self._deliver(event)
         # By order and not by name: the order of requests is what a deterministic program repeats.
-        several = any(event.beside for event in self.replay)
+        concurrent = any(event.concurrent for event in self.replay)
         ticket = object()
-        self.asking.append(ticket)
+        self.tickets.append(ticket)
         try:
-            for _ in range(ROUNDS if several else 1):
+            for _ in range(ROUNDS if concurrent else 1):
                 if self.unplayed and self._is(self.unplayed[0], kind, name, request):
                     return self.events[self.unplayed.pop(0)]
-                if not self.unplayed and self.asking[0] is ticket:
+                if not self.unplayed and self.tickets[0] is ticket:
                     return None
-                if several:  # replies are there at once now, so that one strand may be ahead of the others
+                if concurrent:  # replies are there at once now, so that one strand may be ahead of the others
                     await asyncio.sleep(0)
         finally:
-            self.asking.remove(ticket)
-        if several or not self.unplayed:
+            self.tickets.remove(ticket)
+        if concurrent or not self.unplayed:
             # Some strand waits for something else than this tape. `check_played_out` finds what it never requests.
             position = next((position for position in self.unplayed if self._is(position, kind, name, request)), None)
             if position is None:
@@ -116,7 +116,7 @@ class Tape:
         if replaced is None:
             self.events.append(event)
         else:
-            event.beside, event.nested = replaced.beside, True
+            event.concurrent, event.nested = replaced.concurrent, True
             self.events[self.events.index(replaced)] = event
         return event
 

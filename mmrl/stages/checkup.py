@@ -19,7 +19,7 @@ from mmrl.report.doctor import Played
 from mmrl.rollout.environment import Environment, Stopwatch
 from mmrl.rollout.sample import sample
 from mmrl.stages.collect import batch_of, train_calls
-from mmrl.stages.step_metrics import by_module, forest_metrics, never
+from mmrl.stages.step_metrics import by_module, forest_metrics, never_metrics
 from mmrl.stages.weights import WeightStage
 from mmrl.tasks.base import Searching
 from mmrl.trainer.selfcheck import check_tries
@@ -53,7 +53,7 @@ def examine(stage: WeightStage, count: int) -> tuple[Played, Forest]:
     # As between the phases of a step: the trainer needs the memory that an engine on its device holds.
     stage.engine.sleep()
     forest = processes.forest(forest, examples)
-    metrics = forest_metrics(forest, never(task))
+    metrics = forest_metrics(forest, never_metrics(task))
     credit = _credit(stage, forest)
     rewards = [rollout.reward for rollout in forest.rollouts if rollout.reward is not None]
     # Without groups all rewards are compared.
@@ -153,8 +153,8 @@ def _gaps(stage: WeightStage, forest: Forest) -> dict[str, float]:
     bare = [replace(call, ref_logprobs=None, values=None, observation_tokens=0) for call in calls]
     trained = forwards.policy_logprobs(bare) if bare else []
     gaps: dict[str, list[float]] = {}
-    for call, ours in zip(calls, trained, strict=True):
+    for call, recomputed in zip(calls, trained, strict=True):
         assert call.logprobs is not None
-        gaps.setdefault(call.module, []).extend(abs(a - b) for a, b in zip(ours, call.logprobs, strict=True))
+        gaps.setdefault(call.module, []).extend(abs(a - b) for a, b in zip(recomputed, call.logprobs, strict=True))
     metrics = {f"module/{module}/logprob_gap": fmean(values) for module, values in gaps.items()}
     return metrics | ({"train/logprob_gap_mean": max(metrics.values())} if metrics else {})

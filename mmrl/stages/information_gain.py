@@ -52,11 +52,11 @@ def with_gains(
         frame_text, gold_texts = task.closing(example)
         closed[name] = tuple(encode(frame_text)), [tuple(encode(gold)) for gold in gold_texts]
     # One forward for equal prompts, as of siblings.
-    wanted: dict[tuple[tuple[int, ...], tuple[int, ...]], Call] = {}
+    scored_calls: dict[tuple[tuple[int, ...], tuple[int, ...]], Call] = {}
     for call in forest.calls.values():
         frame, golds = closed[call.example]
         for gold in golds:
-            wanted[call.prompt_ids, gold] = Call(
+            scored_calls[call.prompt_ids, gold] = Call(
                 id=call.id,
                 example=call.example,
                 parent=None,
@@ -65,7 +65,7 @@ def with_gains(
                 completion_ids=gold,
                 completion_tokens=len(gold),
             )
-    scored = dict(zip(wanted, logprobs(list(wanted.values())), strict=True))
+    scored = dict(zip(scored_calls, logprobs(list(scored_calls.values())), strict=True))
     gold_probability = {
         call.id: max(math.exp(fmean(scored[call.prompt_ids, gold])) for gold in closed[call.example][1])
         for call in forest.calls.values()

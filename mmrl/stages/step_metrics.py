@@ -25,7 +25,7 @@ METRIC_OF_FEATURE = {"penalties": "penalty", "parse_failures": "format_rate"}
 """A feature of programs (`tasks.base.FEATURES`) -> the module metric that is a constant where a task never has it."""
 
 
-def never(task: Task) -> frozenset[str]:
+def never_metrics(task: Task) -> frozenset[str]:
     """Return module metrics without meaning in this task: a share of parsed completions where nothing is parsed."""
     return frozenset(metric for feature, metric in METRIC_OF_FEATURE.items() if feature in task.absent_features)
 

@@ -19,7 +19,7 @@ from mmrl.report.journal import JournalWriter, decode_step, encode_step
 from mmrl.report.stats import modules_in
 from mmrl.stages.collect import Collector, train_calls
 from mmrl.stages.evaluate import Evaluations
-from mmrl.stages.step_metrics import credit_metrics, forest_metrics, never
+from mmrl.stages.step_metrics import credit_metrics, forest_metrics, never_metrics
 from mmrl.system.files import JsonObject
 from mmrl.trainer.checkpoint import saved_extra
 from mmrl.trainer.objective import StepBatch
@@ -66,7 +66,7 @@ class WeightStage(Collector):
             batch = self.collect(step, self.credit)
         trained, minibatch = batch.trained, minibatches([example.id for example in batch.examples], count)
         credit = self.credit(trained, minibatch)
-        metrics = forest_metrics(batch.forest, never(self.task))
+        metrics = forest_metrics(batch.forest, never_metrics(self.task))
         metrics |= credit_metrics(trained, credit.entries) | dict(credit.metrics)
         self.log.metrics = metrics | dict(batch.metrics)
         # Written by a thread while the trainer works: compressing a large batch takes as long as an update.

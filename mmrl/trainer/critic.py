@@ -136,8 +136,8 @@ class Critic:
 
     def policy_parameters(self, policy: torch.nn.Module) -> list[torch.nn.Parameter]:
         """Return the policy's own parameters, without the critic's adapter, which lives inside of it."""
-        apart = {id(parameter) for parameter in self.named_parameters().values()}
-        return [parameter for parameter in policy.parameters() if id(parameter) not in apart]
+        critic_ids = {id(parameter) for parameter in self.named_parameters().values()}
+        return [parameter for parameter in policy.parameters() if id(parameter) not in critic_ids]
 
     def groups(self, weight_decay: float) -> list[ParameterGroup]:
         """Return optimizer groups: matrices decay, vectors do not."""

@@ -178,8 +178,8 @@ def token_loss(
             per_token = per_token + beta * kl
     with torch.no_grad():
         # Beyond the bound, and on the side where the minimum takes the bounded branch: no gradient from this token.
-        either = torch.ones_like(ratio, dtype=torch.bool) if kind == "cispo" else None
-        lower_side, upper_side = (either, either) if either is not None else (advantages < 0, advantages > 0)
+        always = torch.ones_like(ratio, dtype=torch.bool) if kind == "cispo" else None
+        lower_side, upper_side = (always, always) if always is not None else (advantages < 0, advantages > 0)
         clipped = ((ratio < 1 - clip) & lower_side) | ((ratio > 1 + high) & upper_side)
     # A plain sum: `weights` hold every mean (over tokens, calls, groups), so packs and processes just add up.
     kl = None if kl is None else kl.detach()

@@ -218,7 +218,7 @@ def make_packs(
     packs: list[Pack] = []
     group: list[_PackedRow] = []
     for row in rows:
-        positions = sum(other.scored for other in group) + row.scored
+        positions = sum(packed.scored for packed in group) + row.scored
         # Rows come longest first, so the first one of a group is its width.
         if group and ((len(group) + 1) * len(group[0].ids) > budget or positions > MAX_SCORED):
             packs.append(_padded_pack(group, modules, dtype))

@@ -101,10 +101,10 @@ class PrefixTree:
                 # causal mask pairs query i with key i, hence runs of which either every token is read or none.
                 inside, below = bisect_left(read, begin), bisect_left(read, end)
                 first = not span.depth and begin == span.begin
-                together = is_read and stop - inside < LARGE
+                joined = is_read and stop - inside < LARGE
                 if is_read:
-                    yield KernelCall(slice(inside, stop if together else below), slice(begin, end), True, first)
-                if not together and below < stop:
+                    yield KernelCall(slice(inside, stop if joined else below), slice(begin, end), True, first)
+                if not joined and below < stop:
                     yield KernelCall(slice(below, stop), slice(begin, end), False, first)
 
     def stops(self, device: torch.device) -> torch.Tensor:

@@ -136,13 +136,13 @@ def split_trie(node: TrieNode, budget: int, max_tokens: int) -> list[TrieNode]:
         return [node]
     # Each part repeats the node's own tokens, which its branches therefore cannot use. Demonstrations of about as many
     # tokens as the budget would leave room for one or two calls, and be forwarded again for each of them.
-    room = max(budget - node.length, min(node.length, max_tokens - node.length))
-    parts = [part for child in node.children for part in split_trie(child, room, max_tokens - node.length)]
+    capacity = max(budget - node.length, min(node.length, max_tokens - node.length))
+    parts = [part for child in node.children for part in split_trie(child, capacity, max_tokens - node.length)]
     # Neighbours stay together (next fit, not first fit): they share the most.
     groups: list[list[TrieNode]] = []
     filled = 0
     for part in parts:
-        if not groups or filled + part.tokens > room:
+        if not groups or filled + part.tokens > capacity:
             groups.append([])
             filled = 0
         groups[-1].append(part)

@@ -87,11 +87,11 @@ class NativeLoop:
         self._reserve(len(self._rows), max(self._cached_lengths()[first:]) + 1)
         logits: Tensor | None = None
         for segments in passes(planned):
-            # `into`: rows of this prefill, `sources`: the segment of this pass that each of them continues.
+            # `order`: rows of this prefill, `sources`: the segment of this pass that each of them continues.
             leaves = [(number, places[s.ids]) for number, s in enumerate(segments) if s.leaf]
-            into = [index for _, indices in leaves for index in indices]
+            order = [index for _, indices in leaves for index in indices]
             sources = [number for number, indices in leaves for _ in indices]
-            target = Target(segments, [first + index for index in into], sources, prefixes)
+            target = Target(segments, [first + index for index in order], sources, prefixes)
             hidden = self._forward_segments(segments, target)  # (segments, H)
             for segment in segments:
                 if not segment.leaf:
@@ -101,7 +101,7 @@ class NativeLoop:
             part = self.weights.head(self.weights.norm(hidden))
             if logits is None:
                 logits = part.new_empty(len(rows), part.shape[1])
-            logits[into] = part[sources]
+            logits[order] = part[sources]
         for prompt in places:
             self._store.see(prompt, len(prompt))
         self._positions = None

@@ -122,8 +122,10 @@ class HFLoop:
         # happens between two updates, so the trainer's set must be as it was. Of these layers alone: a walk over all
         # parameters would be made for every token.
         before = [list(layer.active_adapters) for layer in layers]
-        held = [p for layer in layers for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()]
-        trained = [parameter.requires_grad for parameter in held]
+        weights = [
+            p for layer in layers for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()
+        ]
+        trained = [parameter.requires_grad for parameter in weights]
         for layer in layers:
             layer.set_adapter(adapter)
         try:
@@ -131,5 +133,5 @@ class HFLoop:
         finally:
             for layer, names in zip(layers, before, strict=True):
                 layer.set_adapter(names)
-            for parameter, flag in zip(held, trained, strict=True):
+            for parameter, flag in zip(weights, trained, strict=True):
                 parameter.requires_grad_(flag)

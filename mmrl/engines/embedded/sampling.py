@@ -93,9 +93,9 @@ def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows:
     # Uniform number t of a row belongs to its token t, however rows are batched: that makes a completion a function of
     # its seed and prompt.
     uniforms = torch.tensor([float(row.uniforms[len(row.ids)]) for row in rows], dtype=torch.float64)
-    block, rest = _locate(cdf, uniforms.to(cdf.device).unsqueeze(1) * cdf[:, -1:])
+    block, remainder = _locate(cdf, uniforms.to(cdf.device).unsqueeze(1) * cdf[:, -1:])
     inner = weights.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(dim=-1)
-    token, _ = _locate(inner, rest)
+    token, _ = _locate(inner, remainder)
     return (block * BLOCK + token).squeeze(1).clamp_(max=size - 1)
 
 

@@ -68,8 +68,8 @@ def choose(
     savings = {ids: saved_bytes(prefix, leaves[ids]) for ids, prefix in by_leaf.items()}
     for prefix, siblings in parents.items():
         count = rows[prefix] + sum(leaves[leaf.ids] for leaf in siblings)
-        together = saved_bytes(prefix, count)
-        if together >= max(least, sum(savings[leaf.ids] for leaf in siblings if savings[leaf.ids] >= least)):
+        common = saved_bytes(prefix, count)
+        if common >= max(least, sum(savings[leaf.ids] for leaf in siblings if savings[leaf.ids] >= least)):
             selected |= {leaf.ids: prefix for leaf in siblings}
     return {ids: by_leaf[ids] for ids, saving in savings.items() if saving >= least and ids not in selected} | selected
 
@@ -143,8 +143,8 @@ class Target:
         if past is None or apart:
             return new[0], new[1]
         # A parent is shared by view until here: `expand` copies nothing, the `cat` is the one copy.
-        both = torch.cat([past.unsqueeze(1).expand(-1, count, -1, -1, -1), new], dim=3)
-        return both[0], both[1]
+        joined = torch.cat([past.unsqueeze(1).expand(-1, count, -1, -1, -1), new], dim=3)
+        return joined[0], joined[1]
 
 
 class Groups:

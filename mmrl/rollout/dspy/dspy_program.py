@@ -101,7 +101,7 @@ class DspyProgram:
         except AdapterParseError as error:
             raise ConfigError(f"outputs: {parse_failure(error, signature)}") from None
         try:
-            messages = sent(predictor, inputs, adapter)
+            messages = sent_messages(predictor, inputs, adapter)
         except ProgramFailure as failure:
             raise ConfigError(f"inputs: {failure}") from None
         return Demonstration(module=module, messages=messages, completion=text)
@@ -231,8 +231,8 @@ class TapeLM(dspy.BaseLM):
         return [await self.host.awaited(self._reply(prompt, messages, options))]
 
     async def _reply(self, prompt: str | None, messages: Sequence[Message] | None, options: Fields) -> str:
-        sent = messages_of(prompt, messages)
-        return await self.host.call(sent, self.parse, self.inputs, {**self.kwargs, **options})
+        sent_messages = messages_of(prompt, messages)
+        return await self.host.call(sent_messages, self.parse, self.inputs, {**self.kwargs, **options})
 
     def copy(self, **options: object) -> dspy.BaseLM:
         """Copy it for an attempt of `BestOfN` or `Refine`, or for a program that sets options for some requests."""
@@ -250,7 +250,7 @@ class TapeLM(dspy.BaseLM):
         return copied
 
 
-def sent(predictor: dspy.Predict, inputs: Fields, adapter: dspy.Adapter) -> list[Message]:
+def sent_messages(predictor: dspy.Predict, inputs: Fields, adapter: dspy.Adapter) -> list[Message]:
     """Return the messages that a rollout would send for the inputs of a predictor.
 
     Raises:

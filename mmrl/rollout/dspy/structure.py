@@ -47,19 +47,19 @@ class Structure:
     """
 
     def __init__(self, module: dspy.Module):
-        named = module.named_predictors()
+        predictors = module.named_predictors()
         self._refines = {id(part): path for path, part in _parts(module, dspy.Refine)}
         self._feedback = tuple(f"{path}.{FEEDBACK}".removeprefix("self.") for path in self._refines.values())
-        problems = list(_problems(module, named))
+        problems = list(_problems(module, predictors))
         if problems:
             raise ConfigError([f"task.program: {problem}" for problem in problems])
         self.module = module
-        self.modules: tuple[str, ...] = (*(name for name, _ in named), *self._feedback)
-        self._names: Mapping[int, str] = {id(predictor): name for name, predictor in named}
+        self.modules: tuple[str, ...] = (*(name for name, _ in predictors), *self._feedback)
+        self._names: Mapping[int, str] = {id(predictor): name for name, predictor in predictors}
         # `BestOfN` and `Refine` copy it for each attempt. A name of this program's own: another program may have the
         # same predictor in another place.
         self._mark = f"mmrl_module_{next(_PROGRAMS)}"
-        for name, predictor in named:
+        for name, predictor in predictors:
             setattr(predictor, self._mark, name)
 
     def name_of(self, callers: Sequence[Any]) -> str | None:
@@ -96,19 +96,19 @@ def option_problem(name: str, options: Mapping[str, object]) -> str | None:
     )
 
 
-def _problems(module: dspy.Module, named: Sequence[tuple[str, dspy.Predict]]) -> Iterator[str]:
+def _problems(module: dspy.Module, predictors: Sequence[tuple[str, dspy.Predict]]) -> Iterator[str]:
     kind = type(module).__name__
-    listed = {id(predictor) for _, predictor in named}
-    hidden = [path.removeprefix("self.") for path, part in _parts(module, dspy.Predict) if id(part) not in listed]
+    named_ids = {id(predictor) for _, predictor in predictors}
+    hidden = [path.removeprefix("self.") for path, part in _parts(module, dspy.Predict) if id(part) not in named_ids]
     if hidden:
         yield (
             f"{', '.join(hidden)} would not be trained: DSPy does not list predictors of modules that are marked as "
             "compiled, nor those in lists within lists; set `_compiled = False`, or keep them in one list"
         )
-    elif not named:
+    elif not predictors:
         yield f"{kind} has no predictors (dspy.Predict), nothing to train"
     compared = {id(part.predict) for _, part in _parts(module, dspy.MultiChainComparison)}
-    for name, predictor in named:
+    for name, predictor in predictors:
         if predictor.lm is not None:
             yield (
                 f"predictor '{name}' has an LM of its own, whose calls would not be recorded; "
@@ -119,9 +119,9 @@ def _problems(module: dspy.Module, named: Sequence[tuple[str, dspy.Predict]]) ->
             fix = f"; dspy.MultiChainComparison sets a temperature: program.{name}.config = {{}}"
             yield problem + (fix if id(predictor) in compared else "")
         for field, info in predictor.signature.fields.items():
-            other = [kind.__name__ for kind in _no_text(info.annotation)]
-            if other:
-                yield f"predictor '{name}' has field '{field}' of type {other[0]}; only text can be trained on"
+            types = [kind.__name__ for kind in _no_text(info.annotation)]
+            if types:
+                yield f"predictor '{name}' has field '{field}' of type {types[0]}; only text can be trained on"
     if isinstance(dspy.settings.adapter, dspy.TwoStepAdapter):
         yield "TwoStepAdapter asks a second model to read each reply, whose calls would not be recorded; use another"
     for path, part in _parts(module, dspy.Module):

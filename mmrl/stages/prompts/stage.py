@@ -139,8 +139,8 @@ class PromptStage(Stage[PromptCommandConfig]):
         """
         folder, algo, seed = self.rundir.path / FOLDER, self.config.algo, self.config.seed
         examples = self.task.examples("train")
-        train, held = split(algo, examples, seed)
-        validation = compared(algo, held, random.Random(seed))
+        train, heldout = split(algo, examples, seed)
+        validation = compared(algo, heldout, random.Random(seed))
         self.validation = frozenset(example.id for example in validation)
         self.log.begin()
         # A resumed stage makes its trials again, from the store: those that have a record get no second one.
@@ -158,7 +158,7 @@ class PromptStage(Stage[PromptCommandConfig]):
         bench = Bench(
             rollouts=rollouts,
             train=[TrainExample.from_example(example) for example in train],
-            validation=[TrainExample.from_example(example) for example in held],
+            validation=[TrainExample.from_example(example) for example in heldout],
             writer=writer,
             note=self._note,
             on_batch=self._trial,

@@ -191,11 +191,11 @@ def _distinguish(module: dspy.Module) -> None:
 
     The mark is beside what prompts are made of, and no saved program has it.
     """
-    named = module.named_predictors()
+    predictors = module.named_predictors()
     shared = [
         (name, predictor)
-        for name, predictor in named
-        if any(other is not predictor and other.signature.equals(predictor.signature) for _, other in named)
+        for name, predictor in predictors
+        if any(other is not predictor and other.signature.equals(predictor.signature) for _, other in predictors)
     ]
     for name, predictor in shared:
         # One field is enough: equality of signatures looks at all of them.
