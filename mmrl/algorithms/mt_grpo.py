@@ -146,7 +146,7 @@ class TurnGroup:
 
     @property
     def flat(self) -> bool:
-        """True where no turn of any rollout has an advantage."""
+        """True if no turn of any rollout has an advantage."""
         return not any(member.advantage for group in self.columns.values() for member in group.members)
 
     def entries(self, index: int, algo: TurnGroupConfig, weight: float) -> list[Entry]:

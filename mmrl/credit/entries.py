@@ -83,7 +83,7 @@ class Group:
     members: tuple[Member, ...]
     mean: float | None = None
     std: float | None = None
-    """As divided by (without eps); None for a group of one and with `scale=False`."""
+    """Divisor of the rewards (without eps); None for a group of one and with `scale=False`."""
     constant: bool = False
     """True if all rewards are equal: every advantage is 0."""
     vanished: bool = False

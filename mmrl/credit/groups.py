@@ -1,4 +1,4 @@
-"""From groups with rewards to groups with advantages and weights, for all group-relative algorithms.
+"""Advantages and weights of groups with rewards, for all group-relative algorithms.
 
 Third and last step of credit (rewards -> groups -> advantages -> weights).
 """

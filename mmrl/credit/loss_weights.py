@@ -30,7 +30,7 @@ class Unit:
 
     @property
     def counts(self) -> bool:
-        """True where it has weight."""
+        """True if it has weight."""
         return self.compared and self.tokens > 0
 
 

@@ -152,7 +152,7 @@ def weigh_slots(
 
     Args:
         rewarded: all calls that have a reward. Their slots count in n (and B), even where no group keeps them.
-        trains: whether a call is in the loss.
+        trains: True if a call is in the loss.
     """
     # A frozen or vanished member is no sequence of the loss: no tokens, so it sets no length for `constant` either.
     units = [

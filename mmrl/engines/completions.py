@@ -36,7 +36,7 @@ class Usage:
     unanswered: int = 0
     """Completions that ended within their reasoning, with no answer."""
     prompt_tokens: int = 0
-    """As the endpoint counts them."""
+    """Tokens of the prompts, as the endpoint counts them."""
     cached_tokens: int = 0
     """Prompt tokens that came from the endpoint's cache."""
     completion_tokens: int = 0

@@ -62,7 +62,7 @@ class ModuleAssignment:
 
     @property
     def copied(self) -> bool:
-        """True where a frozen copy of the whole initial model serves the modules `initial`, for want of adapters."""
+        """True if a frozen copy of the whole initial model serves the modules `initial`, for want of adapters."""
         return bool(self.initial) and not self.adapters
 
     @property

@@ -1,4 +1,4 @@
-"""Messages to prompt token ids, token ids to text: one rendering for engines, trainer and stages.
+"""Chat rendering, messages to prompt token ids and token ids to text: one rendering for engines, trainer and stages.
 
 Only the chat template writes special tokens; text of a message that looks like one stays text. Where a template has no
 system role, the text of a system message opens the user's turn after it.

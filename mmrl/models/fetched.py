@@ -48,7 +48,7 @@ class Package:
 
     @property
     def fetched(self) -> bool:
-        """True where it has been fetched."""
+        """True if it has been fetched."""
         return (self.folder / FACTS).is_file()
 
     @property

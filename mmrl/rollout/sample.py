@@ -1,4 +1,4 @@
-"""Sampling one step: examples × trees of forks -> a forest. All rollouts run at once, with no barrier per module.
+"""Sampling of one step: examples × trees of forks -> a forest. All rollouts run at once, with no barrier per module.
 
 Called by `stages.weights` and by evaluation. A failed rollout becomes data here and nowhere else.
 """
@@ -52,7 +52,7 @@ class _Tree:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Also runs for a branch that was cancelled before its first step."""
+        """Note the end of a branch, also of one that was cancelled before its first step."""
         self.tasks.discard(task)
         self._engine.leave()
 

@@ -33,7 +33,7 @@ class LoadedTeacher:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     shares_vocabulary: bool
-    """True where its token ids are the student's, so that its samples are trained as they are."""
+    """True if its token ids are the student's, so that its samples are trained as they are."""
 
 
 def teachers_of_step(

@@ -26,7 +26,7 @@ from mmrl.trainer.selfcheck import check_tries
 from mmrl.trainer.sharding import is_sharded
 
 PHASE = "doctor"
-"""In the place of a step in the key of every draw."""
+"""Stand-in for the step in the key of every draw."""
 COMPARED = 8
 """Calls of a module whose log-probabilities the trainer computes too."""
 

@@ -138,7 +138,7 @@ class Collector(Stage[TrainCommandConfig]):
     """The half of the weight stage that samples: makes the batches of one run, on each of its processes."""
 
     trainer: MmrlTrainer
-    """For the critic's values and the reference's log-probabilities."""
+    """Trainer, also for the critic's values and the reference's log-probabilities."""
     examples: Sequence[Example]
     """The train split."""
     prefetch: Prefetch[Rollouts] = field(default_factory=Prefetch)

@@ -53,7 +53,7 @@ def evaluate(
         results: JSONL of per-item results; items already there are not run again.
         on_forest: given each chunk's number and forest, for the journal; None for items that fill gaps in `results`.
         processes: who share the work; only the main one writes.
-        again: whether items were taken out of `results` (`drop_failed`) to be evaluated again, and no others.
+        again: True if items were taken out of `results` (`drop_failed`) to be evaluated again, and no others.
 
     Returns:
         One item per example: id, means over samples of reward and metrics, errors. Failed rollouts score 0, or what

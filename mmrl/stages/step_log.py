@@ -51,10 +51,10 @@ class StepLog:
     times: dict[str, float] = field(default_factory=dict)
     """Seconds by part of the step; the names are those of `time/*` (docs/metrics.md)."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """From sampling and credit."""
+    """Metrics from sampling and credit."""
     started: float = 0.0
     prefetched: bool = False
-    """True where steps are sampled while the one before trains, so that sampling costs them the wait for it alone."""
+    """True if steps are sampled while the one before trains, so that sampling costs them the wait for it alone."""
 
     _noted: set[str] = field(default_factory=set)
     """Kinds of failure that `note_own_code` has printed."""

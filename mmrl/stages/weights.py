@@ -54,7 +54,7 @@ class WeightStage(Collector):
         self.log.obey_stop()
 
     def recorded(self) -> JsonObject:
-        """For a checkpoint: the batch that is sampled ahead, so that a resumed run trains on it as this one will."""
+        """Return, for a checkpoint, the batch that is sampled ahead: a resumed run trains on it as this one will."""
         ahead = self.prefetch.sampled()
         return {} if ahead is None else {AHEAD: encode_step(ahead[0], ())}
 

@@ -93,7 +93,7 @@ class Critic:
     def __init__(self, settings: Settings, config: CriticConfig, model: PreTrainedModel):
         self.config = config
         self.lr = settings.train.lr * config.critic_lr_factor
-        """After the warm-up."""
+        """Learning rate after the warm-up."""
         self.adapter = settings.lora(model, dropout=False) if config.critic == "adapter" else None
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         backbone = None

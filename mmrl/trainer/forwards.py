@@ -34,7 +34,7 @@ class Forwards:
 
     Args:
         trainer: its models are read anew at each forward, since it wraps and prepares them when training starts.
-        tries: whether packs are prefix tries; else rows are padded.
+        tries: True if packs are prefix tries; else rows are padded.
         budget: tokens per pack.
         most: tokens of a pack that would otherwise repeat more than it adds.
     """

@@ -1,4 +1,4 @@
-"""Calls to packs: the tensors of one forward, and where in it which token is scored.
+"""Packs of calls: the tensors of one forward, and the positions of the scored tokens in it.
 
 Part of `trainer`. Whoever forwards a `Pack` sees ids and a list of (position, target); how calls share tokens is
 decided here and in `tries` alone. Two ways (`choose_packing`): `trie` forwards each distinct prefix once
@@ -93,7 +93,7 @@ class Pack:
 
     # N and E differ since a call may take several places in the loss (one per entry), yet is scored once.
     calls: tuple[TrainCall, ...]
-    """In the order of their scored positions; a row may hold several."""
+    """Calls in the order of their scored positions; a row may hold several."""
     input_ids: torch.Tensor
     """(R, W) int64."""
     positions: torch.Tensor

@@ -1,4 +1,4 @@
-"""From mmrl's config sections to what Hugging Face's Trainer takes; refuses what it cannot do.
+"""Conversion of mmrl's config sections to the arguments of Hugging Face's Trainer; refuses what it cannot do.
 
 Part of `trainer`; no TRL here, so that a config can be checked without loading it.
 """
@@ -41,7 +41,7 @@ class Settings:
 
     @property
     def is_supervised(self) -> bool:
-        """True where the trainer reports likelihood and accuracy, of which reinforcement learning has no use."""
+        """True if the trainer reports likelihood and accuracy, of which reinforcement learning has no use."""
         return self.algo.name == SFT
 
     @property

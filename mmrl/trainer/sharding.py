@@ -1,4 +1,4 @@
-"""FSDP2 beside what accelerate does of it: a second trained module, a frozen one, and state that one process reads too.
+"""Additions to accelerate's FSDP2: a second trained module, a frozen one, and state that one process reads too.
 
 Part of `trainer`. accelerate shards one model together with its optimizer, and writes checkpoints that only as many
 processes can load. Here the critic and the reference are sharded in the policy's manner (a unit per decoder layer, the

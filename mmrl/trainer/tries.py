@@ -1,4 +1,4 @@
-"""Token sequences to prefix tries, and tries to packs: what is forwarded once, and together with what.
+"""Prefix tries of token sequences, whose shared prefixes are forwarded once, and packs of tries.
 
 Part of `trainer`; knows no torch and no calls. A trie's node is a run of tokens between two forks. Where a shared run
 is too short to pay for the bookkeeping of sharing it, its tokens are repeated in each branch instead.

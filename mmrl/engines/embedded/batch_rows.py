@@ -1,4 +1,4 @@
-"""When a completion ends, on plain Python: end-of-turn ids, stop strings, length limits. Knows no torch.
+"""Ends of completions, in plain Python: end-of-turn ids, stop strings, length limits. Knows no torch.
 
 Between the decode loops, which make one token per row and step, and the `Completion` that a program receives.
 """

@@ -1,4 +1,4 @@
-"""From logits to tokens: recorded log-probability, top-k, top-p, inverse CDF.
+"""Sampling of tokens from logits: recorded log-probability, top-k, top-p, inverse CDF.
 
 Each row brings its own settings and its own uniform, so that its token depends on nothing else in its batch but the
 last bits of its logits.

@@ -125,7 +125,7 @@ class RowDecoder:
 
     @property
     def refills(self) -> bool:
-        """True where rows can join while others are in flight."""
+        """True if rows can join while others are in flight."""
         return all(loop.refills for loop in self.loops.values())
 
     def start(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""Shared by both vLLM engines: the policy and its adapters, the steps of a push, its check, ends of completions.
+"""Base of both vLLM engines: the policy and its adapters, the steps of a push, its check, ends of completions.
 
 Between the trainer's model, or the folders of a policy, and the two engines, which say how vLLM loads
 weights and is asked for the probe.

@@ -221,7 +221,7 @@ class VllmServerEngine(VllmEngine):
 
     @property
     def _starts_anew(self) -> bool:
-        """True where new weights mean a new server: vLLM's CPU build computes with packed copies of full weights, which
+        """True if new weights mean a new server: vLLM's CPU build computes with packed copies of full weights, which
         a reload in place does not reach."""
         return not self.config.urls and not self.names and self.setup.device == "cpu"
 

@@ -1,4 +1,4 @@
-"""Stands in the place of the LM that is configured (`dspy.configure(lm=…)`) while rollouts run.
+"""Guard in the place of the configured LM (`dspy.configure(lm=…)`) while rollouts run.
 
 In Python 3.11 a new thread has none of the context variables of the one that starts it, so that a program's calls in
 threads of its own would go to the configured LM: neither recorded nor trained, and perhaps paid for. They are refused,
@@ -70,7 +70,7 @@ class _Origin:
 
     sampling: _Sampling
     started: str | None = None
-    """In a thread that a program has started: where; None in the code of mmrl and of metrics."""
+    """Source location that started the thread, if a program did; None in the code of mmrl and of metrics."""
 
 
 _ORIGIN: ContextVar[_Origin | None] = ContextVar("mmrl_origin", default=None)

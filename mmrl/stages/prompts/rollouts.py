@@ -170,7 +170,7 @@ class Rollouts:
     store: Store
     loop: Loop
     paid: Counter[str]
-    """For what this process has needed, whether it was sampled now or before a kill."""
+    """Costs of all results that this process has used, whether they were sampled now or before a kill."""
     student: Student = field(init=False)
     sampling: Stopwatch = field(default_factory=Stopwatch)
     """Time of rollouts."""
