@@ -39,15 +39,15 @@ class Algorithm(Protocol):
     needs_critic: bool
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Problems of this algorithm with a program's modules and a task's reward sets, one sentence each."""
+        """Return problems of this algorithm with a program's modules and a task's reward sets, one sentence each."""
         ...
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[Tree, ...]:
-        """Trees to sample for one example. `key` = (run seed, step, example id): the source of any draw."""
+        """Return the trees to sample for one example. `key` = (run seed, step, example id): the source of any draw."""
         ...
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """Rewards -> groups -> advantages and weights.
+        """Compute rewards -> groups -> advantages and weights.
 
         Args:
             minibatch: example id -> mini-batch index; weights are normalised within each. None: one mini-batch.
@@ -78,7 +78,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def problems(algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-    """Problems of a config section with a program's modules and a task's reward sets, one sentence each."""
+    """Return problems of a config section with a program's modules and a task's reward sets, one sentence each."""
     algorithm = ALGORITHMS[algo.name]
     missing = []
     if algorithm.needs_turn_rewards:
@@ -110,7 +110,7 @@ def assign_credit(
 
 
 def minibatches(examples: Sequence[str], count: int) -> dict[str, int]:
-    """Example id -> mini-batch: consecutive examples of a step, sizes differing by at most one."""
+    """Return example id -> mini-batch: consecutive examples of a step, sizes differing by at most one."""
     # By example and not by call: the calls of a group stay in one optimizer step.
     return {example: index * count // len(examples) for index, example in enumerate(examples)}
 
@@ -153,7 +153,7 @@ def _leave_out(credit: Credit, forest: Forest, frozen: Collection[str]) -> Credi
 
 
 def _group_metrics(forest: Forest, groups: Sequence[Group]) -> dict[str, float]:
-    """Credit metrics of a step (docs/metrics.md)."""
+    """Return the credit metrics of a step (docs/metrics.md)."""
     compared = [group for group in groups if not group.of_one]
     metrics = {
         "credit/groups": float(len(compared)),

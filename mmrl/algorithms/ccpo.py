@@ -38,8 +38,8 @@ class Ccpo:
     needs_critic = False
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Unknown names in `exchanged`, or no module left to exchange."""
-        algo = CcpoConfig.of(algo)
+        """Return unknown names in `exchanged`, or no module left to exchange."""
+        algo = CcpoConfig.narrow(algo)
         problems = [unknown("algo.exchanged", name, modules) for name in algo.exchanged or () if name not in modules]
         if not problems and not algo.exchanged_modules(modules):
             problems.append(
@@ -48,49 +48,51 @@ class Ccpo:
         return problems
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """G independent rollouts, each played again for every exchanged module."""
-        algo = CcpoConfig.of(algo)
+        """Plan G independent rollouts, each played again for every exchanged module."""
+        algo = CcpoConfig.narrow(algo)
         teacher = next((teacher.name for teacher in algo.teachers or ()), None)
         exchange = plans.Exchange(algo.exchanged_modules(modules), algo.reply, teacher, algo.program)
         return (plans.Tree(exchange=exchange),) * algo.group_size
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = CcpoConfig.of(algo)
+        algo = CcpoConfig.narrow(algo)
         exchanged = algo.exchanged_modules(forest.modules)
         groups: dict[tuple[str, str], list[Member]] = {}
-        played, wanted = 0, 0
+        replayed, expected = 0, 0
         for example, rollouts in by_example(forest).items():
             for module in forest.modules:
                 calling = [r for r in rollouts if any(call.module == module for call in r.path)]
-                others = [r.rollout.counterfactuals[module] for r in calling if module in r.rollout.counterfactuals]
+                counterfactuals = [
+                    r.rollout.counterfactuals[module] for r in calling if module in r.rollout.counterfactuals
+                ]
                 if module in exchanged:
-                    wanted, played = wanted + len(calling), played + len(others)
+                    expected, replayed = expected + len(calling), replayed + len(counterfactuals)
                 for rollout in calling:
                     # Where nothing says what a module's calls were worth, they have the outcome, as the last module's.
-                    reward = _reward(rollout, module, others, algo) if others else rollout.outcome
+                    reward = _reward(rollout, module, counterfactuals, algo) if counterfactuals else rollout.outcome
                     members = [Member((call,), reward) for call in rollout.path if call.module == module]
                     groups.setdefault((example, module), []).extend(members)
         compared = compare([Group(":".join(name), tuple(members)) for name, members in groups.items()], algo)
         weighed = weigh(compared, algo, minibatch)
         entries = tuple(entry for group in weighed for entry in group.entries())
-        metrics = {"credit/counterfactual_share": played / wanted} if wanted else {}
+        metrics = {"credit/counterfactual_share": replayed / expected} if expected else {}
         return Credit(algo=self.name, entries=entries, groups=tuple(weighed), metrics=metrics)
 
 
-def _reward(rollout: ScoredRollout, module: str, others: Sequence[float], algo: CcpoConfig) -> Reward:
-    """The reward of a module's calls in one rollout.
+def _reward(rollout: ScoredRollout, module: str, counterfactuals: Sequence[float], algo: CcpoConfig) -> Reward:
+    """Return the reward of a module's calls in one rollout.
 
     Args:
-        others: outcomes of the example's rollouts without the module.
+        counterfactuals: outcomes of the example's rollouts without the module.
     """
     if algo.credit == "difference":
         # A second play that failed for outside causes has the mean of the others in its place.
-        without = rollout.rollout.counterfactuals.get(module, fmean(others))
+        without = rollout.rollout.counterfactuals.get(module, fmean(counterfactuals))
         return Reward(rollout.reward - without, {"outcome": rollout.reward, "without": without})
-    mean = fmean(others)
-    saved = (rollout.reward > algo.success > mean) - (rollout.reward < algo.success < mean)
+    mean = fmean(counterfactuals)
+    sign = (rollout.reward > algo.success > mean) - (rollout.reward < algo.success < mean)
     return Reward(
-        rollout.reward + algo.bonus_coef * saved,
-        {"outcome": rollout.reward, "without": mean, "bonus": algo.bonus_coef * saved},
+        rollout.reward + algo.bonus_coef * sign,
+        {"outcome": rollout.reward, "without": mean, "bonus": algo.bonus_coef * sign},
     )

@@ -13,7 +13,7 @@ TURN_SETS = ("turn", "judge_turn", "gain")
 
 
 def module_problems(algo: MhgpoConfig, modules: Sequence[str]) -> list[str]:
-    """Module names that the program does not have, or no module left to train."""
+    """Return module names that the program does not have, or that no module is left to train."""
     problems = []
     for key, names in (("train_modules", algo.train_modules or ()), ("freeze_modules", algo.freeze_modules)):
         problems += [unknown(f"algo.{key}", name, modules) for name in names if name not in modules]
@@ -33,7 +33,7 @@ def module_problems(algo: MhgpoConfig, modules: Sequence[str]) -> list[str]:
 
 
 def scale_problems(algo: AlgoConfig, modules: Sequence[str]) -> list[str]:
-    """Factors of modules that the program does not have, or that are not finite."""
+    """Return factors of modules that the program does not have, or that are not finite."""
     problems = []
     # Only the algorithms that back rewards up know penalties of modules.
     penalty_scale = getattr(algo, "penalty_scale", None)
@@ -59,7 +59,7 @@ def probability_problems(algo: MhgpoRrConfig, modules: Sequence[str]) -> list[st
 
 
 def turn_problems(name: str, instead: str, reward_sets: Sequence[str]) -> list[str]:
-    """Problem of a task without turn rewards, for an algorithm that needs them."""
+    """Return the problem of a task without turn rewards, for an algorithm that needs them."""
     if any(reward_set in TURN_SETS for reward_set in reward_sets):
         return []
     return [

@@ -30,16 +30,16 @@ class DrMas:
     needs_critic = False
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Fits every program."""
+        """Return no problems: it fits every program."""
         return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """G independent rollouts."""
-        return plans.independent(GroupConfig.of(algo).group_size)
+        """Plan G independent rollouts."""
+        return plans.independent(GroupConfig.narrow(algo).group_size)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = GroupConfig.of(algo)
+        algo = GroupConfig.narrow(algo)
         groups: dict[tuple[str, str], list[Member]] = {}
         for example, rollouts in by_example(forest).items():
             for rollout in rollouts:

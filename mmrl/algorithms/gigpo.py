@@ -33,30 +33,30 @@ class Gigpo:
     needs_critic = False
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Fits every program."""
+        """Return no problems: it fits every program."""
         return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """G independent rollouts."""
-        return plans.independent(GigpoConfig.of(algo).group_size)
+        """Plan G independent rollouts."""
+        return plans.independent(GigpoConfig.narrow(algo).group_size)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = GigpoConfig.of(algo)
+        algo = GigpoConfig.narrow(algo)
         examples = by_example(forest)
-        rollouts = [rollout for several in examples.values() for rollout in several]
-        episodes = compare([_episodes(example, several, algo.count) for example, several in examples.items()], algo)
+        rollouts = [rollout for samples in examples.values() for rollout in samples]
+        episodes = compare([_episodes(example, samples, algo.count) for example, samples in examples.items()], algo)
         states, within = _states(rollouts, algo)
         # A rollout is one sequence of the loss, however it was compared.
         sequences = [
-            Group(group.id, tuple(Member(r.path, r.outcome) for r in several), vanished=group.vanished)
-            for group, several in zip(episodes, examples.values(), strict=True)
+            Group(group.id, tuple(Member(r.path, r.outcome) for r in samples), vanished=group.vanished)
+            for group, samples in zip(episodes, examples.values(), strict=True)
         ]
         entries = []
-        for group, several, weighed in zip(episodes, examples.values(), weigh(sequences, algo, minibatch), strict=True):
+        for group, samples, weighed in zip(episodes, examples.values(), weigh(sequences, algo, minibatch), strict=True):
             # Equal rewards have equal advantages, so that a reward names its rollout's.
             advantages = {member.reward.total: member.advantage for member in group.members}
-            for rollout, sequence in zip(several, weighed.members, strict=True):
+            for rollout, sequence in zip(samples, weighed.members, strict=True):
                 for call, step in zip(rollout.path, within[rollout.rollout.id], strict=True):
                     entries.append(_entry(call, group, sequence, advantages[rollout.reward], step, algo.step_coef))
         anchored = sum(len(group.members) for group in states if not group.of_one)
@@ -68,7 +68,7 @@ class Gigpo:
 
 
 def state_of(call: Call) -> Hashable:
-    """State of a call: the one that the program named, else its prompt, else (nothing repeats) itself."""
+    """Return the state of a call: the one that the program named, else its prompt, else (nothing repeats) itself."""
     if (state := call.facts.get("state")) is not None:
         return call.module, "state", str(state)
     return (call.module, "prompt", call.prompt_ids) if call.prompt_ids else (call.module, "call", call.id)
@@ -94,7 +94,7 @@ def _states(rollouts: Sequence[ScoredRollout], algo: GigpoConfig) -> tuple[list[
 
 
 def _episodes(example: str, rollouts: Sequence[ScoredRollout], count: str) -> Group:
-    """The rollouts of an example; with `count=call` each as often as it has calls, so that long ones weigh more."""
+    """Group an example's rollouts; with `count=call` each as often as it has calls, so that long ones weigh more."""
     each = None if count == "call" else 1
     return Group(example, tuple(Member(r.path, r.outcome) for r in rollouts for _ in r.path[:each]))
 

@@ -22,7 +22,7 @@ from mmrl.rollout import plans
 
 
 class Grpo:
-    """One advantage per rollout; `merge` adds turn rewards to the outcome."""
+    """Group-relative advantage per rollout; `merge` adds turn rewards to the outcome."""
 
     needs_critic = False
 
@@ -32,16 +32,16 @@ class Grpo:
         self.needs_turn_rewards = merge
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Fits every program."""
+        """Return no problems: it fits every program."""
         return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """G independent rollouts."""
-        return plans.independent(GroupConfig.of(algo).group_size)
+        """Plan G independent rollouts."""
+        return plans.independent(GroupConfig.narrow(algo).group_size)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = GroupConfig.of(algo)
+        algo = GroupConfig.narrow(algo)
         groups = [
             # A rollout stands for all its calls: they are one sequence of the loss.
             Group(example, tuple(Member(r.path, r.merged if self.merge else r.outcome) for r in rollouts))

@@ -34,16 +34,16 @@ class Igpo:
     """The reward set that it takes where the user names none and the task has it."""
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Fits every program."""
+        """Return no problems: it fits every program."""
         return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """G independent rollouts."""
-        return plans.independent(IgpoConfig.of(algo).group_size)
+        """Plan G independent rollouts."""
+        return plans.independent(IgpoConfig.narrow(algo).group_size)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = IgpoConfig.of(algo)
+        algo = IgpoConfig.narrow(algo)
         examples = by_example(forest)
         turns = {
             example: [
@@ -63,11 +63,13 @@ class Igpo:
         ]
         entries = []
         for group, rollouts, weighed in zip(groups, examples.values(), weigh(sequences, algo, minibatch), strict=True):
-            left = iter(group.members)
-            before = [[next(left) if call.turn_reward is not None else None for call in r.path[:-1]] for r in rollouts]
+            remaining = iter(group.members)
+            before = [
+                [next(remaining) if call.turn_reward is not None else None for call in r.path[:-1]] for r in rollouts
+            ]
             for rollout, compared, sequence in zip(rollouts, before, weighed.members, strict=True):
                 # A call without a turn reward has what comes after it.
-                members = [*compared, next(left)]
+                members = [*compared, next(remaining)]
                 values = discounted([member.advantage if member else 0.0 for member in members], algo.gamma)
                 for call, member, value in zip(rollout.path, members, values, strict=True):
                     reward = member.reward if member else Reward(0.0)

@@ -35,24 +35,24 @@ class Mhgpo:
         self.name = name
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Unknown names in `train_modules` and `freeze_modules`, or nothing left to train."""
-        return module_problems(MhgpoConfig.of(algo), modules)
+        """Return unknown names in `train_modules` and `freeze_modules`, or nothing left to train."""
+        return module_problems(MhgpoConfig.narrow(algo), modules)
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """One tree that forks at its first call."""
-        return plans.fork_on_first(modules, MhgpoConfig.of(algo).group_size)
+        """Plan one tree that forks at its first call."""
+        return plans.fork_on_first(modules, MhgpoConfig.narrow(algo).group_size)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
-        """Groups of calls that are compared; calls in no group are left out of the loss."""
+        """Return the groups of calls that are compared; calls in no group are left out of the loss."""
         return by_slot(forest, rewards)
 
     def trains(self, call: Call, algo: MhgpoConfig) -> bool:
-        """True where the call's slot counts in n of Eq. 6."""
+        """Return True if the call's slot counts in n of Eq. 6."""
         return algo.trains(call.module) and call.completion_tokens > 0
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = MhgpoConfig.of(algo)
+        algo = MhgpoConfig.narrow(algo)
         # Over the whole forest first: a call's reward needs all branches below it, whichever groups they fall into.
         rewards = backward(forest, algo, seed)
         groups = compare(self.groups(forest, rewards, algo, seed), algo)
@@ -69,17 +69,17 @@ class MhgpoIs(Mhgpo):
     """Independent sampling: one tree per module; only the calls at its fork are compared and trained."""
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """One tree per module, forking there."""
-        return plans.independent_sampling(modules, MhgpoConfig.of(algo).group_size)
+        """Plan a tree per module, forking there."""
+        return plans.independent_sampling(modules, MhgpoConfig.narrow(algo).group_size)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
-        """Calls at the forks; the others only back their reward up."""
+        """Return the calls at the forks; the others only back their reward up."""
         # Before the fork a tree has one sample, after it each branch has another prompt: only siblings are compared.
         at_fork = ForkView(forest).at_fork
         return by_slot(forest, rewards, [call_id for call_id in rewards if call_id in at_fork])
 
     def trains(self, call: Call, algo: MhgpoConfig) -> bool:
-        """A fork is at a module's first invocation, so only those are slots of Eq. 6."""
+        """Return True at a module's first invocation: a fork is there, and only those are slots of Eq. 6."""
         return call.invocation == 0 and super().trains(call, algo)
 
 
@@ -87,19 +87,19 @@ class MhgpoRr(Mhgpo):
     """Round robin: fork at a drawn module; the single calls above it are compared across the batch."""
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """As MHGPO; and one fork probability per module."""
-        return super().check(algo, modules, reward_sets) + probability_problems(MhgpoRrConfig.of(algo), modules)
+        """Check as MHGPO, and one fork probability per module."""
+        return super().check(algo, modules, reward_sets) + probability_problems(MhgpoRrConfig.narrow(algo), modules)
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """One tree that forks at a module drawn for this example and step."""
-        algo = MhgpoRrConfig.of(algo)
+        """Plan one tree that forks at a module drawn for this example and step."""
+        algo = MhgpoRrConfig.narrow(algo)
         # The paper's probabilities for rewriter, reranker, answerer; a fork early in the path trains more modules.
         default = (0.7, 0.1, 0.2) if len(modules) == 3 else (1.0 / len(modules),) * len(modules)
         return plans.round_robin(modules, algo.group_size, algo.fork_probs or default, key)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
-        """As fork-on-first from the fork on; single calls are compared over the batch (`regroup`)."""
-        algo = MhgpoRrConfig.of(algo)
+        """Group as fork-on-first from the fork on; single calls are compared over the batch (`regroup`)."""
+        algo = MhgpoRrConfig.narrow(algo)
         if algo.regroup == "by_agent_fork":
             return by_fork(forest, rewards, ForkView(forest).above_fork)
         return by_chunks(forest, rewards, algo.regroup == "alg3", algo.group_size, seed)
@@ -109,22 +109,22 @@ class MhgpoFofOs(Mhgpo):
     """Fork on first, the last module sampled G times on each branch."""
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """As MHGPO; and a last module that is not the first."""
+        """Check as MHGPO, and a last module that is not the first."""
         text = f"algo: {self.name} forks at the first and at the last module, the program has only '{modules[0]}'; "
         return super().check(algo, modules, reward_sets) + ([text + "use algo=mhgpo_fof"] if len(modules) < 2 else [])
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """One tree with two forks: G branches, G samples of the last module on each."""
-        size = MhgpoConfig.of(algo).group_size
+        """Plan one tree with two forks: G branches, G samples of the last module on each."""
+        size = MhgpoConfig.narrow(algo).group_size
         return plans.fork_on_first(modules, size, last_width=size)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
-        """All G² terminal calls of an example, or G per branch (`os_group`)."""
-        per_branch = MhgpoFofOsConfig.of(algo).os_group == "parent"
+        """Group all G² terminal calls of an example, or G per branch (`os_group`)."""
+        per_branch = MhgpoFofOsConfig.narrow(algo).os_group == "parent"
         return by_parent(forest, rewards, forest.modules[-1]) if per_branch else by_slot(forest, rewards)
 
 
 def _left_out(call: Call, reward: Reward) -> Entry:
-    """Entry of a call that has a reward and no group: printed and recorded with weight 0."""
+    """Return the entry of a call that has a reward and no group: printed and recorded with weight 0."""
     zeros = (0.0,) * call.completion_tokens
     return Entry(call=call.id, reward=reward.total, parts=reward.parts, advantages=zeros, weights=zeros)

@@ -40,13 +40,13 @@ class Mmgrpo:
     needs_critic = False
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Fits every program."""
+        """Return no problems: it fits every program."""
         return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """R independent rollouts, teachers one after the other."""
+        """Plan R independent rollouts, teachers one after the other."""
         # Teacher-major order is part of the rollouts' ids, and with them of every sampling seed.
-        shares = MmgrpoConfig.of(algo).shares()
+        shares = MmgrpoConfig.narrow(algo).shares()
         return tuple(
             plans.Tree(teacher=None if name == STUDENT else name)
             for name, count in shares.items()
@@ -55,7 +55,7 @@ class Mmgrpo:
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = MmgrpoConfig.of(algo)
+        algo = MmgrpoConfig.narrow(algo)
         groups = weigh(compare(module_groups(forest, algo, seed), algo), algo, minibatch)
         # Groups that count as not sampled come last (the sort is stable): recorded without weight.
         entries = tuple(entry for group in sorted(groups, key=lambda g: g.vanished) for entry in group.entries())
@@ -63,7 +63,7 @@ class Mmgrpo:
 
 
 Invocations = dict[int, Member]
-"""One rollout's members for a module, by invocation."""
+"""A rollout's members for a module, by invocation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class _Trace:
 
 
 def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
-    """Groups (example, module, k) of a forest, ordered by module, then example, then k.
+    """Return the groups (example, module, k) of a forest, ordered by module, then example, then k.
 
     Args:
         seed: run seed of random fillers.
@@ -105,14 +105,14 @@ def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
 
 
 def failing_reward(call: Call, algo: MmgrpoConfig) -> float:
-    """Reward of a call that could not be parsed: between the two scores, by the share of fields present."""
+    """Return the reward of a call that could not be parsed: between the two scores, by the share of fields present."""
     # A partial reply is better than none, so that there is a way up for a model that never parses.
     share = call.present_fields / call.expected_fields if call.expected_fields else 0.0
     return algo.format_failure_score + (algo.format_failure_best - algo.format_failure_score) * share
 
 
 def is_overlong(call: Call, algo: MmgrpoConfig) -> bool:
-    """True where prompt and completion exceed `max_context`; a prompt of unknown length counts 0."""
+    """Return True if prompt and completion exceed `max_context`; a prompt of unknown length counts 0."""
     return algo.max_context is not None and (call.prompt_tokens or 0) + call.completion_tokens > algo.max_context
 
 
@@ -145,15 +145,15 @@ def _trace(scored: ScoredRollout, algo: MmgrpoConfig) -> _Trace:
     if algo.overlong == "trajectory" and any(is_overlong(call, algo) for call in calls):
         return _Trace(scored.rollout.id, ())
     failing, went_on = [call for call in calls if not call.ok], caught(scored.rollout, calls)
-    rest = scored.outcome
+    reward = scored.outcome
     # A rollout that ended because of a call that could not be parsed teaches the format and nothing else: its other
     # calls did not fail, and its outcome says nothing of them.
     if failing and scored.rollout.error == ParseFailure.kind:
-        rest = _format(failing[-1], algo)
+        reward = _format(failing[-1], algo)
         calls = calls if algo.failing_traces == "trajectory" else tuple(failing)
     return _Trace(
         scored.rollout.id,
-        tuple(Member((call,), rest if call.ok else _format(call, algo), caught=call in went_on) for call in calls),
+        tuple(Member((call,), reward if call.ok else _format(call, algo), caught=call in went_on) for call in calls),
     )
 
 
@@ -163,7 +163,7 @@ def _format(call: Call, algo: MmgrpoConfig) -> Reward:
 
 
 def _rows(traces: Sequence[_Trace], module: str, algo: MmgrpoConfig, key: rng.Key) -> list[Invocations]:
-    """One row per rollout that takes part, padded as `padding_mode` says."""
+    """Make a row per rollout that takes part, padded as `padding_mode` says."""
     rows: dict[str, Invocations] = {}
     for trace in traces:
         members = [member for member in trace.members if member.call.module == module]

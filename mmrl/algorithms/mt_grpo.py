@@ -40,22 +40,22 @@ class MtGrpo:
         self.name = name
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Fits every program."""
+        """Return no problems: it fits every program."""
         return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """G independent rollouts."""
-        return plans.independent(TurnGroupConfig.of(algo).group_size)
+        """Plan G independent rollouts."""
+        return plans.independent(TurnGroupConfig.narrow(algo).group_size)
 
     def rules(self, algo: AlgoConfig) -> TurnRules:
-        """Rules that cut a rollout into turns."""
-        algo = MtGrpoConfig.of(algo)
+        """Return the rules that cut a rollout into turns."""
+        algo = MtGrpoConfig.narrow(algo)
         return TurnRules(two_turns=True, missing=algo.missing_turn, combined=algo.no_tool == "combined")
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
         # Turns are compared one by one, then added up along the rollout: comparing the sums would be GRPO-MR again.
-        algo = TurnGroupConfig.of(algo)
+        algo = TurnGroupConfig.narrow(algo)
         examples = compare_turns(by_example(forest), algo, self.rules(algo))
         # Tokens are weighed by whole rollouts, as in GRPO; an example without any advantage may count as not sampled.
         rollouts = [
@@ -82,8 +82,8 @@ class MtGrpoVariable(MtGrpo):
     """Any number of turns."""
 
     def rules(self, algo: AlgoConfig) -> TurnRules:
-        """A call is a turn; a rollout's last one carries the outcome alone."""
-        return TurnRules(two_turns=False, missing=MtGrpoVariableConfig.of(algo).missing_turn, combined=False)
+        """Return the rules by which a call is a turn; a rollout's last one carries the outcome alone."""
+        return TurnRules(two_turns=False, missing=MtGrpoVariableConfig.narrow(algo).missing_turn, combined=False)
 
 
 Cut = list[tuple[tuple[int, ...], float | None]]
@@ -129,14 +129,14 @@ class _Column:
     group: Group
 
     def advantage(self, rollout: int) -> float:
-        """Advantage of one of the example's rollouts; 0 for those that were not compared."""
+        """Return the advantage of one of the example's rollouts; 0 for those that were not compared."""
         positions = {index: position for position, index in enumerate(self.rewards)}
         return self.group.members[positions[rollout]].advantage if rollout in positions else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TurnGroup:
-    """All rollouts of one example."""
+    """Rollouts of an example, with their turns compared."""
 
     rollouts: tuple[ScoredRollout, ...]
     turns: tuple[tuple[Turn, ...], ...]
@@ -146,11 +146,11 @@ class TurnGroup:
 
     @property
     def flat(self) -> bool:
-        """True where no turn of any rollout has an advantage."""
+        """True if no turn of any rollout has an advantage."""
         return not any(member.advantage for group in self.columns.values() for member in group.members)
 
     def entries(self, index: int, algo: TurnGroupConfig, weight: float) -> list[Entry]:
-        """Entries of the calls of the `index`-th rollout, each with the advantage of its turn and of those after it."""
+        """Make entries for the `index`-th rollout's calls, with the advantages of their turn and of those after it."""
         path, turns = self.rollouts[index].path, self.turns[index]
         single = [turn.advantage if turn.outcome else algo.turn_coef * turn.advantage for turn in turns]
         # The first absent turn stands at the last turn's position, l = n, so both reach turn k with alpha^(n-k).
@@ -181,18 +181,18 @@ def compare_turns(
     rollouts: Mapping[str, Sequence[ScoredRollout]], algo: TurnGroupConfig, rules: TurnRules
 ) -> dict[str, TurnGroup]:
     """Compare each turn index, the outcome and (two turns) the merged reward over the rollouts of each example."""
-    cuts = {example: [_cut(scored, rules) for scored in several] for example, several in rollouts.items()}
+    cuts = {example: [_cut(scored, rules) for scored in samples] for example, samples in rollouts.items()}
     columns: dict[str, dict[str | int, _Column]] = {example: {} for example in rollouts}
-    rewards = {example: _rewards(several, cuts[example], rules) for example, several in rollouts.items()}
+    rewards = {example: _rewards(samples, cuts[example], rules) for example, samples in rollouts.items()}
     for name in dict.fromkeys(name for columns_of in rewards.values() for name in columns_of):
         label = f"turn{name}" if isinstance(name, int) else name
         groups = {}
-        for example, several in rollouts.items():
+        for example, samples in rollouts.items():
             # `std_over=batch` pools a quantity over the batch. The merged reward is GRPO-MR's number there: of every
             # example, not only of those in which a rollout without a tool result needs it.
-            pooled = {i: scored.merged.total for i, scored in enumerate(several)} if name == "combined" else {}
+            pooled = {i: scored.merged.total for i, scored in enumerate(samples)} if name == "combined" else {}
             if of_name := rewards[example].get(name, pooled):
-                members = tuple(Member(several[i].path[-1:], Reward(reward)) for i, reward in of_name.items())
+                members = tuple(Member(samples[i].path[-1:], Reward(reward)) for i, reward in of_name.items())
                 groups[example] = Group(f"{example}:{label}", members)
             elif name in rewards[example]:
                 groups[example] = Group(f"{example}:{label}", ())
@@ -201,16 +201,16 @@ def compare_turns(
                 columns[example][name] = _Column(rewards[example][name], group)
     return {
         example: TurnGroup(
-            tuple(several),
-            tuple(_turns(i, scored, cuts[example][i], columns[example], rules) for i, scored in enumerate(several)),
+            tuple(samples),
+            tuple(_turns(i, scored, cuts[example][i], columns[example], rules) for i, scored in enumerate(samples)),
             {name: column.group for name, column in columns[example].items()},
         )
-        for example, several in rollouts.items()
+        for example, samples in rollouts.items()
     }
 
 
 def zero_variance_shares(groups: Iterable[TurnGroup]) -> dict[str, float]:
-    """Share of the examples in which all rewards of a turn are equal, for each turn that is compared."""
+    """Return the share of the examples in which all rewards of a turn are equal, for each turn that is compared."""
     flags: dict[int, list[bool]] = {}
     for example in groups:
         for name, group in example.columns.items():
@@ -220,7 +220,7 @@ def zero_variance_shares(groups: Iterable[TurnGroup]) -> dict[str, float]:
 
 
 def _cut(scored: ScoredRollout, rules: TurnRules) -> Cut:
-    """With `two_turns` there is one intermediate turn (the sum of all turn rewards), or none without a tool result."""
+    """Cut into one intermediate turn (the sum of all turn rewards) with `two_turns`, none without a tool result."""
     rewards = [call.turn_reward for call in scored.path[:-1]]
     if not rules.two_turns:
         return [((position,), reward) for position, reward in enumerate(rewards)]
@@ -234,15 +234,17 @@ def _cut(scored: ScoredRollout, rules: TurnRules) -> Cut:
 def _rewards(
     rollouts: Sequence[ScoredRollout], cuts: Sequence[Cut], rules: TurnRules
 ) -> dict[str | int, dict[int, float]]:
-    """Column -> index of the rollout -> reward, for everything that is compared within an example."""
+    """Return column -> index of the rollout -> reward, for all quantities compared within an example."""
     columns: dict[str | int, dict[int, float]] = {}
     for turn in range(max(map(len, cuts), default=0)):
         # `zero` and `absorb` compare all G rollouts, the missing ones as if their tool had brought nothing; `exclude`
         # compares those that reached the turn, whose number then varies.
         rewards = {index: turns[turn][1] for index, turns in enumerate(cuts) if turn < len(turns)}
-        known = {index: reward for index, reward in rewards.items() if reward is not None}
+        rewarded = {index: reward for index, reward in rewards.items() if reward is not None}
         columns[turn] = (
-            known if rules.missing == "exclude" else {index: known.get(index, 0.0) for index in range(len(rollouts))}
+            rewarded
+            if rules.missing == "exclude"
+            else {index: rewarded.get(index, 0.0) for index in range(len(rollouts))}
         )
     columns["outcome"] = {index: scored.reward for index, scored in enumerate(rollouts)}
     if rules.combined and any(not turns for turns in cuts):
@@ -253,7 +255,7 @@ def _rewards(
 def _turns(
     index: int, scored: ScoredRollout, cut: Cut, columns: Mapping[str | int, _Column], rules: TurnRules
 ) -> tuple[Turn, ...]:
-    """Turns of one rollout: the intermediate ones, then the one with the outcome."""
+    """Return the turns of one rollout: the intermediate ones, then the one with the outcome."""
     # Calls of a turn share its advantage: within a turn nothing says which of them mattered.
     everything = tuple(range(len(scored.path)))
     if not cut and rules.combined:
@@ -264,9 +266,9 @@ def _turns(
         column = columns[number]
         turn_reward = Reward(reward or 0.0, {"turn": reward or 0.0})
         turns.append(Turn(positions, turn_reward, column.group, column.advantage(index), False))
-    rest = everything[cut[-1][0][-1] + 1 :] if cut else everything
+    last = everything[cut[-1][0][-1] + 1 :] if cut else everything
     column = columns["outcome"]
     longest = sum(isinstance(name, int) for name in columns) if rules.missing == "absorb" else 0
     absent = tuple(columns[turn].advantage(index) for turn in range(len(cut), longest))
-    turns.append(Turn(rest, scored.outcome, column.group, column.advantage(index), True, absent))
+    turns.append(Turn(last, scored.outcome, column.group, column.advantage(index), True, absent))
     return tuple(turns)

@@ -26,7 +26,7 @@ from mmrl.rollout import plans
 
 
 class Ppo:
-    """One rollout per example, its calls in order as one sequence."""
+    """PPO on one rollout per example, its calls in order as one sequence."""
 
     needs_critic = True
 
@@ -35,17 +35,17 @@ class Ppo:
         self.needs_turn_rewards = turns
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Fits every program."""
+        """Return no problems: it fits every program."""
         return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """One rollout."""
+        """Plan one rollout."""
         return plans.independent(1)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = TurnCriticConfig.of(algo)
-        rollouts = [rollout for several in by_example(forest).values() for rollout in several]
+        algo = TurnCriticConfig.narrow(algo)
+        rollouts = [rollout for samples in by_example(forest).values() for rollout in samples]
         units = [Unit(r.rollout.example, r.rollout.example, sum(c.completion_tokens for c in r.path)) for r in rollouts]
         weights = per_token(units, two_level(units, minibatch), algo, minibatch)
         pairs = zip(rollouts, weights, strict=True)
@@ -83,7 +83,7 @@ class Ppo:
 
 
 class Mappo(Ppo):
-    """One rollout per example, each call a sequence of its own; one critic for all modules.
+    """PPO on one rollout per example, each call a sequence of its own; one critic for all modules.
 
     A call's reward, shared outcome + R_spe, is on its last token; the terminal value is 0, and nothing is bootstrapped
     from the next module.
@@ -91,7 +91,7 @@ class Mappo(Ppo):
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = MappoConfig.of(algo)
+        algo = MappoConfig.narrow(algo)
         rewards = backward(forest, algo)
         calls = [forest.calls[call_id] for call_id in rewards]
         # Every trained token weighs the same by default (`loss_mean=token`), whichever agent wrote it.
@@ -102,7 +102,7 @@ class Mappo(Ppo):
 
 
 def _within_call(call: Call, reward: Reward, algo: MappoConfig, weight: float) -> EstimatedCall:
-    """GAE within one call; a call without tokens has no place for its reward."""
+    """Estimate by GAE within one call; a call without tokens has no place for its reward."""
     parts = dict(reward.parts)
     token_rewards = [0.0] * call.completion_tokens
     if algo.kl == "reward" and algo.beta:

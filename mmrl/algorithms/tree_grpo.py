@@ -32,18 +32,18 @@ class TreeGrpo:
     needs_critic = False
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Fits every program."""
+        """Return no problems: it fits every program."""
         return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """M trees that grow."""
-        algo = TreeGrpoConfig.of(algo)
+        """Plan M trees that grow."""
+        algo = TreeGrpoConfig.narrow(algo)
         growth = plans.Growth(algo.rounds, algo.nodes, algo.group_size, key)
         return (plans.Tree(growth=growth),) * algo.trees
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = TreeGrpoConfig.of(algo)
+        algo = TreeGrpoConfig.narrow(algo)
         examples, trees = [], dict[str, list[Member]]()
         for example, rollouts in by_example(forest).items():
             members = tuple(Member(rollout.path, rollout.outcome) for rollout in rollouts)
@@ -53,17 +53,17 @@ class TreeGrpo:
         within = compare([Group(name, tuple(members)) for name, members in trees.items()], algo)
         advantages = {id(old): new.advantage for g in within for old, new in zip(trees[g.id], g.members, strict=True)}
         groups = []
-        for plain, compared in zip(examples, compare(examples, algo), strict=True):
-            both = [
+        for group, compared in zip(examples, compare(examples, algo), strict=True):
+            summed = [
                 replace(new, reward=_reward(new, advantages[id(old)]), advantage=advantages[id(old)] + new.advantage)
-                for old, new in zip(plain.members, compared.members, strict=True)
+                for old, new in zip(group.members, compared.members, strict=True)
             ]
-            groups.append(replace(compared, members=tuple(both)))
+            groups.append(replace(compared, members=tuple(summed)))
         groups = weigh(groups, algo, minibatch)
         entries = tuple(entry for group in groups for entry in group.entries())
         return Credit(algo=self.name, entries=entries, groups=(*groups, *within))
 
 
 def _reward(leaf: Member, within: float) -> Reward:
-    """The leaf's reward, with the two advantages that are added."""
+    """Return the leaf's reward, with the two advantages that are added."""
     return replace(leaf.reward, parts={**leaf.reward.parts, "in_tree": within, "in_example": leaf.advantage})

@@ -46,7 +46,7 @@ class AlgoConfig(MethodConfig):
     idle: ClassVar[list[Idle]] = [Idle("loss_length", "loss_mean!=constant")]
 
     @classmethod
-    def of(cls, algo: AlgoConfig) -> Self:
+    def narrow(cls, algo: AlgoConfig) -> Self:
         """Return `algo` as this section.
 
         Raises:

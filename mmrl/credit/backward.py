@@ -24,7 +24,7 @@ from mmrl.records import Call, Forest
 
 
 def backward(forest: Forest, algo: MhgpoConfig | MappoConfig, seed: int = 0) -> dict[str, Reward]:
-    """Backward propagation over trees (MHGPO, arXiv 2506.02718, Eq. 4): R = Aggr over successors + c · R_spe.
+    """Propagate rewards up trees (MHGPO, arXiv 2506.02718, Eq. 4): R = Aggr over successors + c · R_spe.
 
     A call's successors are its child calls and the rollouts that end at it. c is `algo.penalty_scale` (0 for
     `algo.penalties=false`). `algo.propagate=shared` leaves a penalty with its own call; `full` passes it on to the
@@ -58,28 +58,28 @@ def backward(forest: Forest, algo: MhgpoConfig | MappoConfig, seed: int = 0) -> 
     return {call_id: rewards[call_id] for call_id in forest.calls if call_id in rewards}
 
 
-def _aggregate(values: Sequence[float], how: str, key: rng.Key) -> float:
-    """`mean`, `max`, `min` or `random`: one of the successors that have a reward, drawn by a key of the call."""
+def _aggregate(values: Sequence[float], method: str, key: rng.Key) -> float:
+    """Aggregate by `mean`, `max`, `min` or `random`: a successor with a reward, drawn by a key of the call."""
     # Also with `random`: nothing is drawn, so a single successor never depends on the seed.
     if len(values) == 1:
         return values[0]
-    if how == "random":
+    if method == "random":
         return rng.stream(*key).choice(values)
     aggregates: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "max": max, "min": min}
-    return aggregates[how](values)
+    return aggregates[method](values)
 
 
 def tree_values(forest: Forest) -> dict[str, float]:
-    """TreeRL's value of a step (arXiv 2506.11902): (V(n) - V(parent)) + (V(n) - V(root)), for each call n.
+    """Return TreeRL's value of a step (arXiv 2506.11902): (V(n) - V(parent)) + (V(n) - V(root)), for each call n.
 
     V is the mean, over the rollouts through a call, of R minus the mean R of the example's other rollouts; V(root) = 0.
     """
     sums, counts = dict.fromkeys(forest.calls, 0.0), dict.fromkeys(forest.calls, 0)
     for rollouts in by_example(forest).values():
-        total, others = math.fsum(rollout.reward for rollout in rollouts), max(len(rollouts) - 1, 1)
+        total, other_count = math.fsum(rollout.reward for rollout in rollouts), max(len(rollouts) - 1, 1)
         for rollout in rollouts:
             # Alone it is compared with nothing.
-            gain = rollout.reward - (total - rollout.reward) / others if len(rollouts) > 1 else 0.0
+            gain = rollout.reward - (total - rollout.reward) / other_count if len(rollouts) > 1 else 0.0
             for call in rollout.path:
                 sums[call.id] += gain
                 counts[call.id] += 1
@@ -89,7 +89,7 @@ def tree_values(forest: Forest) -> dict[str, float]:
 
 
 def discounted(values: Sequence[float], factor: float) -> list[float]:
-    """Sum over l >= k of factor^(l-k) · values_l, for each k."""
+    """Return the sum over l >= k of factor^(l-k) · values_l, for each k."""
     sums, running = [], 0.0
     for value in reversed(values):
         running = value + factor * running
@@ -98,7 +98,7 @@ def discounted(values: Sequence[float], factor: float) -> list[float]:
 
 
 def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
-    """A_t = sum over l of (gamma·lam)^l · delta_{t+l}, delta_t = r_t + gamma·V_{t+1} - V_t, with V = 0 at the end.
+    """Compute A_t = sum over l of (gamma·lam)^l · delta_{t+l}, delta_t = r_t + gamma·V_{t+1} - V_t; V = 0 at the end.
 
     Args:
         rewards: one per token, length n.
@@ -115,7 +115,7 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
 
 
 def whitening(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, factor) such that (A - mean) · factor is white: factor = 1 / sqrt(unbiased variance + 1e-8)."""
+    """Return (mean, factor) such that (A - mean) · factor is white: factor = 1 / sqrt(unbiased variance + 1e-8)."""
     if not values:
         return 0.0, 1.0
     # `fsum`: exact in any order, so how rollouts were distributed over processes changes no bit.
@@ -125,7 +125,7 @@ def whitening(values: Sequence[float]) -> tuple[float, float]:
 
 
 def critic_values(call: Call, observed: bool) -> tuple[float, ...]:
-    """The critic's values of a call, one per token that the estimation runs over.
+    """Return the critic's values of a call, one per token that the estimation runs over.
 
     Args:
         observed: observation tokens included (`algo.obs=all`).
@@ -138,7 +138,7 @@ def critic_values(call: Call, observed: bool) -> tuple[float, ...]:
 
 
 def kl_rewards(call: Call, beta: float) -> tuple[float, ...]:
-    """-beta · (log-prob - reference log-prob) on each sampled token (k1).
+    """Return -beta · (log-prob - reference log-prob) on each sampled token (k1).
 
     Raises:
         DataError: `logprobs` or `ref_logprobs` are missing or too short; names the call.
@@ -148,7 +148,7 @@ def kl_rewards(call: Call, beta: float) -> tuple[float, ...]:
 
 
 def _sampled(call: Call, name: str, values: tuple[float, ...] | None) -> tuple[float, ...]:
-    """The part of a per-token field that belongs to sampled tokens, whether or not it goes on over observations."""
+    """Return a per-token field's part on sampled tokens, whether or not it goes on over observations."""
     if values is not None and len(values) == call.completion_tokens + call.observation_tokens:
         return values[: call.completion_tokens]
     return _exactly(call, name, values, call.completion_tokens)
@@ -213,7 +213,7 @@ def critic_credit(name: str, estimated: Sequence[EstimatedCall], whiten: str, ap
 
 
 def _explained(entries: Sequence[Entry]) -> dict[str, float]:
-    """Share of the returns' variance that the critic's values explain: 1 is a perfect critic, 0 a constant one."""
+    """Compute the share of the returns' variance that the values explain: 1 for a perfect critic, 0 for a constant."""
     returns = [r for entry in entries for r in entry.returns or ()]
     errors = [a for entry in entries for a in entry.raw_advantages or ()]
     # Constant returns have nothing to explain, and the share would be divided by rounding errors.

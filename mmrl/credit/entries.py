@@ -83,9 +83,9 @@ class Group:
     members: tuple[Member, ...]
     mean: float | None = None
     std: float | None = None
-    """As divided by (without eps); None for a group of one and with `scale=False`."""
+    """Divisor of the rewards (without eps); None for a group of one and with `scale=False`."""
     constant: bool = False
-    """All rewards are equal: every advantage is 0."""
+    """True if all rewards are equal: every advantage is 0."""
     vanished: bool = False
     """Constant under `zero_variance=drop` (or `refill`): treated as if it had not been sampled."""
 
@@ -95,7 +95,7 @@ class Group:
         return len(self.members) < 2
 
     def entries(self) -> list[Entry]:
-        """One entry per call of each member."""
+        """Return an entry per call of each member."""
         return [
             Entry(
                 call=call.id,

@@ -1,4 +1,4 @@
-"""From groups with rewards to groups with advantages and weights, for all group-relative algorithms.
+"""Advantages and weights of groups with rewards, for all group-relative algorithms.
 
 Third and last step of credit (rewards -> groups -> advantages -> weights).
 """
@@ -16,7 +16,7 @@ from mmrl.errors import DataError
 
 
 def compare(groups: Iterable[Group], algo: GroupConfig) -> list[Group]:
-    """A_i = (r_i - baseline) / (std + eps) within each group, as `algo` says (eps, ddof, scale, std_over, baseline)."""
+    """Compute A_i = (r_i - baseline) / (std + eps) per group, by `algo`'s eps, ddof, scale, std_over, baseline."""
     groups = list(groups)
     pooled = [member.reward.total for group in groups if not group.of_one for member in group.members]
     # `std_over=batch` divides by one deviation, over all rewards that are compared with any other.
@@ -48,7 +48,7 @@ def _compared(group: Group, algo: GroupConfig, batch_std: float | None) -> Group
 
 
 def std_of(rewards: Sequence[float], ddof: int) -> float:
-    """Standard deviation; 0 for equal numbers and for fewer than ddof + 1."""
+    """Return the standard deviation; 0 for equal numbers and for fewer than ddof + 1."""
     if len(rewards) <= ddof or is_constant(rewards):
         return 0.0
     mean = math.fsum(rewards) / len(rewards)
@@ -56,14 +56,14 @@ def std_of(rewards: Sequence[float], ddof: int) -> float:
 
 
 def is_constant(rewards: Sequence[float]) -> bool:
-    """True where all rewards are equal, up to the rounding of averages."""
+    """Return True if all rewards are equal, up to the rounding of averages."""
     spread = max(rewards) - min(rewards)
     # Backed-up means of equal outcomes may differ in their last bits; eps = 0 would blow that up to +-1.
     return spread <= 1e-12 * max(1.0, abs(max(rewards)), abs(min(rewards)))
 
 
 def weigh(groups: Sequence[Group], algo: GroupConfig, minibatch: Minibatches = None) -> list[Group]:
-    """Token weight 1 / (groups · G · |o|) for every member, or as `algo.loss_mean` says (GRPO, mmGRPO)."""
+    """Weigh tokens by 1 / (groups · G · |o|) for every member, or as `algo.loss_mean` says (GRPO, mmGRPO)."""
     units = [
         Unit(member.call.example, group.id, 0 if group.vanished else member.tokens, compared=not group.of_one)
         for group in groups
@@ -73,6 +73,6 @@ def weigh(groups: Sequence[Group], algo: GroupConfig, minibatch: Minibatches = N
 
 
 def with_weights(groups: Sequence[Group], weights: Sequence[float]) -> list[Group]:
-    """The groups with one of `weights` for each of their members, in order."""
+    """Return the groups with one of `weights` for each of their members, in order."""
     each = iter(weights)
     return [replace(group, members=tuple(replace(m, weight=next(each)) for m in group.members)) for group in groups]

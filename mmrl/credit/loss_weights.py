@@ -30,12 +30,12 @@ class Unit:
 
     @property
     def counts(self) -> bool:
-        """True where it has weight."""
+        """True if it has weight."""
         return self.compared and self.tokens > 0
 
 
 def two_level(units: Sequence[Unit], minibatch: Minibatches = None) -> list[float]:
-    """Shares 1 / (number of slots · units of the slot): mean over groups of the mean over their units (GRPO, mmGRPO).
+    """Compute shares 1 / (slots · units of the slot): mean over groups of the mean over their units (GRPO, mmGRPO).
 
     Units without a token take no share from the others. Returns one share per unit; 0 where it has no weight.
     """
@@ -52,7 +52,7 @@ def two_level(units: Sequence[Unit], minibatch: Minibatches = None) -> list[floa
 def per_token(
     units: Sequence[Unit], shares: Sequence[float], algo: AlgoConfig, minibatch: Minibatches = None
 ) -> list[float]:
-    """Weight of each token of each unit, as `algo.loss_mean` says.
+    """Return the weight of each token of each unit, as `algo.loss_mean` says.
 
     `seq` divides a share by |o|; `token` gives every token of the optimizer step the same weight; `constant` divides a
     share by `algo.loss_length` (L_max; None: the longest unit). Only units with a positive share have weight.
@@ -72,5 +72,5 @@ def per_token(
 
 
 def minibatch_of(example: str, minibatch: Minibatches) -> int:
-    """Index of an example's mini-batch."""
+    """Return the index of an example's mini-batch."""
     return 0 if minibatch is None else minibatch[example]

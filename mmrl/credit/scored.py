@@ -43,17 +43,17 @@ class ScoredRollout:
 
 
 def scored_rollouts(forest: Forest) -> list[ScoredRollout]:
-    """Rollouts with a reward and at least one call, in order.
+    """Return rollouts with a reward and at least one call, in order.
 
     Raises:
         DataError: a reward, penalty or turn reward is NaN, infinite or beyond `LARGEST`; names the record.
     """
     # NaN would spread over a whole group unseen, and a huge number overflows once it is squared.
     for rollout in forest.rollouts:
-        _refuse_endless(rollout.reward, f"rollout '{rollout.id}': reward")
+        _require_finite(rollout.reward, f"rollout '{rollout.id}': reward")
     for call in forest.calls.values():
-        _refuse_endless(call.penalty, f"call '{call.id}': penalty")
-        _refuse_endless(call.turn_reward, f"call '{call.id}': turn_reward")
+        _require_finite(call.penalty, f"call '{call.id}': penalty")
+        _require_finite(call.turn_reward, f"call '{call.id}': turn_reward")
     return [
         ScoredRollout(rollout, rollout.reward, forest.path(rollout))
         for rollout in forest.rollouts
@@ -62,13 +62,13 @@ def scored_rollouts(forest: Forest) -> list[ScoredRollout]:
 
 
 def by_example(forest: Forest) -> dict[str, list[ScoredRollout]]:
-    """Scored rollouts of each example, in order."""
+    """Return scored rollouts of each example, in order."""
     rollouts: dict[str, list[ScoredRollout]] = {}
     for scored in scored_rollouts(forest):
         rollouts.setdefault(scored.rollout.example, []).append(scored)
     return rollouts
 
 
-def _refuse_endless(value: float | None, what: str) -> None:
+def _require_finite(value: float | None, name: str) -> None:
     if value is not None and not abs(value) <= LARGEST:  # NaN compares false
-        raise DataError(f"{what}: got {value}, expected a finite number of at most {LARGEST:g} in size")
+        raise DataError(f"{name}: got {value}, expected a finite number of at most {LARGEST:g} in size")

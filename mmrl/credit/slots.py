@@ -22,7 +22,7 @@ Slot = tuple[str, str, int]
 
 
 def slot_of(call: Call) -> Slot:
-    """Slot that a call fills."""
+    """Return the slot that a call fills."""
     return call.example, call.module, call.invocation
 
 
@@ -32,7 +32,7 @@ def slot_id(example: str, module: str, invocation: int) -> str:
 
 
 def by_slot(forest: Forest, rewards: Mapping[str, Reward], calls: Iterable[str] | None = None) -> list[Group]:
-    """A group per slot: all siblings, with equal prompts or not (MHGPO, m = (q, agent)).
+    """Return a group per slot: all siblings, with equal prompts or not (MHGPO, m = (q, agent)).
 
     Args:
         calls: only these; None: every call that has a reward.
@@ -45,7 +45,7 @@ def by_slot(forest: Forest, rewards: Mapping[str, Reward], calls: Iterable[str] 
 
 
 def by_parent(forest: Forest, rewards: Mapping[str, Reward], module: str) -> list[Group]:
-    """`by_slot`, but the first calls of `module` compare only with those of the same parent (`os_group=parent`)."""
+    """Group as `by_slot`, but compare the first calls of `module` only within a parent (`os_group=parent`)."""
     slots: dict[tuple[Slot, str | None], list[Member]] = {}
     # A parse retry or a loop may call the module again further down: only its first call is the over-sampled one.
     for call_id, reward in rewards.items():
@@ -77,15 +77,15 @@ class ForkView:
     @cached_property
     def above_fork(self) -> Mapping[str, str]:
         """Call id -> forked module, for calls that the tree made before its fork."""
-        above: dict[str, str] = {}
+        forks: dict[str, str] = {}
         for rollout in self.forest.rollouts:
             path = self.forest.path(rollout)
             fork = self._fork_of(path, rollout.fork)
             for call in path:
                 if call.module == fork:
                     break
-                above[call.id] = fork
-        return above
+                forks[call.id] = fork
+        return forks
 
     def _fork_of(self, path: Sequence[Call], recorded: str | None) -> str:
         if recorded is not None or not path:
@@ -97,16 +97,16 @@ class ForkView:
         return path[0].module
 
 
-def by_fork(forest: Forest, rewards: Mapping[str, Reward], above: Mapping[str, str]) -> list[Group]:
-    """`by_slot` from the fork on; a call above it with those of its slot whose trees forked at the same module (RR).
+def by_fork(forest: Forest, rewards: Mapping[str, Reward], forks: Mapping[str, str]) -> list[Group]:
+    """Group as `by_slot` from the fork on; a call above it with its slot's calls whose trees forked at the same module.
 
     Args:
-        above: call above a fork -> module at which its tree forked.
+        forks: call above a fork -> module at which its tree forked.
     """
-    slots = by_slot(forest, rewards, [call_id for call_id in rewards if call_id not in above])
+    slots = by_slot(forest, rewards, [call_id for call_id in rewards if call_id not in forks])
     pools: dict[tuple[str, int, str], list[Member]] = {}
-    for call in _in_batch_order(forest, [call_id for call_id in rewards if call_id in above]):
-        key = (call.module, call.invocation, above[call.id])
+    for call in _in_batch_order(forest, [call_id for call_id in rewards if call_id in forks]):
+        key = (call.module, call.invocation, forks[call.id])
         pools.setdefault(key, []).append(Member((call,), rewards[call.id]))
     return slots + [Group(":".join(["RR", *map(str, key)]), tuple(members)) for key, members in pools.items()]
 
@@ -135,7 +135,7 @@ def by_chunks(forest: Forest, rewards: Mapping[str, Reward], mixed: bool, size: 
 
 
 def _in_batch_order(forest: Forest, calls: Iterable[str]) -> list[Call]:
-    """Example after example, as the step has them."""
+    """Order calls example after example, as the step has them."""
     order = {example: index for index, example in enumerate(forest.examples)}
     # Stable, so an example's calls stay in path order: Alg. 3's "agents ascending".
     return sorted((forest.calls[call_id] for call_id in calls), key=lambda call: order[call.example])
@@ -148,11 +148,11 @@ def weigh_slots(
     algo: MhgpoConfig,
     minibatch: Minibatches = None,
 ) -> list[Group]:
-    """Token weight 1 / (B · n · G_k · |o|) for every member (Eq. 6), or as `algo.loss_mean` says.
+    """Weigh tokens by 1 / (B · n · G_k · |o|) for every member (Eq. 6), or as `algo.loss_mean` says.
 
     Args:
         rewarded: all calls that have a reward. Their slots count in n (and B), even where no group keeps them.
-        trains: whether a call is in the loss.
+        trains: True if a call is in the loss.
     """
     # A frozen or vanished member is no sequence of the loss: no tokens, so it sets no length for `constant` either.
     units = [
@@ -168,7 +168,7 @@ def weigh_slots(
 def three_level(
     units: Sequence[Unit], filled: Iterable[tuple[str, Hashable]], minibatch: Minibatches = None
 ) -> list[float]:
-    """Shares 1 / (B · n · G_k) of MHGPO's Eq. 6: mean over examples, over filled slots, over the slot's units.
+    """Return shares 1 / (B · n · G_k) of MHGPO's Eq. 6: mean over examples, over filled slots, over the slot's units.
 
     Args:
         filled: (example, slot) pairs that were sampled: they count in n (and B) even where no unit of theirs is left.

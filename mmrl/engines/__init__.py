@@ -24,7 +24,7 @@ ENGINES: dict[str, str] = {
 
 
 def engine_class(name: str) -> Callable[..., Engine]:
-    """The class of one engine of `ENGINES`."""
+    """Return the class of one engine of `ENGINES`."""
     module, _, attribute = ENGINES[name].partition(":")
     kind: Callable[..., Engine] = getattr(import_module(module), attribute)
     return kind
@@ -33,15 +33,15 @@ def engine_class(name: str) -> Callable[..., Engine]:
 def build_engine(
     config: EngineConfig, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, setup: EngineSetup
 ) -> Engine:
-    """The engine of a run.
+    """Return the engine of a run.
 
     Args:
         model: the trainer's model; None for engines that need none in this process (`needs_model`).
     """
-    from mmrl.engines.endpoint_engine import EndpointEngine, named, with_endpoints
+    from mmrl.engines.endpoint_engine import EndpointEngine, with_endpoints, with_model
 
     if config.name == "openai":
-        engine: Engine = EndpointEngine(named(config, setup.served), tokenizer, "engine.endpoint")
+        engine: Engine = EndpointEngine(with_model(config, setup.served), tokenizer, "engine.endpoint")
     else:
         engine = engine_class(config.name)(model, tokenizer, config, setup)
     return with_endpoints(engine, config, tokenizer)
@@ -50,7 +50,7 @@ def build_engine(
 def problems(
     config: EngineConfig, name: str, *, training: bool, copied: bool = False, device: str = "auto", rank: int = 0
 ) -> list[str]:
-    """Problems of `engine.*` for engine `name`, one sentence each; loads nothing.
+    """Return problems of `engine.*` for engine `name`, one sentence each; loads nothing.
 
     Args:
         name: `engine.name`, or the hardware profile's engine where that is `auto`.
@@ -82,7 +82,7 @@ def problems(
 
 
 def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, float, int]) -> list[str]:
-    """Reasons why engine `name` cannot sample while the trainer trains (`train.staleness=1`); loads nothing.
+    """Return reasons why engine `name` cannot sample while the trainer trains (`train.staleness=1`); loads nothing.
 
     Args:
         sampling: (temperature, top_p, top_k) of the calls that are trained on.
@@ -110,12 +110,12 @@ def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, f
 
 
 def serves_all(name: str) -> bool:
-    """True where one server generates for all processes of a run, so that one of them samples for all."""
+    """Return True if one server generates for all processes of a run, so that one of them samples for all."""
     return name == "vllm_server"
 
 
 def needs_model(name: str) -> bool:
-    """True where an evaluation with this engine has to load the weights into this process."""
+    """Return True if an evaluation with this engine has to load the weights into this process."""
     return name == "transformers"
 
 

@@ -1,4 +1,4 @@
-"""What an engine is: prompt token ids and sampling settings in, token ids and log-probabilities out.
+"""Interface of the engines: prompt token ids and sampling settings in, token ids and log-probabilities out.
 
 Engines know nothing of programs or rewards. Programs run concurrently and reach an engine through `rollout.context`.
 """
@@ -38,7 +38,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One generation to make."""
+    """Request for a generation."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
@@ -56,7 +56,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One generation made."""
+    """Result of a request: token ids and log-probabilities."""
 
     ids: tuple[int, ...]
     """Sampled ids, the end-of-turn token included when it was sampled; length T >= 1."""
@@ -81,7 +81,7 @@ class EngineSetup:
     initial: nn.Module | None = None
     """A model, never trained, for the modules whose name in `adapters` is `mmrl.models.policy.INITIAL`."""
     weights: ModelConfig | None = None
-    """What a server loads before any push."""
+    """Model that a server loads before any push."""
     folders: Mapping[str, str] = field(default_factory=dict)
     """Adapter name -> folder of the LoRA adapters to serve when there is no model in this process."""
     device: str = "cpu"
@@ -96,7 +96,7 @@ class EngineSetup:
 
 
 class Engine(ABC):
-    """Async generation with continuous batching; everything that a stage, an evaluation or a program asks of an engine.
+    """Async generation with continuous batching, for stages, evaluations and programs.
 
     Only `generate` has to be written; the other members have defaults that fit an engine which holds nothing, serves
     fixed weights and need not know which programs run.
@@ -111,7 +111,7 @@ class Engine(ABC):
     max_context: int | None = None
     """Most tokens of prompt and completion together; None: not known here."""
     repeats_greedy: bool = False
-    """Whether the same greedy request gets the same tokens again, whatever is decoded beside it."""
+    """True if the same greedy request gets the same tokens again, whatever is decoded beside it."""
 
     @property
     def busy_s(self) -> float:
@@ -125,7 +125,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def generate(self, request: Request) -> Completion:
-        """One completion.
+        """Generate a completion.
 
         Raises:
             LengthFailure: the prompt alone fills the context.
@@ -133,16 +133,16 @@ class Engine(ABC):
         """
 
     def enter(self) -> None:  # noqa: B027 - a default, not an omission
-        """A program starts (or is about to: siblings are entered before a fork point's own request)."""
+        """Note that a program starts (or is about to: siblings are entered before a fork point's own request)."""
 
     def leave(self) -> None:  # noqa: B027
-        """A program has ended."""
+        """Note that a program has ended."""
 
     def end_session(self, session: str) -> None:  # noqa: B027
-        """No more requests of a session come for now."""
+        """Note that no more requests of a session come for now."""
 
     def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
-        """The trainer's weights are policy `version` now: serve them from the next request on.
+        """Serve the trainer's weights, policy `version` now, from the next request on.
 
         Args:
             state: the weights by name, where processes share them and none holds them whole; None: they are whole in
@@ -156,18 +156,18 @@ class Engine(ABC):
 
     # A hint, so that a program which calls a sleeping engine gets its completion and no error.
     def sleep(self) -> None:  # noqa: B027
-        """The trainer works now: free what can be freed. The next push of weights or request wakes the engine."""
+        """Free what can be freed: the trainer works now. The next push of weights or request wakes the engine."""
 
     def metrics(self) -> Mapping[str, float]:
-        """For a step's record, by metric name."""
+        """Return metrics for a step's record, by name."""
         return self.endpoint_usage()
 
     def endpoint_usage(self) -> Mapping[str, float]:
-        """The part of `metrics` that counts requests to endpoints (`endpoint/*`); counts of several engines add up."""
+        """Return the `endpoint/*` part of `metrics`: counts of requests to endpoints, which add up over engines."""
         return {}
 
     def describe(self) -> dict[str, str]:
-        """Facts for a run's summary: the endpoints in use, their requests and their cost."""
+        """Return facts for a run's summary: the endpoints in use, their requests and their cost."""
         return {}
 
     def close(self) -> None:  # noqa: B027
@@ -177,16 +177,16 @@ class Engine(ABC):
 class BusyClock:
     """Seconds during which a request is in flight, less those that another engine is busy meanwhile."""
 
-    def __init__(self, other: Callable[[], float] = lambda: 0.0):
+    def __init__(self, other_busy_s: Callable[[], float] = lambda: 0.0):
         self.seconds = 0.0
         self.count = 0
         """Requests in flight."""
-        self._other = other
+        self._other = other_busy_s
         self._since = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, one more request is in flight."""
+        """Count one more request as in flight inside."""
         if not self.count:
             self._since = time.perf_counter() - self._other()
         self.count += 1
@@ -199,7 +199,7 @@ class BusyClock:
 
 
 class NullEngine(Engine):
-    """For processes that do not sample, since the main one samples for all from one server."""
+    """Engine of processes that do not sample, since the main one samples for all from one server."""
 
     policy_version = -1
 
@@ -212,12 +212,12 @@ class Asking(Protocol):
     """A user of endpoints: an engine, or a task with a judge."""
 
     def endpoint_usage(self) -> Mapping[str, float]:
-        """Requests so far, by metric name."""
+        """Return requests so far, by metric name."""
         ...
 
 
 def total_usage(engines: Iterable[Asking]) -> dict[str, float]:
-    """`endpoint_usage` summed over engines and the like."""
+    """Sum `endpoint_usage` over engines and the like."""
     totals: dict[str, float] = {}
     for engine in engines:
         for name, count in engine.endpoint_usage().items():

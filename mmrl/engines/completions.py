@@ -36,17 +36,17 @@ class Usage:
     unanswered: int = 0
     """Completions that ended within their reasoning, with no answer."""
     prompt_tokens: int = 0
-    """As the endpoint counts them."""
+    """Tokens of the prompts, as the endpoint counts them."""
     cached_tokens: int = 0
-    """Those of them that came from the endpoint's cache."""
+    """Prompt tokens that came from the endpoint's cache."""
     completion_tokens: int = 0
     reasoning_tokens: int = 0
-    """Those of them that were reasoning, where the endpoint says it."""
+    """Completion tokens of the reasoning, where the endpoint reports them."""
     cost: float = 0.0
     """USD by the configured prices."""
 
     def metrics(self, prefix: str = "endpoint") -> dict[str, float]:
-        """All counters so far, by metric name."""
+        """Return the counters by metric name."""
         return {f"{prefix}/{name}": float(count) for name, count in asdict(self).items()}
 
     def add(self, reply: Reply, settings: Endpoint) -> None:
@@ -64,14 +64,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """One completion."""
+    """Completion of an endpoint."""
 
     text: str
-    """What counts as the answer; see `Endpoint.reasoning`."""
+    """Text of the answer; see `Endpoint.reasoning`."""
     finish: str
     """The endpoint's finish reason (`stop`, `length`, …)."""
     unanswered: bool
-    """It ended within its reasoning."""
+    """True if it ended within its reasoning."""
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
@@ -81,30 +81,30 @@ class Reply:
 def request_body(
     settings: EndpointConfig, messages: Sequence[Mapping[str, str]], options: Mapping[str, object], limit: str
 ) -> dict[str, object]:
-    """The body of one request.
+    """Return the body of one request.
 
     Args:
         options: settings of this request (`temperature`, `max_tokens`, …); those that are None are not sent.
         limit: name of the limit of new tokens, one of `LIMITS`.
     """
     body: dict[str, object] = {"model": settings.model, "messages": [dict(message) for message in messages]}
-    sent = {name: value for name, value in options.items() if value is not None and name not in settings.omit}
-    body |= {limit if name == LIMITS[0] else name: value for name, value in sent.items()}
+    settings_sent = {name: value for name, value in options.items() if value is not None and name not in settings.omit}
+    body |= {limit if name == LIMITS[0] else name: value for name, value in settings_sent.items()}
     return body | settings.extra_body
 
 
 def asks_for_the_other_limit(body: Mapping[str, object], status: int, text: str) -> bool:
-    """True where a refusal says that the limit of new tokens has to be called `max_completion_tokens`."""
+    """Return True if a refusal says that the limit of new tokens has to be called `max_completion_tokens`."""
     return status in (400, 422) and LIMITS[0] in body and LIMITS[1] in text
 
 
 def cut_at_the_limit(status: int, text: str) -> bool:
-    """True where a refusal says that a limit was too low for the model's reasoning: the endpoint takes requests."""
+    """Return True if a refusal says that a limit was too low for the model's reasoning: the endpoint takes requests."""
     return status == 400 and _CUT.search(text) is not None
 
 
 def remedy(path: str, body: Mapping[str, object], status: int, text: str) -> str:
-    """Advice for a refusal that names a setting which the model does not take; else nothing."""
+    """Return advice for a refusal that names a setting which the model does not take; else nothing."""
     if asks_for_the_other_limit(body, status, text):
         return f" (set {path}.max_tokens_field={LIMITS[1]})"
     if status not in (400, 422) or not _REFUSED.search(text):
@@ -162,7 +162,7 @@ def read_completion(content: bytes, reasoning: str = "drop") -> Reply:
 
 
 def with_reasoning(answer: str, thoughts: str, reasoning: str) -> str:
-    """The text of a reply, as `Endpoint.reasoning` wants it.
+    """Return the text of a reply, as `Endpoint.reasoning` wants it.
 
     Args:
         answer: the reply's content.
@@ -180,7 +180,7 @@ def with_reasoning(answer: str, thoughts: str, reasoning: str) -> str:
 
 
 def _parts(message: Mapping[str, object]) -> tuple[str, str]:
-    """The answer of a message, and its reasoning, which servers call by two names or put among the content's parts."""
+    """Return a message's answer and reasoning, which servers call by two names or put among the content's parts."""
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     content = message.get("content") if thoughts else message["content"]  # some leave an empty answer out
     if isinstance(content, list):
@@ -190,8 +190,8 @@ def _parts(message: Mapping[str, object]) -> tuple[str, str]:
     if not isinstance(text, str):
         raise TypeError("the content is not text")
     # JSON can spell half of an emoji (a reply cut within one); no tokenizer or file can.
-    whole = [part.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for part in (text, _text(thoughts))]
-    return whole[0], whole[1]
+    parts = [part.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for part in (text, _text(thoughts))]
+    return parts[0], parts[1]
 
 
 def _text(value: object) -> str:
@@ -199,7 +199,7 @@ def _text(value: object) -> str:
 
 
 def _count(usage: object, *names: str) -> int:
-    """A number of tokens as the endpoint counts them; 0 where it says none."""
+    """Return a number of tokens as the endpoint counts them; 0 where it says none."""
     for name in names:
         usage = usage.get(name) if isinstance(usage, Mapping) else None
     return usage if isinstance(usage, int) and 0 < usage <= MOST_TOKENS else 0

@@ -28,7 +28,7 @@ SEEDS = 2**31
 
 
 class EndpointEngine(Engine):
-    """One endpoint as an engine.
+    """Engine of an endpoint.
 
     Args:
         settings: the endpoint and its model.
@@ -78,11 +78,11 @@ class EndpointEngine(Engine):
         return Completion(ids=ids, logprobs=None, finish=finish, policy_version=self.policy_version)
 
     def endpoint_usage(self) -> dict[str, float]:
-        """Requests and tokens so far, and what they cost."""
+        """Return requests and tokens so far, and what they cost."""
         return self.chat.usage.metrics()
 
     def describe(self) -> dict[str, str]:
-        """The fact for a summary: which endpoint, how many requests, at what cost."""
+        """Return the fact for a summary: which endpoint, how many requests, at what cost."""
         return {self.chat.path: described(self.chat.settings, self.chat)}
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class Router(Engine):
         self.engine.end_session(session)
 
     def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
-        """The engine serves these weights now; endpoints' replies carry the version that they were given beside."""
+        """Let the engine serve these weights; endpoints' replies carry the version that was current beside them."""
         # The engine first: where it refuses the weights, endpoints keep the version that the other modules still have.
         self.engine.set_version(version, state)
         for endpoint in self.endpoints.values():
@@ -142,15 +142,15 @@ class Router(Engine):
         self.engine.sleep()
 
     def metrics(self) -> dict[str, float]:
-        """The engine's, and sums over the endpoints."""
+        """Return the engine's metrics, and sums over the endpoints."""
         return {**self.engine.metrics(), **self.endpoint_usage()}
 
     def endpoint_usage(self) -> dict[str, float]:
-        """Sums over the endpoints, and over the engine where it is one."""
+        """Return sums over the endpoints, and over the engine where it is one."""
         return total_usage([self.engine, *self.endpoints.values()])
 
     def describe(self) -> dict[str, str]:
-        """The facts of all endpoints."""
+        """Return the facts of all endpoints."""
         return {key: fact for endpoint in self.endpoints.values() for key, fact in endpoint.describe().items()}
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class Router(Engine):
 
 
 def with_endpoints(engine: Engine, config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """`engine`, with those of `engine.endpoints` beside it."""
+    """Return `engine`, with the engines of `engine.endpoints` beside it."""
     if not config.endpoints:
         return engine
     router = Router(engine, {})
@@ -176,13 +176,13 @@ def with_endpoints(engine: Engine, config: EngineConfig, tokenizer: PreTrainedTo
     return router
 
 
-def named(config: EngineConfig, model: str) -> EndpointConfig:
-    """`engine.endpoint` with the model that `policy=` names."""
+def with_model(config: EngineConfig, model: str) -> EndpointConfig:
+    """Return `engine.endpoint` with the model that `policy=` names."""
     return EndpointConfig(model=model, **cast("OpenAIConfig", config).endpoint.model_dump())
 
 
 def unreachable(endpoints: Mapping[str, EndpointConfig]) -> list[str]:
-    """Reasons why no request to some endpoints can succeed, one sentence each; asks each one token.
+    """Return reasons why no request to some endpoints can succeed, one sentence each; asks each one token.
 
     Args:
         endpoints: where an endpoint stands in the config -> the endpoint.

@@ -74,11 +74,11 @@ class OpenAIChat:
         )
         self._url = f"{settings.url.rstrip('/')}/chat/completions"
         self._next_start = 0.0
-        named = settings.max_tokens_field
-        self._limit = LIMITS[0] if named == "auto" else named
+        field = settings.max_tokens_field
+        self._limit = LIMITS[0] if field == "auto" else field
 
     async def complete(self, messages: Sequence[Mapping[str, str]], **options: object) -> str:
-        """The assistant's text for `messages` (role and content).
+        """Return the assistant's text for `messages` (role and content).
 
         Args:
             options: fields of the request's body (`temperature`, `max_tokens`, …); those that are None are the
@@ -90,18 +90,18 @@ class OpenAIChat:
         return (await self.reply(messages, **options)).text
 
     async def reply(self, messages: Sequence[Mapping[str, str]], **options: object) -> Reply:
-        """As `complete`, with all that the reply says."""
+        """Complete as `complete` does, and return all that the reply says."""
         return await self._http.run(self._reply(messages, options))
 
     def unreachable(self) -> list[str]:
-        """Reasons why no request can succeed: nobody there, a refused key, an unknown model. Blocks; asks one token.
+        """Return reasons why no request can succeed: no server, a refused key, an unknown model. Blocks; one token.
 
         One sentence per problem, with the config key. What may pass (429, 500, a slow reply) is no problem.
         """
         return self._http.wait(self._probe())
 
     def forget_counts(self) -> None:
-        """A new run begins: `usage` starts anew."""
+        """Reset `usage` for a new run."""
         self.usage = Usage()
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class OpenAIChat:
         self._http.close()
 
     async def _probe(self) -> list[str]:
-        """Does it answer a request for one token?"""
+        """Check that it answers a request for one token."""
         # Not the list of models: that is not offered, or not allowed, everywhere.
         settings = self.settings
         body = request_body(settings, [{"role": "user", "content": "ping"}], {"max_tokens": 1}, self._limit)
@@ -127,11 +127,11 @@ class OpenAIChat:
             if failure.cause != "status" or failure.transient or cut_at_the_limit(failure.status, failure.text):
                 return []
             key = "key_env" if failure.status in (401, 403) else "model"
-            return [f"{self.path}.{key}: {self._who()} refuses every request: {failure.reason}"]
+            return [f"{self.path}.{key}: {self._name()} refuses every request: {failure.reason}"]
         return []
 
     async def _reply(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, object]) -> Reply:
-        """One completion; sent again where the server asks for another name of the limit. Runs in the I/O loop."""
+        """Request a completion, again if the server wants another name of the limit. Runs in the I/O loop."""
         settings = self.settings
         body = request_body(settings, messages, options, self._limit)
         try:
@@ -172,7 +172,7 @@ class OpenAIChat:
         await asyncio.sleep(start - now)
 
     def _renamed(self, body: Mapping[str, object], failure: HttpFailure) -> bool:
-        """True where the server asks for another name of the limit of new tokens, which later requests have."""
+        """Return True if the server asks for another name of the limit of new tokens, which later requests have."""
         asks = asks_for_the_other_limit(body, failure.status, failure.text)
         if not asks or self.settings.max_tokens_field != "auto":
             return False
@@ -186,35 +186,35 @@ class OpenAIChat:
         return True
 
     def _failed(self, failure: HttpFailure) -> EngineFailure:
-        """The failure of a request, counted."""
+        """Count the failure of a request and return it."""
         tries = f" ({failure.tries} tries)" if failure.transient else ""
-        failed = EngineFailure(f"{self._who()}: {failure.reason}{tries}")
+        failed = EngineFailure(f"{self._name()}: {failure.reason}{tries}")
         self.usage.failures += 1
         if worth_logging(self.usage.failures):
             LOG.warning("%s: request given up (%d so far): %s", self.path, self.usage.failures, failed)
         return failed
 
-    def _who(self) -> str:
+    def _name(self) -> str:
         return f"{self.settings.model} at {self.settings.url}"
 
 
-def described(settings: EndpointConfig, chat: object, *further: str, **counts: int) -> str:
-    """An endpoint for a result's facts: model, address, what was counted so far, and `further` words."""
+def described(settings: EndpointConfig, chat: object, *extra: str, **counts: int) -> str:
+    """Return an endpoint for a result's facts: model, address, what was counted so far, and `extra` words."""
     counted = asdict(chat.usage) if isinstance(chat, OpenAIChat) else {}
     cost = counted.pop("cost", 0.0)
     counts = {name: counted.pop(name) for name in ("requests", "retries", "failures") if counted} | counts | counted
     facts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
-    facts += [*further, *([f"{cost:.2f} USD"] if cost else [])]
+    facts += [*extra, *([f"{cost:.2f} USD"] if cost else [])]
     return f"{settings.model} at {settings.url}" + (f" ({', '.join(facts)})" if facts else "")
 
 
 def worth_logging(count: int) -> bool:
-    """True where occurrence number `count` (from 1) is shown: 1, 10, 100, …; all of them would fill the screen."""
+    """Return True if occurrence number `count` (from 1) is shown: 1, 10, 100, …; all of them would fill the screen."""
     return str(count).strip("0") == "1"
 
 
 def key_of(settings: EndpointConfig, path: str = "engine") -> str | None:
-    """The key from the environment; None where none is to be sent.
+    """Return the key from the environment; None where none is to be sent.
 
     Raises:
         ConfigError: the variable is not set, or holds no key.

@@ -1,4 +1,4 @@
-"""Which module speaks with which weights: from `model.modules` and the algorithm's frozen modules to one assignment.
+"""Assignment of weights to modules, from `model.modules` and the algorithm's frozen modules.
 
 No torch here, so that a config is judged before any model loads. `run` hands the assignment to the trainer
 (`trainer.adapters`), the engine and the checkpoint, from which `policy.resolve` reads it back.
@@ -62,7 +62,7 @@ class ModuleAssignment:
 
     @property
     def copied(self) -> bool:
-        """True where a frozen copy of the whole initial model serves the modules `initial`, for want of adapters."""
+        """True if a frozen copy of the whole initial model serves the modules `initial`, for want of adapters."""
         return bool(self.initial) and not self.adapters
 
     @property
@@ -74,7 +74,7 @@ class ModuleAssignment:
 
     @cached_property
     def untrained(self) -> frozenset[str]:
-        """All modules that are out of the loss, whoever says so."""
+        """Modules that are out of the loss, by the model's or the algorithm's settings."""
         algo = self.algo
         by_algo = {m for m in self.modules if not algo.trains(m)}
         return frozenset({*self.frozen, *by_algo})
@@ -93,27 +93,27 @@ class ModuleAssignment:
         return {adapter: lr for adapter, lr in rates if lr is not None}
 
     def describe(self) -> dict[str, str]:
-        """The line of a summary that says which module speaks with what; empty for one shared policy."""
+        """Return the line of a summary that says which module speaks with what; empty for one shared policy."""
         still = {m for m, a in self.adapters.items() if a in self.frozen_adapters} | set(self.initial)
         served = self.served or (dict.fromkeys(self.modules, TRAINED) if self.answered else {})
-        named = {m: f"{name} (frozen)" if m in still else name for m, name in served.items()}
-        return describe_weights(named | {m: f"endpoint {model}" for m, model in self.answered.items()})
+        names = {m: f"{name} (frozen)" if m in still else name for m, name in served.items()}
+        return describe_weights(names | {m: f"endpoint {model}" for m, model in self.answered.items()})
 
     def record(self) -> dict[str, object]:
-        """The part that a checkpoint stores, for `policy.resolve`."""
+        """Return the part that a checkpoint stores, for `policy.resolve`."""
         # A shared policy records nothing: its checkpoint is the policy.
         if self.copied:
             return {"modules": self.served, "base": self.model.path}
         return {"modules": self.adapters} if self.adapters else {}
 
     def problems(self) -> list[str]:
-        """Problems of it, one sentence each: what cannot work or has no effect."""
-        found = [*self._answered_problems(), *self._left_out_problems()]
+        """Return its problems, one sentence each: settings that cannot work or have no effect."""
+        problems = [*self._answered_problems(), *self._left_out_problems()]
         if self.model.modules is not None:
-            return [*found, *self._adapter_problems(self.model.modules)]
+            return [*problems, *self._adapter_problems(self.model.modules)]
         if self.algo.serves_initial and not self.initial:
-            found.append("algo.frozen_serving: has no effect without a frozen module; set algo.freeze_modules")
-        return found
+            problems.append("algo.frozen_serving: has no effect without a frozen module; set algo.freeze_modules")
+        return problems
 
     def _answered_problems(self) -> Iterator[str]:
         listed = {
@@ -135,7 +135,7 @@ class ModuleAssignment:
                 )
 
     def _left_out_problems(self) -> Iterator[str]:
-        """Modules out of the loss that an algorithm cannot do without."""
+        """Yield modules out of the loss that an algorithm cannot do without."""
         if not self.frozen:
             return
         first = self.frozen[0]
@@ -149,7 +149,7 @@ class ModuleAssignment:
             yield f"{key}: no module is left to train; expected at least one"
 
     def _adapter_problems(self, modules: Mapping[str, ModuleWeights]) -> Iterator[str]:
-        """Adapters that cannot be, or about which the modules that share them disagree."""
+        """Yield the adapters that cannot be, or about which the modules that share them disagree."""
         yield from (unknown("model.modules", name, self.modules) for name in modules if name not in self.modules)
         if self.model.lora is None:
             yield (
@@ -157,12 +157,12 @@ class ModuleAssignment:
                 "example model.lora.r=16), or leave model.modules out"
             )
         # peft finds an adapter's weights by name among the layers', so a name must not be one of theirs.
-        taken = {*RESERVED, *(self.model.lora.targets if self.model.lora else ())}
+        reserved = {*RESERVED, *(self.model.lora.targets if self.model.lora else ())}
         users: dict[str, list[str]] = {}
         for m, adapter in self.adapters.items():
             users.setdefault(adapter, []).append(m)
         for adapter, sharing in users.items():
-            if adapter in taken or not re.fullmatch(r"(?!lora_|\d+$)[A-Za-z0-9_-]+", adapter):
+            if adapter in reserved or not re.fullmatch(r"(?!lora_|\d+$)[A-Za-z0-9_-]+", adapter):
                 yield (
                     f"model.modules.{sharing[0]}.adapter: got '{adapter}', expected letters, digits, _ and -, and no "
                     "name that mmrl or the model has for something else"

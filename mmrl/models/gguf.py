@@ -19,7 +19,7 @@ _CONTROL = 3
 
 
 def package() -> Any:
-    """The package `gguf`, which takes along another one where that is installed (with vLLM), and fails with it."""
+    """Import the package `gguf`, which imports another one if it is installed (with vLLM), and fails with it."""
     present = "mistral_common" in sys.modules
     if not present:
         sys.modules["mistral_common"] = None  # type: ignore[assignment]  # as importlib has it: not to be imported

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, and whether a model can be had at all, before anything is loaded.
+"""Checks that the Hugging Face hub can be reached and that a model exists, before anything is loaded.
 
 Used by `models` and by retrievers; needs neither torch nor transformers.
 """
@@ -24,7 +24,7 @@ _OWN_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 @lru_cache(maxsize=1)
 def hub_answers() -> bool:
-    """True where the hub (or the mirror in HF_ENDPOINT) answers at all; queried once per process."""
+    """Return True if the hub (or the mirror in HF_ENDPOINT) answers at all; queried once per process."""
     from huggingface_hub import constants
 
     # Without this query the hub's client tries for a minute per file before it gives up. An error page is an answer: a
@@ -34,7 +34,7 @@ def hub_answers() -> bool:
 
 @lru_cache(maxsize=8)
 def hub_serves(model: str) -> bool:
-    """True where the weights of a hub id can be had: from the hub's local cache, or from a hub that answers in time."""
+    """Return True if a hub id's weights are available: in the hub's local cache, or from a hub that answers in time."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(model, "model.safetensors"), str):
@@ -45,7 +45,7 @@ def hub_serves(model: str) -> bool:
 
 
 def _failure(url: str) -> str | None:
-    """The cause for which the hub does not send a page in time; `garbage` where it sends more than is read."""
+    """Return the cause for which the hub does not send a page in time; `garbage` where it sends more than is read."""
     client = HttpClient("hub", timeout_s=HUB_S, concurrency=1, redirects=True, proxies=True)
     try:
         client.wait(client.attempt("GET", url, limit=PAGE_BYTES))
@@ -57,23 +57,23 @@ def _failure(url: str) -> str | None:
 
 
 def at_hand(path: str, revision: str | None) -> str:
-    """`model.path` or `policy`, or the name of the fetched model where the hub does not serve that id."""
+    """Return `model.path` or `policy`, or the fetched model's name if the hub does not serve that id."""
     package = of_hub_id(path) if revision is None and path in FETCHED.values() else None
-    return path if package is None or not package.there or hub_serves(path) else package.name
+    return path if package is None or not package.fetched or hub_serves(path) else package.name
 
 
 def weights_problems(key: str, path: str, revision: str | None) -> list[str]:
-    """Reasons why the weights of `model.path` or `policy` cannot be had; what only loading can tell is none."""
-    if path in FETCHED and not PACKAGES[path].there:
+    """Return reasons why the weights of `model.path` or `policy` cannot be had; what only loading can tell is none."""
+    if path in FETCHED and not PACKAGES[path].fetched:
         return [f"{key}: {path} is not on this machine; {PACKAGES[path].missing}"]
     package = of_hub_id(path) if path in FETCHED.values() else None
-    if package is None or (package.there and revision is None) or hub_serves(path):
+    if package is None or (package.fetched and revision is None) or hub_serves(path):
         return []
     return [f"{key}: the hub does not serve '{path}'; {package.missing}"]
 
 
 def encoder_problems(key: str, model: str) -> list[str]:
-    """Reasons why no encoder can be loaded from `model`, a folder or a hub id; `key` is the user's word for it.
+    """Return reasons why no encoder can be loaded from `model`, a folder or a hub id; `key` is the user's word for it.
 
     What only loading can tell (a folder with other weights) is no problem here.
     """
@@ -84,18 +84,18 @@ def encoder_problems(key: str, model: str) -> list[str]:
         if any((folder / name).is_file() for name in ("config.json", "modules.json")):
             return []
         missing = "has no config.json and no modules.json" if folder.is_dir() else "no such folder"
-        what = "is a file" if folder.is_file() else missing
-        return [f"{key}: '{model}': {what}; expected the folder of an encoder, or a hub id owner/name"]
+        fault = "is a file" if folder.is_file() else missing
+        return [f"{key}: '{model}': {fault}; expected the folder of an encoder, or a hub id owner/name"]
     from huggingface_hub import try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(model, "config.json"), str) or hub_answers():
         return []
-    instead = "" if package is None else f"; {package.missing}"
-    return [f"{key}: '{word}' is no folder and not in the hub's local cache, and the hub does not answer{instead}"]
+    advice = "" if package is None else f"; {package.missing}"
+    return [f"{key}: '{word}' is no folder and not in the hub's local cache, and the hub does not answer{advice}"]
 
 
 def licence_of(model: str, revision: str | None = None) -> str | None:
-    """The licence of a shipped model, a folder or a hub id, as its card abbreviates it; None: there is none."""
+    """Return the licence of a shipped model, a folder or a hub id, as its card abbreviates it; None: there is none."""
     from huggingface_hub import metadata_load, model_info, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
     from yaml import YAMLError
@@ -120,7 +120,7 @@ def licence_of(model: str, revision: str | None = None) -> str | None:
 
 
 def push_problems(repository: str) -> list[str]:
-    """Reasons why nothing can be pushed to `repository`; looked at before anything is written."""
+    """Return reasons why nothing can be pushed to `repository`; looked at before anything is written."""
     from huggingface_hub import constants, get_token
 
     if not _OWN_REPOSITORY.fullmatch(repository):
@@ -147,13 +147,13 @@ def push_folder(folder: Path, repository: str, private: bool) -> str:
     api = HfApi(endpoint=constants.ENDPOINT)
     try:
         try:
-            there = api.model_info(repository)
+            info = api.model_info(repository)
         except RepositoryNotFoundError:
             api.create_repo(repository, private=private)
         else:
             # whoever chose a private repository must not publish by pushing to one that is there already
-            if there.private is not None and bool(there.private) != private:
-                kind = "private" if there.private else "public"
+            if info.private is not None and bool(info.private) != private:
+                kind = "private" if info.private else "public"
                 raise ConfigError(
                     f"private: got {str(private).lower()}, and {repository} is there and {kind}; type "
                     f"private={str(not private).lower()}, or another name"

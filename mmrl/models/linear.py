@@ -20,7 +20,7 @@ NARROW = 64
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` in float32 on a CPU, without gradient: (…, in), (out, in), (out,) -> (…, out)."""
+    """Compute `F.linear` in float32 on a CPU, without gradient: (…, in), (out, in), (out,) -> (…, out)."""
     # Of a weight with gaps between its rows oneDNN takes its reference kernel: 250 ms instead of 0.6 were seen.
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
         weight = weight.contiguous()
@@ -58,7 +58,7 @@ class OneDnnLinear(nn.Linear):
     """`nn.Linear`, multiplied by oneDNN; under autocast, or with an input of another type, as `nn.Linear` does it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, in) -> (…, out)."""
+        """Multiply (…, in) -> (…, out)."""
         if input.dtype != torch.float32 or input.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
             return F.linear(input, self.weight, self.bias)
         product: Tensor = _Product.apply(input, self.weight, self.bias)
@@ -73,9 +73,9 @@ def use_onednn(model: nn.Module) -> None:
     """
     weight = next(model.parameters())
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
-        held = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
+        kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
         raise ConfigError(
-            f"model.matmul: got onednn, which computes float32 on a CPU by a torch with oneDNN; the weights are {held}"
+            f"model.matmul: got onednn, which computes float32 on a CPU by a torch with oneDNN; the weights are {kind}"
         )
     for module in model.modules():
         if type(module) is nn.Linear:

@@ -38,12 +38,12 @@ class ServedWeights(TypedDict):
 
 
 def model_path(model: ModelConfig) -> str:
-    """Folder or hub id of the weights; see `located`."""
+    """Return the folder or hub id of the weights; see `located`."""
     return located(model.path)
 
 
 def located(path: str) -> str:
-    """Folder of a shipped model, or the cached one of a fetched model; else `path` as typed."""
+    """Return the folder of a shipped model, or the cached one of a fetched model; else `path` as typed."""
     if path in SHIPPED:
         return str(ASSETS / path)
     if path in FETCHED:
@@ -65,7 +65,7 @@ NO_CODE = {"trust_remote_code": False}
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model`, with the chat template and thinking mode that the config asks for.
+    """Return the tokenizer of `model`, with the chat template and thinking mode that the config asks for.
 
     Raises:
         ConfigError: `model.path` cannot be loaded, or there is no chat template.
@@ -92,7 +92,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedModel:
-    """The causal language model of `model` on `device`, in training shape: all dropout off, SDPA attention.
+    """Return the causal language model of `model` on `device`, in training shape: all dropout off, SDPA attention.
 
     Raises:
         ConfigError: `model.path` cannot be loaded.
@@ -121,7 +121,7 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
 def load_policy(
     policy: Policy, model: ModelConfig, device: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ServedWeights]:
-    """Model (with its adapters) and tokenizer of a policy, and the engine's arguments for weights per module.
+    """Load a policy's model (with adapters) and tokenizer; also the engine's arguments for weights per module.
 
     Raises:
         ConfigError: the base cannot be loaded.
@@ -133,9 +133,9 @@ def load_policy(
     if folders:
         from peft import PeftModel
 
-        (first, folder), *others = folders.items()
+        (first, folder), *rest = folders.items()
         wrapped = PeftModel.from_pretrained(loaded, folder, adapter_name=first)
-        for name, folder in others:
+        for name, folder in rest:
             wrapped.load_adapter(folder, adapter_name=name)
         loaded = cast("PreTrainedModel", wrapped)
     initial = None
@@ -145,7 +145,7 @@ def load_policy(
 
 
 def load_configs(model: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig | None]:
-    """The config and, where there is one, the generation config of `model`, without its weights.
+    """Return the config and, where there is one, the generation config of `model`, without its weights.
 
     Raises:
         ConfigError: `model.path` cannot be loaded.
@@ -170,13 +170,13 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def causal_lm(model: torch.nn.Module) -> PreTrainedModel:
-    """The causal LM inside a peft wrapper."""
+    """Return the causal LM inside a peft wrapper."""
     # By the method, so that this module needs no peft.
     return cast("PreTrainedModel", getattr(model, "get_base_model", lambda: model)())
 
 
 def unknown_layers(causal: PreTrainedModel) -> str | None:
-    """The reason why the layers of a causal LM are not those that engine and trainer know from the inside, or None."""
+    """Return the reason why a causal LM's layers are not those that engine and trainer are written for, or None."""
     name, config = type(causal).__name__, causal.config
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(FAMILIES)}"
@@ -209,14 +209,14 @@ def refuse_targets(model: ModelConfig) -> None:
     names = [name for name, part in skeleton.named_modules() if isinstance(part, torch.nn.Linear)]
     missing = [t for t in model.lora.targets if not any(name == t or name.endswith(f".{t}") for name in names)]
     if missing:
-        there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+        available = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
         raise ConfigError(
             f"model.lora.targets: {model.path} has no linear layer called {', '.join(missing)}; expected some of "
-            f"{there}"
+            f"{available}"
         )
 
 
-def _loaded(model: ModelConfig, what: str, kind: Any, **options: object) -> Any:
+def _loaded(model: ModelConfig, part: str, kind: Any, **options: object) -> Any:
     """Load `model` by a class of transformers.
 
     Raises:
@@ -228,28 +228,28 @@ def _loaded(model: ModelConfig, what: str, kind: Any, **options: object) -> Any:
             source, revision=model.revision, local_files_only=_offline(source), **NO_CODE, **options
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(_unloadable(model, what, error)) from error
+        raise ConfigError(_unloadable(model, part, error)) from error
 
 
 def _source(model: ModelConfig) -> str:
-    """`model_path`, after a check of what can be checked without the network."""
+    """Return `model_path`, checked as far as the network is not needed."""
     if model.path in FETCHED and (problems := weights_problems("model.path", model.path, None)):
         raise ConfigError(problems)
     source = model_path(model)
     local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or Path(source).exists()
     if local and not (Path(source) / "config.json").is_file():
-        what = "has no config.json" if Path(source).is_dir() else "is no folder"
-        raise ConfigError(f"model.path: '{model.path}' {what}, expected the folder of a saved model or a hub id")
+        fault = "has no config.json" if Path(source).is_dir() else "is no folder"
+        raise ConfigError(f"model.path: '{model.path}' {fault}, expected the folder of a saved model or a hub id")
     return source
 
 
 def _offline(source: str) -> bool:
-    """True to load only what is on this machine: a folder, or a hub id while the hub is away."""
+    """Return True to load only files of this machine: a folder, or a hub id while the hub is away."""
     return Path(source).is_dir() or not hub_answers()
 
 
-def _unloadable(model: ModelConfig, what: str, error: Exception) -> str:
-    at = f" at revision '{model.revision}'" if model.revision else ""
+def _unloadable(model: ModelConfig, part: str, error: Exception) -> str:
+    revision = f" at revision '{model.revision}'" if model.revision else ""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if not Path(model_path(model)).is_dir():
         if not hub_answers():
@@ -257,9 +257,9 @@ def _unloadable(model: ModelConfig, what: str, error: Exception) -> str:
         reason += nearest(model.path, tuple(SHIPPED))
         # A hub may answer and then not serve; of some models there is another source.
         if (package := of_hub_id(model.path)) is not None:
-            other = f"model.path={package.name} is here" if package.there else package.missing
-            reason += f"; {other}"
-    return f"model.path: cannot load the {what} of '{model.path}'{at}: {reason}"
+            advice = f"model.path={package.name} is here" if package.fetched else package.missing
+            reason += f"; {advice}"
+    return f"model.path: cannot load the {part} of '{model.path}'{revision}: {reason}"
 
 
 def _read_template(path: str) -> str:
@@ -290,7 +290,7 @@ def _try_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> Non
 
 
 def _with_thinking(template: str, model: ModelConfig) -> str:
-    """The template with its thinking mode fixed, so that every user of the tokenizer renders the same prompt."""
+    """Return the template with its thinking mode fixed, so that every user of the tokenizer renders the same prompt."""
     if "enable_thinking" in template:
         return f"{{%- set enable_thinking = {str(model.thinking).lower()} -%}}{template}"
     if model.thinking:
@@ -309,7 +309,7 @@ def _dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def _switch_dropout_off(model: PreTrainedModel) -> None:
-    """The ratio of the loss compares log-probabilities of one policy, so the forward must be deterministic."""
+    """Switch dropout off: the loss's ratio compares log-probabilities of one policy, so forwards are deterministic."""
     import torch
 
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""What a stage improves: a policy is weights (a base, perhaps an adapter) and prompts; and where a run has saved it.
+"""Policies, which stages improve: weights (a base, perhaps an adapter) and prompts; and the files of a saved one.
 
 `resolve` turns what a user types after `policy=` into one. A run's checkpoints are folders
 `checkpoints/checkpoint-<steps done>`, written by `trainer.checkpoint`; which of them are complete is decided here.
@@ -21,13 +21,13 @@ from mmrl.errors import ConfigError
 from mmrl.system.files import atomic_write, differences, read_yaml
 
 POLICY = "policy.json"
-"""Of a run without checkpoints: what its policy is, once it has one (`write_policy`)."""
+"""File of a run without checkpoints that describes its policy, once it has one (`write_policy`)."""
 MARKER = "complete.json"
-"""Of a checkpoint: names, sizes and SHA-256 of its files, written last."""
+"""File of a checkpoint with names, sizes and SHA-256 of the others, written last."""
 EXTRA = "extra.json"
-"""Of a checkpoint: what else was stored with it, such as which module speaks with which weights."""
+"""File of a checkpoint with further facts, such as which module speaks with which weights."""
 SET = "set.yaml"
-"""Of a set of runs that start from one another, beside their folders (`mmrl train stages=[A,B]`)."""
+"""File of a set of runs that start from one another, beside their folders (`mmrl train stages=[A,B]`)."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 TRAINED, INITIAL = "trained", "initial"
@@ -68,7 +68,7 @@ class _Record(BaseModel):
 
 
 class _Stated(BaseModel):
-    """`policy.json`."""
+    """Contents of `policy.json`."""
 
     weights: str
     prompts: str | None
@@ -76,7 +76,7 @@ class _Stated(BaseModel):
 
 
 class _Adapter(BaseModel):
-    """`adapter_config.json`, peft's."""
+    """Contents of peft's `adapter_config.json`."""
 
     base_model_name_or_path: str
 
@@ -85,13 +85,13 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """Steps done at `checkpoint-<steps>`; None for any other name."""
+    """Return steps done at `checkpoint-<steps>`; None for any other name."""
     match = _CHECKPOINT.fullmatch(path.name)
     return int(match.group(1)) if match else None
 
 
 def is_complete(path: Path) -> bool:
-    """True where `path` is a checkpoint whose files are all there, with the sizes they were written with."""
+    """Return True if `path` is a checkpoint whose files are all there, with the sizes they were written with."""
     # By the files and not the name alone: a copy from another machine may have ended halfway.
     try:
         sizes = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
@@ -101,7 +101,7 @@ def is_complete(path: Path) -> bool:
 
 
 def damage(path: Path, only: Callable[[str], bool] = lambda name: True) -> str:
-    """The first file of a checkpoint that is not as it was saved, in words; empty where all are.
+    """Return the first file of a checkpoint that is not as it was saved, in words; empty where all are.
 
     Reads every byte: sizes alone do not show a flipped bit.
 
@@ -125,13 +125,13 @@ def require_undamaged(policy: Policy) -> None:
     """Raises `ConfigError` if weights of a policy are not what its run has saved."""
     folders = {Path(text) for text in (policy.adapter, policy.base, *policy.adapters.values()) if text}
     # One adapter of several is a folder inside its checkpoint.
-    for folder in sorted({above for path in folders for above in (path, path.parent) if (above / MARKER).is_file()}):
+    for folder in sorted({parent for path in folders for parent in (path, path.parent) if (parent / MARKER).is_file()}):
         if problem := damage(folder, lambda name: name.endswith((".safetensors", ".json", ".jinja"))):
             raise ConfigError(f"policy: {problem}; restore it, or evaluate another checkpoint of the run")
 
 
 def every_checkpoint(folder: Path) -> list[Path]:
-    """Folders with the name of a checkpoint, oldest first, whole or not."""
+    """Return folders with the name of a checkpoint, oldest first, whole or not."""
     steps = [(step, path) for path in folder.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None]
     return [path for _, path in sorted(steps)]
 
@@ -142,7 +142,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path | str) -> Path | None:
-    """The newest complete checkpoint of a run, given its directory or its `checkpoints` folder; None without one."""
+    """Find the newest complete checkpoint of a run, by its directory or its `checkpoints` folder; None without one."""
     root = Path(folder)
     inner = root / "checkpoints"
     complete = complete_checkpoints(inner if inner.is_dir() else root)
@@ -150,18 +150,18 @@ def newest_checkpoint(folder: Path | str) -> Path | None:
 
 
 def describe_weights(modules: Mapping[str, str] | None) -> dict[str, str]:
-    """The fact for a summary that says which module speaks with which weights; none for one shared policy."""
+    """Return the fact for a summary that says which module speaks with which weights; none for one shared policy."""
     return {"weights": ", ".join(f"{module}: {name}" for module, name in modules.items())} if modules else {}
 
 
 def other_task(text: str, evaluated: str) -> dict[str, str]:
-    """The fact for a summary that says that a run's policy was trained on another task than the evaluated one."""
+    """Return the fact for a summary that a run's policy was trained on another task than the evaluated one."""
     name = _run_section(text, "task").get("name")
     return {"trained on": str(name)} if name not in (None, evaluated) else {}
 
 
 def run_config(text: str) -> Mapping[str, object]:
-    """The config of the run that a policy comes from; empty where it comes from none."""
+    """Return the config of the run that a policy comes from; empty where it comes from none."""
     folder = Path(text).resolve()
     if text in SHIPPED or not folder.is_dir():
         return {}
@@ -175,13 +175,13 @@ def run_config(text: str) -> Mapping[str, object]:
 
 
 def _run_section(text: str, section: str) -> Mapping[str, object]:
-    """A section of it."""
+    """Return a section of the run's config."""
     stored = value_at(run_config(text), section)
     return stored if isinstance(stored, Mapping) else {}
 
 
 def is_shipped(text: str) -> bool:
-    """True where `policy=` names a shipped model, or a run that trained one."""
+    """Return True if `policy=` names a shipped model, or a run that trained one."""
     visited: set[Path] = set()
     # A later stage of a run began with the weights of an earlier one.
     while text not in SHIPPED and Path(text).resolve() not in visited:
@@ -191,7 +191,7 @@ def is_shipped(text: str) -> bool:
 
 
 def model_of(text: str) -> tuple[str, dict[str, object]]:
-    """`model=` for a policy, and the keys of `model` that say how its prompts are written, as its run had them.
+    """Return `model=` for a policy, and its run's keys of `model` that say how its prompts are written.
 
     Else a policy would be evaluated with the limits of another model, or with other prompts than it was trained on.
     """
@@ -201,8 +201,8 @@ def model_of(text: str) -> tuple[str, dict[str, object]]:
         return fetched, {}
     section = _run_section(text, "model")
     name = section.get("name")
-    typed = {key: value for key in ("revision", "chat_template", "thinking") if (value := section.get(key))}
-    return "hf" if name is None else str(name), typed
+    settings = {key: value for key in ("revision", "chat_template", "thinking") if (value := section.get(key))}
+    return "hf" if name is None else str(name), settings
 
 
 def write_policy(folder: Path, *, weights: str, prompts: str | None, task: str) -> None:
@@ -223,7 +223,7 @@ def write_policy(folder: Path, *, weights: str, prompts: str | None, task: str) 
 
 
 def _read(path: Path, schema: type[M]) -> M:
-    """A JSON file of a run or of peft.
+    """Return a JSON file of a run or of peft.
 
     Raises:
         ConfigError: it cannot be read.
@@ -237,7 +237,7 @@ def _read(path: Path, schema: type[M]) -> M:
 
 
 def _stated(folder: Path) -> _Stated:
-    """`policy.json`, with whole paths."""
+    """Read `policy.json`, with whole paths."""
     stated = _read(folder / POLICY, _Stated)
     # Joined with a whole path, or with a name that is none of a file in it, a folder changes nothing.
     for key, path in (("weights", stated.weights), ("prompts", stated.prompts)):
@@ -247,7 +247,7 @@ def _stated(folder: Path) -> _Stated:
 
 
 def _weights_of(folder: Path) -> str:
-    """The weights that a `policy.json` names, through further ones of it."""
+    """Return the weights that a `policy.json` names, through further ones of it."""
     visited: set[Path] = set()
     weights = str(folder)
     while (Path(weights) / POLICY).is_file():
@@ -259,7 +259,7 @@ def _weights_of(folder: Path) -> str:
 
 
 def prompts_of(text: str) -> tuple[str | None, str | None]:
-    """The task and the file of the prompts that a policy was made with; None, None where it has none of its own."""
+    """Return the task and prompt file that a policy was made with; None, None if it has no prompts of its own."""
     folder = Path(text)
     if text in SHIPPED or not folder.is_dir():
         return None, None
@@ -272,7 +272,7 @@ def prompts_of(text: str) -> tuple[str | None, str | None]:
 
 
 def resolve(text: str, prompts: str | None = None) -> Policy:
-    """The policy behind `policy=`: a run directory (its newest complete checkpoint), a checkpoint, an adapter, a
+    """Return the policy behind `policy=`: a run directory (its newest complete checkpoint), a checkpoint, an adapter, a
     folder with weights, `tiny`, or a hub id.
 
     Raises:
@@ -302,7 +302,7 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
 
 
 def _saved_policy(folder: Path, prompts: str | None) -> Policy:
-    """The policy in a checkpoint, an adapter's folder or a folder with weights."""
+    """Return the policy in a checkpoint, an adapter's folder or a folder with weights."""
     adapter = folder / "adapter_config.json"
     # Which module speaks with what, and the initial weights, as `ModuleAssignment.record` put them in a checkpoint.
     record = _read(folder / EXTRA, _Record) if (folder / EXTRA).is_file() else _Record()
@@ -327,13 +327,13 @@ def _saved_policy(folder: Path, prompts: str | None) -> Policy:
 
 
 def _step(folder: Path) -> int | None:
-    """The training step of a checkpoint, or of one adapter in it."""
-    steps = [checkpoint_step(place) for place in (folder.resolve().parent, folder)]
+    """Return the training step of a checkpoint, or of one adapter in it."""
+    steps = [checkpoint_step(path) for path in (folder.resolve().parent, folder)]
     return next((step for step in steps if step is not None), None)
 
 
 def _base_of(adapter: Path) -> str:
-    """The base of an adapter: `model.path` of its run, else what it says itself (which may have moved since)."""
+    """Return the base of an adapter: `model.path` of its run, else what it says itself (which may have moved since)."""
     # One folder up for a shared adapter (checkpoint-3/), two for one of several (checkpoint-3/<name>/).
     for folder in list(adapter.resolve().parents)[1:3]:
         config = folder.parent / "config.yaml"

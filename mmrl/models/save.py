@@ -32,7 +32,7 @@ CONVERSATIONS: Sequence[Sequence[dict[str, str]]] = (
         {"role": "user", "content": "Größer? <b>&amp;</b>"},
     ),
 )
-"""What chat templates are compared on."""
+"""Conversations that chat templates are compared on."""
 SYSTEM_MERGED = (
     "{%- if messages | length > 1 and messages[0].role == 'system' and messages[1].role == 'user' -%}"
     "{%- set first = messages[0].content + '\\n\\n' + messages[1].content -%}"
@@ -43,14 +43,14 @@ SYSTEM_MERGED = (
 
 
 def copy_full(checkpoint: Path, target: Path) -> None:
-    """Full weights of a checkpoint, byte for byte."""
+    """Copy full weights of a checkpoint, byte for byte."""
     for pattern in FULL:
         for file in checkpoint.glob(pattern):
             shutil.copyfile(file, target / file.name)
 
 
 def write_merged(base: str, adapter: Path, model: ModelConfig, target: Path) -> str:
-    """Full weights with an adapter merged into them, in the base's own type. Returns that type.
+    """Write full weights with an adapter merged into them, in the base's own type. Returns that type.
 
     Raises:
         ConfigError: the base cannot be loaded.
@@ -59,8 +59,8 @@ def write_merged(base: str, adapter: Path, model: ModelConfig, target: Path) -> 
     from transformers.utils import logging
 
     config, generation = load_configs(model.model_copy(update={"path": base}))
-    own = str(config.dtype).removeprefix("torch.")
-    dtype = own if own in ("float32", "bfloat16", "float16") else "float32"
+    native = str(config.dtype).removeprefix("torch.")
+    dtype = native if native in ("float32", "bfloat16", "float16") else "float32"
     # On the CPU: merging is one product per layer, and a GPU may be in use by the next run. `matmul` is of runs, and
     # may not fit the base's own type.
     own_type = model.model_copy(update={"dtype": dtype, "matmul": "torch"})
@@ -80,7 +80,7 @@ def write_merged(base: str, adapter: Path, model: ModelConfig, target: Path) -> 
 
 
 def copy_adapter(folder: Path, base: str, model: ModelConfig, target: Path) -> None:
-    """An adapter alone, which names its base so that it loads from any folder of this machine."""
+    """Copy an adapter alone, which names its base so that it loads from any folder of this machine."""
     target.mkdir(exist_ok=True)
     for name in ADAPTER:
         shutil.copyfile(folder / name, target / name)
@@ -93,7 +93,7 @@ def copy_adapter(folder: Path, base: str, model: ModelConfig, target: Path) -> N
 
 
 def write_tokenizer(checkpoint: Path, targets: Iterable[Path]) -> PreTrainedTokenizerBase:
-    """The tokenizer that the run trained with, chat template and thinking mode included, into each folder."""
+    """Write the tokenizer that the run trained with, chat template and thinking mode included, into each folder."""
     from transformers import AutoTokenizer
 
     # From the checkpoint and not the base: the config's settings of the template are in it already.

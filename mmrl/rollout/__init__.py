@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def with_program(task: Task) -> Task:
-    """The task with a program that rollouts can run.
+    """Return the task with a program that rollouts can run.
 
     Called wherever tasks are built. A raw `dspy.Module` as its program is wrapped, all else stays.
 

@@ -25,7 +25,7 @@ from mmrl.tasks.base import Message, Reply
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One generation as the program requested it: each attempt is the same request with another seed."""
+    """Generation as the program requested it: each attempt is the same request with another seed."""
 
     module: str
     call_id: str
@@ -47,7 +47,7 @@ ForkHook = Callable[["RolloutContext", str], None]
 
 @dataclass(slots=True)
 class RolloutContext:
-    """Implements `mmrl.tasks.base.Context` for one rollout."""
+    """Implementation of `mmrl.tasks.base.Context` for one rollout."""
 
     env: Environment
     example: Example
@@ -102,7 +102,7 @@ class RolloutContext:
                 call_id=f"{self.example.id}/{self.path}#{len(earlier)}",
                 earlier=earlier,
                 prompt_ids=prompt_ids,
-                prompt_text=_shown(messages),
+                prompt_text=_to_text(messages),
                 limit=max_tokens or self.env.settings.max_tokens,
                 stop=tuple(stop),
                 parse=parse,
@@ -146,15 +146,15 @@ class RolloutContext:
         event = await self.tape.recorded("tool", name, arguments)
         if event is not None and not event.nested:
             return await self.tape.outcome_of(event)
-        event = self.tape.record("tool", name, arguments, again=event)
-        with self.tape.inside(event), self.env.using(name) as brought:
+        event = self.tape.record("tool", name, arguments, replaced=event)
+        with self.tape.inside(event), self.env.using(name) as results:
             try:
                 result = await run()
                 await self.tape.turn_of(event)
             except BaseException as error:
                 _settle(event.outcome, error)
                 raise
-            brought.append(result)
+            results.append(result)
             event.outcome.set_result(result)
             return result
 
@@ -172,13 +172,13 @@ class RolloutContext:
 
     @property
     def unread(self) -> list[Call]:
-        """Its calls so far whose reply does not parse."""
+        """Calls so far whose reply does not parse."""
         return [call for call in self.calls if not call.ok]
 
     def _prompt(
         self, messages: Sequence[Message] | str, after: Reply | None, max_observation: int | None
     ) -> tuple[tuple[int, ...], Call | None]:
-        """Prompt ids, and the call whose context they continue; counts its observation tokens."""
+        """Return the prompt ids, and the call whose context they continue; counts its observation tokens."""
         if after is None:
             if isinstance(messages, str):
                 raise ProgramFailure("a prompt given as text continues a reply: pass after=, or give messages")
@@ -194,7 +194,7 @@ class RolloutContext:
         return prompt_ids, event.call
 
     def _extend(self, observation: Sequence[Message] | str, after: Reply) -> tuple[tuple[int, ...], int]:
-        """The context with what is added, and how many of its tokens stay: a sampled end-of-turn may be taken back."""
+        """Extend the context; also return how many of its tokens stay: a sampled end-of-turn may be taken back."""
         prompt_ids = self.env.extend(after.context, observation)
         before = len(after.context)
         return prompt_ids, before if prompt_ids[:before] == after.context else before - 1
@@ -208,14 +208,15 @@ class RolloutContext:
             raise LengthFailure(f"a prompt of {tokens} tokens leaves no room in a context of {settings.max_context}")
         failure: ParseFailure | None = None
         for attempt in range(self.env.attempts):
-            instead = self.exchanged.get(module)
-            if instead is None:
+            substitute = self.exchanged.get(module)
+            if substitute is None:
                 completion = await self._request(generation, attempt)
                 text = self.env.decode(completion.ids)
-            elif isinstance(instead, str):
-                completion, text = Completion(ids=self.env.extend((), instead), logprobs=None, finish="stop"), instead
+            elif isinstance(substitute, str):
+                text = substitute
+                completion = Completion(ids=self.env.extend((), text), logprobs=None, finish="stop")
             else:
-                completion, text = await self._exchanged_by(instead, generation, attempt)
+                completion, text = await self._exchanged_by(substitute, generation, attempt)
             try:
                 # Free text is always well-formed.
                 parsed, failure = generation.parse(text) if generation.parse is not None else None, None
@@ -260,20 +261,22 @@ class RolloutContext:
         )
 
     async def _exchanged_by(self, teacher: Teacher, generation: Generation, attempt: int) -> tuple[Completion, str]:
-        """The reply of a teacher's model to the same messages, with the policy's own ids of it."""
+        """Return the reply of a teacher's model to the same messages, with the policy's own ids of it."""
         env = teacher.environment
         assert generation.messages is not None  # no module that goes on in a context has a teacher (`run.check`)
-        asked = replace(generation, prompt_ids=env.render(generation.messages))
+        rendered = replace(generation, prompt_ids=env.render(generation.messages))
         # The policy's batches must not wait for a program that waits for another engine.
         self.env.engine.leave()
         env.engine.enter()
         try:
-            made = await self._sampled(env.engine, asked, attempt)
+            completion = await self._sampled(env.engine, rendered, attempt)
         finally:
             env.engine.leave()
             self.env.engine.enter()
-        text = env.decode(made.ids)
-        return replace(made, ids=teacher.student_ids(made.ids, text, made.finish), logprobs=None), text
+        text = env.decode(completion.ids)
+        return replace(
+            completion, ids=teacher.student_ids(completion.ids, text, completion.finish), logprobs=None
+        ), text
 
     async def _request(self, generation: Generation, attempt: int) -> Completion:
         return await self._sampled(self.env.engine, generation, attempt)
@@ -312,8 +315,8 @@ def _succeeded(outcome: asyncio.Future[object]) -> bool:
     return outcome.done() and not outcome.cancelled() and outcome.exception() is None
 
 
-def _shown(messages: Sequence[Message] | str) -> str:
-    """A prompt for people to read."""
+def _to_text(messages: Sequence[Message] | str) -> str:
+    """Return a prompt for people to read."""
     if isinstance(messages, str):
         return messages
     return "\n".join(f"[{message['role']}] {message['content']}" for message in messages)

@@ -39,7 +39,7 @@ class SamplingSettings:
 
 
 def sampling_settings(phase: AlgoConfig | SftConfig | EvalConfig, task: TaskConfig) -> SamplingSettings:
-    """Sampling in training (`algo.*`) or in evaluation (`eval.*`)."""
+    """Return the sampling settings of training (`algo.*`) or in evaluation (`eval.*`)."""
     return SamplingSettings(
         temperature=phase.temperature,
         top_p=phase.top_p,
@@ -110,9 +110,9 @@ class Environment:
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
     """Teachers by name, for plans that have rollouts of theirs."""
     retrieving: Stopwatch = field(default_factory=Stopwatch)
-    """All tools together."""
+    """Time of all tools together."""
     tools: dict[str, Stopwatch] = field(default_factory=dict)
-    """Each tool that was used."""
+    """Time of each tool that was used."""
     scoring: Stopwatch = field(default_factory=Stopwatch)
     """The task's reward of finished rollouts."""
 
@@ -126,21 +126,21 @@ class Environment:
     def using(self, tool: str) -> Iterator[list[object]]:
         """Time the use of a tool; its results are put into the list."""
         watches = (self.retrieving, self.tools.setdefault(tool, Stopwatch()))
-        started, brought = [watch.start() for watch in watches], list[object]()
+        started, results = [watch.start() for watch in watches], list[object]()
         try:
-            yield brought
+            yield results
         finally:
-            empty = any(isinstance(result, list | tuple) and not result for result in brought)
+            empty = any(isinstance(result, list | tuple) and not result for result in results)
             for watch, since in zip(watches, started, strict=True):
                 watch.end(since, empty=empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    """One teacher in one step."""
+    """Teacher in a step."""
 
     environment: Environment
-    """Its program, engine and tokenizer."""
+    """Environment of the teacher: program, engine and tokenizer."""
     student_ids: Callable[[tuple[int, ...], str, str], tuple[int, ...]]
     """Ids, text and end of a teacher's completion to ids of the student: the same where both share a vocabulary."""
 
@@ -148,7 +148,7 @@ class Teacher:
 def make_environment(
     task: Task, engine: Engine, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, key: rng.Key
 ) -> Environment:
-    """The environment of a task whose prompts `tokenizer` renders and `engine` answers."""
+    """Return the environment of a task whose prompts `tokenizer` renders and `engine` answers."""
     # Functions rather than the tokenizer itself, so that tests run programs without one.
     return Environment(
         task=task,

@@ -13,7 +13,7 @@ from mmrl import rng
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Sample `width` continuations at the first call of `module` on a path (None: the path's very first call)."""
+    """Fork into `width` continuations at the first call of `module` on a path (None: the path's very first call)."""
 
     module: str | None
     width: int
@@ -33,7 +33,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Each rollout is played again once for every one of `modules`, without what that module replies (CCPO)."""
+    """Replays of each rollout, one for each of `modules`, without that module's replies (CCPO)."""
 
     modules: tuple[str, ...]
     reply: str = ""
@@ -46,7 +46,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """One tree of rollouts of an example: its forks, outermost first. No forks: a single independent rollout."""
+    """Plan of a tree of rollouts of an example: its forks, outermost first. No forks: a single independent rollout."""
 
     forks: tuple[Fork, ...] = ()
     fork_name: str | None = None
@@ -57,12 +57,12 @@ class Tree:
 
 
 def independent(count: int) -> tuple[Tree, ...]:
-    """`count` rollouts that share nothing."""
+    """Plan `count` rollouts that share nothing."""
     return tuple(Tree() for _ in range(count))
 
 
 def fork_on(module: str, width: int) -> tuple[Tree, ...]:
-    """One tree: modules before `module` run once, `module` is sampled `width` times (MHGPO Alg. 5)."""
+    """Plan one tree: modules before `module` run once, `module` is sampled `width` times (MHGPO Alg. 5)."""
     return (Tree((Fork(module, width),), fork_name=module),)
 
 
@@ -75,11 +75,11 @@ def fork_on_first(modules: Sequence[str], width: int, last_width: int = 1) -> tu
 
 
 def round_robin(modules: Sequence[str], width: int, probs: Sequence[float], key: rng.Key) -> tuple[Tree, ...]:
-    """One tree forking at a module drawn with `probs`; the draw is a function of `key` (MHGPO Alg. 3)."""
+    """Plan one tree that forks at a module drawn with `probs`; the draw is a function of `key` (MHGPO Alg. 3)."""
     module = rng.stream(*key, "fork").choices(list(modules), weights=list(probs))[0]
     return fork_on(module, width)
 
 
 def independent_sampling(modules: Sequence[str], width: int) -> tuple[Tree, ...]:
-    """One tree per module, each forking there afresh (MHGPO-IS)."""
+    """Plan a tree per module, each forking there afresh (MHGPO-IS)."""
     return tuple(tree for module in modules for tree in fork_on(module, width))

@@ -1,4 +1,4 @@
-"""Sampling one step: examples × trees of forks -> a forest. All rollouts run at once, with no barrier per module.
+"""Sampling of one step: examples × trees of forks -> a forest. All rollouts run at once, with no barrier per module.
 
 Called by `stages.weights` and by evaluation. A failed rollout becomes data here and nowhere else.
 """
@@ -28,7 +28,7 @@ from mmrl.tasks.base import Canonical, Described, Guarded, Program, Score
 
 @dataclass(slots=True)
 class _Tree:
-    """One tree under way: where its branches put what they made."""
+    """Tree being sampled: collects the results of its branches."""
 
     env: Environment
     example: Example
@@ -52,7 +52,7 @@ class _Tree:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Also runs for a branch that was cancelled before its first step."""
+        """Note the end of a branch, also of one that was cancelled before its first step."""
         self.tasks.discard(task)
         self._engine.leave()
 
@@ -89,26 +89,28 @@ class _Tree:
             self.tapes.append(ctx.events)
 
     async def _without_modules(self, exchange: Exchange, ctx: RolloutContext) -> tuple[dict[str, float], int]:
-        """Outcome of the rollout without each module, but where it failed for outside causes; and the calls it took."""
+        """Play the rollout without each module; returns outcomes, but where outside causes failed it, and calls."""
         outcomes, calls = {}, 0
         for module in exchange.modules:
             events = ctx.events
-            first = next((at for at, event in enumerate(events) if event.call and event.call.module == module), None)
+            first = next(
+                (index for index, event in enumerate(events) if event.call and event.call.module == module), None
+            )
             if first is None:
                 continue  # the program did without it
             path = f"{ctx.path}~{module}"
             if exchange.program is not None:
-                again = RolloutContext(self.env, self.example, path)
-                other = await self._execute(again, imported("algo.program", exchange.program))
+                replay = RolloutContext(self.env, self.example, path)
+                rollout = await self._execute(replay, imported("algo.program", exchange.program))
             else:
-                instead = exchange.reply if exchange.teacher is None else self.env.teachers[exchange.teacher]
+                substitute = exchange.reply if exchange.teacher is None else self.env.teachers[exchange.teacher]
                 # Copies: what the second play is scored with must not become turn rewards of the first.
                 tape = [replace(event) for event in events[:first]]
-                again = RolloutContext(self.env, self.example, path, tape, exchanged={module: instead})
-                other = await self._execute(again)
-            calls += sum(call.id.startswith(f"{self.example.id}/{path}#") for call in again.calls)
-            if other.reward is not None:
-                outcomes[module] = other.reward
+                replay = RolloutContext(self.env, self.example, path, tape, exchanged={module: substitute})
+                rollout = await self._execute(replay)
+            calls += sum(call.id.startswith(f"{self.example.id}/{path}#") for call in replay.calls)
+            if rollout.reward is not None:
+                outcomes[module] = rollout.reward
         return outcomes, calls
 
     def grow(self, number: int) -> None:
@@ -116,27 +118,27 @@ class _Tree:
         growth = self.plan.growth
         if growth is None or number > growth.rounds:
             return
-        # What each node has behind it: the root nothing, a call all that was requested up to the call after it.
-        behind: dict[str | None, list[Event]] = {}
+        # Prefix of the tape behind each node: empty at the root; at a call, all requests up to the call after it.
+        prefixes: dict[str | None, list[Event]] = {}
         for _, tape in sorted(zip(self.rollouts, self.tapes, strict=True), key=lambda branch: branch[0][0]):
             parent = None
-            for place, event in enumerate(tape):
+            for position, event in enumerate(tape):
                 if event.call is not None:
-                    behind.setdefault(parent, tape[:place])
+                    prefixes.setdefault(parent, tape[:position])
                     parent = event.call.id
         # Nodes have a call after them, so none is a leaf; a rollout that failed before its first call has no node.
-        nodes, count = list(behind.values()), len(self.rollouts)
+        nodes, count = list(prefixes.values()), len(self.rollouts)
         draws = rng.stream(*growth.key, "growth", self.index, number)
         for branch in range(growth.nodes if nodes else 0):
             self.start((self.index, count + branch), draws.choice(nodes), ())
 
     def leaves(self) -> list[tuple[tuple[int, ...], Rollout, list[Call]]]:
-        """Its rollouts by path and not by completion, so that the forest is the same whatever ended first."""
+        """Return the rollouts ordered by path, not by completion, so that the forest does not depend on timing."""
         leaves, growth = sorted(self.rollouts, key=lambda item: item[0]), self.plan.growth
         if growth is None:
             return leaves
-        kept = rng.stream(*growth.key, "kept", self.index).sample(leaves, min(growth.keep, len(leaves)))
-        return sorted(kept, key=lambda item: item[0])
+        selected = rng.stream(*growth.key, "kept", self.index).sample(leaves, min(growth.keep, len(leaves)))
+        return sorted(selected, key=lambda item: item[0])
 
     async def _teacher_forced(self, name: str, path: str) -> RolloutContext:
         """Run a teacher's program live; the context that forces its outputs on the student's program."""
@@ -151,7 +153,7 @@ class _Tree:
         )
 
     async def _run(self, ctx: RolloutContext, program: Program | None = None) -> object:
-        """The prediction of a program (None: the task's); whatever else happens is a `RolloutError`."""
+        """Return the prediction of a program (None: the task's); whatever else happens is a `RolloutError`."""
         limit = self.env.settings.timeout_s
         try:
             # Of the program alone: a judge has its own limit, and its time is not the model's doing.
@@ -200,7 +202,7 @@ class _Tree:
         return score
 
     async def _awaited(self, score: Awaitable[Score]) -> Score:
-        """The program has ended: a judge that takes its time must hold up no batch of the programs still alive."""
+        """Await a judge after the program has ended: it must hold up no batch of the programs still alive."""
         self.env.engine.leave()
         try:
             return await score
@@ -240,7 +242,7 @@ class _Tree:
 
 @asynccontextmanager
 async def _limited(limit: float, engine: Engine) -> AsyncIterator[None]:
-    """A limit on the time that a program takes while the engine of this process does not compute.
+    """Limit the time that a program takes while the engine of this process does not compute.
 
     All rollouts of a batch wait for its tokens together: on a slow machine hours, and no program's doing.
 
@@ -254,11 +256,11 @@ async def _limited(limit: float, engine: Engine) -> AsyncIterator[None]:
 
         def look() -> None:
             nonlocal watch
-            left = limit - (loop.time() - started) + (engine.computing_s - computing)
-            if left <= 0:
+            remaining_s = limit - (loop.time() - started) + (engine.computing_s - computing)
+            if remaining_s <= 0:
                 clock.reschedule(loop.time())
             else:
-                watch = loop.call_later(left, look)
+                watch = loop.call_later(remaining_s, look)
 
         try:
             yield
@@ -305,11 +307,11 @@ async def sample(
                         for task in done:
                             task.result()
         finally:
-            left = [task for tree in trees for task in tree.tasks]
+            pending = [task for tree in trees for task in tree.tasks]
             # After a failure nothing may go on: its requests would hold the engine's next batch.
-            for task in left:
+            for task in pending:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*pending, return_exceptions=True)
             for example, _ in plans:
                 env.engine.end_session(example.id)
     leaves = [leaf for tree in trees for leaf in tree.leaves()]
@@ -322,7 +324,7 @@ async def sample(
 
 
 def reserialised(forest: Forest, program: Canonical, encode: Callable[[str], Sequence[int]], end: int) -> Forest:
-    """The forest with the completion of every call replaced by its canonical text.
+    """Return the forest with the completion of every call replaced by its canonical text.
 
     Training on canonical text instead of the sampled tokens (`algo.reserialise`, the released code of arXiv
     2508.04660). What the policy sampled stays in `Call.sampled_ids` and `Call.text`. Calls that could not be parsed, or
@@ -333,10 +335,12 @@ def reserialised(forest: Forest, program: Canonical, encode: Callable[[str], Seq
         encode: text to token ids.
         end: id of the end-of-turn token, which ends every canonical completion.
     """
-    return replace(forest, calls={call.id: _again(call, program, encode, end) for call in forest.calls.values()})
+    return replace(
+        forest, calls={call.id: _canonical_call(call, program, encode, end) for call in forest.calls.values()}
+    )
 
 
-def _again(call: Call, program: Canonical, encode: Callable[[str], Sequence[int]], end: int) -> Call:
+def _canonical_call(call: Call, program: Canonical, encode: Callable[[str], Sequence[int]], end: int) -> Call:
     if not call.ok:
         return call
     try:
@@ -359,7 +363,7 @@ def _again(call: Call, program: Canonical, encode: Callable[[str], Sequence[int]
 
 
 def _raised(ctx: RolloutContext, kind: type[RolloutError], error: Exception) -> RolloutError:
-    """The failure that stands for an exception in the code of a program or its reward.
+    """Return the failure that stands for an exception in the code of a program or its reward.
 
     After a reply that does not parse, which the program caught, it is laid to the model: code that expects a value
     finds none. Laid to the program, a model that never parses would be a broken program, and never trained.
@@ -377,7 +381,7 @@ def _name(path: Sequence[int]) -> str:
 
 
 def _finite(score: Score) -> Score:
-    """The score with plain numbers; raises `RewardFailure` for one that is no number, not finite or too large."""
+    """Convert the score to plain numbers; raises `RewardFailure` if one is no number, not finite or too large."""
     return Score(
         reward=finite_numbers({"reward": score.reward})["reward"],
         metrics=finite_numbers(score.metrics),
@@ -387,6 +391,6 @@ def _finite(score: Score) -> Score:
 
 
 def _stopped_quietly(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    """A stop (Ctrl-C, SIGTERM) that hit a branch is reported once, by whoever stops the run, and not by every task."""
+    """Ignore a stop (Ctrl-C, SIGTERM) that hit a branch: the run reports it once, and not every task."""
     if not isinstance(context.get("exception"), KeyboardInterrupt):
         loop.default_exception_handler(context)

@@ -1,4 +1,4 @@
-"""One rollout with a model that says what a test tells it to: for tests of programs and rewards, without any weights.
+"""Rollout with a model whose replies a test prescribes: for tests of programs and rewards, without any weights.
 
 The program runs in a real `ctx` (tools, parsing, typed failures, limits on what it may call); only the engine is a
 script.
@@ -21,7 +21,7 @@ from mmrl.tasks.base import FieldProgram, Message, Task
 
 
 def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, object]]) -> Rollout:
-    """The program on one example, its calls answered by `replies` in order.
+    """Run the program on one example, its calls answered by `replies` in order.
 
     Args:
         replies: texts; for DSPy programs also output fields (`{"label": "spam"}`), which are written in DSPy's form.
@@ -54,7 +54,7 @@ def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, obje
 
 @dataclass(slots=True)
 class _Script(Engine):
-    """Gives the replies of a list, in order."""
+    """Engine that replies from a list, in order."""
 
     task: Task
     replies: list[str | Mapping[str, object]]
@@ -62,7 +62,7 @@ class _Script(Engine):
     requests: list[Request] = field(default_factory=list)
 
     async def generate(self, request: Request) -> Completion:
-        """The next reply, one token per character."""
+        """Return the next reply, one token per character."""
         self.requests.append(request)
         if not self.replies:
             raise EngineFailure(

@@ -26,7 +26,7 @@ _DEPENDS = "; it must depend only on its example and on what its models and tool
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """One thing on the tape, in the order of the program's requests."""
+    """Event on the tape, in the order of the program's requests."""
 
     kind: str
     """`call` or `tool`."""
@@ -37,7 +37,7 @@ class Event:
     # Untyped: the reply of a call or a tool's result, whose type only the program knows.
     outcome: asyncio.Future[Any]
     """Reply of a call, result of a tool."""
-    beside: bool = False
+    concurrent: bool = False
     """Requested while something else of the rollout was under way: the program has several strands."""
     call: Call | None = None
     """Set when a call is recorded."""
@@ -59,7 +59,7 @@ class Tape:
     """Replayed events, then live ones."""
     unplayed: list[int] = field(init=False)
     """Places on the tape that the program has not requested yet."""
-    asking: list[object] = field(default_factory=list)
+    tickets: list[object] = field(default_factory=list)
     """Requests that wait for others to be replayed, the first one first."""
     under_way: int = 0
     """Requests and tools that are not done."""
@@ -71,7 +71,7 @@ class Tape:
         self.unplayed = list(range(len(self.replay)))
 
     async def recorded(self, kind: str, name: str, request: object) -> Event | None:
-        """The event of this request, or None when the tape is played out.
+        """Return the event of this request, or None when the tape is played out.
 
         Raises:
             ReplayDivergence: there is another one.
@@ -81,26 +81,26 @@ class Tape:
                 event.nested = True
                 self._deliver(event)
         # By order and not by name: the order of requests is what a deterministic program repeats.
-        several = any(event.beside for event in self.replay)
+        concurrent = any(event.concurrent for event in self.replay)
         ticket = object()
-        self.asking.append(ticket)
+        self.tickets.append(ticket)
         try:
-            for _ in range(ROUNDS if several else 1):
+            for _ in range(ROUNDS if concurrent else 1):
                 if self.unplayed and self._is(self.unplayed[0], kind, name, request):
                     return self.events[self.unplayed.pop(0)]
-                if not self.unplayed and self.asking[0] is ticket:
+                if not self.unplayed and self.tickets[0] is ticket:
                     return None
-                if several:  # replies are there at once now, so that one strand may be ahead of the others
+                if concurrent:  # replies are there at once now, so that one strand may be ahead of the others
                     await asyncio.sleep(0)
         finally:
-            self.asking.remove(ticket)
-        if several or not self.unplayed:
+            self.tickets.remove(ticket)
+        if concurrent or not self.unplayed:
             # Some strand waits for something else than this tape. `check_played_out` finds what it never requests.
-            place = next((place for place in self.unplayed if self._is(place, kind, name, request)), None)
-            if place is None:
+            position = next((position for position in self.unplayed if self._is(position, kind, name, request)), None)
+            if position is None:
                 return None
-            self.unplayed.remove(place)
-            return self.events[place]
+            self.unplayed.remove(position)
+            return self.events[position]
         event = self.events[self.unplayed[0]]
         raise ReplayDivergence(
             f"run again for another rollout of its example, the program made {kind} '{name}' "
@@ -108,20 +108,20 @@ class Tape:
             + f" as its request {self.unplayed[0] + 1}{_DEPENDS}"
         )
 
-    def record(self, kind: str, name: str, request: object, again: Event | None = None) -> Event:
-        """Put a request on the tape; `again` is the event whose place it takes in this rollout."""
+    def record(self, kind: str, name: str, request: object, replaced: Event | None = None) -> Event:
+        """Put a request on the tape; `replaced` is the event whose place it takes in this rollout."""
         event = Event(kind, name, request, asyncio.get_running_loop().create_future(), self.under_way > 0)
         # A failed event may have no sibling that replays it; its exception is raised in the program itself.
         event.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
-        if again is None:
+        if replaced is None:
             self.events.append(event)
         else:
-            event.beside, event.nested = again.beside, True
-            self.events[self.events.index(again)] = event
+            event.concurrent, event.nested = replaced.concurrent, True
+            self.events[self.events.index(replaced)] = event
         return event
 
     async def outcome_of(self, event: Event) -> Any:
-        """The outcome of an event that is replayed."""
+        """Return the outcome of an event that is replayed."""
         if event.kind == "tool" and not event.outcome.done():
             # Another rollout's tool is still running: a strand that the schedule waits for, as for one of its own.
             self.begin()
@@ -145,17 +145,15 @@ class Tape:
                 self.engine.enter()
 
     def begin(self) -> None:
-        """A request or tool is under way from now on."""
+        """Count a request or tool as under way."""
         self.under_way += 1
         if self.under_way > 1 or self.waiting:  # one more strand of the program, which the schedule waits for
             self.engine.enter()
 
     def end(self) -> None:
-        """It is no more."""
+        """Count a request or tool as ended."""
         self.under_way -= 1
-        if (
-            self.under_way or self.waiting
-        ):  # whichever ends first: the program itself counts for the strand that ends last
+        if self.under_way or self.waiting:  # the program itself counts for the strand that ends last
             self.engine.leave()
 
     @contextmanager
@@ -179,7 +177,7 @@ class Tape:
                 await other.delivered.wait()
 
     def check_played_out(self) -> None:
-        """After the program has ended.
+        """Check, after the program's end, that all was replayed.
 
         Raises:
             ReplayDivergence: it never requested something that is on its tape.
@@ -192,14 +190,14 @@ class Tape:
             )
 
     def calls(self) -> list[Call]:
-        """Recorded calls in order, replayed ones included; each has the one before it as parent.
+        """Return recorded calls in order, replayed ones included; each has the one before it as parent.
 
         The order is that of the requests. Parents are set here: of concurrent calls the first requested may end last.
         """
         chain: list[Call] = []
-        for place, event in enumerate(self.events):
+        for position, event in enumerate(self.events):
             # What was not requested again is another rollout's.
-            if event.call is not None and place not in self.unplayed:
+            if event.call is not None and position not in self.unplayed:
                 parent = chain[-1].id if chain else None
                 chain.append(event.call if event.call.parent == parent else replace(event.call, parent=parent))
         return chain
@@ -209,8 +207,8 @@ class Tape:
             event.delivered.set()
             self.end()
 
-    def _is(self, place: int, kind: str, name: str, request: object) -> bool:
-        event = self.events[place]
+    def _is(self, position: int, kind: str, name: str, request: object) -> bool:
+        event = self.events[position]
         if (event.kind, event.name) != (kind, name):
             return False
         try:

@@ -33,13 +33,13 @@ class LoadedTeacher:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     shares_vocabulary: bool
-    """True where its token ids are the student's, so that its samples are trained as they are."""
+    """True if its token ids are the student's, so that its samples are trained as they are."""
 
 
 def teachers_of_step(
     loaded: Mapping[str, LoadedTeacher], settings: SamplingSettings, key: rng.Key, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Teacher]:
-    """The teachers as rollouts of one step use them; `tokenizer` is the student's."""
+    """Return the teachers as rollouts of one step use them; `tokenizer` is the student's."""
 
     def reencoded(ids: tuple[int, ...], text: str, finish: str) -> tuple[int, ...]:
         # A text has no end-of-turn token: the student learns to end its turn where the teacher ended its own.
@@ -48,10 +48,10 @@ def teachers_of_step(
 
     return {
         name: Teacher(
-            environment=make_environment(own.task, own.engine, own.tokenizer, settings, key),
-            student_ids=(lambda ids, text, finish: ids) if own.shares_vocabulary else reencoded,
+            environment=make_environment(teacher.task, teacher.engine, teacher.tokenizer, settings, key),
+            student_ids=(lambda ids, text, finish: ids) if teacher.shares_vocabulary else reencoded,
         )
-        for name, own in loaded.items()
+        for name, teacher in loaded.items()
     }
 
 
@@ -63,16 +63,16 @@ class TeacherForcedContext(RolloutContext):
     source: RolloutContext
     """The teacher's finished rollout."""
     failure: RolloutError | None
-    """What ended it, if it failed."""
+    """Error that ended it, if it failed."""
 
     async def remember(
         self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]
     ) -> object:
-        """The teacher's result where it used the tool with the same arguments at this place, else the tool itself."""
+        """Return the teacher's result if it used the tool with the same arguments at this place, else run the tool."""
         # By order among the uses of this tool: the two programs may interleave tools and calls differently.
         position = sum(event.kind == "tool" and event.name == name for event in self.events)
-        used = self._of_teacher("tool", name)
-        match = used[position] if position < len(used) else None
+        uses = self._of_teacher("tool", name)
+        match = uses[position] if position < len(uses) else None
         if match is not None and match.request == arguments and match.outcome.done() and not match.nested:
             self.events.append(match)
             result: object = match.outcome.result()
@@ -101,20 +101,20 @@ class TeacherForcedContext(RolloutContext):
         )
 
     def _match(self, generation: Generation) -> Call:
-        """The teacher's call of the same module and invocation.
+        """Return the teacher's call of the same module and invocation.
 
         Raises:
             RolloutError: the teacher failed there, or never made such a call.
         """
         module = generation.module
         invocation = sum(event.name == module for event in generation.earlier)
-        made = self._of_teacher("call", module)
-        if invocation < len(made):
-            call = made[invocation].call
+        calls = self._of_teacher("call", module)
+        if invocation < len(calls):
+            call = calls[invocation].call
             if call is not None:
                 return call
-            if made[invocation].outcome.done():
-                made[invocation].outcome.result()  # raises what ended the teacher's rollout there
+            if calls[invocation].outcome.done():
+                calls[invocation].outcome.result()  # raises what ended the teacher's rollout there
         raise self.failure or ReplayDivergence(
             f"the student's program requests call {invocation} of module '{module}', which teacher '{self.teacher}' "
             "never made"

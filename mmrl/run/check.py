@@ -25,7 +25,7 @@ from mmrl.config import (
 )
 from mmrl.config.base import value_at
 from mmrl.config.rules import across_sections, engine_name, without_effect
-from mmrl.engines.endpoint_engine import named, unreachable
+from mmrl.engines.endpoint_engine import unreachable, with_model
 from mmrl.errors import ConfigError, gathered, unknown
 from mmrl.models.hub import weights_problems
 from mmrl.models.policy import Policy, resolve
@@ -250,7 +250,7 @@ def endpoints_away(config: RootConfig) -> list[str]:
     endpoints = config.engine.endpoints or {}
     needed = {f"engine.endpoints.{module}": settings for module, settings in endpoints.items()}
     if engine_name(config) == "openai" and (policy := value_at(config, "policy")) is not None:
-        needed["engine.endpoint"] = named(config.engine, str(policy))
+        needed["engine.endpoint"] = with_model(config.engine, str(policy))
     return unreachable(needed)
 
 

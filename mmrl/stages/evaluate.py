@@ -24,7 +24,7 @@ from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.stages import Stage
 from mmrl.stages.step_log import StepLog
-from mmrl.stages.step_metrics import failed_share, module_metrics, never
+from mmrl.stages.step_metrics import failed_share, module_metrics, never_metrics
 from mmrl.system.files import append_jsonl, atomic_write, dumps, read_jsonl, repair_jsonl
 from mmrl.system.processes import ALONE, Processes
 
@@ -53,7 +53,7 @@ def evaluate(
         results: JSONL of per-item results; items already there are not run again.
         on_forest: given each chunk's number and forest, for the journal; None for items that fill gaps in `results`.
         processes: who share the work; only the main one writes.
-        again: whether items were taken out of `results` (`drop_failed`) to be evaluated again, and no others.
+        again: True if items were taken out of `results` (`drop_failed`) to be evaluated again, and no others.
 
     Returns:
         One item per example: id, means over samples of reward and metrics, errors. Failed rollouts score 0, or what
@@ -61,19 +61,19 @@ def evaluate(
         rollouts had failed from outside causes.
     """
     # The first ones and no random choice: evaluations of different runs are compared item by item.
-    chosen = list(examples[: settings.items] if settings.items else examples)
+    selected = list(examples[: settings.items] if settings.items else examples)
     done: dict[str, Item] = {}
     if results:
         if processes.main:
-            done = _read_back(results, [] if again else chosen)
+            done = _read_back(results, [] if again else selected)
         done = processes.first(done)
-    in_order = not again and list(done) == [e.id for e in chosen[: len(done)]]
-    for chunk in chunks([e for e in chosen if e.id not in done]):
+    in_order = not again and list(done) == [e.id for e in selected[: len(done)]]
+    for chunk in chunks([e for e in selected if e.id not in done]):
         # One key for all chunks: where a chunk begins depends on what a killed evaluation left.
         env = env_for((seed, "eval"))
         plans = [(example, independent(settings.samples)) for example in processes.share(chunk)]
         forest = processes.forest(asyncio.run(sample(env, plans, reward_set)), chunk)
-        items = item_results(forest, env.task.failed_metrics, never(env.task))
+        items = item_results(forest, env.task.failed_metrics, never_metrics(env.task))
         # The journal before the results: an item in the results has its journal.
         if on_forest:
             on_forest(len(done) // CHUNK if in_order else None, forest)
@@ -82,7 +82,7 @@ def evaluate(
         done |= {item["id"]: item for item in items}
         if too_many_failed(list(done.values()), settings):  # whatever is broken, the next chunk would meet it too
             break
-    return [done[example.id] for example in chosen if example.id in done]
+    return [done[example.id] for example in selected if example.id in done]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Evaluations:
         return self._scored(0, "evaluation before training")
 
     def final(self) -> list[Item]:
-        """The results after the last step; evaluated once more if too much of that evaluation failed.
+        """Return the results after the last step; evaluated once more if too much of that evaluation failed.
 
         Raises:
             TooManyFailures: again; nothing of it stays, and a resume evaluates again.
@@ -136,12 +136,12 @@ class Evaluations:
         return self.items(step)
 
     def due(self, step: int) -> bool:
-        """True where an evaluation is due after `step` steps: after the last one, and every `eval.every`."""
+        """Return True if an evaluation is due after `step` steps: after the last one, and every `eval.every`."""
         every = self.settings.every
         return step == self.last_step or bool(every and step % every == 0)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The metrics after `step` steps, with names `eval/<split>/<metric>`; without scores if too much failed."""
+        """Return the metrics after `step` steps, named `eval/<split>/<metric>`; without scores if too much failed."""
         started, split = time.perf_counter(), self.settings.split
         self.log.progress.status(f"evaluating {split}")
         items = self.items(step)
@@ -161,7 +161,7 @@ class Evaluations:
         }
 
     def items(self, step: int) -> list[Item]:
-        """Per-item results after `step` steps, evaluated now or read back; not kept if too much of them failed."""
+        """Return per-item results after `step` steps, evaluated now or read back; not kept if too many failed."""
 
         def environment(key: rng.Key) -> Environment:
             self.stage.sync(step)  # not before: a resumed run whose items are all there need not push old weights
@@ -197,14 +197,14 @@ def drop_failed(results: Path) -> int:
     return len(items) - len(complete)
 
 
-def _read_back(results: Path, chosen: Sequence[Example]) -> dict[str, Item]:
-    """The items of whole chunks; what a kill has left of another chunk is cut off, and evaluated again with the rest.
+def _read_back(results: Path, selected: Sequence[Example]) -> dict[str, Item]:
+    """Read the items of whole chunks; part of a chunk, left by a kill, is cut off and evaluated again with the rest.
 
     So a chunk always has the same items, of which each may see the others in the last bits of its logits.
     """
     repair_jsonl(results)  # a line torn by a kill must not swallow the next one
     items = read_items(results)
-    if len(items) < len(chosen) and [item["id"] for item in items] == [e.id for e in chosen[: len(items)]]:
+    if len(items) < len(selected) and [item["id"] for item in items] == [e.id for e in selected[: len(items)]]:
         items = items[: len(items) // CHUNK * CHUNK]
     if len(items) < len(read_jsonl(results)):  # also where a line is there twice
         _write_items(results, items)
@@ -216,7 +216,7 @@ def _write_items(results: Path, items: Sequence[Item]) -> None:
 
 
 def read_items(results: Path) -> list[Item]:
-    """Per-item results of a file, each item once; a missing file is empty.
+    """Return per-item results of a file, each item once; a missing file is empty.
 
     Raises:
         DataError: a line that is none of an evaluation.
@@ -229,13 +229,13 @@ def read_items(results: Path) -> list[Item]:
 
 
 def chunks(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
-    """Consecutive chunks of `CHUNK` examples."""
+    """Yield consecutive chunks of `CHUNK` examples."""
     for start in range(0, len(examples), CHUNK):
         yield examples[start : start + CHUNK]
 
 
 def item_results(forest: Forest, failed: Mapping[str, float], without: Collection[str] = ()) -> list[Item]:
-    """Per-item results of an evaluated forest, in its order.
+    """Return per-item results of an evaluated forest, in its order.
 
     Args:
         failed: metrics of a rollout without a score.
@@ -271,21 +271,21 @@ def item_results(forest: Forest, failed: Mapping[str, float], without: Collectio
 
 
 def failed_kinds(items: Sequence[Item]) -> list[str]:
-    """The kind of each failure that was no doing of the model."""
+    """Return the kind of each failure that was no doing of the model."""
     return [error for item in items for error in item["errors"] if error not in MODEL_CAUSED]
 
 
 def too_many_failed(items: Sequence[Item], settings: EvalConfig) -> str:
-    """One sentence where more than `eval.max_failed_share` failed by no doing of the model; empty where it did not."""
+    """Describe failures that are not the model's if they exceed `eval.max_failed_share`; empty if they do not."""
     share, limit = fmean(item["failed_share"] for item in items) if items else 0.0, settings.max_failed_share
     if share <= limit:
         return ""
-    how, failures = failed_how(failed_kinds(items)), infrastructure_failures(items)
-    return f"{share:.0%} of the rollouts failed {how}, more than eval.max_failed_share={limit:.0%} ({failures})"
+    causes, failures = failed_how(failed_kinds(items)), infrastructure_failures(items)
+    return f"{share:.0%} of the rollouts failed {causes}, more than eval.max_failed_share={limit:.0%} ({failures})"
 
 
 def without_scores(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of `evaluation_metrics` that are no means over items."""
+    """Return the metrics of `evaluation_metrics` that are no means over items."""
     scores = {name for name in metrics if f"{name}_low" in metrics}
     return {
         name: value for name, value in metrics.items() if name.removesuffix("_low").removesuffix("_high") not in scores
@@ -293,7 +293,7 @@ def without_scores(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def infrastructure_failures(items: Sequence[Item]) -> str:
-    """The number of infrastructure failures of each kind, and the first message; empty where there are none."""
+    """Return the number of infrastructure failures of each kind, and the first message; empty where there are none."""
     counts = Counter(failed_kinds(items))
     if not counts:
         return ""
@@ -305,7 +305,7 @@ def infrastructure_failures(items: Sequence[Item]) -> str:
 
 
 def evaluation_metrics(items: Sequence[Item], settings: EvalConfig, seed: int) -> dict[str, float]:
-    """Means over items with 95 % bootstrap intervals (`<name>_low`, `<name>_high`)."""
+    """Return means over items with 95 % bootstrap intervals (`<name>_low`, `<name>_high`)."""
     metrics: dict[str, float] = {"n": float(len(items))}
     names = sorted({name for item in items for name in item["metrics"]})
     for name in names:

@@ -19,7 +19,7 @@ FACT = "gold_probability"
 
 
 def gold_problems(task: Task, examples: Sequence[Example]) -> list[str]:
-    """The one sentence for a task that cannot be closed, or for examples without a gold answer."""
+    """Return the one sentence for a task that cannot be closed, or for examples without a gold answer."""
     if not isinstance(task, Closing):
         return [f"task.reward: got gain, and task={task.name} has no `closing` (docs/credits.md)"]
     without = [example.id for example in examples if not task.closing(example)[1]]
@@ -38,7 +38,7 @@ def with_gains(
     encode: Callable[[str], Sequence[int]],
     logprobs: Callable[[Sequence[Call]], Sequence[Sequence[float]]],
 ) -> Forest:
-    """The forest with `turn_reward` p(next call) - p(call) on every call that another one follows.
+    """Return the forest with `turn_reward` p(next call) - p(call) on every call that another one follows.
 
     p is exp of the mean log-probability of a gold answer's tokens after the call's prompt and the text that closes it
     (`Closing.closing`), the highest of several gold answers.
@@ -52,11 +52,11 @@ def with_gains(
         frame_text, gold_texts = task.closing(example)
         closed[name] = tuple(encode(frame_text)), [tuple(encode(gold)) for gold in gold_texts]
     # One forward for equal prompts, as of siblings.
-    wanted: dict[tuple[tuple[int, ...], tuple[int, ...]], Call] = {}
+    scored_calls: dict[tuple[tuple[int, ...], tuple[int, ...]], Call] = {}
     for call in forest.calls.values():
         frame, golds = closed[call.example]
         for gold in golds:
-            wanted[call.prompt_ids, gold] = Call(
+            scored_calls[call.prompt_ids, gold] = Call(
                 id=call.id,
                 example=call.example,
                 parent=None,
@@ -65,7 +65,7 @@ def with_gains(
                 completion_ids=gold,
                 completion_tokens=len(gold),
             )
-    scored = dict(zip(wanted, logprobs(list(wanted.values())), strict=True))
+    scored = dict(zip(scored_calls, logprobs(list(scored_calls.values())), strict=True))
     gold_probability = {
         call.id: max(math.exp(fmean(scored[call.prompt_ids, gold])) for gold in closed[call.example][1])
         for call in forest.calls.values()

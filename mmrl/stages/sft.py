@@ -50,7 +50,7 @@ FINGERPRINT = "warmup"
 
 @dataclass(kw_only=True)
 class SftStage(Stage[SftCommandConfig]):
-    """Trains a policy on given completions; its engine samples the rollouts of `algo.source=rollouts`.
+    """Supervised training on given completions; its engine samples the rollouts of `algo.source=rollouts`.
 
     Args:
         trainer: holds the policy, before and after `improve`; calls `next_batch`, `on_step_end` and `recorded`.
@@ -79,9 +79,9 @@ class SftStage(Stage[SftCommandConfig]):
         """
         self.evaluations = evaluations
         algo, done = self.config.algo, 0
-        self.calls = self._fitting(self._sampled() if algo.source == "rollouts" else self._given())
+        self.calls = self._fitting(self._sampled() if algo.source == "rollouts" else self._demonstrated())
         self.data = digest(self.calls)
-        self.log.progress.note(self._said())
+        self.log.progress.note(self._describe_data())
         if checkpoint is None:
             self.log.rundir.append_metrics(0, self.facts)
         elif saved_extra(checkpoint).get(FINGERPRINT, {}).get("data") != self.data:
@@ -97,29 +97,29 @@ class SftStage(Stage[SftCommandConfig]):
         self.log.obey_stop()
 
     def next_batch(self, step: int) -> StepBatch:
-        """The calls of step number `step`; a stop ends the run here, and the trainer saves first."""
+        """Return the calls of step number `step`; a stop ends the run here, and the trainer saves first."""
         self.log.obey_stop()
         self.log.begin()
-        chosen = [self.calls[row] for row in islice(self.rows, self.config.train.batch_size)]
-        return step_batch(step, chosen)
+        calls = [self.calls[row] for row in islice(self.rows, self.config.train.batch_size)]
+        return step_batch(step, calls)
 
     def recorded(self) -> Mapping[str, object]:
         """Record of the sequences in a checkpoint."""
         return {FINGERPRINT: {"data": self.data}}
 
     def describe(self) -> dict[str, str]:
-        """Facts for the summary, once `improve` has begun."""
+        """Return facts for the summary, once `improve` has begun."""
         facts = {key.removeprefix("sft/"): f"{value:,.0f}" for key, value in self.facts.items() if key in _SHOWN}
         supervised = ", ".join(f"{value} {_SHOWN[f'sft/{key}']}" for key, value in facts.items())
         return {"supervised": supervised, **self.assignment.describe(), **self.engine.describe()}
 
-    def _given(self) -> list[tuple[str, Call]]:
-        """The sequences of the task's demonstrations or of the file, each with its place."""
+    def _demonstrated(self) -> list[tuple[str, Call]]:
+        """Return the sequences of the task's demonstrations or of the file, each with its place."""
         examples = read_examples(self.config, self.task, tuple(self.assignment.untrained))
         return [(where, encode(self.tokenizer, demonstration)) for where, demonstration in examples]
 
     def _sampled(self) -> list[tuple[str, Call]]:
-        """The calls of the best rollouts, as they were sampled, each with its id."""
+        """Return the calls of the best rollouts, as they were sampled, each with its id."""
         algo, untrained = self.config.algo, self.assignment.untrained
         forest = self._rollouts()
         check_failures(forest, self.config.train.max_failed_share, "algo.source=rollouts")
@@ -143,7 +143,7 @@ class SftStage(Stage[SftCommandConfig]):
         return [(f"call {call.id}", plain_call(call.module, call.prompt_ids, call.completion_ids)) for call in calls]
 
     def _rollouts(self) -> Forest:
-        """All rollouts of the train split, sampled now or read back from the journal."""
+        """Return all rollouts of the train split, sampled now or read back from the journal."""
         examples = self.task.examples("train")
         forests: list[Forest] = []
         for number, chunk in enumerate(chunks(examples)):
@@ -162,14 +162,14 @@ class SftStage(Stage[SftCommandConfig]):
         )
 
     def _roll_out(self, examples: Sequence[Example]) -> Forest:
-        """`algo.rollouts` independent rollouts of each example."""
+        """Sample `algo.rollouts` independent rollouts of each example."""
         # One key for all chunks: what is sampled of an example does not depend on where a chunk begins.
         env = self.environment(self.config.algo, (self.config.seed, "sft"))
         plans = [(example, independent(self.config.algo.rollouts)) for example in examples]
         return asyncio.run(sample(env, plans, self.reward_set))
 
     def _fitting(self, sequences: Sequence[tuple[str, Call]]) -> list[Call]:
-        """The sequences that fit into the context; the others are counted, and the first of them is named.
+        """Return the sequences that fit into the context; the others are counted, and the first of them is named.
 
         Raises:
             DataError: none fits.
@@ -193,15 +193,15 @@ class SftStage(Stage[SftCommandConfig]):
         }
         return fitting
 
-    def _said(self) -> str:
-        """Source and numbers of the sequences, in one line."""
+    def _describe_data(self) -> str:
+        """Return the source and numbers of the sequences, in one line."""
         counts = Counter(item.module or "no module" for item in self.calls)
-        of = {"task": "demonstrations of the task", "file": str(self.config.algo.file), "rollouts": "own rollouts"}
-        shown = ", ".join(f"{module} {count}" for module, count in counts.items())
-        return f"training on {len(self.calls)} sequences from {of[self.config.algo.source]}: {shown}"
+        sources = {"task": "demonstrations of the task", "file": str(self.config.algo.file), "rollouts": "own rollouts"}
+        per_module = ", ".join(f"{module} {count}" for module, count in counts.items())
+        return f"training on {len(self.calls)} sequences from {sources[self.config.algo.source]}: {per_module}"
 
     def on_step_end(self, step: int, update: Mapping[str, float]) -> None:
-        """The record of a step, with an evaluation where one is due."""
+        """Record a step, with an evaluation if one is due."""
         metrics = self.log.record(update)
         # Nothing is sampled in a step of this stage.
         metrics = {name: value for name, value in metrics.items() if name not in _NOT_HERE}
@@ -222,7 +222,7 @@ _NOT_HERE = {"train/calls_skipped"} | {f"time/{p}" for p in ("generate", "retrie
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> Call:
-    """A demonstration as a call; the end-of-turn token is the last of its completion."""
+    """Convert a demonstration to a call; the end-of-turn token is the last of its completion."""
     # By the same functions as in rollouts, so that the ids are those that a rollout would send.
     prompt_ids = render_prompt(tokenizer, demonstration.messages)
     for completion, observation in demonstration.history:
@@ -232,18 +232,18 @@ def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> 
 
 
 def plain_call(module: str, prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Call:
-    """A call of ids alone: without log-probabilities nothing is compared with a sampler."""
+    """Return a call of ids alone: without log-probabilities nothing is compared with a sampler."""
     bare = Call(id="", example="", parent=None, module=module, completion_tokens=len(completion_ids))
     return replace(bare, prompt_ids=prompt_ids, completion_ids=completion_ids)
 
 
 def tokens_of(call: Call) -> int:
-    """Tokens of prompt and completion together."""
+    """Return the tokens of prompt and completion together."""
     return len(call.prompt_ids) + len(call.completion_ids)
 
 
 def order(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterator[int]:
-    """Indices into `calls` without end: one pass after the other (`passes`), each in a new order.
+    """Yield indices into `calls` without end: one pass after the other (`passes`), each in a new order.
 
     A step may take the end of a pass and the start of the next: all steps are of one size, and no call is left out.
     """
@@ -253,7 +253,7 @@ def order(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterato
 
 
 def passes(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterator[tuple[list[int], random.Random]]:
-    """The indices into `calls` that a pass has, in their order, and its source of draws; pass after pass without end.
+    """Yield each pass's indices into `calls`, in their order, and its source of draws; passes never end.
 
     Args:
         mix: module -> how often a pass has each of its calls, relative to 1 for modules not named; rounded up or down
@@ -270,19 +270,19 @@ def passes(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterat
 
 
 def step_batch(step: int, calls: Sequence[Call]) -> StepBatch:
-    """The calls of a step: the loss is the mean over all their completion tokens."""
+    """Return the calls of a step: the loss is the mean over all their completion tokens."""
     weight = 1 / sum(len(call.completion_ids) for call in calls)
-    trained = [train_call(f"{place}", call, weight) for place, call in enumerate(calls)]
+    trained = [train_call(f"{index}", call, weight) for index, call in enumerate(calls)]
     return StepBatch(step=step, calls=trained, metrics={"train/sequences": float(len(calls))})
 
 
 def train_call(name: str, call: Call, weight: float) -> TrainCall:
-    """A call whose tokens all have advantage 1 and one weight; `name`: its id within the step."""
+    """Return a call whose tokens all have advantage 1 and one weight; `name`: its id within the step."""
     tokens = len(call.completion_ids)
     entry = Entry(call=name, reward=1.0, advantages=(1.0,) * tokens, weights=(weight,) * tokens)
     return TrainCall(call=replace(call, id=name), entries=(entry,))
 
 
 def digest(calls: Sequence[Call]) -> str:
-    """Digest of the sequences, which tells those of two runs apart."""
+    """Return the digest of the sequences, which tells those of two runs apart."""
     return f"{rng.digest(*(str((call.module, call.prompt_ids, call.completion_ids)) for call in calls)):032x}"

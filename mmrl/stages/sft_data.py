@@ -55,7 +55,7 @@ class _Fields(BaseModel, extra="forbid"):
 
 
 def sft_problems(config: SftCommandConfig, task: Task, frozen: Sequence[str] = ()) -> list[str]:
-    """Problems of a supervised run, one sentence each, before any model loads.
+    """Return problems of a supervised run, one sentence each, before any model loads.
 
     Args:
         frozen: modules that are out of the loss (`model.modules`, `engine.endpoints`).
@@ -83,44 +83,44 @@ def sft_problems(config: SftCommandConfig, task: Task, frozen: Sequence[str] = (
 
 
 def read_examples(config: SftCommandConfig, task: Task, frozen: Sequence[str] = ()) -> list[Supervised]:
-    """The demonstrations of `algo.source` task or file, of the modules that are trained.
+    """Return the demonstrations of `algo.source` task or file, of the modules that are trained.
 
     Raises:
         ConfigError: there are none.
         DataError: records of the file that are none, up to `SHOWN` of them named.
     """
     algo = config.algo
-    given = demonstrated(task, algo, frozen) if algo.source == "task" else read_file(config, task)
-    examples = [(where, shown) for where, shown in given if shown.module not in frozen]
+    candidates = demonstrated(task, algo, frozen) if algo.source == "task" else read_file(config, task)
+    examples = [(where, demonstration) for where, demonstration in candidates if demonstration.module not in frozen]
     if not examples:
         raise ConfigError(_nothing(algo, task))
     return examples
 
 
 def _nothing(algo: SftConfig, task: Task) -> str:
-    of = f" of {', '.join(algo.modules)}" if algo.modules else ""
+    modules = f" of {', '.join(algo.modules)}" if algo.modules else ""
     if algo.source == "file":
-        return f"algo.file: {algo.file} holds no examples{of}"
+        return f"algo.file: {algo.file} holds no examples{modules}"
     return (
-        f"algo.source: task={task.name} makes no demonstrations{of} of its train examples; use algo.source=file "
+        f"algo.source: task={task.name} makes no demonstrations{modules} of its train examples; use algo.source=file "
         "algo.file=FILE, or algo.source=rollouts"
     )
 
 
 def demonstrated(task: Task, algo: SftConfig, frozen: Sequence[str] = ()) -> Iterator[Supervised]:
-    """The demonstrations that a task makes of its train examples, one example after the other."""
+    """Yield the demonstrations that a task makes of its train examples, one example after the other."""
     # It imports every task of the package, which a file or rollouts do not need.
     from mmrl.tasks.mini.teach import demonstrations
 
     for example in task.examples("train"):
-        made = task.demonstrations(example) if isinstance(task, Demonstrating) else demonstrations(task, example)
-        for shown in made:
-            if shown.module not in frozen and (algo.modules is None or shown.module in algo.modules):
-                yield f"example {example.id}", shown
+        taught = task.demonstrations(example) if isinstance(task, Demonstrating) else demonstrations(task, example)
+        for demonstration in taught:
+            if demonstration.module not in frozen and (algo.modules is None or demonstration.module in algo.modules):
+                yield f"example {example.id}", demonstration
 
 
 def read_file(config: SftCommandConfig, task: Task) -> list[Supervised]:
-    """The records of `algo.file`, each checked, of the modules in `algo.modules`.
+    """Return the records of `algo.file`, each checked, of the modules in `algo.modules`.
 
     Raises:
         DataError: records that are no examples, up to `SHOWN` of them named.
@@ -131,20 +131,22 @@ def read_file(config: SftCommandConfig, task: Task) -> list[Supervised]:
     examples, problems = [], []
     for row in Source("algo.file", algo.file or "").rows("train"):
         try:
-            shown = _example(row, task, shared)
+            demonstration = _example(row, task, shared)
         except ConfigError as error:
             problems += [f"algo.file: {row.where}: {problem}" for problem in error.problems]
             continue
-        if algo.modules is None or shown.module in algo.modules:
-            examples.append((row.where, shown))
+        if algo.modules is None or demonstration.module in algo.modules:
+            examples.append((row.where, demonstration))
     if problems:
-        more = len(problems) - SHOWN
-        raise DataError(problems[:SHOWN] + ([f"algo.file: {more} more problems like these"] if more > 0 else []))
+        unlisted = len(problems) - SHOWN
+        raise DataError(
+            problems[:SHOWN] + ([f"algo.file: {unlisted} more problems like these"] if unlisted > 0 else [])
+        )
     return examples
 
 
 def _example(row: Row, task: Task, shared: bool) -> Demonstration:
-    """One record as a demonstration; `shared`: whether a chat may be of no module.
+    """Convert a record to a demonstration; `shared`: True if a chat may name no module.
 
     Raises:
         ConfigError: what is wrong with it, without its place.
@@ -153,27 +155,27 @@ def _example(row: Row, task: Task, shared: bool) -> Demonstration:
     if not isinstance(record, Mapping):
         raise ConfigError(f"got {type(record).__name__}, expected an object")
     # A file of several kinds of records, as tables have them, holds null for the fields that a record lacks.
-    given = {str(key): value for key, value in record.items() if value is not None}
-    if given.keys().isdisjoint(("messages", "inputs", "outputs")):
-        got = ", ".join(sorted(given)) or "nothing"
+    fields = {str(key): value for key, value in record.items() if value is not None}
+    if fields.keys().isdisjoint(("messages", "inputs", "outputs")):
+        got = ", ".join(sorted(fields)) or "nothing"
         raise ConfigError(f"got an object with {got}, expected messages, or inputs and outputs")
-    kind = _Chat if "messages" in given else _Fields
+    kind = _Chat if "messages" in fields else _Fields
     try:
-        found = kind.model_validate(given)
+        parsed = kind.model_validate(fields)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
         raise ConfigError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems) from None
-    module = _module(found.module, task, shared and isinstance(found, _Chat))
-    if isinstance(found, _Chat):
-        messages: list[Message] = [{"role": m.role, "content": m.content} for m in found.messages]
+    module = _module(parsed.module, task, shared and isinstance(parsed, _Chat))
+    if isinstance(parsed, _Chat):
+        messages: list[Message] = [{"role": m.role, "content": m.content} for m in parsed.messages]
         return Demonstration(module=module, messages=messages[:-1], completion=messages[-1]["content"])
     if not isinstance(task.program, FieldProgram):
         raise ConfigError(f"inputs, outputs: task={task.name} is no DSPy program, so fields say nothing; use messages")
-    return task.program.demonstration(module, found.inputs, found.outputs)
+    return task.program.demonstration(module, parsed.inputs, parsed.outputs)
 
 
 def _module(name: str | None, task: Task, optional: bool) -> str:
-    """The module that a record is of; empty for none."""
+    """Return the module that a record is of; empty for none."""
     modules = task.program.modules
     if name is None and len(modules) == 1:
         return modules[0]
@@ -187,26 +189,26 @@ def _module(name: str | None, task: Task, optional: bool) -> str:
 
 
 def best_rollouts(forest: Forest, algo: SftConfig, seed: int) -> list[Rollout]:
-    """The rollouts that are trained on, in the order of their examples.
+    """Return the rollouts that are trained on, in the order of their examples.
 
     Of each example the `algo.per_example` best of those with at least `algo.min_reward`; among equal ones it is drawn.
 
     Raises:
         ConfigError: there are none.
     """
-    chosen: list[Rollout] = []
+    selected: list[Rollout] = []
     scored = [r for r in forest.rollouts if r.reward is not None and r.error is None and r.leaf is not None]
     for example in forest.examples:
         good = [r for r in scored if r.example == example and (r.reward or 0.0) >= algo.min_reward]
         # Not the first ones: which rollouts are first may say something of how they were sampled.
         rng.stream(seed, "sft", example).shuffle(good)
         good.sort(key=lambda rollout: -(rollout.reward or 0.0))
-        chosen += good[: algo.per_example]
-    if not chosen:
+        selected += good[: algo.per_example]
+    if not selected:
         best = max((r.reward for r in scored if r.reward is not None), default=None)
         reached = "all of them failed" if best is None else f"the best has {best:g}"
         raise ConfigError(
             f"algo.min_reward: none of the {len(forest.rollouts)} rollouts has {algo.min_reward:g} or more, {reached}; "
             "set a smaller one, or more algo.rollouts"
         )
-    return chosen
+    return selected

@@ -30,19 +30,19 @@ def memory() -> dict[str, float]:
     """`memory/*`: what this process holds on the host; where there is a GPU, the most that was held of its device since
     the last call: by this process, and by others as far as they hold it now (a vLLM in a process of its own).
     """
-    found = {"memory/rss_mb": psutil.Process().memory_info().rss / 1e6}
+    metrics = {"memory/rss_mb": psutil.Process().memory_info().rss / 1e6}
     torch = sys.modules.get("torch")  # where nothing has loaded it nothing is on a device
     if torch is None or not torch.cuda.is_available():
-        return found
+        return metrics
     free, total = torch.cuda.mem_get_info()
-    most = total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
+    peak = total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    return found | {"memory/device_mb": most / 1e6, "memory/device_share": most / total}
+    return metrics | {"memory/device_mb": peak / 1e6, "memory/device_share": peak / total}
 
 
 @dataclass(slots=True, kw_only=True)
 class StepLog:
-    """One run's; every process keeps the times, the main one writes."""
+    """Log of a run's steps; every process keeps the times, the main one writes."""
 
     rundir: RunDir
     progress: Progress
@@ -51,10 +51,10 @@ class StepLog:
     times: dict[str, float] = field(default_factory=dict)
     """Seconds by part of the step; the names are those of `time/*` (docs/metrics.md)."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """From sampling and credit."""
+    """Metrics from sampling and credit."""
     started: float = 0.0
     prefetched: bool = False
-    """True where steps are sampled while the one before trains, so that sampling costs them the wait for it alone."""
+    """True if steps are sampled while the one before trains, so that sampling costs them the wait for it alone."""
 
     _noted: set[str] = field(default_factory=set)
     """Kinds of failure that `note_own_code` has printed."""
@@ -75,7 +75,7 @@ class StepLog:
             yield
 
     def begin(self) -> None:
-        """A step starts."""
+        """Start a step."""
         self.started = time.perf_counter()
         # These are in every record, also where nothing of the kind happened; `wait`, `sync` and `credit` are not.
         self.times = dict.fromkeys(("generate", "retrieve", "rollout", "annotate", "tokenize"), 0.0)
@@ -110,14 +110,14 @@ class StepLog:
             failures: kind and message of each failure of a batch of `rollouts`.
         """
         for kind in sorted(OWN_CODE - self._noted):
-            if messages := [message for one, message in failures if one == kind]:
+            if messages := [message for name, message in failures if name == kind]:
                 self._noted.add(kind)
                 first = "".join(character if character.isprintable() else " " for character in messages[0])
                 advice = ADVICE[FAILURES[kind]].text(len(messages) / rollouts, subject=" ".join(first.split()))
                 self.progress.note(f"{where}: {advice}")
 
     def record(self, update: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a step after its last optimizer step; `update` is the trainer's part of them."""
+        """Return the metrics of a step after its last optimizer step; `update` is the trainer's part of them."""
         # `time/overhead` is what no part accounts for, so a slow part that nobody measures shows up.
         spent = time.perf_counter() - self.started
         update_s = update.get("time/update", 0.0)

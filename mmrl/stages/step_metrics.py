@@ -25,20 +25,20 @@ METRIC_OF_FEATURE = {"penalties": "penalty", "parse_failures": "format_rate"}
 """A feature of programs (`tasks.base.FEATURES`) -> the module metric that is a constant where a task never has it."""
 
 
-def never(task: Task) -> frozenset[str]:
-    """Module metrics that say nothing with this task: a share of parsed completions where nothing is parsed."""
+def never_metrics(task: Task) -> frozenset[str]:
+    """Return module metrics without meaning in this task: a share of parsed completions where nothing is parsed."""
     return frozenset(metric for feature, metric in METRIC_OF_FEATURE.items() if feature in task.absent_features)
 
 
 def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, float]:
-    """Rewards, failures, task metrics and per-module behaviour of one step, but for the module metrics `without`."""
+    """Return rewards, failures, task metrics and module metrics of one step, but for the module metrics `without`."""
     metrics = rollout_metrics(forest.rollouts)
     # As kinds of failures, only where there are any.
     if forest.caught:
         metrics["rollouts/caught_parse"] = float(len(forest.caught))
     metrics["rollouts/calls"] = float(len(forest.calls))
-    if again := sum(rollout.calls_again for rollout in forest.rollouts):
-        metrics["rollouts/calls_again"] = float(again)
+    if repeated := sum(rollout.calls_again for rollout in forest.rollouts):
+        metrics["rollouts/calls_again"] = float(repeated)
     metrics["rollouts/tokens"] = float(sum(call.completion_tokens for call in forest.calls.values()))
     for module, calls in by_module(forest).items():
         metrics |= {f"module/{module}/{name}": value for name, value in module_metrics(calls, without).items()}
@@ -46,15 +46,15 @@ def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, f
 
 
 def lag_metrics(forest: Forest, step: int) -> dict[str, float]:
-    """Updates by which the weights that sampled are behind those that step number `step` starts from."""
+    """Return the updates by which the weights that sampled are behind those that step number `step` starts from."""
     # Calls of teachers and endpoints are of no version of the policy.
-    own = [call for call in forest.calls.values() if call.teacher is None and call.policy_version is not None]
-    lags = [step - 1 - call.policy_version for call in own if call.policy_version is not None]
+    sampled = [call for call in forest.calls.values() if call.teacher is None and call.policy_version is not None]
+    lags = [step - 1 - call.policy_version for call in sampled if call.policy_version is not None]
     return {"rollouts/policy_lag": fmean(lags), "rollouts/policy_lag_max": float(max(lags))} if lags else {}
 
 
 def turn_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, float]:
-    """Calls and turns per rollout; for programs with growing contexts, behaviour by turn (the first `TURNS`)."""
+    """Return calls and turns per rollout; for programs with growing contexts, behaviour by turn (the first `TURNS`)."""
     paths = [path for path in map(forest.path, forest.rollouts) if path]
     if not paths:
         return {}
@@ -74,7 +74,7 @@ def turn_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, flo
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Rewards over credited rollouts; task metrics over all, a failed rollout counting 0 in each."""
+    """Return the rewards over credited rollouts; task metrics over all, a failed rollout counting 0 in each."""
     rewards = [r.reward for r in rollouts if r.reward is not None]
     errors = [r.error for r in rollouts]
     metrics = {"rollouts/count": float(len(rollouts)), "rollouts/failed_share": failed_share(errors)}
@@ -94,7 +94,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def failed_share(errors: Sequence[str | None]) -> float:
-    """Share of rollouts with an infrastructure failure (tool, engine, judge, timeout, exception)."""
+    """Return the share of rollouts with an infrastructure failure (tool, engine, judge, timeout, exception)."""
     failures = sum(error is not None and error not in MODEL_CAUSED for error in errors)
     return failures / len(errors) if errors else 0.0
 
@@ -111,16 +111,16 @@ def refuse_failures(
     """
     if (share := failed_share(errors)) <= limit:
         return
-    how, first = failed_how(error for error in errors if error is not None and error not in MODEL_CAUSED), failed[0]
+    causes, first = failed_how(error for error in errors if error is not None and error not in MODEL_CAUSED), failed[0]
     trace = f"\n{first.error_traceback.rstrip()}" if first.error_traceback else ""
     raise TooManyFailures(
-        f"{where}: {share:.0%} of the rollouts failed {how}, more than {key}.max_failed_share={limit:.0%}; "
+        f"{where}: {share:.0%} of the rollouts failed {causes}, more than {key}.max_failed_share={limit:.0%}; "
         f"the first: {first.error} in {first.id}: {first.error_message}{trace}"
     )
 
 
 def by_module(forest: Forest) -> dict[str, list[Call]]:
-    """Calls of each module, modules in program order; modules never called are left out."""
+    """Return calls of each module, modules in program order; modules never called are left out."""
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in forest.calls.values():
         calls[call.module].append(call)
@@ -128,7 +128,7 @@ def by_module(forest: Forest) -> dict[str, list[Call]]:
 
 
 def module_metrics(calls: Sequence[Call], without: Collection[str] = ()) -> dict[str, float]:
-    """Behaviour of one module over a step, but for the names `without`."""
+    """Return the behaviour of one module over a step, but for the names `without`."""
     metrics = {
         "calls": float(len(calls)),
         "penalty": fmean(c.penalty for c in calls),
@@ -148,7 +148,7 @@ def module_metrics(calls: Sequence[Call], without: Collection[str] = ()) -> dict
 
 
 def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]:
-    """Mean reward per module as credited, and how alike the members of a group are."""
+    """Return the mean reward per module as credited, and how alike the members of a group are."""
     groups: dict[str, list[Entry]] = defaultdict(list)
     rewards: dict[str, list[float]] = defaultdict(list)
     turns: dict[int, list[float]] = defaultdict(list)
@@ -163,8 +163,8 @@ def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]
     return metrics | similarity(forest, groups)
 
 
-def shown_calls(forest: Forest, entries: Sequence[Entry], most: int) -> list[dict[str, object]]:
-    """Up to `most` calls as people read them, with reward and advantage (its mean over tokens; None without credit).
+def shown_calls(forest: Forest, entries: Sequence[Entry], limit: int) -> list[dict[str, object]]:
+    """Return up to `limit` calls for people to read, with reward and advantage (mean over tokens; None without credit).
 
     Whole examples, those first whose rollouts differ in reward: there is something to compare.
     """
@@ -173,17 +173,17 @@ def shown_calls(forest: Forest, entries: Sequence[Entry], most: int) -> list[dic
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in forest.calls.values():
         calls[call.example].append(call)
-    for example in telling_examples(forest, most):
+    for example in telling_examples(forest, limit):
         for call in calls[example]:
             entry = credited.get(call.id)
-            shown = {"example": example, "module": call.module, "prompt": call.prompt_text, "completion": call.text}
+            row = {"example": example, "module": call.module, "prompt": call.prompt_text, "completion": call.text}
             advantage = fmean(entry.advantages) if entry is not None and entry.advantages else None
-            rows.append(shown | {"reward": entry.reward if entry is not None else None, "advantage": advantage})
-    return rows[:most]
+            rows.append(row | {"reward": entry.reward if entry is not None else None, "advantage": advantage})
+    return rows[:limit]
 
 
 def similarity(forest: Forest, groups: Mapping[str, Sequence[Entry]]) -> dict[str, float]:
-    """Intra-group similarity per module: token F1 between output texts of a group, mean over pairs, then groups."""
+    """Compute the intra-group similarity per module: token F1 of a group's output texts, mean over pairs and groups."""
     scores: dict[str, list[float]] = defaultdict(list)
     for members in groups.values():
         calls = [forest.calls[call] for call in dict.fromkeys(e.call for e in members)]

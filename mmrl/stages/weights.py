@@ -19,7 +19,7 @@ from mmrl.report.journal import JournalWriter, decode_step, encode_step
 from mmrl.report.stats import modules_in
 from mmrl.stages.collect import Collector, train_calls
 from mmrl.stages.evaluate import Evaluations
-from mmrl.stages.step_metrics import credit_metrics, forest_metrics, never
+from mmrl.stages.step_metrics import credit_metrics, forest_metrics, never_metrics
 from mmrl.system.files import JsonObject
 from mmrl.trainer.checkpoint import saved_extra
 from mmrl.trainer.objective import StepBatch
@@ -30,7 +30,7 @@ AHEAD = "sampled_ahead"
 
 @dataclass(kw_only=True)
 class WeightStage(Collector):
-    """Trains a policy's weights."""
+    """Training of a policy's weights."""
 
     frozen: Sequence[str] = ()
     """Modules that are out of the loss, whatever the algorithm says."""
@@ -54,7 +54,7 @@ class WeightStage(Collector):
         self.log.obey_stop()
 
     def recorded(self) -> JsonObject:
-        """For a checkpoint: the batch that is sampled ahead, so that a resumed run trains on it as this one will."""
+        """Return, for a checkpoint, the batch that is sampled ahead: a resumed run trains on it as this one will."""
         ahead = self.prefetch.sampled()
         return {} if ahead is None else {AHEAD: encode_step(ahead[0], ())}
 
@@ -66,7 +66,7 @@ class WeightStage(Collector):
             batch = self.collect(step, self.credit)
         trained, minibatch = batch.trained, minibatches([example.id for example in batch.examples], count)
         credit = self.credit(trained, minibatch)
-        metrics = forest_metrics(batch.forest, never(self.task))
+        metrics = forest_metrics(batch.forest, never_metrics(self.task))
         metrics |= credit_metrics(trained, credit.entries) | dict(credit.metrics)
         self.log.metrics = metrics | dict(batch.metrics)
         # Written by a thread while the trainer works: compressing a large batch takes as long as an update.
@@ -75,12 +75,12 @@ class WeightStage(Collector):
         return StepBatch(step=step, calls=calls, minibatches=count, metrics={})
 
     def credit(self, forest: Forest, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """Advantages and weights of every token of a forest."""
+        """Compute the advantages and weights of every token of a forest."""
         with self.log.timed("credit"):
             return assign_credit(forest, self.config.algo, self.config.seed, minibatch, self.frozen)
 
     def on_step_end(self, step: int, update: Mapping[str, float]) -> None:
-        """After the last optimizer step of `step`: evaluate when due, write the step's record."""
+        """Evaluate when due and write the record of `step`, after its last optimizer step."""
         self.journal.wait()  # a step whose metrics are there has its journal
         metrics = self.log.record(update) | dict(self.engines[0].metrics()) | self._endpoint_metrics()
         if self.evaluations.due(step):
@@ -88,7 +88,7 @@ class WeightStage(Collector):
         self.log.write(step, metrics)
 
     def sync(self, version: int) -> None:
-        """Before anything is sampled: the engine serves the weights after `version` steps.
+        """Let the engine serve the weights after `version` steps, before anything is sampled.
 
         Raises:
             SyncFailure: on every process, so that all stop at the same point and can save together.
@@ -110,7 +110,7 @@ class WeightStage(Collector):
                 raise SyncFailure(failure)
 
     def _endpoint_metrics(self) -> dict[str, float]:
-        """Requests to endpoints so far and their cost, by all processes and engines together."""
+        """Return requests to endpoints so far and their cost, by all processes and engines together."""
         totals: dict[str, float] = {}
         # A collective, so every process comes here, also those that make no request.
         for usage in self.log.processes.gather(total_usage([*self.engines, self.task])):
@@ -118,7 +118,7 @@ class WeightStage(Collector):
         return totals
 
     def describe(self) -> dict[str, str]:
-        """Facts for the summary."""
+        """Return facts for the summary."""
         facts = {**self.facts, **{key: fact for engine in self.engines for key, fact in engine.describe().items()}}
         called = modules_in(self.log.rundir.history())
         # Nothing has trained them.

@@ -35,7 +35,7 @@ class ParameterGroup(TypedDict):
 class Adapters:
     """Adapter of each module; modules may share one."""
 
-    of: Mapping[str, str]
+    by_module: Mapping[str, str]
     """Module name -> adapter name (letters, digits, `_`, `-`)."""
     rates: Mapping[str, float]
     """Adapter name -> learning rate, where it is not `train.lr`."""
@@ -45,7 +45,7 @@ class Adapters:
     @property
     def names(self) -> list[str]:
         """Adapter names, each once."""
-        return list(dict.fromkeys(self.of.values()))
+        return list(dict.fromkeys(self.by_module.values()))
 
     @property
     def trained(self) -> list[str]:
@@ -53,44 +53,44 @@ class Adapters:
         return [name for name in self.names if name not in self.frozen]
 
     def attach(self, model: PreTrainedModel, config: LoraConfig, seed: int) -> PeftModel:
-        """`model` with all adapters on it, the first one active; random starts depend on `seed` alone."""
+        """Put all adapters on `model`, the first one active; random starts depend on `seed` alone."""
         parts = {part for name, _ in model.named_modules() for part in name.split(".")}
-        taken = sorted({*parts, "base_layer", "base_model", "weight", "bias"} & set(self.names))
-        if taken:
+        reserved = sorted({*parts, "base_layer", "base_model", "weight", "bias"} & set(self.names))
+        if reserved:
             # peft would take the layer for the adapter and leave weights out of the checkpoint, in silence.
             raise ConfigError(
                 f"model.modules: adapter name '{name}' is the name of a part of the model; give it another one"
-                for name in taken
+                for name in reserved
             )
         set_seed(seed)
-        first, *others = self.names
+        first, *rest = self.names
         wrapped = cast("PeftModel", get_peft_model(model, config, adapter_name=first))
-        for name in others:
+        for name in rest:
             wrapped.add_adapter(name, config)
         self.train_all(wrapped)
         return wrapped
 
     def train_all(self, policy: PeftModel) -> None:
-        """Every adapter takes gradients but the frozen ones; peft leaves that to the active one."""
+        """Let every adapter take gradients but the frozen ones; peft leaves that to the active one."""
         for name in self.names:
             for parameter in self.parameters(policy, name).values():
                 parameter.requires_grad_(name not in self.frozen)
 
     def parameters(self, policy: PeftModel, name: str) -> dict[str, torch.nn.Parameter]:
-        """The weights of one adapter."""
+        """Return the weights of one adapter."""
         # Only after `.lora_A.` and the like: an adapter may be called like a layer.
         pattern = re.compile(rf"\.lora_\w+\.{name}(\.|$)")
         return {n: p for n, p in policy.named_parameters() if pattern.search(n)}
 
     def split(self, calls: Sequence[TrainCall]) -> list[list[TrainCall]]:
-        """Calls by adapter, in the order of `names`: one forward runs with one adapter."""
+        """Group calls by adapter, in the order of `names`: one forward runs with one adapter."""
         by_adapter: dict[str, list[TrainCall]] = {name: [] for name in self.names}
         for train in calls:
-            by_adapter[self.of[train.call.module]].append(train)
+            by_adapter[self.by_module[train.call.module]].append(train)
         return list(by_adapter.values())
 
     def make_optimizer(self, trainer: Trainer) -> torch.optim.Optimizer:
-        """The optimizer that the settings of `trainer` name, with a group for each trained adapter of its model."""
+        """Create the optimizer that the settings of `trainer` name, with a group per trained adapter of its model."""
         policy, settings = cast("PeftModel", trainer.model), trainer.args
         groups: list[ParameterGroup] = [
             {
@@ -115,7 +115,7 @@ class Adapters:
 
 
 def in_fixed_order(policy: torch.nn.Module) -> None:
-    """Names in the adapters' configs are sorted: peft writes sets, whose order differs from process to process."""
+    """Sort names in the adapters' configs: peft writes sets, whose order differs from process to process."""
     for config in policy.peft_config.values() if isinstance(policy, PeftModel) else ():
         for field in ("target_modules", "exclude_modules"):
             names = getattr(config, field, None)
@@ -124,7 +124,7 @@ def in_fixed_order(policy: torch.nn.Module) -> None:
 
 
 def make_adapters(assignment: ModuleAssignment) -> Adapters | None:
-    """The adapters of an assignment; None where all modules share one policy."""
+    """Return the adapters of an assignment; None where all modules share one policy."""
     if not assignment.adapters:
         return None
-    return Adapters(of=assignment.adapters, rates=assignment.rates, frozen=assignment.frozen_adapters)
+    return Adapters(by_module=assignment.adapters, rates=assignment.rates, frozen=assignment.frozen_adapters)

@@ -96,7 +96,7 @@ def _require_finite(trainer: MmrlTrainer, critic: Critic | None, step: int) -> N
 
 
 def _refused(error: Exception, target: Path) -> StorageError | None:
-    """The error of a disk that refuses a checkpoint; None for any other."""
+    """Return the error of a disk that refuses a checkpoint; None for any other."""
     if isinstance(error, OSError):
         # The folder's name and not the file's: that one has gone with the folder.
         error = OSError(error.errno, error.strerror or str(error))
@@ -113,7 +113,7 @@ def require(path: Path) -> None:
 
 
 def temporary_folder(folder: Path, step: int) -> Path:
-    """The folder of a checkpoint that is being written."""
+    """Return the folder of a checkpoint that is being written."""
     return folder / f".writing-checkpoint-{step}"
 
 
@@ -175,7 +175,7 @@ def prune(folder: Path, keep: int, due: Callable[[int], bool] = lambda step: Tru
 
 
 def unusable(path: Path) -> str:
-    """The reason why a checkpoint cannot be continued from, in words that name the file; empty where it can.
+    """Return the reason why a checkpoint cannot be continued from, in words that name the file; empty where it can.
 
     Nothing that a file holds is run: pickles are read as weights alone.
     """
@@ -200,7 +200,7 @@ def unusable(path: Path) -> str:
 
 
 def saved_extra(path: Path) -> JsonObject:
-    """The record that `save` stored in a checkpoint; empty where nothing."""
+    """Return the record that `save` stored in a checkpoint; empty where nothing."""
     file = path / EXTRA
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
@@ -229,7 +229,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Saving shows a bar per shard, in the middle of mmrl's own display."""
+    """Hide the bar per shard that saving shows in the middle of mmrl's own display."""
     enabled = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:

@@ -28,7 +28,7 @@ from mmrl.trainer.logprobs import hidden_states
 from mmrl.trainer.objective import value_loss
 from mmrl.trainer.packing import Pack
 from mmrl.trainer.settings import Settings
-from mmrl.trainer.sharding import as_number, is_sharded, like, shard, shard_head, whole
+from mmrl.trainer.sharding import as_number, gather_tensor, is_sharded, like, shard, shard_head
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -65,7 +65,7 @@ class ValueHead(torch.nn.Module):
             self.head.bias.zero_()
 
     def forward(self, pack: Pack, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """(N,) values; `hidden` (N, H) where there is no own backbone."""
+        """Compute (N,) values; `hidden` (N, H) without a backbone of its own."""
         if self.backbone is not None:
             states = self.backbone(**pack.inputs).last_hidden_state  # (R, W, H)
             hidden = states.reshape(-1, states.shape[-1])[pack.positions]
@@ -93,7 +93,7 @@ class Critic:
     def __init__(self, settings: Settings, config: CriticConfig, model: PreTrainedModel):
         self.config = config
         self.lr = settings.train.lr * config.critic_lr_factor
-        """After the warm-up."""
+        """Learning rate after the warm-up."""
         self.adapter = settings.lora(model, dropout=False) if config.critic == "adapter" else None
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         backbone = None
@@ -128,19 +128,19 @@ class Critic:
         self.grad_norms: list[float] = []
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Everything that the critic trains, by the name it is saved under."""
+        """Return everything that the critic trains, by the name it is saved under."""
         parameters = dict(self.module.named_parameters())
         if self.adapter is not None:
             parameters |= {n: p for n, p in self.policy.named_parameters() if f".{ADAPTER}." in n}
         return parameters
 
-    def others(self, policy: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """The policy's own parameters, without the critic's adapter, which lives inside of it."""
-        apart = {id(parameter) for parameter in self.named_parameters().values()}
-        return [parameter for parameter in policy.parameters() if id(parameter) not in apart]
+    def policy_parameters(self, policy: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Return the policy's own parameters, without the critic's adapter, which lives inside of it."""
+        critic_ids = {id(parameter) for parameter in self.named_parameters().values()}
+        return [parameter for parameter in policy.parameters() if id(parameter) not in critic_ids]
 
     def groups(self, weight_decay: float) -> list[ParameterGroup]:
-        """Optimizer groups: matrices decay, vectors do not."""
+        """Return optimizer groups: matrices decay, vectors do not."""
         parameters = self.named_parameters().values()
         # Always two groups, even where one is empty: a checkpoint's optimizer state lists groups by number.
         matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
@@ -150,11 +150,11 @@ class Critic:
         ]
 
     def factor(self, update: int) -> float:
-        """Learning-rate factor of optimizer step `update` (from 0): linear warm-up, then constant."""
+        """Return the learning-rate factor of optimizer step `update` (from 0): linear warm-up, then constant."""
         return min(1.0, update / self.config.critic_warmup_steps) if self.config.critic_warmup_steps else 1.0
 
     def values(self, pack: Pack, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """(N,) values of a pack. `hidden`: the policy's, detached, where they are known and the kind is `head`."""
+        """Compute a pack's values, (N,). `hidden`: the policy's, detached, if known and the kind is `head`."""
         if self.config.critic == "separate":
             return cast("torch.Tensor", self.wrapped(pack))
         if self.config.critic == "adapter" or hidden is None:
@@ -181,19 +181,21 @@ class Critic:
         self, pack: Pack, hidden: torch.Tensor, accelerator: Accelerator, autocast: AbstractContextManager[None]
     ) -> None:
         """Forward and backward of the value loss of one pack."""
-        at = pack.entry_index  # (E,) into the pack's N
+        index = pack.entry_index  # (E,) into the pack's N
         self.module.train()
         # Backward inside `active` too: gradient checkpointing forwards again, and must do so with the same adapter.
         with self.active():
             with autocast:
                 values = self.values(pack, hidden)
-            result = value_loss(values[at], pack.old_values[at], pack.returns, pack.weights, self.config.value_clip)
+            result = value_loss(
+                values[index], pack.old_values[index], pack.returns, pack.weights, self.config.value_clip
+            )
             # Times the processes, whose gradients are averaged: the loss is a sum over all of them.
             accelerator.backward(result.loss * accelerator.num_processes)
         if not pack.filler:
             self.sums[0] += result.loss.detach().double()
             self.sums[1] += result.clipped.double().sum()
-            self.sums[2] += at.numel()
+            self.sums[2] += index.numel()
 
     def clip(self, limit: float, accelerator: Accelerator) -> float:
         """Clip the critic's gradients on their own; returns the norm before."""
@@ -207,7 +209,7 @@ class Critic:
             parameter.grad = None
 
     def metrics(self, reduce: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[str, float]:
-        """`critic/…` of the step."""
+        """Return the step's metrics `critic/…`."""
         loss, clipped, tokens = reduce(self.sums, "sum").tolist()
         updates = max(len(self.grad_norms), 1)
         return {
@@ -217,8 +219,8 @@ class Critic:
         }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """All that the critic trains, whole and on the CPU; processes that share it must all call this."""
-        return {name: whole(p).contiguous() for name, p in self.named_parameters().items()}
+        """Return the critic's trained weights, whole and on the CPU; processes that share it must all call this."""
+        return {name: gather_tensor(p).contiguous() for name, p in self.named_parameters().items()}
 
     def load(self, folder: Path) -> None:
         """Read a `state` from `folder/critic.safetensors`.

@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 class Forwards:
-    """Runs packs through the models of the trainer.
+    """Forwards of packs through the models of the trainer.
 
     Args:
         trainer: its models are read anew at each forward, since it wraps and prepares them when training starts.
-        tries: whether packs are prefix tries; else rows are padded.
+        tries: True if packs are prefix tries; else rows are padded.
         budget: tokens per pack.
         most: tokens of a pack that would otherwise repeat more than it adds.
     """
 
-    def __init__(self, trainer: MmrlTrainer, *, tries: bool, budget: int, most: int):
-        self.trainer, self.tries, self.budget, self.most = trainer, tries, budget, most
+    def __init__(self, trainer: MmrlTrainer, *, tries: bool, budget: int, max_tokens: int):
+        self.trainer, self.tries, self.budget, self.max_tokens = trainer, tries, budget, max_tokens
         self.settings, self.critic, self.adapters = trainer.settings, trainer.critic, trainer.adapters
         self.ref_model: torch.nn.Module | None = None
 
@@ -73,14 +73,14 @@ class Forwards:
         return self.trainer.model_wrapped
 
     def policy_logprobs(self, calls: Sequence[Call], *, reference: bool = False) -> list[tuple[float, ...]]:
-        """Log-probability of every completion token under the policy (or the reference) as it is now, dropout off.
+        """Compute every completion token's log-probability under the current policy (or the reference), dropout off.
 
         Returns one tuple of length T per call, in the order of `calls`.
         """
         return self._per_call(calls, self.reference if reference else self.policy_of)
 
     def values(self, calls: Sequence[Call]) -> list[tuple[float, ...]]:
-        """The critic's value before every completion token; tuples as from `policy_logprobs`.
+        """Return the critic's value before every completion token; tuples as from `policy_logprobs`.
 
         With `algo.obs=all`, pass calls whose completions have their observation ids appended.
         """
@@ -98,16 +98,16 @@ class Forwards:
         return [results.get(id(call), ()) for call in calls]
 
     def _in_step(self, count: int) -> list[Pack]:
-        """Fillers beyond this process's `count` packs where weights are sharded: gathering them takes everyone,
+        """Return fillers beyond this process's `count` packs where weights are sharded: gathering them takes everyone,
         and each process brings its own calls here."""
         if not is_sharded(self.accelerator):
             return []
-        most = int(self.reduce(torch.tensor(float(count), device=self.device), "max"))
+        largest = int(self.reduce(torch.tensor(float(count), device=self.device), "max"))
         empty = Call(
             id="", example="", parent=None, module="", prompt_ids=(0,), completion_ids=(0,), completion_tokens=1
         )
         filler = [TrainCall(call=empty)]
-        return [pack for _ in range(most - count) for pack in self.make_packs(filler, [""], score_all=True)]
+        return [pack for _ in range(largest - count) for pack in self.make_packs(filler, [""], score_all=True)]
 
     def make_packs(
         self,
@@ -117,7 +117,7 @@ class Forwards:
         score_all: bool = False,
         tries: bool | None = None,
     ) -> list[Pack]:
-        """Packs within the token budget; no pack mixes adapters."""
+        """Return packs within the token budget; no pack mixes adapters."""
         return [
             pack
             for of_adapter in ([calls] if self.adapters is None else self.adapters.split(calls))
@@ -131,12 +131,12 @@ class Forwards:
                 score_all=score_all,
                 tries=self.tries if tries is None else tries,
                 share=self.accelerator.num_processes,
-                most=self.most,
+                max_tokens=self.max_tokens,
             )
         ]
 
     def minibatch_packs(self, batch: StepBatch, modules: Sequence[str]) -> tuple[list[list[Pack]], int]:
-        """This process's packs of each mini-batch, and how many calls of the batch have no effect and are in none."""
+        """Make this process's packs of each mini-batch; also count the calls that have no effect and are in none."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         minibatches, trained = [], set()
         for index in range(batch.minibatches):
@@ -147,7 +147,7 @@ class Forwards:
         return minibatches, sum(train.call.id not in trained for train in batch.calls)
 
     def freeze_old(self, packs: Sequence[Pack]) -> None:
-        """Before the first of several updates: the denominators that need a forward of the sampling weights."""
+        """Compute, before the first of several updates, the denominators that need the sampling weights."""
         recompute = self.settings.train.old_logprobs == "recompute"
         for pack in packs:
             # Processes must agree on whether to forward, and each sees only its own packs.
@@ -161,14 +161,14 @@ class Forwards:
         """Make the adapter of the pack's calls the policy's active one."""
         # Not set back: every forward sets its own, and gradient checkpointing forwards again in the backward pass.
         if self.adapters is not None:
-            cast("PeftModel", self.policy).set_adapter(self.adapters.of[pack.calls[0].call.module])
+            cast("PeftModel", self.policy).set_adapter(self.adapters.by_module[pack.calls[0].call.module])
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The run's mixed precision: every forward is made inside of it, so that their results are comparable."""
+        """Enter the run's mixed precision: every forward is made inside of it, so that results are comparable."""
         return cast("AbstractContextManager[None]", self.trainer.compute_loss_context_manager())
 
     def reference(self, pack: Pack) -> torch.Tensor:
-        """Reference log-probabilities, (N,): those of the calls, else with adapters off, else of the frozen copy."""
+        """Return reference log-probabilities, (N,): the calls', else with adapters off, else of the frozen copy."""
         if not pack.known_ref.isnan().any():
             return pack.known_ref
         if isinstance(self.policy, PeftModel):
@@ -179,7 +179,7 @@ class Forwards:
         return self._no_grad(self.ref_model, pack)
 
     def policy_of(self, pack: Pack) -> torch.Tensor:
-        """The policy's log-probabilities as it is now, (N,), without gradient."""
+        """Return the policy's log-probabilities as it is now, (N,), without gradient."""
         self.use_adapter(pack)
         return self._no_grad(self.wrapped, pack)
 
@@ -199,11 +199,11 @@ class Forwards:
             return self.critic.values(pack)
 
     def score(self, model: torch.nn.Module, pack: Pack, *, entropy: bool = False, hits: bool = False) -> Scores:
-        """Scores of the pack's scored positions (`logprobs.score`), with gradient if enabled."""
-        plain = self.accelerator.unwrap_model(model)
+        """Return the scores of the pack's scored positions (`logprobs.score`), with gradient if enabled."""
+        unwrapped = self.accelerator.unwrap_model(model)
         # Recomputed in the backward pass, the last layer would be the whole one again.
-        last = () if pack.tree is None or self.settings.model.gradient_checkpointing else last_parts(plain)
-        head = plain.get_output_embeddings()
+        last = () if pack.tree is None or self.settings.model.gradient_checkpointing else last_parts(unwrapped)
+        head = unwrapped.get_output_embeddings()
         return score(model, head, pack, self.settings.algo.temperature, entropy=entropy, hits=hits, last=last)
 
     def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
@@ -218,12 +218,12 @@ class Forwards:
 
 
 def module_names(calls: Sequence[Call]) -> list[str]:
-    """Each module once, in the order of its first call: the rows of the step's sums."""
+    """List each module once, in the order of its first call: the rows of the step's sums."""
     return list(dict.fromkeys(call.module for call in calls))
 
 
 def annotate(forwards: Forwards, forest: Forest) -> Forest:
-    """The forest with `values` and `ref_logprobs` on the calls of algorithms that need them before credit.
+    """Return the forest with `values` and `ref_logprobs` on the calls of algorithms that need them before credit.
 
     Other algorithms' forests are returned as they are. Values run over a call's observation too with `algo.obs=all`;
     an observation's tokens are read from the prompt of the call that follows in the same context. Calls without
@@ -234,14 +234,14 @@ def annotate(forwards: Forwards, forest: Forest) -> Forest:
     if critic is None:
         return forest
     calls = [call for call in forest.calls.values() if call.completion_ids]
-    plain = [_continued(call, ()) for call in calls]
+    continued = [_continued(call, ()) for call in calls]
     references: list[tuple[float, ...]] | list[None] = [None] * len(calls)
     if settings.algo.beta > 0:
         # Credit needs them where the KL term is part of the reward; where it is in the loss, the update reuses them.
-        references = forwards.policy_logprobs(plain, reference=True)
+        references = forwards.policy_logprobs(continued, reference=True)
     if getattr(critic, "obs", "skip") == "all":
-        plain = [_continued(call, observation_ids(forest, call)) for call in calls]
-    values = forwards.values(plain)
+        continued = [_continued(call, observation_ids(forest, call)) for call in calls]
+    values = forwards.values(continued)
     annotated = {
         call.id: replace(call, values=value, ref_logprobs=reference)
         for call, value, reference in zip(calls, values, references, strict=True)
@@ -254,7 +254,7 @@ def annotate(forwards: Forwards, forest: Forest) -> Forest:
 
 
 def observation_ids(forest: Forest, call: Call) -> tuple[int, ...]:
-    """The tool tokens that follow `call` in its own context, length `call.observation_tokens`.
+    """Return the tool tokens that follow `call` in its own context, length `call.observation_tokens`.
 
     Raises:
         MmrlError: no later call holds them.
@@ -273,7 +273,7 @@ def observation_ids(forest: Forest, call: Call) -> tuple[int, ...]:
 
 
 def _continued(call: Call, observation: tuple[int, ...]) -> Call:
-    """The call's ids alone, with `observation` as if sampled: a value is needed before each of its tokens."""
+    """Return the call's ids alone, with `observation` as if sampled: a value is needed before each of its tokens."""
     ids = call.completion_ids + observation
     return replace(
         call,

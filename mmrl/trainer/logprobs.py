@@ -47,7 +47,7 @@ def score(
     hits: bool = False,
     last: Sequence[torch.nn.Module] = (),
 ) -> Scores:
-    """log-softmax(logits / temperature) of the pack's targets, over the full vocabulary.
+    """Compute log-softmax(logits / temperature) of the pack's targets, over the full vocabulary.
 
     Args:
         model: called with `Pack.inputs`; may be wrapped (DDP, FSDP, peft).
@@ -60,7 +60,7 @@ def score(
     if pack.tree is not None:
         with _narrowed(last, pack.positions):
             return _score_in_chunks(model, head, pack, temperature, entropy, hits)
-    with _only(head, pack.positions) as kept:
+    with _only(head, pack.positions) as states:
         logits = model(**pack.inputs).logits
     if logits.numel() != pack.positions.numel() * logits.shape[-1]:
         raise MmrlError(
@@ -69,19 +69,19 @@ def score(
         )
     logits = logits.reshape(-1, logits.shape[-1])
     logprobs, entropies = _measure(logits, pack.targets, temperature, entropy)
-    return Scores(logprobs, entropies, _likeliest(logits, pack.targets) if hits else None, kept[0])
+    return Scores(logprobs, entropies, _likeliest(logits, pack.targets) if hits else None, states[0])
 
 
 def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> torch.Tensor:
-    """(N, H) what the head sees at the scored positions, with gradient if enabled; no logits are computed.
+    """Return the head's input at the scored positions, (N, H), with gradient if enabled; no logits are computed.
 
     The whole model is called, for the wrappers' sake (FSDP gathers from its root on), and its head does nothing.
     """
-    kept: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
 
     def record(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(1, -1, hidden.shape[-1])[:, pack.positions]  # (1, N, H) of (R, W, H)
-        kept.append(rows[0])
+        states.append(rows[0])
         return rows
 
     # On the instance: it hides the class's forward, and `del` brings that back.
@@ -90,13 +90,13 @@ def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> 
         model(**pack.inputs)
     finally:
         del head.forward
-    return kept[0]
+    return states[0]
 
 
 def _measure(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities of targets, (N,), from logits, (N, V), and the entropies."""
+    """Return log-probabilities of targets, (N,), from logits, (N, V), and the entropies."""
     # float32: in bfloat16 a logit near 20 is rounded to a multiple of 1/8, and the difference of two such roundings
     # would be read as a ratio between two policies. float64 models (tests) stay as they are.
     if logits.dtype in (torch.bfloat16, torch.float16):
@@ -116,29 +116,29 @@ def _likeliest(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def _score_in_chunks(
     model: torch.nn.Module, head: torch.nn.Module, pack: Pack, temperature: float, entropy: bool, hits: bool
 ) -> Scores:
-    """The same where logits are the head's output and nothing else: never more than `CHUNK` logits at once.
+    """Score a model whose logits are the head's output and nothing else: never more than `CHUNK` logits at once.
 
     It all runs inside the head's own forward, where every wrapper has the head's weights ready.
     """
-    forward, kept = head.forward, []
+    forward, states = head.forward, []
     entropies: list[torch.Tensor] = []
     likeliest: list[torch.Tensor] = []
 
-    def measure(hidden: torch.Tensor, targets: torch.Tensor, again: list[bool]) -> torch.Tensor:
-        # `again` is this chunk's own list: when the backward pass runs the chunk a second time, nothing that carries no
-        # gradient is computed or counted twice.
+    def measure(hidden: torch.Tensor, targets: torch.Tensor, recomputed: list[bool]) -> torch.Tensor:
+        # `recomputed` is this chunk's own list, filled by its first run: when the backward pass runs the chunk a second
+        # time, nothing that carries no gradient is computed or counted twice.
         logits = forward(hidden)
-        logprobs, chunk_entropy = _measure(logits, targets, temperature, entropy and not again)
+        logprobs, chunk_entropy = _measure(logits, targets, temperature, entropy and not recomputed)
         if chunk_entropy is not None:
             entropies.append(chunk_entropy)
-        if hits and not again:
+        if hits and not recomputed:
             likeliest.append(_likeliest(logits, targets))
-        again.append(True)
+        recomputed.append(True)
         return logprobs
 
     def measured(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])[pack.positions]  # (N, H) of (1, packed tokens, H)
-        kept.append(rows.detach())
+        states.append(rows.detach())
         size = max(1, CHUNK // int(head.weight.shape[0]))  # type: ignore[index]
         # A single chunk keeps its logits for the backward pass, which is faster than computing them again.
         if len(rows) <= size or not torch.is_grad_enabled():
@@ -158,7 +158,9 @@ def _score_in_chunks(
         logprobs = model(**pack.inputs).logits[0]
     finally:
         del head.forward
-    return Scores(logprobs, torch.cat(entropies) if entropy else None, torch.cat(likeliest) if hits else None, kept[0])
+    return Scores(
+        logprobs, torch.cat(entropies) if entropy else None, torch.cat(likeliest) if hits else None, states[0]
+    )
 
 
 @contextmanager
@@ -183,22 +185,22 @@ def _narrowed(modules: Sequence[torch.nn.Module], positions: torch.Tensor) -> It
 @contextmanager
 def _only(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     """Show `head` just the hidden states at `positions` of the flattened (R, W) grid; yields them in a list."""
-    kept: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
 
     def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden = args[0].reshape(-1, args[0].shape[-1])[positions]  # (N, H) of (R, W, H)
-        kept.append(hidden.detach())
+        states.append(hidden.detach())
         return (hidden[None], *args[1:])
 
     handle = head.register_forward_pre_hook(select)
     try:
-        yield kept
+        yield states
     finally:
         handle.remove()
 
 
 @torch.no_grad()
 def _entropy(logits: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """(N,) from logits, (N, V), and their log-sum-exp, (N,): lse - E[logit]."""
+    """Compute lse - E[logit], (N,), from logits, (N, V), and their log-sum-exp, (N,)."""
     chunks = zip(logits.split(ENTROPY_CHUNK), total.split(ENTROPY_CHUNK), strict=True)
     return torch.cat([norm - (torch.softmax(part, dim=-1) * part).sum(-1) for part, norm in chunks])

@@ -18,7 +18,7 @@ from mmrl.records import Call
 
 
 def active(entry: Entry, beta: float) -> bool:
-    """True where an entry can move any weights at all, given the weight `beta` of the KL term."""
+    """Return True if an entry can move any weights at all, given the weight `beta` of the KL term."""
     return any(
         weight != 0 and (beta > 0 or advantage != 0 or entry.returns is not None)
         for weight, advantage in zip(entry.weights, entry.advantages, strict=True)
@@ -27,7 +27,7 @@ def active(entry: Entry, beta: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCall:
-    """One generation to train on: forwarded once, entered into the loss once per entry. T is its completion length."""
+    """Generation to train on: forwarded once, entered into the loss once per entry. T is its completion length."""
 
     call: Call
     """The sampled call. Its `completion_ids` are all that is trained (with T = 0 it is skipped); its `logprobs` are the
@@ -36,7 +36,7 @@ class TrainCall:
     entries: tuple[Entry, ...] = ()
     """Weights hold all normalisation: the loss is the weighted sum over the tokens of an optimizer step."""
     minibatch: int = 0
-    """Its optimizer step within an epoch."""
+    """Index of its optimizer step within an epoch."""
 
     def __post_init__(self) -> None:
         call, tokens = self.call, len(self.call.completion_ids)
@@ -77,7 +77,7 @@ class TokenLoss:
     ratio: torch.Tensor
     """exp(logprobs - old), of the token or (`gspo`) of its call; (E,), detached like every tensor below."""
     clipped: torch.Tensor
-    """Where the bound on the ratio is active, (E,) bool: no gradient of the policy term, or (`cispo`) a bounded one."""
+    """True where the bound on the ratio is active, (E,) bool: the policy term's gradient is 0, or (`cispo`) bounded."""
     kl: torch.Tensor | None
     """k3 estimate of KL(policy || reference) in nats, (E,); None without a reference."""
     correction: Correction | None = None
@@ -91,15 +91,15 @@ class Correction:
     weights: torch.Tensor
     """(E,), detached, at most the cap; 1 where the sampler's log-probability is not known."""
     truncated: torch.Tensor
-    """Where the cap is below the plain weight, (E,) bool."""
+    """True where the cap is below the plain weight, (E,) bool."""
 
-    def at(self, index: torch.Tensor) -> Correction:
-        """The same of the tokens `index`."""
+    def select(self, index: torch.Tensor) -> Correction:
+        """Select the weights of the tokens `index`."""
         return Correction(self.weights[index], self.truncated[index])
 
 
 def truncated_weights(before: torch.Tensor, sampled: torch.Tensor, cap: float) -> Correction:
-    """min(exp(before - sampled), cap) per token: truncated importance sampling (Ionides, 2008).
+    """Compute min(exp(before - sampled), cap) per token: truncated importance sampling (Ionides, 2008).
 
     Sampler and trainer compute the same policy with other kernels, precisions or (with `train.staleness`) versions of
     the weights; the weight makes the sampler's tokens stand for the trainer's distribution, and the cap bounds what
@@ -111,8 +111,8 @@ def truncated_weights(before: torch.Tensor, sampled: torch.Tensor, cap: float) -
     """
     # A weight, not a part of the ratio: the gradient must not flow through it, and clipping must not see it.
     with torch.no_grad():
-        plain = torch.where(sampled.isnan(), torch.ones_like(before), torch.exp(before - sampled))
-        return Correction(plain.clamp(max=cap), plain > cap)
+        weights = torch.where(sampled.isnan(), torch.ones_like(before), torch.exp(before - sampled))
+        return Correction(weights.clamp(max=cap), weights > cap)
 
 
 def token_loss(
@@ -129,7 +129,7 @@ def token_loss(
     kind: str = "clip",
     calls: torch.Tensor | None = None,
 ) -> TokenLoss:
-    """Sum of w_t * (-min(r_t A_t, clip(r_t, 1 - clip, 1 + clip_high) A_t) + beta * k3_t), r_t = exp(logprobs - old).
+    """Sum w_t * (-min(r_t A_t, clip(r_t, 1 - clip, 1 + clip_high) A_t) + beta * k3_t), r_t = exp(logprobs - old).
 
     With `correction` the policy term, not the KL term, is multiplied by its weights. Two other policy terms:
 
@@ -178,9 +178,9 @@ def token_loss(
             per_token = per_token + beta * kl
     with torch.no_grad():
         # Beyond the bound, and on the side where the minimum takes the bounded branch: no gradient from this token.
-        either = torch.ones_like(ratio, dtype=torch.bool) if kind == "cispo" else None
-        low, above = (either, either) if either is not None else (advantages < 0, advantages > 0)
-        clipped = ((ratio < 1 - clip) & low) | ((ratio > 1 + high) & above)
+        always = torch.ones_like(ratio, dtype=torch.bool) if kind == "cispo" else None
+        lower_side, upper_side = (always, always) if always is not None else (advantages < 0, advantages > 0)
+        clipped = ((ratio < 1 - clip) & lower_side) | ((ratio > 1 + high) & upper_side)
     # A plain sum: `weights` hold every mean (over tokens, calls, groups), so packs and processes just add up.
     kl = None if kl is None else kl.detach()
     return TokenLoss((weights * per_token).sum(), ratio.detach(), clipped, kl, correction)
@@ -193,13 +193,13 @@ class ValueLoss:
     loss: torch.Tensor
     """Scalar, to be minimised."""
     clipped: torch.Tensor
-    """Where the clipped square is the larger one, (E,) bool."""
+    """True where the clipped square is the larger one, (E,) bool."""
 
 
 def value_loss(
     values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, weights: torch.Tensor, clip: float
 ) -> ValueLoss:
-    """Sum of w_t * 0.5 * max((V_t - R_t)^2, (clip(V_t, old_t - clip, old_t + clip) - R_t)^2); shapes (E,).
+    """Return the sum of w_t * 0.5 * max((V_t - R_t)^2, (clip(V_t, old_t - clip, old_t + clip) - R_t)^2); shapes (E,).
 
     The clipped value loss of PPO implementations; no paper's equation, described with others in arXiv 2005.12729.
     """

@@ -1,4 +1,4 @@
-"""Calls to packs: the tensors of one forward, and where in it which token is scored.
+"""Packs of calls: the tensors of one forward, and the positions of the scored tokens in it.
 
 Part of `trainer`. Whoever forwards a `Pack` sees ids and a list of (position, target); how calls share tokens is
 decided here and in `tries` alone. Two ways (`choose_packing`): `trie` forwards each distinct prefix once
@@ -40,7 +40,7 @@ too. Of tries they are computed in chunks (`logprobs`)."""
 
 
 def choose_packing(packing: str, model: PreTrainedModel) -> bool:
-    """True for packs that are tries, by `train.packing` = auto | trie | padded; sets the model's attention accordingly.
+    """Return True for packs that are tries, by `train.packing` = auto | trie | padded; sets the model's attention.
 
     Raises:
         ConfigError: `trie`, and the model's layers cannot share prefixes.
@@ -58,7 +58,7 @@ def choose_packing(packing: str, model: PreTrainedModel) -> bool:
 
 
 def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool) -> tuple[int, int]:
-    """Tokens per pack, and of one where that is hardly more than the prefix which its calls share.
+    """Return tokens per pack, and of one where that is hardly more than the prefix which its calls share.
 
     Both are `tokens` (`train.microbatch_tokens`), or what the device's whole memory allows.
     """
@@ -68,9 +68,9 @@ def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool
     # which order gradients are summed. A resumed run must pack as it did before, or its losses differ in the last bits.
     config, size = model.config.get_text_config(), model.dtype.itemsize
     if on_gpu := model.device.type == "cuda":
-        memory, most = GPU_SHARE * torch.cuda.get_device_properties(model.device).total_memory, GPU_TOKENS
+        memory, limit = GPU_SHARE * torch.cuda.get_device_properties(model.device).total_memory, GPU_TOKENS
     else:
-        memory, most = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), CPU_TOKENS
+        memory, limit = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), CPU_TOKENS
     hidden, layers = config.hidden_size, config.num_hidden_layers
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     # What a decoder layer keeps for its backward pass: about 12 tensors of its own width and 4 of the inner one.
@@ -78,14 +78,14 @@ def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool
     # With gradient checkpointing, one layer's activations at a time and every layer's input.
     per_token = layer + layers * size * hidden if checkpointing else layers * layer
     fitting = int(memory / per_token) // LEAST_TOKENS * LEAST_TOKENS
-    budget = max(LEAST_TOKENS, min(most, fitting))
+    budget = max(LEAST_TOKENS, min(limit, fitting))
     # A GPU's budget is a large share of its memory already.
     return budget, budget if on_gpu else WIDER_ON_CPU * budget
 
 
 @dataclass(slots=True, kw_only=True)
 class Pack:
-    """One forward. R rows of width W, N scored positions, E entry tokens.
+    """Batch of a single forward. R rows of width W, N scored positions, E entry tokens.
 
     Padded rows are padded on the right: with causal attention no real token sees padding, so no mask is needed. Tries
     lie in one row, one after the other.
@@ -93,7 +93,7 @@ class Pack:
 
     # N and E differ since a call may take several places in the loss (one per entry), yet is scored once.
     calls: tuple[TrainCall, ...]
-    """In the order of their scored positions; a row may hold several."""
+    """Calls in the order of their scored positions; a row may hold several."""
     input_ids: torch.Tensor
     """(R, W) int64."""
     positions: torch.Tensor
@@ -151,7 +151,7 @@ class Pack:
         }
 
     def to(self, device: torch.device) -> Pack:
-        """The same pack with its tensors on `device` (in place)."""
+        """Move the pack's tensors to `device`, in place; returns the pack."""
         for name in self.__slots__:
             value = getattr(self, name)
             if isinstance(value, torch.Tensor):
@@ -159,7 +159,7 @@ class Pack:
         return self
 
     def old_logprobs(self, current: torch.Tensor, recompute: bool) -> torch.Tensor:
-        """(N,) the denominator of the ratio; `current`: the policy's own log-probabilities, detached.
+        """Return the denominator of the ratio, (N,); `current`: the policy's own log-probabilities, detached.
 
         With `recompute` (`train.old_logprobs`), or where the sampler's are not known, the trainer's own before the
         step's first update stand in.
@@ -171,7 +171,7 @@ class Pack:
 
 
 def share_of_process(packs: list[Pack], processes: int, rank: int) -> list[Pack]:
-    """Every `processes`-th pack from `rank` on; short processes repeat the last pack with weight 0.
+    """Return every `processes`-th pack from `rank` on; short processes repeat the last pack with weight 0.
 
     All do as many forwards that way: FSDP waits for all of them in each.
     """
@@ -192,7 +192,7 @@ def make_packs(
     score_all: bool = False,
     tries: bool = False,
     share: int = 1,
-    most: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[Pack]:
     """Split `calls` into packs of at most `budget` forwarded tokens; a longer call gets a pack of its own.
 
@@ -206,19 +206,19 @@ def make_packs(
         score_all: score every completion token, whatever its entries (to compute log-probabilities).
         tries: forward each distinct prefix once; without it rows are padded.
         share: make the number of packs of tries a multiple of this where there are enough tries.
-        most: tokens of a pack of tries that would otherwise repeat more than it adds; None: `budget`.
+        max_tokens: tokens of a pack of tries that would otherwise repeat more than it adds; None: `budget`.
     """
-    scored = [_ScoredCall.of(call, beta, score_all) for call in calls]
-    rows = _packed_rows([one for one in scored if one.scored])
+    scored_calls = [_ScoredCall.from_call(call, beta, score_all) for call in calls]
+    rows = _packed_rows([call for call in scored_calls if call.scored])
     if tries:
         ids = [row.ids for row in rows]
-        bins = bin_pack(build_tries(ids), budget, share, most)
+        bins = bin_pack(build_tries(ids), budget, share, max_tokens)
         # Packs of tries have no bound on scored positions: `logprobs` computes their logits in chunks.
         return [_trie_pack(flatten(nodes, ids), rows, modules, dtype) for nodes in bins]
     packs: list[Pack] = []
     group: list[_PackedRow] = []
     for row in rows:
-        positions = sum(other.scored for other in group) + row.scored
+        positions = sum(packed.scored for packed in group) + row.scored
         # Rows come longest first, so the first one of a group is its width.
         if group and ((len(group) + 1) * len(group[0].ids) > budget or positions > MAX_SCORED):
             packs.append(_padded_pack(group, modules, dtype))
@@ -229,7 +229,7 @@ def make_packs(
 
 @dataclass(frozen=True, slots=True)
 class _ScoredCall:
-    """One call, its active entries, and which of its completion tokens are scored."""
+    """Call with its active entries and the indices of its completion tokens that are scored."""
 
     train: TrainCall
     entries: tuple[tuple[tuple[int, ...], int], ...]
@@ -238,7 +238,7 @@ class _ScoredCall:
     """Indices into the completion, rising."""
 
     @classmethod
-    def of(cls, train: TrainCall, beta: float, score_all: bool) -> _ScoredCall:
+    def from_call(cls, train: TrainCall, beta: float, score_all: bool) -> _ScoredCall:
         # Tokens of weight 0 add nothing to the loss: they are not scored, and what follows the last scored one is not
         # forwarded (`ids`).
         entries = tuple(
@@ -272,7 +272,7 @@ class _PackedRow:
 
 
 def _packed_rows(calls: Sequence[_ScoredCall]) -> list[_PackedRow]:
-    """One row per call that is no prefix of another, longest first; ties in the order of the calls.
+    """Make a row per call that is no prefix of another, longest first; ties in the order of the calls.
 
     With causal attention a prefix has the same hidden states in any row that begins with it, so equal calls (converged
     rollouts) and a turn that later turns go on from cost nothing of their own.
@@ -318,45 +318,49 @@ def _pack(
     modules: Sequence[str],
     dtype: torch.dtype,
 ) -> Pack:
-    """The pack of rows and, for each, where in the flattened `input_ids` its tokens lie."""
-    placed = [(one, where) for row, where in rows for one in row.calls]
+    """Return the pack of rows and, for each, where in the flattened `input_ids` its tokens lie."""
+    placed = [(scored_call, where) for row, where in rows for scored_call in row.calls]
     # One flat list per tensor: calls in row order, within a call its scored tokens in order, its entries one by one.
     # Offset of each call's first scored position in the pack's N.
     offsets = [0]
-    for one, _ in placed:
-        offsets.append(offsets[-1] + len(one.scored))
+    for scored_call, _ in placed:
+        offsets.append(offsets[-1] + len(scored_call.scored))
 
     def per_position(values: Sequence[Sequence[float]], kind: torch.dtype = dtype) -> torch.Tensor:
-        """(N,) or (E,) from one sequence per call or per entry, in pack order."""
+        """Make (N,) or (E,) from one sequence per call or per entry, in pack order."""
         return torch.tensor([value for part in values for value in part], dtype=kind)
 
     entries = [
-        (one.train.entries[number], tokens, {t: offset + i for i, t in enumerate(one.scored)})
-        for (one, _), offset in zip(placed, offsets, strict=False)
-        for tokens, number in one.entries
+        (scored_call.train.entries[number], tokens, {t: offset + i for i, t in enumerate(scored_call.scored)})
+        for (scored_call, _), offset in zip(placed, offsets, strict=False)
+        for tokens, number in scored_call.entries
     ]
-    calls = [(one.train.call, one.scored) for one, _ in placed]
+    calls = [(scored_call.train.call, scored_call.scored) for scored_call, _ in placed]
     return Pack(
-        calls=tuple(one.train for one, _ in placed),
+        calls=tuple(scored_call.train for scored_call, _ in placed),
         input_ids=input_ids,
         # The token at index P + t is predicted at index P + t - 1.
         positions=per_position(
-            [[where[len(one.train.call.prompt_ids) - 1 + t] for t in one.scored] for one, where in placed], torch.int64
+            [
+                [where[len(scored_call.train.call.prompt_ids) - 1 + t] for t in scored_call.scored]
+                for scored_call, where in placed
+            ],
+            torch.int64,
         ),
         targets=per_position([[call.completion_ids[t] for t in scored] for call, scored in calls], torch.int64),
-        sampled=per_position([_chosen(call.logprobs, scored) for call, scored in calls]),
-        known_ref=per_position([_chosen(call.ref_logprobs, scored) for call, scored in calls]),
-        old_values=per_position([_chosen(call.values, scored) for call, scored in calls]),
+        sampled=per_position([_values_at(call.logprobs, scored) for call, scored in calls]),
+        known_ref=per_position([_values_at(call.ref_logprobs, scored) for call, scored in calls]),
+        old_values=per_position([_values_at(call.values, scored) for call, scored in calls]),
         modules=per_position([[modules.index(call.module)] * len(scored) for call, scored in calls], torch.int64),
         of_call=per_position([[number] * len(scored) for number, (_, scored) in enumerate(calls)], torch.int64),
         entry_index=per_position([[index[t] for t in tokens] for _, tokens, index in entries], torch.int64),
-        advantages=per_position([_chosen(entry.advantages, tokens) for entry, tokens, _ in entries]),
-        weights=per_position([_chosen(entry.weights, tokens) for entry, tokens, _ in entries]),
-        returns=per_position([_chosen(entry.returns, tokens) for entry, tokens, _ in entries]),
+        advantages=per_position([_values_at(entry.advantages, tokens) for entry, tokens, _ in entries]),
+        weights=per_position([_values_at(entry.weights, tokens) for entry, tokens, _ in entries]),
+        returns=per_position([_values_at(entry.returns, tokens) for entry, tokens, _ in entries]),
         tokens=sum(len(row.ids) for row, _ in rows),
     )
 
 
-def _chosen(values: Sequence[float] | None, tokens: Sequence[int]) -> list[float]:
-    """Values of the tokens; NaN, which no loss can pass over unseen, where there are none."""
+def _values_at(values: Sequence[float] | None, tokens: Sequence[int]) -> list[float]:
+    """Return the values of the tokens; NaN, which no loss can pass over unseen, where there are none."""
     return [float("nan") if values is None else values[t] for t in tokens]

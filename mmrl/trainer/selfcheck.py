@@ -38,15 +38,17 @@ def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
     compared = calls_to_compare(trained)
     if forwards.adapters is not None and compared:
         # One adapter: otherwise a difference of weights would pass for one of packing.
-        adapter = forwards.adapters.of
-        compared = [one for one in compared if adapter[one.call.module] == adapter[compared[0].call.module]]
+        adapter = forwards.adapters.by_module
+        compared = [train for train in compared if adapter[train.call.module] == adapter[compared[0].call.module]]
     if not compared:
         return False
     modules = module_names([train.call for train in compared])
     packs = [forwards.make_packs(compared, modules, score_all=True, tries=tries) for tries in (True, False)]
     # Sharded gradients are not whole on any process, so only log-probabilities are compared there.
     sharded = forwards.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    (logprobs, gradient), (padded, padded_gradient) = (_measure(forwards, one, gradients=not sharded) for one in packs)
+    (logprobs, gradient), (padded, padded_gradient) = (
+        _measure(forwards, group, gradients=not sharded) for group in packs
+    )
     half = forwards.policy.dtype in (torch.bfloat16, torch.float16) or forwards.accelerator.mixed_precision == "bf16"
     allowed, least = HALF if half else EXACT if forwards.policy.dtype == torch.float64 else FULL
     difference = max(float((logprobs[name] - padded[name]).abs().max()) for name in padded)
@@ -61,16 +63,16 @@ def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
 
 
 def calls_to_compare(calls: Sequence[TrainCall]) -> list[TrainCall]:
-    """A few calls that share what they can: neighbours in lexicographic order around the longest shared prefix."""
+    """Select a few calls with long shared prefixes: neighbours in lexicographic order around the longest one."""
     sampled = [train for train in calls if train.call.completion_ids]
     ordered = sorted(sampled, key=lambda train: (_ids(train), train.call.id))
     if len(ordered) < 2:
         return ordered
-    shared = [common_prefix(_ids(left), _ids(right)) for left, right in pairwise(ordered)]
-    fitting = [n for n, one in enumerate(ordered[:-1]) if len(_ids(one) + _ids(ordered[n + 1])) <= SAMPLE_TOKENS]
-    at = max(fitting or range(len(shared)), key=lambda n: (shared[n], -n))
-    compared, tokens = ordered[at : at + 2], len(_ids(ordered[at]) + _ids(ordered[at + 1]))
-    for train in ordered[at + 2 :]:
+    shared = [common_prefix(_ids(train), _ids(following)) for train, following in pairwise(ordered)]
+    fitting = [n for n, train in enumerate(ordered[:-1]) if len(_ids(train) + _ids(ordered[n + 1])) <= SAMPLE_TOKENS]
+    first = max(fitting or range(len(shared)), key=lambda n: (shared[n], -n))
+    compared, tokens = ordered[first : first + 2], len(_ids(ordered[first]) + _ids(ordered[first + 1]))
+    for train in ordered[first + 2 :]:
         tokens += len(_ids(train))
         if tokens > SAMPLE_TOKENS:
             break
@@ -85,7 +87,7 @@ def _ids(train: TrainCall) -> tuple[int, ...]:
 def _measure(
     forwards: Forwards, packs: Sequence[Pack], *, gradients: bool
 ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Log-probabilities by call, and the gradient of a sum in which every token has another weight."""
+    """Return log-probabilities by call, and the gradient of a sum in which every token has another weight."""
     model = forwards.policy if gradients else forwards.wrapped
     model.eval()
     logprobs: dict[str, torch.Tensor] = {}
@@ -101,13 +103,13 @@ def _measure(
                 weights = [torch.linspace(1, 2, len(part)).to(part) / len(part) for part in parts]
                 terms = [(weight * part).sum() for weight, part in zip(weights, parts, strict=True)]
                 grads = torch.autograd.grad(torch.stack(terms).sum(), _compared(model), allow_unused=True)
-                dense = [torch.zeros(()) if one is None else one.detach() for one in grads]
+                dense = [torch.zeros(()) if gradient is None else gradient.detach() for gradient in grads]
                 total = dense if not total else [a + b for a, b in zip(total, dense, strict=True)]
     return logprobs, total
 
 
 def _compared(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Trained parameters, as many from the front as `GRADIENT_NUMBERS` allow."""
+    """Return trained parameters, as many from the front as `GRADIENT_NUMBERS` allow."""
     parameters, numbers = [], 0
     for parameter in model.parameters():
         if parameter.requires_grad and numbers + parameter.numel() <= GRADIENT_NUMBERS:
@@ -116,10 +118,10 @@ def _compared(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return parameters
 
 
-def _cosine(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
-    """Cosine of two gradients, all parameters together; 1 where both are zero or none was computed."""
-    product = sum(float((a.double() * b.double()).sum()) for a, b in zip(left, right, strict=True))
-    sizes = [sum(float(one.double().square().sum()) for one in side) for side in (left, right)]
+def _cosine(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
+    """Return the cosine of two gradients, all parameters together; 1 where both are zero or none was computed."""
+    product = sum(float((a.double() * b.double()).sum()) for a, b in zip(first, second, strict=True))
+    sizes = [sum(float(gradient.double().square().sum()) for gradient in side) for side in (first, second)]
     if not any(sizes):
         return 1.0
     return product / (sizes[0] * sizes[1]) ** 0.5 if all(sizes) else 0.0

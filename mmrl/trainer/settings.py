@@ -1,4 +1,4 @@
-"""From mmrl's config sections to what Hugging Face's Trainer takes; refuses what it cannot do.
+"""Conversion of mmrl's config sections to the arguments of Hugging Face's Trainer; refuses what it cannot do.
 
 Part of `trainer`; no TRL here, so that a config can be checked without loading it.
 """
@@ -36,12 +36,12 @@ class Settings:
 
     @classmethod
     def supervised(cls, train: TrainConfig, model: ModelConfig, seed: int) -> Settings:
-        """Settings of supervised steps, whose tokens have advantage 1: the ratio is 1, and there is no reference."""
+        """Make settings of supervised steps, whose tokens have advantage 1: the ratio is 1, without a reference."""
         return cls(train=train, algo=AlgoConfig(name=SFT, ratio_one=True, beta=0.0), model=model, seed=seed)
 
     @property
     def is_supervised(self) -> bool:
-        """True where the trainer reports likelihood and accuracy, of which reinforcement learning has no use."""
+        """True if the trainer reports likelihood and accuracy, of which reinforcement learning has no use."""
         return self.algo.name == SFT
 
     @property
@@ -61,7 +61,7 @@ class Settings:
         return 0.0 if in_reward else self.algo.beta
 
     def problems(self) -> list[str]:
-        """Problems of the settings, one sentence each."""
+        """Return problems of the settings, one sentence each."""
         train, messages = self.train, []
         if train.warmup_steps >= train.steps * self.updates and train.warmup_steps:
             messages.append(
@@ -79,7 +79,7 @@ class Settings:
             raise ConfigError(messages)
 
     def lora(self, model: PreTrainedModel, *, dropout: bool = True) -> LoraConfig | None:
-        """peft's `LoraConfig` for `model`, or None when all parameters are trained."""
+        """Return peft's `LoraConfig` for `model`, or None when all parameters are trained."""
         from peft import LoraConfig
 
         if (lora := self.model.lora) is None:
@@ -93,7 +93,7 @@ class Settings:
         )
 
     def arguments(self, folder: Path, *, on_cpu: bool, autocast: bool, dense: bool) -> dict[str, Any]:
-        """Arguments of TRL's `GRPOConfig`.
+        """Return the arguments of TRL's `GRPOConfig`.
 
         Whatever belongs to TRL's own sampling, rewards, logging and saving is off or inert; one optimizer step is one
         `training_step`, so nothing divides the loss.
@@ -141,7 +141,7 @@ class Settings:
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Names of the linear layers of a model's blocks, whatever its architecture calls them; the head is none of them.
+    """List the linear layers of a model's blocks, whatever its architecture calls them; the head is none of them.
 
     Not peft's own "all-linear", which writes every layer by its whole path, and in an order of the process.
     """
@@ -154,12 +154,12 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def no_reward(*args: object, **kwargs: object) -> NoReturn:
-    """The reward function that TRL requires."""
+    """Raise: TRL requires a reward function and must not call it."""
     raise RuntimeError("rewards come from mmrl.credit; TRL's own reward path must never run")
 
 
 def one_device(args: ArgumentsT) -> ArgumentsT:
-    """One process trains on one device, however many are visible (`Trainer` would wrap in DataParallel)."""
+    """Count one device per process, however many are visible (`Trainer` would wrap in DataParallel)."""
     import torch
 
     if args.n_gpu > 1:

@@ -1,4 +1,4 @@
-"""FSDP2 beside what accelerate does of it: a second trained module, a frozen one, and state that one process reads too.
+"""Additions to accelerate's FSDP2: a second trained module, a frozen one, and state that one process reads too.
 
 Part of `trainer`. accelerate shards one model together with its optimizer, and writes checkpoints that only as many
 processes can load. Here the critic and the reference are sharded in the policy's manner (a unit per decoder layer, the
@@ -28,7 +28,7 @@ OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """True where this run's processes share weights by FSDP2."""
+    """Return True if this run's processes share weights by FSDP2."""
     return bool(accelerator.is_fsdp2)
 
 
@@ -46,14 +46,14 @@ def exact_outputs(accelerator: Accelerator) -> None:
 
 
 def shard(model: Model, accelerator: Accelerator) -> Model:
-    """A whole transformer, in place, as accelerate shards the policy; weights come from the main process."""
+    """Shard a whole transformer in place, as accelerate shards the policy; weights come from the main process."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     return cast("Model", fsdp2_prepare_model(accelerator, model))
 
 
 def shard_head(module: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
-    """The root around a sharded backbone or around none, in place: what it holds itself stays in full precision."""
+    """Shard the root around a sharded backbone or none, in place: its own weights stay in full precision."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     plugin = accelerator.state.fsdp_plugin
@@ -62,8 +62,8 @@ def shard_head(module: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Mo
     return module
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
-    """A tensor with all its shards, on the CPU; all processes must call this."""
+def gather_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with all its shards, on the CPU; all processes must call this."""
     if isinstance(value, DTensor):
         # Offloaded shards wait on the CPU, the processes meet on the mesh's device.
         value = cast("DTensor", value.to(value.device_mesh.device_type)).full_tensor()
@@ -71,12 +71,12 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this process holds."""
+    """Return the part of a tensor that this process holds."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This process's part of a whole `value`, laid out as `parameter` is."""
+    """Return this process's part of a whole `value`, laid out as `parameter` is."""
     if not isinstance(parameter, DTensor):
         return value
     mesh = parameter.device_mesh
@@ -85,12 +85,12 @@ def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def as_number(norm: torch.Tensor | float) -> float:
-    """A norm as a number; over shards, of all of them."""
+    """Convert a norm to a number; over shards, of all of them."""
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def without_tied(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gathered weights, each once: gathered one by one, tied weights have become two."""
+    """Return the gathered weights, each once: gathered one by one, tied weights have become two."""
     tied = dict(model.named_parameters(remove_duplicate=False)).keys()
     extra = tied - dict(model.named_parameters()).keys()
     return {name: value for name, value in state.items() if name not in extra}
@@ -103,7 +103,9 @@ def save_optimizer(
     state = optimizer.state_dict()
     # Every process walks the state in the same order: gathering a shard takes all of them at once.
     per_parameter = {
-        index: {name: whole(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+        index: {
+            name: gather_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()
+        }
         for index, values in state["state"].items()
     }
     if main:

@@ -36,7 +36,7 @@ class StepTotals:
         # float64 on the device: a step of millions of tokens would lose the last ones in float32, and reading each
         # pack's sums on the host would wait for the device.
         self.sums = torch.zeros(len(self.modules), COLUMNS, dtype=torch.float64, device=device)
-        self.plain = torch.zeros(3, dtype=torch.float64, device=device)
+        self.counts = torch.zeros(3, dtype=torch.float64, device=device)
         """Tokens forwarded; gap sum; gap count."""
         self.gaps = torch.zeros(len(self.modules), 2, dtype=torch.float64, device=device)
         """Gap sum and count of each module."""
@@ -53,7 +53,7 @@ class StepTotals:
     @torch.no_grad()
     def add(self, pack: Pack, scores: Scores, loss: TokenLoss) -> None:
         """Count one forward and backward."""
-        self.plain[0] += pack.forwarded
+        self.counts[0] += pack.forwarded
         if loss.kl is not None:
             self.with_kl = True
         if pack.filler:
@@ -78,19 +78,19 @@ class StepTotals:
     @torch.no_grad()
     def add_gap(self, pack: Pack, logprobs: torch.Tensor) -> None:
         """Compare what the trainer computes, before any update of the step, with what the sampler recorded."""
-        known = ~pack.sampled.isnan()  # (N,) bool
-        gap = (logprobs.detach() - pack.sampled).abs()[known].double()
+        recorded = ~pack.sampled.isnan()  # (N,) bool
+        gap = (logprobs.detach() - pack.sampled).abs()[recorded].double()
         if gap.numel():
-            self.plain[1] += gap.sum()
-            self.plain[2] += gap.numel()
-            self.gaps[:, 0].index_add_(0, pack.modules[known], gap)
-            self.gaps[:, 1].index_add_(0, pack.modules[known], torch.ones_like(gap))
+            self.counts[1] += gap.sum()
+            self.counts[2] += gap.numel()
+            self.gaps[:, 0].index_add_(0, pack.modules[recorded], gap)
+            self.gaps[:, 1].index_add_(0, pack.modules[recorded], torch.ones_like(gap))
             self.gap_max = torch.maximum(self.gap_max, gap.max())
 
     def metrics(self, reduce: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[str, float]:
-        """The step's metrics; `reduce(tensor, "sum" | "max")` joins the processes' totals."""
+        """Return the step's metrics; `reduce(tensor, "sum" | "max")` joins the processes' totals."""
         sums = reduce(self.sums, "sum").tolist()
-        forwarded, gap_sum, gap_count = reduce(self.plain, "sum").tolist()
+        forwarded, gap_sum, gap_count = reduce(self.counts, "sum").tolist()
         gap_max = float(reduce(self.gap_max, "max"))
         updates = max(len(self.losses), 1)
         metrics = {
@@ -117,7 +117,7 @@ class StepTotals:
         return metrics | self._tis(sums)
 
     def _tis(self, sums: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Mean weight and truncated share of truncated importance sampling; empty without it."""
+        """Return the mean weight and truncated share of truncated importance sampling; empty without it."""
         metrics, count = {}, math.fsum(row[_ENTRIES] for row in sums)
         if self.with_tis and count:
             metrics["train/tis_mean"] = math.fsum(row[_TIS] for row in sums) / count
@@ -128,7 +128,7 @@ class StepTotals:
         return metrics
 
     def _means(self, row: Sequence[float]) -> dict[str, float]:
-        """Means of one row of the sums (or of their total); empty where nothing was trained."""
+        """Return the means of one row of the sums (or of their total); empty where nothing was trained."""
         if not row or not row[0]:
             return {}
         entries, clipped, ratio, kl, _, _, tokens, entropy, nll, hits = row
@@ -140,8 +140,8 @@ class StepTotals:
         return means
 
 
-def finite(value: float, what: str, step: int) -> float:
-    """The loss of a step or the norm of its gradient; raises `MmrlError` where that is no number."""
+def finite(value: float, name: str, step: int) -> float:
+    """Return the loss of a step or the norm of its gradient; raises `MmrlError` where that is no number."""
     if not math.isfinite(value):
-        raise MmrlError(f"step {step}: the {what} is {value}; lower train.lr, or resume an earlier checkpoint")
+        raise MmrlError(f"step {step}: the {name} is {value}; lower train.lr, or resume an earlier checkpoint")
     return value

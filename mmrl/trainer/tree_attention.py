@@ -42,7 +42,7 @@ queries of a large call into blocks of 256 and compute a causal block whole, so 
 
 
 class KernelCall(NamedTuple):
-    """One call of an attention kernel, (queries, D) against (keys, D) in each head."""
+    """Call of an attention kernel, (queries, D) against (keys, D) in each head."""
 
     queries: slice
     keys: slice
@@ -72,7 +72,7 @@ class PrefixTree:
         return max((span.stop for span in self.spans), default=0)
 
     def kernel_calls(self) -> Iterator[KernelCall]:
-        """Calls that cover each (query, key) pair of the tries once.
+        """Yield calls that cover each (query, key) pair of the tries once.
 
         The order is that of the packed tokens, always: partial results are joined in floating point, so another order
         would change the last bits of the loss.
@@ -92,45 +92,45 @@ class PrefixTree:
                     yield KernelCall(slice(end, span.stop), slice(begin, end), False, first)
 
     def kernel_calls_read(self) -> Iterator[KernelCall]:
-        """The same for the pairs whose query is in `read`; queries are slices of `read`."""
+        """Yield the calls for the pairs whose query is in `read`; queries are slices of `read`."""
         read = self.read or ()
         for span in self.spans:
             stop = bisect_left(read, span.stop)
             for begin, end, is_read in _runs(read, span):
-                # at..below: queries inside the run; below..stop: queries after it, which see all its keys. The causal
-                # mask pairs query i with key i, hence runs of which either every token is read or none.
-                at, below = bisect_left(read, begin), bisect_left(read, end)
+                # inside..below: queries inside the run; below..stop: queries after it, which see all its keys. The
+                # causal mask pairs query i with key i, hence runs of which either every token is read or none.
+                inside, below = bisect_left(read, begin), bisect_left(read, end)
                 first = not span.depth and begin == span.begin
-                together = is_read and stop - at < LARGE
+                joined = is_read and stop - inside < LARGE
                 if is_read:
-                    yield KernelCall(slice(at, stop if together else below), slice(begin, end), True, first)
-                if not together and below < stop:
+                    yield KernelCall(slice(inside, stop if joined else below), slice(begin, end), True, first)
+                if not joined and below < stop:
                     yield KernelCall(slice(below, stop), slice(begin, end), False, first)
 
     def stops(self, device: torch.device) -> torch.Tensor:
-        """(N,) int64, where the part of the trie that sees a token ends: token k is seen by k..stops[k]."""
+        """Return (N,) int64, where the part of the trie that sees a token ends: token k is seen by k..stops[k]."""
         sizes = torch.tensor([span.end - span.begin for span in self.spans])
         return torch.tensor([span.stop for span in self.spans]).repeat_interleave(sizes).to(device)
 
 
 def _runs(read: Sequence[int], span: NodeSpan) -> Iterator[tuple[int, int, bool]]:
-    """The tokens of a node in runs, (begin, end, whether they are in `read`); of those that are, a piece at most."""
-    at, begin = bisect_left(read, span.begin), span.begin
+    """Cut a node's tokens into runs (begin, end, whether in `read`); those in `read` have at most a piece's length."""
+    index, begin = bisect_left(read, span.begin), span.begin
     while begin < span.end:
-        following = read[at] if at < len(read) else span.end
+        following = read[index] if index < len(read) else span.end
         if following > begin:
             yield begin, min(following, span.end), False
             begin = following
             continue
         size = 1
-        while size < PIECE and at + size < len(read) and read[at + size] == begin + size < span.end:
+        while size < PIECE and index + size < len(read) and read[index + size] == begin + size < span.end:
             size += 1
         yield begin, begin + size, True
-        at, begin = at + size, begin + size
+        index, begin = index + size, begin + size
 
 
 def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:
-    """The reason why the layers of this causal LM (wrapped by peft or not) cannot share prefixes, or None."""
+    """Return the reason why the layers of this causal LM (wrapped by peft or not) cannot share prefixes, or None."""
     # `selfcheck` is the second line, behind the list of known families.
     causal = causal_lm(model)
     config = causal.config
@@ -144,7 +144,7 @@ def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:
 
 
 def last_parts(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, ...]:
-    """Parts of the last layer of a known causal LM (`unknown_layers`) that only tokens whose result is read need."""
+    """Return the parts of a known causal LM's last layer (`unknown_layers`) that only tokens in `read` need."""
     # Keys and values of the last layer are needed for every token; queries, output projection and MLP only where
     # somebody reads the result. In a prompt-heavy pack that is a small part of the tokens.
     layer = causal_lm(model).model.layers[-1]
@@ -176,7 +176,7 @@ def attention(
     tree: PrefixTree | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: (1, heads, N, D) queries to (1, N, heads, D); keys may have fewer heads."""
+    """Implement transformers' attention: (1, heads, N, D) queries to (1, N, heads, D); keys may have fewer heads."""
     if tree is None:
         output: torch.Tensor
         output, _ = sdpa_attention_forward(
@@ -215,7 +215,7 @@ def _flex_kernel(compiled: bool) -> Callable[..., torch.Tensor]:
 
 
 def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PrefixTree, scale: float) -> torch.Tensor:
-    """(1, heads, N, D) by FlexAttention: the path on a GPU, whose kernels align a causal mask otherwise."""
+    """Attend by FlexAttention, (1, heads, N, D): the path on a GPU, whose kernels align a causal mask otherwise."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     device = query.device
@@ -259,7 +259,7 @@ class TreeAttention(torch.autograd.Function):
         kernel_calls: KernelCalls,
         scale: float,
     ) -> torch.Tensor:
-        """(1, heads, Q, D) to (1, Q, heads, D); keys and values are (1, heads, N, D)."""
+        """Attend (1, heads, Q, D) to (1, Q, heads, D); keys and values are (1, heads, N, D)."""
         size, heads, width = query.shape[2], query.shape[1], value.shape[-1]
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         joined = value.new_empty(1, size, heads, width)
@@ -280,7 +280,7 @@ class TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        """Sums over the calls of the forward pass, each with the joined result."""
+        """Return sums over the calls of the forward pass, each with the joined result."""
         query, key, value, joined, lse = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         out, grad = joined.transpose(1, 2), grad.transpose(1, 2)
@@ -310,7 +310,7 @@ class TreeAttention(torch.autograd.Function):
 
 
 def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Softmax over the union of two sets of keys, in place, from the softmax over each and its log-sum-exp."""
+    """Join softmaxes over two sets of keys into that over their union, in place, by their log-sum-exps."""
     # exp(part_lse) / (exp(lse) + exp(part_lse)), without an exponential that could overflow. (1, heads, q)
     share = torch.sigmoid(part_lse - lse)
     out.lerp_(part, share.unsqueeze(-1).to(out.dtype))

@@ -1,4 +1,4 @@
-"""Token sequences to prefix tries, and tries to packs: what is forwarded once, and together with what.
+"""Prefix tries of token sequences, whose shared prefixes are forwarded once, and packs of tries.
 
 Part of `trainer`; knows no torch and no calls. A trie's node is a run of tokens between two forks. Where a shared run
 is too short to pay for the bookkeeping of sharing it, its tokens are repeated in each branch instead.
@@ -33,7 +33,7 @@ class TrieNode:
     """A sequence that runs through it; of a leaf, the one that ends in it."""
     begin: int
     end: int
-    """Its tokens are begin..end of that sequence, so `begin` is also its depth in the trie, in tokens."""
+    """The node's tokens are begin..end of that sequence, so `begin` is also its depth in the trie, in tokens."""
     children: tuple[TrieNode, ...] = ()
     tokens: int = 0
     """Tokens in it and below it."""
@@ -63,7 +63,7 @@ class TrieNode:
 
 
 def make_node(row: int, begin: int, end: int, children: Sequence[TrieNode] = ()) -> TrieNode:
-    """A node over `children`; over a single one, that child made longer."""
+    """Return a node over `children`; over a single one, that child made longer."""
     if len(children) == 1:
         return lengthened(children[0], begin)
     tokens = end - begin + sum(child.tokens for child in children)
@@ -72,7 +72,7 @@ def make_node(row: int, begin: int, end: int, children: Sequence[TrieNode] = ())
 
 
 def lengthened(node: TrieNode, begin: int) -> TrieNode:
-    """The node with the tokens from `begin` on in it."""
+    """Return the node with the tokens from `begin` on in it."""
     return replace(node, begin=begin, tokens=node.tokens + node.begin - begin)
 
 
@@ -85,7 +85,7 @@ class _OpenNode:
     children: list[TrieNode]
 
     def close(self, begin: int) -> list[TrieNode]:
-        """The node from depth `begin` on, or, where sharing it does not pay, its branches from there on."""
+        """Return the node from depth `begin` on, or, where sharing it does not pay, its branches from there on."""
         if not self.children:
             return [make_node(self.row, begin, self.end)]
         node = make_node(self.row, begin, self.end, self.children)
@@ -99,7 +99,7 @@ class _OpenNode:
 
 
 def build_tries(rows: Sequence[Ids]) -> list[TrieNode]:
-    """The tries of `rows`, of which none is a prefix of another, in lexicographic order.
+    """Return the tries of `rows`, of which none is a prefix of another, in lexicographic order.
 
     The calls of a group meet in one trie because they begin alike: the same system prompt and question, and in a
     multi-turn program the turns before. Causal attention gives a token the same hidden state in every sequence that
@@ -115,9 +115,9 @@ def build_tries(rows: Sequence[Ids]) -> list[TrieNode]:
         node = _OpenNode(row, len(rows[row]), [])
         # Nodes that reach deeper than the fork get no further branch: they are closed, deepest first.
         while path[-1].end > fork:
-            above = path.pop()
-            above.children += node.close(above.end)
-            node = above
+            parent = path.pop()
+            parent.children += node.close(parent.end)
+            node = parent
         if path[-1].end == fork:
             path[-1].children += node.close(fork)
         else:
@@ -126,23 +126,23 @@ def build_tries(rows: Sequence[Ids]) -> list[TrieNode]:
     return path[0].children
 
 
-def split_trie(node: TrieNode, budget: int, most: int) -> list[TrieNode]:
-    """The trie in parts of at most `budget` tokens, cut between branches, what is above them repeated.
+def split_trie(node: TrieNode, budget: int, max_tokens: int) -> list[TrieNode]:
+    """Return the trie in parts of at most `budget` tokens, cut between branches, what is above them repeated.
 
-    A single sequence is never cut, so a longer one is a part of its own. A part may have up to `most` tokens where
-    otherwise more than half of it would be what is repeated.
+    A single sequence is never cut, so a longer one is a part of its own. A part may have up to `max_tokens` tokens if
+    more than half of it would otherwise be repeated tokens.
     """
     if node.tokens <= budget or not node.children:
         return [node]
     # Each part repeats the node's own tokens, which its branches therefore cannot use. Demonstrations of about as many
     # tokens as the budget would leave room for one or two calls, and be forwarded again for each of them.
-    room = max(budget - node.length, min(node.length, most - node.length))
-    parts = [part for child in node.children for part in split_trie(child, room, most - node.length)]
+    capacity = max(budget - node.length, min(node.length, max_tokens - node.length))
+    parts = [part for child in node.children for part in split_trie(child, capacity, max_tokens - node.length)]
     # Neighbours stay together (next fit, not first fit): they share the most.
     groups: list[list[TrieNode]] = []
     filled = 0
     for part in parts:
-        if not groups or filled + part.tokens > room:
+        if not groups or filled + part.tokens > capacity:
             groups.append([])
             filled = 0
         groups[-1].append(part)
@@ -150,19 +150,21 @@ def split_trie(node: TrieNode, budget: int, most: int) -> list[TrieNode]:
     return [make_node(node.row, node.begin, node.end, group) for group in groups]
 
 
-def bin_pack(tries: Sequence[TrieNode], budget: int, share: int = 1, most: int | None = None) -> list[list[TrieNode]]:
-    """Tries to packs of at most `budget` tokens (or one trie), of like cost, their number a multiple of `share`.
+def bin_pack(
+    tries: Sequence[TrieNode], budget: int, share: int = 1, max_tokens: int | None = None
+) -> list[list[TrieNode]]:
+    """Sort tries into packs of at most `budget` tokens (or one trie), of like cost, in a multiple of `share` packs.
 
     There may be fewer packs than that where there are fewer tries. Largest pack first, so that a budget that does not
     fit in memory fails at once.
 
     Args:
-        most: see `split_trie`; None: `budget`.
+        max_tokens: see `split_trie`; None: `budget`.
     """
     # Both sorts are stable and no set or hash is iterated: the same calls give the same packs in the same order on
     # every machine and after a resume, which is what makes the summed loss equal to the bit.
     parts = sorted(
-        (part for trie in tries for part in split_trie(trie, budget, most or budget)), key=lambda trie: -trie.cost
+        (part for trie in tries for part in split_trie(trie, budget, max_tokens or budget)), key=lambda trie: -trie.cost
     )
     # No fewer packs than the tokens need; with several processes (`share`) all must do as many forwards.
     count = -(-sum(part.tokens for part in parts) // budget)
@@ -177,7 +179,7 @@ def bin_pack(tries: Sequence[TrieNode], budget: int, share: int = 1, most: int |
 
 
 def _fill(parts: Sequence[TrieNode], budget: int, count: int) -> list[list[TrieNode]] | None:
-    """`count` packs, each part into the cheapest one so far that has room; None where one fits nowhere."""
+    """Fill `count` packs, each part into the cheapest that has room; None if a part fits nowhere."""
     packs: list[list[TrieNode]] = [[] for _ in range(count)]
     tokens, costs = [0] * count, [0.0] * count
     for part in parts:
@@ -217,7 +219,7 @@ class TrieLayout:
 
 
 def flatten(tries: Sequence[TrieNode], rows: Sequence[Ids]) -> TrieLayout:
-    """Tokens, positions and nodes of one pack."""
+    """Return tokens, positions and nodes of one pack."""
     spans: list[NodeSpan] = []
     ids: list[int] = []
     depths: list[int] = []
@@ -226,13 +228,13 @@ def flatten(tries: Sequence[TrieNode], rows: Sequence[Ids]) -> TrieLayout:
     # no gather and no mask. A stack, not recursion, and reversed so that it pops in lexicographic order.
     stack: list[tuple[TrieNode, tuple[NodeSpan, ...]]] = [(trie, ()) for trie in reversed(tries)]
     while stack:
-        node, above = stack.pop()
+        node, ancestors = stack.pop()
         begin = len(ids)
         span = NodeSpan(begin, begin + node.length, begin + node.tokens, node.begin)
         spans.append(span)
         ids += rows[node.row][node.begin : node.end]
         depths += range(node.begin, node.end)
-        path = (*above, span)
+        path = (*ancestors, span)
         if not node.children:
             paths[node.row] = path
         stack += [(child, path) for child in reversed(node.children)]
@@ -240,5 +242,5 @@ def flatten(tries: Sequence[TrieNode], rows: Sequence[Ids]) -> TrieLayout:
 
 
 def token_indices(path: Sequence[NodeSpan]) -> list[int]:
-    """Index in the pack of each token of a path, root first."""
+    """Return the index in the pack of each token of a path, root first."""
     return list(chain.from_iterable(range(span.begin, span.end) for span in path))

@@ -67,18 +67,18 @@ class UpdateStream:
 
 
 class UpdateEnd(TrainerCallback):
-    """Calls `end_update` after every optimizer step."""
+    """Callback that calls `end_update` after every optimizer step."""
 
     def __init__(self, end_update: Callable[[TrainerControl], None]):
         self.end_update = end_update
 
     def on_step_end(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
-        """transformers' step is an optimizer step."""
+        """End the update: transformers' step is an optimizer step."""
         self.end_update(control)
 
 
 class MmrlTrainer(GRPOTrainer):
-    """`train()` runs it from its start, `train(checkpoint)` on from a complete checkpoint of the same config.
+    """Trainer whose `train()` starts anew, and `train(checkpoint)` from a complete checkpoint of the same config.
 
     For step 1, 2, … `train.steps`: `next_batch(step)` with the model in evaluation mode, then `algo.epochs` ×
     `algo.minibatches` optimizer steps, then `on_step_end(step, metrics)`, then a checkpoint where one is due.
@@ -115,7 +115,9 @@ class MmrlTrainer(GRPOTrainer):
         self.next_batch, self.on_step_end = next_batch, on_step_end
         self.extra = extra or (lambda step: {})
         tries = choose_packing(settings.train.packing, model)
-        budget, most = token_budget(settings.train.microbatch_tokens, model, settings.model.gradient_checkpointing)
+        budget, max_tokens = token_budget(
+            settings.train.microbatch_tokens, model, settings.model.gradient_checkpointing
+        )
         self.compared = not tries
         # Before TRL wraps the model: the critic may copy its backbone, and the reference is the model as it is now.
         self.critic = None if settings.critic is None else Critic(settings, settings.critic, model)
@@ -142,7 +144,7 @@ class MmrlTrainer(GRPOTrainer):
         self.remove_callback(PrinterCallback)
         self.totals, self.batch_metrics = StepTotals((), self.args.device), dict[str, float]()
         self.sharded = sharding.is_sharded(self.accelerator)
-        self.forwards = Forwards(self, tries=tries, budget=budget, most=most)
+        self.forwards = Forwards(self, tries=tries, budget=budget, max_tokens=max_tokens)
         self._prepare_models(reference)
 
     def _prepare_models(self, reference: PreTrainedModel | None) -> None:
@@ -177,11 +179,11 @@ class MmrlTrainer(GRPOTrainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> UpdateStream:  # type: ignore[override]  # transformers needs no more of a loader
-        """The optimizer steps that are left; a step's batch is sampled when its first one is due."""
+        """Return the optimizer steps that are left; a step's batch is sampled when its first one is due."""
         return UpdateStream(self.settings.train.steps * self.settings.updates, self.updates)
 
     def updates(self) -> Iterator[dict[str, Update]]:
-        """One item per optimizer step, from the first step that is not done."""
+        """Yield an item per optimizer step, from the first step that is not done."""
         for step in range(self.steps_done + 1, self.settings.train.steps + 1):
             self.forwards.policy.eval()
             batch = self._next_batch(step)
@@ -206,7 +208,7 @@ class MmrlTrainer(GRPOTrainer):
             raise
 
     def step_packs(self, batch: StepBatch) -> list[list[Pack]]:
-        """This process's packs of each mini-batch; starts the step's totals."""
+        """Make this process's packs of each mini-batch; starts the step's totals."""
         modules = module_names([train.call for train in batch.calls])
         self.totals = StepTotals(modules, self.args.device)
         self.batch_metrics = dict(batch.metrics)
@@ -217,7 +219,7 @@ class MmrlTrainer(GRPOTrainer):
         return minibatches
 
     def end_update(self, control: TrainerControl) -> None:
-        """After the last optimizer step of a step: its metrics, and whether a checkpoint is due."""
+        """Report a step's metrics after its last optimizer step, and save a checkpoint if due."""
         if self.state.global_step % self.settings.updates:
             return
         step = self.steps_done
@@ -267,16 +269,16 @@ class MmrlTrainer(GRPOTrainer):
             scores = self.forwards.score(model, pack, entropy=not supervised, hits=supervised)
         if first and not pack.filler:
             self.totals.add_gap(pack, scores.logprobs)
-        at = pack.entry_index  # (E,) into the pack's N scored positions
+        index = pack.entry_index  # (E,) into the pack's N scored positions
         old = pack.old_logprobs(scores.logprobs.detach(), train.old_logprobs == "recompute")  # (N,)
         correction: Correction | None = None
         if train.tis is not None:
             # Against the weights at the step's start, which in a step of one update are those of now.
-            correction = truncated_weights(old, pack.sampled, train.tis).at(at)
+            correction = truncated_weights(old, pack.sampled, train.tis).select(index)
         result = token_loss(
-            scores.logprobs[at],
-            old[at],
-            None if pack.ref is None else pack.ref[at],
+            scores.logprobs[index],
+            old[index],
+            None if pack.ref is None else pack.ref[index],
             pack.advantages,
             pack.weights,
             algo.clip,
@@ -285,7 +287,7 @@ class MmrlTrainer(GRPOTrainer):
             algo.ratio_one,
             correction,
             algo.loss,
-            pack.of_call[at],
+            pack.of_call[index],
         )
         # Processes' gradients are averaged, and this loss is a sum.
         self.accelerator.backward(result.loss * self.accelerator.num_processes)
@@ -294,7 +296,7 @@ class MmrlTrainer(GRPOTrainer):
             self.critic.train_on(pack, scores.hidden, self.accelerator, self.forwards.autocast())
         if supervised:
             # With a ratio of 1 the objective's own value is constant; its gradient is that of the log-likelihood.
-            return -(pack.weights * scores.logprobs[at].detach()).sum().double()
+            return -(pack.weights * scores.logprobs[index].detach()).sum().double()
         return result.loss.detach().double()
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor | float | None:
@@ -308,7 +310,7 @@ class MmrlTrainer(GRPOTrainer):
             self.totals.adapter_norms.append(norms)
             norm = math.hypot(*norms.values())
         elif self.critic is not None:
-            norm = self.accelerator.clip_grad_norm_(self.critic.others(model), limit)
+            norm = self.accelerator.clip_grad_norm_(self.critic.policy_parameters(model), limit)
         else:
             norm = super()._clip_grad_norm(model)
         value = sharding.as_number(norm) if norm is not None else 0.0
@@ -316,7 +318,7 @@ class MmrlTrainer(GRPOTrainer):
         return norm
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW over the policy, and the critic in groups of its own."""
+        """Create AdamW over the policy, and the critic in groups of its own."""
         if self.adapters is not None and self.optimizer is None:
             self.optimizer = self.adapters.make_optimizer(self)
         optimizer = super().create_optimizer(model)
@@ -331,7 +333,7 @@ class MmrlTrainer(GRPOTrainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LambdaLR:
-        """The policy's schedule, and the critic's."""
+        """Create the schedules of the policy and of the critic."""
         if self.sharded:
             # accelerate, which has just sharded the policy, knows one model's weights in an optimizer.
             self._add_critic(cast("torch.optim.Optimizer", self.optimizer))
@@ -343,7 +345,7 @@ class MmrlTrainer(GRPOTrainer):
         return scheduler
 
     def whole_state(self) -> dict[str, torch.Tensor] | None:
-        """All weights, gathered on the main process, where processes share them; None where each holds them whole."""
+        """Return all weights, gathered on the main process, if processes share them; None if each holds them whole."""
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             return None
         return cast("dict[str, torch.Tensor]", self.accelerator.get_state_dict(self.model))
@@ -389,8 +391,8 @@ class MmrlTrainer(GRPOTrainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def floating_point_ops(self, inputs: object) -> int:
-        """Not estimated: Hugging Face's formula needs its own batch format."""
+        """Return 0: Hugging Face's formula needs its own batch format."""
         return 0
 
     def _send_telemetry(self) -> None:
-        """A run sends nothing about itself."""
+        """Send nothing about the run."""

@@ -189,7 +189,7 @@ class Ours(Side):
     @property
     def tokens(self) -> int:
         """Tokens forwarded."""
-        return int(self.trainer.totals.plain[0])
+        return int(self.trainer.totals.counts[0])
 
 
 def check(ours: Ours, plain: Plain, peer: Trl) -> dict[str, float]:

@@ -46,7 +46,7 @@ from mmrl.records import Call
 from mmrl.system.child_process import free_port
 from mmrl.trainer.objective import StepBatch, TrainCall
 from mmrl.trainer.settings import Settings
-from mmrl.trainer.sharding import whole
+from mmrl.trainer.sharding import gather_tensor
 from mmrl.trainer.trl_trainer import MmrlTrainer, Update
 from scripts.chaos.compare import comparable
 
@@ -321,7 +321,7 @@ def watch_gradients(trainer: Any) -> list[dict[str, torch.Tensor]]:
     def spy(model: Any) -> Any:
         own = trainer.critic.named_parameters() if trainer.critic is not None else {}
         named = dict(trainer.model.named_parameters()) | {f"critic:{name}": p for name, p in own.items()}
-        found.append({name: whole(p.grad).clone() for name, p in named.items() if p.grad is not None})
+        found.append({name: gather_tensor(p.grad).clone() for name, p in named.items() if p.grad is not None})
         return clip(model)
 
     trainer._clip_grad_norm = spy

@@ -221,7 +221,7 @@ def test_the_real_model_is_what_it_says(monkeypatch):
     """The fetched model itself, where it is on this machine."""
     monkeypatch.delenv("MMRL_CACHE")
     package = PACKAGES[NAME]
-    if not package.there:
+    if not package.fetched:
         pytest.skip(f"not fetched (mmrl fetch {NAME})")
     tokenizer = load_tokenizer(ModelConfig(name=NAME, path=NAME))
     config, generation = load_configs(ModelConfig(name=NAME, path=NAME))

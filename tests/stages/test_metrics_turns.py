@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.algorithms import assign_credit
 from mmrl.config import ALGO_SCHEMAS
-from mmrl.stages.step_metrics import TURNS, credit_metrics, forest_metrics, never
+from mmrl.stages.step_metrics import TURNS, credit_metrics, forest_metrics, never_metrics
 from mmrl.tasks import TASKS
 from tests.helpers.forests import Grow
 from tests.helpers.trainer_cases import make_calls, make_trainer, sampled, with_changes
@@ -36,11 +36,13 @@ def test_calls_and_turns_of_a_rollout_and_behaviour_by_turn():
 
 
 def test_what_a_task_never_has_is_no_metric():
-    assert never(TASKS["search_agent"]) == {"penalty", "format_rate"}, "a share of 1 beside `format` 0 would mislead"
-    assert never(TASKS["hotpotqa"]) == {"format_rate"}
-    assert never(TASKS["banking77"]) == {"penalty"}
+    assert never_metrics(TASKS["search_agent"]) == {"penalty", "format_rate"}, (
+        "a share of 1 beside `format` 0 would mislead"
+    )
+    assert never_metrics(TASKS["hotpotqa"]) == {"format_rate"}
+    assert never_metrics(TASKS["banking77"]) == {"penalty"}
     all_of = set(forest_metrics(agent_forest()))
-    left_out = all_of - set(forest_metrics(agent_forest(), never(TASKS["search_agent"])))
+    left_out = all_of - set(forest_metrics(agent_forest(), never_metrics(TASKS["search_agent"])))
     turns = {f"turn/{turn}/format_rate" for turn in range(3)}
     assert left_out == {"module/agent/penalty", "module/agent/format_rate"} | turns
 

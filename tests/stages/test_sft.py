@@ -25,8 +25,8 @@ from tests.helpers.stages import CHAT, LORA, MINE, OWN, TOKENIZER, config_of, ru
 
 def test_demonstrations_of_the_task_are_trained_as_a_rollout_would_send_them(tmp_path):
     stage, notes = stage_of(tmp_path / "run")
-    sequences = dict(stage._given())
-    assert len(stage._given()) == 16
+    sequences = dict(stage._demonstrated())
+    assert len(stage._demonstrated()) == 16
     last = sequences["example q7"]
     assert last.prompt_ids == render_prompt(TOKENIZER, [{"role": "user", "content": "train7 again"}])
     assert last.completion_ids == (*encode_text(TOKENIZER, "7"), TOKENIZER.eos_token_id)
@@ -65,7 +65,7 @@ def test_a_mini_world_task_and_labelled_rows_make_demonstrations(tmp_path):
 def test_a_chat_trains_the_last_message_of_the_assistant(tmp_path):
     talk = {"messages": [*CHAT["messages"], MINE, {"role": "assistant", "content": "3"}], "module": "b"}
     stage, _ = stage_of(tmp_path / "run", written(tmp_path / "chat.jsonl", talk, CHAT))
-    (_, first), (where, second) = stage._given()
+    (_, first), (where, second) = stage._demonstrated()
     assert first.module == "b" and second.module == "" and where.endswith("chat.jsonl line 2")
     assert first.prompt_ids == render_prompt(TOKENIZER, talk["messages"][:-1])
     assert first.completion_ids == (*encode_text(TOKENIZER, "3"), TOKENIZER.eos_token_id)
@@ -76,7 +76,7 @@ def test_fields_of_a_dspy_module_are_sent_as_a_rollout_sends_them(tmp_path):
     label = task.labels[1]
     fields = {"inputs": {"text": "where is it"}, "outputs": {"reasoning": "asks", "label": label}}
     stage, _ = stage_of(tmp_path / "run", written(tmp_path / "dspy.jsonl", fields), task=task)
-    ((_, item),) = stage._given()
+    ((_, item),) = stage._demonstrated()
     engine = FakeEngine(lambda request: task.program.written(request.module, fields["outputs"]))
     live, _ = stage_of(tmp_path / "live", {"algo.source": "rollouts", "algo.rollouts": 1}, task=task, engine=engine)
     asked = task.examples("train")[0]
@@ -125,7 +125,7 @@ def test_the_best_of_each_example_are_chosen():
 
 def test_modules_are_chosen_and_mixed(tmp_path):
     stage, _ = stage_of(tmp_path / "run", {"algo.modules": {"b": 1.0}})
-    assert {item.module for _, item in stage._given()} == {"b"}
+    assert {item.module for _, item in stage._demonstrated()} == {"b"}
     stage, _ = stage_of(tmp_path / "own", {**OWN, "algo.modules": {"b": 1.0}})
     assert {item.module for _, item in stage._sampled()} == {"b"}
     _, _, history = run(

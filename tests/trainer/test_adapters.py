@@ -25,7 +25,7 @@ from tests.helpers.trainer_cases import (
     with_targets,
 )
 
-BOTH = Adapters(of={"a": "alpha", "b": "beta"}, rates={})
+BOTH = Adapters(by_module={"a": "alpha", "b": "beta"}, rates={})
 
 
 def weights(trainer: Any, name: str) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ def test_each_modules_gradients_come_from_its_own_calls(tmp_path: Path) -> None:
     calls = make_calls(6)
     trainer = make_trainer(tmp_path, lora=LORA, adapters=BOTH, algo={"beta": 0.1})
     _, both = gradients(trainer, calls)
-    for module, name in BOTH.of.items():
+    for module, name in BOTH.by_module.items():
         _, alone = gradients(trainer, [call for call in calls if call.call.module == module])
         assert all(f".{name}." in key for key in alone)
         assert all(torch.allclose(both[key], gradient, atol=1e-6) for key, gradient in alone.items())
@@ -71,7 +71,7 @@ def test_a_shared_adapter_is_the_shared_policy(tmp_path: Path) -> None:
     """Two modules on one adapter: the same gradients as without adapters per module, from the same weights."""
     calls = make_calls(6)
     shared = make_trainer(tmp_path / "a", lora=LORA)
-    named = make_trainer(tmp_path / "b", lora=LORA, adapters=Adapters(of={"a": "one", "b": "one"}, rates={}))
+    named = make_trainer(tmp_path / "b", lora=LORA, adapters=Adapters(by_module={"a": "one", "b": "one"}, rates={}))
     with torch.no_grad():
         for name, parameter in named.model.named_parameters():
             parameter.copy_(shared.model.get_parameter(name.replace(".one.", ".default.")))
@@ -84,7 +84,7 @@ def test_a_shared_adapter_is_the_shared_policy(tmp_path: Path) -> None:
 
 def test_modules_learn_apart_with_their_own_rates_and_norms(tmp_path: Path) -> None:
     seen: list[dict[str, float]] = []
-    adapters = Adapters(of={"a": "alpha", "b": "beta"}, rates={"beta": 0.0})
+    adapters = Adapters(by_module={"a": "alpha", "b": "beta"}, rates={"beta": 0.0})
     trainer = make_trainer(tmp_path, lora=LORA, adapters=adapters, on_step_end=lambda s, m: seen.append(m), steps=2)
     alpha, beta = weights(trainer, "alpha"), weights(trainer, "beta")
     trainer.train()

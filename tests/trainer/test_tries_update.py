@@ -112,7 +112,7 @@ def test_law_10_in_float32(kind: str, tmp_path: Path) -> None:
         found.append(
             (
                 gradients(made, shared_calls()),
-                made.totals.plain[0].item(),
+                made.totals.counts[0].item(),
                 made.forwards.policy_logprobs(sampled(shared_calls())),
             )
         )

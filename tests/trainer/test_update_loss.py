@@ -89,11 +89,11 @@ def test_entries_of_one_call_equal_as_many_calls(tmp_path: Path) -> None:
     apart = [calls[0], *copies, *calls[1:]]
     trainer = make_trainer(tmp_path, tiny_model("gpt2", dtype=torch.float64), algo={"beta": 0.05})
     loss, found = gradients(trainer, joined)
-    forwarded = trainer.totals.plain[0].item()
+    forwarded = trainer.totals.counts[0].item()
     expected_loss, expected = gradients(trainer, apart)
     assert loss == pytest.approx(expected_loss, abs=1e-10)
     assert_close(found, expected)
-    assert forwarded == trainer.totals.plain[0].item()  # equal calls share their row
+    assert forwarded == trainer.totals.counts[0].item()  # equal calls share their row
 
 
 def test_turns_of_one_context_share_a_row_and_change_no_number(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_turns_of_one_context_share_a_row_and_change_no_number(tmp_path: Path) -
         turns += [call, later]
     trainer = make_trainer(tmp_path, tiny_model("gpt2", dtype=torch.float64), algo={"beta": 0.05})
     loss, found = gradients(trainer, turns)
-    together = trainer.totals.plain[0].item()
+    together = trainer.totals.counts[0].item()
     parts = [gradients(trainer, [call]) for call in turns]
     assert loss == pytest.approx(sum(part for part, _ in parts), abs=1e-10)
     assert_close(found, {name: torch.stack([part[name] for _, part in parts]).sum(0) for name in found})

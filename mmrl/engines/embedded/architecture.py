@@ -1,4 +1,4 @@
-"""What the native decoder must know of a model: which architectures it serves, and their weights in fused form.
+"""Model facts for the native decoder: the architectures it serves, and their weights in fused form.
 
 Between a Hugging Face module, which the trainer changes in place, and `decode`, which multiplies. `Weights.refresh`
 reads every weight anew; it runs at the start of each burst, so that nothing stale can be served however the weights
@@ -31,7 +31,7 @@ MOST_COPIED = 2**30
 
 
 def unsupported(model: nn.Module) -> str | None:
-    """The reason why the native decoder cannot serve this model, or None."""
+    """Return the reason why the native decoder cannot serve this model, or None."""
     causal = cast("LlamaForCausalLM", causal_lm(model))
     if (reason := unknown_layers(causal)) is not None:
         return reason
@@ -66,12 +66,12 @@ def _decoder_layers(causal: LlamaForCausalLM) -> list[LlamaDecoderLayer]:
 
 
 def _base(source: nn.Module) -> nn.Linear:
-    """The plain linear layer, inside a LoRA layer or not."""
+    """Return the plain linear layer, inside a LoRA layer or not."""
     return cast(nn.Linear, getattr(source, "base_layer", source))
 
 
 def _odd(module: nn.Module) -> str | None:
-    """The reason why a projection is neither a plain linear layer nor one with plain LoRA, or None."""
+    """Return the reason why a projection is neither a plain linear layer nor one with plain LoRA, or None."""
     if type(module) in PLAIN:
         return None
     if not type(module).__module__.startswith("peft.tuners.lora") or type(module).__name__ != "Linear":
@@ -85,7 +85,7 @@ def _odd(module: nn.Module) -> str | None:
 
 
 class Linear:
-    """One matrix product in place of several projections of the same input, their LoRA updates included.
+    """Matrix product in place of several projections of the same input, their LoRA updates included.
 
     In float32 the updates are added into a private copy of the weights; in half precision they are applied beside
     them, since a small update would be lost in the rounding of the sum, and so they are where each of several adapters
@@ -166,7 +166,7 @@ class Linear:
         return self._buffer
 
     def _beside(self, bases: list[nn.Linear], updates: list[list[tuple[Tensor, Tensor, float]]]) -> None:
-        """All updates as one pair of matrices: (ranks, in) and (out, ranks), the latter block by block."""
+        """Merge all updates into a pair of matrices: (ranks, in) and (out, ranks), the latter block by block."""
         self.low = low = torch.cat([low for pairs in updates for low, _, _ in pairs])
         blocks = [
             torch.cat([low.new_zeros(base.out_features, 0), *(high * scaling for _, high, scaling in pairs)], dim=1)
@@ -175,7 +175,7 @@ class Linear:
         self.high = torch.block_diag(*blocks)
 
     def __call__(self, x: Tensor, rows: slice | None = None) -> Tensor:
-        """(N, in) -> (N, out), or only the output columns `rows`."""
+        """Multiply (N, in) -> (N, out), or only the output columns `rows`."""
         weight, bias, high = self.weight, self.bias, self.high
         if rows is not None:
             weight = weight[rows]
@@ -187,7 +187,7 @@ class Linear:
         return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + self(x)."""
+        """Return residual + self(x)."""
         # One kernel for product and residual instead of two passes over the result.
         if self.bias is None and self.low is None and self.product is F.linear:
             return torch.addmm(residual, x, self.transposed)
@@ -195,7 +195,7 @@ class Linear:
 
 
 def _updates(source: nn.Module, adapter: str | None) -> list[tuple[Tensor, Tensor, float]]:
-    """(A, B, scaling) of the LoRA updates that a forward of this layer with this adapter would add now."""
+    """Return (A, B, scaling) of the LoRA updates that a forward of this layer with this adapter would add now."""
     lora = cast("LoraLinear", source)
     if not hasattr(source, "base_layer") or lora.disable_adapters or lora.merged:
         return []
@@ -225,21 +225,21 @@ class Norm:
         self._eps_like = torch.tensor(self.eps, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., H) -> (..., H); computed in float32 as the model does."""
+        """Normalize (..., H) -> (..., H); computed in float32 as the model does."""
         if x.dtype != torch.float32:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return scaled(x, self._eps_like) if self.weight is None else scaled(x, self._eps_like) * self.weight
 
 
 def scaled(x: Tensor, eps: Tensor) -> Tensor:
-    """x / sqrt(mean(x²) + eps) over the last axis, in three small operations."""
+    """Compute x / sqrt(mean(x²) + eps) over the last axis, in three small operations."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 @dataclass(slots=True)
 class Layer:
-    """One decoder layer in fused form."""
+    """Decoder layer in fused form."""
 
     before_attention: Norm
     qkv: Linear
@@ -303,7 +303,7 @@ class Weights:
             self.angles = None
 
     def rope(self, length: int) -> tuple[Tensor, Tensor]:
-        """(T, head_dim) cos and signed sin for at least `length` positions: rotated x = x·cos + roll(x, half)·sin."""
+        """Return cos and signed sin, (T, head_dim), T >= `length` positions: rotated x = x·cos + roll(x, half)·sin."""
         if self.angles is None or self.angles[0].shape[0] < length:
             positions = torch.arange(max(256, 1 << (length - 1).bit_length()), device=self.embedding.device)
             cos, sin = self.causal.model.rotary_emb(self.embedding[:1], positions.unsqueeze(0))

@@ -1,4 +1,4 @@
-"""When a completion ends, on plain Python: end-of-turn ids, stop strings, length limits. Knows no torch.
+"""Ends of completions, in plain Python: end-of-turn ids, stop strings, length limits. Knows no torch.
 
 Between the decode loops, which make one token per row and step, and the `Completion` that a program receives.
 """
@@ -101,7 +101,7 @@ class Rules:
             )
 
     def row(self, request: Request) -> BatchRow:
-        """The empty row of a request that passed `check`."""
+        """Return the empty row of a request that passed `check`."""
         limit = request.sampling.max_tokens
         # The prompt and all sampled tokens have positions; beyond the context the model was not trained on any.
         if self.max_context is not None:
@@ -133,13 +133,13 @@ class Rules:
         return "length" if len(row.ids) >= row.limit else None
 
     def completion(self, row: BatchRow, finish: str, policy_version: int) -> Completion:
-        """The completion that the program receives."""
+        """Return the completion that the program receives."""
         return Completion(
             ids=tuple(row.ids), logprobs=tuple(row.logprobs), finish=finish, policy_version=policy_version
         )
 
     def _stopped(self, row: BatchRow) -> bool:
-        """True where the newest token completes a stop string in the generated text."""
+        """Return True if the newest token completes a stop string in the generated text."""
         # Decoding the text after every token would make a completion of T tokens cost T² / 2. So first a test of the
         # newest token alone, cached by id, and then the decode of a tail that is long enough for the longest string.
         piece = self._piece(row.ids[-1])
@@ -151,8 +151,8 @@ class Rules:
         if self._holds(row.ids[-tail:], candidates):
             return True
         # The same without special tokens, which may add nothing to the text and stand between two parts of the string.
-        plain = [token for token in row.ids if token not in self._special]
-        return len(plain) < len(row.ids) and self._holds(plain[-tail:], candidates)
+        ordinary = [token for token in row.ids if token not in self._special]
+        return len(ordinary) < len(row.ids) and self._holds(ordinary[-tail:], candidates)
 
     def _holds(self, ids: Sequence[int], stops: Sequence[str]) -> bool:
         text = self._decode(ids)
@@ -168,7 +168,7 @@ class Rules:
 
 
 def _may_end(stop: str, piece: str) -> bool:
-    """True where a token of this text may complete `stop`: a cheap filter that never says no wrongly.
+    """Return True if a token of this text may complete `stop`: a cheap filter that never says no wrongly.
 
     A piece decoded alone can lack a leading space or show bytes of an unfinished character as U+FFFD.
     """
@@ -176,14 +176,14 @@ def _may_end(stop: str, piece: str) -> bool:
 
 
 def context_limit(settings: PretrainedConfig, *limits: int | None) -> int | None:
-    """The smallest of the model's positions and `limits`; None where there is no limit at all."""
+    """Return the smallest of the model's positions and `limits`; None where there is no limit at all."""
     # Not every architecture has a table of positions (ALiBi, state-space models).
     candidates = [*limits, getattr(settings, "max_position_embeddings", None)]
     return min((value for value in candidates if value), default=None)
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> frozenset[int]:
-    """End-of-turn ids: that of the tokenizer and those of the model's generation config."""
+    """Return the end-of-turn ids: that of the tokenizer and those of the model's generation config."""
     # Chat models often end a turn with another token than the tokenizer's EOS, and name it in the generation config.
     ids: set[int] = set()
     for value in (tokenizer.eos_token_id, generation_config.eos_token_id if generation_config is not None else None):

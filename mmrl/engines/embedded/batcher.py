@@ -1,4 +1,4 @@
-"""One batcher under all concurrent programs: async requests in, batches for a decoder out. Knows no torch.
+"""Batcher under all concurrent programs: async requests in, batches for a decoder out. Knows no torch.
 
 Sits between `rollout.context`, whose programs await `generate`, and the decoder that owns the model.
 
@@ -36,7 +36,7 @@ YIELD_S = 0.02
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """One request, from its arrival to its outcome."""
+    """Request from its arrival to its outcome."""
 
     request: Request
     future: asyncio.Future[Completion]
@@ -98,7 +98,7 @@ class Batcher(Engine):
             self._changed.set()
 
     def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
-        """The weights have changed and are policy `version` now.
+        """Note that the weights have changed and are policy `version` now.
 
         Raises:
             RuntimeError: rows are in flight; their tokens would come from two policies.
@@ -110,13 +110,13 @@ class Batcher(Engine):
         self.decoder.forget()
 
     def enter(self) -> None:
-        """A program starts."""
+        """Note that a program starts."""
         self._bind()
         self.live += 1
         self._wake()
 
     def leave(self) -> None:
-        """A program has ended. One that outlived its event loop is no longer counted."""
+        """Note that a program has ended. One that outlived its event loop is no longer counted."""
         self._bind()
         # Not below zero: a program that was cancelled with its event loop leaves after `_reset` has cleared the count.
         self.live = max(0, self.live - 1)
@@ -212,7 +212,7 @@ class Batcher(Engine):
                     return
 
     def _missing(self) -> bool:
-        """True where the next batch must still wait for a live program."""
+        """Return True if the next batch must still wait for a live program."""
         if self.schedule == "greedy" or not (self.waiting or self.active):
             return False
         if self.active and not self.decoder.refills:
@@ -244,7 +244,7 @@ class Batcher(Engine):
         self._deliver()
 
     def _decode(self, admitted: Sequence[PendingRequest], until: float | None) -> None:
-        """Blocking part of `_burst`: runs in the event loop's thread (deterministic) or in a worker (greedy)."""
+        """Run the blocking part of `_burst`, in the event loop's thread (deterministic) or in a worker (greedy)."""
         self._since = started = time.perf_counter()
         try:
             if admitted:
@@ -278,7 +278,7 @@ class Batcher(Engine):
                 job.future.set_exception(job.outcome)
 
     def _fail(self, error: Exception) -> None:
-        """The decoder raised: every row in flight fails with it; waiting requests are served by a fresh start.
+        """Fail every row in flight after the decoder raised; waiting requests are served by a fresh start.
 
         With nothing in flight the start itself failed, and would fail again: then waiting requests fail too.
         """

@@ -23,7 +23,7 @@ CACHE_STEP = 64
 
 
 class NativeLoop:
-    """Generates by the fused weights of `architecture`, for a `RowDecoder`; logits come in the order of its rows.
+    """Loop that generates by the fused weights of `architecture`, for a `RowDecoder`; logits in the order of its rows.
 
     The cache is one tensor per layer, (2, rows, kv heads, length, head_dim), keys and values. Row b has `_lengths[b]`
     tokens; those of its `_prefixes[b]` lie in the prefix, which its rows read together, and the cache has what comes
@@ -87,11 +87,11 @@ class NativeLoop:
         self._reserve(len(self._rows), max(self._cached_lengths()[first:]) + 1)
         logits: Tensor | None = None
         for segments in passes(planned):
-            # `into`: rows of this prefill, `sources`: the segment of this pass that each of them continues.
+            # `order`: rows of this prefill, `sources`: the segment of this pass that each of them continues.
             leaves = [(number, places[s.ids]) for number, s in enumerate(segments) if s.leaf]
-            into = [index for _, indices in leaves for index in indices]
+            order = [index for _, indices in leaves for index in indices]
             sources = [number for number, indices in leaves for _ in indices]
-            target = Target(segments, [first + index for index in into], sources, prefixes)
+            target = Target(segments, [first + index for index in order], sources, prefixes)
             hidden = self._forward_segments(segments, target)  # (segments, H)
             for segment in segments:
                 if not segment.leaf:
@@ -101,7 +101,7 @@ class NativeLoop:
             part = self.weights.head(self.weights.norm(hidden))
             if logits is None:
                 logits = part.new_empty(len(rows), part.shape[1])
-            logits[into] = part[sources]
+            logits[order] = part[sources]
         for prompt in places:
             self._store.see(prompt, len(prompt))
         self._positions = None
@@ -112,7 +112,7 @@ class NativeLoop:
         """Extend the rows in flight by one token each; returns (B, V) logits."""
         self._reserve(len(tokens), max(self._cached_lengths()) + 1)
         if self._positions is None:
-            self._place()
+            self._set_positions()
         positions = self._positions
         assert positions is not None
         hidden = self._forward_tokens(torch.tensor(tokens, device=positions.device), positions)  # (B, H)
@@ -148,11 +148,11 @@ class NativeLoop:
         return order
 
     def _cached_lengths(self) -> list[int]:
-        """Tokens of each row that lie in the cache."""
+        """Return the tokens of each row that lie in the cache."""
         return [n - (prefix.length if prefix else 0) for n, prefix in zip(self._lengths, self._prefixes, strict=True)]
 
     def _remember(self, index: int) -> None:
-        """A row is done: its ids, and its keys and values too if a later prompt may go on from them."""
+        """Remember a finished row's ids, and its keys and values too if a later prompt may go on from them."""
         row, length = self._rows[index], self._lengths[index]
         ids = (*row.prompt_ids, *row.ids)[:length]  # the newest token was never forwarded
         self._store.see(ids, len(row.prompt_ids))
@@ -190,8 +190,8 @@ class NativeLoop:
                 break
         self._positions = None
 
-    def _place(self) -> None:
-        """Positions of the next token of each row, and the mask over what each row holds."""
+    def _set_positions(self) -> None:
+        """Set each row's next position, and the mask over the positions that each row holds."""
         device = self.weights.embedding.device
         self._positions = torch.tensor(self._lengths, device=device)
         self._groups = Groups(self._prefixes, device, self.weights.by_onednn)
@@ -207,7 +207,7 @@ class NativeLoop:
         self._mask = zeros.masked_fill_(hidden, float("-inf"))
 
     def _forward_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """One token per row: (B,) ids at (B,) positions -> (B, H) before the last norm; extends the cache."""
+        """Forward one token per row: (B,) ids at (B,) positions -> (B, H) before the last norm; extends the cache."""
         w = self.weights
         assert self._shifts is not None
         rows, length = len(tokens), max(self._cached_lengths()) + 1
@@ -244,7 +244,7 @@ class NativeLoop:
         return x
 
     def _forward_segments(self, segments: Sequence[PrefixSegment], target: Target) -> Tensor:
-        """Segments on top of one parent, padded on the right (causal attention never sees that).
+        """Forward segments on top of one parent, padded on the right (causal attention never sees that).
 
         Returns:
             (U, H) of the last tokens, before the last norm. Segments that are no leaves get their `cache`.
@@ -299,7 +299,7 @@ class NativeLoop:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, heads: slice = slice(None)) -> None:
-    """Norm (where the model has one) and rotary position of queries and keys, (..., heads, D), in place."""
+    """Apply norm (if the model has one) and rotary position to queries and keys, (..., heads, D), in place."""
     y = x
     if layer.qk_weight is not None:
         # The same two ways as in `Norm`: half precision computes in float32 inside, as the model does.

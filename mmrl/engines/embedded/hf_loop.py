@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HFLoop:
-    """Generates by `model(...)`, for a `RowDecoder`; a batch is decoded to its end before the next begins.
+    """Loop that generates by `model(...)`, for a `RowDecoder`; a batch is decoded to its end before the next begins.
 
     Args:
         model: a causal LM, wrapped by peft or not. Generation runs in eval mode; each submodule's mode is put back
@@ -57,7 +57,7 @@ class HFLoop:
         self._training = []
 
     def forget(self) -> None:
-        """Batches share nothing."""
+        """Do nothing: batches share nothing."""
 
     def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
         """See `NativeLoop.prefill`; only with no rows in flight."""
@@ -85,11 +85,11 @@ class HFLoop:
         if not indices:
             self._cache = self._mask = None
             return []
-        chosen = torch.tensor(indices, device=self._mask.device)
-        self._mask = self._mask[chosen]
+        rows = torch.tensor(indices, device=self._mask.device)
+        self._mask = self._mask[rows]
         cache = self._cache
         assert cache is not None
-        cache.batch_select_indices(chosen)
+        cache.batch_select_indices(rows)
         return list(indices)
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ class HFLoop:
 
     @contextmanager
     def using_adapter(self) -> Iterator[None]:
-        """Inside, the loop's adapter is the active one."""
+        """Make the loop's adapter the active one inside."""
         layers, adapter = self._layers, self.adapter
         if adapter is None or all(layer.active_adapters == [adapter] for layer in layers):
             yield
@@ -122,8 +122,10 @@ class HFLoop:
         # happens between two updates, so the trainer's set must be as it was. Of these layers alone: a walk over all
         # parameters would be made for every token.
         before = [list(layer.active_adapters) for layer in layers]
-        held = [p for layer in layers for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()]
-        trained = [parameter.requires_grad for parameter in held]
+        weights = [
+            p for layer in layers for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()
+        ]
+        trained = [parameter.requires_grad for parameter in weights]
         for layer in layers:
             layer.set_adapter(adapter)
         try:
@@ -131,5 +133,5 @@ class HFLoop:
         finally:
             for layer, names in zip(layers, before, strict=True):
                 layer.set_adapter(names)
-            for parameter, flag in zip(held, trained, strict=True):
+            for parameter, flag in zip(weights, trained, strict=True):
                 parameter.requires_grad_(flag)

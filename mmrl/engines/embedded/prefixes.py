@@ -1,4 +1,4 @@
-"""Which parts of which prompts are forwarded, so that what prompts share is forwarded once. Knows no torch.
+"""Plan of the forwards of a batch of prompts: a prefix that prompts share is forwarded once. Knows no torch.
 
 Used by `decode`. Prompts of one batch share instruction headers, questions, retrieved documents; a later prompt extends
 an earlier one by a turn. `plan` cuts prompts into segments of a prefix tree; `PrefixStore` keeps what later prompts may
@@ -21,7 +21,7 @@ LEAST_SHARED = 16
 """Tokens beyond the parent that make a segment of their own."""
 LEAST_SAVED = 64
 """Tokens not forwarded again that pay for one more pass."""
-MOST_SEEN = 1024
+MOST_REMEMBERED = 1024
 """Sequences remembered by their ids."""
 CHUNK_TOKENS = 4096
 """Most padded tokens prefilled in one pass."""
@@ -44,7 +44,7 @@ class PrefixSegment:
 
 
 def common_prefix(a: Ids, b: Ids) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     # Slices compare in C: a bisection over slices beats a loop over tokens by far for prompts of thousands.
     size = min(len(a), len(b))
     if a[:size] == b[:size]:
@@ -70,13 +70,13 @@ class PrefixStore:
         self.limit = limit
         self.tokens = 0
         self.continued = False
-        """Whether a prompt ever went on after a completion (a turn later): then finished rows are worth keeping."""
+        """True if a prompt ever went on after a completion (a turn later): then finished rows are worth keeping."""
         # Sorted ids beside each dict: the sequence with the longest common prefix stands next to where a prompt would
         # be put in, so a lookup is a bisection and two comparisons, not one with every stored sequence.
         self._sorted: list[Ids] = []
         self._stored: dict[Ids, PrefixSegment] = {}  # in order of use
-        self._seen_sorted: list[Ids] = []
-        self._seen: dict[Ids, int] = {}  # in order of arrival; length of the prompt in it
+        self._remembered_sorted: list[Ids] = []
+        self._remembered: dict[Ids, int] = {}  # in order of arrival; length of the prompt in it
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -97,10 +97,10 @@ class PrefixStore:
             self.tokens -= len(ids)
 
     def find(self, prompt: Ids) -> tuple[PrefixSegment | None, int]:
-        """The stored sequence that shares most with the prompt, and how much; at least the last token is left over."""
-        at = bisect_left(self._sorted, prompt)
+        """Find the stored sequence that shares most with the prompt, and how much; the last token is never included."""
+        index = bisect_left(self._sorted, prompt)
         best, length = None, LEAST_SHARED - 1
-        for neighbour in self._sorted[max(0, at - 1) : at + 1]:  # the longest common prefix is with a neighbour
+        for neighbour in self._sorted[max(0, index - 1) : index + 1]:  # the longest common prefix is with a neighbour
             # The last token is always forwarded: its output is what the first sampled token is drawn from.
             common = min(common_prefix(neighbour, prompt), len(prompt) - 1)
             if common > length:
@@ -111,27 +111,27 @@ class PrefixStore:
         self._stored[best] = segment  # now the most recently used
         return segment, length
 
-    def see(self, ids: Ids, prompt: int) -> None:
-        """Remember the ids of a sequence whose first `prompt` tokens were a prompt and whose rest was sampled."""
-        if ids in self._seen:
+    def see(self, ids: Ids, prompt_length: int) -> None:
+        """Remember the ids of a sequence: a prompt of `prompt_length` tokens, then sampled tokens."""
+        if ids in self._remembered:
             return
-        self._seen[ids] = prompt
-        insort(self._seen_sorted, ids)
-        if len(self._seen) > MOST_SEEN:
-            oldest = next(iter(self._seen))
-            del self._seen[oldest]
-            del self._seen_sorted[bisect_left(self._seen_sorted, oldest)]
+        self._remembered[ids] = prompt_length
+        insort(self._remembered_sorted, ids)
+        if len(self._remembered) > MOST_REMEMBERED:
+            oldest = next(iter(self._remembered))
+            del self._remembered[oldest]
+            del self._remembered_sorted[bisect_left(self._remembered_sorted, oldest)]
 
     def meet(self, prompt: Ids) -> int:
-        """Length of the prefix that a prompt shares with any remembered sequence; notices a turn that continues one."""
-        at = bisect_left(self._seen_sorted, prompt)
-        most = 0
-        for neighbour in self._seen_sorted[max(0, at - 1) : at + 1]:
+        """Return the longest prefix length shared with a remembered sequence; notices a turn that continues one."""
+        index = bisect_left(self._remembered_sorted, prompt)
+        longest = 0
+        for neighbour in self._remembered_sorted[max(0, index - 1) : index + 1]:
             common = common_prefix(neighbour, prompt)
-            most = max(most, common)
+            longest = max(longest, common)
             # Beyond the prompt of the earlier sequence means into what was sampled: a program goes on in its context.
-            self.continued |= self._seen[neighbour] < common
-        return most
+            self.continued |= self._remembered[neighbour] < common
+        return longest
 
 
 def plan(prompts: Sequence[Ids], store: PrefixStore) -> list[PrefixSegment]:
@@ -181,7 +181,7 @@ def plan(prompts: Sequence[Ids], store: PrefixStore) -> list[PrefixSegment]:
 
 
 def passes(segments: Sequence[PrefixSegment]) -> Iterator[list[PrefixSegment]]:
-    """Segments of one parent and similar length together, parents' passes before their children's.
+    """Yield segments of one parent and similar length together, parents' passes before their children's.
 
     The order depends on lengths and ids alone.
     """
@@ -192,7 +192,7 @@ def passes(segments: Sequence[PrefixSegment]) -> Iterator[list[PrefixSegment]]:
         siblings.setdefault((id(segment.parent), segment.start), []).append(segment)
     for several in siblings.values():
         chunk: list[PrefixSegment] = []
-        for segment in sorted(several, key=lambda one: (len(one.ids), one.ids)):
+        for segment in sorted(several, key=lambda leaf: (len(leaf.ids), leaf.ids)):
             length = len(segment.ids) - segment.start
             shortest = len(chunk[0].ids) - chunk[0].start if chunk else 0
             # Sorted by length, a pass pads by at most a quarter (and 16 tokens, for short ones).

@@ -1,4 +1,4 @@
-"""From logits to tokens: recorded log-probability, top-k, top-p, inverse CDF.
+"""Sampling of tokens from logits: recorded log-probability, top-k, top-p, inverse CDF.
 
 Each row brings its own settings and its own uniform, so that its token depends on nothing else in its batch but the
 last bits of its logits.
@@ -51,13 +51,13 @@ def sample(logits: torch.Tensor, rows: Sequence[BatchRow]) -> tuple[list[int], l
     else:
         ids = scores.argmax(dim=-1)
         ids[random] = _draw(scores[random], weights[random], sums[random], [rows[index] for index in random])
-    # ids: (B,), chosen: (B,)
-    chosen = scores.gather(1, ids.unsqueeze(1)).squeeze(1).double() - log_total
-    return ids.tolist(), chosen.float().tolist()
+    # ids: (B,), logprobs: (B,)
+    logprobs = scores.gather(1, ids.unsqueeze(1)).squeeze(1).double() - log_total
+    return ids.tolist(), logprobs.float().tolist()
 
 
 def _exp(scores: torch.Tensor) -> torch.Tensor:
-    """exp(scores) in blocks, (B, V) -> (B, V / BLOCK rounded up, BLOCK), zeros at the end."""
+    """Compute exp(scores) in blocks, (B, V) -> (B, V / BLOCK rounded up, BLOCK), zeros at the end."""
     count, size = scores.shape
     blocks = -(-size // BLOCK)
     weights = scores.new_empty(count, blocks * BLOCK)
@@ -67,7 +67,7 @@ def _exp(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows: Sequence[BatchRow]) -> torch.Tensor:
-    """Inverse CDF over the surviving tokens in vocabulary order, summed in float64: first the block, then the token.
+    """Invert the CDF over the surviving tokens in vocabulary order, summed in float64: first the block, then the token.
 
     Args:
         scores: (B, V), log-probabilities up to a constant per row.
@@ -93,14 +93,14 @@ def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows:
     # Uniform number t of a row belongs to its token t, however rows are batched: that makes a completion a function of
     # its seed and prompt.
     uniforms = torch.tensor([float(row.uniforms[len(row.ids)]) for row in rows], dtype=torch.float64)
-    block, rest = _locate(cdf, uniforms.to(cdf.device).unsqueeze(1) * cdf[:, -1:])
+    block, remainder = _locate(cdf, uniforms.to(cdf.device).unsqueeze(1) * cdf[:, -1:])
     inner = weights.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(dim=-1)
-    token, _ = _locate(inner, rest)
+    token, _ = _locate(inner, remainder)
     return (block * BLOCK + token).squeeze(1).clamp_(max=size - 1)
 
 
 def _locate(cdf: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first index whose cdf exceeds the target, and what is left of the target there; (B, N), (B, 1) -> (B, 1).
+    """Find the first index whose cdf exceeds the target, and the target's rest there; (B, N), (B, 1) -> (B, 1).
 
     Its own share of the cdf is above zero: the cdf before it does not exceed the target. The target stays below
     the total, which rounding may have made it reach.
@@ -113,7 +113,7 @@ def _locate(cdf: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def surviving(scores: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
-    """Tokens that survive top-k and then top-p.
+    """Return the tokens that survive top-k and then top-p.
 
     The k most probable tokens stay (0: all), are renormalised, and of those the fewest whose probabilities sum to
     at least p. Of tokens tied at the border the lower ids stay.
@@ -143,7 +143,7 @@ def surviving(scores: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]
 def _surviving(
     scores: torch.Tensor, counts: torch.Tensor, masses: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`surviving` from the `width` most probable tokens, and of which rows they are enough to tell."""
+    """Compute `surviving` from the `width` most probable tokens, and the rows for which these suffice."""
     size = scores.shape[1]
     # ranked: (B, width), descending; probs and before: the same shape.
     ranked = scores.topk(width, dim=-1).values if width < size else scores.sort(dim=-1, descending=True).values
@@ -164,7 +164,7 @@ def _surviving(
     # From a number of ranks to a set of tokens: topk gives equal scores no order that holds on every device, so ties at
     # the border are broken by token id.
     border = ranked.gather(1, number - 1)
-    above = scores > border
+    better = scores > border
     tied = scores == border
-    keep = above | (tied & (tied.cumsum(dim=-1) <= number - above.sum(dim=-1, keepdim=True)))
+    keep = better | (tied & (tied.cumsum(dim=-1) <= number - better.sum(dim=-1, keepdim=True)))
     return keep, settled.squeeze(1)

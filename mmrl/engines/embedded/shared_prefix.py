@@ -33,7 +33,7 @@ class SharedPrefix:
     length: int
 
     def layer(self, index: int) -> Tensor:
-        """Keys and values of a layer, (2, kv heads, length, head_dim)."""
+        """Return the keys and values of a layer, (2, kv heads, length, head_dim)."""
         return self.segment.cache[index][:, :, : self.length]
 
 
@@ -58,20 +58,20 @@ def choose(
     for leaf in segments:
         if leaf.leaf and leaf.parent is not None:
             parents.setdefault(SharedPrefix(leaf.parent, leaf.start), []).append(leaf)
-    chosen: dict[Ids, SharedPrefix] = {}
+    selected: dict[Ids, SharedPrefix] = {}
     least = LEAST_BYTES["cpu" if device == "cpu" else "gpu"]
 
-    def saved(prefix: SharedPrefix, count: int) -> int:
+    def saved_bytes(prefix: SharedPrefix, count: int) -> int:
         return (count - 1) * prefix.length * token_bytes if prefix.length >= LEAST_TOKENS else 0
 
-    whole = {leaf.ids: SharedPrefix(leaf, len(leaf.ids)) for leaf in segments if leaf.leaf}
-    own = {ids: saved(prefix, leaves[ids]) for ids, prefix in whole.items()}
-    for prefix, several in parents.items():
-        count = rows[prefix] + sum(leaves[leaf.ids] for leaf in several)
-        together = saved(prefix, count)
-        if together >= max(least, sum(own[leaf.ids] for leaf in several if own[leaf.ids] >= least)):
-            chosen |= {leaf.ids: prefix for leaf in several}
-    return {ids: whole[ids] for ids, save in own.items() if save >= least and ids not in chosen} | chosen
+    by_leaf = {leaf.ids: SharedPrefix(leaf, len(leaf.ids)) for leaf in segments if leaf.leaf}
+    savings = {ids: saved_bytes(prefix, leaves[ids]) for ids, prefix in by_leaf.items()}
+    for prefix, siblings in parents.items():
+        count = rows[prefix] + sum(leaves[leaf.ids] for leaf in siblings)
+        common = saved_bytes(prefix, count)
+        if common >= max(least, sum(savings[leaf.ids] for leaf in siblings if savings[leaf.ids] >= least)):
+            selected |= {leaf.ids: prefix for leaf in siblings}
+    return {ids: by_leaf[ids] for ids, saving in savings.items() if saving >= least and ids not in selected} | selected
 
 
 class Target:
@@ -80,7 +80,7 @@ class Target:
     Args:
         slots: rows of the cache that begin with leaves.
         sources: which segment each of them begins with.
-        chosen: the prefixes of prompts whose rows share one.
+        selected: the prefixes of prompts whose rows share one.
     """
 
     def __init__(
@@ -88,26 +88,28 @@ class Target:
         segments: Sequence[PrefixSegment],
         slots: Sequence[int],
         sources: Sequence[int],
-        chosen: Mapping[Ids, SharedPrefix],
+        selected: Mapping[Ids, SharedPrefix],
     ):
         # A leaf that is a prefix itself holds what its rows read.
         self.stored = [
             (number, segment)
             for number, segment in enumerate(segments)
-            if not segment.leaf or (segment.ids in chosen and chosen[segment.ids].segment is segment)
+            if not segment.leaf or (segment.ids in selected and selected[segment.ids].segment is segment)
         ]
         # First column that a row's own part has of what the pass makes -> rows, segments. All leaves of a pass have one
         # parent, so there are at most two: what follows the parent, or all.
         self.parts: dict[int, tuple[list[int], list[int]]] = {}
         for slot, source in zip(slots, sources, strict=True):
-            prefix = chosen.get(segments[source].ids)
+            prefix = selected.get(segments[source].ids)
             if prefix is not None and prefix.segment is segments[source]:
                 continue
-            into, of = self.parts.setdefault(prefix.length if prefix is not None else 0, ([], []))
-            into.append(slot)
-            of.append(source)
+            rows, indices = self.parts.setdefault(prefix.length if prefix is not None else 0, ([], []))
+            rows.append(slot)
+            indices.append(source)
         # The pass may be wider than any of these rows: the cache has room for their own positions, not for its padding.
-        self.longest = {first: max(len(segments[one].ids) for one in of) for first, (_, of) in self.parts.items()}
+        self.longest = {
+            first: max(len(segments[index].ids) for index in indices) for first, (_, indices) in self.parts.items()
+        }
         for _, segment in self.stored:
             segment.cache = []
 
@@ -125,24 +127,24 @@ class Target:
         """
         count, width, heads, size = kv.shape
         # (2, segments, kv heads, positions, head_dim)
-        own = kv.view(count, width, 2, heads // 2, size).permute(2, 0, 3, 1, 4)
+        new = kv.view(count, width, 2, heads // 2, size).permute(2, 0, 3, 1, 4)
         before = past.shape[2] if past is not None else 0
         # What a leaf's rows hold is their own from then on, so the parent may be forgotten.
         for first, (slots, sources) in self.parts.items():
             end, skipped, longest = max(before - first, 0), max(first - before, 0), self.longest[first]
             if past is not None and end:
                 cache[:, slots, :, :end] = past[:, None, :, first:]
-            cache[:, slots, :, end : longest - first] = own[:, sources, :, skipped : longest - before]
+            cache[:, slots, :, end : longest - first] = new[:, sources, :, skipped : longest - before]
         for number, segment in self.stored:
             # Copied: a view would hold the whole pass, padding and siblings included. Without gaps: it is multiplied.
-            part = own[:, number, :, : len(segment.ids) - before]
+            part = new[:, number, :, : len(segment.ids) - before]
             parts = [part] if past is None else [past, part]
             segment.cache.append(torch.cat(parts, dim=2).contiguous())
         if past is None or apart:
-            return own[0], own[1]
+            return new[0], new[1]
         # A parent is shared by view until here: `expand` copies nothing, the `cat` is the one copy.
-        both = torch.cat([past.unsqueeze(1).expand(-1, count, -1, -1, -1), own], dim=3)
-        return both[0], both[1]
+        joined = torch.cat([past.unsqueeze(1).expand(-1, count, -1, -1, -1), new], dim=3)
+        return joined[0], joined[1]
 
 
 class Groups:
@@ -155,11 +157,11 @@ class Groups:
 
     def __init__(self, prefixes: Sequence[SharedPrefix | None], device: torch.device, by_onednn: bool = False):
         self.product = _onednn_by_head if by_onednn else _by_head
-        found: dict[SharedPrefix, list[int]] = {}
+        by_prefix: dict[SharedPrefix, list[int]] = {}
         for row, prefix in enumerate(prefixes):
             if prefix is not None:
-                found.setdefault(prefix, []).append(row)
-        self.groups = [(prefix, torch.tensor(rows, device=device)) for prefix, rows in found.items()]
+                by_prefix.setdefault(prefix, []).append(row)
+        self.groups = [(prefix, torch.tensor(rows, device=device)) for prefix, rows in by_prefix.items()]
         alone = [row for row, prefix in enumerate(prefixes) if prefix is None]
         self.alone = torch.tensor(alone, device=device) if alone else None
 
@@ -167,7 +169,7 @@ class Groups:
         return bool(self.groups)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layer: int) -> Tensor:
-        """One softmax over a row's prefix and its own positions, as if they lay in one cache.
+        """Attend to a row's prefix and its own positions in one softmax, as if they lay in one cache.
 
         Args:
             query: (B, kv heads, heads / kv heads, D).
@@ -188,8 +190,8 @@ class Groups:
             keys, values = prefix.layer(layer)  # (kv heads, P, D) each
             heads, length = keys.shape[:2]
             # The rows' queries stand side by side: one product per key head with keys that are read once.
-            asked = query[rows].transpose(0, 1).reshape(heads, -1, size)  # (kv heads, rows * g, D)
-            shared = self.product(asked, keys).float().view(heads, len(rows), -1, length).transpose(0, 1)
+            queries = query[rows].transpose(0, 1).reshape(heads, -1, size)  # (kv heads, rows * g, D)
+            shared = self.product(queries, keys).float().view(heads, len(rows), -1, length).transpose(0, 1)
             both = torch.cat([shared, scores[rows]], dim=-1).softmax(-1)  # (rows, kv heads, g, P + L)
             weights[rows] = both[..., length:]
             of_prefix = both[..., :length].transpose(0, 1).reshape(heads, -1, length).to(values.dtype)
@@ -204,17 +206,17 @@ class Groups:
 
 
 def _by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """(heads, N, in), (heads, out, in) -> (heads, N, out)."""
+    """Multiply (heads, N, in), (heads, out, in) -> (heads, N, out)."""
     return x @ weight.transpose(-1, -2)
 
 
 def _onednn_by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """The same; it has no batched product, and one for each head is still twice as fast as MKL's on AMD."""
-    return torch.stack([onednn(one, of_head, None) for one, of_head in zip(x, weight, strict=True)])
+    """Multiply as `_by_head`, by oneDNN: one product per head, and still twice as fast as MKL's batched one on AMD."""
+    return torch.stack([onednn(rows, matrix, None) for rows, matrix in zip(x, weight, strict=True)])
 
 
 def after_prefix(query: Tensor, key: Tensor, value: Tensor, prefix: Tensor) -> Tensor:
-    """Causal attention of U segments of S tokens that all go on from one prefix, whose keys are read in place.
+    """Attend causally in U segments of S tokens that continue one prefix, whose keys are read in place.
 
     In float32 on a CPU, by oneDNN's products. With a copy of the prefix for each segment the copies and a masked kernel
     take twice as long. With MKL's products that is less of a gain, and other last digits than before in every run.
@@ -238,20 +240,20 @@ def after_prefix(query: Tensor, key: Tensor, value: Tensor, prefix: Tensor) -> T
         # In blocks whose scores stay in the processor's cache: they are read four times.
         for begin in range(0, rows.shape[1], BLOCK):
             block = slice(begin, begin + BLOCK)
-            asked = rows[head, block]
-            scores = onednn(asked, keys, None)
-            most = scores.amax(-1, keepdim=True)
-            total = scores.sub_(most).exp_().sum(-1, keepdim=True)
+            queries = rows[head, block]
+            scores = onednn(queries, keys, None)
+            maximum = scores.amax(-1, keepdim=True)
+            total = scores.sub_(maximum).exp_().sum(-1, keepdim=True)
             mixed = onednn(scores, values, None)
             torch.div(mixed, total, out=part[head, block])
-            lse[head, block] = (most + total.log()).squeeze(-1)
+            lse[head, block] = (maximum + total.log()).squeeze(-1)
 
     def by_segment(x: Tensor) -> Tensor:
         return x.view(kv_heads, count, groups, width, -1).transpose(0, 1).reshape(count, heads, width, -1)
 
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    own, own_lse = kernel(query, *(x.repeat_interleave(groups, 1) for x in (key, value)), 0.0, True)
-    # exp(lse) / (exp(own lse) + exp(lse)), without an exponential that could overflow.
-    share = torch.sigmoid(by_segment(lse) - own_lse.unsqueeze(-1))
-    joined: Tensor = own + (by_segment(part) - own) * share
+    causal, causal_lse = kernel(query, *(x.repeat_interleave(groups, 1) for x in (key, value)), 0.0, True)
+    # exp(lse) / (exp(causal_lse) + exp(lse)), without an exponential that could overflow.
+    share = torch.sigmoid(by_segment(lse) - causal_lse.unsqueeze(-1))
+    joined: Tensor = causal + (by_segment(part) - causal) * share
     return joined

@@ -39,7 +39,7 @@ Loop: TypeAlias = NativeLoop | HFLoop
 
 
 class TransformersEngine(Batcher):
-    """Samples from the trainer's own module, so that weights are never copied between updates.
+    """Engine that samples from the trainer's own module, so that weights are never copied between updates.
 
     Args:
         model: a Hugging Face causal LM, wrapped by peft or not, on the CPU or one GPU. It is shared with the trainer,
@@ -76,7 +76,7 @@ class TransformersEngine(Batcher):
 
 
 class RowDecoder:
-    """Makes the tokens of a batch: synchronous, one decode boundary at a time. Driven by the batcher.
+    """Decoder of a batch: synchronous, one decode boundary at a time. Driven by the batcher.
 
     Each set of weights has a loop with a cache of its own, and they are stepped in turn. A native decoder is compared
     with the model's own forward on its first prompt; where they differ, that forward generates.
@@ -125,7 +125,7 @@ class RowDecoder:
 
     @property
     def refills(self) -> bool:
-        """True where rows can join while others are in flight."""
+        """True if rows can join while others are in flight."""
         return all(loop.refills for loop in self.loops.values())
 
     def start(self, version: int) -> None:
@@ -145,7 +145,7 @@ class RowDecoder:
                 loop.start()
 
     def room(self, jobs: Sequence[PendingRequest], active: int) -> int:
-        """Number of the first `jobs` that may be admitted next to `active` rows."""
+        """Return the number of the first `jobs` that may be admitted next to `active` rows."""
         # Rows × longest prompt, not the sum: the cache is one block, as long for each row as the longest one needs.
         widest = max((len(row.prompt_ids) for row in self._rows.values()), default=0)
         for count, job in enumerate(jobs):
@@ -171,13 +171,15 @@ class RowDecoder:
         in_flight, gone = list(self._rows.items()), set(jobs)
         if gone.isdisjoint(self._rows):
             return
-        kept: list[int] = []
+        remaining: list[int] = []
         with torch.no_grad():
             for name, places in self._places(list(self._rows.values())).items():
                 # the loop may reorder its rows; requests follow
-                order = self.loops[name].keep([at for at, i in enumerate(places) if in_flight[i][0] not in gone])
-                kept += [places[at] for at in order]
-        self._rows = dict(in_flight[index] for index in kept)
+                order = self.loops[name].keep(
+                    [position for position, i in enumerate(places) if in_flight[i][0] not in gone]
+                )
+                remaining += [places[position] for position in order]
+        self._rows = dict(in_flight[index] for index in remaining)
 
     def stop(self) -> None:
         """Forget all rows and put the model back as it was: the burst is over, well or badly."""
@@ -196,7 +198,7 @@ class RowDecoder:
             loop.forget()
 
     def _places(self, rows: Sequence[BatchRow]) -> dict[str, list[int]]:
-        """Positions of the rows of each set of weights that has any."""
+        """Return the positions of the rows of each set of weights that has any."""
         places = {name: [i for i, row in enumerate(rows) if (row.adapter or "") == name] for name in self.loops}
         return {name: indices for name, indices in places.items() if indices}
 
@@ -284,7 +286,7 @@ class RowDecoder:
 
 
 def _is_native(model: torch.nn.Module, choice: str) -> bool:
-    """True where the native decoder serves a model, with a warning where it does not know it."""
+    """Return True if the native decoder serves a model, with a warning where it does not know it."""
     reason = unsupported(model) if choice != "hf" else None
     if reason is not None and choice == "own":
         raise ConfigError(f"engine.loop: got 'own', which cannot serve this model: {reason}; use auto or hf")

@@ -23,7 +23,7 @@ SESSION = "X-Session-ID"
 
 
 class VllmApi:
-    """All coroutines run in the I/O loop: `api.io.run(api.models())` or `api.io.wait(…)`."""
+    """Client of a vLLM server. Coroutines run in the I/O loop: `api.io.run(api.models())` or `api.io.wait(…)`."""
 
     def __init__(self, url: str, timeout_s: float, concurrency: int):
         self.url = url
@@ -32,7 +32,7 @@ class VllmApi:
     async def completion(
         self, model: str, prompt_ids: Sequence[int], fields: Mapping[str, Any], session: str = ""
     ) -> tuple[list[int], list[float], str]:
-        """Sampled ids, their log-probabilities in the server's mode, and its finish reason.
+        """Return the sampled ids, their log-probabilities in the server's mode, and its finish reason.
 
         Args:
             fields: `command.sampling_fields`.
@@ -66,7 +66,7 @@ class VllmApi:
         return ids, logprobs, finish
 
     async def models(self) -> dict[str, Any]:
-        """Served name -> its card (`max_model_len`, …)."""
+        """Return served name -> its card (`max_model_len`, …)."""
         reply = await self.request("/v1/models")
         return {card["id"]: card for card in reply.get("data", [])}
 
@@ -84,14 +84,14 @@ class VllmApi:
         await self.request("/reset_prefix_cache", {})
 
     async def probe(self, model: str, ids: Sequence[int]) -> list[float]:
-        """Log-probability of each of `ids` but the first, at temperature 1; never from the prefix cache."""
+        """Return the log-probability of each of `ids` but the first, at temperature 1; never from the prefix cache."""
         body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         reply = await self.request("/v1/completions", {**body, "add_special_tokens": False})
         rows = reply["choices"][0]["prompt_logprobs"]
         return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], ids[1:], strict=True)]
 
     async def listens(self) -> bool:
-        """True where a server answers at the address, whatever it says."""
+        """Return True if a server answers at the address, whatever it says."""
         try:
             await self.io.attempt("GET", self.url + "/health", limit=LARGEST_REPLY)
         except HttpFailure as failure:

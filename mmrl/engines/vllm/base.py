@@ -1,4 +1,4 @@
-"""Shared by both vLLM engines: the policy and its adapters, the steps of a push, its check, ends of completions.
+"""Base of both vLLM engines: the policy and its adapters, the steps of a push, its check, ends of completions.
 
 Between the trainer's model, or the folders of a policy, and the two engines, which say how vLLM loads
 weights and is asked for the probe.
@@ -36,16 +36,16 @@ STORED_VERSIONS = 2
 
 @dataclass(frozen=True, slots=True)
 class PushedAdapter:
-    """One version of a LoRA adapter, as vLLM knows it."""
+    """Version of a LoRA adapter, as vLLM knows it."""
 
     name: str
-    """One that no adapter of this server ever had: vLLM keys its prefix cache on it."""
+    """Unique among all adapters that this server ever had: vLLM keys its prefix cache on it."""
     number: int
     folder: str
 
 
 class VllmEngine(Engine):
-    """Serves one policy by vLLM: its weights, or the adapters beside them.
+    """Base of both vLLM engines: serves one policy, its weights or the adapters beside them.
 
     Args:
         model: the trainer's model, whose weights are pushed; None: vLLM's own weights and `setup.folders`.
@@ -102,7 +102,7 @@ class VllmEngine(Engine):
 
     @abstractmethod
     def _probes(self, adapter: PushedAdapter | None) -> Mapping[str, Sequence[float]]:
-        """Server -> log-probability of each token of `probe_ids` but the first; None: without an adapter."""
+        """Return server -> log-probability of each token of `probe_ids` but the first; None: without an adapter."""
 
     # -- the policy ------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class VllmEngine(Engine):
         return max((int(json.loads(text)["r"]) for text in texts), default=0)
 
     def _rules(self, served_context: int | None) -> Rules:
-        """When completions end, and which requests are possible.
+        """Return the limits of requests and the ends of completions.
 
         Args:
             served_context: the limit of vLLM's own.
@@ -134,7 +134,7 @@ class VllmEngine(Engine):
         return Rules(self.tokenizer, ends, settings.vocab_size, limit, self.setup.adapters)
 
     def _adapter_of(self, module: str) -> PushedAdapter | None:
-        """The adapter that `module` speaks with now; None: the weights themselves."""
+        """Return the adapter that `module` speaks with now; None: the weights themselves."""
         if not self.names:
             return None
         name = self.setup.adapters[module] if self.setup.adapters is not None else self.names[0]
@@ -207,9 +207,9 @@ class VllmEngine(Engine):
         """
         for server, probe in probes.items():
             if not (gap := _largest_gap(expected, probe)) <= self._tolerance:
-                what = f"adapter '{name}'" if name else "weights"
+                weights = f"adapter '{name}'" if name else "weights"
                 raise EngineFailure(
-                    f"{server} does not serve the pushed {what}: log-probabilities of a fixed text differ by "
+                    f"{server} does not serve the pushed {weights}: log-probabilities of a fixed text differ by "
                     f"{gap:.3g} (tolerance {self._tolerance:g})"
                 )
 
@@ -222,7 +222,7 @@ class VllmEngine(Engine):
     def _completion(
         self, row: BatchRow, ids: Sequence[int], logprobs: Sequence[float], reason: str, version: int
     ) -> Completion:
-        """vLLM's reply as a completion: cut where ours ends, without log-probabilities where they are not exact."""
+        """Convert vLLM's reply to a completion: cut where ours ends, without log-probabilities that are not exact."""
         # Our own rules decide the end, so that a completion means the same with every engine: vLLM compares stop
         # strings with its own detokenised text, which may end some tokens later.
         finish = None
@@ -234,7 +234,7 @@ class VllmEngine(Engine):
         return completion if exact(self.mode, row.request.sampling) else replace(completion, logprobs=None)
 
     def _adapter_names(self) -> list[str]:
-        """Adapters that modules speak with, or the active one; empty without peft."""
+        """Return the adapters that modules speak with, or the active one; empty without peft."""
         if self.model is None:
             return sorted(self.setup.folders)
         if not hasattr(self.model, "peft_config"):
@@ -244,8 +244,8 @@ class VllmEngine(Engine):
         return [cast("PeftModel", self.model).active_adapters[0]]
 
 
-def _largest_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+def _largest_gap(expected: Sequence[float], received: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(expected, received, strict=True))
 
 
 def save_weights(
@@ -259,20 +259,20 @@ def save_weights(
     Returns:
         Adapter name -> its folder; "" -> `folder` for full weights.
     """
-    whole = dict(state) if state is not None else None
+    state_dict = dict(state) if state is not None else None
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.parent.mkdir(parents=True, exist_ok=True)
     # peft looks on the hub for the base's vocabulary unless save_embedding_layers says that none was trained.
     of_peft: dict[str, Any] = {"selected_adapters": list(names), "save_embedding_layers": False} if names else {}
-    model.save_pretrained(str(temporary), state_dict=whole, **of_peft)
+    model.save_pretrained(str(temporary), state_dict=state_dict, **of_peft)
     temporary.rename(folder)
     return {name: folder if name in ("", "default") else folder / name for name in names or [""]}
 
 
 def probe_logprobs(model: PreTrainedModel, ids: Sequence[int], adapter: str | None) -> list[float]:
-    """log-softmax of each of `ids` but the first, given those before it; length T - 1."""
+    """Compute the log-softmax of each of `ids` but the first, given those before it; length T - 1."""
     # Here and not above: an evaluation by a server never loads torch's models in this process.
     import torch
 

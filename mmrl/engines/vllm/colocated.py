@@ -41,7 +41,7 @@ LOG = logging.getLogger("mmrl.engines")
 
 @dataclass(slots=True, eq=False)
 class _VllmRequest:
-    """One request that vLLM works on; an event loop waits for `future`."""
+    """Request that vLLM works on; an event loop waits for `future`."""
 
     id: str
     row: BatchRow
@@ -49,23 +49,23 @@ class _VllmRequest:
     version: int
     future: asyncio.Future[Completion]
 
-    def answer(self, made: Completion | Exception) -> None:
-        """From the driver's thread."""
+    def answer(self, result: Completion | Exception) -> None:
+        """Set the result; called in the driver's thread."""
 
         def hand_over() -> None:
             if self.future.done():  # its program has given up
                 return
-            if isinstance(made, Exception):
-                self.future.set_exception(made)
+            if isinstance(result, Exception):
+                self.future.set_exception(result)
             else:
-                self.future.set_result(made)
+                self.future.set_result(result)
 
         with contextlib.suppress(RuntimeError):  # the loop has ended with its step
             self.future.get_loop().call_soon_threadsafe(hand_over)
 
 
 class VllmColocatedEngine(VllmEngine):
-    """Serves by vLLM in this process."""
+    """Engine by vLLM in this process."""
 
     busy_s: float = 0.0
 
@@ -160,12 +160,12 @@ class VllmColocatedEngine(VllmEngine):
 
     def _drop(self, names: Sequence[str]) -> None:
         """Forget requests whose callers are gone."""
-        known = [name for name in names if self._live.pop(name, None) is not None]
+        in_flight = [name for name in names if self._live.pop(name, None) is not None]
         try:
-            if known:
-                self._vllm.abort_request(known)
+            if in_flight:
+                self._vllm.abort_request(in_flight)
         except Exception as error:
-            LOG.warning("vLLM could not drop %d requests: %s: %s", len(known), type(error).__name__, error)
+            LOG.warning("vLLM could not drop %d requests: %s: %s", len(in_flight), type(error).__name__, error)
 
     def _fail(self, reason: str) -> None:
         for job in self._live.values():
@@ -184,8 +184,8 @@ class VllmColocatedEngine(VllmEngine):
                 try:
                     done.answer(self._answer(done, output.outputs[0]))
                 except Exception as error:  # one call's; the thread goes on for the others
-                    known = isinstance(error, EngineFailure)
-                    done.answer(error if known else EngineFailure(f"vLLM's reply: {type(error).__name__}: {error}"))
+                    expected = isinstance(error, EngineFailure)
+                    done.answer(error if expected else EngineFailure(f"vLLM's reply: {type(error).__name__}: {error}"))
 
     def _settle(self) -> None:
         """Return once the driver's thread has nothing in flight: calls that timed out leave before it has noticed."""
@@ -203,12 +203,12 @@ class VllmColocatedEngine(VllmEngine):
             if not self._driver.is_alive():
                 return
 
-    def _answer(self, job: _VllmRequest, made: CompletionOutput) -> Completion | Exception:
-        ids = [int(token) for token in made.token_ids]
-        if not ids or made.logprobs is None:
+    def _answer(self, job: _VllmRequest, output: CompletionOutput) -> Completion | Exception:
+        ids = [int(token) for token in output.token_ids]
+        if not ids or output.logprobs is None:
             return EngineFailure("vLLM sent no tokens or no log-probabilities")
-        logprobs = [float(row[token].logprob) for row, token in zip(made.logprobs, ids, strict=True)]
-        return self._completion(job.row, ids, logprobs, str(made.finish_reason), job.version)
+        logprobs = [float(row[token].logprob) for row, token in zip(output.logprobs, ids, strict=True)]
+        return self._completion(job.row, ids, logprobs, str(output.finish_reason), job.version)
 
     def _add(
         self, name: str, prompt_ids: Sequence[int], fields: Mapping[str, Any], adapter: PushedAdapter | None
@@ -223,7 +223,7 @@ class VllmColocatedEngine(VllmEngine):
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
-        """The trainer's weights are policy `version` now: push them, and check that vLLM serves them.
+        """Push the trainer's weights, policy `version` now, and check that vLLM serves them.
 
         Args:
             state: the weights, where the model in this process does not hold them whole.
@@ -252,7 +252,7 @@ class VllmColocatedEngine(VllmEngine):
         self._vllm.remove_lora(adapter.number)
 
     def _replace(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
-        """From memory to memory."""
+        """Replace the weights from memory to memory."""
         if self.model is None:
             return
         source = self.model.state_dict() if state is None else state
@@ -317,10 +317,10 @@ class VllmColocatedEngine(VllmEngine):
             parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([*arguments, *self.config.args])
         except SystemExit:  # argparse has printed what it does not know
             raise ConfigError(f"engine.args: got {list(self.config.args)}, which vLLM's engine does not take") from None
-        made = EngineArgs.from_cli_args(parsed)
-        made.disable_log_stats = True
+        engine_args = EngineArgs.from_cli_args(parsed)
+        engine_args.disable_log_stats = True
         try:
-            return LLMEngine.from_engine_args(made)
+            return LLMEngine.from_engine_args(engine_args)
         except Exception as error:
             raise EngineFailure(f"vLLM did not start: {type(error).__name__}: {error}") from error
 

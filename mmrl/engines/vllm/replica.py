@@ -1,4 +1,4 @@
-"""One vLLM server of an engine: its process or its address, and the adapters that it holds.
+"""A vLLM server of an engine: its process or its address, and the adapters that it holds.
 
 `VllmServerEngine` has one, or several behind a router; all weights go to each of them directly.
 """
@@ -29,7 +29,7 @@ class Replica:
         self.base = BASE
         """Served name of the weights without an adapter."""
         self.context: int | None = None
-        """Its limit of tokens."""
+        """Token limit of the server."""
         self._adapters: set[str] = set()
 
     async def boot(self) -> None:
@@ -61,7 +61,7 @@ class Replica:
             await self.api.unload_adapter(name)
 
     async def lost(self) -> bool:
-        """True where the process has ended, or nobody listens at the address."""
+        """Return True if the process has ended, or nobody listens at the address."""
         if self.process is not None:
             return not self.process.alive
         return not await self.api.listens()
@@ -79,5 +79,5 @@ class Replica:
         self.restarts_left -= 1
 
     def log_tail(self) -> str:
-        """The end of its log, or where it is."""
+        """Return the end of its log, or where it is."""
         return self.process.log_tail() if self.process is not None else f"the server is {self.api.url}"

@@ -25,7 +25,7 @@ START_S = 60.0
 
 
 def router_problems(config: VllmConfig) -> list[str]:
-    """Reasons why no router can be started before several servers."""
+    """Return reasons why no router can be started before several servers."""
     if not isinstance(config, VllmServerConfig) or config.router is not None:
         return []
     if max(len(config.urls), config.replicas) == 1:
@@ -61,13 +61,13 @@ class Router:
             await asyncio.to_thread(self._process.start)
             self.api.url = self._process.url
         try:
-            known = (await self.api.request("/list_workers"))["urls"]
+            workers = (await self.api.request("/list_workers"))["urls"]
             # A session that nobody began: a router without sessions does not know the page.
             await self._finish("none")
         except (HttpFailure, EngineFailure, LookupError, TypeError) as error:
             raise EngineFailure(f"engine.router: no vllm-router with sessions at {self.api.url}: {error}") from error
         for server in servers:
-            if server not in known:
+            if server not in workers:
                 await self.add(server)
 
     async def add(self, server: str) -> None:

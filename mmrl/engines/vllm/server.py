@@ -46,11 +46,11 @@ T = TypeVar("T")
 TRIES = 4
 """Tries of one request at servers that are alive but do not answer."""
 DYING_S = 5.0
-"""How long servers are watched for the end of one, after a request has failed."""
+"""Time for which servers are watched for the end of one, after a request has failed."""
 
 
 class VllmServerEngine(VllmEngine):
-    """Serves by one or several vLLM servers behind HTTP."""
+    """Engine by one or several vLLM servers behind HTTP."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class VllmServerEngine(VllmEngine):
         """Starts of servers that have ended."""
         self.router = Router(config, self.folder / "router.log") if count > 1 else None
         self._api = self.router.api if self.router is not None else self.replicas[0].api
-        """Where completions come from."""
+        """Client that completions are requested through."""
         try:
             self._api.io.wait(self._first_boot())
             self.rules = self._rules(self.replicas[0].context)
@@ -135,7 +135,7 @@ class VllmServerEngine(VllmEngine):
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
-        """The trainer's weights are policy `version` now: push them to every server, and check that it serves them.
+        """Push the trainer's weights, policy `version` now, to every server, and check that it serves them.
 
         Args:
             state: the weights, gathered from processes that share them; they are pushed without the check, which
@@ -197,7 +197,7 @@ class VllmServerEngine(VllmEngine):
         self._wait(self._on_each(lambda replica: replica.unload(adapter.name)))
 
     def _replace(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
-        """Through disk: other processes read them."""
+        """Replace the weights through disk: other processes read them."""
         folder = self._save(version, state).get("")
         if folder is None:
             return
@@ -221,7 +221,7 @@ class VllmServerEngine(VllmEngine):
 
     @property
     def _starts_anew(self) -> bool:
-        """True where new weights mean a new server: vLLM's CPU build computes with packed copies of full weights, which
+        """True if new weights mean a new server: vLLM's CPU build computes with packed copies of full weights, which
         a reload in place does not reach."""
         return not self.config.urls and not self.names and self.setup.device == "cpu"
 
@@ -246,7 +246,7 @@ class VllmServerEngine(VllmEngine):
             replica.api.io.close()
 
     def metrics(self) -> dict[str, float]:
-        """For the step's record."""
+        """Return metrics for the step's record."""
         return {"engine/restarts": float(self.restarts), "engine/servers": float(len(self._serving))}
 
     def _managed(self, path: str, index: int) -> ChildProcess:
@@ -305,7 +305,7 @@ class VllmServerEngine(VllmEngine):
         self._serving.append(replica)
 
     async def _recover(self, error: HttpFailure, failures: int) -> None:
-        """After a request that was not answered: return when it is worth another try.
+        """Return when a request that was not answered is worth another try.
 
         Raises:
             EngineFailure: it is not.
@@ -327,17 +327,17 @@ class VllmServerEngine(VllmEngine):
         Servers of others are taken out as long as one is left.
         """
         deadline = time.monotonic() + wait_s
-        known = [*self._serving]
+        serving = [*self._serving]
         while True:
             # All requests in flight fail together: the first one here takes the server out for all of them.
-            if known != self._serving:
+            if serving != self._serving:
                 return True
-            lost = [replica for replica in known if await replica.lost()]
-            if known != self._serving:
+            lost = [replica for replica in serving if await replica.lost()]
+            if serving != self._serving:
                 return True
-            if len(lost) == len(known) and all(replica.process is None for replica in lost):
+            if len(lost) == len(serving) and all(replica.process is None for replica in lost):
                 lost = lost[1:]
-            if lost or time.monotonic() > deadline or all(replica.process is None for replica in known):
+            if lost or time.monotonic() > deadline or all(replica.process is None for replica in serving):
                 break
             await asyncio.sleep(0.1)
         for replica in lost:
@@ -384,7 +384,7 @@ class VllmServerEngine(VllmEngine):
             LOG.warning("a vLLM server stays out until the next push: %s", failure)
 
     async def _gather(self) -> None:
-        """Before a push: wait for servers that are being started again, and take those back that answer again.
+        """Wait, before a push, for servers that are being restarted, and take back those that answer again.
 
         Raises:
             EngineFailure: no server is left.

@@ -24,7 +24,7 @@ class FailCount:
     """The attribute `fail_count` of these modules: in a rollout a change of it is the rollout's own."""
 
     def __get__(self, module: Any, kind: object = None) -> Any:
-        """The count, of the rollout that is running or of the program."""
+        """Return the count, of the rollout that is running or of the program."""
         if module is None:
             return self
         counts = _COUNTS.get() or {}

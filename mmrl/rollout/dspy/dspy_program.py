@@ -39,7 +39,7 @@ from mmrl.tasks.dspy.fields import adapter_in_use, within_bounds
 
 
 class DspyProgram:
-    """Implements `mmrl.tasks.base.Program` around a `dspy.Module`, which is called with `example.inputs` as keywords.
+    """Implementation of `mmrl.tasks.base.Program` by a `dspy.Module`, called with `example.inputs` as keywords.
 
     `modules` are the attribute paths of the predictors (`craft.predict`); see `Structure`. Of `forward` and `aforward`
     the one of the most derived class runs, `aforward` where it has both. `aforward` runs on the event loop,
@@ -80,7 +80,7 @@ class DspyProgram:
         return self.written(call.module, fields)
 
     def written(self, module: str, fields: Fields) -> str:
-        """The adapter's own text of a predictor's output fields."""
+        """Return the adapter's own text of a predictor's output fields."""
         adapter = adapter_in_use(self.layout)
         return str(adapter.format_assistant_message_content(self.structure.signature(module), fields))
 
@@ -101,14 +101,14 @@ class DspyProgram:
         except AdapterParseError as error:
             raise ConfigError(f"outputs: {parse_failure(error, signature)}") from None
         try:
-            messages = sent(predictor, inputs, adapter)
+            messages = sent_messages(predictor, inputs, adapter)
         except ProgramFailure as failure:
             raise ConfigError(f"inputs: {failure}") from None
         return Demonstration(module=module, messages=messages, completion=text)
 
     def description(self, prediction: Any) -> object:
         """See `mmrl.tasks.base.Described`."""
-        return _plain(prediction)
+        return _to_json(prediction)
 
     def guarded(self) -> AbstractContextManager[None]:
         """See `mmrl.tasks.base.Guarded`: no request outside of a rollout."""
@@ -119,7 +119,7 @@ class DspyProgram:
         return await self.run_traced(example, ctx, [])
 
     async def run_traced(self, example: Example, ctx: Context, trace: list[Any]) -> object:
-        """`run`, with DSPy's trace put into a list: predictor, inputs, prediction of each that returned.
+        """Run as `run` does, with DSPy's trace put into a list: predictor, inputs, prediction of each that returned.
 
         The predictor of the last reply that does not parse, if there was one, is at the end, with None as prediction.
         """
@@ -146,15 +146,15 @@ class DspyProgram:
         return output
 
 
-def _field_problems(part: str, given: Fields, fields: Collection[str]) -> list[str]:
-    """Fields that are missing, and others that a signature does not have."""
-    missing = [name for name in fields if name not in given]
-    strange = [unknown(part, name, fields) for name in given if name not in fields]
-    return [f"{part}: {', '.join(missing)} missing, expected {', '.join(fields)}"] * bool(missing) + strange
+def _field_problems(part: str, values: Fields, fields: Collection[str]) -> list[str]:
+    """Return the fields that are missing, and others that a signature does not have."""
+    missing = [name for name in fields if name not in values]
+    unexpected = [unknown(part, name, fields) for name in values if name not in fields]
+    return [f"{part}: {', '.join(missing)} missing, expected {', '.join(fields)}"] * bool(missing) + unexpected
 
 
-def _plain(output: object) -> object:
-    """The prediction as JSON values: dates as text, sets as lists, pydantic's models as mappings.
+def _to_json(output: object) -> object:
+    """Return the prediction as JSON values: dates as text, sets as lists, pydantic's models as mappings.
 
     Raises:
         ProgramFailure: it holds something else.
@@ -186,15 +186,15 @@ def _one_after_another(self: ParallelExecutor, function: Any, data: Any) -> Any:
         return _in_threads(self, function, data)
     results: list[object] = [None] * len(data)
     wrapped = self._wrap_function(function)
-    for place, item in enumerate(data):
+    for index, item in enumerate(data):
         outcome = wrapped(item)
         if self.cancel_jobs.is_set():
             raise RuntimeError("Execution cancelled due to errors or interruption.")
         if isinstance(outcome, Exception):
-            self.failed_indices.append(place)
-            self.exceptions_map[place] = outcome
+            self.failed_indices.append(index)
+            self.exceptions_map[index] = outcome
         else:
-            results[place] = outcome
+            results[index] = outcome
     return results
 
 
@@ -231,27 +231,27 @@ class TapeLM(dspy.BaseLM):
         return [await self.host.awaited(self._reply(prompt, messages, options))]
 
     async def _reply(self, prompt: str | None, messages: Sequence[Message] | None, options: Fields) -> str:
-        sent = messages_of(prompt, messages)
-        return await self.host.call(sent, self.parse, self.inputs, {**self.kwargs, **options})
+        sent_messages = messages_of(prompt, messages)
+        return await self.host.call(sent_messages, self.parse, self.inputs, {**self.kwargs, **options})
 
     def copy(self, **options: object) -> dspy.BaseLM:
         """Copy it for an attempt of `BestOfN` or `Refine`, or for a program that sets options for some requests."""
         # A number for DSPy's cache, and DSPy's way to get other replies: here each request has a seed of its own.
         if set(options) == {"rollout_id", "temperature"} and options["temperature"] == 1.0:
             options = {}
-        made: dspy.BaseLM = super().copy(**options)
-        return made
+        copied: dspy.BaseLM = super().copy(**options)
+        return copied
 
     def bound(self, parse: Parse, inputs: Fields) -> TapeLM:
-        """The same LM, for one request of these inputs with this parser."""
+        """Copy the LM for one request of these inputs with this parser."""
         # A copy per request: concurrent requests of one rollout have different parsers.
-        other = copy.copy(self)
-        other.parse, other.inputs = parse, inputs
-        return other
+        copied = copy.copy(self)
+        copied.parse, copied.inputs = parse, inputs
+        return copied
 
 
-def sent(predictor: dspy.Predict, inputs: Fields, adapter: dspy.Adapter) -> list[Message]:
-    """The messages that a rollout would send for the inputs of a predictor.
+def sent_messages(predictor: dspy.Predict, inputs: Fields, adapter: dspy.Adapter) -> list[Message]:
+    """Return the messages that a rollout would send for the inputs of a predictor.
 
     Raises:
         ProgramFailure: something other than text among them.
@@ -264,7 +264,7 @@ def sent(predictor: dspy.Predict, inputs: Fields, adapter: dspy.Adapter) -> list
 
 
 class TapeAdapter(dspy.Adapter):
-    """Put before the user's class of adapters; gives each request the parser of its reply.
+    """Base put before the user's class of adapters; gives each request the parser of its reply.
 
     A subclass of the user's and no wrapper around it: `ReAct` and `Refine` use adapters' other methods and their class.
     """
@@ -306,13 +306,13 @@ class TapeAdapter(dspy.Adapter):
 
 
 def tape_adapter(inner: dspy.Adapter) -> dspy.Adapter:
-    """The user's adapter as a rollout uses it; the user's own stays as it is."""
+    """Return the user's adapter as a rollout uses it; the user's own stays as it is."""
     kind = _tape_class(cast("Hashable", type(inner)))
-    made: dspy.Adapter = kind.__new__(kind)
-    made.__dict__.update(inner.__dict__)
-    if hasattr(made, "use_json_adapter_fallback"):
-        made.use_json_adapter_fallback = False
-    return made
+    adapter: dspy.Adapter = kind.__new__(kind)
+    adapter.__dict__.update(inner.__dict__)
+    if hasattr(adapter, "use_json_adapter_fallback"):
+        adapter.use_json_adapter_fallback = False
+    return adapter
 
 
 def _inherited(kind: Any) -> Any:
@@ -330,7 +330,7 @@ def _tape_class(kind: Any) -> Any:
 
 
 def parse_failure(error: AdapterParseError, signature: Signature) -> ParseFailure:
-    """The failure of a reply that DSPy could not read: how many of its output fields were there."""
+    """Return the failure of a reply that DSPy could not read: how many of its output fields were there."""
     expected = list(signature.output_fields)
     # a value of the wrong type is raised with its cause, or without any result: then nothing counts as read
     wrong_type = error.parsed_result is None or error.__cause__ is not None

@@ -1,4 +1,4 @@
-"""Stands in the place of the LM that is configured (`dspy.configure(lm=…)`) while rollouts run.
+"""Guard in the place of the configured LM (`dspy.configure(lm=…)`) while rollouts run.
 
 In Python 3.11 a new thread has none of the context variables of the one that starts it, so that a program's calls in
 threads of its own would go to the configured LM: neither recorded nor trained, and perhaps paid for. They are refused,
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 
 class _Refused(Exception):
-    """Raised where the request was made; the run is ended elsewhere, since the program may catch this."""
+    """Error where the request was made; the run is ended elsewhere, since the program may catch this."""
 
 
 class _Guard(dspy.BaseLM):
-    """Refuses every request. Without attributes of its own: `BestOfN` and `Refine` copy the LM that they find."""
+    """LM that refuses all requests. Without attributes of its own: `BestOfN` and `Refine` copy the LM they find."""
 
     def __init__(self) -> None:
         super().__init__(model="mmrl", cache=False)
@@ -47,7 +47,7 @@ class _Guard(dspy.BaseLM):
 
 
 class _NoAdapter(dspy.Adapter):
-    """Refuses every predictor, whichever LM it was called with."""
+    """Adapter that refuses every predictor, whichever LM it was called with."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Called by predictors."""
@@ -66,11 +66,11 @@ class _Sampling:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """On whose behalf code runs."""
+    """Sampling and thread on whose behalf code runs."""
 
     sampling: _Sampling
     started: str | None = None
-    """In a thread that a program has started: where; None in the code of mmrl and of metrics."""
+    """Source location that started the thread, if a program did; None in the code of mmrl and of metrics."""
 
 
 _ORIGIN: ContextVar[_Origin | None] = ContextVar("mmrl_origin", default=None)
@@ -146,7 +146,7 @@ def _refusal() -> _Refused:
 
 
 def _start(thread: threading.Thread) -> None:
-    """`threading.Thread.start` while rollouts run."""
+    """Replace `threading.Thread.start` while rollouts run."""
     run = _with_origin(thread.run)
 
     def quietly() -> None:
@@ -159,12 +159,12 @@ def _start(thread: threading.Thread) -> None:
 
 
 def _submit(pool: ThreadPoolExecutor, function: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> Future[T]:
-    """`ThreadPoolExecutor.submit` while rollouts run."""
+    """Replace `ThreadPoolExecutor.submit` while rollouts run."""
     return _pool_submit(pool, _with_origin(function), *args, **options)
 
 
 def _with_origin(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, for another thread: of a metric in the metric's context, of a program in one with the guard."""
+    """Wrap `function` for another thread: of a metric in the metric's context, of a program in one with the guard."""
     origin = _ORIGIN.get()
     if origin is None:
         return function

@@ -1,4 +1,4 @@
-"""One rollout as a DSPy module sees it: requests and tools from any thread or event loop to the rollout's `ctx`."""
+"""Host of a rollout's DSPy module: requests and tools from any thread or event loop to the rollout's `ctx`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Host:
-    """Implements `mmrl.tasks.dspy.tools.Host` for one rollout, which runs on `loop`."""
+    """Implementation of `mmrl.tasks.dspy.tools.Host` for one rollout, which runs on `loop`."""
 
     def __init__(self, ctx: Context, structure: Structure, loop: asyncio.AbstractEventLoop):
         self.ctx, self.structure, self.loop = ctx, structure, loop
@@ -46,7 +46,7 @@ class Host:
     async def call(
         self, messages: Sequence[Message], parse: Parse | None, inputs: Mapping[str, object], options: Mapping[str, Any]
     ) -> str:
-        """One request of the innermost predictor; the text of the reply."""
+        """Send a request of the innermost predictor; return the text of the reply."""
         self.raise_failure()
         with self._first_failure():
             name = self._caller(parse)
@@ -83,7 +83,7 @@ class Host:
     async def remember(
         self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]
     ) -> object:
-        """`Context.remember` of the rollout, for tools of the program's own."""
+        """Call the rollout's `Context.remember`, for tools of the program's own."""
         self.raise_failure()
         with self._first_failure():
             result: object = await self.ctx.remember(name, arguments, run)
@@ -104,7 +104,7 @@ class Host:
         return await asyncio.wrap_future(self._started(coroutine))
 
     def on_loop(self) -> bool:
-        """True where the caller runs on the rollout's event loop, which must not be blocked."""
+        """Return True if the caller runs on the rollout's event loop, which must not be blocked."""
         try:
             return asyncio.get_running_loop() is self.loop
         except RuntimeError:
@@ -122,7 +122,7 @@ class Host:
         return future
 
     def close(self) -> None:
-        """The rollout has ended: a thread that still runs gets an exception at its next request."""
+        """Close it after the rollout: a thread that still runs gets an exception at its next request."""
         with self._lock:
             self._closed = True
             waiting = list(self._waiting)
@@ -167,12 +167,12 @@ class Host:
 
 
 def messages_of(prompt: str | None, messages: Sequence[Message] | None) -> Sequence[Message]:
-    """Messages of a request to an LM of DSPy's: an adapter's, or a prompt of a module that calls it itself."""
+    """Return messages of a request to an LM of DSPy's: an adapter's, or a prompt of a module that calls it itself."""
     return messages if messages is not None else [{"role": "user", "content": prompt or ""}]
 
 
 def checked_messages(name: str, messages: Sequence[object]) -> list[Message]:
-    """A predictor's messages, if all of them are text.
+    """Return a predictor's messages, if all of them are text.
 
     Raises:
         ProgramFailure: they are not.
@@ -195,15 +195,15 @@ class _Outcome:
     """Traceback from the tool's own frames on: agents show it too, so that it must be the same on replay."""
 
     def value(self) -> Any:
-        """The result; containers are copied, since several rollouts may get it and change it."""
+        """Return the result; containers are copied, since several rollouts may get it and change it."""
         return _copied(self.result) if isinstance(self.result, dict | list | set | tuple | BaseModel) else self.result
 
     def raised(self, error: Exception) -> Exception:
-        """The error with its own frames alone; each rollout raises one of its own."""
-        made = _copied(error)
-        if type(made) is not type(error) or str(made) != str(error):
-            made = error
-        return made.with_traceback(self.trace)
+        """Return the error with its own frames alone; each rollout raises one of its own."""
+        copied = _copied(error)
+        if type(copied) is not type(error) or str(copied) != str(error):
+            copied = error
+        return copied.with_traceback(self.trace)
 
 
 class RecordedTool(dspy.Tool):
@@ -258,11 +258,11 @@ def record_tools(tools: Iterable[dspy.Tool]) -> None:
 
 
 def _same(error: AdapterParseError) -> AdapterParseError:
-    """DSPy's exception again, for one rollout: several replay a call, and each may change what it gets."""
-    made: AdapterParseError = type(error).__new__(type(error), *error.args)
-    vars(made).update({name: _copied(value) for name, value in vars(error).items()})
-    made.__cause__, made.__suppress_context__ = error.__cause__, error.__suppress_context__
-    return made
+    """Copy DSPy's exception for one rollout: several replay a call, and each may change what it gets."""
+    copied: AdapterParseError = type(error).__new__(type(error), *error.args)
+    vars(copied).update({name: _copied(value) for name, value in vars(error).items()})
+    copied.__cause__, copied.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return copied
 
 
 def _copied(value: Any) -> Any:

@@ -52,7 +52,7 @@ class TextEngine:
 
 @dataclass(frozen=True, slots=True)
 class AsyncTextEngine:
-    """The same with an async function."""
+    """An engine of `dspy.LM` whose requests an async function answers."""
 
     answer: Callable[[list[Message], lm15.Config], Awaitable[Answer]]
 
@@ -92,25 +92,25 @@ class ServedPolicy:
         threading.Thread(target=self._loop.run_forever, name="mmrl-policy", daemon=True).start()
 
     def wait(self, work: Coroutine[object, object, T]) -> T:
-        """The result of `work` in the engine's thread; blocks."""
+        """Return the result of `work` in the engine's thread; blocks."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def awaited(self, work: Coroutine[object, object, T]) -> T:
-        """The same, awaited from any loop."""
+        """Await the result of `work` in the engine's thread, from any loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def answer(self, module: str, messages: list[Message], config: lm15.Config) -> Answer:
-        """One completion by the weights of a module; in the engine's thread.
+        """Generate a completion with the weights of a module; in the engine's thread.
 
         Raises:
             UnsupportedFeatureError: an option that would have no effect.
         """
         options = {field.name: getattr(config, field.name) for field in fields(config)} | (config.extensions or {})
-        given = {name for name, value in options.items() if value not in (None, ()) and name != "extensions"}
-        if unknown := sorted(given - OPTIONS):
-            taken = ", ".join(sorted(OPTIONS))
+        passed = {name for name, value in options.items() if value not in (None, ()) and name != "extensions"}
+        if unknown := sorted(passed - OPTIONS):
+            supported = ", ".join(sorted(OPTIONS))
             raise lm15.UnsupportedFeatureError(
-                f"{', '.join(unknown)}: has no effect on the LM of a trained policy; it takes {taken}"
+                f"{', '.join(unknown)}: has no effect on the LM of a trained policy; it takes {supported}"
             )
         number = next(self._numbers)
         sampling = Sampling(
@@ -135,7 +135,7 @@ class ServedPolicy:
 
 
 async def generate(engine: Engine, request: Request) -> Completion:
-    """A completion for whoever is no rollout."""
+    """Return a completion for whoever is no rollout."""
     # The engine decodes when all that run wait for it, so whoever does not wait is not counted.
     engine.enter()
     try:
@@ -164,9 +164,9 @@ class PolicyLM(dspy.LM):
         )
 
     def dump_state(self) -> None:  # DSPy reads no state as: the LM that is configured
-        """Nothing, so that a saved program loads in plain DSPy and speaks with the LM that is configured there."""
+        """Return nothing, so that a saved program loads in plain DSPy and uses the LM that is configured there."""
 
     def __deepcopy__(self, memory: dict[int, Any]) -> PolicyLM:
         # An engine is not copied with a program that optimisers and `deepcopy` take apart.
-        made: PolicyLM = self.copy()
-        return made
+        copied: PolicyLM = self.copy()
+        return copied

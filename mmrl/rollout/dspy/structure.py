@@ -47,23 +47,23 @@ class Structure:
     """
 
     def __init__(self, module: dspy.Module):
-        named = module.named_predictors()
+        predictors = module.named_predictors()
         self._refines = {id(part): path for path, part in _parts(module, dspy.Refine)}
         self._feedback = tuple(f"{path}.{FEEDBACK}".removeprefix("self.") for path in self._refines.values())
-        problems = list(_problems(module, named))
+        problems = list(_problems(module, predictors))
         if problems:
             raise ConfigError([f"task.program: {problem}" for problem in problems])
         self.module = module
-        self.modules: tuple[str, ...] = (*(name for name, _ in named), *self._feedback)
-        self._names: Mapping[int, str] = {id(predictor): name for name, predictor in named}
+        self.modules: tuple[str, ...] = (*(name for name, _ in predictors), *self._feedback)
+        self._names: Mapping[int, str] = {id(predictor): name for name, predictor in predictors}
         # `BestOfN` and `Refine` copy it for each attempt. A name of this program's own: another program may have the
         # same predictor in another place.
         self._mark = f"mmrl_module_{next(_PROGRAMS)}"
-        for name, predictor in named:
+        for name, predictor in predictors:
             setattr(predictor, self._mark, name)
 
     def name_of(self, callers: Sequence[Any]) -> str | None:
-        """The module that makes a request: the innermost of DSPy's calling modules, or the one it is a copy of."""
+        """Find the module that makes a request: the innermost of DSPy's calling modules, or the one it is a copy of."""
         if not callers:
             return None
         caller = callers[-1]
@@ -75,7 +75,7 @@ class Structure:
         return name if name in self.modules else None
 
     def signature(self, module: str) -> Signature:
-        """The signature of a module, as it is now: `task.prompts` may have changed it."""
+        """Return the signature of a module, as it is now: `task.prompts` may have changed it."""
         if module in self._feedback:
             feedback: Signature = OfferFeedback
             return feedback
@@ -84,10 +84,10 @@ class Structure:
 
 
 def option_problem(name: str, options: Mapping[str, object]) -> str | None:
-    """The sentence about options of a predictor that would have no effect; None where there are none."""
+    """Return the sentence about options of a predictor that would have no effect; None where there are none."""
     # None is DSPy's way to leave an option out.
-    given = {key for key, value in options.items() if value is not None and (key, value) != ("n", 1)}
-    refused = sorted(given - WITHOUT_EFFECT - PASSED_ON)
+    passed = {key for key, value in options.items() if value is not None and (key, value) != ("n", 1)}
+    refused = sorted(passed - WITHOUT_EFFECT - PASSED_ON)
     if not refused:
         return None
     return (
@@ -96,19 +96,19 @@ def option_problem(name: str, options: Mapping[str, object]) -> str | None:
     )
 
 
-def _problems(module: dspy.Module, named: Sequence[tuple[str, dspy.Predict]]) -> Iterator[str]:
+def _problems(module: dspy.Module, predictors: Sequence[tuple[str, dspy.Predict]]) -> Iterator[str]:
     kind = type(module).__name__
-    listed = {id(predictor) for _, predictor in named}
-    hidden = [path.removeprefix("self.") for path, part in _parts(module, dspy.Predict) if id(part) not in listed]
+    named_ids = {id(predictor) for _, predictor in predictors}
+    hidden = [path.removeprefix("self.") for path, part in _parts(module, dspy.Predict) if id(part) not in named_ids]
     if hidden:
         yield (
             f"{', '.join(hidden)} would not be trained: DSPy does not list predictors of modules that are marked as "
             "compiled, nor those in lists within lists; set `_compiled = False`, or keep them in one list"
         )
-    elif not named:
+    elif not predictors:
         yield f"{kind} has no predictors (dspy.Predict), nothing to train"
     compared = {id(part.predict) for _, part in _parts(module, dspy.MultiChainComparison)}
-    for name, predictor in named:
+    for name, predictor in predictors:
         if predictor.lm is not None:
             yield (
                 f"predictor '{name}' has an LM of its own, whose calls would not be recorded; "
@@ -119,9 +119,9 @@ def _problems(module: dspy.Module, named: Sequence[tuple[str, dspy.Predict]]) ->
             fix = f"; dspy.MultiChainComparison sets a temperature: program.{name}.config = {{}}"
             yield problem + (fix if id(predictor) in compared else "")
         for field, info in predictor.signature.fields.items():
-            other = [kind.__name__ for kind in _no_text(info.annotation)]
-            if other:
-                yield f"predictor '{name}' has field '{field}' of type {other[0]}; only text can be trained on"
+            types = [kind.__name__ for kind in _no_text(info.annotation)]
+            if types:
+                yield f"predictor '{name}' has field '{field}' of type {types[0]}; only text can be trained on"
     if isinstance(dspy.settings.adapter, dspy.TwoStepAdapter):
         yield "TwoStepAdapter asks a second model to read each reply, whose calls would not be recorded; use another"
     for path, part in _parts(module, dspy.Module):
@@ -129,7 +129,7 @@ def _problems(module: dspy.Module, named: Sequence[tuple[str, dspy.Predict]]) ->
 
 
 def _no_text(annotation: Any) -> list[type]:
-    """The types in an annotation that models get as something other than text."""
+    """Return the types in an annotation that models get as something other than text."""
     return [kind for kind in dspy.Type.extract_custom_type_from_annotation(annotation) if issubclass(kind, NO_TEXT)]
 
 
@@ -155,5 +155,5 @@ def _can_interpret(part: Any) -> bool:
 
 
 def _parts(module: dspy.Module, kind: type[Any]) -> Iterator[tuple[str, Any]]:
-    """Path -> each object of a kind in a program, wherever it is; the program itself is `self`."""
+    """Yield path -> each object of a kind in a program, wherever it is; the program itself is `self`."""
     yield from module.named_sub_modules(kind)

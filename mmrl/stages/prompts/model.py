@@ -38,14 +38,14 @@ class Writer:
     """A source of completions, each of them stored."""
 
     stage: Stage[PromptCommandConfig]
-    """Its policy writes, with the weights of the program's first module."""
+    """Environment whose policy writes, with the weights of the program's first module."""
     algo: ProposingConfig
     store: Store
     loop: Loop
     paid: Counter[str]
-    """Its part of the stage's costs begins with `writer/`."""
+    """Costs of the stage; names of the prompt model's part begin with `writer/`."""
     endpoint: OpenAIChat | None = field(init=False)
-    """In the place of the policy."""
+    """Endpoint that writes in the place of the policy."""
     _stored: dict[str, JsonObject] = field(init=False)
     _times: Counter[str] = field(default_factory=Counter)
 
@@ -60,7 +60,7 @@ class Writer:
             self.endpoint.close()
 
     def lm(self, temperature: float) -> dspy.LM:
-        """The prompt model as DSPy's optimisers call it."""
+        """Return the prompt model as DSPy's optimisers call it."""
 
         def answer(messages: list[Message], config: lm15.Config) -> Answer:
             sampled = 1.0 if config.temperature is None else config.temperature
@@ -78,20 +78,22 @@ class Writer:
         request = f"{rng.digest(json.dumps(sent), repr(temperature)):032x}"
         # Asked for again, an equal request is to have another completion: its number makes the key, here and in a
         # resume. Greedy, it would be the same one.
-        again = temperature == 0 and self._times[request] > 0
-        self._times[request] += not again
+        repeated = temperature == 0 and self._times[request] > 0
+        self._times[request] += not repeated
         key = f"{request}-{self._times[request]}"
         if key not in self._stored:
             # From the key alone: how much came from the store before it changes no draw.
             seed = rng.digest(self.stage.config.seed, "prompt_model", key)
-            made = await self._made(messages, temperature, seed)
-            self._stored[key] = self.store.append({"key": key, "temperature": temperature, "messages": sent, **made})
+            completion = await self._complete(messages, temperature, seed)
+            self._stored[key] = self.store.append(
+                {"key": key, "temperature": temperature, "messages": sent, **completion}
+            )
         record = self._stored[key]
-        if not again:
+        if not repeated:
             self.paid.update({"writer/requests": 1, **{f"writer/{name}": record[name] for name in WRITING_COSTS}})
         return record
 
-    async def _made(self, messages: Sequence[Message], temperature: float, seed: int) -> JsonObject:
+    async def _complete(self, messages: Sequence[Message], temperature: float, seed: int) -> JsonObject:
         if self.endpoint is not None:
             return await self._from_endpoint(self.endpoint, messages, temperature, seed)
         prompt = render_prompt(self.stage.tokenizer, messages)

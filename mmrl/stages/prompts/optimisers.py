@@ -42,7 +42,7 @@ class Bench:
 
 
 def optimise(algo: PromptConfig, bench: Bench) -> dspy.Module:
-    """The program that an optimiser of DSPy returns.
+    """Return the program that an optimiser of DSPy returns.
 
     Raises:
         Exception: a rollout or a completion could not be had.
@@ -69,12 +69,12 @@ def optimise(algo: PromptConfig, bench: Bench) -> dspy.Module:
 
 
 def score(example: dspy.Example, prediction: Played, trace: object = None) -> float:
-    """The reward of a rollout, as DSPy's metric."""
+    """Return the reward of a rollout, as DSPy's metric."""
     return float(prediction.rollout_result["score"])
 
 
 def worth_showing(threshold: float | None) -> Metric:
-    """The metric of optimisers that bootstrap: a failed rollout is no demonstration, whatever its reward.
+    """Return the metric of optimisers that bootstrap: a failed rollout is no demonstration, whatever its reward.
 
     Args:
         threshold: `algo.metric_threshold`, which DSPy compares with the metric; without one it takes what is not 0.
@@ -93,7 +93,7 @@ def worth_showing(threshold: float | None) -> Metric:
 
 
 def _options(algo: PromptConfig, names: str) -> dict[str, Any]:
-    """Options that have DSPy's names."""
+    """Return the options that have DSPy's names."""
     return {name: getattr(algo, name) for name in names.split()}
 
 
@@ -169,7 +169,7 @@ LONGEST = 1000
 
 
 def with_feedback(example: dspy.Example, prediction: Played, trace: object = None) -> dspy.Prediction:
-    """The reward of a rollout and, in words, what is known of it: failure, metrics, parts of the reward, labels."""
+    """Return the reward of a rollout and, in words, its failure, metrics, parts of the reward and labels."""
     result = prediction.rollout_result
     lines = [f"The reward is {result['score']:g}."]
     if result["error"] is not None:
@@ -247,7 +247,7 @@ class _Rewriter(InstructionProposer):
 
 
 def _usable(bench: Bench, module: str, propose: Callable[[], str]) -> str:
-    """The proposed instructions of a module, empty where it cannot have them; the proposal is noted."""
+    """Return the proposed instructions of a module, empty where it cannot have them; the proposal is noted."""
     proposal, problem = "", ""
     try:
         proposal = propose()

@@ -57,22 +57,22 @@ class TrainExample(dspy.Example):
     _id: str
 
     @classmethod
-    def of(cls, example: Example) -> TrainExample:
+    def from_example(cls, example: Example) -> TrainExample:
         """Make one from the inputs and metadata of an example of the task."""
         inputs = as_json(example.inputs)
         labels = {key: value for key, value in as_json(example.metadata).items() if key not in inputs}
-        made: TrainExample = cls(**inputs, **labels).with_inputs(*inputs)
-        made._id = example.id
-        return made
+        converted: TrainExample = cls(**inputs, **labels).with_inputs(*inputs)
+        converted._id = example.id
+        return converted
 
     def inputs(self) -> dspy.Example:
-        """The arguments of a program; the id tells two examples with the same inputs apart."""
+        """Return the arguments of a program; the id tells two examples with the same inputs apart."""
         return dspy.Example(base=super().inputs().toDict(), **{ID: self._id}).with_inputs(*self._input_keys, ID)
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One rollout that an optimiser needs; without a temperature, as an evaluation would sample it."""
+    """Rollout that an optimiser needs; without a temperature, as an evaluation would sample it."""
 
     candidate: str
     """Digest of its state."""
@@ -88,7 +88,7 @@ class Need:
 
     @property
     def key(self) -> str:
-        """Its name in the store."""
+        """Name of its result in the store."""
         return f"{rng.digest(self.candidate, self.example, *self.draw):032x}"
 
 
@@ -99,8 +99,8 @@ class Played(dspy.Prediction):
     rollout_result: JsonObject
 
     @classmethod
-    def of(cls, need: Need, result: JsonObject) -> Played:
-        """The prediction of a stored rollout."""
+    def from_result(cls, need: Need, result: JsonObject) -> Played:
+        """Return the prediction of a stored rollout."""
         fields = result["prediction"]
         played = cls(**(fields if isinstance(fields, dict) else {"prediction": fields}))
         # Not as fields: the prompt model of some optimisers reads all fields.
@@ -122,7 +122,7 @@ class Loop:
         self._waiting: set[Future[Any]] = set()
 
     def run(self, function: Callable[[], T]) -> T:
-        """The result of `function`, which runs in a thread and calls `wait`."""
+        """Return the result of `function`, which runs in a thread and calls `wait`."""
         try:
             return asyncio.run(self._served(function))
         finally:
@@ -140,7 +140,7 @@ class Loop:
                 self.failure = self.failure or RuntimeError("the search has ended")
 
     def wait(self, work: Coroutine[object, object, T]) -> T:
-        """The result of `work` on the loop; called from any other thread, which it blocks."""
+        """Return the result of `work` on the loop; called from any other thread, which it blocks."""
         with self._lock:
             if self.failure is not None:
                 work.close()
@@ -163,14 +163,14 @@ class Loop:
 
 @dataclass(slots=True, kw_only=True)
 class Rollouts:
-    """Samples and stores the rollouts of one stage; a student's `forward` is answered from them."""
+    """Sampler and store of the rollouts of one stage; a student's `forward` is answered from them."""
 
     stage: Stage[PromptCommandConfig]
     """Rollouts are sampled as in its evaluations."""
     store: Store
     loop: Loop
     paid: Counter[str]
-    """For what this process has needed, whether it was sampled now or before a kill."""
+    """Costs of all results that this process has used, whether they were sampled now or before a kill."""
     student: Student = field(init=False)
     sampling: Stopwatch = field(default_factory=Stopwatch)
     """Time of rollouts."""
@@ -208,7 +208,7 @@ class Rollouts:
                     self._bootstrapped.append(need)
                 if len(self._bootstrapped) == JUDGED:
                     self.check(())
-            return Played.of(need, result)
+            return Played.from_result(need, result)
 
     def _trace(self, predictors: Mapping[str, Any], steps: Sequence[JsonObject]) -> Iterator[tuple[Any, ...]]:
         for step in steps:
@@ -221,14 +221,14 @@ class Rollouts:
                 yield predictors[step["module"]], dict(step["inputs"]), outputs
 
     def digest(self, module: dspy.Module) -> str:
-        """The digest of a program's prompts, whose state is noted under it."""
+        """Return the digest of a program's prompts, whose state is noted under it."""
         state = state_of(module)
         digest = f"{rng.digest(json.dumps(state, sort_keys=True)):032x}"
         self.states.setdefault(digest, state)
         return digest
 
     def obtain(self, needs: Sequence[Need]) -> list[JsonObject]:
-        """The results of all of these, from the store or sampled now, all at once; blocks a thread of DSPy's."""
+        """Return the results of all of these, from the store or sampled now, all at once; blocks a thread of DSPy's."""
         return self.loop.wait(self._obtained(needs))
 
     async def _obtained(self, needs: Sequence[Need]) -> list[JsonObject]:
@@ -239,7 +239,7 @@ class Rollouts:
         return await asyncio.gather(*(self._tasks[need.key] for need in needs))
 
     def result(self, need: Need) -> JsonObject:
-        """The result of a rollout that has ended."""
+        """Return the result of a rollout that has ended."""
         return self._tasks[need.key].result()
 
     async def _obtain(self, need: Need) -> JsonObject:
@@ -324,7 +324,7 @@ def _draw(module: dspy.Module) -> tuple[float | None, int | None]:
 
 @dataclass
 class Evaluated(BaseCallback):
-    """Calls a function with the rollouts of each evaluation of DSPy's."""
+    """Callback that calls a function with the rollouts of each evaluation of DSPy's."""
 
     loop: Loop
     on_batch: Callable[[Sequence[Need]], None]
@@ -334,7 +334,7 @@ class Evaluated(BaseCallback):
         if outputs is None or self.loop.failure is not None:
             return
         # With a trace beside it where GEPA asked for one.
-        played = [found[0] if isinstance(found, tuple) else found for _, found, _ in outputs.results]
+        played = [output[0] if isinstance(output, tuple) else output for _, output, _ in outputs.results]
 
         async def called() -> None:
             self.on_batch([prediction.rollout_need for prediction in played])

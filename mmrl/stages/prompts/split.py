@@ -22,14 +22,14 @@ MOST_VALIDATION = 1000
 
 
 def split(config: PromptConfig, examples: Sequence[Example], seed: int) -> tuple[list[Example], list[Example]]:
-    """The train part and the validation part of the train split.
+    """Return the train part and the validation part of the train split.
 
     The validation part is the end of the split, as in DSPy's MIPROv2, which has a seed of its own for all that is
     random; DSPy's random search has none, so the order of its train part comes from the run's.
     """
-    most = MOST_VALIDATION if config.validation_items is None else config.validation_items
+    limit = MOST_VALIDATION if config.validation_items is None else config.validation_items
     # At least one: without validation nothing can be compared. Nothing to learn from is refused (`prompt_problems`).
-    count = min(most, max(1, int(len(examples) * config.validation)))
+    count = min(limit, max(1, int(len(examples) * config.validation)))
     cut = len(examples) - count
     train, validation = list(examples[:cut]), list(examples[cut:])
     if config.shuffles:
@@ -38,7 +38,7 @@ def split(config: PromptConfig, examples: Sequence[Example], seed: int) -> tuple
 
 
 def compared(config: PromptConfig, validation: Sequence[T], draws: random.Random) -> list[T]:
-    """The examples of the validation part that a full evaluation has: with MIPROv2's `auto`, DSPy draws them.
+    """Return the examples of the validation part that a full evaluation has: with MIPROv2's `auto`, DSPy draws them.
 
     Args:
         draws: a generator with the run's seed, of which these are the first draws.
@@ -50,7 +50,7 @@ def compared(config: PromptConfig, validation: Sequence[T], draws: random.Random
 
 
 def labeled_demos(config: BootstrapConfig, task: Task) -> int:
-    """`algo.max_labeled_demos`, with what null stands for."""
+    """Return `algo.max_labeled_demos`, with null resolved."""
     if config.max_labeled_demos is not None:
         return config.max_labeled_demos
     if isinstance(task, PromptedTask):
@@ -59,7 +59,7 @@ def labeled_demos(config: BootstrapConfig, task: Task) -> int:
 
 
 def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
-    """Reasons why the optimiser cannot run on this task: one sentence each, with the key that the user would type."""
+    """Return reasons why the optimiser cannot run on this task, one sentence each, with the key to set."""
     algo, examples = config.algo, task.examples("train")
     prompted = isinstance(task, PromptedTask)
     if not prompted and not hasattr(task.program, "module"):  # DSPy's program is not imported for this

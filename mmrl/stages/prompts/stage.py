@@ -45,7 +45,7 @@ from mmrl.system.json_lines import Store, Table
 from mmrl.tasks.base import Task
 
 PAID = ("rollouts", *COSTS, "writer/requests", *(f"writer/{name}" for name in WRITING_COSTS))
-"""What is counted of a stage: of the task's own calls, and of the prompt model's."""
+"""Counters of a stage: those of the task's own calls, and those of the prompt model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class PromptResult:
 
 @dataclass(kw_only=True)
 class PromptStage(Stage[PromptCommandConfig]):
-    """One optimisation of prompts.
+    """Optimisation of prompts.
 
     `improve` again on the same run directory, in any process, goes on where it was: DSPy's optimiser runs from its
     seed, and all that is stored is answered from the store.
@@ -83,7 +83,7 @@ class PromptStage(Stage[PromptCommandConfig]):
     """Trials whose rollouts have all failed."""
     _best: float | None = field(init=False, default=None)
     _until_now: Mapping[str, float] = field(init=False, default_factory=dict)
-    """What `_since` returned counts up to here."""
+    """Counters up to which `_since` has reported."""
 
     @property
     def rundir(self) -> RunDir:
@@ -91,7 +91,7 @@ class PromptStage(Stage[PromptCommandConfig]):
         return self.log.rundir
 
     def sync(self, version: int) -> None:
-        """The weights stay."""
+        """Do nothing: the weights stay."""
 
     def improve(self, evaluations: Evaluations, checkpoint: Path | None) -> None:
         """Optimise, and go on with the best prompts; raises as `search`."""
@@ -100,14 +100,14 @@ class PromptStage(Stage[PromptCommandConfig]):
         evaluations.last_step = max(1, self.trials)
         if result.improved:
             self.task = self.task_with(str(result.prompts))
-        kept = str(result.prompts) if result.improved else self.config.task.prompts
-        write_policy(self.rundir.path, weights=self.config.model.path, prompts=kept, task=self.task.name)
+        prompts = str(result.prompts) if result.improved else self.config.task.prompts
+        write_policy(self.rundir.path, weights=self.config.model.path, prompts=prompts, task=self.task.name)
         # A further stage begins with these files, perhaps days later.
         self.rundir.ledger.note(self.rundir.path / POLICY)
         self.rundir.ledger.note(result.prompts)
 
     def describe(self) -> dict[str, str]:
-        """Facts for the summary, after `improve`."""
+        """Return facts for the summary, after `improve`."""
         result, paid = self.result, self.paid
         change = f"nothing better than the start ({result.start:.4f})"
         if result.improved:
@@ -139,8 +139,8 @@ class PromptStage(Stage[PromptCommandConfig]):
         """
         folder, algo, seed = self.rundir.path / FOLDER, self.config.algo, self.config.seed
         examples = self.task.examples("train")
-        train, held = split(algo, examples, seed)
-        validation = compared(algo, held, random.Random(seed))
+        train, heldout = split(algo, examples, seed)
+        validation = compared(algo, heldout, random.Random(seed))
         self.validation = frozenset(example.id for example in validation)
         self.log.begin()
         # A resumed stage makes its trials again, from the store: those that have a record get no second one.
@@ -157,8 +157,8 @@ class PromptStage(Stage[PromptCommandConfig]):
         writer = self._make_writer(folder, loop)
         bench = Bench(
             rollouts=rollouts,
-            train=[TrainExample.of(example) for example in train],
-            validation=[TrainExample.of(example) for example in held],
+            train=[TrainExample.from_example(example) for example in train],
+            validation=[TrainExample.from_example(example) for example in heldout],
             writer=writer,
             note=self._note,
             on_batch=self._trial,
@@ -178,10 +178,10 @@ class PromptStage(Stage[PromptCommandConfig]):
                 writer.close()
         # At a tie the start stays: a person has written it.
         improved = best > before
-        made = program if improved else start
-        self._note_prompts("result", made, improved=improved, validation=len(validation), start=before, best=best)
+        selected = program if improved else start
+        self._note_prompts("result", selected, improved=improved, validation=len(validation), start=before, best=best)
         path = (self.rundir.path / "prompts").with_suffix(rollouts.student.suffix)
-        rollouts.student.save(state_of(made), path)
+        rollouts.student.save(state_of(selected), path)
         return PromptResult(path, improved, before, max(before, best))
 
     def _make_writer(self, folder: Path, loop: Loop) -> Writer | None:
@@ -191,12 +191,12 @@ class PromptStage(Stage[PromptCommandConfig]):
         return Writer(stage=self, algo=self.config.algo, store=store, loop=loop, paid=self.paid)
 
     def _note_prompts(self, name: str, module: dspy.Module, **facts: object) -> None:
-        """Prompts for people, with what is known of them."""
-        text = dumps({**facts, "modules": shown(state_of(module))}, indent=1)
+        """Write prompts for people, with facts about them."""
+        text = dumps({**facts, "modules": readable_prompts(state_of(module))}, indent=1)
         atomic_write(self.rundir.path / FOLDER / f"{name}.json", text + "\n")
 
     def _compared(self, module: dspy.Module, validation: Sequence[Example]) -> float:
-        """The reward of a candidate on the validation examples."""
+        """Return the reward of a candidate on the validation examples."""
         digest = self._rollouts.digest(module)
         needs = [Need(digest, example.id) for example in validation]
         results = self._rollouts.obtain(needs)
@@ -214,7 +214,7 @@ class PromptStage(Stage[PromptCommandConfig]):
                 self._proposals.add(line)
 
     def _trial(self, needs: Sequence[Need]) -> None:
-        """An evaluation of DSPy's is a trial."""
+        """Record an evaluation of DSPy's as a trial."""
         self._rollouts.check(needs)
         spent = self._since()
         for part in ("generate", "rollout"):
@@ -236,7 +236,7 @@ class PromptStage(Stage[PromptCommandConfig]):
             "full": full,
             "best": self._best,
             "failed": failed,
-            "modules": shown(self._rollouts.states[needs[0].candidate]),
+            "modules": readable_prompts(self._rollouts.states[needs[0].candidate]),
         }
         self.log.note_own_code(f"trial {self.trials}", failures, len(needs))
         if len(failures) == len(needs):
@@ -261,7 +261,7 @@ class PromptStage(Stage[PromptCommandConfig]):
         self.log.begin()
 
     def _since(self) -> dict[str, float]:
-        """Seconds of rollouts and costs since the last call."""
+        """Return the seconds of rollouts and costs since the last call."""
         now = {"generate": self.engine.busy_s, "rollout": self._rollouts.sampling.seconds}
         now |= {f"prompts/{name}": float(count) for name, count in self.paid.items()}
         since = {name: count - self._until_now.get(name, 0.0) for name, count in now.items()}
@@ -287,7 +287,7 @@ def printing_to(log: TextIO) -> Iterator[None]:
 
 
 def _example(results: Sequence[JsonObject]) -> JsonObject:
-    """One of rollouts that have all failed, if possible with a reply that could not be parsed."""
+    """Pick one of the failed rollouts, if possible with a reply that could not be parsed."""
     for result in results:
         for step in result["steps"]:
             if step["outputs"] is None:
@@ -295,8 +295,8 @@ def _example(results: Sequence[JsonObject]) -> JsonObject:
     return {"module": "", "reply": "", "message": results[0]["message"] or ""}
 
 
-def shown(state: State) -> dict[str, JsonObject]:
-    """Module -> its instructions and demonstrations, for people."""
+def readable_prompts(state: State) -> dict[str, JsonObject]:
+    """Return module -> its instructions and demonstrations, for people."""
     return {
         name: {"instructions": part["signature"]["instructions"], "demonstrations": part["demos"]}
         for name, part in state.items()

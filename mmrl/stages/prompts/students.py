@@ -46,7 +46,7 @@ class DspyStudent:
         _distinguish(self.module)
 
     def program(self, state: State) -> TracedProgram:
-        """The task's program with other prompts."""
+        """Return the task's program with other prompts."""
         module = self._program.module.deepcopy()
         for name, predictor in module.named_predictors():
             # As loading a file of them would.
@@ -54,7 +54,7 @@ class DspyStudent:
         return TracedProgram(module, self._program.layout)
 
     def steps(self, program: Program, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """Inputs and outputs of each module's calls (`module`, `inputs`, `outputs`) in a program's rollout, in order.
+        """Return the `module`, `inputs` and `outputs` of each module's calls in a program's rollout, in order.
 
         A reply that could not be parsed, and ended the rollout, is the last, with `outputs` None and its `text`.
         """
@@ -75,7 +75,7 @@ class DspyStudent:
         self.program(state).save(path)
 
     def problem(self, module: str, instructions: str) -> str:
-        """The reason why a module cannot have these instructions: none, any text will do."""
+        """Return the reason why a module cannot have these instructions: none, any text will do."""
         return ""
 
 
@@ -98,12 +98,12 @@ class PromptedStudent:
     def __init__(self, task: PromptedTask, kind: type, forward: Forward):
         self._task, self._start = task, task.all_prompts.by_module()
         self.module = _student_class(dspy.Module, kind, forward)()
-        self._shown: dict[str, str] = {}
+        self._displayed: dict[str, str] = {}
         for name, prompt in self._start.items():
             predictor = dspy.Predict(dspy.Signature("prompt -> reply", prompt.instructions))
             predictor.demos = [dspy.Example(augmented=True, prompt=s.user, reply=s.assistant) for s in prompt.shots]
             # As DSPy shows it: without spaces at its ends, or a sentence of DSPy's own where it is empty.
-            self._shown[name] = predictor.signature.instructions
+            self._displayed[name] = predictor.signature.instructions
             setattr(self.module, name, predictor)
         _distinguish(self.module)
 
@@ -116,7 +116,7 @@ class PromptedStudent:
 
     def _prompt(self, name: str, state: JsonObject) -> ModulePrompt:
         instructions = state["signature"]["instructions"]
-        if instructions == self._shown[name]:
+        if instructions == self._displayed[name]:
             instructions = self._start[name].instructions
         # A plain example of the task holds no reply of a module.
         shots = [Shot(demo["prompt"], demo["reply"]) for demo in state["demos"] if {"prompt", "reply"} <= set(demo)]
@@ -141,7 +141,7 @@ class PromptedStudent:
         self._prompts(state).write(path)
 
     def problem(self, module: str, instructions: str) -> str:
-        """The reason why a module cannot have these instructions: placeholders that it needs may be missing."""
+        """Return the reason why a module cannot have these instructions: placeholders that it needs may be missing."""
         try:
             self._task.all_prompts.replaced({module: ModulePrompt(instructions)})
         except ConfigError as error:
@@ -154,7 +154,7 @@ Student: TypeAlias = DspyStudent | PromptedStudent
 
 
 def student_of(task: Task, forward: Forward) -> Student:
-    """The student of a task, whose program has prompts that can be changed (`split.prompt_problems`)."""
+    """Return the student of a task, whose program has prompts that can be changed (`split.prompt_problems`)."""
     if isinstance(task.program, DspyProgram):
         return DspyStudent(task.program, forward)
     assert isinstance(task, PromptedTask)
@@ -162,18 +162,18 @@ def student_of(task: Task, forward: Forward) -> Student:
 
 
 def state_of(module: dspy.Module) -> State:
-    """All that a candidate is, as JSON: what a saved program is loaded from, but for LMs."""
-    own = ("demos", "signature", "fields")
+    """Return a candidate as JSON: the state that a saved program is loaded from, but for LMs."""
+    parts = ("demos", "signature", "fields")
     state = {
-        name: {key: value for key, value in predictor.dump_state().items() if key in own}
+        name: {key: value for key, value in predictor.dump_state().items() if key in parts}
         for name, predictor in module.named_predictors()
     }
-    made: State = as_json(state)
-    return made
+    serialized: State = as_json(state)
+    return serialized
 
 
 def _student_class(kind: Any, source: Any, play: Forward) -> Any:
-    """A subclass of a module's class whose `forward` is a rollout.
+    """Return a subclass of a module's class whose `forward` is a rollout.
 
     Args:
         source: the class whose name and place, and with them source code, it has.
@@ -191,11 +191,11 @@ def _distinguish(module: dspy.Module) -> None:
 
     The mark is beside what prompts are made of, and no saved program has it.
     """
-    named = module.named_predictors()
+    predictors = module.named_predictors()
     shared = [
-        (name, one)
-        for name, one in named
-        if any(other is not one and other.signature.equals(one.signature) for _, other in named)
+        (name, predictor)
+        for name, predictor in predictors
+        if any(other is not predictor and other.signature.equals(predictor.signature) for _, other in predictors)
     ]
     for name, predictor in shared:
         # One field is enough: equality of signatures looks at all of them.
@@ -204,12 +204,12 @@ def _distinguish(module: dspy.Module) -> None:
 
 
 def as_json(value: object) -> JsonObject:
-    """A value as JSON would read it back, whatever objects it holds; the same in every process.
+    """Return a value as JSON would read it back, whatever objects it holds; the same in every process.
 
     What JSON has no form for becomes text: the value is for prompts, where it would be text as well.
     """
-    made: JsonObject = plain(to_jsonable_python(_sorted(value), fallback=str, inf_nan_mode="strings"))
-    return made
+    serialized: JsonObject = plain(to_jsonable_python(_sorted(value), fallback=str, inf_nan_mode="strings"))
+    return serialized
 
 
 def _sorted(value: object) -> object:

@@ -163,7 +163,7 @@ def sequences(name: str, options: Options, folder: Path) -> object:
     own = {f"algo.{key}": str(folder / value) if key == "file" else value for key, value in options.items()}
     task = Teachable(Chain(("a", "b")), reward=lambda prediction: 1.0 + sum(map(ord, prediction)) % 3)
     stage, _ = stage_of(folder / "run", own, task=task)
-    taken = stage._sampled() if stage.config.algo.source == "rollouts" else stage._given()
+    taken = stage._sampled() if stage.config.algo.source == "rollouts" else stage._demonstrated()
     return [(item.module, item.completion_ids) for _, item in taken]
 
 
