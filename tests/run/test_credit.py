@@ -133,8 +133,8 @@ DEEP = b"[" * 100_000
         (None, r"rollouts: .*/file cannot be read \(No such file or directory\)$"),
         (b"\xff\xff", "not UTF-8"),
         (b"{}", r"/file: version: missing"),
-        (gzip.compress(b'{"line": "call"}'), "damaged journal"),
-        (gzip.compress(b"{}")[:-4], r"damaged journal \(EOFError: "),
+        (gzip.compress(b'{"line": "call"}', mtime=0), "damaged journal"),
+        (gzip.compress(b"{}", mtime=0)[:-4], r"damaged journal \(EOFError: "),
         (
             b'{"line": "forest", "step": 1}\n{"line": "prompt", "ids": [1',
             r"file:2: got b.*, expected one JSON object per",
