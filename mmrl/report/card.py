@@ -214,7 +214,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 def snippets(
     folder: Path, names: Sequence[str], base: str, rank: int | None, *, modules: Sequence[str], program: str | None
 ) -> Iterator[tuple[str, str]]:
-    """Return (library, code) pairs.
+    """Yield (library, code) pairs.
 
     Args:
         folder: the export, or its name on the hub.

@@ -170,7 +170,7 @@ def _sample(alarm: Alarm, played: Played) -> str:
 
 
 def _rules(played: Played) -> Iterator[AlarmRule]:
-    """Return the rules that only the doctor has."""
+    """Yield the rules that only the doctor has."""
     metrics, records = played.metrics, [played.metrics]
     for kind in FAILURES.keys() - MODEL_CAUSED:
         name = "endpoint_faults" if kind == "engine" and played.endpoints else FAILURES[kind]

@@ -97,7 +97,7 @@ def _version(package: str) -> str | None:
 
 
 def unmet() -> list[str]:
-    """Yield requirements of mmrl that this interpreter does not meet, one sentence each; imports none of them."""
+    """Return requirements of mmrl that this interpreter does not meet, one sentence each; imports none of them."""
     from packaging.requirements import Requirement
 
     try:

@@ -94,7 +94,7 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
 
 
 def _stages_problems(config: StagedCommandConfig, user_keys: Collection[str]) -> list[str]:
-    """Yield problems of each stage and of their order. Prompts and weights of earlier stages are not there yet."""
+    """Return problems of each stage and of their order. Prompts and weights of earlier stages are not there yet."""
     problems: list[str] = []
     if config.hardware.nodes > 1:
         profile = config.hardware.name
@@ -226,7 +226,7 @@ def served(config: EvalCommandConfig) -> Policy:
 
 
 def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
-    """Yield problems of the endpoints that answer for modules, without a request."""
+    """Return problems of the endpoints that answer for modules, without a request."""
     every, endpoints = engine_name(config) == "openai", config.engine.endpoints or {}
     if not every and not endpoints:
         return []
@@ -234,9 +234,9 @@ def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
     problems = []
     if not config.kind.credit:  # in training `ModuleAssignment.problems` lists them
         problems = [unknown(key, name, task.program.modules) for name in endpoints if name not in task.program.modules]
-    for key in ("eval.top_k", "algo.top_k") if config.kind.credit else ("eval.top_k",):
-        if top_k := value_at(config, key):
-            problems.append(f"{key}: got {top_k}, and an endpoint takes no top_k; use 0")
+    for path in ("eval.top_k", "algo.top_k") if config.kind.credit else ("eval.top_k",):
+        if top_k := value_at(config, path):
+            problems.append(f"{path}: got {top_k}, and an endpoint takes no top_k; use 0")
     return problems + [
         f"{key}: module '{module}' of task={task.name} goes on in the context of an earlier reply, which an "
         "endpoint that takes messages cannot; use engine=transformers or engine=vllm_server for it"
@@ -246,7 +246,7 @@ def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
 
 
 def endpoints_away(config: RootConfig) -> list[str]:
-    """Yield the endpoints of modules to which no request can succeed; asks each at most one token."""
+    """Return the endpoints of modules to which no request can succeed; asks each at most one token."""
     endpoints = config.engine.endpoints or {}
     needed = {f"engine.endpoints.{module}": settings for module, settings in endpoints.items()}
     if engine_name(config) == "openai" and (policy := value_at(config, "policy")) is not None:
