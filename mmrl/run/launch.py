@@ -207,7 +207,8 @@ def released(task: Task) -> Iterator[None]:
 def replica_problems(hardware: HardwareConfig, replicas: int) -> list[str]:
     """Return the problems of several vLLM servers on the GPUs of a hardware profile."""
     devices = hardware.rollout_devices or hardware.processes
-    if hardware.device == "cpu" or not devices % replicas:
+    # Servers on one GPU share its memory (`engine.gpu_memory`).
+    if hardware.device == "cpu" or devices == 1 or not devices % replicas:
         return []
     return [f"engine.replicas: got {replicas}, expected a divisor of {devices}, the GPUs that serve"]
 
