@@ -233,15 +233,20 @@ def test_a_run_whose_server_is_killed_in_mid_step_goes_on(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["model.lora={}", "model.lora=null"], ids=["adapter", "full"])
-def test_one_of_two_servers_is_killed_in_mid_step(weights: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weights", "restarts"),
+    # On a CPU, full weights start every server anew, so the killed one is started by the push that was under way.
+    [("model.lora={}", 1), ("model.lora=null", 0)],
+    ids=["adapter", "full"],
+)
+def test_one_of_two_servers_is_killed_in_mid_step(weights: str, restarts: int, tmp_path: Path) -> None:
     run = started(tmp_path / "run", "engine.replicas=2", weights)
     kill_server(run, tmp_path / "run", "vllm-2.log")
     out, _ = run.communicate()
     assert run.returncode == 0, out
     steps = steps_of(tmp_path / "run")
     assert [record["step"] for record in steps] == [1, 2, 3]
-    assert (steps[-1]["engine/restarts"], steps[-1]["engine/servers"]) == (1, 2)
+    assert (steps[-1]["engine/restarts"], steps[-1]["engine/servers"]) == (restarts, 2)
     assert all(record["rollouts/failed_share"] == 0 for record in steps), "the other server answers meanwhile"
     assert max(record["train/logprob_gap_max"] for record in steps) < 1e-4
 
