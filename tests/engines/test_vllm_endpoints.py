@@ -58,7 +58,7 @@ def test_a_judge_that_talks_nonsense_is_asked_again_then_scored_by_rule_and_coun
     usage = task.judge.chat.usage
     assert usage.prompt_tokens > 2 * 300, "the server has read both prompts"
     tokens = f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} completion tokens"
-    counts = f"(2 requests, 2 unreadable, {tokens}, 1 of 1 rollouts scored by the fixed rule)"
+    counts = f"(2 requests, 2 unreadable, 1 without verdict, {tokens})"
     assert task.describe()["judge"] == f"base at {endpoint['url']} {counts}"
 
 
