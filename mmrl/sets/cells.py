@@ -489,9 +489,10 @@ class SetResult:
         notes = [*self.read[1], *self.extra_notes]
         # Joined to a single note: where columns share their data at this scale there are a dozen of them.
         notes += [f"the same runs: {'; '.join(groups)}"] if groups else []
-        if len({*self.models.values()}) > 1:
-            models = dict.fromkeys(f"{row} is {model}" for (row, _), model in self.models.items())
-            notes.append(f"before training {', '.join(models)}")
+        models = dict.fromkeys(f"{row} is {model}" for (row, _), model in self.models.items())
+        if len(names := {*self.models.values()}) == 1:
+            models = {f"every row is {names.pop()}": None}
+        notes += [f"before training {', '.join(models)}"] if models else []
         for name in self.rows:
             method = self.spec.rows[name]
             if method.from_:

@@ -100,7 +100,7 @@ def test_rows_of_two_models_do_not_compare_at_mini():
     assert verdict(cells, "paper", ("llama", "qwen")).verdict == "held"
     assert verdict(cells, "mini").verdict == "held"
     assert "before training A is tiny, B is tiny_qa" in result(cells, "mini", ("tiny", "tiny_qa")).notes
-    assert not [note for note in result(cells, "mini").notes if "before training" in note]
+    assert "before training every row is tiny" in result(cells, "mini").notes
 
 
 def test_a_claim_over_several_tasks_names_the_one_that_it_rests_on():
