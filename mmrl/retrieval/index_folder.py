@@ -27,7 +27,7 @@ from mmrl.retrieval import bm25, dense
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.store import CorpusFacts, PassageStore, write_passages
 from mmrl.system.artifacts import FileChecks, file_checks, verify
-from mmrl.system.files import atomic_write, remove_leftovers, take_lock, user_path
+from mmrl.system.files import atomic_write, take_lock, user_path
 
 FORMAT = 3
 INFO, PLAN, LOCK = "index.json", "plan.json", "lock"
@@ -146,7 +146,7 @@ def build_index(
     except BlockingIOError:
         raise DataError(f"index: {work} is being built by another process") from None
     try:
-        remove_leftovers(work)
+        _remove_earlier_attempt(work)
         _check_plan(work, spec, stamp)
         corpus = write_passages(work, documents())
         if not corpus.documents:
@@ -157,6 +157,15 @@ def build_index(
         return _finish(work, folder, spec, corpus, sources, time.perf_counter() - started)
     finally:
         os.close(lock)
+
+
+def _remove_earlier_attempt(work: Path) -> None:
+    """Remove all that a killed build has written but its settings and the vectors, which take hours."""
+    for path in work.iterdir():
+        if path.is_dir() and path.name != "shards":
+            shutil.rmtree(path)
+        elif path.is_file() and path.name not in (LOCK, PLAN):
+            path.unlink()
 
 
 def _finish(
