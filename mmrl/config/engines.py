@@ -76,7 +76,7 @@ class VllmServerConfig(VllmConfig):
     urls: tuple[str, ...] = Field((), description="running servers of one model; []: mmrl starts them")
     replicas: int = Field(1, ge=1, description="servers that mmrl starts, each on its share of the GPUs")
     router: str | None = Field(
-        None, description="a running vllm-router before these servers; null: mmrl starts one where there are several"
+        None, description="a running vllm-router before the servers; null: mmrl starts one where there are several"
     )
     timeout_s: float = Field(600.0, gt=0, description="limit of one HTTP request")
     concurrency: int = Field(128, ge=1, description="requests in flight at once")

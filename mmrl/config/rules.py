@@ -63,7 +63,6 @@ TYPED = (
         "engine.urls!=[]",
         "with engine.urls: mmrl does not start those servers",
     ),
-    Idle("engine.router", "engine.urls=[] engine.replicas=1", "with one server"),
     Idle(
         "run.group run.tags run.wandb_project run.report_calls", "run.report_to=[]", "without a tracker: run.report_to"
     ),

@@ -147,6 +147,7 @@ def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
     policy, modules = served(config), task.program.modules
     # A policy from a run with algo.frozen_serving has two sets of full weights.
     problems = process_problems(config) + engine_problems(config, copied=policy.initial is not None)
+    problems += replica_problems(config.hardware, getattr(config.engine, "replicas", 1))
     problems += split_problems(config.task, task, config.split, "split")
     if policy.modules is not None and (without := [name for name in modules if name not in policy.modules]):
         problems.append(

@@ -6,6 +6,7 @@ packing or padding, forward, backward, clipping, AdamW.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def trainer_settings(train: TrainConfig, lora: LoraConfig | None = None) -> Sett
     return Settings(train=train, algo=AlgoConfig(name="bench", beta=0.0), model=model, seed=0)
 
 
-class Side:
+class Side(ABC):
     """One way to do an update: its gradients, then clipping and AdamW."""
 
     model: Any
@@ -69,9 +70,9 @@ class Side:
         self.backward()
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
+    @abstractmethod
     def backward(self) -> None:
         """Add the gradients of all rollouts to the parameters."""
-        raise NotImplementedError
 
     def run(self) -> None:
         """Do an update."""

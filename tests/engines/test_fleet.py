@@ -230,6 +230,19 @@ def test_servers_that_do_not_fit_are_refused(tmp_path: Path, path: str, answer: 
         fleet(tmp_path, urls=(first, second))
 
 
+def test_a_named_router_carries_the_requests_of_one_server_too(tmp_path: Path) -> None:
+    def router(seen: Seen) -> Scripted:
+        return Scripted({"urls": []}) if seen.path == "/list_workers" else fake(answering)(seen)
+
+    with serving(fake(answering)) as (url, server), serving(router) as (address, carrier):
+        engine = fleet(tmp_path, urls=(url,), router=address.removesuffix("/v1"))
+        engine.set_version(0)
+        assert len(asyncio.run(ask(engine, sessions=2))) == 2
+        engine.close()
+    assert not sessions_of(server) and sessions_of(carrier) == {"q 0": 1, "q 1": 1}
+    assert [seen.path.partition("?")[0] for seen in carrier.seen if "worker?" in seen.path] == ["/add_worker"]
+
+
 def test_a_router_without_sessions_is_refused(tmp_path: Path) -> None:
     def other_router(seen: Seen) -> Scripted:
         return Scripted({"urls": []}) if seen.path == "/list_workers" else Scripted("Not Found", 404)

@@ -82,7 +82,7 @@ class VllmServerEngine(VllmEngine):
         """Servers that get requests."""
         self._reviving: set[asyncio.Task[None]] = set()
         """Starts of servers that have ended."""
-        self.router = Router(config, self.folder / "router.log") if count > 1 else None
+        self.router = Router(config, self.folder / "router.log") if count > 1 or config.router is not None else None
         self._api = self.router.api if self.router is not None else self.replicas[0].api
         """Client that completions are requested through."""
         try:
