@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mmrl.config import EngineConfig
-from mmrl.engines.base import Completion, Engine, EngineSetup, NullEngine, Request, Sampling
+from mmrl.engines.base import Completion, Engine, EngineSetup, Request, Sampling
 from mmrl.errors import unknown
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
+
+    from mmrl.config.engines import VllmServerConfig
 
 ENGINES: dict[str, str] = {
     "transformers": "mmrl.engines.embedded.transformers_engine:TransformersEngine",
@@ -42,6 +44,10 @@ def build_engine(
 
     if config.name == "openai":
         engine: Engine = EndpointEngine(with_model(config, setup.served), tokenizer, "engine.endpoint")
+    elif serves_all(config.name) and not setup.processes.main:
+        from mmrl.engines.vllm.client import SharedServersEngine
+
+        engine = SharedServersEngine(model, tokenizer, cast("VllmServerConfig", config), setup)
     else:
         engine = engine_class(config.name)(model, tokenizer, config, setup)
     return with_endpoints(engine, config, tokenizer)
@@ -110,7 +116,7 @@ def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, f
 
 
 def serves_all(name: str) -> bool:
-    """Return True if one server generates for all processes of a run, so that one of them samples for all."""
+    """Return True if the servers of the main process generate for all processes of a run."""
     return name == "vllm_server"
 
 
@@ -120,4 +126,4 @@ def needs_model(name: str) -> bool:
 
 
 # Re-exported from `base`; what is defined here needs no entry.
-__all__ = ["Completion", "Engine", "EngineSetup", "NullEngine", "Request", "Sampling"]
+__all__ = ["Completion", "Engine", "EngineSetup", "Request", "Sampling"]

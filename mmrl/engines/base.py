@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mmrl.config import ModelConfig
-from mmrl.errors import EngineFailure
+from mmrl.system.processes import ALONE, Processes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -93,6 +93,8 @@ class EngineSetup:
     """(temperature, top_p, top_k) of the calls that are trained on."""
     served: str = ""
     """The policy's name at an endpoint."""
+    processes: Processes = ALONE
+    """Processes of the run: servers are the main one's, the others use them."""
 
 
 class Engine(ABC):
@@ -196,16 +198,6 @@ class BusyClock:
             self.count -= 1
             if not self.count:
                 self.seconds += max(0.0, time.perf_counter() - self._other() - self._since)
-
-
-class NullEngine(Engine):
-    """Engine of processes that do not sample, since the main one samples for all from one server."""
-
-    policy_version = -1
-
-    async def generate(self, request: Request) -> Completion:
-        """Raises `EngineFailure`."""
-        raise EngineFailure("this process does not sample; the main process does")
 
 
 class Asking(Protocol):

@@ -27,7 +27,7 @@ from mmrl.config import (
 )
 from mmrl.config.base import MINI
 from mmrl.config.teacher import STUDENT, TeacherConfig
-from mmrl.engines import EngineSetup, NullEngine, build_engine, engine_class, needs_model
+from mmrl.engines import EngineSetup, build_engine, engine_class, needs_model
 from mmrl.engines.base import Engine
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.assignment import ModuleAssignment
@@ -149,15 +149,10 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> Stage:
 
     log.prefetched = bool(config.train.staleness)
     assignment = module_assignment(config, task.program.modules)
-    # Where one process samples for all, the others serve nothing, so they need no copy of the initial weights.
-    serves = log.processes.main or not log.processes.one_samples
-    initial = config.model.path if assignment.copied and serves else None
+    initial = config.model.path if assignment.copied else None
     settings = Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed)
     trainer, tokenizer, serving = _load_trainer(config, assignment, settings, log, lambda: stage, initial)
-    engines: Sequence[Engine] = [NullEngine()]
-    teachers: Mapping[str, LoadedTeacher] = {}
-    if serves:
-        engines, teachers = _build_engines(config, task, trainer.model, tokenizer, serving, log.rundir.path)
+    engines, teachers = _build_engines(config, task, trainer.model, tokenizer, serving, log)
     stage = WeightStage(
         config=config,
         task=task,
@@ -263,12 +258,13 @@ def _build_engines(
     model: nn.Module | None,
     tokenizer: PreTrainedTokenizerBase,
     serving: ServedWeights,
-    folder: Path,
+    log: StepLog,
 ) -> tuple[list[Engine], dict[str, LoadedTeacher]]:
     """Build the engine that samples the policy, then those of teachers; and the teachers by name."""
     algo, hardware = config.algo, config.hardware
     samplings = ((algo.temperature, algo.top_p, algo.top_k),)
-    setup = _setup(config, serving, folder, devices=server_devices(hardware), samplings=samplings)
+    devices, processes = server_devices(hardware), log.processes
+    setup = _setup(config, serving, log.rundir.path, devices=devices, samplings=samplings, processes=processes)
     # In this process an engine samples from the very module that is trained (wrapped by peft where there is an
     # adapter), so no weights are copied between updates.
     engine = build_engine(config.engine, model, tokenizer, setup)

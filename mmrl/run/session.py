@@ -19,6 +19,7 @@ from rich.console import Console
 
 from mmrl import engines
 from mmrl.config import (
+    EngineConfig,
     HardwareConfig,
     RunConfig,
     StageConfig,
@@ -74,7 +75,7 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
     hardware, uses_processes = config.hardware, config.kind.credit
     # Several processes and no launcher: this one only starts them and waits, so it must not join them.
     starts = uses_processes and must_start(hardware.processes, hardware.nodes)
-    processes = _join(hardware, config.engine.name) if uses_processes and not starts else ALONE
+    processes = _join(hardware, config.engine) if uses_processes and not starts else ALONE
     if processes.main:  # or every process of a launcher would make a folder of its own
         suffix = f"_s{config.seed}"
         config = config.in_folder(run_folder(config.run.dir, config.task.name, config.algo.name, suffix=suffix))
@@ -172,12 +173,14 @@ def work(job: JsonObject) -> int:
         raise MmrlError("another process of the run has ended, so this one cannot go on") from None
 
 
-def _join(hardware: HardwareConfig, engine: str) -> Processes:
+def _join(hardware: HardwareConfig, engine: EngineConfig) -> Processes:
     """Connect to the other processes of the run."""
     if launched() is not None:  # by a launcher of the user's, which does not say how accelerate is to wrap the model
         os.environ.update(wrapping(hardware))
     processes = join(hardware.processes * hardware.nodes, hardware.device)
-    return replace(processes, one_samples=processes.world > 1 and engines.serves_all(engine))
+    # What mmrl starts, a server or the router before several, listens on the main process's machine only.
+    local = engines.serves_all(engine.name) and not getattr(engine, "router", None) and len(engine.servers) != 1
+    return replace(processes, samplers=hardware.processes if local else 0)
 
 
 @contextmanager

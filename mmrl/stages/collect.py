@@ -1,6 +1,6 @@
 """The forest of a step: its examples, their rollouts, and what credit needs of models.
 
-Part of the weight stage. With several processes each samples its share (or the main one all of them, from one server);
+Part of the weight stage. With several processes each samples its share;
 then every process holds the whole forest. With `train.staleness=1` the rollouts of the next step start here
 (`prefetch`), with `algo.zero_variance=refill` examples without signal are replaced (dynamic sampling).
 """
@@ -244,8 +244,8 @@ class Collector(Stage[TrainCommandConfig]):
         forest, times = rollouts
         for name, seconds in times.items():
             self.log.add(name, seconds)
-        if self.log.processes.one_samples:
-            # The main process has all rollouts; forwards of the trainer are split evenly over all processes.
+        if not self.log.processes.all_sample:
+            # Forwards of the trainer are split evenly over all processes, whoever sampled.
             mine = [example.id for example in self.log.processes.part(examples)]
             forest = self.log.processes.forest(forest, examples).part(mine)
         with self.log.timed("annotate"):

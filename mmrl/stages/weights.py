@@ -13,7 +13,6 @@ from pathlib import Path
 from mmrl.algorithms import assign_credit, minibatches
 from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine, total_usage
-from mmrl.errors import SyncFailure
 from mmrl.records import Forest
 from mmrl.report.journal import JournalWriter, decode_step, encode_step
 from mmrl.report.stats import modules_in
@@ -21,6 +20,7 @@ from mmrl.stages.collect import Collector, train_calls
 from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.step_metrics import credit_metrics, forest_metrics, never_metrics
 from mmrl.system.files import JsonObject
+from mmrl.system.processes import merge_forests
 from mmrl.trainer.checkpoint import saved_extra
 from mmrl.trainer.objective import StepBatch
 
@@ -47,16 +47,22 @@ class WeightStage(Collector):
         self.evaluations = evaluations
         if checkpoint is not None and (lines := saved_extra(checkpoint).get(AHEAD)):
             forest, _ = decode_step(lines)
-            # The other processes sampled nothing of it.
-            self.prefetch.put(forest.step, (forest if self.log.processes.main else forest.part(()), {}))
+            mine = [example.id for example in self.log.processes.share(self._examples(forest.step))]
+            self.prefetch.put(forest.step, (forest.part(mine), {}))
         with self.log.stop.held():
             self.trainer.train(checkpoint)
         self.log.obey_stop()
 
     def recorded(self) -> JsonObject:
-        """Return, for a checkpoint, the batch that is sampled ahead: a resumed run trains on it as this one will."""
-        ahead = self.prefetch.sampled()
-        return {} if ahead is None else {AHEAD: encode_step(ahead[0], ())}
+        """Return, for a checkpoint, the batch that is sampled ahead: a resumed run trains on it as this one will.
+
+        A collective.
+        """
+        ahead = self.log.processes.gather(self.prefetch.sampled())
+        if None in ahead:
+            return {}
+        forests = [forest for forest, _ in filter(None, ahead)]
+        return {AHEAD: encode_step(merge_forests(forests, self._examples(forests[0].step)), ())}
 
     def next_batch(self, step: int) -> StepBatch:
         """Sample and credit step number `step` (from 1); raises as `Collector.collect`."""
@@ -94,20 +100,13 @@ class WeightStage(Collector):
             SyncFailure: on every process, so that all stop at the same point and can save together.
         """
         self.prefetch.wait()  # a batch comes from one version of the weights
-        engine, failure = self.engines[0], ""
+        engine = self.engines[0]
         # Once per version: the evaluation after a step and the next batch both come here.
         if engine.policy_version == version:
             return
         with self.log.timed("sync"):
-            state = self.trainer.whole_state()  # sharded weights are gathered, which takes all processes
-            try:
-                engine.set_version(version, state)
-            except SyncFailure as error:
-                failure = str(error)
-            if self.log.processes.one_samples:  # only the main process pushes
-                failure = self.log.processes.first(failure) or failure
-            if failure:
-                raise SyncFailure(failure)
+            # Sharded weights are gathered, which takes all processes; so does the push to servers that they share.
+            engine.set_version(version, self.trainer.whole_state())
 
     def _endpoint_metrics(self) -> dict[str, float]:
         """Return requests to endpoints so far and their cost, by all processes and engines together."""

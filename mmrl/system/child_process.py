@@ -86,8 +86,8 @@ class ChildProcess:
             EngineFailure: there is no such program, it ended, or did not answer in time; with its last log lines.
         """
         self.stop()
-        # A new one at every start: the old one may still be held by connections that are closing.
-        self.port = free_port()
+        # The same one again where nobody has it: other processes may know the address.
+        self.port = self.port if self.port and _free(self.port) else free_port()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = list(self.command(self.port))
         try:
@@ -197,6 +197,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _free(port: int) -> bool:
+    """Return True if a server can listen at a port now."""
+    with socket.socket() as probe:
+        # As servers do: connections of the one before that are still closing do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 # Loaded before any fork: between a fork and what the child becomes, nothing may be loaded.

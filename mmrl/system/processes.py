@@ -1,8 +1,8 @@
 """The processes of one run: which share of the rollouts is this one's, and how shares come together.
 
-Every process samples every `world`-th example of a batch with its own engine (or the main process all
-of them, from a server); then all hold the whole forest, so groups form over the whole batch and every process computes
-the same credit. The trainer splits the update.
+Every process samples every `world`-th example of a batch, with its own engine or from the main one's servers; then all
+hold the whole forest, so groups form over the whole batch and every process computes the same credit. The trainer
+splits the update.
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ class Processes:
 
     rank: int = 0
     world: int = 1
-    one_samples: bool = False
-    """The main process samples for all, since one server generates for all of them."""
+    samplers: int = 0
+    """The first so many processes sample, since no others reach the main one's servers; 0: all do."""
 
     @property
     def main(self) -> bool:
         """True for the process that writes, shows and saves."""
         return self.rank == 0
 
+    @property
+    def all_sample(self) -> bool:
+        """True where every process samples."""
+        return self.samplers in (0, self.world)
+
     def share(self, items: Sequence[Value]) -> list[Value]:
         """Return the items that this process samples; the shares of all processes make up the batch."""
-        if self.one_samples:
-            return list(items) if self.main else []
-        return self.part(items)
+        samplers = self.samplers or self.world
+        return list(items[self.rank :: samplers]) if self.rank < samplers else []
 
     def part(self, items: Sequence[Value]) -> list[Value]:
         """Return this process's even part of `items`, regardless of which process sampled them."""

@@ -71,9 +71,9 @@ def save(trainer: MmrlTrainer, step: int) -> None:
         trainer._save_scaler(str(temporary))
         trainer._save_rng_state(str(temporary))
         accelerator.wait_for_everyone()
+        record = trainer.extra(step)  # on all processes, which have a part of it each
         if main:
             trainer.state.save_to_json(str(temporary / "trainer_state.json"))
-            record = trainer.extra(step)
             config = value_at(record, "run.config")  # where `run.build` has put it
             card = checkpoint_card(dict(config) if isinstance(config, Mapping) else {}, step)
             (temporary / "README.md").write_text(card, encoding="utf-8")

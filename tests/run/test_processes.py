@@ -14,7 +14,7 @@ import yaml
 
 from mmrl.cli import main
 from mmrl.config import HardwareConfig
-from mmrl.config.engines import VllmServerConfig
+from mmrl.config.engines import TransformersConfig, VllmServerConfig
 from mmrl.config.rules import across_sections
 from mmrl.engines.base import EngineSetup
 from mmrl.engines.vllm.command import server_environment
@@ -51,10 +51,25 @@ def test_shares_make_up_the_whole():
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_with_one_server_the_main_process_samples_for_all():
-    main_one, other = Processes(0, 2, one_samples=True), Processes(1, 2, one_samples=True)
-    assert main_one.share([1, 2, 3]) == [1, 2, 3] and other.share([1, 2, 3]) == []
-    assert main_one.part([1, 2, 3]) == [1, 3] and other.part([1, 2, 3]) == [2]
+def test_only_processes_that_reach_the_servers_sample():
+    processes = [Processes(rank, 4, samplers=2) for rank in range(4)]
+    assert [one.share([1, 2, 3]) for one in processes] == [[1, 3], [2], [], []]
+    assert [one.part([1, 2, 3]) for one in processes] == [[1], [2], [3], []]
+
+
+@pytest.mark.parametrize(
+    ("engine", "samplers"),
+    [
+        (TransformersConfig(name="transformers"), 0),
+        (VllmServerConfig(name="vllm_server"), 8),
+        (VllmServerConfig(name="vllm_server", urls=("http://a:1",)), 0),
+        (VllmServerConfig(name="vllm_server", urls=("http://a:1", "http://b:1")), 8),
+        (VllmServerConfig(name="vllm_server", urls=("http://a:1", "http://b:1"), router="http://a:2"), 0),
+    ],
+)
+def test_what_mmrl_starts_is_reached_on_one_machine(monkeypatch, engine, samplers):
+    monkeypatch.setattr(session, "join", lambda *arguments: ALONE)
+    assert session._join(profile(processes=8, nodes=2), engine).samplers == samplers
 
 
 @pytest.mark.parametrize(
@@ -183,7 +198,7 @@ def test_a_launcher_s_processes_wrap_the_model_as_the_profile_says(monkeypatch):
     """torchrun and SLURM say who the processes are; without accelerate's variables it would be DDP, in silence."""
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "16"})
     monkeypatch.setattr(session, "join", lambda *arguments: ALONE)
-    session._join(profile(processes=8, nodes=2, sharding="fsdp2"), "vllm_server")
+    session._join(profile(processes=8, nodes=2, sharding="fsdp2"), VllmServerConfig(name="vllm_server"))
     assert os.environ["ACCELERATE_USE_FSDP"] == "true" and os.environ["FSDP_VERSION"] == "2"
 
 

@@ -8,12 +8,8 @@ from hypothesis import strategies as st
 
 from mmrl.algorithms import minibatches
 from mmrl.credit.entries import Credit, Entry
-from mmrl.errors import SyncFailure
 from mmrl.records import Call, Example, Forest
 from mmrl.stages.collect import batch_of, train_calls
-from mmrl.stages.step_log import StepLog
-from mmrl.stages.weights import WeightStage
-from mmrl.system.processes import Processes
 
 EXAMPLES = [Example(id=f"q{i}", inputs={}) for i in range(10)]
 
@@ -65,47 +61,3 @@ def test_a_call_is_trained_once_with_all_its_entries_and_uncredited_calls_are_no
 @pytest.mark.parametrize("step", [1, 7])
 def test_a_batch_may_be_the_whole_split(step):
     assert {e.id for e in batch_of(EXAMPLES, 10, step, 0)} == {e.id for e in EXAMPLES}
-
-
-class Hearing(Processes):
-    """One of two processes, of which the main one samples for both; `heard` is what that one says."""
-
-    __slots__ = ("heard",)
-
-    def gather(self, value):
-        return [value if self.main else self.heard, value]
-
-
-class Refusing:
-    """The engine of the main process, whose server takes no weights."""
-
-    policy_version = 0
-
-    def set_version(self, version, state=None):
-        raise SyncFailure("the server says no")
-
-
-class Taking(Refusing):
-    """What stands for it elsewhere."""
-
-    def set_version(self, version, state=None):
-        self.policy_version = version
-
-
-@pytest.mark.parametrize(("rank", "engine"), [(0, Refusing), (1, Taking)])
-def test_a_push_that_fails_on_the_main_process_stops_all_at_the_same_point(rank, engine):
-    """Or the main one would wait in the saving of the state for others that wait for its rollouts."""
-    processes = Hearing(rank, 2, one_samples=True)
-    object.__setattr__(processes, "heard", "the server says no")
-    log = StepLog(rundir=None, progress=None, trackers=None, processes=processes)
-    absent = dict.fromkeys(("config", "task", "engine", "tokenizer", "reward_set", "examples"))
-    stage = WeightStage(engines=[engine()], trainer=NoShards(), log=log, **absent)
-    with pytest.raises(SyncFailure, match="the server says no"):
-        stage.sync(1)
-
-
-class NoShards:
-    """A trainer whose processes hold whole weights."""
-
-    def whole_state(self):
-        return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from mmrl.errors import EngineFailure
 from mmrl.system.files import dumps
@@ -77,6 +78,10 @@ class VllmApi:
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter."""
         await self.request("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def finish_session(self, session: str) -> None:
+        """Have a router forget where a session's requests went."""
+        await self.request(f"/finish_session?session_id={quote(session, safe='')}", {})
 
     async def reload(self, folder: str) -> None:
         """Replace the base weights by those in `folder`, in place, and forget every cached prefix."""

@@ -1,7 +1,7 @@
-"""Base of both vLLM engines: the policy and its adapters, the steps of a push, its check, ends of completions.
+"""Bases of the vLLM engines: the policy and its adapters, ends of completions; the steps of a push, and its check.
 
-Between the trainer's model, or the folders of a policy, and the two engines, which say how vLLM loads
-weights and is asked for the probe.
+Between the trainer's model, or the folders of a policy, and the engines, which say how vLLM is asked for completions,
+loads weights, and answers the probe.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PushedAdapter:
 
 
 class VllmEngine(Engine):
-    """Base of both vLLM engines: serves one policy, its weights or the adapters beside them.
+    """Base of the vLLM engines: serves one policy, its weights or the adapters beside them.
 
     Args:
         model: the trainer's model, whose weights are pushed; None: vLLM's own weights and `setup.folders`.
@@ -74,37 +74,8 @@ class VllmEngine(Engine):
         self.folder = setup.folder / "engine"
         self.names = self._adapter_names()
         """Adapters that speak, by name; empty: the weights themselves are the policy."""
-        self.probe_ids = render_prompt(tokenizer, [{"role": "user", "content": PROBE}])
-        self._pushes = 0
-        self._nonce = secrets.token_hex(3)
         self._served: dict[str, PushedAdapter] = {}
         """The newest version of each adapter."""
-        self._loaded: list[list[PushedAdapter]] = []
-        """Adapters that vLLM holds, per version, oldest first."""
-        self._base_probes: dict[str, list[float]] = {}
-        """Server -> log-probabilities of the probe by the weights that it was started with."""
-        self._expected: dict[str, list[float]] = {}
-        """Adapter ("": the weights themselves) -> the trainer's log-probabilities of the probe now."""
-
-    # -- how vLLM does it ------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _load(self, adapter: PushedAdapter) -> None:
-        """Serve an adapter from now on."""
-
-    @abstractmethod
-    def _unload(self, adapter: PushedAdapter) -> None:
-        """Forget an adapter."""
-
-    @abstractmethod
-    def _replace(self, version: int, state: Mapping[str, Tensor] | None) -> None:
-        """Serve the model's full weights in place of those before; nothing where there is no model."""
-
-    @abstractmethod
-    def _probes(self, adapter: PushedAdapter | None) -> Mapping[str, Sequence[float]]:
-        """Return server -> log-probability of each token of `probe_ids` but the first; None: without an adapter."""
-
-    # -- the policy ------------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -141,6 +112,68 @@ class VllmEngine(Engine):
         if name not in self._served:
             raise EngineFailure(f"adapter '{name}' has not been pushed to vLLM")
         return self._served[name]
+
+    def _completion(
+        self, row: BatchRow, ids: Sequence[int], logprobs: Sequence[float], reason: str, version: int
+    ) -> Completion:
+        """Convert vLLM's reply to a completion: cut where ours ends, without log-probabilities that are not exact."""
+        # Our own rules decide the end, so that a completion means the same with every engine: vLLM compares stop
+        # strings with its own detokenised text, which may end some tokens later.
+        finish = None
+        for token, logprob in zip(ids, logprobs, strict=True):
+            finish = self.rules.append(row, token, logprob)
+            if finish is not None:
+                break
+        completion = self.rules.completion(row, finish or ("length" if reason == "length" else "stop"), version)
+        return completion if exact(self.mode, row.request.sampling) else replace(completion, logprobs=None)
+
+    def _adapter_names(self) -> list[str]:
+        """Return the adapters that modules speak with, or the active one; empty without peft."""
+        if self.model is None:
+            return sorted(self.setup.folders)
+        if not hasattr(self.model, "peft_config"):
+            return []
+        if self.setup.adapters:
+            return sorted(set(self.setup.adapters.values()))
+        return [cast("PeftModel", self.model).active_adapters[0]]
+
+
+class PushingEngine(VllmEngine):
+    """Base of the engines that hold vLLM: the weights of each version are pushed to it, and checked."""
+
+    def __init__(
+        self, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, config: VllmConfig, setup: EngineSetup
+    ):
+        super().__init__(model, tokenizer, config, setup)
+        self.probe_ids = render_prompt(tokenizer, [{"role": "user", "content": PROBE}])
+        self._pushes = 0
+        self._nonce = secrets.token_hex(3)
+        self._loaded: list[list[PushedAdapter]] = []
+        """Adapters that vLLM holds, per version, oldest first."""
+        self._base_probes: dict[str, list[float]] = {}
+        """Server -> log-probabilities of the probe by the weights that it was started with."""
+        self._expected: dict[str, list[float]] = {}
+        """Adapter ("": the weights themselves) -> the trainer's log-probabilities of the probe now."""
+
+    # -- how vLLM does it ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _load(self, adapter: PushedAdapter) -> None:
+        """Serve an adapter from now on."""
+
+    @abstractmethod
+    def _unload(self, adapter: PushedAdapter) -> None:
+        """Forget an adapter."""
+
+    @abstractmethod
+    def _replace(self, version: int, state: Mapping[str, Tensor] | None) -> None:
+        """Serve the model's full weights in place of those before; nothing where there is no model."""
+
+    @abstractmethod
+    def _probes(self, adapter: PushedAdapter | None) -> Mapping[str, Sequence[float]]:
+        """Return server -> log-probability of each token of `probe_ids` but the first; None: without an adapter."""
+
+    # -- a push --------------------------------------------------------------------------------------------------------
 
     def _push(self, version: int, state: Mapping[str, Tensor] | None) -> None:
         """Have vLLM serve the weights of `version`, and check that it does."""
@@ -218,30 +251,6 @@ class VllmEngine(Engine):
         """Largest difference of log-probabilities that rounding explains."""
         half = self.model is None or any(parameter.element_size() == 2 for parameter in self.model.parameters())
         return HALF_TOLERANCE if half else TOLERANCE
-
-    def _completion(
-        self, row: BatchRow, ids: Sequence[int], logprobs: Sequence[float], reason: str, version: int
-    ) -> Completion:
-        """Convert vLLM's reply to a completion: cut where ours ends, without log-probabilities that are not exact."""
-        # Our own rules decide the end, so that a completion means the same with every engine: vLLM compares stop
-        # strings with its own detokenised text, which may end some tokens later.
-        finish = None
-        for token, logprob in zip(ids, logprobs, strict=True):
-            finish = self.rules.append(row, token, logprob)
-            if finish is not None:
-                break
-        completion = self.rules.completion(row, finish or ("length" if reason == "length" else "stop"), version)
-        return completion if exact(self.mode, row.request.sampling) else replace(completion, logprobs=None)
-
-    def _adapter_names(self) -> list[str]:
-        """Return the adapters that modules speak with, or the active one; empty without peft."""
-        if self.model is None:
-            return sorted(self.setup.folders)
-        if not hasattr(self.model, "peft_config"):
-            return []
-        if self.setup.adapters:
-            return sorted(set(self.setup.adapters.values()))
-        return [cast("PeftModel", self.model).active_adapters[0]]
 
 
 def _largest_gap(expected: Sequence[float], received: Sequence[float]) -> float:

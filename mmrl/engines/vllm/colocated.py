@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from mmrl.config.engines import VllmColocatedConfig
 from mmrl.engines.base import Completion, EngineSetup, Request
 from mmrl.engines.embedded.batch_rows import BatchRow
-from mmrl.engines.vllm.base import PushedAdapter, VllmEngine
+from mmrl.engines.vllm.base import PushedAdapter, PushingEngine
 from mmrl.engines.vllm.command import engine_arguments, resources, sampling_fields
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import model_path
@@ -64,7 +64,7 @@ class _VllmRequest:
             self.future.get_loop().call_soon_threadsafe(hand_over)
 
 
-class VllmColocatedEngine(VllmEngine):
+class VllmColocatedEngine(PushingEngine):
     """Engine by vLLM in this process."""
 
     busy_s: float = 0.0

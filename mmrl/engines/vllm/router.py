@@ -17,7 +17,6 @@ from mmrl.engines.vllm.api import VllmApi
 from mmrl.errors import EngineFailure
 from mmrl.system.child_process import ChildProcess, free_port
 from mmrl.system.http_client import HttpFailure
-from mmrl.system.portal import io_loop
 
 PACKAGE = "vllm_router"
 START_S = 60.0
@@ -63,7 +62,7 @@ class Router:
         try:
             workers = (await self.api.request("/list_workers"))["urls"]
             # A session that nobody began: a router without sessions does not know the page.
-            await self._finish("none")
+            await self.api.finish_session("none")
         except (HttpFailure, EngineFailure, LookupError, TypeError) as error:
             raise EngineFailure(f"engine.router: no vllm-router with sessions at {self.api.url}: {error}") from error
         for server in servers:
@@ -77,13 +76,6 @@ class Router:
     async def remove(self, server: str) -> None:
         """Send no more requests to a server; its sessions go on at another one."""
         await self.api.request(f"/remove_worker?url={quote(server, safe='')}", {})
-
-    def end_session(self, session: str) -> None:
-        """Forget where a session's requests went; nobody waits for it."""
-        asyncio.run_coroutine_threadsafe(self._finish(session), io_loop())
-
-    async def _finish(self, session: str) -> None:
-        await self.api.request(f"/finish_session?session_id={quote(session, safe='')}", {})
 
     def close(self) -> None:
         """Stop it if mmrl started it, and close connections."""

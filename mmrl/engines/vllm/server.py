@@ -1,6 +1,6 @@
 """Generation by vLLM servers, started by mmrl or given by their addresses; weights follow the trainer by version.
 
-Programs reach them through `rollout.context`; `stages.weights` calls `set_version` before anything is sampled from new
+Programs reach them by `client.HttpEngine`; `stages.weights` calls `set_version` before anything is sampled from new
 weights. Requests go to the only server, or through a router to one of several; weights go to each server directly:
 
     request ── router ──┬── server 1 ──┐
@@ -20,15 +20,17 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.config.engines import VllmServerConfig
-from mmrl.engines.base import BusyClock, Completion, EngineSetup, Request
+from mmrl.engines.base import EngineSetup
 from mmrl.engines.vllm.api import VllmApi
-from mmrl.engines.vllm.base import PushedAdapter, VllmEngine
-from mmrl.engines.vllm.command import sampling_fields, server_arguments, server_environment
+from mmrl.engines.vllm.base import PushedAdapter, PushingEngine
+from mmrl.engines.vllm.client import TRIES, HttpEngine, Serving
+from mmrl.engines.vllm.command import server_arguments, server_environment
 from mmrl.engines.vllm.replica import Replica
 from mmrl.engines.vllm.router import Router
 from mmrl.errors import EngineFailure, SyncFailure
@@ -43,13 +45,13 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("mmrl.engines")
 T = TypeVar("T")
 
-TRIES = 4
-"""Tries of one request at servers that are alive but do not answer."""
 DYING_S = 5.0
 """Time for which servers are watched for the end of one, after a request has failed."""
+WATCH_S = 1.0
+"""Pause between looks whether a server has ended, where other processes use the servers too."""
 
 
-class VllmServerEngine(VllmEngine):
+class VllmServerEngine(HttpEngine, PushingEngine):
     """Engine by one or several vLLM servers behind HTTP."""
 
     def __init__(
@@ -60,12 +62,10 @@ class VllmServerEngine(VllmEngine):
         setup: EngineSetup,
     ):
         super().__init__(model, tokenizer, config, setup)
-        self.config = config
         self.restarts = 0
         """Starts after the first one, of all servers over the whole run."""
         self._weights_folder: Path | None = None
         """Full weights that took the place of those the servers started with."""
-        self._clock = BusyClock()
         self._deadline = 0.0
         """When the push under way is given up."""
         count = len(config.urls) or config.replicas
@@ -82,60 +82,25 @@ class VllmServerEngine(VllmEngine):
         """Servers that get requests."""
         self._reviving: set[asyncio.Task[None]] = set()
         """Starts of servers that have ended."""
-        self.router = Router(config, self.folder / "router.log") if count > 1 or config.router is not None else None
+        self._watch: asyncio.Task[None] | None = None
+        """Looks for servers that have ended, between pushes."""
+        self._routed = count > 1 or config.router is not None
+        self.router = Router(config, self.folder / "router.log") if self._routed else None
         self._api = self.router.api if self.router is not None else self.replicas[0].api
-        """Client that completions are requested through."""
         try:
             self._api.io.wait(self._first_boot())
+            self._base = self.replicas[0].base
             self.rules = self._rules(self.replicas[0].context)
         except BaseException:
             self.close()
             raise
 
-    # -- what programs use -----------------------------------------------------------------------------------------
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds during which at least one request was in flight."""
-        return self._clock.seconds
-
-    async def generate(self, request: Request) -> Completion:
-        """See `Engine.generate`.
-
-        Raises:
-            LengthFailure: the prompt alone fills the context.
-            EngineFailure: the request is impossible, or the server failed for good; with the server's message.
-        """
-        self.rules.check(request)
-        with self._clock.running():
-            return await self._api.io.run(self._generate(request))
-
-    async def _generate(self, request: Request) -> Completion:
-        row = self.rules.row(request)
-        fields = sampling_fields(request.sampling, row.limit, self.rules.eos_ids)
-        session = request.session if self.router is not None else ""
-        failures = 0
-        while True:
-            # Read anew with each try: a server that was started again knows the newest adapters only.
-            version, adapter = self.policy_version, self._adapter_of(request.module)
-            name = self.replicas[0].base if adapter is None else adapter.name
-            try:
-                ids, logprobs, reason = await self._api.completion(name, request.prompt_ids, fields, session)
-                break
-            except HttpFailure as error:
-                failures += 1
-                await self._recover(error, failures)
-        return self._completion(row, ids, logprobs, reason, version)
-
-    def end_session(self, session: str) -> None:
-        """See `Engine.end_session`."""
-        if self.router is not None:
-            self.router.end_session(session)
-
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
         """Push the trainer's weights, policy `version` now, to every server, and check that it serves them.
+
+        With several processes a collective: the others have sampled with the version before, and learn of this one.
 
         Args:
             state: the weights, gathered from processes that share them; they are pushed without the check, which
@@ -145,8 +110,23 @@ class VllmServerEngine(VllmEngine):
             SyncFailure: the push failed or took longer than `engine.sync_timeout_s`; with the server's message.
             RuntimeError: calls are in flight, and full weights cannot change under them.
         """
+        processes = self.setup.processes
+        processes.barrier()
         if self._clock.count and not self.names:
             raise RuntimeError("the policy changed while the engine was generating")
+        try:
+            self._serve(version, state)
+        except SyncFailure as error:
+            processes.first(str(error))  # so that all stop at the same point
+            raise
+        self.policy_version = version
+        routed, replica = self._routed, self.replicas[0]
+        url, adapters = self._api.url, self._served
+        processes.first(Serving(url=url, routed=routed, base=replica.base, context=replica.context, adapters=adapters))
+
+    def _serve(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
+        """Push a version to every server; raises `SyncFailure`."""
+        self._stop_watching()
         for replica in self.replicas:
             replica.restarts_left = self.config.restarts
         try:
@@ -162,7 +142,8 @@ class VllmServerEngine(VllmEngine):
             raise SyncFailure(
                 f"policy version {version} was not taken by the vLLM server: {error}; {self._log_tails()}"
             ) from error
-        self.policy_version = version
+        if self.setup.processes.world > 1:
+            self._watch = self._api.io.wait(self._watching())
 
     def _pushed(self, version: int, state: Mapping[str, torch.Tensor] | None) -> bool:
         """Push; False when a server ended under it, and the push is to be repeated.
@@ -236,6 +217,7 @@ class VllmServerEngine(VllmEngine):
 
     def close(self) -> None:
         """Stop what mmrl started, and close connections."""
+        self._stop_watching()
         for task in self._reviving:
             task.get_loop().call_soon_threadsafe(task.cancel)
         if self.router is not None:
@@ -304,12 +286,24 @@ class VllmServerEngine(VllmEngine):
             await self.router.add(replica.api.url)
         self._serving.append(replica)
 
-    async def _recover(self, error: HttpFailure, failures: int) -> None:
-        """Return when a request that was not answered is worth another try.
+    async def _watching(self) -> asyncio.Task[None]:
+        """Start looking, each second, for servers that have ended: this process may have no requests itself."""
 
-        Raises:
-            EngineFailure: it is not.
-        """
+        async def look() -> None:
+            while True:
+                await asyncio.sleep(WATCH_S)
+                with suppress(HttpFailure, EngineFailure):  # of the router, which the next request finds out too
+                    await self._take_out_lost(HttpFailure("connection", "it has ended"), wait_s=0.0)
+
+        return asyncio.create_task(look())
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.get_loop().call_soon_threadsafe(self._watch.cancel)
+            self._watch = None
+
+    async def _recover(self, error: HttpFailure, failures: int, name: str) -> None:
+        """See `HttpEngine._recover`."""
         taken_out = await self._take_out_lost(error)
         # The others answer meanwhile.
         while not self._serving and self._reviving:

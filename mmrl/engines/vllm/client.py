@@ -1,0 +1,172 @@
+"""Completions by HTTP: of the engine whose servers they are (`server`), and of the processes beside the main one.
+
+With several training processes each drives its share of the programs. The servers are the main process's: it starts,
+pushes, probes and revives them, and after each push it tells the others where they are and what they serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mmrl.config.engines import VllmServerConfig
+from mmrl.engines.base import BusyClock, Completion, EngineSetup, Request
+from mmrl.engines.vllm.api import VllmApi
+from mmrl.engines.vllm.base import PushedAdapter, VllmEngine
+from mmrl.engines.vllm.command import BASE, sampling_fields
+from mmrl.errors import EngineFailure, SyncFailure
+from mmrl.system.http_client import HttpFailure
+from mmrl.system.portal import io_loop
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+TRIES = 4
+"""Tries of one request at servers that are alive but do not answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Servers of the main process after a push."""
+
+    url: str
+    """Of the router, or of the only server."""
+    routed: bool
+    """A router keeps sessions."""
+    base: str
+    """Served name of the weights without an adapter."""
+    context: int | None
+    """Token limit of the servers."""
+    adapters: Mapping[str, PushedAdapter]
+    """Adapter -> its newest version."""
+
+
+class HttpEngine(VllmEngine):
+    """Base of the engines that request completions by HTTP."""
+
+    config: VllmServerConfig
+    _api: VllmApi
+    """Client that completions are requested through."""
+    _base = BASE
+    """Served name of the weights without an adapter."""
+    _routed = False
+    """A router keeps sessions."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        tokenizer: PreTrainedTokenizerBase,
+        config: VllmServerConfig,
+        setup: EngineSetup,
+    ):
+        super().__init__(model, tokenizer, config, setup)
+        self.config = config
+        self._clock = BusyClock()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds during which at least one request was in flight."""
+        return self._clock.seconds
+
+    async def generate(self, request: Request) -> Completion:
+        """See `Engine.generate`.
+
+        Raises:
+            LengthFailure: the prompt alone fills the context.
+            EngineFailure: the request is impossible, or the server failed for good; with the server's message.
+        """
+        self.rules.check(request)
+        with self._clock.running():
+            return await self._api.io.run(self._generate(request))
+
+    async def _generate(self, request: Request) -> Completion:
+        row = self.rules.row(request)
+        fields = sampling_fields(request.sampling, row.limit, self.rules.eos_ids)
+        session = request.session if self._routed else ""
+        failures = 0
+        while True:
+            # Read anew with each try: a server that was started again knows the newest adapters only.
+            version, name = self.policy_version, self._name_of(request.module)
+            try:
+                ids, logprobs, reason = await self._api.completion(name, request.prompt_ids, fields, session)
+                break
+            except HttpFailure as error:
+                failures += 1
+                await self._recover(error, failures, name)
+        return self._completion(row, ids, logprobs, reason, version)
+
+    def _name_of(self, module: str) -> str:
+        """Return the served name of the weights that `module` speaks with."""
+        adapter = self._adapter_of(module)
+        return self._base if adapter is None else adapter.name
+
+    def end_session(self, session: str) -> None:
+        """See `Engine.end_session`."""
+        if self._routed:  # nobody waits for it
+            asyncio.run_coroutine_threadsafe(self._api.finish_session(session), io_loop())
+
+    @abstractmethod
+    async def _recover(self, error: HttpFailure, failures: int, name: str) -> None:
+        """Return when a request that was not answered is worth another try.
+
+        Args:
+            failures: tries of this request so far.
+            name: served name of the weights that it asks for.
+
+        Raises:
+            EngineFailure: it is not.
+        """
+
+
+class SharedServersEngine(HttpEngine):
+    """Engine of a process beside the main one, which samples from the main one's servers."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        tokenizer: PreTrainedTokenizerBase,
+        config: VllmServerConfig,
+        setup: EngineSetup,
+    ):
+        super().__init__(model, tokenizer, config, setup)
+        self._api = VllmApi("", config.timeout_s, config.concurrency)
+
+    def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Learn what the main process's servers serve as policy `version`; a collective.
+
+        Args:
+            state: not used: the main process pushes.
+
+        Raises:
+            SyncFailure: the main process could not push it; with its reason.
+        """
+        self.setup.processes.barrier()  # nobody samples from the version before any more
+        unknown: Serving | str = ""  # to this process
+        served = self.setup.processes.first(unknown)
+        if isinstance(served, str):
+            raise SyncFailure(served)
+        self._api.url, self._routed, self._base = served.url, served.routed, served.base
+        self._served = dict(served.adapters)
+        self.rules = self._rules(served.context)
+        self.policy_version = version
+
+    async def _recover(self, error: HttpFailure, failures: int, name: str) -> None:
+        """See `HttpEngine._recover`."""
+        if failures >= TRIES:
+            raise EngineFailure(f"the vLLM server failed {failures} times: {error}") from error
+        await asyncio.sleep(2.0 ** (failures - 1))
+        # The main process starts a server that has ended again, at the same address.
+        for _ in range(round(self.config.start_timeout_s)):
+            try:
+                if name in await self._api.models():
+                    return
+            except (HttpFailure, EngineFailure):
+                await asyncio.sleep(1.0)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._api.io.close()
