@@ -89,7 +89,7 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         """Folder of the trainer's checkpoints."""
         self.ledger = Ledger(path)
-        self._noted: set[tuple[str, str]] | None = None
+        self._noted: set[int] | None = None
         self._lock: int | None = None
 
     @classmethod
@@ -175,13 +175,18 @@ class RunDir:
     def note_examples(self, split: str, examples: Iterable[Example]) -> None:
         """Append new examples to `examples.jsonl`: the inputs, and what the reward goes by."""
         if self._noted is None:
-            self._noted = set(self.examples)
+            try:
+                self._noted = {hash(dumps(line)) for line in self.examples.values()}
+            except DataError:  # damaged: what is missing is written again
+                (self.path / EXAMPLES).unlink()
+                self._noted = set()
         lines: list[JsonObject] = []
         for example in examples:
-            if (split, example.id) not in self._noted:
-                self._noted.add((split, example.id))
-                texts = {"asked": _texts(example.inputs), "gold": _texts(example.metadata)}
-                lines.append({"split": split, "id": example.id, **texts})
+            texts = {"asked": _texts(example.inputs), "gold": _texts(example.metadata)}
+            line = {"split": split, "id": example.id, **texts}
+            if (content := hash(dumps(line))) not in self._noted:
+                self._noted.add(content)
+                lines.append(line)
         if lines:
             append_jsonl(self.path / EXAMPLES, lines)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from mmrl.algorithms import assign_credit, minibatches
 from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine, total_usage
+from mmrl.models.policy import checkpoint_step
 from mmrl.records import Forest
 from mmrl.report.journal import JournalWriter, decode_step, encode_step
 from mmrl.report.stats import modules_in
@@ -45,6 +46,10 @@ class WeightStage(Collector):
     def improve(self, evaluations: Evaluations, checkpoint: Path | None) -> None:
         """Train to `train.steps`, from a checkpoint where there is one; a stop (`system.stop`) saves first."""
         self.evaluations = evaluations
+        if checkpoint is not None and self.log.processes.main:
+            # Again: what was lost of the file comes back.
+            for step in range(1, (checkpoint_step(checkpoint) or 0) + 1):
+                self.log.rundir.note_examples("train", self._examples(step))
         if checkpoint is not None and (lines := saved_extra(checkpoint).get(AHEAD)):
             forest, _ = decode_step(lines)
             mine = [example.id for example in self.log.processes.share(self._examples(forest.step))]

@@ -135,6 +135,21 @@ def test_what_was_asked_and_what_is_right_stands_at_an_example(tmp_path):
     run.close()
 
 
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:20], lambda data: b"{" + data, lambda data: data.replace(b"q", b"p")]
+)
+def test_lost_and_damaged_examples_are_noted_again(tmp_path, damage):
+    run = RunDir.create(tmp_path / "run", CONFIG, [])
+    made = [Example(id=name, inputs={"question": "Who wrote it?"}, metadata={"answer": "Ada"}) for name in ("q0", "q1")]
+    with run:
+        run.note_examples("train", made)
+        whole, file = run.examples, tmp_path / "run" / "examples.jsonl"
+        file.write_bytes(damage(file.read_bytes()))
+    with RunDir.open(tmp_path / "run") as again:
+        again.note_examples("train", made)
+        assert {key: again.examples[key] for key in whole} == whole
+
+
 def test_items_of_evaluations_are_in_the_page_with_scores_and_predictions(tmp_path):
     run = fake_run(tmp_path / "run")
     made = {block.key: block for block in browser.blocks(Overview.from_run(run), PLAIN, [])}
