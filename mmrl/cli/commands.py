@@ -391,6 +391,8 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
       device=h200                   the device that is planned for: a GPU by name, or cpu
       dry=N                         count tokens in rollouts of N examples; 0: from declared lengths
       lengths=MODULE:P/C[,...]      tokens of prompt and completion of each module
+      run=RUN_DIR                   or those of a run's last step
+      replicas=N token_ms=MS        vLLM servers on GPUs of their own; their measured time of a token
       any other key                 as in `mmrl train`
 
     \b
@@ -400,11 +402,10 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
       mmrl plan model=llama31_8b_instruct device=h100 lengths=rewriter:300/40
     """
     from mmrl.cli import configs, overrides
-
-    line = overrides.read_line(context.args, command_keys=("lengths", "dry", "device"), single="mmrl plan")
-    (config,) = configs.train_configs(line)
     from mmrl.run.plan import PlanArguments, planned
 
+    line = overrides.read_line(context.args, command_keys=tuple(PlanArguments.model_fields), single="mmrl plan")
+    (config,) = configs.train_configs(line)
     print(planned(config, line.section(PlanArguments), as_json=as_json))
     return 0
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -22,12 +23,13 @@ from mmrl.config import (
 from mmrl.config.base import MINI, SPLITS, Idle, Section
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.tasks import BUILT_IN
-from mmrl.errors import ConfigError, gathered, unknown
+from mmrl.errors import CheckpointError, ConfigError, gathered, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
-from mmrl.plan.cost import Device, evaluation_seconds, gpus, known_gpu
+from mmrl.plan.cost import Device, evaluation_seconds, gpus, known_gpu, training_processes
 from mmrl.plan.cost import device as find_device
 from mmrl.plan.estimate import Plan
+from mmrl.plan.fleet import Fleet, calls_of, declared_calls, push_seconds, server_speed
 from mmrl.plan.shapes import shape_of
 from mmrl.plan.workload import (
     Lengths,
@@ -35,6 +37,7 @@ from mmrl.plan.workload import (
     declared,
     declared_rollout,
     dry_rollouts,
+    lengths_of,
     loads_of,
     mean_rollout,
     parse_lengths,
@@ -42,12 +45,14 @@ from mmrl.plan.workload import (
     undeclared,
     without_endpoints,
 )
+from mmrl.records import Forest
+from mmrl.report.journal import read_step
+from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, evaluation_devices, reward_set
 from mmrl.run.check import plan_problems, process_problems
 from mmrl.run.settle import settle
 from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.stages.sft_data import sft_problems
-from mmrl.tasks.base import Task
 
 ONE_GPU = ("auto", "gpu1")
 """Profiles of one GPU, whichever there is."""
@@ -56,11 +61,19 @@ ONE_GPU = ("auto", "gpu1")
 class PlanArguments(Section):
     """Arguments of `mmrl plan` beside a config."""
 
-    idle: ClassVar = [Idle("lengths", "dry!=0|null", ", which counts them; leave one of the two out")]
+    idle: ClassVar = [
+        Idle("lengths", "dry!=0|null", ", which counts them; leave one of the two out"),
+        Idle("run", "lengths!=", "beside lengths=; leave one of the two out"),
+        Idle("run", "dry!=0|null", ", which counts them; leave one of the two out"),
+        Idle("token_ms", "replicas=null"),
+    ]
     lengths: str = Field("", description="MODULE:P/C[,...]: tokens of prompt and completion of each module")
     dry: int | None = Field(
         None, ge=0, description="examples whose rollouts are counted; null: some where the weights are here"
     )
+    run: str = Field("", description="a run whose last journal has the calls that are counted")
+    replicas: int | None = Field(None, ge=1, description="vLLM servers on GPUs of their own, on any machines")
+    token_ms: float | None = Field(None, gt=0, description="measured milliseconds of a token of a call at a server")
     device: str | None = None
 
 
@@ -122,13 +135,14 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
         ConfigError: what `mmrl train` would refuse, as far as it does not depend on this machine.
     """
     lengths = parse_lengths(request.lengths)
+    recorded = _recorded(request.run) if request.run else None
     # Every GPU that `device=` may name is a CUDA device to a run.
     kind = request.device and ("cpu" if request.device == "cpu" else "cuda")
     if request.device not in (None, *DEVICES):
         raise ConfigError(unknown("device", request.device, DEVICES))
     has_weights = Path(model_path(config.model)).is_dir()
     # A few dry rollouts show the lengths of every module and take little time.
-    examples = (0 if lengths or not has_weights else 4) if request.dry is None else request.dry
+    examples = (0 if lengths or recorded or not has_weights else 4) if request.dry is None else request.dry
     if examples and not has_weights:
         raise ConfigError(f"dry: the weights of {config.model.path} are not on this machine; leave dry out, or dry=0")
     shape = shape_of(config.model)
@@ -136,8 +150,17 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     task = build_task(config.task if examples else on_mini_world(config.task), config.seed)
     # From here on with torch, which takes seconds to load.
     settled = settle(config, kind, planned=True)
+    if request.replicas is not None and settled.engine.as_vllm is not None:
+        # Servers on other devices are, to the run, servers at addresses.
+        servers = tuple(f"http://server-{number}" for number in range(request.replicas))
+        settled = settled.model_copy(update={"engine": settled.engine.model_copy(update={"urls": servers})})
     device = _device(settled.hardware, request.device)
     problems = plan_problems(settled, task)
+    if request.replicas is not None and settled.engine.name != "vllm_server":
+        problems.append(f"replicas: got {request.replicas} with engine={settled.engine.name}, expected vllm_server")
+    modules = task.program.modules
+    if recorded is not None and set(recorded.modules) != set(modules):
+        problems.append(f"run: {request.run} has modules {', '.join(recorded.modules)}, expected {', '.join(modules)}")
     lora, sizes = config.model.lora, shape.projections()
     # Without their sizes the plan would count no adapter there and promise too little memory.
     if lora is not None and not lora.everywhere and (invalid := [name for name in lora.targets if name not in sizes]):
@@ -147,15 +170,50 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
         problems.append(f"dry: got {examples}, the train split has {train_size} examples")
     if problems:
         raise ConfigError(problems)
-    loads, rollout, source = _loads(settled, task, examples, lengths)
+    forest = recorded
+    if examples:
+        forest = dry_rollouts(settled, task, reward_set(task, config.task.reward, config.algo.name), examples)
+    loads, rollout, source = _loads(settled, modules, forest, lengths)
+    source += f": the last step of {request.run}" if recorded is not None else ""
     if settled.engine.endpoints:
         loads = without_endpoints(loads, settled.engine.endpoints)
         source += f"; an endpoint answers for {', '.join(settled.engine.endpoints)}"
+    plan = Plan(config=settled, shape=shape, device=device, loads=loads, source=source, rollout=rollout)
     # The split has the data of the config, or those of the mini world stand in for them.
     counted = examples or config.task.data.source_of(config.eval.split) == MINI
     available = len(task.examples(config.eval.split)) if counted else None
     items = _fewest(config.eval.items, config.task.data.items_of(config.eval.split), available)
-    return Plan(config=settled, shape=shape, device=device, loads=loads, source=source, rollout=rollout, items=items)
+    return replace(plan, items=items, fleet=_fleet(plan, request, forest, lengths))
+
+
+def _recorded(folder: str) -> Forest:
+    """Return the rollouts of a run's last step; raises `ConfigError`."""
+    try:
+        run = RunDir.read(folder)
+        return read_step(run, max(run.journal_steps(), default=1))[0]
+    except CheckpointError as error:
+        raise ConfigError(f"run: {error}") from None
+
+
+def _fleet(plan: Plan, request: PlanArguments, forest: Forest | None, lengths: Mapping[str, Lengths]) -> Fleet | None:
+    """Return the servers that `replicas` asks for, with a step's calls: those counted, else from lengths."""
+    if request.replicas is None:
+        return None
+    config, examples = plan.config, plan.config.train.batch_size
+    if forest is not None:
+        calls = calls_of(forest, examples)
+    else:
+        calls = declared_calls(plan.loads, lengths_of(config, list(plan.loads), lengths), examples, config.seed)
+    token_s = request.token_ms / 1000 if request.token_ms is not None else None
+    return Fleet(
+        calls=calls,
+        servers=request.replicas,
+        speed=server_speed(config, plan.shape, plan.device, plan.step, token_s),
+        training=training_processes(config),
+        staleness=config.train.staleness,
+        update_s=plan.seconds()["update"],
+        push_s=push_seconds(config, plan.shape),
+    )
 
 
 def _device(hardware: HardwareConfig, name: str | None) -> Device:
@@ -216,14 +274,14 @@ def _fewest(*limits: int | None) -> int | None:
 
 
 def _loads(
-    config: TrainCommandConfig, task: Task, examples: int, lengths: Mapping[str, Lengths]
+    config: TrainCommandConfig, modules: Sequence[str], forest: Forest | None, lengths: Mapping[str, Lengths]
 ) -> tuple[dict[str, Load], dict[str, Load], str]:
     """Return the work of each module in a step, in a rollout of an evaluation, and where the numbers come from."""
-    modules, answered = task.program.modules, config.engine.endpoints or ()
-    if examples:
-        forest = dry_rollouts(config, task, reward_set(task, config.task.reward, config.algo.name), examples)
+    answered = config.engine.endpoints or ()
+    if forest is not None:
+        examples = len({rollout.example for rollout in forest.rollouts})
         step = loads_of(forest, trained_calls(forest, config), config.train.batch_size / examples)
-        return step, mean_rollout(forest, answered), f"counted in dry rollouts of {examples} examples"
+        return step, mean_rollout(forest, answered), f"counted in rollouts of {examples} examples"
     source = "from declared lengths; dry=N counts instead where the weights are at hand"
     if guesses := undeclared(config, modules, lengths):
         source = (

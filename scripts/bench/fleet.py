@@ -1,9 +1,10 @@
 """Several scripted servers behind vllm-router: `python -m scripts.bench.fleet [servers=1,2,4,8] [latency_ms=200]`.
 
-A scripted server answers `AT_ONCE` completions at a time, each after the latency, so that not this machine's cores are
-measured. Programs of `CALLS` calls, one after the other, are driven through `VllmServerEngine`: throughput of N servers
-over one; the share of calls that meet the server of their example's first call; and, without latency, the calls a
-second that one driver gets through, with and without the router.
+A scripted server answers `AT_ONCE` completions at a time, each token after the latency, so that not this machine's
+cores are measured. Programs of `CALLS` calls of a token, one after the other, are driven through `VllmServerEngine`:
+throughput of N servers over one; the share of calls that meet the server of their example's first call; and, without
+latency, the calls a second that one driver gets through, with and without the router. Then what `mmrl plan replicas=N`
+foretells for programs of several calls of several tokens, forks among them, beside what they take.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from mmrl import rng
 from mmrl.config import ModelConfig
 from mmrl.config.engines import VllmServerConfig
 from mmrl.engines import EngineSetup, Request, Sampling
 from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.models.load import load_tokenizer
+from mmrl.plan.fleet import CALLS_PER_S, PlayedCall, Speed, play
 from mmrl.system.child_process import ChildProcess
 from scripts.bench.common import Bar, finish, options
 
@@ -28,6 +31,8 @@ TINY = ModelConfig(name="tiny", path="tiny")
 AT_ONCE, CALLS, PROMPT = 8, 4, 256
 SPEEDUPS = {2: 1.9, 4: 3.7, 8: 7.0}
 """Servers -> least throughput over one server."""
+FORETOLD, TOKEN_S = (2, 4, 8, 16), 0.02
+"""Servers, and seconds of a token, of the rollouts that are foretold."""
 FIRST_ID = 20
 """Token id that server 0 replies with; the next server's is the next."""
 
@@ -49,7 +54,7 @@ def serve(port: int, index: int, latency_s: float) -> None:
             return JSONResponse({"choices": [{"prompt_logprobs": rows}]})
         if latency_s:
             async with places:
-                await asyncio.sleep(latency_s)
+                await asyncio.sleep(latency_s * body["max_tokens"])
         choice = {"token_ids": [FIRST_ID + index], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
         return JSONResponse({"choices": [choice]})
 
@@ -104,6 +109,35 @@ def measure(servers: int, latency_s: float, programs: int) -> tuple[float, float
         return asyncio.run(drive(engine, programs))
 
 
+def forest(examples: int) -> list[PlayedCall]:
+    """Calls of programs: one to six in a row, of 1 to 80 tokens, some of which two go on from."""
+    draw, calls = rng.stream(0, "fleet"), list[PlayedCall]()
+    for number in range(examples):
+        parent: int | None = None
+        for _ in range(draw.randint(1, 6)):
+            for _ in range(draw.choice((1, 1, 2))):
+                length = min(80, max(1, round(draw.gammavariate(2.0, 10.0))))
+                calls.append(PlayedCall(example=str(number), parent=parent, prefill=0, completion=length))
+            parent = len(calls) - 1
+    return calls
+
+
+async def rollouts(engine: VllmServerEngine, calls: Sequence[PlayedCall]) -> float:
+    """Seconds that the calls take, each after its parent."""
+    prompt, ended = tuple(range(PROMPT)), [asyncio.Event() for _ in calls]
+
+    async def one(number: int, call: PlayedCall) -> None:
+        if call.parent is not None:
+            await ended[call.parent].wait()
+        sampling = Sampling(max_tokens=round(call.completion))
+        await engine.generate(Request(prompt_ids=prompt, sampling=sampling, session=f"e{call.example}"))
+        ended[number].set()
+
+    started = time.perf_counter()
+    await asyncio.gather(*(one(number, call) for number, call in enumerate(calls)))
+    return time.perf_counter() - started
+
+
 def main(arguments: list[str]) -> int:
     """Measure, print, store; returns 1 when a bar is missed."""
     args = options(arguments, {"servers": "1,2,4,8", "latency_ms": "200", "serve": "", "port": "", "quick": ""})
@@ -128,6 +162,14 @@ def main(arguments: list[str]) -> int:
         ceiling, _ = measure(count, 0.0, programs=50 * rounds)
         how = "through the router" if count > 1 else "without a router"
         bars.append(Bar(what=f"calls a second of one driver, {how}", value=ceiling, bar=None, unit=""))
+    for count in FORETOLD:
+        calls = forest(3 * AT_ONCE * count // (2 if args["quick"] else 1))
+        with fleet(count, TOKEN_S) as engine:
+            asyncio.run(drive(engine, AT_ONCE))
+            measured = asyncio.run(rollouts(engine, calls))
+        foretold = play(calls, count, Speed(at_once=AT_ONCE, step_s=TOKEN_S), 1, CALLS_PER_S).seconds
+        what = f"rollouts on {count} servers: foretold {foretold:.1f} s, measured {measured:.1f} s, difference"
+        bars.append(Bar(what=what, value=100 * abs(foretold / measured - 1), bar=15.0, at_most=True, unit="%"))
     return finish("fleet", bars, args["out"], calls_per_s=rates, latency_ms=args["latency_ms"], at_once=AT_ONCE)
 
 

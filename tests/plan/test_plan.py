@@ -74,7 +74,7 @@ def test_turns_of_one_context_are_forwarded_once(capsys):
 
 def test_dry_rollouts_are_counted(capsys):
     plan = planned(capsys, "algo=mhgpo_fof", "algo.group_size=2", "train.batch_size=2", "dry=2", "hardware.threads=1")
-    assert "dry rollouts of 2" in plan["tokens_from"]
+    assert plan["tokens_from"] == "counted in rollouts of 2 examples"
     assert plan["calls"]["rewriter"]["calls"] == 4
     assert 0 < plan["calls"]["answerer"]["trained_unique"] < plan["calls"]["answerer"]["trained"]
 

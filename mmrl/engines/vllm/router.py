@@ -19,6 +19,8 @@ from mmrl.system.child_process import ChildProcess, free_port
 from mmrl.system.http_client import HttpFailure
 
 PACKAGE = "vllm_router"
+TRIES = 3
+"""Tries of a change of the servers behind it."""
 START_S = 60.0
 """Until the router answers."""
 
@@ -60,7 +62,7 @@ class Router:
             await asyncio.to_thread(self._process.start)
             self.api.url = self._process.url
         try:
-            workers = (await self.api.request("/list_workers"))["urls"]
+            workers = await self._workers()
             # A session that nobody began: a router without sessions does not know the page.
             await self.api.finish_session("none")
         except (HttpFailure, EngineFailure, LookupError, TypeError) as error:
@@ -71,11 +73,27 @@ class Router:
 
     async def add(self, server: str) -> None:
         """Send requests to a server from now on."""
-        await self.api.request(f"/add_worker?url={quote(server, safe='')}", {})
+        await self._have(server, True, "/add_worker")
 
     async def remove(self, server: str) -> None:
         """Send no more requests to a server; its sessions go on at another one."""
-        await self.api.request(f"/remove_worker?url={quote(server, safe='')}", {})
+        await self._have(server, False, "/remove_worker")
+
+    async def _have(self, server: str, there: bool, page: str) -> None:
+        """Change the servers behind it; a reply that is lost may have come after the change."""
+        for left in reversed(range(TRIES)):
+            try:
+                await self.api.request(f"{page}?url={quote(server, safe='')}", {})
+                return
+            except HttpFailure as error:
+                if not left:
+                    raise EngineFailure(f"engine.router: {self.api.url}{page} fails for {server}: {error}") from error
+                if (server in await self._workers()) == there:
+                    return
+
+    async def _workers(self) -> list[str]:
+        workers: list[str] = (await self.api.request("/list_workers"))["urls"]
+        return workers
 
     def close(self) -> None:
         """Stop it if mmrl started it, and close connections."""
