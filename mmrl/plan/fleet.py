@@ -342,7 +342,7 @@ class Fleet:
         return (
             f"rollouts on {self.servers} servers of a device each: {short(rollouts.seconds)} s a step, nine tenths of "
             f"{len(self.calls):,} calls after {short(rollouts.nine_tenths)} s; {calls:,.0f} calls a second, of at most "
-            f"{most:,.0f} that {self.training} processes drive\n"
+            f"{most:,.0f} that the training processes drive\n"
             + align(rows)
             + f"\nfirst as asked, then the fastest splits of {self.servers + self.training} devices; least idle: "
             f"{busiest.servers} servers, train.staleness={busiest.staleness} ({busiest.idle:.0%})"
