@@ -124,7 +124,7 @@ class TrainConfig(Section):
         None, ge=1, description="truncated importance sampling: cap of a token's weight trainer / sampler; null: off"
     )
     staleness: int = Field(
-        0, ge=0, le=1, description="1: the next batch is sampled while this one trains, by weights one step older"
+        0, ge=0, le=8, description="batches that are sampled ahead while one trains, by weights as many steps older"
     )
     max_failed_share: float = Field(0.5, ge=0, le=1, description="stop when more of a step failed from outside causes")
     save_every: int = Field(20, ge=1, description="steps between checkpoints; the last step is always saved")

@@ -87,17 +87,26 @@ def problems(
     return sentences
 
 
-def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, float, int]) -> list[str]:
-    """Return reasons why engine `name` cannot sample while the trainer trains (`train.staleness=1`); loads nothing.
+def staleness_problems(
+    config: EngineConfig, name: str, staleness: int, adapters: bool, sampling: tuple[float, float, int]
+) -> list[str]:
+    """Return reasons why engine `name` cannot sample while the trainer trains; loads nothing.
 
     Args:
+        staleness: `train.staleness`, at least 1.
+        adapters: adapters are trained, so that versions of the policy can be served beside each other.
         sampling: (temperature, top_p, top_k) of the calls that are trained on.
     """
     # Sampling ahead needs weights that stand still while the trainer's move: a copy, on a device of its own.
     if name in ("transformers", "vllm_colocated"):
         return [
-            f"train.staleness: got 1 with engine={name}, which samples from the weights, or on the device, that are "
-            "being trained; use engine=vllm_server, or train.staleness=0"
+            f"train.staleness: got {staleness} with engine={name}, which samples from the weights, or on the device, "
+            "that are being trained; use engine=vllm_server, or train.staleness=0"
+        ]
+    if staleness > 1 and not adapters:
+        return [
+            f"train.staleness: got {staleness} without an adapter: full weights cannot change under a batch that is "
+            "being sampled; use model.lora, or train.staleness=1"
         ]
     vllm = config.as_vllm
     if vllm is None:
@@ -109,8 +118,8 @@ def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, f
     if exact(logprobs_mode(vllm, [sampling]), trained):
         return []
     return [
-        "train.staleness: got 1, which is corrected by recorded log-probabilities, and vLLM can record none with "
-        f"algo.temperature={temperature:g}, algo.top_p={top_p:g}, algo.top_k={top_k} and engine.logprobs="
+        f"train.staleness: got {staleness}, which is corrected by recorded log-probabilities, and vLLM can record none "
+        f"with algo.temperature={temperature:g}, algo.top_p={top_p:g}, algo.top_k={top_k} and engine.logprobs="
         f"{vllm.logprobs} (docs/engines.md); use algo.top_p=1 and algo.top_k=0, or train.staleness=0"
     ]
 

@@ -48,6 +48,8 @@ class Request:
     """Requests that share prefixes have the same: all of an example."""
     messages: tuple[Mapping[str, str], ...] | None = None
     """The prompt as messages, for engines that take text; None where it goes on in the context of a call before."""
+    version: int | None = None
+    """Version of the policy that samples, of those that are served; None: the newest."""
     order: tuple[int | str, ...] = ()
     """Deterministic sort key of the request within a batch, whatever order requests arrived in."""
     on_token: Callable[[int], None] | None = None
@@ -93,6 +95,8 @@ class EngineSetup:
     """(temperature, top_p, top_k) of the calls that are trained on."""
     served: str = ""
     """The policy's name at an endpoint."""
+    versions: int = 2
+    """Versions of the policy that calls ask for at once: the newest, and those of batches that are sampled ahead."""
     processes: Processes = ALONE
     """Processes of the run: servers are the main one's, the others use them."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import count
 
@@ -75,6 +75,7 @@ class Rollouts:
     """Rollouts of a step, as played."""
 
     seconds: float
+    """Seconds of a batch; of batches that are sampled together, all of them over their number."""
     nine_tenths: float
     """Seconds until nine tenths of the calls have ended; the rest is the tail."""
     busy_s: float
@@ -194,6 +195,19 @@ def play(calls: Sequence[PlayedCall], servers: int, speed: Speed, processes: int
     return Rollouts(seconds=ends[-1], nine_tenths=ends[int(0.9 * (len(ends) - 1))], busy_s=busy_s)
 
 
+def repeated(calls: Sequence[PlayedCall], times: int) -> list[PlayedCall]:
+    """Return the calls of so many equal batches."""
+    return [
+        replace(
+            call,
+            example=f"{number}/{call.example}",
+            parent=None if call.parent is None else call.parent + number * len(calls),
+        )
+        for number in range(times)
+        for call in calls
+    ]
+
+
 def calls_of(forest: Forest, examples: int) -> list[PlayedCall]:
     """Return the calls of a step of so many examples: those of the forest's examples, repeated as often as needed."""
     played: list[PlayedCall] = []
@@ -263,7 +277,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step: a batch ahead is sampled while the one before it trains."""
+        """Seconds of the step: batches ahead are sampled while the one before them trains."""
         sampled, updated = self.rollouts.seconds, self.update_s
         return self.push_s + (max(sampled, updated) if self.staleness else sampled + updated)
 
@@ -291,11 +305,14 @@ class Fleet:
     def step(self, servers: int, staleness: int) -> Step:
         """Play a step with so many of the devices as servers."""
         training = self.servers + self.training - servers
+        # Batches that are ahead share the servers, so that one's tail is the other's beginning.
+        batches = max(1, staleness)
+        played = play(repeated(self.calls, batches), servers, self.speed, training, CALLS_PER_S)
         return Step(
             servers=servers,
             training=training,
             staleness=staleness,
-            rollouts=play(self.calls, servers, self.speed, training, CALLS_PER_S),
+            rollouts=replace(played, seconds=played.seconds / batches, busy_s=played.busy_s / batches),
             update_s=self.update_s * self.training / training,
             push_s=self.push_s,
         )
@@ -309,7 +326,7 @@ class Fleet:
         """Return the steps of splits of as many devices, the fastest first."""
         devices = self.servers + self.training
         counts = {self.servers, *(devices * share // 8 for share in SHARES)} - {0, devices}
-        steps = [self.step(count, staleness) for count in counts for staleness in (0, 1)]
+        steps = [self.step(count, staleness) for count in counts for staleness in (0, 1, 2)]
         return sorted(steps, key=lambda step: step.seconds)
 
     def driven(self, step: Step) -> tuple[float, float]:

@@ -297,6 +297,7 @@ class RolloutContext:
             sampling=sampling,
             module=generation.module,
             session=self.example.id,
+            version=self.env.version,
             messages=generation.messages,
             order=(generation.call_id, attempt),
         )

@@ -107,6 +107,8 @@ class Environment:
     settings: SamplingSettings
     key: rng.Key
     """(run seed, step): with the example and the path, the source of every sampling seed."""
+    version: int | None = None
+    """Version of the policy that samples; None: the newest."""
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
     """Teachers by name, for plans that have rollouts of theirs."""
     retrieving: Stopwatch = field(default_factory=Stopwatch)

@@ -263,8 +263,8 @@ def _build_engines(
     """Build the engine that samples the policy, then those of teachers; and the teachers by name."""
     algo, hardware = config.algo, config.hardware
     samplings = ((algo.temperature, algo.top_p, algo.top_k),)
-    devices, processes = server_devices(hardware), log.processes
-    setup = _setup(config, serving, log.rundir.path, devices=devices, samplings=samplings, processes=processes)
+    facts = {"devices": server_devices(hardware), "samplings": samplings, "processes": log.processes}
+    setup = _setup(config, serving, log.rundir.path, versions=1 + max(1, config.train.staleness), **facts)
     # In this process an engine samples from the very module that is trained (wrapped by peft where there is an
     # adapter), so no weights are copied between updates.
     engine = build_engine(config.engine, model, tokenizer, setup)

@@ -257,14 +257,21 @@ def endpoints_away(config: RootConfig) -> list[str]:
 
 def staleness_problems(config: TrainCommandConfig) -> list[str]:
     """Return the problems of sampling the next batch while this one trains."""
-    if not config.train.staleness:
+    if not (staleness := config.train.staleness):
         return []
     algo, problems = config.algo, []
     if algo.refills:
         late = "algo.zero_variance=refill, which samples after credit; use algo.zero_variance=drop"
-        problems.append(f"train.staleness: got 1 with {late}")
+        problems.append(f"train.staleness: got {staleness} with {late}")
     sampling = (algo.temperature, algo.top_p, algo.top_k)
-    return problems + engines.staleness_problems(config.engine, engine_name(config), sampling)
+    if staleness > 1 and config.hardware.device == "cpu" and not config.engine.servers:
+        # Seen with vLLM 0.31: the probe of a new version and calls in one batch ("einsum(): subscript b has size …").
+        problems.append(
+            f"train.staleness: got {staleness} with vLLM on a CPU, which ends where new weights are checked beside "
+            "calls of an adapter; use train.staleness=1"
+        )
+    adapters = config.model.lora is not None
+    return problems + engines.staleness_problems(config.engine, engine_name(config), staleness, adapters, sampling)
 
 
 def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:

@@ -1,7 +1,7 @@
 """The forest of a step: its examples, their rollouts, and what credit needs of models.
 
 Part of the weight stage. With several processes each samples its share;
-then every process holds the whole forest. With `train.staleness=1` the rollouts of the next step start here
+then every process holds the whole forest. With `train.staleness` the rollouts of the next steps start here
 (`prefetch`), with `algo.zero_variance=refill` examples without signal are replaced (dynamic sampling).
 """
 
@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
 
 from mmrl import rng
@@ -66,62 +67,29 @@ Rollouts: TypeAlias = tuple[Forest, Mapping[str, float]]
 """Rollouts of this process for a step, and their seconds: generate, retrieve, tokenize, rollout (clock)."""
 
 
-class Prefetch(Generic[Batch]):
-    """Sampling one batch ahead: at most one batch under way, in a thread and an event loop of its own.
+class Ahead(Generic[Batch]):
+    """A batch that is sampled in a thread and an event loop of its own.
 
-    `Collector` starts it after the engine has new weights, and the weight stage waits for it before the next ones are
-    pushed: a batch comes from one version of the policy, one step behind when it is trained on.
+    When they have ended, nothing of the batch is under way any more.
     """
 
-    def __init__(self) -> None:
-        self.step: int | None = None
-        """The step that is being sampled, or has been; None: nothing."""
-        self._batch: Future[Batch] = Future()
-        self._thread: threading.Thread | None = None
+    def __init__(self, work: Callable[[], Coroutine[object, object, Batch]]):
+        self.batch: Future[Batch] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Batch] | None = None
         self._closed = False
-
-    def start(self, step: int, work: Callable[[], Coroutine[object, object, Batch]]) -> None:
-        """Begin `work` for `step`.
-
-        Raises:
-            RuntimeError: the batch before was never taken.
-        """
-        if self.step is not None:
-            raise RuntimeError(f"step {self.step} was prefetched and never trained on")
-        self.step, self._batch = step, Future()
-        # A thread and an event loop for each batch: when they have ended, nothing of the batch is under way any more.
         # A daemon: a run that is being killed must not wait for a server that does not answer.
         self._thread = threading.Thread(target=self._run, args=(work,), name="mmrl-prefetch", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being sampled; the batch stays there for `take`."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def sampled(self) -> Batch | None:
-        """Return the batch, once it is there; None where none was begun, or sampling it failed."""
-        self.wait()
-        return None if self.step is None or self._batch.exception() is not None else self._batch.result()
-
-    def put(self, step: int, batch: Batch) -> None:
-        """Have the batch of `step`, which a checkpoint holds, for `take`."""
-        self.step, self._batch = step, Future()
-        self._batch.set_result(batch)
-
-    def take(self, step: int) -> Batch:
-        """Return the batch of `step`; raises what sampling it raised."""
-        if self.step != step:
-            raise RuntimeError(f"step {step} was requested, step {self.step} was prefetched")
-        self.step = None
-        return self._batch.result()
+        """Return when nothing of it is being sampled."""
+        self._thread.join()
 
     def close(self) -> None:
-        """Cancel what is under way and drop it; may be called twice."""
+        """Cancel it; may be called twice."""
         self._closed = True
-        if self._thread is None or not self._thread.is_alive():
+        if not self._thread.is_alive():
             return
         if self._loop is not None and self._task is not None:
             with suppress(RuntimeError):  # it has just ended
@@ -130,9 +98,9 @@ class Prefetch(Generic[Batch]):
 
     def _run(self, work: Callable[[], Coroutine[object, object, Batch]]) -> None:
         try:
-            self._batch.set_result(asyncio.run(self._main(work)))
-        except BaseException as error:  # raised again by `take`, in the thread that trains
-            self._batch.set_exception(error)
+            self.batch.set_result(asyncio.run(self._main(work)))
+        except BaseException as error:  # raised again by `Prefetch.take`, in the thread that trains
+            self.batch.set_exception(error)
 
     async def _main(self, work: Callable[[], Coroutine[object, object, Batch]]) -> Batch:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
@@ -140,6 +108,55 @@ class Prefetch(Generic[Batch]):
         if self._closed:
             raise asyncio.CancelledError
         return await work()
+
+
+class Prefetch(Generic[Batch]):
+    """Batches that are sampled ahead (`train.staleness`), each of one version of the policy.
+
+    `Collector` starts them after the engine has new weights. With one batch ahead the weight stage waits for it before
+    the next ones are pushed; with more, an engine serves the versions of all.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: dict[int, Ahead[Batch]] = {}
+        self._batches: dict[int, Future[Batch]] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps whose batch is being sampled, or has been."""
+        return sorted(self._batches)
+
+    def start(self, step: int, work: Callable[[], Coroutine[object, object, Batch]]) -> None:
+        """Begin `work` for `step`."""
+        self._under_way[step] = Ahead(work)
+        self._batches[step] = self._under_way[step].batch
+
+    def wait(self, step: int | None = None) -> None:
+        """Return when the batch of a step is there; None: all of them."""
+        for number in self.steps if step is None else [step]:
+            if number in self._under_way:
+                self._under_way[number].wait()
+
+    def sampled(self) -> dict[int, Batch]:
+        """Return the batches by step, once all are there, up to the first that could not be sampled."""
+        self.wait()
+        there = takewhile(lambda step: self._batches[step].exception() is None, self.steps)
+        return {step: self._batches[step].result() for step in there}
+
+    def put(self, step: int, batch: Batch) -> None:
+        """Have the batch of `step`, which a checkpoint holds, for `take`."""
+        self._batches[step] = Future()
+        self._batches[step].set_result(batch)
+
+    def take(self, step: int) -> Batch:
+        """Return the batch of `step`; raises what sampling it raised."""
+        self._under_way.pop(step, None)
+        return self._batches.pop(step).result()
+
+    def close(self) -> None:
+        """Cancel what is under way and drop it; may be called twice."""
+        for ahead in self._under_way.values():
+            ahead.close()
 
 
 @dataclass(kw_only=True)
@@ -184,30 +201,31 @@ class Collector(Stage[TrainCommandConfig]):
         return tuple(batch_of(self.examples, self.config.train.batch_size, step, self.config.seed))
 
     def _prefetched(self, examples: Sequence[Example], step: int) -> Forest:
-        """Return the forest of rollouts made while the step before trained; starts those of the next step.
+        """Return the forest of rollouts made while steps before trained; starts those of the next steps.
 
-        The first batch of a run is sampled here, from the newest weights; that after a resume is in the checkpoint.
+        The first batch of a run is sampled here, from the newest weights; those after a resume are in the checkpoint.
         """
         started = time.perf_counter()
-        if self.prefetch.step == step:
-            # All sampled before the push, from the weights that it replaces; taken after it, so that a run that stops
-            # at a failed push saves its batch.
-            self.prefetch.wait()
+        if step in self.prefetch.steps:
+            # All sampled before the push; taken after it, so that a run that stops at a failed push saves its batch.
+            self.prefetch.wait(step)
             self.log.add("wait", time.perf_counter() - started)
             self.sync(step - 1)
             rollouts = self.prefetch.take(step)
         else:
             self.sync(step - 1)
-            rollouts = asyncio.run(self._roll_out(examples, step))
+            rollouts = asyncio.run(self._roll_out(examples, step, None))
             self.log.add("wait", time.perf_counter() - started - self.log.times.get("sync", 0.0))
-        following = step + 1
-        if following <= self.config.train.steps:
-            # After the push, so that the whole batch comes from the weights of this step.
-            self.prefetch.start(following, lambda: self._roll_out(self._examples(following), following))
+        # After the push, so that whole batches come from the weights of this step.
+        last = min(step + self.config.train.staleness, self.config.train.steps)
+        for following in range(step + 1, last + 1):
+            if following not in self.prefetch.steps:
+                batch = self._examples(following)
+                self.prefetch.start(following, partial(self._roll_out, batch, following, self.engine.policy_version))
         return self._complete(rollouts, examples, step)
 
     def _sample(self, examples: Sequence[Example], step: int) -> Forest:
-        return self._complete(asyncio.run(self._roll_out(examples, step)), examples, step)
+        return self._complete(asyncio.run(self._roll_out(examples, step, None)), examples, step)
 
     def planned(self, examples: Sequence[Example], key: rng.Key) -> tuple[Environment, list[Plan]]:
         """Return this process's share of the examples with the trees to sample for each, and their environment.
@@ -221,10 +239,11 @@ class Collector(Stage[TrainCommandConfig]):
         plan, modules = ALGORITHMS[algo.name].plan, self.task.program.modules
         return env, [(e, plan(algo, modules, (*key, e.id))) for e in self.log.processes.share(examples)]
 
-    async def _roll_out(self, examples: Sequence[Example], step: int) -> Rollouts:
-        """Sample this process's rollouts of some examples."""
+    async def _roll_out(self, examples: Sequence[Example], step: int, version: int | None) -> Rollouts:
+        """Sample this process's rollouts of some examples, by a version of the policy; None: the newest."""
         # May run in the prefetching thread while the trainer works: reads nothing that training changes.
         env, plans = self.planned(examples, (self.config.seed, step))
+        env.version = version
         started, busy, tokenized = time.perf_counter(), self.engine.busy_s, tokenizer_seconds()
         forest = await sample(env, plans, self.reward_set, step)
         seconds = {

@@ -26,7 +26,7 @@ from mmrl.trainer.checkpoint import saved_extra
 from mmrl.trainer.objective import StepBatch
 
 AHEAD = "sampled_ahead"
-"""Key of the next step's rollouts in a checkpoint."""
+"""Key of the next steps' rollouts in a checkpoint."""
 
 
 @dataclass(kw_only=True)
@@ -50,7 +50,7 @@ class WeightStage(Collector):
             # Again: what was lost of the file comes back.
             for step in range(1, (checkpoint_step(checkpoint) or 0) + 1):
                 self.log.rundir.note_examples("train", self._examples(step))
-        if checkpoint is not None and (lines := saved_extra(checkpoint).get(AHEAD)):
+        for lines in saved_extra(checkpoint).get(AHEAD, ()) if checkpoint is not None else ():
             forest, _ = decode_step(lines)
             mine = [example.id for example in self.log.processes.share(self._examples(forest.step))]
             self.prefetch.put(forest.step, (forest.part(mine), {}))
@@ -59,15 +59,15 @@ class WeightStage(Collector):
         self.log.obey_stop()
 
     def recorded(self) -> JsonObject:
-        """Return, for a checkpoint, the batch that is sampled ahead: a resumed run trains on it as this one will.
+        """Return, for a checkpoint, the batches that are sampled ahead: a resumed run trains on them as this one will.
 
         A collective.
         """
         ahead = self.log.processes.gather(self.prefetch.sampled())
-        if None in ahead:
-            return {}
-        forests = [forest for forest, _ in filter(None, ahead)]
-        return {AHEAD: encode_step(merge_forests(forests, self._examples(forests[0].step)), ())}
+        # A part of a batch is none: what one process could not sample is sampled again.
+        steps = [step for step in ahead[0] if all(step in batches for batches in ahead)]
+        whole = [merge_forests([batches[step][0] for batches in ahead], self._examples(step)) for step in steps]
+        return {AHEAD: [encode_step(forest, ()) for forest in whole]}
 
     def next_batch(self, step: int) -> StepBatch:
         """Sample and credit step number `step` (from 1); raises as `Collector.collect`."""
@@ -104,7 +104,8 @@ class WeightStage(Collector):
         Raises:
             SyncFailure: on every process, so that all stop at the same point and can save together.
         """
-        self.prefetch.wait()  # a batch comes from one version of the weights
+        if self.config.train.staleness == 1:  # a batch comes from one version of the weights
+            self.prefetch.wait()
         engine = self.engines[0]
         # Once per version: the evaluation after a step and the next batch both come here.
         if engine.policy_version == version:

@@ -83,8 +83,9 @@ def engines_in(folder: Path, **settings: Any) -> list[Any]:
     return [build(process) for process in Thread.pair()]
 
 
-async def ask(engine: Any, count: int = 1) -> list[Completion]:
-    request = Request(prompt_ids=(5, 6), sampling=Sampling(max_tokens=4, temperature=1.0), session="q 1")
+async def ask(engine: Any, count: int = 1, version: int | None = None) -> list[Completion]:
+    sampling = Sampling(max_tokens=4, temperature=1.0)
+    request = Request(prompt_ids=(5, 6), sampling=sampling, session="q 1", version=version)
     return await asyncio.gather(*[engine.generate(request) for _ in range(count)])
 
 
@@ -98,6 +99,12 @@ def test_every_process_samples_from_the_servers_of_the_main_one(tmp_path: Path) 
             assert [one.policy_version for one in made] == [version, version]
         models = [body["model"][:2] for body in asked(server, "/v1/completions") if "prompt_logprobs" not in body]
         assert models == ["v0", "v0", "v1", "v1", "v2", "v2"]
+        # A batch that is sampled ahead stays with its version, as long as that is served.
+        for engine in (main, other):
+            assert asyncio.run(ask(engine, version=1))[0].policy_version == 1
+            assert asked(server, "/v1/completions")[-1]["model"].startswith("v1")
+            with pytest.raises(EngineFailure, match="version 0 of adapter 'default' is not served"):
+                asyncio.run(ask(engine, version=0))
         # The main one alone pushes.
         loads = [body["lora_name"][:2] for body in asked(server, "/v1/load_lora_adapter")]
         assert loads == ["v0", "v1", "v2"]

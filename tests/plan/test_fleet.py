@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.cli import main
-from mmrl.plan.fleet import PlayedCall, Speed, calls_of, play
+from mmrl.plan.fleet import Fleet, PlayedCall, Speed, calls_of, play
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
 from tests.helpers.runs import fake_run
@@ -94,6 +94,19 @@ def test_a_journal_s_calls_are_repeated_for_larger_batches(tmp_path: Path) -> No
     assert all(call.parent is None or twice[call.parent].example == call.example for call in twice)
 
 
+def test_batches_sampled_together_fill_each_other_s_tails() -> None:
+    """One path of 100 tokens and seven of 10 on two places: alone 10 s of which half are idle, two batches 17 s."""
+    calls = [*chain("long", 100), *(call for number in range(7) for call in chain(str(number), 10, start=1 + number))]
+    fleet = Fleet(
+        calls=calls, servers=1, speed=Speed(at_once=2, step_s=0.1), training=1, staleness=2, update_s=1.0, push_s=0.5
+    )
+    one, two = fleet.step(1, 1), fleet.step(1, 2)
+    assert one.rollouts.seconds == pytest.approx(10.0, abs=0.02)
+    assert two.rollouts.seconds == pytest.approx(17.0 / 2, abs=0.5)
+    assert two.seconds == two.rollouts.seconds + 0.5 < one.seconds == one.rollouts.seconds + 0.5
+    assert fleet.step(1, 0).seconds == pytest.approx(one.rollouts.seconds + 1.5)
+
+
 SPLIT = ("model=qwen3_8b", "hardware=multinode", "device=h100", "engine.gpu_memory=0.9")
 
 
@@ -118,8 +131,12 @@ def test_two_nodes_train_and_four_serve(capsys: Any) -> None:
 
 
 def test_measured_times_and_lengths_take_the_place_of_assumed_ones(capsys: Any) -> None:
-    slow = planned(capsys, *SPLIT, "replicas=32", "token_ms=50", "train.batch_size=8")["fleet"]["step"]["rollouts"]["seconds"]
-    fast = planned(capsys, *SPLIT, "replicas=32", "token_ms=25", "train.batch_size=8")["fleet"]["step"]["rollouts"]["seconds"]
+    slow = planned(capsys, *SPLIT, "replicas=32", "token_ms=50", "train.batch_size=8")["fleet"]["step"]["rollouts"][
+        "seconds"
+    ]
+    fast = planned(capsys, *SPLIT, "replicas=32", "token_ms=25", "train.batch_size=8")["fleet"]["step"]["rollouts"][
+        "seconds"
+    ]
     assert 1.7 < slow / fast < 2.0
     assert main(["plan", "dry=0", *SPLIT, "replicas=32"]) == 0
     text = capsys.readouterr().out

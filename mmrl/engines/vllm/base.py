@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 PROBE = "Name the capital of Portugal, then count from one to five and say good night."
 """Text whose log-probabilities tell one set of weights from another."""
-STORED_VERSIONS = 2
-"""Versions of pushed weights that stay: the newest, and the one that calls in flight may still use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +72,8 @@ class VllmEngine(Engine):
         self.folder = setup.folder / "engine"
         self.names = self._adapter_names()
         """Adapters that speak, by name; empty: the weights themselves are the policy."""
-        self._served: dict[str, PushedAdapter] = {}
-        """The newest version of each adapter."""
+        self._versions: list[tuple[int, dict[str, PushedAdapter]]] = []
+        """Versions of the policy that vLLM holds, oldest first, each with its adapters by name."""
 
     @property
     def rank(self) -> int:
@@ -104,14 +102,19 @@ class VllmEngine(Engine):
         ends = eos_ids(self.tokenizer, generation)
         return Rules(self.tokenizer, ends, settings.vocab_size, limit, self.setup.adapters)
 
-    def _adapter_of(self, module: str) -> PushedAdapter | None:
-        """Return the adapter that `module` speaks with now; None: the weights themselves."""
+    def _adapter_of(self, module: str, version: int) -> PushedAdapter | None:
+        """Return the adapter that `module` speaks with in a version of the policy; None: the weights themselves."""
         if not self.names:
             return None
         name = self.setup.adapters[module] if self.setup.adapters is not None else self.names[0]
-        if name not in self._served:
-            raise EngineFailure(f"adapter '{name}' has not been pushed to vLLM")
-        return self._served[name]
+        for number, adapters in reversed(self._versions):
+            if number == version:
+                return adapters[name]
+        raise EngineFailure(f"version {version} of adapter '{name}' is not served by vLLM")
+
+    @property
+    def _newest(self) -> Mapping[str, PushedAdapter]:
+        return self._versions[-1][1] if self._versions else {}
 
     def _completion(
         self, row: BatchRow, ids: Sequence[int], logprobs: Sequence[float], reason: str, version: int
@@ -148,8 +151,6 @@ class PushingEngine(VllmEngine):
         self.probe_ids = render_prompt(tokenizer, [{"role": "user", "content": PROBE}])
         self._pushes = 0
         self._nonce = secrets.token_hex(3)
-        self._loaded: list[list[PushedAdapter]] = []
-        """Adapters that vLLM holds, per version, oldest first."""
         self._base_probes: dict[str, list[float]] = {}
         """Server -> log-probabilities of the probe by the weights that it was started with."""
         self._expected: dict[str, list[float]] = {}
@@ -185,11 +186,10 @@ class PushingEngine(VllmEngine):
                 number = self._pushes * len(saved) + index + 1
                 pushed[name] = PushedAdapter(full, number, str(folder.resolve()))
                 self._load(pushed[name])
-            self._served = pushed
-            self._loaded.append(list(pushed.values()))
-            # The version before stays loaded, for calls that are still in flight.
-            while len(self._loaded) > STORED_VERSIONS:
-                for old in self._loaded.pop(0):
+            self._versions.append((version, pushed))
+            # Versions before stay loaded, for calls that are still in flight or to come.
+            while len(self._versions) > self.setup.versions:
+                for old in self._versions.pop(0)[1].values():
                     self._unload(old)
         else:
             self._replace(version, state)
@@ -209,7 +209,7 @@ class PushingEngine(VllmEngine):
     def _forget_old(self) -> None:
         """Delete the folders of versions that nobody uses any more."""
         folders = sorted((self.folder / "weights").glob("v*"), key=lambda path: int(path.name.rpartition("-")[2]))
-        for old in folders[:-STORED_VERSIONS]:
+        for old in folders[: -self.setup.versions]:
             shutil.rmtree(old, ignore_errors=True)
 
     def _check_served(self) -> None:
@@ -221,7 +221,7 @@ class PushingEngine(VllmEngine):
         assert self.model is not None
         for name in self.names or [""]:
             self._expected[name] = probe_logprobs(self.model, self.probe_ids, name or None)
-            self._check_gap(self._expected[name], self._probes(self._served.get(name)), name)
+            self._check_gap(self._expected[name], self._probes(self._newest.get(name)), name)
         if self.names:
             for server, probe in self._probes(None).items():
                 if not (drift := _largest_gap(probe, self._base_probes[server])) <= self._tolerance:

@@ -89,8 +89,8 @@ class HttpEngine(VllmEngine):
         session = request.session if self._routed else ""
         failures = 0
         while True:
-            # Read anew with each try: a server that was started again knows the newest adapters only.
-            version, name = self.policy_version, self._name_of(request.module)
+            version = self.policy_version if request.version is None else request.version
+            name = self._name_of(request.module, version)
             try:
                 ids, logprobs, reason = await self._api.completion(name, request.prompt_ids, fields, session)
                 break
@@ -99,9 +99,9 @@ class HttpEngine(VllmEngine):
                 await self._recover(error, failures, name)
         return self._completion(row, ids, logprobs, reason, version)
 
-    def _name_of(self, module: str) -> str:
+    def _name_of(self, module: str, version: int) -> str:
         """Return the served name of the weights that `module` speaks with."""
-        adapter = self._adapter_of(module)
+        adapter = self._adapter_of(module, version)
         return self._base if adapter is None else adapter.name
 
     def end_session(self, session: str) -> None:
@@ -150,7 +150,7 @@ class SharedServersEngine(HttpEngine):
         if isinstance(served, str):
             raise SyncFailure(served)
         self._api.url, self._routed, self._base = served.url, served.routed, served.base
-        self._served = dict(served.adapters)
+        self._versions = [*self._versions, (version, dict(served.adapters))][-self.setup.versions :]
         self.rules = self._rules(served.context)
         self.policy_version = version
 

@@ -114,7 +114,7 @@ class VllmColocatedEngine(PushingEngine):
         job = _VllmRequest(
             id=str(self._count),
             row=self.rules.row(request),
-            adapter=self._adapter_of(request.module),
+            adapter=self._adapter_of(request.module, self.policy_version),
             version=self.policy_version,
             future=asyncio.get_running_loop().create_future(),
         )

@@ -186,9 +186,10 @@ def engine_arguments(
     else:
         arguments += ["--gpu-memory-utilization", str(config.gpu_memory)]
     if adapters:
-        # Calls of the version before may be in flight while the next one loads.
+        # One more than calls ask for: the next version loads before the oldest goes.
         arguments += ["--enable-lora", "--max-lora-rank", str(next((size for size in RANKS if rank <= size), rank))]
-        arguments += ["--max-loras", str(2 * adapters), "--max-cpu-loras", str(3 * adapters)]
+        arguments += ["--max-loras", str(setup.versions * adapters)]
+        arguments += ["--max-cpu-loras", str((setup.versions + 1) * adapters)]
     return arguments
 
 

@@ -121,7 +121,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
             raise
         self.policy_version = version
         routed, replica = self._routed, self.replicas[0]
-        url, adapters = self._api.url, self._served
+        url, adapters = self._api.url, self._newest
         processes.first(Serving(url=url, routed=routed, base=replica.base, context=replica.context, adapters=adapters))
 
     def _serve(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
@@ -353,12 +353,14 @@ class VllmServerEngine(HttpEngine, PushingEngine):
 
     async def _bring_up_to_date(self, replica: Replica) -> None:
         await replica.boot()
-        for adapter in self._served.values():
-            await replica.load(adapter.name, adapter.folder)
+        # With one batch ahead, calls of older weights died with it and are sent again to the newest.
+        for _, adapters in self._versions if self.setup.versions > 2 else self._versions[-1:]:
+            for adapter in adapters.values():
+                await replica.load(adapter.name, adapter.folder)
         if self._weights_folder is not None:
             await replica.api.reload(str(self._weights_folder.resolve()))
         for name, expected in self._expected.items():
-            served = self._served.get(name)
+            served = self._newest.get(name)
             probe = await replica.api.probe(served.name if served else replica.base, self.probe_ids)
             self._check_gap(expected, {replica.name: probe}, name)
         await self._put_in(replica)

@@ -108,7 +108,7 @@ def collected(name: str, options: Options, folder: Path) -> object:
             batch = collector.collect(1, lambda forest: None)  # type: ignore[arg-type, return-value]
         except TooManyFailures as error:
             return str(error)
-        ahead = collector.prefetch.step
+        ahead = collector.prefetch.steps
         collector.prefetch.wait()
     return ahead, [example.id for example in batch.examples], sorted(c.text for c in batch.forest.calls.values())
 
