@@ -133,10 +133,7 @@ def item_block(items: Sequence[Item], inputs: Mapping[str, JsonObject], key: str
     for item in items:
         prediction = (item.get("predictions") or [""])[0]
         fields = prediction if isinstance(prediction, Mapping) else {"prediction": prediction}
-        texts = {
-            name: "; ".join(map(str, value)) if isinstance(value, list) else value for name, value in fields.items()
-        }
-        lines = [f"{name}: {abridged(clean(text), 400, 200)}" for name, text in texts.items()]
+        lines = [f"{name}: {abridged(clean(value), 400, 200)}" for name, value in fields.items()]
         lines.append(" · ".join(f"{name} {short(value)}" for name, value in item["metrics"].items()))
         lines += [f"failed: {', '.join(map(clean, item['errors']))}"] if item.get("errors") else []
         examples.append(

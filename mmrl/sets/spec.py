@@ -142,13 +142,6 @@ class Figure(Section):
     first: int = Field(50, ge=1, description="steps that bars are means of")
 
 
-class Case(Section):
-    """Case study: an item, early and late in a training run."""
-
-    early: int = Field(ge=1, description="steps; the first evaluation of training after so many")
-    item: str = Field("", description="its id; empty: the first one whose last score rises the most")
-
-
 class SetSpec(Base):
     """A set: `conf/set/NAME.yaml`; its own words apply to every run."""
 
@@ -165,7 +158,7 @@ class SetSpec(Base):
     agree: float = Field(0.0, ge=0, description="difference to the paper at most, where it is not in our interval")
     claims: tuple[Claim, ...] = ()
     figure: Figure | None = None
-    case: Case | None = None
+    case: int | None = Field(None, ge=1, description="steps after which an answer is shown beside the last one")
     notes: tuple[str, ...] = ()
     config_dir: str | None = Field(None, description="written by mmrl train stages=: the --config-dir of its words")
 
