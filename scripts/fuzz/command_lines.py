@@ -21,7 +21,7 @@ COMMANDS: dict[str, str] = {
     "serve": "policy host port token_env name parent model hardware engine",
     "serve-retriever": "index host port max_batch parent device",
     "new-task": "kind dir name",
-    "fetch": "name wheel",
+    "fetch": "name",
 }
 """Command -> keys that it reads itself."""
 NO_COMMANDS = ("worker", "trian", "", "--help", "-V", "help", "-x", "-sc", "index", "index burn")
