@@ -13,13 +13,15 @@ import numpy as np
 from mmrl.errors import MODEL_CAUSED, ParseFailure
 from mmrl.report.advice import FAILURES
 from mmrl.report.alarms import (
+    ALL_FAILED,
+    EMPTY_SEARCHES,
     FAULT_FACTS,
     NEVER_FACTS,
+    NEVER_VALID,
     VALIDITY_FACTS,
     Alarm,
     AlarmRule,
     Criterion,
-    Thresholds,
     above,
     alarms,
     at_least,
@@ -28,7 +30,6 @@ from mmrl.report.alarms import (
 from mmrl.report.stats import FAILED, failed_text, failure_shares, modules_in, short
 from mmrl.report.text import align
 
-ALARMS = Thresholds(window=1)
 LONGEST_QUOTE = 200
 """Characters of a message or of a reply that a finding quotes."""
 TABLE = {
@@ -114,7 +115,7 @@ def _middle(key: str) -> str:
 
 def find(played: Played) -> list[Finding]:
     """Return the findings of a played step, those first that make training useless."""
-    raised = alarms([{"step": 0, **played.metrics}], ALARMS, extra=tuple(_rules(played)))
+    raised = alarms([{"step": 0, **played.metrics}], window=1, extra=tuple(_rules(played)))
     names = {alarm.name for alarm in raised}
     # Each kind of failure has a separate sentence here.
     explained = {"failures"}
@@ -141,7 +142,7 @@ def find(played: Played) -> list[Finding]:
 
 def _stops(kind: str, share: float, played: Played) -> bool:
     """True where failures of a kind leave nothing to train on; those that the model causes have a failure rule."""
-    return share >= ALARMS.all_failed if kind in MODEL_CAUSED else share > played.max_failed_share
+    return share >= ALL_FAILED if kind in MODEL_CAUSED else share > played.max_failed_share
 
 
 def _useless(alarm: Alarm, played: Played, constant: bool) -> bool:
@@ -156,7 +157,7 @@ def _useless(alarm: Alarm, played: Played, constant: bool) -> bool:
     return {
         "never_parses": constant,
         "logprob_gap": not value <= BROKEN_GAP,
-        "judge_unreadable": value >= ALARMS.all_failed,
+        "judge_unreadable": value >= ALL_FAILED,
         "no_gold": value == 0,
         "packing": True,
     }.get(alarm.name, False)
@@ -175,7 +176,7 @@ def _rules(played: Played) -> Iterator[AlarmRule]:
     for kind in FAILURES.keys() - MODEL_CAUSED:
         name = "endpoint_faults" if kind == "engine" and played.endpoints else FAILURES[kind]
         yield AlarmRule(name, [f"{FAILED}{kind}"], above(0.0), subject=_quoted(played.failed.get(kind, "")))
-    never = ALARMS.never_valid
+    never = NEVER_VALID
     parsed = module_keys(records, ("format_rate",))
     yield AlarmRule("seldom_parses", parsed, lambda means: ((means > never) & (means < SELDOM), means))
     cut = module_keys(records, ("finish_length_share",))
@@ -192,7 +193,7 @@ def _rules(played: Played) -> Iterator[AlarmRule]:
             name = "slow_metric" if tool == "reward" else "slow_tool"
             yield AlarmRule(name, [f"tool/{tool}/seconds"], _slow(share), subject=tool)
         if key.endswith("/empty"):
-            yield AlarmRule("empty_searches", [key], above(ALARMS.empty_searches), subject=_middle(key))
+            yield AlarmRule("empty_searches", [key], above(EMPTY_SEARCHES), subject=_middle(key))
     yield AlarmRule("endpoint_retries", ["endpoint/retried"], above(RETRIES))
     yield AlarmRule("no_gold", ["corpus/coverage"], lambda means: (means < COVERAGE, means))
     yield AlarmRule("gold_not_found", ["task/gold_retrieved"], lambda means: (means == 0, means))

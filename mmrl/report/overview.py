@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.errors import CheckpointError, ConfigError, DataError, MmrlError
-from mmrl.report.alarms import Alarm, Thresholds, alarms
+from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.rundir import RunDir, is_run, step_of
 from mmrl.report.stats import (
     FIRST,
@@ -207,8 +207,8 @@ class Overview:
     @property
     def no_alarm(self) -> str:
         """Sentence for a run without alarms, also because there are too few steps for most of them."""
-        steps, window = len(self.training), Thresholds().window
-        few = f"; most look at means over {window} steps, and this run has {steps}" if steps < window else ""
+        steps = len(self.training)
+        few = f"; most look at means over {WINDOW} steps, and this run has {steps}" if steps < WINDOW else ""
         return self.unscored or f"No alarm rang{few}."
 
     @cached_property
