@@ -66,7 +66,7 @@ def write_report(overview: Overview) -> Path:
     page = rendered(
         "run.html",
         blocks=blocks,
-        all_blocks=len(browser.step_keys(overview)),
+        all_blocks=len(browser.step_files(overview)),
         script=script,
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         overview=overview,
