@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from mmrl import __version__
 from mmrl.errors import ConfigError, MmrlError
 
 if TYPE_CHECKING:
@@ -33,7 +34,30 @@ Flags:
 JsonFlag = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 # Errors and help are plain text: rich would read `run.report_to=[wandb]` as markup.
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"mmrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback(options_metavar="COMMAND", subcommand_metavar="[KEY=VALUE ...]")
+def mmrl(
+    version: Annotated[
+        bool, typer.Option("-V", "--version", callback=_version, is_eager=True, help="Version.")
+    ] = False,
+) -> None:
+    """Train language-model programs by reinforcement learning.
+
+    `mmrl COMMAND --help` has the keys and examples of one command. `mmrl train` alone does the main job:
+    algo=mhgpo_rr task=hotpotqa model=tiny, in minutes on two cores.
+    """
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
