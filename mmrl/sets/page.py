@@ -278,7 +278,7 @@ class SetPage:
 
     @cached_property
     def figure(self) -> SetFigure | None:
-        """Curves or bars; None without data."""
+        """Curves; None without data."""
         spec = self.result.spec
         declared = spec.figure or (Figure(band="range") if not spec.scores else None)
         figure = SetFigure(self.result, declared) if declared else None

@@ -134,12 +134,8 @@ class Diagram(Section):
 class Figure(Section):
     """Diagrams of the training runs."""
 
-    kind: Literal["curves", "bars"] = Field("curves", description="bars: means over the first steps")
     diagrams: tuple[Diagram, ...] = Field((), description="none: the main metric, the reward and what programs do")
     band: Literal["std", "range"] = Field("std", description="around the mean over seeds: a deviation, or all seeds")
-    smooth: float = Field(0.0, ge=0, lt=1, description="weight of the value before in a moving average; 0: none")
-    scaled: bool = Field(False, description="each line from its least to its greatest value, which the legend says")
-    first: int = Field(50, ge=1, description="steps that bars are means of")
 
 
 class SetSpec(Base):
