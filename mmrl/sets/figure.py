@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from textwrap import fill
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas
@@ -23,10 +24,7 @@ from mmrl.report.charts import (
     PAGE,
     STYLE,
     WINDOW,
-    Band,
-    LineStyle,
     bare_svg,
-    draw_band,
     standalone,
     whole_steps,
 )
@@ -36,25 +34,24 @@ from mmrl.sets.cells import BEHAVIOUR, SetResult, behaviour_in
 from mmrl.sets.spec import Diagram, Figure
 from mmrl.system.files import JsonObject
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 ACROSS = 3
 """Diagrams side by side."""
 LABEL = 30
 """Letters of a line beside an axis; more do not fit its height."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowCurve:
-    """Curves of a row in a diagram."""
+class RowCurve(NamedTuple):
+    """Curve of a row in a diagram, over the steps that all its seeds have."""
 
     row: str
-    band: Band
-    """Over the steps that all its seeds have."""
     seeds: int
-
-    @property
-    def label(self) -> str:
-        """Name of the row, and its number of seeds."""
-        return f"{self.row} ({self.seeds})"
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,7 @@ class SetFigure:
         if self.figure.band == "std":
             spread = curves.std().fillna(0.0)
             low, high = mean - spread, mean + spread
-        return RowCurve(row, Band(*map(np.asarray, (curves.columns, mean, low, high))), len(curves))
+        return RowCurve(row, len(curves), *map(np.asarray, (curves.columns, mean, low, high)))
 
     def _curve(self, history: History, diagram: Diagram) -> dict[int, float]:
         """Return step -> value of the first of the diagram's metrics that the run has."""
@@ -152,7 +149,7 @@ class SetFigure:
             (title, diagram.label, line.row, *point, line.seeds)
             for title, diagram, lines in self.panels
             for line in lines
-            for point in zip(*line.band, strict=True)
+            for point in zip(line.steps, line.mean, line.low, line.high, strict=True)
         ]
         if not points:
             return {}
@@ -168,7 +165,6 @@ class SetFigure:
 
         across = min(ACROSS, len(self.panels))
         down = -(-len(self.panels) // across)
-        style = {row: _style(index) for index, row in enumerate(self.result.rows)}
         with matplotlib.rc_context(STYLE):
             canvas = Canvas(figsize=(4.4 * across, 3.1 * down), layout="constrained", facecolor=PAGE)
             FigureCanvasAgg(canvas)
@@ -183,8 +179,7 @@ class SetFigure:
                 else:
                     whole_steps(axes)
                 for line in lines:
-                    draw_band(axes, line.band, style[line.row])
-                    axes.lines[-1].set_label(line.label)
+                    _draw_curve(axes, line, self.result.rows.index(line.row))
             # A single legend above all diagrams: a row has the same name and style in each.
             handles = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in canvas.axes]
             lines_of = {label: handle for pairs in handles for handle, label in pairs}
@@ -208,5 +203,20 @@ def _join_histories(histories: Sequence[History]) -> History:
     return list(lines.values())
 
 
-def _style(index: int) -> LineStyle:
-    return LINES[index % len(LINES)], MARKERS[index % len(MARKERS)], DASHES[index // len(LINES) % len(DASHES)]
+def _draw_curve(axes: Axes, line: RowCurve, index: int) -> None:
+    """Draw the mean and its band in the style of row number `index`, with about five markers."""
+    color, number = LINES[index % len(LINES)], index % len(MARKERS)
+    spacing = max(1, len(line.steps) // 5)
+    axes.plot(
+        line.steps,
+        line.mean,
+        label=f"{line.row} ({line.seeds})",
+        color=color,
+        linewidth=1.8,
+        linestyle=DASHES[index // len(LINES) % len(DASHES)],
+        marker=MARKERS[number],
+        markersize=5,
+        # Markers of different lines start at different places, so that they do not hide each other.
+        markevery=(number % spacing, spacing),
+    )
+    axes.fill_between(line.steps, line.low, line.high, color=color, alpha=0.13, linewidth=0)
