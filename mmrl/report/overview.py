@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mmrl.config.base import FETCHED, SHIPPED
-from mmrl.errors import CheckpointError, ConfigError, DataError, MmrlError
+from mmrl.errors import CheckpointError, ConfigError, MmrlError
 from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.rundir import RunDir, is_run, step_of
 from mmrl.report.stats import (
@@ -38,9 +38,6 @@ from mmrl.report.trials import trial_alarms
 from mmrl.system.files import JsonObject, read_jsonl
 from mmrl.system.objects import readable
 
-FEW = 5
-"""Problems of a damaged run that are listed."""
-_ITEM = "expected an item with id (text) and metrics (numbers by name)"
 Item: TypeAlias = JsonObject
 """A line of `eval/*.jsonl`: `id`, `metrics` and more."""
 
@@ -69,25 +66,13 @@ def damage_named(path: Path | str) -> Iterator[None]:
 
 
 def _items_of(run: RunDir) -> dict[str, dict[int, Sequence[Item]]]:
-    """Split -> step -> results of its items.
-
-    Raises:
-        DataError: a line that is no result.
-    """
+    """Split -> step -> results of its items."""
     items: dict[str, dict[int, Sequence[Item]]] = {}
     # Names are `step-000012-<split>.jsonl`, and a split may hold hyphens.
     for path in sorted((run.path / "eval").glob("step-*-*.jsonl")):
         if (step := step_of(path)) is not None:
-            read = items.setdefault(path.stem.split("-", 2)[2], {})[step] = read_jsonl(path)
-            if problems := [f"{path}:{line}: {_ITEM}" for line, item in enumerate(read, 1) if not _is_item(item)]:
-                raise DataError(problems[:FEW])
+            items.setdefault(path.stem.split("-", 2)[2], {})[step] = read_jsonl(path)
     return items
-
-
-def _is_item(item: Item) -> bool:
-    metrics = item.get("metrics")
-    numbers = isinstance(metrics, dict) and all(isinstance(value, int | float) for value in metrics.values())
-    return isinstance(item.get("id"), str) and numbers
 
 
 @dataclass(frozen=True)

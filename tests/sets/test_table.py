@@ -164,12 +164,6 @@ def test_a_failure_leaves_the_others_and_is_tried_again(calls, monkeypatch, caps
     monkeypatch.delenv("BREAKS")
     assert main([*TABLE, "seed=0"]) == 0
     assert [line.split()[0] for line in calls()] == ["train", "eval"]
-    # The list has what the page of the whole set last counted: cells with all their seeds.
-    for seeds, done in (("0", "3 / 12  "), ("0,1", "9 / 12  ")):  # RR again has the runs of RR
-        assert main([*TABLE, "rows=rr", f"seed={seeds}"]) == 0 and main([*TABLE, "do=show"]) == 0
-        capsys.readouterr()
-        assert main(["table"]) == 0
-        assert done in next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("own "))
 
 
 def test_seeds_whose_configs_differ_are_no_average(calls, monkeypatch, capsys):
