@@ -15,10 +15,7 @@ from mmrl.report.advice import FAILURES
 from mmrl.report.alarms import (
     ALL_FAILED,
     EMPTY_SEARCHES,
-    FAULT_FACTS,
-    NEVER_FACTS,
     NEVER_VALID,
-    VALIDITY_FACTS,
     Alarm,
     AlarmRule,
     Criterion,
@@ -27,7 +24,8 @@ from mmrl.report.alarms import (
     at_least,
     module_keys,
 )
-from mmrl.report.stats import FAILED, failed_text, failure_shares, modules_in, short
+from mmrl.report.stats import FAILED, failure_shares, modules_in, short
+from mmrl.report.tables import facts_table
 from mmrl.report.text import align
 
 LONGEST_QUOTE = 200
@@ -43,6 +41,9 @@ TABLE = {
     "logprob_gap": "gap (nats)",
 }
 """Metric of a module -> its column."""
+LISTED = ("reward/", "credit/groups", "credit/zero_variance_share", "rollouts/failed/", "rollouts/caught_parse")
+LISTED += ("tool/", "corpus/", "task/gold_retrieved")
+"""Beginnings of the metrics that are listed below that table."""
 
 
 # When a finding is one, beyond the limits of alarms.
@@ -224,45 +225,18 @@ def verdict(findings: Sequence[Finding]) -> str:
 def report(played: Played, findings: Sequence[Finding]) -> str:
     """Return the metrics, findings and verdict as text."""
     metrics = played.metrics
-    spread = "no rollout has a reward"
-    if "reward/mean" in metrics:
-        low, mean, high = (short(metrics[f"reward/{name}"]) for name in ("min", "mean", "max"))
-        spread = f"rewards {mean} on average, from {low} to {high}"
-    if groups := metrics.get("credit/groups"):
-        spread += f"; {metrics['credit/zero_variance_share']:.0%} of {groups:.0f} groups have equal rewards"
     rollouts, room = metrics["rollouts/count"], f" (context {played.max_context})" if played.max_context else ""
+    names = [name for name in metrics if name.startswith(LISTED)]
+    modules = [
+        [name, *(short(metrics.get(f"module/{name}/{fact}")) for fact in TABLE)] for name in modules_in([metrics])
+    ]
     blocks = [
         f"{played.title}: {rollouts:.0f} rollouts of {played.examples} examples in {played.seconds:.1f} s{room}",
-        align(_table(metrics)),
-        "\n".join([spread, *_details(metrics)]),
+        align([["module", *TABLE.values()], *modules]),
+        facts_table({name: metrics[name] for name in names}),
         "\n".join([*(finding.text() for finding in findings), verdict(findings)]),
     ]
     return "\n\n".join(blocks)
-
-
-def _table(metrics: Mapping[str, float]) -> list[list[str]]:
-    rows = [
-        [module, *(short(metrics.get(f"module/{module}/{name}")) for name in TABLE)] for module in modules_in([metrics])
-    ]
-    return [["module", *TABLE.values()], *rows]
-
-
-def _details(metrics: Mapping[str, float]) -> list[str]:
-    tools = [_middle(key) for key in metrics if key.endswith("/seconds")]
-    lines = [
-        f"{'' if tool == 'reward' else 'tool '}{tool}: {metrics[f'tool/{tool}/calls']:.0f} calls of "
-        f"{metrics[f'tool/{tool}/seconds']:.3f} s, {metrics[f'tool/{tool}/share']:.0%} of the rollouts' time"
-        for tool in tools
-    ]
-    faults = module_keys([metrics], (*FAULT_FACTS, *NEVER_FACTS, *VALIDITY_FACTS))
-    lines += [", ".join(f"{key.split('/', 1)[1]} {metrics[key]:.0%}" for key in faults if not key.endswith("_rate"))]
-    shares = {"corpus/coverage": "the corpus can answer {:.0%} of the training questions"}
-    shares |= {"task/gold_retrieved": "searches brought {:.0%} of the gold documents"}
-    lines += [text.format(metrics[key]) for key, text in shares.items() if key in metrics]
-    lines.append(failed_text(failure_shares(metrics)))
-    caught = metrics.get("rollouts/caught_parse")
-    lines += [f"parse failures that the program caught: {caught:.0f}"] if caught else []
-    return [line for line in lines if line]
 
 
 def as_object(played: Played, findings: Sequence[Finding]) -> dict[str, object]:
