@@ -22,7 +22,6 @@ from mmrl.models.load import located
 from mmrl.report.overview import Item, Overview
 from mmrl.report.stats import number
 from mmrl.report.tables import before_after_rows, markdown
-from mmrl.system.files import JsonObject
 from mmrl.system.objects import readable
 
 if TYPE_CHECKING:
@@ -103,25 +102,6 @@ def _templates() -> Environment:
         "short_path": shorten_path,
     }
     return templates
-
-
-def checkpoint_card(config: JsonObject, step: int) -> str:
-    """Return `README.md` of a checkpoint: how its weights came about, in place of peft's empty form.
-
-    Args:
-        config: of the run; empty where the trainer's user stores none.
-        step: steps done.
-    """
-    model, task, algo = (config.get(section) or {} for section in ("model", "task", "algo"))
-    base, algorithm = str(model.get("path", "")), str(algo.get("name", ""))
-    method = f" {_method_text(algorithm)} on the task `{task.get('name')}`" if algorithm else ""
-    label = f"`{shorten_path(FETCHED.get(base, base))}`" if base else "a model"
-    return (
-        f"---\n{_head(base, algorithm, adapter=bool(model.get('lora'))).to_yaml()}\n---\n\n# Step {step}\n\n{label}, "
-        f"trained for {step} steps{method}, with mmrl. A checkpoint holds the state of the optimizer too. The weights "
-        "for other libraries, with a card that has data, settings and numbers: "
-        f"`mmrl export RUN_DIR out=FOLDER checkpoint={step}`.\n"
-    )
 
 
 def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:

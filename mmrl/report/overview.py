@@ -24,8 +24,6 @@ from mmrl.report.stats import (
     Difference,
     History,
     compare_items,
-    failed_text,
-    failure_shares,
     learning,
     modules_in,
     number,
@@ -172,29 +170,11 @@ class Overview:
         return sorted(raised, key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
     @property
-    def unscored(self) -> str:
-        """Sentence for a run that never scored above 0 without an alarm that says why; else empty."""
-        scores = [
-            (name, change.before, change.after) for name, change in self.differences.items() if name == self.main_metric
-        ]
-        name, _, values = learning(self.training)
-        scores += [("the reward in training", values[0], values[-1])] if name == "reward" and len(values) else []
-        nothing = [name for name, *both in scores if all(abs(score) < 5e-4 for score in both)]  # 0.000, as it is shown
-        if not nothing or self.alarms or self.evaluates:
-            return ""
-        failed = failed_text(failure_shares(self.training[-1])) if self.training else ""
-        failures = f"; of the rollouts of the last step {failed}" if failed else ""
-        return (
-            f"No alarm rang, yet {nothing[0]} is 0 at the start and at the end{failures}. mmrl doctor with the run's "
-            "settings looks for what is wrong."
-        )
-
-    @property
     def no_alarm(self) -> str:
-        """Sentence for a run without alarms, also because there are too few steps for most of them."""
+        """Sentence for a run without alarms."""
         steps = len(self.training)
         few = f"; most look at means over {WINDOW} steps, and this run has {steps}" if steps < WINDOW else ""
-        return self.unscored or f"No alarm rang{few}."
+        return f"No alarm rang{few}."
 
     @cached_property
     def modules(self) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from typing import TypeAlias
 
 from mmrl.report.stats import Difference, Metrics, fixed, modules_in, number, short, signed
 from mmrl.report.text import align
-from mmrl.system.files import JsonObject
 
 Rows: TypeAlias = list[list[str]]
 
@@ -83,26 +82,11 @@ def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:
     return brief if len(set(brief)) == len(jobs) else names
 
 
-LABELS = ("partial corpus", "corpus coverage", "judge")
-"""Facts of an evaluation without which its numbers say too much."""
-
-
-def columns_text(summaries: Mapping[str, JsonObject]) -> str:
-    """Return a table: a row per metric with its 95 % interval, then items and failures, then what the numbers are over.
-
-    Args:
-        summaries: column name -> `summary.json` of an evaluation: `metrics`, and `facts` of its task.
-    """
-    columns: list[Mapping[str, float]] = [summary["metrics"] for summary in summaries.values()]
+def columns_text(evaluations: Mapping[str, Mapping[str, float]]) -> str:
+    """Return a table: a row per metric with its 95 % interval, then items and failures."""
+    columns = evaluations.values()
     names = dict.fromkeys(name for metrics in columns for name in metrics if f"{name}_low" in metrics)
-    rows = [["", *summaries], *([name, *(with_interval(metrics, name) for metrics in columns)] for name in names)]
+    rows = [["", *evaluations], *([name, *(with_interval(metrics, name) for metrics in columns)] for name in names)]
     rows.append(["items", *(f"{metrics.get('n', 0):.0f}" for metrics in columns)])
     rows.append(["failed from outside", *(f"{metrics.get('failed_share', 0):.1%}" for metrics in columns)])
-    # Where data are partial or a judge is a rule, the numbers need that beside them.
-    notes = [
-        f"{name}: {label}: {summary['facts'][label]}"
-        for name, summary in summaries.items()
-        for label in LABELS
-        if label in summary.get("facts", {})
-    ]
-    return "\n".join([align(rows), *notes])
+    return align(rows)

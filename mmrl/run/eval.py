@@ -50,13 +50,13 @@ def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence
     """
     # Exit codes are collected, so that one bad column neither stops the others nor is forgotten.
     codes: list[int] = []
-    columns: dict[str, JsonObject] = {}
+    columns: dict[str, dict[str, float]] = {}
     for number, (name, config) in enumerate(configs.items(), start=1):
         folder = run_folder(config.run.dir, config.task.name, "eval")
         print(f"-- evaluation {number} of {len(configs)}: {name}")
         try:
             code = evaluate_policy(config.in_folder(folder), command)
-            columns[name] = RunDir.read(folder).summary
+            columns[name] = RunDir.read(folder).summary["metrics"]
         except MmrlError as error:
             print(f"error: {error}", file=sys.stderr)
             code = error.exit_code
