@@ -378,13 +378,9 @@ def refuse_full(path: Path) -> None:
 
 def _resume_hint(path: Path) -> str:
     """Return the hint with the command that continues the run in a folder; empty without a run."""
-    if not (path / "config.yaml").is_file():
+    if not is_run(path):
         return ""
-    try:
-        config = read_yaml(path / "config.yaml")
-    except DataError:
-        config = None  # whoever continues it will hear of that
-    command = "eval" if isinstance(config, dict) and "policy" in config else "train"
+    command = "eval" if "policy" in RunDir(path).config else "train"
     return f"; to continue it: mmrl {command} resume={path}"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -20,7 +21,7 @@ from mmrl.config.retriever import (
 )
 from mmrl.errors import ConfigError, DataError
 from mmrl.models.hub import encoder_problems
-from mmrl.report.text import align
+from mmrl.report.tables import facts_table
 from mmrl.retrieval.base import Retriever
 from mmrl.retrieval.index_folder import (
     IndexInfo,
@@ -88,19 +89,9 @@ def build(arguments: BuildIndexArguments) -> int:
 
 def info(arguments: IndexInfoArguments) -> int:
     """Run `mmrl index info`."""
-    folder = user_path(arguments.index)
-    facts = read_info(folder, KEY)
-    rows = {
-        "index": str(folder),
-        "retriever": _spec_text(facts),
-        "passages": f"{facts.documents:,} ({facts.duplicates:,} repeated ones left out)",
-        "text": decimal(facts.text_bytes),
-        "disk": decimal(sum(int(size) for size, _ in facts.files.values())),
-        "corpus": ", ".join(facts.sources) or "a task",
-        "digest": facts.digest,
-        "built in": f"{facts.build_seconds:.1f} s",
-    }
-    print(align([*rows.items()], indent=""))
+    facts = asdict(read_info(user_path(arguments.index), KEY))
+    facts["files"] = decimal(sum(int(size) for size, _ in facts["files"].values()))
+    print(facts_table(facts, indent=""))
     return 0
 
 
