@@ -9,16 +9,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.config.other_stages import SFT
 from mmrl.models.load import located
+from mmrl.report.html import templates
 from mmrl.report.overview import Item, Overview
 from mmrl.report.stats import number
 from mmrl.report.tables import before_after_rows, markdown
@@ -73,7 +72,7 @@ def model_card(overview: Overview, facts: CardFacts) -> str:
     sections = {
         name: overview.config[name] for name in ("algo", "train", "task", "model", "eval") if name in overview.config
     }
-    template = _templates().get_template("card.md")
+    template = templates().get_template("card.md")
     return readable(
         template.render(
             overview=overview,
@@ -81,27 +80,14 @@ def model_card(overview: Overview, facts: CardFacts) -> str:
             front=_front_matter(overview, facts).to_yaml(),
             base=str(overview.get("model.path", "?")),
             method=_method_text(str(overview.get("algo.name", "?"))),
-            compared=before_after_rows(compared),
+            shorten_path=shorten_path,
+            compared=markdown(before_after_rows(compared)),
             count=next((difference.n for difference in compared.values()), 0),
             evaluated=sorted(evaluated),
             settings=yaml.safe_dump(_published(sections), sort_keys=False, allow_unicode=True).rstrip("\n"),
             command=shlex.join(shorten_path(str(word)) for word in overview.environment.get("command") or ()),
         )
     )
-
-
-@cache
-def _templates() -> Environment:
-    """Build the environment of text templates, in which nothing is escaped."""
-    templates = Environment(
-        loader=PackageLoader("mmrl.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    templates.filters |= {
-        "table": markdown,
-        "cell": lambda text: str(text).replace("|", "\\|"),
-        "short_path": shorten_path,
-    }
-    return templates
 
 
 def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
@@ -218,6 +204,6 @@ def snippets(
         "program": program,
         "address": ADDRESS,
     }
-    code = _templates().get_template("snippets.jinja").make_module(values)
+    code = templates().get_template("snippets.jinja").make_module(values)
     for name in ("transformers", "vLLM", "DSPy", "openai"):
         yield name, str(getattr(code, name.lower())())

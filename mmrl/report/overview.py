@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mmrl.config.base import FETCHED, SHIPPED
+from mmrl.config.base import FETCHED, SHIPPED, value_at
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
 from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.rundir import RunDir, is_run, step_of
@@ -96,12 +96,8 @@ class Overview:
 
     def get(self, path: str, default: object = None) -> Any:
         """Return a config value by the path that the user would type; `default` where there is none."""
-        value: object = self.config
-        for part in path.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                return default
-            value = value[part]
-        return value
+        value = value_at(self.config, path)
+        return default if value is None else value
 
     @property
     def evaluates(self) -> bool:

@@ -117,7 +117,6 @@ def build_index(
     stamp: str = "",
     device: str = "cpu",
     batch_size: int = 32,
-    on_corpus: Callable[[CorpusFacts], None] = lambda corpus: None,
 ) -> IndexInfo:
     """Build an index folder, or go on with a build that was killed.
 
@@ -129,7 +128,6 @@ def build_index(
         stamp: changes when the content of the sources does; an earlier attempt with another is not continued.
         device: device of the encoder.
         batch_size: batch size of the encoder.
-        on_corpus: called with the passages' counts before anything is encoded.
 
     Raises:
         DataError: the folder exists, no passages, another build of the same folder is running, or an unfinished one
@@ -152,7 +150,6 @@ def build_index(
         if not corpus.documents:
             shutil.rmtree(work)
             raise DataError(f"index: {', '.join(sources) or 'the corpus'}: has no passages")
-        on_corpus(corpus)
         _build(work, PassageStore(work), spec, device, batch_size)
         return _finish(work, folder, spec, corpus, sources, time.perf_counter() - started)
     finally:

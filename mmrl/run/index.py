@@ -35,7 +35,7 @@ from mmrl.retrieval.index_folder import (
 )
 from mmrl.retrieval.select import index_problems, packages_missing, server_problems
 from mmrl.retrieval.serving import make_app
-from mmrl.retrieval.store import CorpusFacts, PassageStore
+from mmrl.retrieval.store import PassageStore
 from mmrl.run.serve import listen, read_token
 from mmrl.system.files import user_path
 from mmrl.tasks.data.corpus import Corpus
@@ -74,7 +74,6 @@ def build(arguments: BuildIndexArguments) -> int:
             corpus.passages,
             sources=arguments.corpus,
             stamp=corpus.stamp(),
-            on_corpus=lambda passages: print(_corpus_text(spec, passages), flush=True),
             **section.model_dump(include={"device", "batch_size"}),
         )
     except OSError as error:
@@ -145,13 +144,6 @@ def _estimate_text(spec: IndexSpec, local_bytes: int, hub_ids: Sequence[str], fo
     if not (hub_ids or local_bytes):
         lines.append("the embedded mini world: about 1,200 short passages, some megabytes of disk and memory at most")
     return "\n".join(lines)
-
-
-def _corpus_text(spec: IndexSpec, corpus: CorpusFacts) -> str:
-    """Return the sizes as known once the passages are written."""
-    passages = f"{corpus.documents:,} passages, {decimal(corpus.text_bytes)} of text"
-    left_out = f"{corpus.duplicates:,} with the same title and text left out"
-    return f"{passages} ({left_out})\n{_sizes_text(spec, corpus.documents, corpus.text_bytes)}"
 
 
 def _sizes_text(spec: IndexSpec, passages: int, text_bytes: int) -> str:

@@ -220,7 +220,7 @@ def test_what_is_wrong_is_an_exception_with_the_command_s_sentence(tmp_path: Pat
     assert "got 'mmgrp', expected one of" in refused(MMRL(metric, algo="mmgrp", run_dir=folder))
     few = {"train.batch_size": 2}
     assert "model.path: " in refused(MMRL(metric, model=str(tmp_path / "none"), run_dir=folder, **few))
-    assert "task.inputs: given by the arguments of MMRL" in refused(MMRL(metric, run_dir=folder, **{"task.inputs": 1}))
+    assert "task.inputs: given more than once" in refused(MMRL(metric, run_dir=folder, **{"task.inputs": 1}))
     assert "train.lr: got a object" in refused(MMRL(metric, run_dir=folder, **{"train.lr": object()}))
     assert "got 1 examples, expected at least 2" in refused(MMRL(metric), trainset=trainset()[:1], valset=None)
     with pytest.raises(ValueError, match="Inputs have not been set"):
