@@ -21,7 +21,6 @@ class Advice:
     `{then_share}` in percent, `{only_share}` the first where it is small, `{ratio}` the first as a share of the second;
     `{subject}` is a name or a message, left out with its brackets where there is none."""
     change: str
-    """The setting to change."""
 
     def text(self, now: float = 0.0, then: float = 0.0, subject: str = "") -> str:
         """Return both halves as one line, its numbers filled in."""
@@ -207,4 +206,3 @@ ADVICE: Mapping[str, Advice] = {
     "copies": Advice("texts of a group agree to {now_share}: exploration is gone", _LATER),
     "not_finite": Advice("{subject}", "lower train.lr, or set model.dtype=float32"),
 }
-"""Name of a trouble -> the advice."""

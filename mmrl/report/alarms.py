@@ -40,13 +40,10 @@ class Alarm:
 
     name: str
     key: str
-    """The metric that rang."""
     step: int
-    """First step."""
     until: int | None
     """Last step; None: still on."""
     message: str
-    """The symptom and what to try."""
 
 
 def alarms(history: History, window: int = WINDOW, extra: Sequence[AlarmRule] = ()) -> list[Alarm]:
@@ -111,7 +108,6 @@ class AlarmRule:
 
     name: str
     keys: Sequence[str]
-    """Metrics that it reads."""
     criterion: Criterion
     advice: str = ""
     """Name of its sentence in the table of advice; empty: `name`."""

@@ -47,9 +47,7 @@ class CardFacts:
 
     title: str
     step: int
-    """Training steps done."""
     holds: str
-    """A sentence about the contents of the folder."""
     kind: str = "merged"
     """`merged` (full weights) or `adapter` (LoRA adapters)."""
     licence: str | None = None
@@ -57,7 +55,6 @@ class CardFacts:
     modules: Mapping[str, str] = field(default_factory=dict)
     """Module -> what it speaks with, in words; empty where all share one policy."""
     prompts: Sequence[str] = ()
-    """Paragraphs about the program's prompts."""
     snippets: Mapping[str, str] = field(default_factory=dict)
     """Library -> code that uses the folder."""
     data: Mapping[str, str] = field(default_factory=dict)

@@ -41,7 +41,13 @@ TABLE = {
     "logprob_gap": "gap (nats)",
 }
 """Metric of a module -> its column."""
-LISTED = ("reward/", "credit/groups", "credit/zero_variance_share", "rollouts/failed/", "rollouts/caught_parse")
+LISTED: tuple[str, ...] = (
+    "reward/",
+    "credit/groups",
+    "credit/zero_variance_share",
+    "rollouts/failed/",
+    "rollouts/caught_parse",
+)
 LISTED += ("tool/", "corpus/", "task/gold_retrieved")
 """Beginnings of the metrics that are listed below that table."""
 
@@ -83,13 +89,10 @@ class Played:
     unpacked: str = ""
     """Why packed and padded updates differ; empty where they do not."""
     endpoints: bool = False
-    """Endpoints answer for modules."""
     max_tokens: int
-    """`task.max_tokens`."""
     max_context: int | None = None
     """Prompt + completion limit; None: not known."""
     max_failed_share: float
-    """`train.max_failed_share`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +101,7 @@ class Finding:
 
     name: str
     key: str
-    """The metric that shows it."""
     useless: bool
-    """Training would be useless."""
     message: str
 
     def text(self) -> str:

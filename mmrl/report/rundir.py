@@ -87,7 +87,6 @@ class RunDir:
         self.path = path
         self.metrics_path, self.report_path = path / "metrics.jsonl", path / "report.html"
         self.checkpoints = path / "checkpoints"
-        """Folder of the trainer's checkpoints."""
         self.ledger = Ledger(path)
         self._noted: set[tuple[str, str]] | None = None
         self._lock: int | None = None

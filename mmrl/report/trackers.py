@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 
 WITH_TEXTS = ("wandb", "tensorboard")
-"""Trackers that get texts of calls."""
 COLUMNS = ("step", "example", "module", "prompt", "completion", "reward", "advantage")
-"""Columns of a table of calls."""
 LONGEST = {"prompt": (500, 1500), "completion": (1500, 500)}
 """Characters at the start and at the end of a long text that are sent."""
 

@@ -44,7 +44,6 @@ class CreditRequest:
     step: int | None = None
     """None: all steps of the run."""
     user_keys: Sequence[str] = ()
-    """The config keys that were typed."""
     page: Path | None = None
     """A file for a page (`.html`) or a picture (`.svg`) of the credit."""
 
@@ -69,7 +68,6 @@ class Source:
     frozen: tuple[str, ...] = ()
     """Modules that are out of the loss, whatever the algorithm says."""
     entries: Sequence[JsonObject] = ()
-    """The entries of the journal, as trained."""
 
 
 def credit_command(request: CreditRequest, as_json: bool) -> int:

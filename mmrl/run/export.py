@@ -128,11 +128,9 @@ def select_checkpoint(overview: Overview, text: str) -> Path:
         CheckpointError: the run has none such.
     """
     checkpoints = {checkpoint_step(path) or 0: path for path in complete_checkpoints(overview.run.checkpoints)}
-    available = ", ".join(map(str, checkpoints)) or "none"
     if not checkpoints:
         raise CheckpointError(f"{overview.run.path}: has no checkpoint yet that is complete")
-    if text == "last":
-        return checkpoints[max(checkpoints)]
+    available = f"(there are: {', '.join(map(str, checkpoints))})"
     if text == "best":
         metric = overview.main_metric
         points = {step: value for step, value, _, _ in overview.evaluations(overview.split, metric)} if metric else {}
@@ -140,25 +138,21 @@ def select_checkpoint(overview: Overview, text: str) -> Path:
         if not scored:
             evaluated = ", ".join(map(str, points)) or "none"
             raise CheckpointError(
-                f"{overview.run.path}: no checkpoint is of a step that was evaluated (checkpoints: {available}; "
-                f"evaluated: {evaluated}); give checkpoint=N"
+                f"{overview.run.path}: no checkpoint is of a step that was evaluated {available}; evaluated: "
+                f"{evaluated}; give checkpoint=N"
             )
         # of equal ones the later, which has been trained longer
-        best = max(scored, key=lambda step: (scored[step], step))
-        better = max((step for step in points if step > 0), key=lambda step: points[step])
-        if points[better] > scored[best]:
-            print(f"note: step {better} had {metric} {points[better]:.4f}, but its checkpoint is gone (train.keep)")
-        print(f"best of the steps with a checkpoint: {best}, {metric} {scored[best]:.4f} on {overview.split}")
-        return checkpoints[best]
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(
-            f"mmrl export: checkpoint: got '{text}', expected last, best or a step (there are: {available})"
-        )
-    if int(text) not in checkpoints:
-        raise CheckpointError(
-            f"{overview.run.path}: has no complete checkpoint of step {text} (there are: {available})"
-        )
-    return checkpoints[int(text)]
+        step = max(scored, key=lambda step: (scored[step], step))
+        print(f"best of the steps with a checkpoint: {step}, {metric} {scored[step]:.4f} on {overview.split}")
+    elif text == "last":
+        step = max(checkpoints)
+    elif text.isascii() and text.isdigit():
+        step = int(text)
+    else:
+        raise ConfigError(f"mmrl export: checkpoint: got '{text}', expected last, best or a step {available}")
+    if step not in checkpoints:
+        raise CheckpointError(f"{overview.run.path}: has no complete checkpoint of step {step} {available}")
+    return checkpoints[step]
 
 
 def _refuse_damage(run: RunDir, checkpoint: Path) -> None:

@@ -30,7 +30,6 @@ VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "start."
 LEAST_ITEMS, LEAST_SEEDS, LEAST_GAIN = 200, 3, 0.05
 """"Learns" asks for: evaluated items, seeds (all of them), after - before."""
 CellOrMean = Cell | str
-"""A cell, or the name of a mean."""
 Interval = tuple[float, float]
 
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ACROSS = 3
-"""Diagrams side by side."""
 LABEL = 30
 """Letters of a line beside an axis; more do not fit its height."""
 

@@ -62,7 +62,6 @@ class Part:
     folded: bool = False
     """True: collapsed in a browser, left out in the terminal."""
     words: bool = False
-    """True for cells of words."""
 
 
 # --- scores

@@ -220,7 +220,7 @@ def test_best_is_the_best_evaluated_step(by_module: Path, tmp_path: Path, capsys
     shutil.rmtree(run / "checkpoints" / "checkpoint-1")
     exported(run, tmp_path / "left", "checkpoint=best", "module=answerer")
     shown = capsys.readouterr().out
-    assert "note: step 1 had f1 0.9000, but its checkpoint is gone" in shown and "exported step 2" in shown
+    assert "best of the steps with a checkpoint: 2" in shown and "exported step 2" in shown
 
 
 def test_a_template_that_renders_other_ids_is_not_exported(shared: Path, tmp_path: Path, capsys: Any) -> None:
