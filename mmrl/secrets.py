@@ -199,6 +199,3 @@ class HidingStream:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
-
-    def __iter__(self) -> object:
-        return iter(self._stream)

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -89,7 +89,7 @@ def model_card(overview: Overview, facts: CardFacts) -> str:
 
 def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
     """Return the block between `---` that the hub reads."""
-    from huggingface_hub import EvalResult
+    from huggingface_hub import EvalResult, ModelCardData
 
     task, split, sources = str(overview.get("task.name", "?")), overview.split, overview.get("task.data") or {}
     last = next((record for record in overview.history if record["step"] == facts.step), {})
@@ -105,31 +105,21 @@ def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
         for name in overview.metric_names(split)
         if (value := number(last.get(f"eval/{split}/{name}"))) is not None
     ]
-    return _head(
-        str(overview.get("model.path", "")),
-        str(overview.get("algo.name", "?")),
-        adapter=facts.kind == "adapter",
+    algorithm, base = str(overview.get("algo.name", "?")), str(overview.get("model.path", ""))
+    kind = "supervised" if algorithm == SFT else "reinforcement-learning"
+    paper = [f"arxiv:{PAPERS[algorithm]}"] if algorithm in PAPERS else []
+    on_hub, adapter = FETCHED.get(base, base), facts.kind == "adapter"
+    # The hub accepts only its own names here, so a folder's name is left out.
+    known = {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
+    return ModelCardData(
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["mmrl", kind, algorithm, *paper],
         datasets=list(dict.fromkeys(facts.data.values())) or None,
         license=facts.licence,
         eval_results=results or None,
         model_name=facts.title if results else None,
-    )
-
-
-def _head(base: str, algorithm: str, *, adapter: bool, **fields: Any) -> ModelCardData:
-    from huggingface_hub import ModelCardData
-
-    kind = ["supervised"] if algorithm == SFT else ["reinforcement-learning"]
-    paper = [f"arxiv:{PAPERS[algorithm]}"] if algorithm in PAPERS else []
-    on_hub = FETCHED.get(base, base)
-    # The hub accepts only its own names here, so a folder's name is left out.
-    if on_hub and is_hub_id(on_hub):
-        fields |= {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
-    return ModelCardData(
-        library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-generation",
-        tags=[tag for tag in ("mmrl", *kind, algorithm, *paper) if tag],
-        **fields,
+        **(known if on_hub and is_hub_id(on_hub) else {}),
     )
 
 

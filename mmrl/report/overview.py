@@ -5,7 +5,6 @@ Part of `report`; reads only, also while the run is going on.
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mmrl.config.base import FETCHED, SHIPPED, value_at
-from mmrl.errors import CheckpointError, ConfigError, MmrlError
+from mmrl.errors import CheckpointError, ConfigError, DataError, MmrlError
 from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.rundir import RunDir, is_run, step_of
 from mmrl.report.stats import (
@@ -64,13 +63,26 @@ def damage_named(path: Path | str) -> Iterator[None]:
 
 
 def _items_of(run: RunDir) -> dict[str, dict[int, Sequence[Item]]]:
-    """Split -> step -> results of its items."""
+    """Split -> step -> results of its items.
+
+    Raises:
+        DataError: a line that is no result.
+    """
     items: dict[str, dict[int, Sequence[Item]]] = {}
     # Names are `step-000012-<split>.jsonl`, and a split may hold hyphens.
     for path in sorted((run.path / "eval").glob("step-*-*.jsonl")):
         if (step := step_of(path)) is not None:
-            items.setdefault(path.stem.split("-", 2)[2], {})[step] = read_jsonl(path)
+            read = items.setdefault(path.stem.split("-", 2)[2], {})[step] = read_jsonl(path)
+            for line, item in enumerate(read, 1):
+                if not _is_item(item):
+                    raise DataError(f"{path}:{line}: expected an item with id (text) and metrics (numbers by name)")
     return items
+
+
+def _is_item(item: Item) -> bool:
+    metrics = item.get("metrics")
+    numbers = isinstance(metrics, dict) and all(isinstance(value, int | float) for value in metrics.values())
+    return isinstance(item.get("id"), str) and numbers
 
 
 @dataclass(frozen=True)
@@ -276,7 +288,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
         if not path.is_dir():
             problems.append(f"runs: {path}: no such folder")
             continue
-        below = list(_runs_below(path))
+        below = sorted(file.parent for file in path.rglob("config.yaml") if is_run(file.parent))
         # Only training runs have an algorithm in their config.
         training = [run for run in below if "algo" in RunDir.read(run).config]
         if not training:
@@ -286,12 +298,3 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     if problems:
         raise ConfigError(problems)
     return list(by_path.values())
-
-
-def _runs_below(path: Path) -> Iterable[Path]:
-    for folder, below, _ in os.walk(path):
-        # os.walk visits what `below` still names: sorted for a stable order, cleared to stop at a run.
-        below.sort()
-        if is_run(Path(folder)):
-            below.clear()
-            yield Path(folder)

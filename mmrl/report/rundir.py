@@ -239,12 +239,12 @@ class RunDir:
     @property
     def environment(self) -> JsonObject:
         """Machine, versions, git state; empty when missing."""
-        return _read_object(self.path / "environment.json")
+        return read_object(self.path / "environment.json")
 
     @property
     def summary(self) -> JsonObject:
         """Content of `summary.json`, written at the end; empty while it runs."""
-        return _read_object(self.path / "summary.json")
+        return read_object(self.path / "summary.json")
 
     @property
     def finished(self) -> bool:
@@ -390,7 +390,8 @@ def _run_below(path: Path) -> str:
     return f"; the newest run below it is {newest}" if newest else ""
 
 
-def _read_object(path: Path) -> JsonObject:
+def read_object(path: Path) -> JsonObject:
+    """Return the JSON object in a file; empty where there is none."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -5,7 +5,6 @@ The first row is the head. Terminal tables stay plain text, not rich's, so that 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -68,18 +67,11 @@ def facts_table(facts: Mapping[str, object], indent: str = "  ") -> str:
 
 
 def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Return a short name per job: the overrides in which it differs from others, a task by its bare name.
-
-    A file or a row (`task.data.dev=DIR/nq.jsonl`, `experiment=mhgpo/columns/2wiki`) is its last part, where that tells
-    the jobs apart: a table whose headings are paths is too wide to read.
-    """
+    """Return a name per job: the overrides in which it differs from others, a task by its bare name."""
     # Overrides that all jobs share do not distinguish columns.
     shared = set(jobs[0]).intersection(*jobs[1:]) if jobs else set()
     differing = [[word.lstrip("+").removeprefix("task=") for word in job if word not in shared] for job in jobs]
-    names = [" ".join(words) or "all" for words in differing]
-    # `KEY=FOLDERS/` before a last part, but not of lists.
-    brief = [re.sub(r"[^ =]+=[^ =\[{]*/(?=[^ ])", "", name) for name in names]
-    return brief if len(set(brief)) == len(jobs) else names
+    return [" ".join(words) or "all" for words in differing]
 
 
 def columns_text(evaluations: Mapping[str, Mapping[str, float]]) -> str:

@@ -19,15 +19,6 @@ def test_columns_are_named_by_what_differs():
     assert column_names([["task=nq"]]) == ["all"]
 
 
-def test_columns_of_files_and_rows_are_named_by_their_last_part_where_that_tells_them_apart():
-    jobs = [["task=musique", f"task.data.dev=/data/{name}"] for name in ("a/x.json", "b/y.json")]
-    assert column_names(jobs) == ["x.json", "y.json"]
-    jobs = [[f"experiment=mhgpo/columns/{name}", f"seed={seed}"] for name in ("nq", "2wiki") for seed in (0, 1)]
-    assert column_names(jobs) == ["nq seed=0", "nq seed=1", "2wiki seed=0", "2wiki seed=1"]
-    jobs = [["task.data.dev=a/dev.json"], ["task.data.dev=b/dev.json"]]
-    assert column_names(jobs) == ["task.data.dev=a/dev.json", "task.data.dev=b/dev.json"]
-
-
 def test_the_table_has_a_row_per_metric_and_says_what_is_missing():
     text = columns_text(
         {

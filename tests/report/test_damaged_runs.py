@@ -26,6 +26,9 @@ DAMAGE = {
     "config.yaml": [
         ("seed: 0", "seed: [0\nx", "config.yaml:3: cannot be read: not YAML (expected ',' or ']', but got ':')"),
     ],
+    "eval/step-000000-dev.jsonl": [
+        ('"id":"d3","metrics":', '"id":"d3","metrix":', "step-000000-dev.jsonl:4: expected an item with id"),
+    ],
 }
 
 
