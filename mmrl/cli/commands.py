@@ -496,7 +496,7 @@ def fetch(context: typer.Context) -> int:
     return fetch_model(arguments.name)
 
 
-index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: sizes first, then built; looked into.")
+index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: built, looked into.")
 app.add_typer(
     index_app,
     name="index",
@@ -508,7 +508,7 @@ app.add_typer(
 
 @index_app.command("build", context_settings=SETTINGS, options_metavar="corpus=A[,B] index=DIR [KEY=VALUE ...]")
 def index_build(context: typer.Context) -> int:
-    """Build an index of a corpus; sizes are printed first, and a build that was stopped goes on.
+    """Build an index of a corpus; a build that was stopped goes on.
 
     \b
     Keys:
@@ -523,12 +523,11 @@ def index_build(context: typer.Context) -> int:
       encoder=own|contriever|e5       dense: how texts become vectors; own: as the model's files say
       normalise=                      dense: vectors of length 1
       query_prompt= passage_prompt=   dense: text in front of queries and passages
-      plan=true                       print sizes and stop
 
     \b
     Examples:
       mmrl index build corpus=passages.jsonl index=indexes/bm25
-      mmrl index build corpus=passages.jsonl index=indexes/e5 retriever=dense model=intfloat/e5-base-v2 plan=true
+      mmrl index build corpus=passages.jsonl index=indexes/e5 retriever=dense model=intfloat/e5-base-v2
     """
     from mmrl.cli.arguments import read_arguments
     from mmrl.config.retriever import build_schema

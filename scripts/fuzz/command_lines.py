@@ -15,7 +15,7 @@ COMMANDS: dict[str, str] = {
     "show": "example step run_dir",
     "report": "run_dir",
     "export": "run_dir out checkpoint form module",
-    "index build": "corpus index retriever k1 b model encoder faiss device plan",
+    "index build": "corpus index retriever k1 b model encoder faiss device",
     "index search": "index query top_k device candidates",
     "index info": "index",
     "serve": "policy host port token_env name parent model hardware engine",
