@@ -342,7 +342,6 @@ def export(context: typer.Context) -> int:
       out=FOLDER                 folder that is made
       checkpoint=last|best|N     last; best: by the run's main metric, of the steps that were evaluated
       form=merged|adapter        of LoRA runs; merged, and adapter where modules have adapters of their own
-      module=NAME                the weights of this module alone
 
     \b
     Examples:

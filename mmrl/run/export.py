@@ -6,7 +6,6 @@ or absent.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from mmrl.config.base import Section
-from mmrl.errors import CheckpointError, ConfigError, storage, unknown
+from mmrl.errors import CheckpointError, ConfigError, storage
 from mmrl.models.hub import licence_of
 from mmrl.models.policy import (
     EXTRA,
@@ -63,7 +62,6 @@ class ExportArguments(Section):
     form: Literal["merged", "adapter"] | None = Field(
         None, description="of LoRA runs; null: merged, and adapters where modules have their own"
     )
-    module: str | None = Field(None, description="the weights of this module alone")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,32 +169,21 @@ def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, mo
         modules: the program's, as far as the run has measured them.
 
     Raises:
-        ConfigError: a module without weights of its own, or a form that the run does not have.
+        ConfigError: a form that the run does not have.
     """
     endpoints = {name: f"the endpoint's {endpoint.model}" for name, endpoint in (config.engine.endpoints or {}).items()}
     speaks = dict(policy.modules or {})  # module -> its weights; empty: all share one policy
     # A module that was never trained has the base weights.
     assignment = module_assignment(config, tuple(speaks))
     frozen = {*assignment.frozen_adapters, INITIAL}
-    if (module := request.module) is not None:
-        if module in endpoints:
-            raise ConfigError(f"module: {module} has no weights here: {endpoints[module]} answers for it")
-        if module not in (*speaks, *modules):
-            raise ConfigError(unknown("module", module, [*dict.fromkeys([*speaks, *modules, *endpoints])]))
-        if not speaks:
-            raise ConfigError(f"module: got {module}, and all modules of the run share one policy; leave module out")
-        if speaks[module] in frozen:
-            raise ConfigError(f"module: {module} was frozen in the run; export a module that was trained")
-    lora, per_module = policy.adapter is not None or bool(policy.adapters), bool(policy.adapters) and module is None
+    lora, per_module = policy.adapter is not None or bool(policy.adapters), bool(policy.adapters)
     if request.form == "adapter" and not lora:
         raise ConfigError("form: got adapter, and the run trained all parameters (model.lora is null); leave form out")
     form = (request.form or ("adapter" if per_module else "merged")) if lora else "full"
     folders = policy.adapters if policy.adapter is None else {"": policy.adapter}
-    if module is not None and policy.adapters:
-        folders = {"": policy.adapters[speaks[module]]}
     # An adapter that was never trained stays where adapters are served; merged it would be a copy of the base.
     adapters = {name: Path(folder) for name, folder in folders.items() if form == "adapter" or name not in frozen}
-    if module is not None or not (speaks or endpoints):
+    if not (speaks or endpoints):
         return Choice(form=form, adapters=adapters, modules={}, recorded={})
     base = f"the base model, {shorten_path(config.model.path)} (frozen)"
     words = {
@@ -300,19 +287,8 @@ def _card(
 
 def _prompt_paragraphs(folder: Path) -> list[str]:
     """Return the prompts of the program, as they lie in the export."""
-    if (folder / PROMPTS).is_file():
-        text = (folder / PROMPTS).read_text(encoding="utf-8")
-        return [f"Prompts (`{PROMPTS}`):", f"````yaml\n{text.rstrip()}\n````"]
-    if not (folder / PROGRAM).is_file():
-        return []
-    state = json.loads((folder / PROGRAM).read_text(encoding="utf-8"))
-    parts = [f"A DSPy program; `{PROGRAM}` holds its prompts and is read by `program.load`. Per predictor:"]
-    for name, predictor in state.items():
-        # An entry of DSPy's versions, not a predictor.
-        if name == "metadata":
-            continue
-        signature, demos = predictor.get("signature") or {}, predictor.get("demos") or []
-        fields = ", ".join(str(field.get("prefix", "?")).rstrip(":") for field in signature.get("fields") or [])
-        parts.append(f"- `{name}` (fields: {fields}; {len(demos)} demonstrations)")
-        parts.append(f"````text\n{str(signature.get('instructions', '')).strip()}\n````")
-    return parts
+    for name in (PROMPTS, PROGRAM):
+        if (folder / name).is_file():
+            text = (folder / name).read_text(encoding="utf-8")
+            return [f"Prompts (`{name}`):", f"````{name.rpartition('.')[2]}\n{text.rstrip()}\n````"]
+    return []

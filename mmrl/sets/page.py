@@ -317,7 +317,7 @@ class SetPage:
             "head": result.head,
             "cells_done": result.done,
             "cells": result.total,
-            "values": [{**asdict(value), "mean": value.mean, "std": value.std} for value in result.values],
+            "values": [asdict(value) for value in result.values],
             "claims": [
                 {**judged.claim.model_dump(), **{key: value for key, value in asdict(judged).items() if key != "claim"}}
                 for judged in result.verdicts

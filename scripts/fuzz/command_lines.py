@@ -14,7 +14,7 @@ COMMANDS: dict[str, str] = {
     "credit": "rollouts run step algo",
     "show": "example step run_dir",
     "report": "run_dir",
-    "export": "run_dir out checkpoint form module",
+    "export": "run_dir out checkpoint form",
     "index build": "corpus index retriever k1 b model encoder faiss device",
     "index search": "index query top_k device candidates",
     "index info": "index",
