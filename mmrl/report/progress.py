@@ -224,7 +224,7 @@ class Progress:
         if curves := self._curves(min(max(width - 52, 6), 40)):
             rows.append(self._dim(align(curves, indent="")))
         if self._history:
-            rows.append(self._dim(" · ".join([*self._numbers(), *self._costs()])))
+            rows.append(self._dim(" · ".join(self._numbers())))
         rows += [Text(self._safe(f"! {alarm.name}  {alarm.key}: {alarm.message}"), "yellow") for alarm in self._alarms]
         return Group(*rows, *([self._dim(self._status)] if self._status else []))
 
@@ -242,15 +242,6 @@ class Progress:
                 start = f"from {short(first.get(key))}" if len(evaluations) > 1 else ""
                 rows.append([f"{split} {key}", value, "  ".join(filter(None, [interval, start, f"at step {step}"]))])
         return rows
-
-    def _costs(self) -> list[str]:
-        """Return the shares of the newest step's time, and the memory of the process."""
-        last = self._history[-1]
-        total = number(last.get("time/step"))
-        shares = {name: number(last.get(f"time/{name}")) for name in ("generate", "retrieve", "update")}
-        parts = [f"{name} {value / total:.0%}" for name, value in shares.items() if value is not None and total]
-        memory = number(last.get("memory/rss_mb"))
-        return parts if memory is None else [*parts, f"{memory / 1024:.1f} GB"]
 
     def _dim(self, text: str) -> Text:
         return Text(self._safe(text), style="dim", no_wrap=True, overflow="ellipsis")

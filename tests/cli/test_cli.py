@@ -10,7 +10,7 @@ import time
 import pytest
 
 from mmrl.cli import main
-from mmrl.cli.arguments import FetchArguments, ShowArguments
+from mmrl.cli.arguments import ShowArguments
 from mmrl.cli.configs import configured
 from mmrl.cli.new_task import NewTaskArguments
 from mmrl.config import ALGO_SCHEMAS
@@ -196,7 +196,6 @@ def test_help_names_every_key_of_a_command_that_reads_its_own(capsys):
     sections = {
         "show": ShowArguments,
         "export": ExportArguments,
-        "fetch": FetchArguments,
         "index build": build_schema(["retriever=dense"]),
         "index info": IndexInfoArguments,
         "index search": SearchIndexArguments,
