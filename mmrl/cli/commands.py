@@ -28,7 +28,7 @@ WORKER = "worker"
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 HYDRA_FLAGS = """\b
 Flags:
-  -m                   a sweep: a key takes several values, one run for every combination
+  -m                   a sweep (mmrl train): a key takes several values, one run for every combination
   --config-dir FOLDER  configs of your own, before conf/ here and the shipped ones
   --cfg job            print the composed config and stop"""
 JsonFlag = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
@@ -125,7 +125,7 @@ def train(context: typer.Context) -> int:
     return begin(jobs[0], command)
 
 
-@app.command("eval", context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
+@app.command("eval", context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]", epilog=HYDRA_FLAGS)
 def evaluate(context: typer.Context) -> int:
     """Evaluate a run, checkpoint, adapter, model folder or hub id on any task; each item is stored.
 
@@ -142,7 +142,6 @@ def evaluate(context: typer.Context) -> int:
     Examples:
       mmrl eval policy=tiny
       mmrl eval policy=outputs/hotpotqa/mhgpo_rr/RUN task=2wiki split=test
-      mmrl eval -m policy=tiny task=hotpotqa,2wiki,musique
     """
     from mmrl.cli import configs, hydra, overrides
 
@@ -155,18 +154,14 @@ def evaluate(context: typer.Context) -> int:
     if line.prints:
         hydra.print_job("eval", line)
         return 0
-    jobs = configs.eval_configs(line)
+    if line.multirun:
+        raise ConfigError("-m: not for mmrl eval; several evaluations are a set with scores (mmrl table)")
+    (config,) = configs.eval_configs(line)
     from mmrl.run.check import check_all
-    from mmrl.run.eval import evaluate_columns, evaluate_policy
+    from mmrl.run.eval import evaluate_policy
 
-    check_all(jobs, line.keys)
-    command = ["mmrl", "eval", *context.args]
-    if not line.multirun:
-        return evaluate_policy(jobs[0], command=command)
-    from mmrl.report.tables import column_names
-
-    columns = dict(zip(column_names(overrides.expand(line, [])), jobs, strict=True))
-    return evaluate_columns(columns, command=command)
+    check_all([config], line.keys)
+    return evaluate_policy(config, command=["mmrl", "eval", *context.args])
 
 
 @app.command(context_settings=SETTINGS, options_metavar="RUN_DIR [example=ID] [step=N [--json]]")

@@ -64,21 +64,3 @@ def facts_table(facts: Mapping[str, object], indent: str = "  ") -> str:
     """Return the names and values, one per line."""
     rows = [[name, short(value) if isinstance(value, float) else str(value)] for name, value in facts.items()]
     return align(rows, indent) if rows else ""
-
-
-def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Return a name per job: the overrides in which it differs from others, a task by its bare name."""
-    # Overrides that all jobs share do not distinguish columns.
-    shared = set(jobs[0]).intersection(*jobs[1:]) if jobs else set()
-    differing = [[word.lstrip("+").removeprefix("task=") for word in job if word not in shared] for job in jobs]
-    return [" ".join(words) or "all" for words in differing]
-
-
-def columns_text(evaluations: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a table: a row per metric with its 95 % interval, then items and failures."""
-    columns = evaluations.values()
-    names = dict.fromkeys(name for metrics in columns for name in metrics if f"{name}_low" in metrics)
-    rows = [["", *evaluations], *([name, *(with_interval(metrics, name) for metrics in columns)] for name in names)]
-    rows.append(["items", *(f"{metrics.get('n', 0):.0f}" for metrics in columns)])
-    rows.append(["failed from outside", *(f"{metrics.get('failed_share', 0):.1%}" for metrics in columns)])
-    return align(rows)
