@@ -235,10 +235,9 @@ def compare(context: typer.Context) -> int:
     \b
     Keys:
       algo=A,B task=T,U            what is run; task=hotpotqa where left out; A+B: B starts from what A has made
-      plan=NAME                    the runs of conf/set/NAME.yaml, as `mmrl table NAME`; rows= columns= choose from them
       seed=0,1,2 jobs=N            seeds; runs at once, one thread each; jobs=1
       name=NAME                    of the page's folder, outputs/sets/NAME
-      do=run|plan|show scale= through=   as in `mmrl table`
+      rows= columns= do= scale= through=   as in `mmrl table`
       out=FOLDER                   where figure and tables go
       any other key                a setting of every run, as in `mmrl train`; stage.A.KEY= of one algorithm
       --config-dir FOLDER          configs of your own
@@ -246,7 +245,6 @@ def compare(context: typer.Context) -> int:
     \b
     Examples:
       mmrl compare algo=mhgpo_rr,grpo seed=0,1,2 jobs=2
-      mmrl compare plan=mini
       mmrl compare outputs/hotpotqa/mhgpo_rr/RUN outputs/hotpotqa/grpo/RUN
     """
     from mmrl.sets import command

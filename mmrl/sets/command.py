@@ -47,7 +47,6 @@ class SetKeys(Section):
     out: str | None = Field(None, description="folder of the page; null: one below outputs/sets")
     algo: tuple[str, ...] = ()
     task: tuple[str, ...] = ("hotpotqa",)
-    plan: str | None = None
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the page's folder")
 
     @field_validator("through")
@@ -62,7 +61,7 @@ class SetKeys(Section):
         return text
 
 
-TABLE_KEYS = tuple(key for key in SetKeys.model_fields if key not in ("algo", "task", "plan", "name"))
+TABLE_KEYS = tuple(key for key in SetKeys.model_fields if key not in ("algo", "task", "name"))
 """Keys of `mmrl table`; `mmrl compare` has all."""
 
 
@@ -96,17 +95,12 @@ def table(request: SetRequest, compose: Compose) -> int:
 
 
 def compare(request: SetRequest, compose: Compose) -> int:
-    """Run `mmrl compare`: of run directories, of a set, or of algorithms on tasks. Returns the exit code."""
+    """Run `mmrl compare`: of run directories, or of algorithms on tasks. Returns the exit code."""
     keys = request.keys
     if request.names:
         return _compare_runs(request)
-    if keys.plan:
-        if {"algo", "task"} & keys.model_fields_set:
-            raise ConfigError(f"algo, task: have no effect on plan {keys.plan}; choose from it with rows= and columns=")
-        spec = read_set(keys.plan, request.config_dir)
-        return _run_set(request, keys.name or keys.plan, spec, compose)
     if not keys.algo:
-        raise ConfigError("algo: missing, expected algorithms (algo=a,b), a plan (plan=mini), or run directories")
+        raise ConfigError("algo: missing, expected algorithms (algo=a,b) or run directories")
     spec, overrides = _spec_of_algorithms(request)
     # `seed=` defines the seeds of this set, instead of selecting some of them.
     request = replace(request, keys=keys.model_copy(update={"seed": ()}), overrides=overrides)

@@ -9,7 +9,7 @@ COMMANDS: dict[str, str] = {
     "eval": "resume policy split",
     "plan": "lengths dry device",
     "doctor": "examples",
-    "compare": "plan algo task seed name jobs runs out docs",
+    "compare": "algo task seed name jobs out",
     "table": "rows columns seed scale jobs do out papers",
     "credit": "rollouts run step algo",
     "show": "example step run_dir",
