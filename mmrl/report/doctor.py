@@ -24,23 +24,14 @@ from mmrl.report.alarms import (
     at_least,
     module_keys,
 )
-from mmrl.report.stats import FAILED, failure_shares, modules_in, short
-from mmrl.report.tables import facts_table
+from mmrl.report.stats import FAILED, failure_shares
+from mmrl.report.tables import facts_table, module_rows
 from mmrl.report.text import align
 
 LONGEST_QUOTE = 200
 """Characters of a message or of a reply that a finding quotes."""
-TABLE = {
-    "calls": "calls",
-    "prompt": "prompt mean",
-    "prompt_max": "most",
-    "length": "reply mean",
-    "length_max": "most",
-    "format_rate": "parsed",
-    "finish_length_share": "cut",
-    "logprob_gap": "gap (nats)",
-}
-"""Metric of a module -> its column."""
+TABLE = ("calls", "prompt", "prompt_max", "length", "length_max", "format_rate", "finish_length_share", "logprob_gap")
+"""Metrics of modules that are shown."""
 LISTED: tuple[str, ...] = (
     "reward/",
     "credit/groups",
@@ -228,12 +219,9 @@ def report(played: Played, findings: Sequence[Finding]) -> str:
     metrics = played.metrics
     rollouts, room = metrics["rollouts/count"], f" (context {played.max_context})" if played.max_context else ""
     names = [name for name in metrics if name.startswith(LISTED)]
-    modules = [
-        [name, *(short(metrics.get(f"module/{name}/{fact}")) for fact in TABLE)] for name in modules_in([metrics])
-    ]
     blocks = [
         f"{played.title}: {rollouts:.0f} rollouts of {played.examples} examples in {played.seconds:.1f} s{room}",
-        align([["module", *TABLE.values()], *modules]),
+        align(module_rows([metrics], TABLE)),
         facts_table({name: metrics[name] for name in names}),
         "\n".join([*(finding.text() for finding in findings), verdict(findings)]),
     ]
