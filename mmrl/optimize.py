@@ -118,10 +118,7 @@ class MMRL(Teleprompter):
             line = overrides.read_line(words)
             (config,) = configs.train_configs(line)
             if config.hardware.processes * config.hardware.nodes > 1:
-                raise ConfigError(
-                    "hardware.processes: objects of this process are not in others; name them instead: "
-                    "mmrl train task=dspy task.program=package.module:name …"
-                )
+                raise ConfigError("hardware.processes: objects of this process are not in others; see docs/python.md")
             check_all([config], line.keys)
             # Before a folder is made: a model that cannot be had must leave none behind.
             check_model(config.model)

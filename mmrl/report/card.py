@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -110,7 +110,7 @@ def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
     paper = [f"arxiv:{PAPERS[algorithm]}"] if algorithm in PAPERS else []
     on_hub, adapter = FETCHED.get(base, base), facts.kind == "adapter"
     # The hub accepts only its own names here, so a folder's name is left out.
-    known = {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
+    known: dict[str, Any] = {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
     return ModelCardData(
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",

@@ -57,8 +57,7 @@ def damage_named(path: Path | str) -> Iterator[None]:
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise CheckpointError(
             f"{path}: a file in it is damaged, so that this cannot be shown ({type(error).__name__}: "
-            f"{str(error)[:200]}; {Path(where.filename).name} line {where.lineno}); restore that file from a copy, or "
-            "look at another run"
+            f"{str(error)[:200]}; {Path(where.filename).name} line {where.lineno})"
         ) from error
 
 

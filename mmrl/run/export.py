@@ -134,11 +134,7 @@ def select_checkpoint(overview: Overview, text: str) -> Path:
         points = {step: value for step, value, _, _ in overview.evaluations(overview.split, metric)} if metric else {}
         scored = {step: value for step, value in points.items() if step in checkpoints}
         if not scored:
-            evaluated = ", ".join(map(str, points)) or "none"
-            raise CheckpointError(
-                f"{overview.run.path}: no checkpoint is of a step that was evaluated {available}; evaluated: "
-                f"{evaluated}; give checkpoint=N"
-            )
+            raise CheckpointError(f"{overview.run.path}: no step with a checkpoint was evaluated {available}")
         # of equal ones the later, which has been trained longer
         step = max(scored, key=lambda step: (scored[step], step))
         print(f"best of the steps with a checkpoint: {step}, {metric} {scored[step]:.4f} on {overview.split}")

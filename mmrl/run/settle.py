@@ -102,9 +102,8 @@ def _require_gpus(profile: str, training: int, serving: int) -> None:
     available = torch.cuda.device_count()
     if available < training + serving:
         raise ConfigError(
-            f"hardware.processes: profile '{profile}' asks for {training} GPUs to train"
-            + (f" and {serving} to serve rollouts" if serving else "")
-            + f", this machine has {available}; set hardware.processes, or take another profile"
+            f"hardware.processes: profile '{profile}' asks for {training} GPUs to train and {serving} to serve "
+            f"rollouts, this machine has {available}"
         )
 
 
