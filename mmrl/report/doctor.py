@@ -18,7 +18,6 @@ from mmrl.report.alarms import (
     NEVER_VALID,
     Alarm,
     AlarmRule,
-    Criterion,
     above,
     alarms,
     at_least,
@@ -52,9 +51,6 @@ MANY_GROUPS = 8
 """`zero_variance`: groups; fewer that all have equal rewards may be chance, unless every reward is the same."""
 BROKEN_GAP = 1.0
 """`logprob_gap`: nats from which on the engine does not serve the weights that are trained."""
-SLOW_SHARE, SLOW_S = 0.25, 0.1
-"""`slow_tool`, `slow_metric`: share of the rollouts' time in which nothing was generated and it ran, and seconds of one
-call."""
 COVERAGE = 0.8
 """`no_gold`: share of the training questions that the corpus can answer."""
 RETRIES = 0.2
@@ -178,14 +174,8 @@ def _rules(played: Played) -> Iterator[AlarmRule]:
         longest = module_keys(records, ("prompt_max",))
         room = context - played.max_tokens
         yield AlarmRule("prompt_near_limit", longest, lambda means: (means > room, np.full_like(means, context)))
-    for key, share in metrics.items():
-        if not key.startswith("tool/"):
-            continue
-        if key.endswith("/share") and share >= SLOW_SHARE:
-            tool = _middle(key)
-            name = "slow_metric" if tool == "reward" else "slow_tool"
-            yield AlarmRule(name, [f"tool/{tool}/seconds"], _slow(share), subject=tool)
-        if key.endswith("/empty"):
+    for key in metrics:
+        if key.startswith("tool/") and key.endswith("/empty"):
             yield AlarmRule("empty_searches", [key], above(EMPTY_SEARCHES), subject=_middle(key))
     yield AlarmRule("endpoint_retries", ["endpoint/retried"], above(RETRIES))
     yield AlarmRule("no_gold", ["corpus/coverage"], lambda means: (means < COVERAGE, means))
@@ -193,10 +183,6 @@ def _rules(played: Played) -> Iterator[AlarmRule]:
     if played.unpacked:
         subject = played.unpacked.rpartition("; ")[0] or played.unpacked
         yield AlarmRule("packing", ["rollouts/count"], at_least(0.0), subject=subject)
-
-
-def _slow(share: float) -> Criterion:
-    return lambda means: (means >= SLOW_S, np.full_like(means, share))
 
 
 def _quoted(text: str) -> str:
