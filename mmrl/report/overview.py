@@ -148,7 +148,7 @@ class Overview:
 
     @property
     def training(self) -> list[JsonObject]:
-        """Number of steps that were trained."""
+        """Records of the steps that were trained."""
         return [record for record in self.history if record["step"] > 0]
 
     @property
