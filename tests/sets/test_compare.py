@@ -134,7 +134,7 @@ def test_leftovers_of_a_start_killed_at_once_do_not_block(calls):
     [
         (["algo=mhgpo_fof,mhgpo_fo"], "algo: got 'mhgpo_fo'"),
         (["algo=mhgpo_fof", "task=nope"], "task: got 'nope'"),
-        (["algo=mhgpo_fof", "jobs=0"], "jobs: got 0, expected greater than or equal to 1"),
+        (["algo=mhgpo_fof", "jobs=0"], "jobs: got '0', expected greater than or equal to 1"),
         (["algo=mhgpo_fof", "seed=0,x"], "seed.1: got 'x'"),
         (["algo="], "algo: missing"),
         (["algo=miprov2+nope"], "algo: got 'nope'"),

@@ -221,7 +221,7 @@ def test_agreement_is_judged_at_the_papers_scale_alone(calls, capsys):
         (["own", "scale=real"], "scale: got real, and own has words for paper, mini alone"),
         (["own", "rows=QR"], "rows: got 'QR', expected one of FoF, RR, RR again, untrained"),
         (["own", "seed=x"], "seed.0: got 'x', expected integer"),
-        (["own", "jobs=0"], "jobs: got 0, expected greater than or equal to 1"),
+        (["own", "jobs=0"], "jobs: got '0', expected greater than or equal to 1"),
         (["on"], "set: got 'on'"),
         (["own", "mhgpo-table1"], "table: got 2 names, expected one"),
         (["own", "through='"], 'through: got "\'", expected a command'),
