@@ -27,11 +27,11 @@ train: $(STAMP) ## train the default run (MHGPO-RR, three-agent search, mini wor
 	$(BIN)/mmrl train $(ARGS)
 
 compare: $(STAMP) ## every algorithm on the mini world, three seeds, one figure (hours; resumable); ARGS='seed=0 jobs=2'
-	$(BIN)/mmrl compare plan=mini $(ARGS)
+	$(BIN)/mmrl table mini $(ARGS)
 	$(BIN)/python -m scripts.tables
 
 real: $(STAMP) ## a small pretrained model on official files (docs/real.md), every part and seed (days; resumable); ARGS='task=banking77 seed=0'
-	$(BIN)/mmrl compare plan=real $(ARGS)
+	$(BIN)/mmrl table real $(ARGS)
 
 tables: $(STAMP) ## list the papers' tables, each a target of its own: make mhgpo-table1 SCALE=mini ARGS='seed=0 jobs=2'
 	@$(BIN)/mmrl table

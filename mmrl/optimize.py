@@ -79,7 +79,6 @@ class MMRL(Teleprompter):
         *,
         trainset: Sequence[dspy.Example],
         valset: Sequence[dspy.Example] | None = None,
-        teacher: dspy.Module | None = None,
         resume: Path | str | None = None,
     ) -> dspy.Module:
         """Train, and return a copy of `student` whose LM is the trained policy, with `run_dir` beside it.
@@ -88,14 +87,11 @@ class MMRL(Teleprompter):
             student: its predictors are the modules that are trained; it stays as it is.
             trainset: examples with inputs (`.with_inputs(…)`).
             valset: what is evaluated before and after; None: every fifth example of the trainset is held back for it.
-            teacher: not taken; teachers are settings of mmGRPO (`algo={"teachers": …}`).
             resume: run directory of a stopped run of the same program and data, which is continued.
 
         Raises:
             MmrlError: whatever the command would have ended with, in the same words.
         """
-        if teacher is not None:
-            raise ConfigError("teacher: not taken by MMRL; teachers are settings of mmGRPO: algo.teachers")
         train, dev = _split(list(trainset), None if valset is None else list(valset))
         try:
             folder = _outside_of_loops(lambda: self._run(student, train, dev, None if resume is None else Path(resume)))
@@ -122,10 +118,7 @@ class MMRL(Teleprompter):
             line = overrides.read_line(words)
             (config,) = configs.train_configs(line)
             if config.hardware.processes * config.hardware.nodes > 1:
-                raise ConfigError(
-                    "hardware.processes: objects of this process are not in others; name them instead: "
-                    "mmrl train task=dspy task.program=package.module:name …"
-                )
+                raise ConfigError("hardware.processes: objects of this process are not in others; see docs/python.md")
             check_all([config], line.keys)
             # Before a folder is made: a model that cannot be had must leave none behind.
             check_model(config.model)
@@ -138,7 +131,8 @@ class MMRL(Teleprompter):
         """Return the equivalent words of `mmrl train`, with names for the objects.
 
         Raises:
-            ConfigError: settings that cannot be words, or that the objects have said already.
+            ConfigError: settings that cannot be words.
+            ValueError: the first example has no inputs.
         """
         number = next(_NUMBERS)
         # A copy of the program: what the caller does to it meanwhile is no part of the run. Digests, so that a resume
@@ -149,16 +143,15 @@ class MMRL(Teleprompter):
             "task.data.train": put(f"train_{number}_{_digest(train)}", list(train)),
             "task.data.dev": put(f"dev_{number}_{_digest(dev)}", list(dev)),
         }
-        arguments = {"task": "dspy", "algo": self.algo, **names, "task.inputs": list(_inputs(train, "trainset"))}
+        # The task says which other example lacks one of these.
+        arguments = {"task": "dspy", "algo": self.algo, **names, "task.inputs": list(train[0].inputs().keys())}
         arguments |= _model_words(self.model)
         if self.run_dir is not None:
             arguments["run.dir"] = str(self.run_dir)
         # the `name` of a group's mapping is the choice of that group
         choices = {f"{group}.name": group for group in GROUPS}
         settings = {choices.get(key, key): value for key, value in iter_leaves(self.settings)}
-        if twice := sorted(set(arguments) & set(settings)):
-            raise ConfigError(f"{key}: given by the arguments of MMRL already; leave it out" for key in twice)
-        return [f"{key}={hydra_value(key, value)}" for key, value in {**arguments, **settings}.items()]
+        return [f"{key}={hydra_value(key, value)}" for key, value in (*arguments.items(), *settings.items())]
 
     def _resume(self, student: dspy.Module, train: list[dspy.Example], dev: list[dspy.Example], folder: Path) -> Path:
         """Continue a run with the objects that it was given."""
@@ -303,12 +296,10 @@ def _name(metric: Callable[..., object]) -> str:
 
 def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[list[dspy.Example], list[dspy.Example]]:
     """Split the examples into train and dev."""
+    if len(train) < (1 if dev is not None else 2):
+        raise ConfigError(f"trainset: got {len(train)} examples, expected at least 2, or one and a valset")
     if dev is not None:
         return train, dev
-    if len(train) < 2:
-        raise ConfigError(
-            f"trainset: got {len(train)} examples and no valset, expected at least 2 of them, or a valset"
-        )
     # Spread over the whole set, which may be sorted.
     held = train[HELD_BACK - 1 :: HELD_BACK] or train[-1:]
     # Compared by identity: an example may occur twice, and one of the two be held back.
@@ -317,26 +308,6 @@ def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[l
         f"no valset: {len(held)} of {len(train)} examples of the trainset are held back for evaluation", file=sys.stderr
     )
     return remaining, held
-
-
-def _inputs(examples: Sequence[dspy.Example], name: str) -> tuple[str, ...]:
-    """Return the input fields, the same of all examples.
-
-    Raises:
-        ConfigError: an example without, or with others than the first.
-    """
-    common: tuple[str, ...] = ()
-    for number, example in enumerate(examples):
-        try:
-            names = tuple(example.inputs().keys())
-        except (ValueError, AttributeError):
-            raise ConfigError(f"{name}[{number}]: names no inputs; expected dspy.Example(…).with_inputs(…)") from None
-        common = common or names
-        if set(names) != set(common):
-            raise ConfigError(f"{name}[{number}]: has the inputs {', '.join(names)}, expected {', '.join(common)}")
-    if not common:
-        raise ConfigError(f"{name}: has no examples with inputs; expected dspy.Example(…).with_inputs(…)")
-    return common
 
 
 def _digest(examples: Sequence[dspy.Example]) -> str:

@@ -126,7 +126,7 @@ def token_of(name: str, key: str) -> str:
     if len(token) < LEAST_TOKEN or not all("!" <= letter <= "~" for letter in token):
         raise ConfigError(
             f"{key}: the environment variable {name} holds no token; expected {LEAST_TOKEN} or more letters, digits "
-            "and signs without a space (python -c 'import secrets; print(secrets.token_urlsafe())' makes one)"
+            "and signs without a space"
         )
     add_secret(name, token, anyway=True)
     return token
@@ -199,6 +199,3 @@ class HidingStream:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
-
-    def __iter__(self) -> object:
-        return iter(self._stream)

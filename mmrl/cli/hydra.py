@@ -187,9 +187,8 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     with redirect_stdout(sys.stderr):
         run = None
         if source.run is not None:
-            from mmrl.run.settle import (
-                stored_config,
-            )  # it loads every task, which the credit of a file need not wait for
+            # It loads every task, which the credit of a file need not wait for.
+            from mmrl.run.settle import stored_config
 
             run = stored_config(Path(source.run), TrainCommandConfig, reading=True)
         names = dict.fromkeys(source.algo or ([run.algo.name] if run else []))

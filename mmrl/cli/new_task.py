@@ -69,15 +69,11 @@ def name_problems(name: str, top: Path) -> list[str]:
     value = name.lower() in ("null", "true", "false", "nan", "inf")
     if value or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         return [f"mmrl new-task: got '{name}', expected a name for a Python package: letters, digits, _"]
-    if (conf_dir() / "task" / f"{name}.yaml").exists():
-        return [f"mmrl new-task: '{name}' is a task of mmrl's own; expected another name"]
-    existing = [path for path in (top / name, top / "conf" / "task" / f"{name}.yaml") if path.exists()]
-    if existing:
-        return [f"mmrl new-task: {path} exists, and nothing is overwritten; expected another name" for path in existing]
     # The current folder is searched last when plugins are imported, so an installed package of that name would win.
-    if importlib.util.find_spec(name) is not None:
-        return [f"mmrl new-task: '{name}' is an installed Python package, which would hide the task's; another name"]
-    return []
+    if (conf_dir() / "task" / f"{name}.yaml").exists() or importlib.util.find_spec(name) is not None:
+        return [f"mmrl new-task: '{name}' is a task of mmrl or an installed Python package; expected another name"]
+    existing = [path for path in (top / name, top / "conf" / "task" / f"{name}.yaml") if path.exists()]
+    return [f"mmrl new-task: {path} exists, and nothing is overwritten; expected another name" for path in existing]
 
 
 def write(name: str, top: Path, kind: str) -> list[Path]:

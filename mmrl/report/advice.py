@@ -21,7 +21,6 @@ class Advice:
     `{then_share}` in percent, `{only_share}` the first where it is small, `{ratio}` the first as a share of the second;
     `{subject}` is a name or a message, left out with its brackets where there is none."""
     change: str
-    """The setting to change."""
 
     def text(self, now: float = 0.0, then: float = 0.0, subject: str = "") -> str:
         """Return both halves as one line, its numbers filled in."""
@@ -121,15 +120,6 @@ ADVICE: Mapping[str, Advice] = {
         "prompts of up to {now} tokens leave fewer than task.max_tokens for the reply in a context of {then}",
         "raise task.max_context up to the model's own limit, or lower task.max_tokens or task.retriever.top_k",
     ),
-    "slow_tool": Advice(
-        "tool {subject} takes {now} s a call, {then_share} of the time of the rollouts",
-        "serve it apart (task.retriever.name=remote; an async tool that awaits), cache its results, or limit it with "
-        "task.timeout_s",
-    ),
-    "slow_metric": Advice(
-        "the reward takes {now} s a rollout, {then_share} of the time of the rollouts",
-        "make task.metric cheaper or async, or raise task.judge.concurrency where a judge answers",
-    ),
     "endpoint_faults": Advice(
         "{now_share} of the rollouts fail since an endpoint gave no answer ({subject})",
         "see its url, model and key_env (engine.endpoints.<module>, task.judge, task.external); raise its timeout_s "
@@ -207,4 +197,3 @@ ADVICE: Mapping[str, Advice] = {
     "copies": Advice("texts of a group agree to {now_share}: exploration is gone", _LATER),
     "not_finite": Advice("{subject}", "lower train.lr, or set model.dtype=float32"),
 }
-"""Name of a trouble -> the advice."""

@@ -1,7 +1,7 @@
 """Named alarms for the known ways in which a run goes wrong: a pure function of the metric history.
 
 Read by the live display and the HTML report. An alarm never stops a run. Rules are rows of a table (`rules`): they look
-at trailing means over `window` steps, so that one odd batch does not ring; thresholds are fields of `Thresholds`.
+at trailing means over a window of steps, so that one odd batch does not ring.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from mmrl.errors import MODEL_CAUSED
 from mmrl.report.advice import ADVICE, FAILURES
-from mmrl.report.stats import FAILED, History, Metrics, failure_shares, keys_in, number, series, trailing_mean
+from mmrl.report.stats import FAILED, WINDOW, History, Metrics, failure_shares, keys_in, number, series, trailing_mean
 
 VALIDITY_FACTS = ("valid", "valid_share", "format", "format_ok", "format_rate", "ok")
 """Behaviour facts (last part of a `module/<m>/…` key) that are shares of well-formed completions."""
@@ -26,60 +26,12 @@ NEVER_FACTS = (*FAULT_FACTS, "action_none")
 MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/kl", "reward/mean")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """Thresholds of the alarms."""
-
-    window: int = 5
-    """Steps of the trailing mean; before that many steps only failures of nearly all rollouts ring."""
-    reward_drop: float = 0.5
-    """`reward_collapse`: share of the best trailing reward that is lost..."""
-    reward_drop_least: float = 0.1
-    """... and at least this much in absolute terms."""
-    entropy_left: float = 0.05
-    """`entropy_collapse`: share of the first trailing entropy that is left."""
-    zero_variance: float = 0.95
-    """`zero_variance`: share of groups whose rewards are all equal."""
-    anchored: float = 0.02
-    """`states_never_repeat`: share of the calls after the first whose state another call has too."""
-    logprob_gap: float = 0.05
-    """`logprob_gap`: mean |trainer - sampler| log-probability per token, in nats."""
-    kl: float = 1.0
-    """`kl_explosion`: KL to the reference in nats per token..."""
-    kl_growth: float = 5.0
-    """... and this many times what it was two windows before (10 times `kl` rings without growth)."""
-    never_valid: float = 0.05
-    """`never_parses`: share of valid completions, or 1 - that of faulty ones."""
-    validity_drop: float = 0.2
-    """`format_falling`: fall of a share of valid completions below its best (or rise of a share of faulty ones)."""
-    failed_share: float = 0.2
-    """`failures`, `prompt_too_long`, `limits`: share of rollouts that failed so."""
-    all_failed: float = 0.95
-    """`never_parses` and those: share of rollouts that need not wait for `window` steps."""
-    cause: float = 0.5
-    """`zero_variance`: share of rollouts that fail in one way from which on equal rewards are put down to it."""
-    judge_fallback: float = 0.2
-    """`judge_unreadable`: share of rollouts that the fixed rule scores, since no reply of the judge can be read."""
-    empty_searches: float = 0.3
-    """`empty_searches`: share of a rollout's searches that brought nothing; rollouts without a search count as 0."""
-    length_growth: float = 3.0
-    """`length_runaway`: growth of the mean completion length..."""
-    cut_rise: float = 0.3
-    """... or rise of the share of completions cut at the limit, to at least one half."""
-    answer_growth: float = 3.0
-    """`answers_growing`: growth of the mean answer in words..."""
-    answer_words: float = 8.0
-    """... to at least so many."""
-    candidates: float = 2.5
-    """`many_candidates`: candidates that a mean answer names."""
-    clip_share: float = 0.3
-    """`clipping`: share of trained tokens whose ratio is clipped."""
-    similarity: float = 0.98
-    """`copies`: mean token F1 between the texts of a group."""
-    calls_lost: float = 0.4
-    """`calls_falling`: share of the most calls per rollout that is lost..."""
-    calls_lost_least: float = 0.5
-    """... and at least this many calls."""
+ALL_FAILED = 0.95
+"""Share of rollouts that failed from which on an alarm need not wait for a window of steps."""
+NEVER_VALID = 0.05
+"""Share of usable completions up to which a module learns next to nothing."""
+EMPTY_SEARCHES = 0.3
+"""Share of searches that bring nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,33 +40,30 @@ class Alarm:
 
     name: str
     key: str
-    """The metric that rang."""
     step: int
-    """First step."""
     until: int | None
     """Last step; None: still on."""
     message: str
-    """The symptom and what to try."""
 
 
-def alarms(history: History, thresholds: Thresholds | None = None, extra: Sequence[AlarmRule] = ()) -> list[Alarm]:
+def alarms(history: History, window: int = WINDOW, extra: Sequence[AlarmRule] = ()) -> list[Alarm]:
     """Return all alarms of a run in order of their first step; those still on have `until=None`.
 
     Args:
+        window: steps of the trailing means; before that many only failures of nearly all rollouts ring.
         extra: further rules than `rules`.
     """
-    limits = thresholds or Thresholds()
-    table = (*rules(history, limits), *extra)
-    raised = [alarm for rule in table for key in rule.keys for alarm in _rung(rule, key, history, limits)]
+    table = (*rules(history, window), *extra)
+    raised = [alarm for rule in table for key in rule.keys for alarm in _rung(rule, key, history, window)]
     raised += [alarm for key in MUST_BE_FINITE for alarm in _not_finite(history, key)]
-    return sorted(_with_causes(raised, history, limits), key=lambda alarm: (alarm.step, alarm.name, alarm.key))
+    return sorted(_with_causes(raised, history), key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
 
 CAUSES = ("never_parses", "prompt_too_long", "limits")
 """Alarms that explain equal rewards."""
 
 
-def _with_causes(raised: Sequence[Alarm], history: History, limits: Thresholds) -> list[Alarm]:
+def _with_causes(raised: Sequence[Alarm], history: History) -> list[Alarm]:
     """Put equal rewards down to what causes them where nothing parses, or most rollouts fail."""
     last = max((record["step"] for record in history), default=0)
 
@@ -124,7 +73,8 @@ def _with_causes(raised: Sequence[Alarm], history: History, limits: Thresholds) 
             return False
         steps, shares = _curve(history, other.key)
         stretch = shares[(steps >= alarm.step) & (steps <= end)]
-        return other.name == "never_parses" or bool(stretch.mean() >= limits.cause)
+        # Where half of the rollouts fail in one way, equal rewards are put down to it.
+        return other.name == "never_parses" or bool(stretch.mean() >= 0.5)
 
     def message(alarm: Alarm) -> str:
         causes = [other.message for other in raised if explains(other, alarm)] if alarm.name == "zero_variance" else []
@@ -143,9 +93,9 @@ def _curve(history: History, key: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array([record["step"] for record in records], dtype=np.int64), np.array(shares, dtype=np.float64)
 
 
-def current(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
+def current(history: History) -> list[Alarm]:
     """Return the alarms that are on at the last step."""
-    return [alarm for alarm in alarms(history, thresholds) if alarm.until is None]
+    return [alarm for alarm in alarms(history) if alarm.until is None]
 
 
 Criterion: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -158,7 +108,6 @@ class AlarmRule:
 
     name: str
     keys: Sequence[str]
-    """Metrics that it reads."""
     criterion: Criterion
     advice: str = ""
     """Name of its sentence in the table of advice; empty: `name`."""
@@ -168,7 +117,7 @@ class AlarmRule:
     """True: rings before `window` steps, too, if it holds for nearly all rollouts."""
 
 
-def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
+def rules(history: History, window: int = WINDOW) -> tuple[AlarmRule, ...]:
     """Return all rules but `not_finite`, which has no mean."""
     # A trainer that computes no entropy leaves the sampler's estimate of it, `surprise`.
     entropy = module_keys(history, ("entropy",)) or module_keys(history, ("surprise",))
@@ -178,35 +127,34 @@ def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
     length, cut = module_keys(history, ("length",)), module_keys(history, ("finish_length_share",))
     return (
         # Credit and update.
-        AlarmRule("reward_collapse", ["reward/mean"], _below_best(limits.reward_drop_least, limits.reward_drop)),
-        AlarmRule("zero_variance", ["credit/zero_variance_share"], at_least(limits.zero_variance)),
-        AlarmRule("states_never_repeat", ["credit/anchored_later_share"], _at_most(limits.anchored)),
-        AlarmRule("logprob_gap", ["train/logprob_gap_mean"], above(limits.logprob_gap)),
-        AlarmRule("kl_explosion", ["train/kl"], _exploded(limits)),
-        AlarmRule("clipping", ["train/clip_share"], above(limits.clip_share)),
+        AlarmRule("reward_collapse", ["reward/mean"], _below_best(0.1, share=0.5)),
+        AlarmRule("zero_variance", ["credit/zero_variance_share"], at_least(0.95)),
+        AlarmRule("states_never_repeat", ["credit/anchored_later_share"], _at_most(0.02)),
+        AlarmRule("logprob_gap", ["train/logprob_gap_mean"], above(0.05)),  # nats per token
+        AlarmRule("kl_explosion", ["train/kl"], _exploded(1.0, window)),  # nats per token
+        AlarmRule("clipping", ["train/clip_share"], above(0.3)),
         # Rollouts and their scores.
-        AlarmRule("failures", ["rollouts/failed_share"], above(limits.failed_share), early=True),
+        AlarmRule("failures", ["rollouts/failed_share"], above(0.2), early=True),
         *(
-            AlarmRule(FAILURES[kind], [f"{FAILED}{kind}"], above(limits.failed_share), subject="", early=True)
+            AlarmRule(FAILURES[kind], [f"{FAILED}{kind}"], above(0.2), subject="", early=True)
             for kind in sorted(MODEL_CAUSED & FAILURES.keys())
         ),
-        AlarmRule("never_parses", [f"{FAILED}parse"], at_least(limits.all_failed), "unparsed_rollouts", early=True),
-        AlarmRule("judge_unreadable", ["task/judge_fallback"], above(limits.judge_fallback)),
-        AlarmRule("empty_searches", ["task/empty_searches"], above(limits.empty_searches), subject="search"),
-        AlarmRule("answers_growing", ["task/answer_words"], _above_first(limits.answer_growth, limits.answer_words)),
-        AlarmRule("many_candidates", ["task/answer_candidates"], above(limits.candidates)),
-        AlarmRule(
-            "calls_falling", ["rollouts/calls_per_rollout"], _below_best(limits.calls_lost_least, limits.calls_lost)
-        ),
+        AlarmRule("never_parses", [f"{FAILED}parse"], at_least(ALL_FAILED), "unparsed_rollouts", early=True),
+        AlarmRule("judge_unreadable", ["task/judge_fallback"], above(0.2)),
+        # Rollouts without a search count as 0.
+        AlarmRule("empty_searches", ["task/empty_searches"], above(EMPTY_SEARCHES), subject="search"),
+        AlarmRule("answers_growing", ["task/answer_words"], _above_first(3.0, at_least=8.0)),
+        AlarmRule("many_candidates", ["task/answer_candidates"], above(2.5)),
+        AlarmRule("calls_falling", ["rollouts/calls_per_rollout"], _below_best(0.5, share=0.4)),
         # Modules and turns.
-        AlarmRule("entropy_collapse", entropy, _below_first(limits.entropy_left)),
-        AlarmRule("never_parses", valid, _at_most(limits.never_valid)),
-        AlarmRule("never_parses", useless, at_least(1 - limits.never_valid), "never_valid"),
-        AlarmRule("format_falling", valid, _below_best(limits.validity_drop)),
-        AlarmRule("format_falling", faulty, _above_best(limits.validity_drop), "faults_rising"),
-        AlarmRule("length_runaway", length, _above_first(limits.length_growth), "length_growing"),
-        AlarmRule("length_runaway", cut, _risen(limits.cut_rise, at_least=0.5), "cut", "task.max_tokens"),
-        AlarmRule("copies", similarity, at_least(limits.similarity)),
+        AlarmRule("entropy_collapse", entropy, _below_first(0.05)),
+        AlarmRule("never_parses", valid, _at_most(NEVER_VALID)),
+        AlarmRule("never_parses", useless, at_least(1 - NEVER_VALID), "never_valid"),
+        AlarmRule("format_falling", valid, _below_best(0.2)),
+        AlarmRule("format_falling", faulty, _above_best(0.2), "faults_rising"),
+        AlarmRule("length_runaway", length, _above_first(3.0), "length_growing"),
+        AlarmRule("length_runaway", cut, _risen(0.3, at_least=0.5), "cut", "task.max_tokens"),
+        AlarmRule("copies", similarity, at_least(0.98)),  # mean token F1 between the texts of a group
     )
 
 
@@ -263,17 +211,17 @@ def _above_best(by: float) -> Criterion:
     return criterion
 
 
-def _exploded(limits: Thresholds) -> Criterion:
-    """Build a condition that starts where KL grew fast (or is very high) and holds until KL is down again."""
+def _exploded(limit: float, window: int) -> Criterion:
+    """Build a condition that holds from where KL grew five-fold, or to ten times the limit, until it is down again."""
 
     def criterion(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         # Two windows back, so that the two means share no step.
-        lag = 2 * limits.window
+        lag = 2 * window
         before = np.concatenate([np.full(min(lag, len(means)), np.inf), means])[: len(means)]
-        starts = (means > limits.kl_growth * before) | (means > 10 * limits.kl)
+        starts = (means > 5 * before) | (means > 10 * limit)
         rings = np.zeros(len(means), dtype=bool)
         for index, mean in enumerate(means):
-            rings[index] = mean > limits.kl and bool(starts[index] or (index > 0 and rings[index - 1]))
+            rings[index] = mean > limit and bool(starts[index] or (index > 0 and rings[index - 1]))
         return rings, np.full_like(means, means[0])
 
     return criterion
@@ -282,16 +230,16 @@ def _exploded(limits: Thresholds) -> Criterion:
 # --- from curves to alarms
 
 
-def _rung(rule: AlarmRule, key: str, history: History, limits: Thresholds) -> list[Alarm]:
+def _rung(rule: AlarmRule, key: str, history: History, window: int) -> list[Alarm]:
     """Return the alarms of one rule on one metric."""
     steps, values = _curve(history, key)
-    means, first = trailing_mean(values, limits.window), limits.window - 1
+    means, first = trailing_mean(values, window), window - 1
     if not rule.early:
         steps, means, first = steps[first:], means[first:], 0
     if not len(means):
         return []
     rings, reference = rule.criterion(means)
-    rings[:first] &= means[:first] >= limits.all_failed
+    rings[:first] &= means[:first] >= ALL_FAILED
     advice, subject = ADVICE[rule.advice or rule.name], key.rpartition("/")[2] if rule.subject is None else rule.subject
     return _stretches(
         rule.name, key, steps, rings, lambda index: advice.text(float(means[index]), float(reference[index]), subject)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from mmrl.errors import MmrlError
@@ -35,10 +36,8 @@ from mmrl.system.files import JsonObject
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-ROLLOUTS = 10_000
-"""Rollouts that go into a page, and"""
 SIZE = 6_000_000
-"""bytes of its blocks: what does not fit between the first step and the last, which are always there, is left out."""
+"""About how many bytes of journals go into a page; of a longer run every n-th step does, and always the last."""
 PROMPT = (800, 2400)
 """Characters shown of a prompt: of its start and of its end."""
 
@@ -54,7 +53,6 @@ class Block:
     key: str
     """Unique in the page: `train-3`, `dev-20`."""
     label: str
-    rollouts: int
     examples: str
     """JSON list of the examples' ids, by which the script finds one in other steps."""
     data: str
@@ -62,7 +60,7 @@ class Block:
 
 
 def blocks(overview: Overview, tokenizer: Tokenizer | None, damaged: list[str]) -> list[Block]:
-    """Return the blocks of a run within `ROLLOUTS` and `SIZE`, in the order of steps; damaged ones are left out.
+    """Return the blocks of a run, about `SIZE` of them, in the order of steps; damaged ones are left out.
 
     A block is the journal of a training step; an evaluation of a training run, with what was predicted for each item;
     or a part of an `mmrl eval`, with its calls.
@@ -71,28 +69,26 @@ def blocks(overview: Overview, tokenizer: Tokenizer | None, damaged: list[str]) 
         damaged: gets a sentence for each that cannot be read.
     """
     examples = overview.run.examples
-    fitting: dict[StepKey, Block] = {}
-    rollouts = size = 0
-    for count, step_key in enumerate(spread(step_keys(overview))):
-        if count > 1 and (rollouts >= ROLLOUTS or size >= SIZE):
-            break
+    files = step_files(overview)
+    stride = max(1, -(-sum(path.stat().st_size for path in files.values()) // SIZE))
+    readable = []
+    for step_key in dict.fromkeys([*[*files][::stride], *[*files][-1:]]):
         try:
-            candidate = _block_at(overview, step_key, tokenizer, examples)
+            readable.append(_block_at(overview, step_key, tokenizer, examples))
         except MmrlError as error:
             damaged.append(str(error))
-            continue
-        if count <= 1 or (rollouts + candidate.rollouts <= ROLLOUTS and size + len(candidate.data) <= SIZE):
-            fitting[step_key] = candidate
-            rollouts += candidate.rollouts
-            size += len(candidate.data)
-    return [fitting[step_key] for step_key in _in_order(fitting)]
+    return readable
 
 
-def step_keys(overview: Overview) -> list[StepKey]:
-    """Return every step and evaluation of a run that a block can be made of."""
+def step_files(overview: Overview) -> dict[StepKey, Path]:
+    """Return the file of every step and evaluation of a run that a block can be made of, in the order of steps."""
     run, split = overview.run, overview.split
-    evaluated = run.journal_steps(split) if overview.evaluates else overview.items.get(split, {})
-    return [*((step, None) for step in run.journal_steps()), *((step, split) for step in evaluated)]
+    files: dict[StepKey, Path] = {(step, None): run.journal_path(step) for step in run.journal_steps()}
+    if overview.evaluates:
+        files |= {(step, split): run.journal_path(step, split) for step in run.journal_steps(split)}
+    else:
+        files |= {(step, split): run.eval_path(step, split) for step in overview.items.get(split, {})}
+    return dict(sorted(files.items(), key=lambda file: (file[0][0], file[0][1] or "")))
 
 
 def _block_at(
@@ -110,33 +106,13 @@ def _block_at(
     return block(forest, entries if split is None else None, tokenizer, inputs, key, where)
 
 
-def _in_order(keys: Iterable[StepKey]) -> list[StepKey]:
-    return sorted(keys, key=lambda step_key: (step_key[0], step_key[1] or ""))
-
-
-def spread(keys: Iterable[StepKey]) -> Iterator[StepKey]:
-    """Order items so that any prefix covers the run evenly: the ends first, then what halves the gaps."""
-    ordered = _in_order(keys)
-    remaining = dict.fromkeys(range(len(ordered)))
-    stride = max(len(ordered) - 1, 1)
-    while remaining:
-        for index in [*range(0, len(ordered), stride), len(ordered) - 1]:
-            if index in remaining:
-                del remaining[index]
-                yield ordered[index]
-        stride = max(stride // 2, 1)
-
-
 def item_block(items: Sequence[Item], inputs: Mapping[str, JsonObject], key: str, where: str, metric: str) -> Block:
     """Return an evaluation as the script reads it: each item's scores and a prediction; `where` says what it is."""
     examples: list[JsonObject] = []
     for item in items:
         prediction = (item.get("predictions") or [""])[0]
         fields = prediction if isinstance(prediction, Mapping) else {"prediction": prediction}
-        texts = {
-            name: "; ".join(map(str, value)) if isinstance(value, list) else value for name, value in fields.items()
-        }
-        lines = [f"{name}: {abridged(clean(text), 400, 200)}" for name, text in texts.items()]
+        lines = [f"{name}: {abridged(clean(value), 400, 200)}" for name, value in fields.items()]
         lines.append(" · ".join(f"{name} {short(value)}" for name, value in item["metrics"].items()))
         lines += [f"failed: {', '.join(map(clean, item['errors']))}"] if item.get("errors") else []
         examples.append(
@@ -193,7 +169,6 @@ def _packed(key: str, label: str, examples: Sequence[JsonObject], prompts: Seque
     return Block(
         key=key,
         label=label,
-        rollouts=sum(len(example["rewards"]) for example in examples),
         examples=hide(json.dumps([example["id"] for example in examples])),
         # Without a time stamp, so that the same run gives the same page.
         data=base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode(),

@@ -9,20 +9,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.config.other_stages import SFT
 from mmrl.models.load import located
+from mmrl.report.html import templates
 from mmrl.report.overview import Item, Overview
 from mmrl.report.stats import number
 from mmrl.report.tables import before_after_rows, markdown
-from mmrl.system.files import JsonObject
 from mmrl.system.objects import readable
 
 if TYPE_CHECKING:
@@ -49,9 +47,7 @@ class CardFacts:
 
     title: str
     step: int
-    """Training steps done."""
     holds: str
-    """A sentence about the contents of the folder."""
     kind: str = "merged"
     """`merged` (full weights) or `adapter` (LoRA adapters)."""
     licence: str | None = None
@@ -59,7 +55,6 @@ class CardFacts:
     modules: Mapping[str, str] = field(default_factory=dict)
     """Module -> what it speaks with, in words; empty where all share one policy."""
     prompts: Sequence[str] = ()
-    """Paragraphs about the program's prompts."""
     snippets: Mapping[str, str] = field(default_factory=dict)
     """Library -> code that uses the folder."""
     data: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +69,7 @@ def model_card(overview: Overview, facts: CardFacts) -> str:
     sections = {
         name: overview.config[name] for name in ("algo", "train", "task", "model", "eval") if name in overview.config
     }
-    template = _templates().get_template("card.md")
+    template = templates().get_template("card.md")
     return readable(
         template.render(
             overview=overview,
@@ -82,7 +77,8 @@ def model_card(overview: Overview, facts: CardFacts) -> str:
             front=_front_matter(overview, facts).to_yaml(),
             base=str(overview.get("model.path", "?")),
             method=_method_text(str(overview.get("algo.name", "?"))),
-            compared=before_after_rows(compared),
+            shorten_path=shorten_path,
+            compared=markdown(before_after_rows(compared)),
             count=next((difference.n for difference in compared.values()), 0),
             evaluated=sorted(evaluated),
             settings=yaml.safe_dump(_published(sections), sort_keys=False, allow_unicode=True).rstrip("\n"),
@@ -91,42 +87,9 @@ def model_card(overview: Overview, facts: CardFacts) -> str:
     )
 
 
-@cache
-def _templates() -> Environment:
-    """Build the environment of text templates, in which nothing is escaped."""
-    templates = Environment(
-        loader=PackageLoader("mmrl.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    templates.filters |= {
-        "table": markdown,
-        "cell": lambda text: str(text).replace("|", "\\|"),
-        "short_path": shorten_path,
-    }
-    return templates
-
-
-def checkpoint_card(config: JsonObject, step: int) -> str:
-    """Return `README.md` of a checkpoint: how its weights came about, in place of peft's empty form.
-
-    Args:
-        config: of the run; empty where the trainer's user stores none.
-        step: steps done.
-    """
-    model, task, algo = (config.get(section) or {} for section in ("model", "task", "algo"))
-    base, algorithm = str(model.get("path", "")), str(algo.get("name", ""))
-    method = f" {_method_text(algorithm)} on the task `{task.get('name')}`" if algorithm else ""
-    label = f"`{shorten_path(FETCHED.get(base, base))}`" if base else "a model"
-    return (
-        f"---\n{_head(base, algorithm, adapter=bool(model.get('lora'))).to_yaml()}\n---\n\n# Step {step}\n\n{label}, "
-        f"trained for {step} steps{method}, with mmrl. A checkpoint holds the state of the optimizer too. The weights "
-        "for other libraries, with a card that has data, settings and numbers: "
-        f"`mmrl export RUN_DIR out=FOLDER checkpoint={step}`.\n"
-    )
-
-
 def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
     """Return the block between `---` that the hub reads."""
-    from huggingface_hub import EvalResult
+    from huggingface_hub import EvalResult, ModelCardData
 
     task, split, sources = str(overview.get("task.name", "?")), overview.split, overview.get("task.data") or {}
     last = next((record for record in overview.history if record["step"] == facts.step), {})
@@ -142,31 +105,21 @@ def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
         for name in overview.metric_names(split)
         if (value := number(last.get(f"eval/{split}/{name}"))) is not None
     ]
-    return _head(
-        str(overview.get("model.path", "")),
-        str(overview.get("algo.name", "?")),
-        adapter=facts.kind == "adapter",
+    algorithm, base = str(overview.get("algo.name", "?")), str(overview.get("model.path", ""))
+    kind = "supervised" if algorithm == SFT else "reinforcement-learning"
+    paper = [f"arxiv:{PAPERS[algorithm]}"] if algorithm in PAPERS else []
+    on_hub, adapter = FETCHED.get(base, base), facts.kind == "adapter"
+    # The hub accepts only its own names here, so a folder's name is left out.
+    known: dict[str, Any] = {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
+    return ModelCardData(
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["mmrl", kind, algorithm, *paper],
         datasets=list(dict.fromkeys(facts.data.values())) or None,
         license=facts.licence,
         eval_results=results or None,
         model_name=facts.title if results else None,
-    )
-
-
-def _head(base: str, algorithm: str, *, adapter: bool, **fields: Any) -> ModelCardData:
-    from huggingface_hub import ModelCardData
-
-    kind = ["supervised"] if algorithm == SFT else ["reinforcement-learning"]
-    paper = [f"arxiv:{PAPERS[algorithm]}"] if algorithm in PAPERS else []
-    on_hub = FETCHED.get(base, base)
-    # The hub accepts only its own names here, so a folder's name is left out.
-    if on_hub and is_hub_id(on_hub):
-        fields |= {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
-    return ModelCardData(
-        library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-generation",
-        tags=[tag for tag in ("mmrl", *kind, algorithm, *paper) if tag],
-        **fields,
+        **(known if on_hub and is_hub_id(on_hub) else {}),
     )
 
 
@@ -238,6 +191,6 @@ def snippets(
         "program": program,
         "address": ADDRESS,
     }
-    code = _templates().get_template("snippets.jinja").make_module(values)
+    code = templates().get_template("snippets.jinja").make_module(values)
     for name in ("transformers", "vLLM", "DSPy", "openai"):
         yield name, str(getattr(code, name.lower())())

@@ -11,7 +11,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -60,19 +60,8 @@ POINTS = 300
 """Points drawn per line; longer runs are thinned by averaging."""
 
 
-class Band(NamedTuple):
-    """A curve over seeds."""
-
-    steps: np.ndarray
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-
 Points: TypeAlias = Sequence[tuple[int, float, float | None, float | None]]
 """(step, value, low, high)."""
-LineStyle: TypeAlias = tuple[str, str, Dash]
-"""Colour, marker, dash."""
 
 
 # --- one run
@@ -254,27 +243,3 @@ def standalone(svg: str) -> str:
     """Make the output of `bare_svg` a file of its own, with a font and for both themes."""
     head, _, rest = svg.partition(">")
     return f"{head}><style>svg{{font-family:system-ui,sans-serif}}{DARK_CSS}</style>{rest}"
-
-
-# --- curves over seeds
-
-
-def draw_band(axis: Axes, band: Band | None, style: LineStyle, marker_step: int | None = None) -> None:
-    """Draw a curve over seeds and its band, with a marker at each `marker_step`th step; nothing without a band."""
-    if band is None:
-        return
-    color, marker, dash = style
-    marker_step = marker_step or max(1, len(band.steps) // 5)
-    # Markers of different lines start at different places, so that they do not hide each other.
-    start = MARKERS.index(marker) % marker_step
-    axis.plot(
-        band.steps,
-        band.mean,
-        color=color,
-        linewidth=1.8,
-        linestyle=dash,
-        marker=marker,
-        markersize=5,
-        markevery=(start, marker_step),
-    )
-    axis.fill_between(band.steps, band.low, band.high, color=color, alpha=0.13, linewidth=0)

@@ -76,8 +76,7 @@ def overview_text(overview: Overview, width: int = 100) -> str:
         facts = [fact for fact in MODULE_FACTS if fact in module_facts(overview.training)]
         table = align(module_rows(overview.training, facts), width=width)
         parts.append(f"modules, step {first} → step {last}\n{table}")
-    parts += [alarm_text(overview.alarms, width), fill(overview.unscored, max(width, 40))]
-    parts += [prompts_text(overview.run.path, width), _paths_and_commands(overview)]
+    parts += [alarm_text(overview.alarms, width), prompts_text(overview.run.path, width), _paths_and_commands(overview)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -163,7 +162,6 @@ def finish(
         _curve_text(overview),
         _failures_text({"before": before, "after": after}),
         alarm_text(overview.alarms, width),
-        fill(overview.unscored, max(width, 40)),
         _paths_and_commands(overview, problem),
     ]
     return "\n\n".join(part for part in parts if part)

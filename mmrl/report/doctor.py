@@ -13,35 +13,33 @@ import numpy as np
 from mmrl.errors import MODEL_CAUSED, ParseFailure
 from mmrl.report.advice import FAILURES
 from mmrl.report.alarms import (
-    FAULT_FACTS,
-    NEVER_FACTS,
-    VALIDITY_FACTS,
+    ALL_FAILED,
+    EMPTY_SEARCHES,
+    NEVER_VALID,
     Alarm,
     AlarmRule,
-    Criterion,
-    Thresholds,
     above,
     alarms,
     at_least,
     module_keys,
 )
-from mmrl.report.stats import FAILED, failed_text, failure_shares, modules_in, short
+from mmrl.report.stats import FAILED, failure_shares
+from mmrl.report.tables import facts_table, module_rows
 from mmrl.report.text import align
 
-ALARMS = Thresholds(window=1)
 LONGEST_QUOTE = 200
 """Characters of a message or of a reply that a finding quotes."""
-TABLE = {
-    "calls": "calls",
-    "prompt": "prompt mean",
-    "prompt_max": "most",
-    "length": "reply mean",
-    "length_max": "most",
-    "format_rate": "parsed",
-    "finish_length_share": "cut",
-    "logprob_gap": "gap (nats)",
-}
-"""Metric of a module -> its column."""
+TABLE = ("calls", "prompt", "prompt_max", "length", "length_max", "format_rate", "finish_length_share", "logprob_gap")
+"""Metrics of modules that are shown."""
+LISTED: tuple[str, ...] = (
+    "reward/",
+    "credit/groups",
+    "credit/zero_variance_share",
+    "rollouts/failed/",
+    "rollouts/caught_parse",
+)
+LISTED += ("tool/", "corpus/", "task/gold_retrieved")
+"""Beginnings of the metrics that are listed below that table."""
 
 
 # When a finding is one, beyond the limits of alarms.
@@ -53,9 +51,6 @@ MANY_GROUPS = 8
 """`zero_variance`: groups; fewer that all have equal rewards may be chance, unless every reward is the same."""
 BROKEN_GAP = 1.0
 """`logprob_gap`: nats from which on the engine does not serve the weights that are trained."""
-SLOW_SHARE, SLOW_S = 0.25, 0.1
-"""`slow_tool`, `slow_metric`: share of the rollouts' time in which nothing was generated and it ran, and seconds of one
-call."""
 COVERAGE = 0.8
 """`no_gold`: share of the training questions that the corpus can answer."""
 RETRIES = 0.2
@@ -81,13 +76,10 @@ class Played:
     unpacked: str = ""
     """Why packed and padded updates differ; empty where they do not."""
     endpoints: bool = False
-    """Endpoints answer for modules."""
     max_tokens: int
-    """`task.max_tokens`."""
     max_context: int | None = None
     """Prompt + completion limit; None: not known."""
     max_failed_share: float
-    """`train.max_failed_share`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +88,7 @@ class Finding:
 
     name: str
     key: str
-    """The metric that shows it."""
     useless: bool
-    """Training would be useless."""
     message: str
 
     def text(self) -> str:
@@ -114,7 +104,7 @@ def _middle(key: str) -> str:
 
 def find(played: Played) -> list[Finding]:
     """Return the findings of a played step, those first that make training useless."""
-    raised = alarms([{"step": 0, **played.metrics}], ALARMS, extra=tuple(_rules(played)))
+    raised = alarms([{"step": 0, **played.metrics}], window=1, extra=tuple(_rules(played)))
     names = {alarm.name for alarm in raised}
     # Each kind of failure has a separate sentence here.
     explained = {"failures"}
@@ -141,7 +131,7 @@ def find(played: Played) -> list[Finding]:
 
 def _stops(kind: str, share: float, played: Played) -> bool:
     """True where failures of a kind leave nothing to train on; those that the model causes have a failure rule."""
-    return share >= ALARMS.all_failed if kind in MODEL_CAUSED else share > played.max_failed_share
+    return share >= ALL_FAILED if kind in MODEL_CAUSED else share > played.max_failed_share
 
 
 def _useless(alarm: Alarm, played: Played, constant: bool) -> bool:
@@ -156,7 +146,7 @@ def _useless(alarm: Alarm, played: Played, constant: bool) -> bool:
     return {
         "never_parses": constant,
         "logprob_gap": not value <= BROKEN_GAP,
-        "judge_unreadable": value >= ALARMS.all_failed,
+        "judge_unreadable": value >= ALL_FAILED,
         "no_gold": value == 0,
         "packing": True,
     }.get(alarm.name, False)
@@ -175,7 +165,7 @@ def _rules(played: Played) -> Iterator[AlarmRule]:
     for kind in FAILURES.keys() - MODEL_CAUSED:
         name = "endpoint_faults" if kind == "engine" and played.endpoints else FAILURES[kind]
         yield AlarmRule(name, [f"{FAILED}{kind}"], above(0.0), subject=_quoted(played.failed.get(kind, "")))
-    never = ALARMS.never_valid
+    never = NEVER_VALID
     parsed = module_keys(records, ("format_rate",))
     yield AlarmRule("seldom_parses", parsed, lambda means: ((means > never) & (means < SELDOM), means))
     cut = module_keys(records, ("finish_length_share",))
@@ -184,25 +174,15 @@ def _rules(played: Played) -> Iterator[AlarmRule]:
         longest = module_keys(records, ("prompt_max",))
         room = context - played.max_tokens
         yield AlarmRule("prompt_near_limit", longest, lambda means: (means > room, np.full_like(means, context)))
-    for key, share in metrics.items():
-        if not key.startswith("tool/"):
-            continue
-        if key.endswith("/share") and share >= SLOW_SHARE:
-            tool = _middle(key)
-            name = "slow_metric" if tool == "reward" else "slow_tool"
-            yield AlarmRule(name, [f"tool/{tool}/seconds"], _slow(share), subject=tool)
-        if key.endswith("/empty"):
-            yield AlarmRule("empty_searches", [key], above(ALARMS.empty_searches), subject=_middle(key))
+    for key in metrics:
+        if key.startswith("tool/") and key.endswith("/empty"):
+            yield AlarmRule("empty_searches", [key], above(EMPTY_SEARCHES), subject=_middle(key))
     yield AlarmRule("endpoint_retries", ["endpoint/retried"], above(RETRIES))
     yield AlarmRule("no_gold", ["corpus/coverage"], lambda means: (means < COVERAGE, means))
     yield AlarmRule("gold_not_found", ["task/gold_retrieved"], lambda means: (means == 0, means))
     if played.unpacked:
         subject = played.unpacked.rpartition("; ")[0] or played.unpacked
         yield AlarmRule("packing", ["rollouts/count"], at_least(0.0), subject=subject)
-
-
-def _slow(share: float) -> Criterion:
-    return lambda means: (means >= SLOW_S, np.full_like(means, share))
 
 
 def _quoted(text: str) -> str:
@@ -223,45 +203,15 @@ def verdict(findings: Sequence[Finding]) -> str:
 def report(played: Played, findings: Sequence[Finding]) -> str:
     """Return the metrics, findings and verdict as text."""
     metrics = played.metrics
-    spread = "no rollout has a reward"
-    if "reward/mean" in metrics:
-        low, mean, high = (short(metrics[f"reward/{name}"]) for name in ("min", "mean", "max"))
-        spread = f"rewards {mean} on average, from {low} to {high}"
-    if groups := metrics.get("credit/groups"):
-        spread += f"; {metrics['credit/zero_variance_share']:.0%} of {groups:.0f} groups have equal rewards"
     rollouts, room = metrics["rollouts/count"], f" (context {played.max_context})" if played.max_context else ""
+    names = [name for name in metrics if name.startswith(LISTED)]
     blocks = [
         f"{played.title}: {rollouts:.0f} rollouts of {played.examples} examples in {played.seconds:.1f} s{room}",
-        align(_table(metrics)),
-        "\n".join([spread, *_details(metrics)]),
+        align(module_rows([metrics], TABLE)),
+        facts_table({name: metrics[name] for name in names}),
         "\n".join([*(finding.text() for finding in findings), verdict(findings)]),
     ]
     return "\n\n".join(blocks)
-
-
-def _table(metrics: Mapping[str, float]) -> list[list[str]]:
-    rows = [
-        [module, *(short(metrics.get(f"module/{module}/{name}")) for name in TABLE)] for module in modules_in([metrics])
-    ]
-    return [["module", *TABLE.values()], *rows]
-
-
-def _details(metrics: Mapping[str, float]) -> list[str]:
-    tools = [_middle(key) for key in metrics if key.endswith("/seconds")]
-    lines = [
-        f"{'' if tool == 'reward' else 'tool '}{tool}: {metrics[f'tool/{tool}/calls']:.0f} calls of "
-        f"{metrics[f'tool/{tool}/seconds']:.3f} s, {metrics[f'tool/{tool}/share']:.0%} of the rollouts' time"
-        for tool in tools
-    ]
-    faults = module_keys([metrics], (*FAULT_FACTS, *NEVER_FACTS, *VALIDITY_FACTS))
-    lines += [", ".join(f"{key.split('/', 1)[1]} {metrics[key]:.0%}" for key in faults if not key.endswith("_rate"))]
-    shares = {"corpus/coverage": "the corpus can answer {:.0%} of the training questions"}
-    shares |= {"task/gold_retrieved": "searches brought {:.0%} of the gold documents"}
-    lines += [text.format(metrics[key]) for key, text in shares.items() if key in metrics]
-    lines.append(failed_text(failure_shares(metrics)))
-    caught = metrics.get("rollouts/caught_parse")
-    lines += [f"parse failures that the program caught: {caught:.0f}"] if caught else []
-    return [line for line in lines if line]
 
 
 def as_object(played: Played, findings: Sequence[Finding]) -> dict[str, object]:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from mmrl import errors
-from mmrl.errors import DataError, nearest, unknown
+from mmrl.errors import DataError, unknown
 from mmrl.records import EMPTY, LARGEST, Call, Forest, Rollout
 from mmrl.system.files import JsonObject
 
@@ -27,8 +27,8 @@ FAILURES = tuple(
 """Values of `rollouts[].error`."""
 MOST = 10_000_000
 """Largest count (tokens of a call, fields, turns): what is credited per token must fit into memory."""
-SUGGESTIONS = 10
-"""Problems of a file that say what was perhaps meant; calls of a cycle that are named."""
+LONGEST_CYCLE = 10
+"""Calls of a cycle that are named."""
 
 
 def _not_empty(text: str) -> str:
@@ -252,14 +252,12 @@ def _rollout_faults(rollout: _Rollout, modules: Sequence[str]) -> Iterator[str]:
 
 def _links(file: _File) -> Iterator[str]:
     """Yield parents and leaves that are no calls."""
-    calls = dict.fromkeys(call.id for call in file.calls)
+    calls = {call.id for call in file.calls}
     links = [(f"call '{call.id}': parent", call.parent) for call in file.calls]
     links += [(f"rollout '{rollout.id}': leaf", rollout.leaf) for rollout in file.rollouts]
-    broken = [(where, name) for where, name in links if name is not None and name not in calls]
-    for number, (where, name) in enumerate(broken):
-        # Only for the first problems: the search looks at every id, and a file may be wrong throughout.
-        suggestion = nearest(name, list(calls)) if number < SUGGESTIONS else ""
-        yield f"{where}: got '{name}', which is no call{suggestion}"
+    for where, name in links:
+        if name is not None and name not in calls:
+            yield f"{where}: got '{name}', which is no call"
 
 
 def _ordered(calls: Mapping[str, Call], source: str) -> dict[str, Call]:
@@ -275,7 +273,7 @@ def _ordered(calls: Mapping[str, Call], source: str) -> dict[str, Call]:
         current: Call | None = call
         while current is not None and current.id not in ordered:
             if current.id in chain:
-                cycle = [*chain][[*chain].index(current.id) :][:SUGGESTIONS]
+                cycle = [*chain][[*chain].index(current.id) :][:LONGEST_CYCLE]
                 raise DataError(f"{source}: call '{current.id}': parent: a cycle ({' -> '.join(cycle)})")
             chain[current.id] = current
             current = calls[current.parent] if current.parent is not None else None

@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from mmrl.models.load import located
 from mmrl.report import browser
@@ -66,7 +66,7 @@ def write_report(overview: Overview) -> Path:
     page = rendered(
         "run.html",
         blocks=blocks,
-        all_blocks=len(browser.step_keys(overview)),
+        all_blocks=len(browser.step_files(overview)),
         script=script,
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         overview=overview,
@@ -102,26 +102,28 @@ def report_run(path: Path | str) -> Path:
 
 
 @cache
-def _templates() -> Environment:
-    templates = Environment(
+def templates() -> Environment:
+    """Return the environment of `templates/`; in pages all text is escaped."""
+    environment = Environment(
         loader=PackageLoader("mmrl.report"),
-        autoescape=True,
+        autoescape=select_autoescape(("html",)),
         # A name that a template misspells must fail in a test, not leave a gap in a page.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters |= {"fixed": fixed, "signed": signed, "interval": interval}
-    return templates
+    environment.filters |= {"fixed": fixed, "signed": signed, "interval": interval}
+    environment.filters["cell"] = lambda text: str(text).replace("|", "\\|")  # of a Markdown table
+    return environment
 
 
 def _script() -> str:
-    return PackageLoader("mmrl.report").get_source(_templates(), "browser.js")[0]
+    return PackageLoader("mmrl.report").get_source(templates(), "browser.js")[0]
 
 
 def rendered(template: str, **values: object) -> bytes:
     """Render a page of `templates/`, as UTF-8."""
-    page = _templates().get_template(template).render(dark_css=DARK_CSS, **values)
+    page = templates().get_template(template).render(dark_css=DARK_CSS, **values)
     # A model may have written a lone surrogate, which UTF-8 cannot hold.
     return hide(readable(page)).encode("utf-8", "replace")
 

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 from mmrl.errors import CheckpointError, DataError
 from mmrl.records import Call, Forest, Rollout
@@ -169,10 +169,8 @@ def _fields(record: object, leave_out: Sequence[str] = ()) -> JsonObject:
     """Return the fields of a dataclass or mapping, without those that equal their default."""
     if isinstance(record, Mapping):
         return dict(record)
-    if not dataclasses.is_dataclass(record) or isinstance(record, type):
-        raise TypeError(f"cannot write a {type(record).__name__} into a journal")
     written = {}
-    for field in dataclasses.fields(record):
+    for field in dataclasses.fields(cast(Any, record)):
         value = getattr(record, field.name)
         if field.name not in leave_out and (field.default is dataclasses.MISSING or value != field.default):
             written[field.name] = value

@@ -14,27 +14,10 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from mmrl.system.files import JsonObject
 
-PACKAGES = (
-    "mmrl",
-    "torch",
-    "triton",
-    "transformers",
-    "trl",
-    "vllm",
-    "peft",
-    "accelerate",
-    "datasets",
-    "deepspeed",
-    "sentence-transformers",
-    "numpy",
-    "hydra-core",
-    "omegaconf",
-    "pydantic",
-    "dspy",
-    "bm25s",
-)
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 
 
@@ -85,8 +68,17 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return package -> version, of relevant packages that are installed."""
-    return {package: version for package in PACKAGES if (version := _version(package)) is not None}
+    """Return package -> version: of mmrl, and of what it can use, as far as it is installed."""
+    packages = ["mmrl", *(requirement.name for requirement in _requirements() if "dev" not in str(requirement.marker))]
+    return {name: version for name in packages if (version := _version(name)) is not None}
+
+
+def _requirements() -> list[Requirement]:
+    """Return the requirements of mmrl and its extras; none where it runs from its source and is not installed."""
+    try:
+        return [Requirement(line) for line in metadata.requires("mmrl") or ()]
+    except metadata.PackageNotFoundError:
+        return []
 
 
 def _version(package: str) -> str | None:
@@ -98,15 +90,8 @@ def _version(package: str) -> str | None:
 
 def unmet() -> list[str]:
     """Return requirements of mmrl that this interpreter does not meet, one sentence each; imports none of them."""
-    from packaging.requirements import Requirement
-
-    try:
-        required = [Requirement(line) for line in metadata.requires("mmrl") or ()]
-    # mmrl runs from its source and is not installed, so its requirements are unknown.
-    except metadata.PackageNotFoundError:
-        return []
     problems = []
-    for requirement in required:
+    for requirement in _requirements():
         # An empty `extra`: the requirements of mmrl itself.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue

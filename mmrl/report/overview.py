@@ -5,7 +5,6 @@ Part of `report`; reads only, also while the run is going on.
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mmrl.config.base import FETCHED, SHIPPED
+from mmrl.config.base import FETCHED, SHIPPED, value_at
 from mmrl.errors import CheckpointError, ConfigError, DataError, MmrlError
-from mmrl.report.alarms import Alarm, Thresholds, alarms
+from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.rundir import RunDir, is_run, step_of
 from mmrl.report.stats import (
     FIRST,
@@ -24,8 +23,6 @@ from mmrl.report.stats import (
     Difference,
     History,
     compare_items,
-    failed_text,
-    failure_shares,
     learning,
     modules_in,
     number,
@@ -38,9 +35,6 @@ from mmrl.report.trials import trial_alarms
 from mmrl.system.files import JsonObject, read_jsonl
 from mmrl.system.objects import readable
 
-FEW = 5
-"""Problems of a damaged run that are listed."""
-_ITEM = "expected an item with id (text) and metrics (numbers by name)"
 Item: TypeAlias = JsonObject
 """A line of `eval/*.jsonl`: `id`, `metrics` and more."""
 
@@ -63,8 +57,7 @@ def damage_named(path: Path | str) -> Iterator[None]:
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise CheckpointError(
             f"{path}: a file in it is damaged, so that this cannot be shown ({type(error).__name__}: "
-            f"{str(error)[:200]}; {Path(where.filename).name} line {where.lineno}); restore that file from a copy, or "
-            "look at another run"
+            f"{str(error)[:200]}; {Path(where.filename).name} line {where.lineno})"
         ) from error
 
 
@@ -79,8 +72,9 @@ def _items_of(run: RunDir) -> dict[str, dict[int, Sequence[Item]]]:
     for path in sorted((run.path / "eval").glob("step-*-*.jsonl")):
         if (step := step_of(path)) is not None:
             read = items.setdefault(path.stem.split("-", 2)[2], {})[step] = read_jsonl(path)
-            if problems := [f"{path}:{line}: {_ITEM}" for line, item in enumerate(read, 1) if not _is_item(item)]:
-                raise DataError(problems[:FEW])
+            for line, item in enumerate(read, 1):
+                if not _is_item(item):
+                    raise DataError(f"{path}:{line}: expected an item with id (text) and metrics (numbers by name)")
     return items
 
 
@@ -113,12 +107,8 @@ class Overview:
 
     def get(self, path: str, default: object = None) -> Any:
         """Return a config value by the path that the user would type; `default` where there is none."""
-        value: object = self.config
-        for part in path.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                return default
-            value = value[part]
-        return value
+        value = value_at(self.config, path)
+        return default if value is None else value
 
     @property
     def evaluates(self) -> bool:
@@ -158,7 +148,7 @@ class Overview:
 
     @property
     def training(self) -> list[JsonObject]:
-        """Number of steps that were trained."""
+        """Records of the steps that were trained."""
         return [record for record in self.history if record["step"] > 0]
 
     @property
@@ -187,29 +177,11 @@ class Overview:
         return sorted(raised, key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
     @property
-    def unscored(self) -> str:
-        """Sentence for a run that never scored above 0 without an alarm that says why; else empty."""
-        scores = [
-            (name, change.before, change.after) for name, change in self.differences.items() if name == self.main_metric
-        ]
-        name, _, values = learning(self.training)
-        scores += [("the reward in training", values[0], values[-1])] if name == "reward" and len(values) else []
-        nothing = [name for name, *both in scores if all(abs(score) < 5e-4 for score in both)]  # 0.000, as it is shown
-        if not nothing or self.alarms or self.evaluates:
-            return ""
-        failed = failed_text(failure_shares(self.training[-1])) if self.training else ""
-        failures = f"; of the rollouts of the last step {failed}" if failed else ""
-        return (
-            f"No alarm rang, yet {nothing[0]} is 0 at the start and at the end{failures}. mmrl doctor with the run's "
-            "settings looks for what is wrong."
-        )
-
-    @property
     def no_alarm(self) -> str:
-        """Sentence for a run without alarms, also because there are too few steps for most of them."""
-        steps, window = len(self.training), Thresholds().window
-        few = f"; most look at means over {window} steps, and this run has {steps}" if steps < window else ""
-        return self.unscored or f"No alarm rang{few}."
+        """Sentence for a run without alarms."""
+        steps = len(self.training)
+        few = f"; most look at means over {WINDOW} steps, and this run has {steps}" if steps < WINDOW else ""
+        return f"No alarm rang{few}."
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
@@ -315,7 +287,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
         if not path.is_dir():
             problems.append(f"runs: {path}: no such folder")
             continue
-        below = list(_runs_below(path))
+        below = sorted(file.parent for file in path.rglob("config.yaml") if is_run(file.parent))
         # Only training runs have an algorithm in their config.
         training = [run for run in below if "algo" in RunDir.read(run).config]
         if not training:
@@ -325,12 +297,3 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     if problems:
         raise ConfigError(problems)
     return list(by_path.values())
-
-
-def _runs_below(path: Path) -> Iterable[Path]:
-    for folder, below, _ in os.walk(path):
-        # os.walk visits what `below` still names: sorted for a stable order, cleared to stop at a run.
-        below.sort()
-        if is_run(Path(folder)):
-            below.clear()
-            yield Path(folder)

@@ -43,11 +43,8 @@ from mmrl.system.files import JsonObject
 Arguments = ParamSpec("Arguments")
 
 
-# A display's cost must not grow with the run: both limits bound what a step looks at.
 HISTORY = 400
-"""Steps that sparklines show."""
-ALARM_FIRST, ALARM_LAST = 20, 100
-"""Steps that the display's alarms look at, from the start and the end of the run; reports look at all."""
+"""Last steps that the display and its alarms look at, so that its cost does not grow with the run; reports have all."""
 PLAIN_LINES = 30
 """About this many plain lines for a whole run..."""
 PLAIN_SECONDS = 60.0
@@ -114,7 +111,6 @@ class Progress:
         self._bars.advance(self._task.id, 0)
         self._last_line = (first_step, time.monotonic())
         self._status = ""
-        self._first: list[JsonObject] = []
         self._alarms: list[Alarm] = []
         self._announced: set[tuple[str, str]] = set()
 
@@ -138,10 +134,8 @@ class Progress:
         self._bars.update(self._task.id, completed=step)
         self._bars.update(self._task.id, pace=self._pace())
         self._history.append({**metrics, "step": step})
-        if len(self._first) < ALARM_FIRST:
-            self._first.append(self._history[-1])
         # Before drawing, so that the display shows the alarms of this very step.
-        self._alarms = current(self._for_alarms())
+        self._alarms = current(list(self._history))
         self._status = ""
         self._draw()
         for alarm in self._alarms:
@@ -202,11 +196,6 @@ class Progress:
         with suppress(Exception):  # standard error itself may be gone
             print(f"progress display switched off: {type(error).__name__}: {error}", file=sys.stderr)
 
-    def _for_alarms(self) -> list[JsonObject]:
-        """Return the first and the last steps: what alarms compare, at a cost that does not grow with the run."""
-        last = list(self._history)[-ALARM_LAST:]
-        return [record for record in self._first if record["step"] < last[0]["step"]] + last
-
     def _print_line(self, text: str, style: str = "") -> None:
         self._console.print(Text(self._safe(text), style=style), soft_wrap=not self._console.is_terminal)
 
@@ -235,36 +224,24 @@ class Progress:
         if curves := self._curves(min(max(width - 52, 6), 40)):
             rows.append(self._dim(align(curves, indent="")))
         if self._history:
-            rows.append(self._dim(" · ".join([*self._numbers(), *self._costs()])))
+            rows.append(self._dim(" · ".join(self._numbers())))
         rows += [Text(self._safe(f"! {alarm.name}  {alarm.key}: {alarm.message}"), "yellow") for alarm in self._alarms]
         return Group(*rows, *([self._dim(self._status)] if self._status else []))
 
     def _curves(self, room: int) -> Rows:
-        """Return rows of reward and evaluations: name, newest value, curve of at most `room` characters, notes."""
-        rows = [["", "", ""]]
+        """Return rows of reward and evaluations: name, newest value, curve of at most `room` characters or notes."""
+        rows = []
         name, _, curve = learning(list(self._history))
         if len(curve):
             note = f"best {short(curve.max())}" if name == "reward" else ""
-            rows.append([name, short(curve[-1]), f"{self._spark(list(curve), room)}  {note}"])
-        # The newest evaluation as a number, the earlier ones as a curve before it.
+            rows.append([name, short(curve[-1]), f"{sparkline(list(curve), room, ascii_only=self._ascii)}  {note}"])
         for split, evaluations in self._evaluations.items():
-            step, newest = evaluations[-1]
+            (_, first), (step, newest) = evaluations[0], evaluations[-1]
             for key in self._metric_names(newest):
-                values = [value for _, metrics in evaluations if (value := number(metrics.get(key))) is not None]
-                parts = [with_interval(newest, key).partition(" ")[2], f"at step {step}"]
-                if len(values) > 1:
-                    parts = [self._spark(values, min(room, 16)), parts[0], f"from {short(values[0])}", parts[1]]
-                rows.append([f"{split} {key}", short(values[-1]), "  ".join(filter(None, parts))])
-        return rows[1:] or rows
-
-    def _costs(self) -> list[str]:
-        """Return the shares of the newest step's time, and the memory of the process."""
-        last = self._history[-1]
-        total = number(last.get("time/step"))
-        shares = {name: number(last.get(f"time/{name}")) for name in ("generate", "retrieve", "update")}
-        parts = [f"{name} {value / total:.0%}" for name, value in shares.items() if value is not None and total]
-        memory = number(last.get("memory/rss_mb"))
-        return parts if memory is None else [*parts, f"{memory / 1024:.1f} GB"]
+                value, _, interval = with_interval(newest, key).partition(" ")
+                start = f"from {short(first.get(key))}" if len(evaluations) > 1 else ""
+                rows.append([f"{split} {key}", value, "  ".join(filter(None, [interval, start, f"at step {step}"]))])
+        return rows
 
     def _dim(self, text: str) -> Text:
         return Text(self._safe(text), style="dim", no_wrap=True, overflow="ellipsis")
@@ -313,9 +290,6 @@ class Progress:
             return ""
         remaining = "done" if self._task.finished else f"{duration(self._task.time_remaining or 0)} left"
         return f"{duration(1 / speed)}/step  {remaining}"
-
-    def _spark(self, values: list[float], width: int) -> str:
-        return sparkline(values, width, ascii_only=self._ascii)
 
     def _safe(self, text: str) -> str:
         """Reduce `text` to the terminal's encoding, without secrets, which a line break would hide from `hide`."""

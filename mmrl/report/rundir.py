@@ -87,7 +87,6 @@ class RunDir:
         self.path = path
         self.metrics_path, self.report_path = path / "metrics.jsonl", path / "report.html"
         self.checkpoints = path / "checkpoints"
-        """Folder of the trainer's checkpoints."""
         self.ledger = Ledger(path)
         self._noted: set[int] | None = None
         self._lock: int | None = None
@@ -245,12 +244,12 @@ class RunDir:
     @property
     def environment(self) -> JsonObject:
         """Machine, versions, git state; empty when missing."""
-        return _read_object(self.path / "environment.json")
+        return read_object(self.path / "environment.json")
 
     @property
     def summary(self) -> JsonObject:
         """Content of `summary.json`, written at the end; empty while it runs."""
-        return _read_object(self.path / "summary.json")
+        return read_object(self.path / "summary.json")
 
     @property
     def finished(self) -> bool:
@@ -383,13 +382,9 @@ def refuse_full(path: Path) -> None:
 
 def _resume_hint(path: Path) -> str:
     """Return the hint with the command that continues the run in a folder; empty without a run."""
-    if not (path / "config.yaml").is_file():
+    if not is_run(path):
         return ""
-    try:
-        config = read_yaml(path / "config.yaml")
-    except DataError:
-        config = None  # whoever continues it will hear of that
-    command = "eval" if isinstance(config, dict) and "policy" in config else "train"
+    command = "eval" if "policy" in RunDir(path).config else "train"
     return f"; to continue it: mmrl {command} resume={path}"
 
 
@@ -400,7 +395,8 @@ def _run_below(path: Path) -> str:
     return f"; the newest run below it is {newest}" if newest else ""
 
 
-def _read_object(path: Path) -> JsonObject:
+def read_object(path: Path) -> JsonObject:
+    """Return the JSON object in a file; empty where there is none."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -5,13 +5,11 @@ The first row is the head. Terminal tables stay plain text, not rich's, so that 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from mmrl.report.stats import Difference, Metrics, fixed, modules_in, number, short, signed
 from mmrl.report.text import align
-from mmrl.system.files import JsonObject
 
 Rows: TypeAlias = list[list[str]]
 
@@ -66,43 +64,3 @@ def facts_table(facts: Mapping[str, object], indent: str = "  ") -> str:
     """Return the names and values, one per line."""
     rows = [[name, short(value) if isinstance(value, float) else str(value)] for name, value in facts.items()]
     return align(rows, indent) if rows else ""
-
-
-def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Return a short name per job: the overrides in which it differs from others, a task by its bare name.
-
-    A file or a row (`task.data.dev=DIR/nq.jsonl`, `experiment=mhgpo/columns/2wiki`) is its last part, where that tells
-    the jobs apart: a table whose headings are paths is too wide to read.
-    """
-    # Overrides that all jobs share do not distinguish columns.
-    shared = set(jobs[0]).intersection(*jobs[1:]) if jobs else set()
-    differing = [[word.lstrip("+").removeprefix("task=") for word in job if word not in shared] for job in jobs]
-    names = [" ".join(words) or "all" for words in differing]
-    # `KEY=FOLDERS/` before a last part, but not of lists.
-    brief = [re.sub(r"[^ =]+=[^ =\[{]*/(?=[^ ])", "", name) for name in names]
-    return brief if len(set(brief)) == len(jobs) else names
-
-
-LABELS = ("partial corpus", "corpus coverage", "judge")
-"""Facts of an evaluation without which its numbers say too much."""
-
-
-def columns_text(summaries: Mapping[str, JsonObject]) -> str:
-    """Return a table: a row per metric with its 95 % interval, then items and failures, then what the numbers are over.
-
-    Args:
-        summaries: column name -> `summary.json` of an evaluation: `metrics`, and `facts` of its task.
-    """
-    columns: list[Mapping[str, float]] = [summary["metrics"] for summary in summaries.values()]
-    names = dict.fromkeys(name for metrics in columns for name in metrics if f"{name}_low" in metrics)
-    rows = [["", *summaries], *([name, *(with_interval(metrics, name) for metrics in columns)] for name in names)]
-    rows.append(["items", *(f"{metrics.get('n', 0):.0f}" for metrics in columns)])
-    rows.append(["failed from outside", *(f"{metrics.get('failed_share', 0):.1%}" for metrics in columns)])
-    # Where data are partial or a judge is a rule, the numbers need that beside them.
-    notes = [
-        f"{name}: {label}: {summary['facts'][label]}"
-        for name, summary in summaries.items()
-        for label in LABELS
-        if label in summary.get("facts", {})
-    ]
-    return "\n".join([align(rows), *notes])

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from itertools import zip_longest
-from textwrap import fill, wrap
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-LEAST = 8
-"""Columns that a cell keeps, however narrow the terminal."""
 
-
-def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None = None) -> str:
+def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None = None, words: bool = False) -> str:
     """Align rows of text in columns: the first column to the left, all others to the right, except a last one of words.
 
     Args:
+        words: True for cells of words, which are all aligned to the left.
         width: columns of the terminal. What does not fit is printed below, with the first column again. None: any.
     """
     # The widest cell of each column, head included.
@@ -37,15 +34,17 @@ def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None =
     for block in blocks:
         lines += [""] * bool(lines)
         for row in rows:
-            cells = [row[column] if column == last else row[column].rjust(widths[column]) for column in block]
+            justify = str.ljust if words else str.rjust
+            cells = [row[column] if column == last else justify(row[column], widths[column]) for column in block]
             lines.append((indent + "  ".join([row[0].ljust(widths[0]), *cells])).rstrip())
     return "\n".join(lines)
 
 
-def clean(text: object) -> str:
-    """Make text safe to print: line ends become ⏎, other control characters are made visible."""
+def clean(value: object) -> str:
+    """Make a text safe to print: line ends become ⏎, other control characters are made visible; a list is joined."""
+    text = "; ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     # A model may write escape sequences: shown as text they cannot drive a terminal.
-    line = str(text).replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
+    line = text.replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
     return "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in line)
 
 
@@ -53,27 +52,6 @@ def filled(text: str, width: int | None) -> str:
     """Wrap a paragraph to at most `width` columns (None: one line)."""
     text = clean(text)
     return text if width is None else fill(text, width, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def wrapped_rows(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """Align rows in columns, all to the left; where they are wider than `width` the widest columns are wrapped."""
-    rows = [[clean(cell) for cell in row] for row in rows]
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    # Ids in the first column may be cut anywhere; others are wrapped between words as long as that is enough.
-    words = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
-    for least in ([LEAST, *words[1:]], [LEAST] * len(columns)):
-        while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
-            wider = [column for column, limit in enumerate(least) if widths[column] > limit]
-            if not wider:
-                break
-            widths[max(wider, key=widths.__getitem__)] -= 1
-    lines = []
-    for row in rows:
-        cells = [wrap(cell, size, break_on_hyphens=False) for cell, size in zip(row, widths, strict=True)]
-        for parts in zip_longest(*cells, fillvalue=""):
-            lines.append("  ".join(part.ljust(size) for part, size in zip(parts, widths, strict=True)).rstrip())
-    return lines
 
 
 def drawn(parts: Sequence[RenderableType], width: int) -> str:

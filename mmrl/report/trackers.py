@@ -7,16 +7,13 @@ service that fails does not end the run.
 
 from __future__ import annotations
 
-import configparser
 import importlib.util
-import netrc
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from mmrl.config import RunConfig
 from mmrl.errors import ConfigError
@@ -32,9 +29,7 @@ if TYPE_CHECKING:
 
 
 WITH_TEXTS = ("wandb", "tensorboard")
-"""Trackers that get texts of calls."""
 COLUMNS = ("step", "example", "module", "prompt", "completion", "reward", "advantage")
-"""Columns of a table of calls."""
 LONGEST = {"prompt": (500, 1500), "completion": (1500, 500)}
 """Characters at the start and at the end of a long text that are sent."""
 
@@ -167,36 +162,19 @@ def wandb_mode(folder: Path) -> tuple[str | None, str]:
     Args:
         folder: of the run.
     """
+    from requests.utils import get_netrc_auth
+
     if mode := os.environ.get("WANDB_MODE"):
         return None, f"wandb: {mode}, as the environment variable WANDB_MODE says"
     if os.environ.get("WANDB_API_KEY"):
         return None, "wandb: online, with the key of the environment variable WANDB_API_KEY"
-    if key_file := _wandb_login():
-        return None, f"wandb: online, with the login in {key_file}"
+    server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+    if login := get_netrc_auth(server):  # where `wandb login` leaves the key
+        add_secret("WANDB_API_KEY", login[1])
+        return None, f"wandb: online, with the login for {server} in the netrc file"
     # Without a key wandb would ask for one and wait.
     send = f"wandb sync {folder}/wandb/offline-run-*"
     return "offline", f"wandb: offline, since there is neither a login (wandb login) nor WANDB_API_KEY; to send: {send}"
-
-
-def _wandb_login() -> str:
-    """Return the file in which `wandb login` has left a key for the server in use; empty without one."""
-    settings = configparser.ConfigParser(interpolation=None)
-    home = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
-    try:
-        settings.read([home / "settings", Path("wandb") / "settings"], encoding="utf-8")
-        server = settings.get("default", "base_url", fallback="https://api.wandb.ai")
-    except (configparser.Error, UnicodeDecodeError):
-        server = "https://api.wandb.ai"
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or server).hostname or ""
-    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
-    try:
-        login = netrc.netrc(path).authenticators(host)
-    except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
-        return ""
-    if login is None or not login[2]:
-        return ""
-    add_secret("WANDB_API_KEY", login[2])
-    return str(path)
 
 
 def _sendable(call: Mapping[str, object]) -> list[object]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from mmrl.errors import DataError
 from mmrl.report.advice import ADVICE
 from mmrl.report.alarms import Alarm
+from mmrl.report.rundir import read_object
 from mmrl.report.text import align, clean
 from mmrl.system.files import JsonObject, read_jsonl
 
@@ -34,7 +33,8 @@ def prompts_text(run: Path, width: int = 100) -> str:
     trials = read_jsonl(run / FOLDER / TRIALS)
     if not trials:
         return ""
-    start, result = _read(run / FOLDER / "start.json").get("modules", {}), _read(run / FOLDER / "result.json")
+    start = read_object(run / FOLDER / "start.json").get("modules", {})
+    result = read_object(run / FOLDER / "result.json")
     full = [trial for trial in trials if trial["full"]]
     best = max(full, key=lambda trial: float(trial["score"]), default=None)
     if result:
@@ -82,16 +82,6 @@ def trial_alarms(run: Path) -> list[Alarm]:
 
 def _short(text: str) -> str:
     return shorten(clean(text), 200, placeholder=" …")
-
-
-def _read(path: Path) -> JsonObject:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: cannot be read: not a JSON object")
-    return content
 
 
 def _table(trials: Sequence[JsonObject]) -> str:

@@ -104,11 +104,8 @@ def _stages_problems(config: StagedCommandConfig, user_keys: Collection[str]) ->
         if stage.model.modules is not None and number < len(config.stages) and stage.kind.weights:
             apart = f"stage {number} ({name}) trains weights for each module apart"
             problems.append(f"stages: {apart} (model.modules), from which no stage can start; make it the last one")
-        prefixes = [f"stage.{name}.", f"stage.{number}."]
-        keys = [
-            *user_keys,
-            *(key.removeprefix(prefix) for key in user_keys for prefix in prefixes if key.startswith(prefix)),
-        ]
+        prefix = f"stage.{name}."
+        keys = [*user_keys, *(key.removeprefix(prefix) for key in user_keys if key.startswith(prefix))]
         where = f"stage {number} ({name}): "
         with gathered(problems, where):
             problems += [where + problem for problem in check(stage.in_folder(None), keys)]

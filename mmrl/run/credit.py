@@ -24,11 +24,9 @@ from mmrl.records import Forest
 from mmrl.report.forest import VERSION, check_forest
 from mmrl.report.journal import encode_step, load_rollouts, read_step
 from mmrl.report.rundir import RunDir
-from mmrl.report.text import align, filled, wrapped_rows
+from mmrl.report.text import align, clean, filled
 from mmrl.system.files import JsonObject, dumps
 
-CALL, GROUP = ("call", "module", "minibatch", "reward", "parts"), ("minibatch", "group", "size", "mean", "std")
-"""Columns that stand above the rows where a table with a critic, or one without, is too wide."""
 TURN_REWARD_SETS = ("outcome", "turn")
 """A file may hold both kinds of reward; whether it does is its own matter."""
 
@@ -46,7 +44,6 @@ class CreditRequest:
     step: int | None = None
     """None: all steps of the run."""
     user_keys: Sequence[str] = ()
-    """The config keys that were typed."""
     page: Path | None = None
     """A file for a page (`.html`) or a picture (`.svg`) of the credit."""
 
@@ -71,7 +68,6 @@ class Source:
     frozen: tuple[str, ...] = ()
     """Modules that are out of the loss, whatever the algorithm says."""
     entries: Sequence[JsonObject] = ()
-    """The entries of the journal, as trained."""
 
 
 def credit_command(request: CreditRequest, as_json: bool) -> int:
@@ -219,13 +215,13 @@ def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit]
     Several algorithms have a table before these, with the advantages of each side by side.
 
     Args:
-        width: columns of the terminal; None: any number. A wider table is printed in parts: a small table per group,
-            or per call where there is a critic.
+        width: columns of the terminal; None: any number.
     """
-    lines = ["advantages", *_side_by_side(forest, credits, width), ""] if len(credits) > 1 else []
+    lines = ["advantages", _aligned(_side_by_side(forest, credits), width), ""] if len(credits) > 1 else []
     for algo, credit in zip(algos, credits, strict=True):
         rows = _rows(forest, credit, minibatches(forest.examples, algo.minibatches))
-        lines += [f"{credit.algo}: {len(rows)} entries", *_laid_out(rows, width)]
+        lines.append(f"{credit.algo}: {len(rows)} entries")
+        lines += [_aligned([list(rows[0]), *(list(row.values()) for row in rows)], width)] if rows else []
         lines += [""] * (len(credits) > 1)
     credited = {entry.call for credit in credits for entry in credit.entries}
     if missing := [call for call in forest.calls if call not in credited]:
@@ -233,7 +229,11 @@ def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit]
     return "\n".join(lines).rstrip("\n")
 
 
-def _side_by_side(forest: Forest, credits: Sequence[Credit], width: int | None) -> list[str]:
+def _aligned(rows: Sequence[Sequence[str]], width: int | None) -> str:
+    return align([[clean(cell) for cell in row] for row in rows], indent="", width=width, words=True)
+
+
+def _side_by_side(forest: Forest, credits: Sequence[Credit]) -> list[list[str]]:
     """Return a row per call, a column per algorithm; a call with several entries has all their advantages."""
     columns = []
     for credit in credits:
@@ -242,7 +242,7 @@ def _side_by_side(forest: Forest, credits: Sequence[Credit], width: int | None) 
             advantages.setdefault(entry.call, []).append(_per_token(entry.advantages))
         columns.append([" | ".join(advantages.get(call, ["-"])) for call in forest.calls])
     calls = [[call.id, call.module, *cells] for call, *cells in zip(forest.calls.values(), *columns, strict=True)]
-    return wrapped_rows([["call", "module", *(credit.algo for credit in credits)], *calls], width)
+    return [["call", "module", *(credit.algo for credit in credits)], *calls]
 
 
 def _rows(forest: Forest, credit: Credit, split: Mapping[str, int]) -> list[dict[str, str]]:
@@ -266,26 +266,6 @@ def _rows(forest: Forest, credit: Credit, split: Mapping[str, int]) -> list[dict
             row["advantage"] = _per_token(entry.advantages)
         rows.append(row | {"weight": _per_token(entry.weights)})
     return rows
-
-
-def _laid_out(rows: Sequence[Mapping[str, str]], width: int | None) -> list[str]:
-    """Render one table, or if too wide, headings with the cells that the rows below share, and these rows."""
-    if not rows:
-        return []
-    lines = wrapped_rows([list(rows[0]), *(list(row.values()) for row in rows)])
-    if width is None or max(map(len, lines)) <= width:
-        return lines
-    shared = CALL if "returns" in rows[0] else GROUP
-    head = [name for name in rows[0] if name not in shared]
-    parts: dict[str, list[list[str]]] = {}
-    for row in rows:
-        heading = " · ".join(f"{name} {cell}" for name, cell in row.items() if name in shared)
-        parts.setdefault(heading, [head]).append([row[name] for name in head])
-    return [
-        line
-        for heading, part in parts.items()
-        for line in ("", filled(heading, width), *("  " + line for line in wrapped_rows(part, width - 2)))
-    ]
 
 
 def _parts(parts: Mapping[str, float]) -> str:

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from mmrl.config import EvalCommandConfig
 from mmrl.engines.base import total_usage
-from mmrl.errors import MmrlError, StorageError, TooManyFailures, failed_how, storage
+from mmrl.errors import StorageError, TooManyFailures, failed_how, storage
 from mmrl.models.policy import Policy, describe_weights, is_shipped, other_task, require_undamaged
 from mmrl.records import Example, Forest
 from mmrl.report.console import show_run
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
-from mmrl.report.tables import columns_text
 from mmrl.run.build import build_task, evaluated, evaluation_devices, fixed_engine, reward_set
 from mmrl.run.check import check_all, served
 from mmrl.run.launch import released
@@ -40,29 +39,6 @@ def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
     config = settle(config.in_folder(folder))
     with RunDir.create(folder, config.model_dump(mode="json"), command) as rundir:
         return _evaluate(config, rundir)
-
-
-def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence[str]) -> int:
-    """Run `mmrl eval -m`: the evaluations one after the other, then all side by side. Returns the worst exit code.
-
-    Args:
-        configs: column name -> config. An evaluation that stops leaves its column out and does not stop the others.
-    """
-    # Exit codes are collected, so that one bad column neither stops the others nor is forgotten.
-    codes: list[int] = []
-    columns: dict[str, JsonObject] = {}
-    for number, (name, config) in enumerate(configs.items(), start=1):
-        folder = run_folder(config.run.dir, config.task.name, "eval")
-        print(f"-- evaluation {number} of {len(configs)}: {name}")
-        try:
-            code = evaluate_policy(config.in_folder(folder), command)
-            columns[name] = RunDir.read(folder).summary
-        except MmrlError as error:
-            print(f"error: {error}", file=sys.stderr)
-            code = error.exit_code
-        codes.append(code)
-    print(f"\n{columns_text(columns)}")
-    return max(codes, default=0)
 
 
 def resume_evaluation(folder: Path) -> int:

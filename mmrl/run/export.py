@@ -6,19 +6,18 @@ or absent.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mmrl.config.base import Idle, Section
-from mmrl.errors import CheckpointError, ConfigError, storage, unknown
-from mmrl.models.hub import licence_of, push_folder, push_problems
+from mmrl.config.base import Section
+from mmrl.errors import CheckpointError, ConfigError, storage
+from mmrl.models.hub import licence_of
 from mmrl.models.policy import (
     EXTRA,
     INITIAL,
@@ -57,16 +56,12 @@ HOLDS = {
 class ExportArguments(Section):
     """Arguments of `mmrl export`."""
 
-    idle: ClassVar = [Idle("private", "push=null", ", which uploads nothing")]
     run_dir: UserPath
     out: UserPath = Field(description="folder that is made")
     checkpoint: str = Field("last", description="last, best (by the run's main metric) or a number of steps")
     form: Literal["merged", "adapter"] | None = Field(
         None, description="of LoRA runs; null: merged, and adapters where modules have their own"
     )
-    module: str | None = Field(None, description="the weights of this module alone")
-    push: str | None = Field(None, description="repository on the hub, ORG/NAME")
-    private: bool = Field(True, description="whether that repository is")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,30 +83,22 @@ class Choice:
 
 
 def export(request: ExportArguments) -> int:
-    """Write the folder, push it where `push` says so, and print how it is used. Returns the exit code.
+    """Write the folder, and print how it is used. Returns the exit code.
 
     Raises:
-        ConfigError: a choice that the run does not have, a folder that is there, a hub that is not.
+        ConfigError: a choice that the run does not have, a folder that is there.
         CheckpointError: no run, no such checkpoint, or a damaged one.
     """
     run, config = weight_run(request.run_dir)
-    problems = push_problems(request.push) if request.push is not None else []
     # Never merged into what is there: two exports in one folder would load as a mixture.
     if request.out.exists():
-        problems.append(f"out: {request.out} exists, and is left as it is; choose another folder")
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError(f"out: {request.out} exists, and is left as it is; choose another folder")
     with damage_named(run.path):
         overview = Overview.from_run(run)
     checkpoint = select_checkpoint(overview, request.checkpoint)
     _refuse_damage(run, checkpoint)
     policy = resolve(str(checkpoint))
     choice = choose(policy, config, request, overview.modules)
-    if request.push is not None and choice.form == "adapter" and not is_hub_id(config.model.path):
-        raise ConfigError(
-            f"push: an adapter's base must be on the hub for others to load it, and that of this run is the folder "
-            f"{config.model.path}; export form=merged"
-        )
     step = checkpoint_step(checkpoint) or 0
     try:
         request.out.parent.mkdir(parents=True, exist_ok=True)
@@ -127,8 +114,7 @@ def export(request: ExportArguments) -> int:
         print(note)
     for name, code in _snippets(request.out, request.out, choice, config, config.model.path):
         print(f"\n{name}:\n" + "\n".join(f"  {line}" for line in code.splitlines()))
-    if request.push is not None:
-        print(f"\npushed: {push_folder(request.out, request.push, request.private)}")
+    print(f"\nupload it to the hub: hf upload ORG/NAME {request.out} --private")
     return 0
 
 
@@ -140,37 +126,27 @@ def select_checkpoint(overview: Overview, text: str) -> Path:
         CheckpointError: the run has none such.
     """
     checkpoints = {checkpoint_step(path) or 0: path for path in complete_checkpoints(overview.run.checkpoints)}
-    available = ", ".join(map(str, checkpoints)) or "none"
     if not checkpoints:
         raise CheckpointError(f"{overview.run.path}: has no checkpoint yet that is complete")
-    if text == "last":
-        return checkpoints[max(checkpoints)]
+    available = f"(there are: {', '.join(map(str, checkpoints))})"
     if text == "best":
         metric = overview.main_metric
         points = {step: value for step, value, _, _ in overview.evaluations(overview.split, metric)} if metric else {}
         scored = {step: value for step, value in points.items() if step in checkpoints}
         if not scored:
-            evaluated = ", ".join(map(str, points)) or "none"
-            raise CheckpointError(
-                f"{overview.run.path}: no checkpoint is of a step that was evaluated (checkpoints: {available}; "
-                f"evaluated: {evaluated}); give checkpoint=N"
-            )
+            raise CheckpointError(f"{overview.run.path}: no step with a checkpoint was evaluated {available}")
         # of equal ones the later, which has been trained longer
-        best = max(scored, key=lambda step: (scored[step], step))
-        better = max((step for step in points if step > 0), key=lambda step: points[step])
-        if points[better] > scored[best]:
-            print(f"note: step {better} had {metric} {points[better]:.4f}, but its checkpoint is gone (train.keep)")
-        print(f"best of the steps with a checkpoint: {best}, {metric} {scored[best]:.4f} on {overview.split}")
-        return checkpoints[best]
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(
-            f"mmrl export: checkpoint: got '{text}', expected last, best or a step (there are: {available})"
-        )
-    if int(text) not in checkpoints:
-        raise CheckpointError(
-            f"{overview.run.path}: has no complete checkpoint of step {text} (there are: {available})"
-        )
-    return checkpoints[int(text)]
+        step = max(scored, key=lambda step: (scored[step], step))
+        print(f"best of the steps with a checkpoint: {step}, {metric} {scored[step]:.4f} on {overview.split}")
+    elif text == "last":
+        step = max(checkpoints)
+    elif text.isascii() and text.isdigit():
+        step = int(text)
+    else:
+        raise ConfigError(f"mmrl export: checkpoint: got '{text}', expected last, best or a step {available}")
+    if step not in checkpoints:
+        raise CheckpointError(f"{overview.run.path}: has no complete checkpoint of step {step} {available}")
+    return checkpoints[step]
 
 
 def _refuse_damage(run: RunDir, checkpoint: Path) -> None:
@@ -189,32 +165,21 @@ def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, mo
         modules: the program's, as far as the run has measured them.
 
     Raises:
-        ConfigError: a module without weights of its own, or a form that the run does not have.
+        ConfigError: a form that the run does not have.
     """
     endpoints = {name: f"the endpoint's {endpoint.model}" for name, endpoint in (config.engine.endpoints or {}).items()}
     speaks = dict(policy.modules or {})  # module -> its weights; empty: all share one policy
     # A module that was never trained has the base weights.
     assignment = module_assignment(config, tuple(speaks))
     frozen = {*assignment.frozen_adapters, INITIAL}
-    if (module := request.module) is not None:
-        if module in endpoints:
-            raise ConfigError(f"module: {module} has no weights here: {endpoints[module]} answers for it")
-        if module not in (*speaks, *modules):
-            raise ConfigError(unknown("module", module, [*dict.fromkeys([*speaks, *modules, *endpoints])]))
-        if not speaks:
-            raise ConfigError(f"module: got {module}, and all modules of the run share one policy; leave module out")
-        if speaks[module] in frozen:
-            raise ConfigError(f"module: {module} was frozen in the run; export a module that was trained")
-    lora, per_module = policy.adapter is not None or bool(policy.adapters), bool(policy.adapters) and module is None
+    lora, per_module = policy.adapter is not None or bool(policy.adapters), bool(policy.adapters)
     if request.form == "adapter" and not lora:
         raise ConfigError("form: got adapter, and the run trained all parameters (model.lora is null); leave form out")
     form = (request.form or ("adapter" if per_module else "merged")) if lora else "full"
     folders = policy.adapters if policy.adapter is None else {"": policy.adapter}
-    if module is not None and policy.adapters:
-        folders = {"": policy.adapters[speaks[module]]}
     # An adapter that was never trained stays where adapters are served; merged it would be a copy of the base.
     adapters = {name: Path(folder) for name, folder in folders.items() if form == "adapter" or name not in frozen}
-    if module is not None or not (speaks or endpoints):
+    if not (speaks or endpoints):
         return Choice(form=form, adapters=adapters, modules={}, recorded={})
     base = f"the base model, {shorten_path(config.model.path)} (frozen)"
     words = {
@@ -296,7 +261,7 @@ def _snippets(
 def _card(
     overview: Overview, request: ExportArguments, config: WeightRunConfig, choice: Choice, folder: Path, step: int
 ) -> str:
-    where = Path(request.push or request.out.name)
+    where = Path(request.out.name)
     holds = HOLDS[choice.form]
     if names := choice.folders:
         holds += f", in {len(names)} folders ({', '.join(names)}), one for each module or group of modules"
@@ -318,19 +283,8 @@ def _card(
 
 def _prompt_paragraphs(folder: Path) -> list[str]:
     """Return the prompts of the program, as they lie in the export."""
-    if (folder / PROMPTS).is_file():
-        text = (folder / PROMPTS).read_text(encoding="utf-8")
-        return [f"Prompts (`{PROMPTS}`):", f"````yaml\n{text.rstrip()}\n````"]
-    if not (folder / PROGRAM).is_file():
-        return []
-    state = json.loads((folder / PROGRAM).read_text(encoding="utf-8"))
-    parts = [f"A DSPy program; `{PROGRAM}` holds its prompts and is read by `program.load`. Per predictor:"]
-    for name, predictor in state.items():
-        # An entry of DSPy's versions, not a predictor.
-        if name == "metadata":
-            continue
-        signature, demos = predictor.get("signature") or {}, predictor.get("demos") or []
-        fields = ", ".join(str(field.get("prefix", "?")).rstrip(":") for field in signature.get("fields") or [])
-        parts.append(f"- `{name}` (fields: {fields}; {len(demos)} demonstrations)")
-        parts.append(f"````text\n{str(signature.get('instructions', '')).strip()}\n````")
-    return parts
+    for name in (PROMPTS, PROGRAM):
+        if (folder / name).is_file():
+            text = (folder / name).read_text(encoding="utf-8")
+            return [f"Prompts (`{name}`):", f"````{name.rpartition('.')[2]}\n{text.rstrip()}\n````"]
+    return []

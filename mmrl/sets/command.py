@@ -6,7 +6,6 @@ was stopped.
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -48,7 +47,6 @@ class SetKeys(Section):
     out: str | None = Field(None, description="folder of the page; null: one below outputs/sets")
     algo: tuple[str, ...] = ()
     task: tuple[str, ...] = ("hotpotqa",)
-    plan: str | None = None
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the page's folder")
 
     @field_validator("through")
@@ -63,7 +61,7 @@ class SetKeys(Section):
         return text
 
 
-TABLE_KEYS = tuple(key for key in SetKeys.model_fields if key not in ("algo", "task", "plan", "name"))
+TABLE_KEYS = tuple(key for key in SetKeys.model_fields if key not in ("algo", "task", "name"))
 """Keys of `mmrl table`; `mmrl compare` has all."""
 
 
@@ -92,22 +90,17 @@ def table(request: SetRequest, compose: Compose) -> int:
         return _run_set(request, name, read_set(name, request.config_dir), compose)
     if request.keys.model_fields_set or request.overrides:
         raise ConfigError("table: which one? `mmrl table` lists them")
-    print(_listing(request))
+    print(_listing(request.config_dir))
     return 0
 
 
 def compare(request: SetRequest, compose: Compose) -> int:
-    """Run `mmrl compare`: of run directories, of a set, or of algorithms on tasks. Returns the exit code."""
+    """Run `mmrl compare`: of run directories, or of algorithms on tasks. Returns the exit code."""
     keys = request.keys
     if request.names:
         return _compare_runs(request)
-    if keys.plan:
-        if {"algo", "task"} & keys.model_fields_set:
-            raise ConfigError(f"algo, task: have no effect on plan {keys.plan}; choose from it with rows= and columns=")
-        spec = read_set(keys.plan, request.config_dir)
-        return _run_set(request, keys.name or keys.plan, spec, compose)
     if not keys.algo:
-        raise ConfigError("algo: missing, expected algorithms (algo=a,b), a plan (plan=mini), or run directories")
+        raise ConfigError("algo: missing, expected algorithms (algo=a,b) or run directories")
     spec, overrides = _spec_of_algorithms(request)
     # `seed=` defines the seeds of this set, instead of selecting some of them.
     request = replace(request, keys=keys.model_copy(update={"seed": ()}), overrides=overrides)
@@ -276,23 +269,11 @@ def _plan_text(plan: SetResult, through: str) -> str:
 # --- all sets
 
 
-def _listing(request: SetRequest) -> str:
-    rows = [["set", "paper", "rows x cells", "seeds", "done at paper scale", "done at mini scale", "shows"]]
-    for name in set_names(request.config_dir):
-        spec = read_set(name, request.config_dir)
-        done = {scale: _done(name, scale) for scale in scales_of(spec)}
+def _listing(config_dir: str | None) -> str:
+    rows = [["set", "paper", "rows x cells", "seeds", "shows"]]
+    for name in set_names(config_dir):
+        spec = read_set(name, config_dir)
         paper = f"{spec.source.arxiv} {spec.source.at}" if spec.source else ""
         size = f"{sum(row.shown for row in spec.rows.values())} x {len(spec.cells)}"
-        rows.append([name, paper, size, str(len(spec.seeds))])
-        # A set without scales is listed in the mini column: its overrides name the mini world.
-        rows[-1] += [done.get("paper", "-"), done.get("mini", done.get("", "-")), spec.shows]
+        rows.append([name, paper, size, str(len(spec.seeds)), spec.shows])
     return align(rows) + "\n\nmmrl table NAME scale=mini runs one here; do=plan says what it will cost"
-
-
-def _done(name: str, scale: str) -> str:
-    """Return the number of cells of a set that had all their seeds when its page was last written."""
-    try:
-        page = json.loads((TOP / name / scale / "set.json").read_text(encoding="utf-8"))
-        return f"{page['cells_done']} / {page['cells']}"
-    except (OSError, ValueError, TypeError, LookupError):
-        return ""

@@ -9,30 +9,24 @@ from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.errors import MmrlError
 from mmrl.report.text import align
 from mmrl.sets.queue import SetRun, by_cell
-from mmrl.sets.spec import Command, SetSpec
+from mmrl.sets.spec import SetSpec
 
 
 def cost_text(spec: SetSpec, missing: Sequence[SetRun]) -> str:
-    """Format GPU hours (H100; CPU hours for runs on it) of missing runs: trainings by config, evaluations by row."""
-    costs: dict[tuple[Command, str], list[float]] = {}
-    not_planned = []
+    """Format GPU hours (H100; CPU hours for runs on it) of missing runs, by command, row and column."""
+    rows, total = [["", "row", "runs", "device-hours", ""]], 0.0
     for (command, row, column), runs in by_cell(missing).items():
         task = spec.columns.get(column)  # a training may serve all columns
-        name = f"{row}, {column}" if command == "train" and column else row
         try:
             hours, devices = device_hours(runs[0], task.items if task else None)
-            costs.setdefault((command, name), []).extend([hours * devices] * len(runs))
         except MmrlError as error:
-            not_planned.append(f"not planned: {command} {name}: {error}")
-    lines = [["", "row", "runs", "device-hours", ""]]
-    # Trainings first: they cost most.
-    for (command, name), hours_each in sorted(costs.items(), key=lambda cost: cost[0][0] == "eval"):
-        total = f"{sum(hours_each):,.1f}" if any(hours_each) else "not counted"
-        lines.append([command, name, str(len(hours_each)), total, ""])
-    all_costs = [cost for hours_each in costs.values() for cost in hours_each]
-    lines.append(["", "all", str(len(all_costs)), f"{sum(all_costs):,.1f}", ""])
-    head = "cost by mmrl plan, runs that optimise prompts not counted:"
-    return "\n".join([head, align(lines), *not_planned])
+            cost, note = "?", str(error)
+        else:
+            total += hours * devices * len(runs)
+            cost, note = (f"{hours * devices * len(runs):,.1f}", "") if hours else ("not counted", "")
+        rows.append([command, f"{row}, {column}" if column else row, str(len(runs)), cost, note])
+    rows.append(["", "all", str(len(missing)), f"{total:,.1f}", ""])
+    return "\n".join(["cost by mmrl plan, runs that optimise prompts not counted:", align(rows)])
 
 
 def device_hours(run: SetRun, items: int | None) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""Figure of a set: metrics of its training runs by step, over seeds, or means over the first steps.
+"""Figure of a set: metrics of its training runs by step, over seeds.
 
 `conf/set/NAME.yaml` says what is drawn (`Figure`). A set without scores has three diagrams for each column by default:
 the main metric, the reward and what its programs do.
@@ -7,12 +7,12 @@ the main metric, the reward and what its programs do.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas
@@ -24,10 +24,7 @@ from mmrl.report.charts import (
     PAGE,
     STYLE,
     WINDOW,
-    Band,
-    LineStyle,
     bare_svg,
-    draw_band,
     standalone,
     whole_steps,
 )
@@ -41,29 +38,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ACROSS = 3
-"""Diagrams side by side."""
 LABEL = 30
 """Letters of a line beside an axis; more do not fit its height."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowCurve:
-    """Curves of a row in a diagram."""
+class RowCurve(NamedTuple):
+    """Curve of a row in a diagram, over the steps that all its seeds have."""
 
     row: str
-    band: Band
-    """Over the steps that all its seeds have."""
     seeds: int
-    minimum: float
-    maximum: float
-    """Ends of the mean before `scaled` moved it to 0..1."""
-    unsmoothed: pandas.Series[float] | None = None
-    """The mean before `smooth`; None without."""
-
-    @property
-    def label(self) -> str:
-        """Name of the row, and its number of seeds."""
-        return f"{self.row} ({self.seeds})"
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -121,33 +108,17 @@ class SetFigure:
             diagrams[f"module/{modules[0]}/format_rate"] = f"{modules[0]}: parsed (share)"
         return [Diagram(metric=(metric,), label=label) for metric, label in diagrams.items()]
 
-    @property
-    def window(self) -> int:
-        """Steps of the trailing mean of a training metric; the papers' curves are not smoothed."""
-        return 1 if self.figure.diagrams else WINDOW
-
     def _line(self, row: str, column: str, diagram: Diagram) -> RowCurve | None:
-        figure = self.figure
         by_seed = {seed: self._curve(history, diagram) for seed, history in self.histories(row, column).items()}
         # The mean would jump at a step from which fewer seeds are left.
         curves = pandas.DataFrame({seed: curve for seed, curve in by_seed.items() if curve}).T.dropna(axis=1)
         if curves.empty:
             return None
-        if figure.kind == "bars":
-            first = curves.iloc[:, : figure.first]
-            curves = first.mean(axis=1).to_frame(first.columns[-1])
-        unsmoothed = curves.mean() if figure.smooth else None
-        if figure.smooth:
-            curves = curves.T.ewm(alpha=1 - figure.smooth, adjust=False).mean().T
-        minimum, maximum = float(curves.mean().min()), float(curves.mean().max())
-        if figure.scaled:
-            curves = (curves - minimum) / ((maximum - minimum) or 1.0)
         mean, low, high = curves.mean(), curves.min(), curves.max()
-        if figure.band == "std":
+        if self.figure.band == "std":
             spread = curves.std().fillna(0.0)
             low, high = mean - spread, mean + spread
-        band = Band(*map(np.asarray, (curves.columns, mean, low, high)))
-        return RowCurve(row, band, len(curves), minimum, maximum, unsmoothed)
+        return RowCurve(row, len(curves), *map(np.asarray, (curves.columns, mean, low, high)))
 
     def _curve(self, history: History, diagram: Diagram) -> dict[int, float]:
         """Return step -> value of the first of the diagram's metrics that the run has."""
@@ -159,27 +130,16 @@ class SetFigure:
             for key in keys:
                 steps, values = series(history, key)
                 if len(steps):
-                    values = values if on_split != metric else trailing_mean(values, self.window)
+                    values = values if on_split != metric else trailing_mean(values, WINDOW)
                     return dict(zip(steps.tolist(), values.tolist(), strict=True))
         return {}
 
     @property
     def caption(self) -> str:
         """Meaning of lines, bands and numbers."""
-        figure = self.figure
-        band = "from the lowest to the highest seed" if figure.band == "range" else "one standard deviation"
-        if figure.kind == "bars":
-            parts = [f"Means over the first {figure.first} steps; whiskers: {band} over seeds, whose number follows."]
-        else:
-            parts = [f"Mean over seeds, whose number follows each name; bands: {band}."]
-            if self.window > 1:
-                parts.append(f"Training curves are means of {self.window} steps.")
-            if figure.smooth:
-                weight = f"{figure.smooth:g} of the value before"
-                parts.append(f"Lines: moving averages that keep {weight}; dotted: the mean itself.")
-            if figure.scaled:
-                parts.append("Each line runs from its least to its greatest value, which the legend has.")
-        return " ".join(parts)
+        band = "from the lowest to the highest seed" if self.figure.band == "range" else "one standard deviation"
+        lines = f"Mean over seeds, whose number follows each name; bands: {band}."
+        return f"{lines} Training curves are means of {WINDOW} steps."
 
     @cached_property
     def files(self) -> dict[str, str | bytes]:
@@ -188,7 +148,7 @@ class SetFigure:
             (title, diagram.label, line.row, *point, line.seeds)
             for title, diagram, lines in self.panels
             for line in lines
-            for point in zip(*line.band, strict=True)
+            for point in zip(line.steps, line.mean, line.low, line.high, strict=True)
         ]
         if not points:
             return {}
@@ -204,7 +164,6 @@ class SetFigure:
 
         across = min(ACROSS, len(self.panels))
         down = -(-len(self.panels) // across)
-        style = {row: _style(index) for index, row in enumerate(self.result.rows)}
         with matplotlib.rc_context(STYLE):
             canvas = Canvas(figsize=(4.4 * across, 3.1 * down), layout="constrained", facecolor=PAGE)
             FigureCanvasAgg(canvas)
@@ -216,17 +175,16 @@ class SetFigure:
                 if not lines:
                     axes.text(0.5, 0.5, "no data yet", ha="center", va="center", transform=axes.transAxes)
                     axes.set(xticks=[], yticks=[])
-                elif self.figure.kind == "bars":
-                    _draw_bars(axes, lines, style)
                 else:
-                    _draw_curves(axes, lines, style, self.figure.scaled)
-            if self.figure.kind == "curves" and not self.figure.scaled:
-                # A single legend above all diagrams: a row has the same name and style in each.
-                handles = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in canvas.axes]
-                lines_of = {label: handle for pairs in handles for handle, label in pairs}
-                canvas.legend(
-                    [*lines_of.values()], [*lines_of], loc="outside upper left", ncols=5, fontsize=9, handlelength=3
-                )
+                    whole_steps(axes)
+                for line in lines:
+                    _draw_curve(axes, line, self.result.rows.index(line.row))
+            # A single legend above all diagrams: a row has the same name and style in each.
+            handles = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in canvas.axes]
+            lines_of = {label: handle for pairs in handles for handle, label in pairs}
+            canvas.legend(
+                [*lines_of.values()], [*lines_of], loc="outside upper left", ncols=5, fontsize=9, handlelength=3
+            )
             svg, png = io.StringIO(), io.BytesIO()
             canvas.savefig(png, format="png", dpi=130)
             canvas.savefig(svg, format="svg", metadata={"Date": None})
@@ -244,27 +202,20 @@ def _join_histories(histories: Sequence[History]) -> History:
     return list(lines.values())
 
 
-def _style(index: int) -> LineStyle:
-    return LINES[index % len(LINES)], MARKERS[index % len(MARKERS)], DASHES[index // len(LINES) % len(DASHES)]
-
-
-def _draw_curves(axes: Axes, lines: Sequence[RowCurve], style: Mapping[str, LineStyle], scaled: bool) -> None:
-    whole_steps(axes)
-    for line in lines:
-        if line.unsmoothed is not None:
-            axes.plot(line.unsmoothed, color=style[line.row][0], linestyle=":", linewidth=1, alpha=0.6)
-        draw_band(axes, line.band, style[line.row])
-        axes.lines[-1].set_label(f"{line.label} {line.minimum:.2g}–{line.maximum:.2g}" if scaled else line.label)
-    if scaled:  # each diagram has numbers of its own; below it, where no curve is hidden
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=8)
-
-
-def _draw_bars(axes: Axes, lines: Sequence[RowCurve], style: Mapping[str, LineStyle]) -> None:
-    axes.set_axisbelow(True)
-    for index, line in enumerate(lines):
-        mean, low, high = (float(values[0]) for values in line.band[1:])
-        axes.bar(index, mean, color=style[line.row][0], yerr=[[mean - low], [high - mean]], ecolor="#5b6675", capsize=3)
-        number = f"{mean:,.0f}" if mean >= 1000 else f"{mean:.3g}"
-        axes.annotate(number, (index, high), ha="center", va="bottom", fontsize=9)
-    axes.set_xticks(range(len(lines)), [line.label for line in lines], fontsize=8, rotation=20, ha="right")
-    axes.margins(y=0.15)
+def _draw_curve(axes: Axes, line: RowCurve, index: int) -> None:
+    """Draw the mean and its band in the style of row number `index`, with about five markers."""
+    color, number = LINES[index % len(LINES)], index % len(MARKERS)
+    spacing = max(1, len(line.steps) // 5)
+    axes.plot(
+        line.steps,
+        line.mean,
+        label=f"{line.row} ({line.seeds})",
+        color=color,
+        linewidth=1.8,
+        linestyle=DASHES[index // len(LINES) % len(DASHES)],
+        marker=MARKERS[number],
+        markersize=5,
+        # Markers of different lines start at different places, so that they do not hide each other.
+        markevery=(number % spacing, spacing),
+    )
+    axes.fill_between(line.steps, line.low, line.high, color=color, alpha=0.13, linewidth=0)

@@ -15,7 +15,7 @@ import pandas
 from mmrl.report.html import rendered
 from mmrl.report.stats import duration, fixed, short, signed
 from mmrl.report.tables import Rows, interval, markdown
-from mmrl.report.text import align, filled, wrapped_rows
+from mmrl.report.text import align, filled
 from mmrl.sets.case import case_study
 from mmrl.sets.cells import (
     BEHAVIOUR,
@@ -61,8 +61,7 @@ class Part:
     note: str = ""
     folded: bool = False
     """True: collapsed in a browser, left out in the terminal."""
-    wrapped: bool = False
-    """True if the cells are sentences."""
+    words: bool = False
 
 
 # --- scores
@@ -270,7 +269,7 @@ class SetPage:
         if not result.spec.scores:
             parts += [part for column in result.columns for part in _training_parts(result, column)]
         if (case := case_study(result)) is not None:
-            parts.append(Part(*case, wrapped=True))
+            parts.append(Part(*case, words=True))
         if result.spec.scores:
             parts.append(Part("Every cell", _cell_rows(result), folded=True))
         notes = [part.note for part in parts]
@@ -278,7 +277,7 @@ class SetPage:
 
     @cached_property
     def figure(self) -> SetFigure | None:
-        """Curves or bars; None without data."""
+        """Curves; None without data."""
         spec = self.result.spec
         declared = spec.figure or (Figure(band="range") if not spec.scores else None)
         figure = SetFigure(self.result, declared) if declared else None
@@ -290,8 +289,9 @@ class SetPage:
         for part in self.parts:
             if not part.folded:
                 # `align` sets a last column of words to the left; the empty cell keeps numbers to the right.
-                rows = wrapped_rows(part.rows, WIDTH) if part.wrapped else [align([[*row, ""] for row in part.rows])]
-                texts.append("\n".join([part.title, *rows, *([filled(part.note, WIDTH)] if part.note else [])]))
+                rows = part.rows if part.words else [[*row, ""] for row in part.rows]
+                table = align(rows, width=WIDTH if part.words else None, words=part.words)
+                texts.append("\n".join([part.title, table, *([filled(part.note, WIDTH)] if part.note else [])]))
         return "\n\n".join([*texts, *(filled(note, WIDTH) for note in self.result.notes)])
 
     def markdown(self) -> str:
@@ -317,7 +317,7 @@ class SetPage:
             "head": result.head,
             "cells_done": result.done,
             "cells": result.total,
-            "values": [{**asdict(value), "mean": value.mean, "std": value.std} for value in result.values],
+            "values": [asdict(value) for value in result.values],
             "claims": [
                 {**judged.claim.model_dump(), **{key: value for key, value in asdict(judged).items() if key != "claim"}}
                 for judged in result.verdicts

@@ -30,7 +30,6 @@ from mmrl.sets.spec import Command
 from mmrl.system.child_process import end_with_parent
 
 MMRL = [sys.executable, "-m", "mmrl"]
-"""The command of a child, before its words."""
 POLL_S = 0.5
 STOP_S = 120.0
 """Seconds that a stopped run has to end by itself."""
@@ -53,7 +52,6 @@ class Run:
     after: Self | None = None
     """The run whose policy it starts from or evaluates."""
     metric: str = ""
-    """Main metric of the task."""
 
     @property
     def chain(self) -> list[Self]:
@@ -148,11 +146,9 @@ class RunQueue:
     """Queue of child processes, `at_once` of them at a time."""
 
     runs: Sequence[SetRun]
-    """Runs in the order in which they start."""
     at_once: int
     """Processes; each has one thread where there are several on this machine."""
     config_dir: str | None
-    """`--config-dir` of the command."""
     on_done: Callable[[], None]
     """Called after each run that ended well."""
     through: Sequence[str] = ()

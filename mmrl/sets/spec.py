@@ -134,19 +134,8 @@ class Diagram(Section):
 class Figure(Section):
     """Diagrams of the training runs."""
 
-    kind: Literal["curves", "bars"] = Field("curves", description="bars: means over the first steps")
     diagrams: tuple[Diagram, ...] = Field((), description="none: the main metric, the reward and what programs do")
     band: Literal["std", "range"] = Field("std", description="around the mean over seeds: a deviation, or all seeds")
-    smooth: float = Field(0.0, ge=0, lt=1, description="weight of the value before in a moving average; 0: none")
-    scaled: bool = Field(False, description="each line from its least to its greatest value, which the legend says")
-    first: int = Field(50, ge=1, description="steps that bars are means of")
-
-
-class Case(Section):
-    """Case study: an item, early and late in a training run."""
-
-    early: int = Field(ge=1, description="steps; the first evaluation of training after so many")
-    item: str = Field("", description="its id; empty: the first one whose last score rises the most")
 
 
 class SetSpec(Base):
@@ -165,7 +154,7 @@ class SetSpec(Base):
     agree: float = Field(0.0, ge=0, description="difference to the paper at most, where it is not in our interval")
     claims: tuple[Claim, ...] = ()
     figure: Figure | None = None
-    case: Case | None = None
+    case: int | None = Field(None, ge=1, description="steps after which an answer is shown beside the last one")
     notes: tuple[str, ...] = ()
     config_dir: str | None = Field(None, description="written by mmrl train stages=: the --config-dir of its words")
 

@@ -159,10 +159,7 @@ def job_state(path: Path, config: RootConfig) -> State:
         and not (key == "model.path" and FETCHED.get(str(stored)) == requested)
     ]
     if different:
-        raise ConfigError(
-            f"run.dir: {path} holds a run with other settings: {', '.join(different)}; "
-            "take another run.dir=, or move that folder away"
-        )
+        raise ConfigError(f"run.dir: {path} holds a run with other settings: {', '.join(different)}; take another")
     return state
 
 

@@ -15,7 +15,6 @@ from mmrl.system.conf import conf_dir, later_wins, options, user_dirs
 from mmrl.system.files import read_yaml
 
 FOLDER = "set"
-"""Folder of conf/."""
 TRAINING_ALONE = (
     *("train", "algo", "stages", "stage", "from", "eval.every", "model.lora", "model.gradient_checkpointing"),
     *("hardware.sharding", "hardware.cpu_offload", "hardware.rollout_devices"),

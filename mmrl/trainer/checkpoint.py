@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging as hf_logging
 
-from mmrl.config.base import value_at
 from mmrl.errors import CheckpointError, MmrlError, StorageError, storage_error
 from mmrl.models.policy import (
     EXTRA,
@@ -33,7 +32,6 @@ from mmrl.models.policy import (
     every_checkpoint,
     is_complete,
 )
-from mmrl.report.card import checkpoint_card
 from mmrl.system.files import JsonObject, digests, sync
 from mmrl.trainer.critic import ADAPTER, FILE, Critic
 from mmrl.trainer.sharding import local
@@ -74,9 +72,8 @@ def save(trainer: MmrlTrainer, step: int) -> None:
         record = trainer.extra(step)  # on all processes, which have a part of it each
         if main:
             trainer.state.save_to_json(str(temporary / "trainer_state.json"))
-            config = value_at(record, "run.config")  # where `run.build` has put it
-            card = checkpoint_card(dict(config) if isinstance(config, Mapping) else {}, step)
-            (temporary / "README.md").write_text(card, encoding="utf-8")
+            # peft's form of a card, which nobody has filled in; an export has one.
+            (temporary / "README.md").unlink(missing_ok=True)
             commit(folder, step, record)
             prune(folder, train.keep, train.saves_after)
     except Exception as error:

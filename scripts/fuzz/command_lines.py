@@ -9,19 +9,19 @@ COMMANDS: dict[str, str] = {
     "eval": "resume policy split",
     "plan": "lengths dry device",
     "doctor": "examples",
-    "compare": "plan algo task seed name jobs runs out docs",
+    "compare": "algo task seed name jobs out",
     "table": "rows columns seed scale jobs do out papers",
     "credit": "rollouts run step algo",
     "show": "example step run_dir",
     "report": "run_dir",
-    "export": "run_dir out checkpoint form module push private",
-    "index build": "corpus index retriever k1 b model encoder faiss device plan",
+    "export": "run_dir out checkpoint form",
+    "index build": "corpus index retriever k1 b model encoder faiss device",
     "index search": "index query top_k device candidates",
     "index info": "index",
     "serve": "policy host port token_env name parent model hardware engine",
     "serve-retriever": "index host port max_batch parent device",
     "new-task": "kind dir name",
-    "fetch": "name wheel",
+    "fetch": "name",
 }
 """Command -> keys that it reads itself."""
 NO_COMMANDS = ("worker", "trian", "", "--help", "-V", "help", "-x", "-sc", "index", "index burn")

@@ -19,7 +19,7 @@ MISTAKES = {
     ),
     "a seed of credit that no run has": (
         ["credit", "algo=grpo", "rollouts=x", f"seed={2**64}"],
-        [f"seed: got {2**64}, expected less than or equal to 4294967295"],
+        [f"seed: got '{2**64}', expected less than or equal to 4294967295"],
     ),
     "a group without a choice": (["train", "algo=null", "task="], ["algo: got 'null'", "task: got ''"]),
     "infinity": (["train", "train.lr=inf", "algo.beta=nan"], ["train.lr: got inf", "algo.beta: got nan"]),
@@ -60,7 +60,7 @@ MISTAKES = {
             "-m: has no effect on mmrl credit",
             "task: has no effect on mmrl credit",
             "train.steps: has no effect",
-            "seed: got -1",
+            "seed: got '-1'",
         ],
     ),
     "the same twice, to credit": (

@@ -1,6 +1,7 @@
 import pytest
 
-from mmrl.cli import COMMANDS, main
+from mmrl.cli import main
+from scripts.docs import COMMANDS
 
 
 @pytest.mark.parametrize(

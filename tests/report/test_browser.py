@@ -56,21 +56,13 @@ def test_secrets_are_hidden_before_they_are_compressed(monkeypatch):
     assert "HIDDEN" in json.dumps(content(browser.block(made, entries, PLAIN, {}, "train-1", "step 1")))
 
 
-@pytest.mark.parametrize(("count", "first"), [(1, [1]), (2, [1, 2]), (9, [1, 9, 5, 3, 7]), (10, [1, 10])])
-def test_steps_are_taken_from_the_ends_inwards(count, first):
-    places = [(step, None) for step in range(1, count + 1)]
-    given = [step for step, _ in browser.spread(places)]
-    assert sorted(given) == list(range(1, count + 1))
-    assert given[: len(first)] == first
-
-
-def test_a_page_has_at_most_so_many_rollouts_and_says_so(tmp_path, monkeypatch):
+def test_a_page_has_at_most_so_many_steps_and_says_so(tmp_path, monkeypatch):
     run = RunDir.create(tmp_path / "run", CONFIG, [])
     for step in range(1, 10):
         write_step(run, *forest(step))
     run.close()
-    each = len(forest(1)[0].rollouts)
-    monkeypatch.setattr(browser, "ROLLOUTS", 3 * each)
+    size = sum(file.stat().st_size for file in (run.path / "journal").iterdir())
+    monkeypatch.setattr(browser, "SIZE", size // 4 + 9)
     page = report_run(run.path).read_text()
     assert re.findall(r'data-block="train-([0-9]+)"', page) == ["1", "5", "9"]
     assert "3 of 9 steps and evaluations are in this page" in page

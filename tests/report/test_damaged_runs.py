@@ -28,7 +28,6 @@ DAMAGE = {
     ],
     "eval/step-000000-dev.jsonl": [
         ('"id":"d3","metrics":', '"id":"d3","metrix":', "step-000000-dev.jsonl:4: expected an item with id"),
-        ('"em":1.0', '"em":"x"', "dev.jsonl:"),
     ],
 }
 
@@ -44,9 +43,8 @@ def test_the_damaged_file_is_named(name, old, new, says, tmp_path, monkeypatch, 
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    evaluation = [["show", "step=0"], ["show", "example=d0"]] if name.startswith("eval/") else []
-    for command, *options in (["show"], ["report"], ["compare"], *evaluation):
-        assert main([command, str(run.path), *options]) == 2
+    for command in ("show", "report", "compare"):
+        assert main([command, str(run.path)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert lines and all(line.startswith("error: ") for line in lines) and says in lines[0], (command, lines)
     assert not (tmp_path / "outputs").exists()

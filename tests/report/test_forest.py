@@ -145,7 +145,7 @@ def change(path, value):
         ("calls.0.parent", "c1", "call 'c0': parent: a cycle (c0 -> c1)"),
         ("calls.0.parent", "c0", "call 'c0': parent: a cycle (c0)"),
         ("rollouts.0.leaf", "c7", "rollout 'r0': leaf: got 'c7', which is no call"),
-        ("rollouts.0.leaf", "c11", "leaf: got 'c11', which is no call; did you mean 'c1'?"),
+        ("rollouts.0.leaf", "c11", "leaf: got 'c11', which is no call"),
         ("rollouts.0.leaf", None, "rollout 'r0': leaf: got null without an error"),
         ("calls.1.example", "p", "call 'c1': example: got 'p', its parent has 'q'"),
         ("rollouts.0.example", "p", "rollout 'r0': example: got 'p', its leaf has 'q'"),
@@ -239,7 +239,7 @@ def test_problems_of_several_records_are_told_each():
     with pytest.raises(DataError) as caught:
         parse(raw)
     assert caught.value.problems == [
-        f"f.json: call '{name}': parent: got 'c00', which is no call; did you mean 'c0'?" for name in ("c0", "c1")
+        f"f.json: call '{name}': parent: got 'c00', which is no call" for name in ("c0", "c1")
     ]
 
 
@@ -284,13 +284,6 @@ def test_a_long_chain_is_read_without_comparing_its_calls(monkeypatch):
     assert list(parse(raw).calls)[:2] == ["c2999", "c2998"]
     with pytest.raises(DataError, match=r"a cycle \(c0 -> c1 -> .* -> c9\)$"):
         parse(chain(3000, lambda n: f"c{(n + 1) % 3000}"))
-
-
-def test_a_file_that_is_wrong_throughout_gets_few_suggestions():
-    with pytest.raises(DataError) as caught:
-        parse(chain(3000, lambda n: f"cc{n}"))
-    problems = caught.value.problems
-    assert len(problems) == 3000 and sum("did you mean" in problem for problem in problems) == 10
 
 
 def test_half_of_a_letter_in_an_id_is_a_key_like_any_other():

@@ -106,7 +106,7 @@ def test_a_login_of_wandb_is_respected_and_the_mode_is_said(tmp_path, wandb, mon
     assert [text.split(",")[0] for text in said] == [f"wandb: {mode}" for mode in modes]
     inits = [arguments["mode"] for arguments in wandb.inits]
     assert inits == [mode if mode == "offline" else None for mode in modes] and "x" * 40 not in str(wandb.inits)
-    assert "wandb sync" in said[0] and str(tmp_path / "netrc") in said[1] and "k3k3" not in str(said)
+    assert "wandb sync" in said[0] and "login for https://wandb.example.org" in said[3] and "k3k3" not in str(said)
     assert hidden.hide(f"refused {'k3' * 20}") == "refused ${oc.env:WANDB_API_KEY}"
 
 

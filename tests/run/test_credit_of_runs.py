@@ -279,7 +279,7 @@ MISTAKES = {
     "removed": (["run={run}", "step=7", "~algo.eps"], "algo.eps: got None, expected"),
     "too many": (["run={run}", "step=7", "algo.minibatches=9"], "algo.minibatches: got 9, expected at most 5"),
     "what it lacks": (["run={run}", "step=7", "algo=ppo"], "algo=ppo: call 'q0/0#0': values: missing"),
-    "a seed": (["run={run}", "step=7", "seed=-1"], "seed: got -1, expected greater than or equal to 0"),
+    "a seed": (["run={run}", "step=7", "seed=-1"], "seed: got '-1', expected greater than or equal to 0"),
     "the run's keys": (["run={run}", "step=7", "run.name=x", "task=hover"], "run.name: has no effect on mmrl credit"),
 }
 

@@ -1,7 +1,6 @@
 """`mmrl doctor`: each trouble is found in exactly its case, and none in a healthy run."""
 
 import json
-import time
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -85,16 +84,6 @@ def by_letter(prediction):
     return ord(prediction[0]) % 3 / 2
 
 
-def late(query):
-    time.sleep(0.11)
-    return [query]
-
-
-def late_reward(prediction):
-    time.sleep(0.11)
-    return float(str(prediction) < "m")
-
-
 def broken(*anything):
     raise ValueError("no field 'label' {in} mine.py")
 
@@ -110,14 +99,11 @@ def failing(error):
 
 MMGRPO = composed("train", ["algo=mmgrpo"])["algo"]
 REFUSED = {"engine.endpoints": {"a": {"url": "http://127.0.0.1:9/v1", "model": "m"}}}
-PAIRS = {"algo.group_size": 2, "seed": 2}
 CASES = {
     "never_parses": ({"program": Searcher(words=unparsable)}, True, "task.prompts"),
     "seldom_parses": ({"program": Searcher(words=half_parsable), "reward": by_letter}, False, "task.prompts"),
     "cut": ({"engine": Engine(seeded_letter, finish="length")}, False, "task.max_tokens"),
     "zero_variance": ({"reward": lambda prediction: 0.25}, True, "algo.group_size"),
-    "slow_tool": ({"tools": {"search": late}, "options": PAIRS}, False, "task.timeout_s"),
-    "slow_metric": ({"reward": late_reward, "options": PAIRS}, False, "task.metric"),
     "logprob_gap": ({"engine": Engine(seeded_letter, logprob=-2.5)}, True, "model.dtype"),
     "prompt_too_long": ({"engine": failing(LengthFailure("a prompt of 99 tokens"))}, True, "task.max_context"),
     "prompt_near_limit": ({"options": {"task.max_context": 105, "task.max_tokens": 100}}, False, "task.max_tokens"),

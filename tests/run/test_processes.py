@@ -220,7 +220,10 @@ def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, capsys, tmp_pat
     monkeypatch.setattr("mmrl.models.load.load_tokenizer", None)
     where = f"run.dir={tmp_path / 'run'}"
     for arguments, said in (
-        (["hardware=h100x2", "hardware.processes=8"], "asks for 8 GPUs to train, this machine has 7"),
+        (
+            ["hardware=h100x2", "hardware.processes=8"],
+            "asks for 8 GPUs to train and 0 to serve rollouts, this machine has 7",
+        ),
         (["hardware=h100x8_split", "engine.python=python"], "asks for 7 GPUs to train and 1 to serve rollouts, this"),
     ):
         monkeypatch.setattr("mmrl.engines.vllm.command._has_vllm", lambda python: True)

@@ -8,7 +8,6 @@ import pytest
 from mmrl.report.rundir import RunDir
 from mmrl.sets.case import case_study
 from mmrl.sets.queue import Run
-from mmrl.sets.spec import Case
 from tests.helpers.sets import set_result
 
 
@@ -37,32 +36,21 @@ def case_of(table, case):
 
 
 def test_the_first_question_that_rises_the_most_is_shown_at_both_ends(table):
-    title, rows, asked = case_of(table, Case(early=5))
-    assert "early and late: q1 of" in title and asked == ""  # the run has not kept it
+    title, rows = case_of(table, 5)
+    assert "early and late: q1 of" in title
     assert rows == [
         ["", "after 5 steps", "after 15 steps"],
         ["EM", "0.000", "0.000"],
         ["F1", "0.200", "0.800"],
-        ["queries", "x; y 5", "x; y 15"],
         ["kept", "nothing", "nothing"],
+        ["queries", "x; y ⏎ 5", "x; y ⏎ 15"],
         ["answer", "a5", "a15"],
     ]
-
-
-def test_what_was_asked_is_shown_where_the_run_has_kept_it(table, tmp_path):
-    line = {"split": "dev", "id": "q1", "asked": {"question": "who?"}, "gold": {}}
-    (tmp_path / "trained" / "examples.jsonl").write_text(json.dumps(line) + "\n")
-    assert case_of(table, Case(early=5))[2] == "question: who?"
-
-
-def test_a_question_of_ones_choice_and_the_next_evaluation_there_is(table):
-    title, rows, _ = case_of(table, Case(early=6, item="q2"))
-    assert "q2 of" in title and rows[0] == ["", "after 10 steps", "after 15 steps"]
-    assert case_of(table, Case(early=5, item="q9")) is None
+    assert case_of(table, 6)[1][0] == ["", "after 10 steps", "after 15 steps"], "the next evaluation there is"
 
 
 def test_without_two_evaluations_there_is_none(table):
-    assert case_of(table, Case(early=15)) is None and case_of(table, Case(early=16)) is None
+    assert case_of(table, 15) is None and case_of(table, 16) is None
     table.runs["FoF", ""] = [Run(seed=0, path=table.runs["FoF", ""][0].path, command="eval")]  # an untrained row
-    assert case_of(table, Case(early=5)) is None
+    assert case_of(table, 5) is None
     assert case_of(table, None) is None

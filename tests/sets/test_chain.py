@@ -15,7 +15,6 @@ from mmrl.cli.configs import eval_configs, train_configs
 from mmrl.cli.overrides import read_line
 from mmrl.config import (
     PromptCommandConfig,
-    SftCommandConfig,
     StagedCommandConfig,
     TrainCommandConfig,
 )
@@ -64,17 +63,12 @@ def test_better_together_is_prompts_then_weights():
 def test_a_stage_is_what_the_same_words_with_its_algorithm_would_be():
     words = ["task=hotpotqa", "seed=3", "train.batch_size=5"]
     config = staged(
-        "stages=[sft,mhgpo_fof,miprov2]", *words, "stage.mhgpo_fof.algo.group_size=2", "stage.1.train.steps=7"
+        "stages=[sft,mhgpo_fof,miprov2]", *words, "stage.mhgpo_fof.algo.group_size=2", "stage.sft.train.steps=7"
     )
     first, second, third = config.stages
     assert [second] == train_configs(read_line([*words, "algo=mhgpo_fof", "algo.group_size=2"]))
     assert [first] == train_configs(read_line([*words, "algo=sft", "train.steps=7"]))
     assert [third] == train_configs(read_line(["task=hotpotqa", "seed=3", "algo=miprov2"]))
-
-
-def test_settings_of_a_stage_by_number_win_over_those_by_name():
-    config = staged("stages=[sft,sft]", "stage.sft.train.steps=5", "stage.2.train.steps=9")
-    assert [stage.train.steps for stage in config.stages if isinstance(stage, SftCommandConfig)] == [5, 9]
 
 
 @pytest.mark.parametrize(
@@ -86,11 +80,10 @@ def test_settings_of_a_stage_by_number_win_over_those_by_name():
         (["stages=[sft,mmgrpo]", "stage.sft.eval.split=test"], "stage.sft.eval.split: is the same for all stages"),
         (["stages=[sft,mmgrpo]", "stage.sft.task=hover"], "stage.sft.task: is the same for all stages"),
         (
-            ["stages=[sft,mmgrpo]", "stage.2.model=hf"],
+            ["stages=[sft,mmgrpo]", "stage.mmgrpo.model=hf"],
             "stage.mmgrpo.model: is the same for all stages, or that of the stage before",
         ),
-        (["stages=[sft,mmgrpo]", "stage.ppo.train.steps=1"], "stage: got 'ppo', expected one of 1, 2, mmgrpo, sft"),
-        (["stages=[sft,mmgrpo]", "stage.3.train.steps=1"], "stage: got '3', expected one of 1, 2, mmgrpo, sft"),
+        (["stages=[sft,mmgrpo]", "stage.ppo.train.steps=1"], "stage: got 'ppo', expected one of mmgrpo, sft"),
         (["stages=[sft,mmgrpo]", "stage.sft=1"], "stage.sft: expected stage.sft.KEY=VALUE"),
         (["stages=[sft,mmgrpo]", "algo.group_size=2"], "stage 1 (sft): algo.group_size: has no effect with sft"),
         (["stages=[sft,mmgrpo]", "algo=grpo"], "algo: has no effect beside stages=[sft,mmgrpo]"),

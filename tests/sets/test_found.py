@@ -168,11 +168,11 @@ def test_curves_are_means_with_the_range_of_seeds(tmp_path):
     result = found(tmp_path)
     figure = SetPage(result).figure
     (_, _, (score,)), (_, _, (reward,)), _ = figure.panels
-    assert score.band.steps.tolist() == [0, 2, 4]
-    assert (score.band.low[-1], score.band.mean[-1], score.band.high[-1]) == pytest.approx((0.4, 0.5, 0.6))
-    assert reward.band.steps.tolist() == [1, 2, 3, 4]
-    assert reward.band.mean[0] == pytest.approx(0.6) and reward.band.high[0] - reward.band.low[0] == pytest.approx(1.0)
-    assert reward.band.mean[3] == pytest.approx(0.75), "a mean of the steps so far, five at most"
+    assert score.steps.tolist() == [0, 2, 4]
+    assert (score.low[-1], score.mean[-1], score.high[-1]) == pytest.approx((0.4, 0.5, 0.6))
+    assert reward.steps.tolist() == [1, 2, 3, 4]
+    assert reward.mean[0] == pytest.approx(0.6) and reward.high[0] - reward.low[0] == pytest.approx(1.0)
+    assert reward.mean[3] == pytest.approx(0.75), "a mean of the steps so far, five at most"
 
 
 def test_the_figure_carries_both_themes_and_every_label(tmp_path):

@@ -195,7 +195,6 @@ def test_no_name_leads_out_of_its_folder(name, tmp_path, monkeypatch, capsys):
     lines = [
         ["new-task", name],
         ["compare", "algo=grpo", "seed=0", f"name={name}"],
-        ["compare", f"plan={name}"],
         ["table", name],
         ["credit", f"algo={name}", "rollouts=x"],
         ["train", f"algo='{name}'"],
