@@ -22,7 +22,6 @@ from mmrl.system.objects import readable
 from mmrl.tasks.base import Task, Tool
 from mmrl.tasks.data.layouts import subset
 from mmrl.tasks.data.rows import Row, Source, same_rows
-from mmrl.tasks.dspy import notices
 from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.prompts import FIELDS, PAPER, Template, load_prompts, prompts_file
 
@@ -184,13 +183,7 @@ class DspyTask(Task):
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         data = ", ".join(f"{split} {readable(spec)}" for split, spec in self.sources.items()) or "mini world"
-        facts = {"data": data, **{f"{split} items": len(self._examples[split]) for split in SPLITS}}
-        return facts | ({"DSPy's warnings": warned} if (warned := notices.counts()) else {})
-
-    def reset_counts(self) -> None:
-        """See `mmrl.tasks.base.Task`."""
-        super().reset_counts()
-        notices.reset()
+        return {"data": data, **{f"{split} items": len(self._examples[split]) for split in SPLITS}}
 
 
 def is_dspy_module(program: object) -> bool:
