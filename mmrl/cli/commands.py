@@ -319,14 +319,12 @@ def export(context: typer.Context) -> int:
       checkpoint=last|best|N     last; best: by the run's main metric, of the steps that were evaluated
       form=merged|adapter        of LoRA runs; merged, and adapter where modules have adapters of their own
       module=NAME                the weights of this module alone
-      push=ORG/NAME              upload the folder to the Hugging Face hub
-      private=true|false         whether that repository is; true
 
     \b
     Examples:
       mmrl export outputs/hotpotqa/mhgpo_rr/RUN out=exported/hotpotqa
       mmrl export outputs/hotpotqa/mhgpo_rr/RUN out=exported/adapter form=adapter checkpoint=best
-      mmrl export outputs/dspy/mmgrpo/RUN out=exported/agent push=ORG/agent private=false
+      hf upload ORG/agent exported/hotpotqa --private
     """
     from mmrl.cli.arguments import read_arguments
     from mmrl.run.export import ExportArguments

@@ -10,7 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from mmrl.config.base import FETCHED, SHIPPED
-from mmrl.errors import ConfigError, MmrlError
 from mmrl.models.fetched import PACKAGES, encoder_source, of_hub_id
 from mmrl.system.files import user_path
 from mmrl.system.http_client import HttpClient, HttpFailure
@@ -19,7 +18,6 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HUB_S = 6.0
 """The hub has to send a page, such as a model's config, within that."""
 PAGE_BYTES = 1 << 20
-_OWN_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @lru_cache(maxsize=1)
@@ -117,53 +115,3 @@ def licence_of(model: str, revision: str | None = None) -> str | None:
             return None
         entry = data.license if data is not None else None
     return str(entry) if entry else None
-
-
-def push_problems(repository: str) -> list[str]:
-    """Return reasons why nothing can be pushed to `repository`; looked at before anything is written."""
-    from huggingface_hub import constants, get_token
-
-    if not _OWN_REPOSITORY.fullmatch(repository):
-        return [f"push: got '{repository}', expected ORG/NAME"]
-    if constants.HF_HUB_OFFLINE:
-        return ["push: the hub is switched off (HF_HUB_OFFLINE=1); unset it, or leave push= out"]
-    if get_token() is None:
-        return ["push: no token for the hub; set HF_TOKEN or log in with: hf auth login"]
-    if not hub_answers():
-        return [f"push: the hub does not answer ({constants.ENDPOINT}); leave push= out and upload the folder later"]
-    return []
-
-
-def push_folder(folder: Path, repository: str, private: bool) -> str:
-    """Upload a folder as one commit; the repository is made if it is not there. Returns the commit's address.
-
-    Raises:
-        ConfigError: it is there, and public where a private one is expected, or the other way round.
-        MmrlError: the hub refuses.
-    """
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-
-    api = HfApi(endpoint=constants.ENDPOINT)
-    try:
-        try:
-            info = api.model_info(repository)
-        except RepositoryNotFoundError:
-            api.create_repo(repository, private=private)
-        else:
-            # whoever chose a private repository must not publish by pushing to one that is there already
-            if info.private is not None and bool(info.private) != private:
-                kind = "private" if info.private else "public"
-                raise ConfigError(
-                    f"private: got {str(private).lower()}, and {repository} is there and {kind}; type "
-                    f"private={str(not private).lower()}, or another name"
-                )
-        return str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="mmrl export"))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        if isinstance(error, MmrlError):
-            raise
-        reason = " ".join(str(error).split())[:300]
-        raise MmrlError(
-            f"push: the hub refuses {repository}: {reason}; the export is whole, upload it later with: "
-            f"hf upload {repository} {folder}"
-        ) from None

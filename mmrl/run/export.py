@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mmrl.config.base import Idle, Section
+from mmrl.config.base import Section
 from mmrl.errors import CheckpointError, ConfigError, storage, unknown
-from mmrl.models.hub import licence_of, push_folder, push_problems
+from mmrl.models.hub import licence_of
 from mmrl.models.policy import (
     EXTRA,
     INITIAL,
@@ -57,7 +57,6 @@ HOLDS = {
 class ExportArguments(Section):
     """Arguments of `mmrl export`."""
 
-    idle: ClassVar = [Idle("private", "push=null", ", which uploads nothing")]
     run_dir: UserPath
     out: UserPath = Field(description="folder that is made")
     checkpoint: str = Field("last", description="last, best (by the run's main metric) or a number of steps")
@@ -65,8 +64,6 @@ class ExportArguments(Section):
         None, description="of LoRA runs; null: merged, and adapters where modules have their own"
     )
     module: str | None = Field(None, description="the weights of this module alone")
-    push: str | None = Field(None, description="repository on the hub, ORG/NAME")
-    private: bool = Field(True, description="whether that repository is")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,30 +85,22 @@ class Choice:
 
 
 def export(request: ExportArguments) -> int:
-    """Write the folder, push it where `push` says so, and print how it is used. Returns the exit code.
+    """Write the folder, and print how it is used. Returns the exit code.
 
     Raises:
-        ConfigError: a choice that the run does not have, a folder that is there, a hub that is not.
+        ConfigError: a choice that the run does not have, a folder that is there.
         CheckpointError: no run, no such checkpoint, or a damaged one.
     """
     run, config = weight_run(request.run_dir)
-    problems = push_problems(request.push) if request.push is not None else []
     # Never merged into what is there: two exports in one folder would load as a mixture.
     if request.out.exists():
-        problems.append(f"out: {request.out} exists, and is left as it is; choose another folder")
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError(f"out: {request.out} exists, and is left as it is; choose another folder")
     with damage_named(run.path):
         overview = Overview.from_run(run)
     checkpoint = select_checkpoint(overview, request.checkpoint)
     _refuse_damage(run, checkpoint)
     policy = resolve(str(checkpoint))
     choice = choose(policy, config, request, overview.modules)
-    if request.push is not None and choice.form == "adapter" and not is_hub_id(config.model.path):
-        raise ConfigError(
-            f"push: an adapter's base must be on the hub for others to load it, and that of this run is the folder "
-            f"{config.model.path}; export form=merged"
-        )
     step = checkpoint_step(checkpoint) or 0
     try:
         request.out.parent.mkdir(parents=True, exist_ok=True)
@@ -127,8 +116,6 @@ def export(request: ExportArguments) -> int:
         print(note)
     for name, code in _snippets(request.out, request.out, choice, config, config.model.path):
         print(f"\n{name}:\n" + "\n".join(f"  {line}" for line in code.splitlines()))
-    if request.push is not None:
-        print(f"\npushed: {push_folder(request.out, request.push, request.private)}")
     return 0
 
 
@@ -296,7 +283,7 @@ def _snippets(
 def _card(
     overview: Overview, request: ExportArguments, config: WeightRunConfig, choice: Choice, folder: Path, step: int
 ) -> str:
-    where = Path(request.push or request.out.name)
+    where = Path(request.out.name)
     holds = HOLDS[choice.form]
     if names := choice.folders:
         holds += f", in {len(names)} folders ({', '.join(names)}), one for each module or group of modules"

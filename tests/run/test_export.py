@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants, metadata_load
+from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 
 from mmrl.cli import main
@@ -26,7 +26,6 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.search_program.task import MultihopQaTask
 from mmrl.trainer.checkpoint import commit, temporary_folder
 from tests.helpers.runs import command
-from tests.helpers.servers import Hub, serving_hub
 
 EVAL = ["eval.items=4", "task.max_tokens=6", "task.retriever.top_k=2", "hardware=cpu", "hardware.threads=1"]
 LORA = ["model.lora.r=4", "model.lora.alpha=8"]
@@ -168,9 +167,6 @@ def test_a_choice_that_the_run_does_not_have_is_named(
     assert "rewriter was frozen" in refused(capsys, full, out, "module=rewriter")
     assert "has no complete checkpoint of step 7 (there are: 1, 2)" in refused(capsys, by_module, out, "checkpoint=7")
     assert "got 'newest', expected last, best or a step" in refused(capsys, by_module, out, "checkpoint=newest")
-    assert "private: got false, which has no effect with push=null, which uploads nothing" in refused(
-        capsys, shared, out, "private=false"
-    )
     assert "not a run directory" in refused(capsys, tmp_path, out)
     assert not (tmp_path / "out").exists()
 
@@ -303,57 +299,3 @@ def test_the_base_s_licence_is_the_card_s(random_model: str, tmp_path: Path) -> 
     assert licence_of(str(tmp_path)) == "llama3.1"
     (tmp_path / "README.md").write_text("---\nlicense: [broken\n---\n")
     assert licence_of(str(tmp_path)) is None
-
-
-# --- the hub
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A hub on this machine that takes uploads."""
-    with serving_hub() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", "hf_test_token")
-        monkeypatch.setattr("mmrl.models.hub.hub_answers", lambda: True)
-        yield server
-
-
-def test_push_uploads_the_whole_folder_as_one_commit(shared: Path, tmp_path: Path, capsys: Any, hub: Hub) -> None:
-    out = exported(shared, tmp_path / "out", "push=me/mine")
-    assert hub.created == {"me/mine": True}, "private unless the user says otherwise"
-    assert hub.files["me/mine"] == {path.name: path.read_bytes() for path in out.iterdir()}
-    assert hub.commits == 1 and hub.tokens - {""} == {"Bearer hf_test_token"}
-    shown = capsys.readouterr().out
-    assert f"pushed: {hub.url}/me/mine" in shown and "hf_test_token" not in shown
-    assert 'model="me/mine"' in (out / "README.md").read_text(), "the card loads it by its name on the hub"
-
-    error = refused(capsys, shared, f"out={tmp_path / 'again'}", "push=me/mine", "private=false")
-    assert "private: got false, and me/mine is there and private" in error
-    assert hub.commits == 1
-
-
-def test_a_hub_that_refuses_leaves_the_export(shared: Path, tmp_path: Path, capsys: Any, hub: Hub) -> None:
-    hub.refuse = "You have no right to write here"
-    error = refused(capsys, shared, f"out={tmp_path / 'out'}", "push=me/mine", code=1)
-    assert "push: the hub refuses me/mine" in error and f"hf upload me/mine {tmp_path / 'out'}" in error
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-def test_push_is_refused_before_anything_is_written(
-    shared: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = f"out={tmp_path / 'out'}"
-    assert "push: the hub is switched off (HF_HUB_OFFLINE=1)" in refused(capsys, shared, out, "push=me/mine")
-    assert "push: got 'mine', expected ORG/NAME" in refused(capsys, shared, out, "push=mine")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    assert "push: no token for the hub; set HF_TOKEN" in refused(capsys, shared, out, "push=me/mine")
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_test_token")
-    monkeypatch.setattr("mmrl.models.hub.hub_answers", lambda: False)
-    assert "push: the hub does not answer" in refused(capsys, shared, out, "push=me/mine")
-    monkeypatch.setattr("mmrl.models.hub.hub_answers", lambda: True)
-    error = refused(capsys, shared, out, "push=me/mine", "form=adapter")
-    assert "an adapter's base must be on the hub" in error
-    assert not (tmp_path / "out").exists()
