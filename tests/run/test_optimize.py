@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.run import build
 from mmrl.system import objects
 from mmrl.system.objects import put
+from mmrl.tasks.dspy import notices
 from mmrl.tasks.mini.examples import mini_records
 from tests.helpers import TOP
 from tests.helpers.runs import numbers
@@ -166,8 +168,9 @@ class Refined(Router):
 
 
 def test_a_predictor_that_is_never_called_gets_a_line_and_of_dspy_s_warnings_a_few_are_printed(
-    tmp_path: Path, capfd: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capfd: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(notices, "_counts", Counter())
     settings = {**SETTINGS, "train": {"steps": 1, "batch_size": 2}}
     MMRL(metric, model="tiny_dspy", run_dir=tmp_path / "run", **settings).compile(
         Refined(), trainset=trainset(), valset=DEVSET
