@@ -48,8 +48,7 @@ def papillon(tmp_path, content):
 def test_descriptions_of_fields_stand_in_the_prompt(tmp_path):
     described = "a request {without} anything private"
     module = "craft_redacted_request.predict"
-    written = described.replace("{", "{{").replace("}", "}}")
-    predictors = papillon(tmp_path, {module: {"fields": {"llm_request": written}}})
+    predictors = papillon(tmp_path, {module: {"fields": {"llm_request": described}}})
     fields = predictors[module].signature.fields
     assert fields["llm_request"].json_schema_extra["desc"] == described
     plain = TASKS["papillon"](default_config("papillon"), 0).predictors

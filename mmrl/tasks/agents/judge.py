@@ -22,7 +22,7 @@ from mmrl.errors import ConfigError, EngineFailure, JudgeFailure, RewardFailure
 from mmrl.records import Call
 from mmrl.system.replies import quoted
 from mmrl.tasks.base import Score
-from mmrl.tasks.prompts import Template, Texts
+from mmrl.tasks.prompts import Template, Texts, fill
 
 log = logging.getLogger("mmrl.judge")
 
@@ -220,7 +220,7 @@ class Judge(EndpointJudge):
             "words": ANSWER_WORDS,
             "count": len(turns),
         }
-        return self.texts[name].format(**values)
+        return fill(self.texts[name], values)
 
 
 def build_judge(config: AgentJudgedConfig, texts: Texts) -> Judge | None:

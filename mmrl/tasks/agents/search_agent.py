@@ -76,7 +76,7 @@ class SearchAgent(TurnAgent):
 
     def correction(self) -> str:
         """Return the message that follows a turn without action."""
-        return self.prompts.texts[MODULE]["correction"].format()
+        return self.prompts.text(MODULE, "correction")
 
     def documents(self, passages: Sequence[Passage]) -> str:
         """Format retrieved documents without anything that looks like a tag of the agent."""

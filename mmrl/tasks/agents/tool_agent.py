@@ -41,7 +41,7 @@ TEMPLATES: Templates = {
             "wiki_search: finds the encyclopedia article that fits best. Arguments: query\n"
             "Take these steps once:\n"
             "1. Think inside <reasoning> tags.\n"
-            '2. Call the tool with JSON inside <tool> tags: {{"name": "wiki_search", "args": {{"query": "..."}}}}\n'
+            '2. Call the tool with JSON inside <tool> tags: {"name": "wiki_search", "args": {"query": "..."}}\n'
             "3. Its output comes inside <result> tags.\n"
             "4. Think about it inside <reasoning> tags.\n"
             "5. Write the answer alone inside <answer> tags.\n"
@@ -126,7 +126,7 @@ class ToolAgent:
 
     def correction(self) -> list[dict[str, str]]:
         """Return the user message after a message without action."""
-        return [{"role": "user", "content": self.prompts.texts[MODULE]["correction"].format()}]
+        return [{"role": "user", "content": self.prompts.text(MODULE, "correction")}]
 
     def articles(self, passages: Sequence[Passage]) -> str:
         """Search, and return the result without anything that looks like a tag of the agent."""

@@ -248,17 +248,15 @@ def set_prompts(program: dspy.Module, path: str | None) -> None:
     if path.endswith(".json"):
         _load_state(program, predictors, path)
         return
-    # braces of default instructions are no placeholders
-    defaults = {name: _texts_of(predictor) for name, predictor in predictors.items()}
     templates = {
-        name: {role: Template(text.replace("{", "{{").replace("}", "}}")) for role, text in texts.items()}
-        for name, texts in defaults.items()
+        name: {role: Template(text) for role, text in _texts_of(predictor).items()}
+        for name, predictor in predictors.items()
     }
     for name, roles in load_prompts(templates, path).texts.items():
         predictor = predictors[name]
-        predictor.signature = predictor.signature.with_instructions(roles["instructions"].format())
+        predictor.signature = predictor.signature.with_instructions(roles["instructions"])
         for field in predictor.signature.fields:
-            if (text := roles[f"{FIELDS}.{field}"].format()) != defaults[name][f"{FIELDS}.{field}"]:
+            if (text := roles[f"{FIELDS}.{field}"]) != templates[name][f"{FIELDS}.{field}"].text:
                 predictor.signature = predictor.signature.with_updated_fields(field, desc=text)
 
 
