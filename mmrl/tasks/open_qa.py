@@ -253,7 +253,6 @@ class OpenQaTask(Task):
     def reset_counts(self) -> None:
         """See `mmrl.tasks.base.Task`."""
         super().reset_counts()
-        self.search_tool.reset_counts()
         if self.judge is not None:
             self.judge.reset_counts()
 

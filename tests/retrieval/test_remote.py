@@ -280,7 +280,6 @@ def test_rollouts_through_a_server_under_load_with_faults():
         assert [rollout.error for rollout in forest.rollouts] == [None] * 96
         assert all(rollout.metrics["em"] == 1.0 and rollout.metrics["retrieval"] == 1.0 for rollout in forest.rollouts)
         assert counts["retries"] > 10 and counts.get("failures", 0) == 0
-        assert "retries" in task.describe()["retriever"]
         task.close()
 
 
@@ -291,11 +290,7 @@ def test_rollouts_whose_search_fails_are_outside_failures_and_not_scored(caplog)
         assert {rollout.error for rollout in forest.rollouts} == {"tool"}
         assert task.search_tool.retrievers["remote"].counts["failures"] == 40
         assert task.search_tool.retrievers["remote"].counts["failures_refused"] > 20  # the server is spared
-        assert "40 failures" in task.describe()["retriever"]
         task.close()
-        assert "40 failures" in task.describe()["retriever"], "a closed task still knows"
-        task.reset_counts()
-        assert "failures" not in task.describe()["retriever"]
     told = [record.getMessage() for record in caplog.records if record.name in ("mmrl.retrieval", "mmrl.http")]
     assert len(told) == 2, "the first failure, and that no more are sent"
     assert "HTTP 500" in told[0] and "none is sent for a while" in told[1]

@@ -9,20 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, TypedDict
 
+from pydantic import AliasChoices, BaseModel, Field
+
 from mmrl import rng
 from mmrl.config.base import SPLITS
 from mmrl.config.tasks import Banking77Config
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Score
-from mmrl.tasks.data.rows import check_unique, record_id
-from mmrl.tasks.dspy.base import DspyTask, first_text, read_json
+from mmrl.tasks.data.rows import Text, check_unique, read_as, record_id
+from mmrl.tasks.dspy.base import DspyTask, read_json
 from mmrl.tasks.mini.examples import mini_records
 
 SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 750)}
 """Places, in a shuffle of their source, of the items that the paper draws (250 and 500); all test items are used."""
 SAMPLE_SEED = 0
 """The paper does not state its own."""
+
+
+class Query(BaseModel):
+    """Row of a data file: the official CSV files, the hub's copy, or JSON with either's fields."""
+
+    text: Text
+    label: Text = Field(validation_alias=AliasChoices("category", "label_text", "label"))
 
 
 class BankingPrediction(TypedDict):
@@ -65,12 +74,11 @@ class Banking77Task(DspyTask):
         key = f"task.data.{split}"
         examples = []
         for number, row in enumerate(self.rows(split)):
-            text = first_text(key, row, "text")
-            label = first_text(key, row, "category", "label_text", "label")
+            query = read_as(Query, key, row)
             # The official CSV has no ids; the place in the file is stable, since the whole file is read.
             row_id = record_id(row.values, "id")
             name = f"{split}-{number}" if row_id is None else str(row_id)
-            examples.append((row, Example(id=name, inputs={"text": text}, metadata={"label": label})))
+            examples.append((row, Example(id=name, inputs={"text": query.text}, metadata={"label": query.label})))
         return check_unique(key, examples)
 
     def _given_labels(self) -> tuple[str, ...]:
@@ -118,8 +126,8 @@ class Banking77Task(DspyTask):
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         facts = {**super().describe(), "labels": len(self.labels)}
-        drawn = self.sample_sizes() if self.config.sample == "paper" else ""
-        return facts | ({"sample": f"{drawn} drawn with seed {SAMPLE_SEED}"} if drawn else {})
+        drawn = self.config.sample == "paper" and not SAMPLE.keys().isdisjoint(self.sources)
+        return facts | ({"sample": f"the paper's, drawn with seed {SAMPLE_SEED}"} if drawn else {})
 
 
 def _labels(examples: Iterable[Example]) -> tuple[str, ...]:

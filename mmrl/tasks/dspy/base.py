@@ -11,7 +11,7 @@ import logging
 import sys
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mmrl.config.base import SPLITS
 from mmrl.config.tasks import TaskConfig
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import dspy
 
 log = logging.getLogger("mmrl.data")
+
+T = TypeVar("T")
 
 
 class DspyTask(Task):
@@ -134,51 +136,33 @@ class DspyTask(Task):
         return self.config.data.files
 
     def rows(self, split: str) -> list[Row]:
-        """Read the rows of a split's source, each checked to be an object."""
-        source = Source(f"task.data.{split}", self.sources[split])
-        rows = source.rows(split)
-        for row in rows:
-            if not isinstance(row.values, Mapping):
-                raise DataError(f"{source.key}: {row.where}: got {type(row.values).__name__}, expected an object")
-        return rows
+        """Read the rows of a split's source."""
+        return Source(f"task.data.{split}", self.sources[split]).rows(split)
 
     def examples(self, split: str) -> Sequence[Example]:
         """See `mmrl.tasks.base.Task.examples`."""
         return self._examples[split]
 
-    def sample_sizes(self) -> str:
-        """Describe how many items of each split of the paper's sample are really used, for `describe`."""
-        counts = {split: len(self._examples[split]) for split in self.sources if split in self.places}
-        paper = {split: self.places[split][1] - self.places[split][0] for split in counts}
-        return ", ".join(
-            f"{count} {split}" + (f" (the paper: {paper[split]})" if count < paper[split] else "")
-            for split, count in counts.items()
-        )
-
-    def sampled(self, split: str, shuffled: Sequence[Example], items: str) -> Sequence[Example]:
+    def sampled(self, split: str, items: Sequence[T], what: str) -> Sequence[T]:
         """Return the paper's sample of a split.
 
         Args:
-            shuffled: items of its source.
-            items: the items in words.
+            items: those of its source, in the order of the sample.
+            what: they in words.
 
         Raises:
             DataError: they end before the sample begins.
         """
         first, end = self.places[split]
-        prefix = f"task.data.{split}: {self.sources[split]} has {len(shuffled)} {items}"
-        if len(shuffled) <= first:
-            raise DataError(
-                f"{prefix}, the paper's {split} sample begins after {first} of a shuffle; set task.sample=all to use "
-                "every row"
+        if len(items) < end:
+            problem = (
+                f"task.data.{split}: {self.sources[split]} has {len(items)} {what}, the paper's {split} sample is "
+                f"numbers {first} to {end - 1}; set task.sample=all to use every row"
             )
-        if len(shuffled) < end:
-            log.warning(
-                "%s, so the sample is %d items instead of the paper's %d (numbers %d to %d of a shuffle); set "
-                "task.sample=all to use every row",
-                *(prefix, len(shuffled) - first, end - first, first, end - 1),
-            )
-        return shuffled[first:end]
+            if len(items) <= first:
+                raise DataError(problem)
+            log.warning("%s", problem)
+        return items[first:end]
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
@@ -212,26 +196,6 @@ def read_json(key: str, path: str) -> Any:
         raise DataError(f"{key}: cannot read '{path}': {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{key}: {path} is not JSON: {error}") from None
-
-
-def first_text(key: str, row: Row, *names: str, empty: bool = False) -> str:
-    """Return the first of the fields `names` that a row has, as text.
-
-    Raises:
-        DataError: it has none of them, or something other than text, or nothing in it (unless `empty`).
-    """
-    name = next((name for name in names if name in row.values), None)
-    if name is None:
-        fields = ", ".join(map(str, row.values))
-        raise DataError(f"{key}: {row.where}: {' or '.join(names)} is missing (fields: {fields})")
-    value = row.values[name]
-    if value is None and empty:
-        return ""
-    if not isinstance(value, str):
-        raise DataError(f"{key}: {row.where}: {name}: got {type(value).__name__}, expected text")
-    if not value.strip() and not empty:
-        raise DataError(f"{key}: {row.where}: {name}: is empty")
-    return value
 
 
 def set_prompts(program: dspy.Module, path: str | None) -> None:
