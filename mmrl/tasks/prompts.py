@@ -7,7 +7,7 @@ at again, so braces in questions and documents are safe. Nothing is filled into 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -25,8 +25,6 @@ PAPER = "paper"
 """`task.prompts=paper`: shipped texts, other than the defaults where the paper of a task asks for other behaviour."""
 _LIKE = {"2wiki": "hotpotqa", "musique": "hotpotqa"}
 """Tasks with the program of another."""
-FIELDS = "fields"
-"""Key of the descriptions of a DSPy module's fields in a prompts file."""
 DEMONSTRATIONS = "demonstrations"
 """Key of a module's demonstrations in a prompts file, beside its roles."""
 
@@ -216,8 +214,7 @@ def load_prompts(templates: Templates, path: str | None) -> Prompts:
     """Load the default texts, replaced by those of the YAML file at `path`, and its demonstrations.
 
     The file holds `module: {role: text, demonstrations: [{user: text, assistant: text}]}`; whatever it does not name
-    keeps its default. Only modules with instructions take demonstrations. Roles named `fields.NAME` stand below
-    `fields` in the file: `module: {fields: {NAME: text}}`.
+    keeps its default. Only modules with instructions take demonstrations.
 
     Raises:
         ConfigError: no such file, not YAML, an unknown module or role, wrong placeholders or demonstrations; all
@@ -241,7 +238,7 @@ def load_prompts(templates: Templates, path: str | None) -> Prompts:
         if not isinstance(roles, Mapping):
             problems.append(f"task.prompts: {path}: {module}: got {type(roles).__name__}, expected role: text")
             continue
-        for role, text in _flat(roles):
+        for role, text in roles.items():
             where = f"task.prompts: {path}: {module}.{role}"
             if role == DEMONSTRATIONS:
                 shots[module] = _shots(where, text, templates[module], problems)
@@ -255,14 +252,6 @@ def load_prompts(templates: Templates, path: str | None) -> Prompts:
     if problems:
         raise ConfigError(problems)
     return Prompts(templates, texts, {module: demos for module, demos in shots.items() if demos}, instructing)
-
-
-def _flat(roles: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for role, text in roles.items():
-        if role == FIELDS and isinstance(text, Mapping):
-            yield from ((f"{FIELDS}.{name}", described) for name, described in text.items())
-        else:
-            yield role, text
 
 
 def _shots(where: str, content: object, roles: Mapping[str, Template], problems: list[str]) -> tuple[Shot, ...]:

@@ -14,7 +14,6 @@ from mmrl.records import Call
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
-from mmrl.tasks.agents.tool_agent import split_turns
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Prompts, Shot, Template, last_user, load_prompts
 from mmrl.tasks.search_program.program import TEMPLATES, SearchProgram
@@ -70,30 +69,6 @@ def test_the_demonstrations_of_a_growing_context_hold_the_transcript(tmp_path):
     plain = TASKS["search_agent"](default_config("search_agent"), 0)
     (question,) = plain.program.question("Q2")
     assert task.program.question("Q2") == [message("user", "Q1"), message("assistant", transcript), question]
-
-
-def test_the_tool_agent_shows_results_as_user_messages(tmp_path):
-    shot = Shot("Q1", "<tool>x</tool>\n<result>a\nb</result>\n<answer>c</answer>")
-    assert split_turns(shot) == [Shot("Q1", "<tool>x</tool>"), Shot("<result>a\nb</result>", "<answer>c</answer>")]
-    assert split_turns(Shot("Q", "<answer>c</answer>")) == [Shot("Q", "<answer>c</answer>")]
-    task = make("tool_agent", tmp_path)
-    program = task.make_program(task.all_prompts.replaced({"agent": ModulePrompt("Do.", (shot,))}))
-    assert program.question("Q2") == [
-        message("system", "Do."),
-        message("user", "Q1"),
-        message("assistant", "<tool>x</tool>"),
-        message("user", "<result>a\nb</result>"),
-        message("assistant", "<answer>c</answer>"),
-        message("user", "Q2"),
-    ]
-    path = saved(
-        tmp_path / "prompts.yaml", "agent: {demonstrations: [{user: q, assistant: '<tool>x</tool><result>a</result>'}]}"
-    )
-    with pytest.raises(ConfigError) as caught:
-        make("tool_agent", tmp_path, prompts=path)
-    assert caught.value.problems[0].startswith(
-        "task.prompts: agent.demonstrations: got nothing before or after a <result>"
-    )
 
 
 def test_all_problems_of_demonstrations_at_once(tmp_path):
@@ -222,18 +197,9 @@ def test_a_rollout_becomes_a_demonstration(tmp_path):
     assert shown(task, SEARCHES, "agent")[0] == shot
 
 
-def test_a_rollout_of_messages_becomes_one_too(tmp_path):
-    task = make("tool_agent", tmp_path)
+def test_a_rollout_of_messages_becomes_none(tmp_path):
     tool = '<tool>{"name": "wiki_search", "args": {"query": "river of Lisbon"}}</tool>'
-    shot, calls = shown(task, [tool, "<answer>Tagus</answer>"], "agent")
-    assert shot.user == "On which river is Lisbon?"
-    added = calls[1].prompt_text.removeprefix("[user] ")
-    assert added.startswith("<result>")
-    assert shot.assistant == f"{tool}{added}<answer>Tagus</answer>"
-    assert split_turns(shot) == [Shot(shot.user, tool), Shot(added, "<answer>Tagus</answer>")]
-    # a correction, and a result that the model wrote itself
-    assert shown(task, ["what?", "<answer>Tagus</answer>"], "agent")[0] is None
-    assert shown(task, ["<result>x</result><answer>Tagus</answer>"], "agent")[0] is None
+    assert shown(make("tool_agent", tmp_path), [tool, "<answer>Tagus</answer>"], "agent")[0] is None
 
 
 def test_modules_with_contexts_of_their_own_show_their_first_call(tmp_path):

@@ -56,6 +56,9 @@ def _pairs(*columns: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
+Context = Annotated[list[tuple[str, list[str]]], _pairs("title", "sentences")]
+
+
 class Questions(BaseModel):
     """Questions with accepted answers: NQ and TriviaQA, and files of all other sets that bring no paragraphs."""
 
@@ -83,25 +86,6 @@ class Questions(BaseModel):
         """Return the titles of the gold paragraphs."""
         return ()
 
-    def passages(self) -> Iterable[Paragraph]:
-        """Return the paragraphs."""
-        return ()
-
-
-class Hotpot(Questions):
-    """HotpotQA (distractor and fullwiki) and 2WikiMultihopQA."""
-
-    context: Annotated[list[tuple[str, list[str]]], _pairs("title", "sentences")]
-    supporting_facts: Annotated[list[tuple[str, Any]], _pairs("title", "sent_id")]
-
-    def titles(self) -> Iterable[str]:
-        """See `Questions.titles`."""
-        return (title for title, _ in self.supporting_facts)
-
-    def passages(self) -> Iterable[Paragraph]:
-        """See `Questions.passages`."""
-        return ((title, "".join(sentences)) for title, sentences in self.context)
-
 
 class SupportedParagraph(BaseModel):
     """Paragraph of PopQA or MuSiQue."""
@@ -111,11 +95,35 @@ class SupportedParagraph(BaseModel):
     is_supporting: Any = False
 
 
-class Popqa(Questions):
+class Evidence(BaseModel):
+    """Paragraphs that questions bring, in the fields of any layout."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+    context: Context = []
+    paragraphs: list[SupportedParagraph | None] = []  # PopQA's file has null where one is missing
+
+    def passages(self) -> Iterable[Paragraph]:
+        """Return the paragraphs."""
+        yield from ((title, "".join(sentences)) for title, sentences in self.context)
+        yield from ((paragraph.title, paragraph.text) for paragraph in self.paragraphs if paragraph)
+
+
+class Hotpot(Questions, Evidence):
+    """HotpotQA (distractor and fullwiki) and 2WikiMultihopQA."""
+
+    context: Context
+    supporting_facts: Annotated[list[tuple[str, Any]], _pairs("title", "sent_id")]
+
+    def titles(self) -> Iterable[str]:
+        """See `Questions.titles`."""
+        return (title for title, _ in self.supporting_facts)
+
+
+class Popqa(Questions, Evidence):
     """PopQA with gold passages."""
 
+    paragraphs: list[SupportedParagraph | None]
     prop: Any = ""
-    paragraphs: list[SupportedParagraph | None]  # the file has null where one is missing
 
     def kind(self) -> str:
         """See `Questions.kind`."""
@@ -124,10 +132,6 @@ class Popqa(Questions):
     def titles(self) -> Iterable[str]:
         """See `Questions.titles`."""
         return (paragraph.title for paragraph in self.paragraphs if paragraph and paragraph.is_supporting)
-
-    def passages(self) -> Iterable[Paragraph]:
-        """See `Questions.passages`."""
-        return ((paragraph.title, paragraph.text) for paragraph in self.paragraphs if paragraph)
 
 
 class Musique(Popqa):
@@ -178,7 +182,7 @@ def _record(key: str, row: Row, layout: type[Questions], number: str) -> Record:
         answers=tuple(dict.fromkeys([*fields.answers, *(getattr(fields, "answer_aliases", None) or ())])),
         titles=tuple(dict.fromkeys(fields.titles())),
         kind=fields.kind(),
-        paragraphs=tuple(fields.passages()),
+        paragraphs=tuple(fields.passages()) if isinstance(fields, Evidence) else (),
     )
 
 

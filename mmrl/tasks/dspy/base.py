@@ -23,7 +23,7 @@ from mmrl.tasks.base import Task, Tool
 from mmrl.tasks.data.layouts import subset
 from mmrl.tasks.data.rows import Row, Source, same_rows
 from mmrl.tasks.dspy.fields import adapter_in_use
-from mmrl.tasks.prompts import FIELDS, PAPER, Template, load_prompts, prompts_file
+from mmrl.tasks.prompts import PAPER, Template, load_prompts, prompts_file
 
 if TYPE_CHECKING:
     import dspy
@@ -213,22 +213,10 @@ def set_prompts(program: dspy.Module, path: str | None) -> None:
         _load_state(program, predictors, path)
         return
     templates = {
-        name: {role: Template(text) for role, text in _texts_of(predictor).items()}
-        for name, predictor in predictors.items()
+        name: {"instructions": Template(predictor.signature.instructions)} for name, predictor in predictors.items()
     }
     for name, roles in load_prompts(templates, path).texts.items():
-        predictor = predictors[name]
-        predictor.signature = predictor.signature.with_instructions(roles["instructions"])
-        for field in predictor.signature.fields:
-            if (text := roles[f"{FIELDS}.{field}"]) != templates[name][f"{FIELDS}.{field}"].text:
-                predictor.signature = predictor.signature.with_updated_fields(field, desc=text)
-
-
-def _texts_of(predictor: dspy.Predict) -> dict[str, str]:
-    """Return the texts that a prompts file may replace: the instructions, and the description of each field."""
-    signature = predictor.signature
-    described = {name: str(field.json_schema_extra["desc"]) for name, field in signature.fields.items()}
-    return {"instructions": signature.instructions, **{f"{FIELDS}.{name}": text for name, text in described.items()}}
+        predictors[name].signature = predictors[name].signature.with_instructions(roles["instructions"])
 
 
 def _load_state(program: dspy.Module, predictors: Mapping[str, dspy.Predict], path: str) -> None:
