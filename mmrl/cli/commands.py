@@ -502,12 +502,11 @@ def index_build(context: typer.Context) -> int:
       encoder=own|contriever|e5       dense: how texts become vectors; own: as the model's files say
       normalise=                      dense: vectors of length 1
       query_prompt= passage_prompt=   dense: text in front of queries and passages
-      plan=true                       print sizes and stop
 
     \b
     Examples:
       mmrl index build corpus=passages.jsonl index=indexes/bm25
-      mmrl index build corpus=passages.jsonl index=indexes/e5 retriever=dense model=intfloat/e5-base-v2 plan=true
+      mmrl index build corpus=passages.jsonl index=indexes/e5 retriever=dense model=intfloat/e5-base-v2
     """
     from mmrl.cli.arguments import read_arguments
     from mmrl.config.retriever import build_schema

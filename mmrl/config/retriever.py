@@ -143,7 +143,6 @@ class BuildIndexArguments(Section):
     corpus: tuple[str, ...]
     index: str
     retriever: Literal["bm25", "dense"] = "bm25"
-    plan: bool = Field(False, description="print sizes and stop")
 
     def section(self) -> RetrieverConfig:
         """Return the keys as a `task.retriever` section."""

@@ -12,7 +12,6 @@ import json
 import logging
 import re
 import shutil
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,15 +55,8 @@ class Bm25Settings:
             return lambda text: tokenize(text, stop)
         from Stemmer import Stemmer
 
-        local = threading.local()
-
-        def stemmed(text: str) -> list[str]:
-            # PyStemmer's objects are not to be shared by threads; each keeps a cache of words.
-            if not hasattr(local, "stemmer"):
-                local.stemmer = Stemmer(self.stemmer)
-            return list(local.stemmer.stemWords(tokenize(text, stop)))
-
-        return stemmed
+        # One for each text: PyStemmer's objects are not to be shared by threads.
+        return lambda text: list(Stemmer(self.stemmer).stemWords(tokenize(text, stop)))
 
 
 DEFAULT = Bm25Settings()

@@ -33,11 +33,6 @@ FORMAT = 3
 INFO, PLAN, LOCK = "index.json", "plan.json", "lock"
 """File of a finished index; files of an unfinished one: its settings, and the process that builds it."""
 
-DIMENSION = 768
-"""Dimension of the vectors of contriever and E5-base, for estimates."""
-BM25_DISK, BM25_BUILD, BM25_SEARCH = 0.9, 8.0, 0.05
-"""Bytes per byte of text: index files; memory while building; memory while searching, beside the mapped files."""
-
 Settings: TypeAlias = Mapping[str, Any]
 
 log = logging.getLogger("mmrl.retrieval")
@@ -226,32 +221,6 @@ def open_index(
     if info.kind == "bm25":
         return bm25.Bm25Retriever(passages, bm25.Bm25Settings(**settings), built=folder / "bm25")
     return dense.DenseRetriever(folder, passages, _encoder(settings, device, batch_size))
-
-
-def estimated_bytes(spec: IndexSpec, passages: int, text_bytes: int) -> dict[str, float]:
-    """Estimate `disk` (index), `work` (more disk while building), `build` and `search` (memory), in bytes.
-
-    Args:
-        spec: kind and settings.
-        passages: number of passages.
-        text_bytes: size of all titles and texts.
-    """
-    # Dense follows from the arrays that it writes. BM25 on disk was within 20 % on corpora of 6 to 307 MB;
-    # its memory to build is what a million passages took (docs/performance.md).
-    store = 1.1 * text_bytes + 16 * passages
-    # `write_passages` holds hashes of all passages.
-    hashes = 100.0 * passages
-    graph = spec.settings.get("faiss") == "hnsw"
-    if spec.kind == "bm25":
-        return {
-            "disk": store + BM25_DISK * text_bytes,
-            "work": 0,
-            "build": hashes + BM25_BUILD * text_bytes,
-            "search": BM25_DISK * text_bytes + 8 * passages,
-        }
-    vectors = 4.0 * DIMENSION * passages
-    index = vectors + graph * passages * (8 * dense.HNSW_LINKS + 16)
-    return {"disk": store + index, "work": vectors, "build": hashes + index, "search": index}
 
 
 def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: Path) -> Path:

@@ -1,12 +1,8 @@
-"""`mmrl index build|info|search` and `mmrl serve-retriever`: build, inspect and serve index folders.
-
-Sizes come before anything long: an index of a whole encyclopedia takes hours and a disk.
-"""
+"""`mmrl index build|info|search` and `mmrl serve-retriever`: build, inspect and serve index folders."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -26,7 +22,6 @@ from mmrl.retrieval.index_folder import (
     IndexInfo,
     IndexSpec,
     build_index,
-    estimated_bytes,
     open_index,
     partial_of,
     read_info,
@@ -40,8 +35,6 @@ from mmrl.system.files import user_path
 from mmrl.tasks.data.corpus import Corpus
 
 KEY = "index"
-PASSAGE_BYTES = 620
-"""Text of a passage of 100 words, for estimates before a corpus is read."""
 
 
 def build(arguments: BuildIndexArguments) -> int:
@@ -60,10 +53,7 @@ def build(arguments: BuildIndexArguments) -> int:
     if problems:
         raise ConfigError([f"mmrl index build: {problem}" for problem in problems])
     spec = spec_of(section)
-    # Sizes come before anything is read: an index may not fit on this disk, and its build takes hours.
-    print(_estimate_text(spec, corpus.local_bytes(), corpus.hub_ids(), folder), flush=True)
-    if arguments.plan:
-        return 0
+    print(f"index: {_spec_text(spec)} -> {folder}", flush=True)
     if partial_of(folder).is_dir():
         print(f"continuing the build in {partial_of(folder)}", flush=True)
     try:
@@ -73,7 +63,7 @@ def build(arguments: BuildIndexArguments) -> int:
             corpus.passages,
             sources=arguments.corpus,
             stamp=corpus.stamp(),
-            on_corpus=lambda passages: print(_corpus_text(spec, passages), flush=True),
+            on_corpus=_print_corpus,
             **section.model_dump(include={"device", "batch_size"}),
         )
     except OSError as error:
@@ -84,6 +74,11 @@ def build(arguments: BuildIndexArguments) -> int:
     use = f"task.retriever.name={built.kind} task.retriever.index={folder}"
     print(f"use it: {use}, or mmrl serve-retriever index={folder}")
     return 0
+
+
+def _print_corpus(corpus: CorpusFacts) -> None:
+    passages = f"{corpus.documents:,} passages, {decimal(corpus.text_bytes)} of text"
+    print(f"{passages} ({corpus.duplicates:,} with the same title and text left out)", flush=True)
 
 
 def info(arguments: IndexInfoArguments) -> int:
@@ -140,36 +135,6 @@ def serve(arguments: ServeIndexArguments) -> int:
     }
     app = make_app(retriever, served, max_batch=arguments.max_batch, token=token)
     return listen(app, arguments, "listening on {url}")
-
-
-def _estimate_text(spec: IndexSpec, local_bytes: int, hub_ids: Sequence[str], folder: Path) -> str:
-    """Return sizes as known before the sources are read."""
-    lines = [f"index: {_spec_text(spec)} -> {folder}"]
-    if hub_ids:
-        lines.append(f"fetched from the hub first: {', '.join(hub_ids)} (size: see docs/retrieval.md)")
-    if local_bytes:
-        passages = max(1, local_bytes // PASSAGE_BYTES)
-        lines.append(f"files: {decimal(local_bytes)}, at most about {passages:,} passages of 100 words")
-        lines.append(_sizes_text(spec, passages, local_bytes))
-    if not (hub_ids or local_bytes):
-        lines.append("the embedded mini world: about 1,200 short passages, some megabytes of disk and memory at most")
-    return "\n".join(lines)
-
-
-def _corpus_text(spec: IndexSpec, corpus: CorpusFacts) -> str:
-    """Return the sizes as known once the passages are written."""
-    passages = f"{corpus.documents:,} passages, {decimal(corpus.text_bytes)} of text"
-    left_out = f"{corpus.duplicates:,} with the same title and text left out"
-    return f"{passages} ({left_out})\n{_sizes_text(spec, corpus.documents, corpus.text_bytes)}"
-
-
-def _sizes_text(spec: IndexSpec, passages: int, text_bytes: int) -> str:
-    """Return estimated sizes in one line."""
-    estimated = estimated_bytes(spec, passages, text_bytes)
-    sizes = {name: decimal(int(size)) for name, size in estimated.items()}
-    extra = f" and {sizes['work']} more while building" if estimated["work"] else ""
-    memory = f"memory {sizes['build']} to build, {sizes['search']} to search (memory-mapped)"
-    return f"estimated: disk {sizes['disk']}{extra}, {memory}"
 
 
 def _spec_text(spec: IndexSpec) -> str:

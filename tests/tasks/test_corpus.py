@@ -118,15 +118,6 @@ def test_passage_collection_as_corpus():
     assert len(load_corpus("task.corpus", str(path))) == 6119
 
 
-def test_the_plan_of_an_index_tells_its_size_and_makes_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for corpus in ("mini", "passages.jsonl"):
-        (tmp_path / "passages.jsonl").write_text('{"title": "a", "text": "b"}\n')
-        assert main(["index", "build", f"corpus={corpus}", "index=made", "plan=true"]) == 0
-        assert "passages" in capsys.readouterr().out.splitlines()[1]
-    assert [path.name for path in tmp_path.iterdir()] == ["passages.jsonl"]
-
-
 def test_files_without_passages_stand_on_lines_of_their_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()

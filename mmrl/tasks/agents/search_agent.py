@@ -118,7 +118,6 @@ class SearchAgentTask(OpenQaTask):
 
     templates = TEMPLATES
     config: SearchAgentConfig
-    unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
     reward_sets: tuple[str, ...] = ("outcome", "turn", "merged", *JUDGE_SETS, "gain")
     failed_metrics: ClassVar[Mapping[str, float]] = {
         "em": 0.0,

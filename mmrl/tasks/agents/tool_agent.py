@@ -187,10 +187,6 @@ class ToolAgentTask(OpenQaTask):
 
     templates = TEMPLATES
     config: ToolAgentConfig
-    unread: ClassVar[Mapping[str, str]] = {
-        "dedup": "a tool call has one query",
-        "snippet_words": "articles are shown whole, up to task.max_observation",
-    }
     reward_sets: tuple[str, ...] = ("outcome", "turn", "judge_outcome")
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0, "f1": 0.0, "answered": 0.0}
 

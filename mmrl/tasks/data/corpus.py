@@ -66,14 +66,6 @@ class Corpus:
         """Return all local files, in order."""
         return [path for source, _ in self._sources if source is not None and (path := source.path) is not None]
 
-    def hub_ids(self) -> list[str]:
-        """Return the sources that are fetched from the hub."""
-        return [source.spec for source, _ in self._sources if source is not None and source.path is None]
-
-    def local_bytes(self) -> int:
-        """Return the size of the local files."""
-        return sum(path.stat().st_size for path in self.paths())
-
     def stamp(self) -> str:
         """Return a text that changes with the sources: their names, sizes and times."""
         files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.paths()]

@@ -15,7 +15,6 @@ from typing import Annotated, Any, ClassVar, TypedDict
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictInt
 
-from mmrl.config.base import is_default
 from mmrl.config.tasks import HoverConfig
 from mmrl.errors import ConfigError, DataError, gathered
 from mmrl.records import Call, Example
@@ -104,16 +103,6 @@ class HoverTask(DspyTask):
                 log.warning(
                     "task.data.%s: %.1f %% of the claims have all gold titles in the corpus", split, 100 * share
                 )
-
-    def option_problems(self) -> list[str]:
-        """See `DspyTask.option_problems`; a retriever's options that belong to other programs count too."""
-        retriever = self.config.retriever
-        instead = {"top_k": "; use task.hop_top_k and task.last_top_k"}
-        return super().option_problems() + [
-            f"task.retriever.{name}: has no effect with task hover{instead.get(name, '')}"
-            for name in ("top_k", "dedup", "snippet_words")
-            if not is_default(retriever, name)
-        ]
 
     def _documents(self) -> Sequence[Document]:
         """Return the corpus; empty if only a server has it."""
