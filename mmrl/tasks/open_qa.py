@@ -225,12 +225,6 @@ class OpenQaTask(Task):
         """See `mmrl.tasks.base.Task`."""
         self.search_tool.close()
 
-    def reset_counts(self) -> None:
-        """See `mmrl.tasks.base.Task`."""
-        super().reset_counts()
-        if self.judge is not None:
-            self.judge.reset_counts()
-
     def best(self, metric: Callable[..., float], answer: str, example: Example, **options: object) -> float:
         """Return the highest value of a metric over the example's accepted answers, under the task's normalisation."""
         golds = example.metadata["answers"]

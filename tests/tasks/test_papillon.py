@@ -234,9 +234,7 @@ def test_an_unreadable_reply_is_asked_for_again_and_then_no_verdict(caplog):
         task = make("papillon", judge={**judge, "url": url})
         with pytest.raises(JudgeFailure, match="no readable reply in 2 tries"):
             score(task)
-        assert task.describe()["judge"] == (
-            f"judge at {url} (4 requests, 3 unreadable, 1 without verdict, 40 prompt tokens, 20 completion tokens)"
-        )
+        assert task.describe()["judge"] == (f"judge at {url} (4 requests, 40 prompt tokens, 20 completion tokens)")
     assert "no readable reply in 2 tries" in caplog.text and "(1 rollouts without a verdict so far)" in caplog.text
 
 

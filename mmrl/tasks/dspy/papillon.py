@@ -87,12 +87,6 @@ class PapillonTask(DspyTask):
         self.by_rule = make_external()
         self.tools = {"external": self.ask_external}
 
-    def reset_counts(self) -> None:
-        """See `mmrl.tasks.base.Task`."""
-        super().reset_counts()
-        if isinstance(self.judges, EndpointJudges):
-            self.judges.reset_counts()
-
     def mini(self, split: str) -> Sequence[Example]:
         """See `DspyTask.mini`."""
         return mini_records(split, "requests")
