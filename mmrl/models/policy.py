@@ -79,8 +79,8 @@ class _Marker(BaseModel):
     """Contents of `MARKER`."""
 
     files: dict[str, int]
-    sha256: dict[str, str]
-    step: int
+    sha256: dict[str, str] = {}
+    step: int | None = None
 
 
 class _Adapter(BaseModel):
