@@ -134,7 +134,7 @@ def test_malformed_files_name_the_line(tmp_path, name, content, expected):
 
 @pytest.mark.parametrize("spec", ["nothing.json", "./nothing", "/no/such/dir/file", "minni", "a/b/c"])
 def test_neither_file_nor_hub_id(spec):
-    with pytest.raises(DataError, match=r"task\.data\.dev: .*: no such file; expected mini"):
+    with pytest.raises(DataError, match=r"task\.data\.dev: .*: no such file; expected a .*, or mini"):
         load(spec)
 
 

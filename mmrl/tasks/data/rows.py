@@ -143,17 +143,16 @@ class Source:
             DataError: neither a file nor a hub id.
         """
         path = user_path(self.spec)
-        if path.is_file():
-            if path.suffix.lower() not in FORMATS:
-                raise DataError(f"{self.key}: {self.spec}: expected a {', '.join(FORMATS)} file")
+        readable = path.suffix.lower() in FORMATS
+        if path.is_file() and readable:
             return path
         # a typo in a file name must not become a request to the hub
-        looks_like_file = path.suffix.lower() in FORMATS or not HUB_ID.fullmatch(self.spec)
-        if looks_like_file:
-            problem = "is a folder" if path.is_dir() else "no such file"
+        if path.is_file() or readable or not HUB_ID.fullmatch(self.spec):
+            other = "has another format" if path.is_file() else "no such file"
             raise DataError(
-                f"{self.key}: '{self.spec}': {problem}; expected {'' if self.key == 'algo.file' else 'mini, '}a "
-                f"{', '.join(FORMATS)} file, or a hub id owner/name[:config[:split]]"
+                f"{self.key}: '{self.spec}': {'is a folder' if path.is_dir() else other}; expected a "
+                f"{', '.join(FORMATS)} file, a hub id owner/name[:config[:split]]"
+                + ("" if self.key == "algo.file" else ", or mini")
             )
         return None
 
@@ -277,11 +276,8 @@ def _json(path: Path) -> Iterator[Row]:
     content = _parsed(text, str(path))
     if not isinstance(content, list):
         raise ValueError(f"{path}: got {type(content).__name__}, expected a JSON list of records")
-    # Halves of UTF-16 pairs come only from escapes; a file without any is not walked again.
-    escapes = bool(HALF.search(text))
     for number, values in enumerate(content):
-        where = f"{path} record {number}"
-        yield Row(where, _repaired(values, where) if escapes else values)
+        yield Row(f"{path} record {number}", values)
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -291,19 +287,16 @@ def _jsonl(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             where = f"{path} line {number}"
-            values = _parsed(line, where)
-            yield Row(where, _repaired(values, where) if HALF.search(line) else values)
+            yield Row(where, _parsed(line, where))
 
 
 def _parsed(text: str, where: str) -> object:
     try:
-        return json.loads(text)
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or thousands of brackets
         raise ValueError(f"{where}: not JSON ({error})") from None
-
-
-def _repaired(values: object, where: str) -> object:
-    """Apply `whole_text` to all texts of a record."""
+    if not HALF.search(text):
+        return values
     encoded = json.dumps(values, ensure_ascii=False)
     if (text := whole_text(encoded)) == encoded:
         return values
