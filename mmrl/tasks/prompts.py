@@ -116,8 +116,8 @@ class Prompts:
         self, module: str, *, system: str = "system", user: str = "user", **values: object
     ) -> list[dict[str, str]]:
         """Return the messages of a call, by the roles `system` and `user` of its module, with `values` filled in."""
-        texts = (self.text(module, role, **values) for role in (system, user))
-        return messages(*texts, self.shots.get(module, ()))
+        first, last = self.text(module, system, **values), self.text(module, user, **values)
+        return messages(first, last, self.shots.get(module, ()))
 
     def text(self, module: str, role: str, **values: object) -> str:
         """Return the text of a role, with those of `values` filled in that the role has placeholders for."""

@@ -6,6 +6,7 @@ import inspect
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 import dspy
 import pytest
@@ -153,11 +154,10 @@ async def awaited(prediction):
     return (await judge.acall(text=prediction.answer)).fine
 
 
-def beside_each_other(prediction):
-    verdicts = dspy.Parallel(num_threads=2, disable_progress_bar=True)(
-        [(judge, {"text": f"{prediction.answer}{n}"}) for n in range(2)]
-    )
-    return all(verdict.fine for verdict in verdicts)
+def in_a_pool(prediction):
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(copy_context().run, judge, text=f"{prediction.answer}{n}") for n in range(2)]
+        return all(verdict.result().fine for verdict in asked)
 
 
 class Judged(FakeTask):
@@ -171,7 +171,7 @@ class AsyncPlain(Plain):
 
 
 @pytest.mark.parametrize("kind", [Plain, AsyncPlain])
-@pytest.mark.parametrize(("metric", "requests"), [(plainly, 1), (awaited, 1), (beside_each_other, 2)])
+@pytest.mark.parametrize(("metric", "requests"), [(plainly, 1), (awaited, 1), (in_a_pool, 2)])
 def test_a_metric_calls_the_lm_that_is_configured(kind, metric, requests, configured):
     task = with_program(Judged(kind(), reward=metric))
     rollouts = play_dspy(task, answered, task.examples("train"), independent(2)).rollouts
@@ -181,7 +181,7 @@ def test_a_metric_calls_the_lm_that_is_configured(kind, metric, requests, config
 
 def test_a_metric_finds_the_lm_of_whoever_started_the_run(configured):
     nearer = Other()
-    task = with_program(Judged(Plain(), reward=beside_each_other))
+    task = with_program(Judged(Plain(), reward=in_a_pool))
     with dspy.context(lm=nearer):
         play_dspy(task, answered, task.examples("train")[:2])
     assert (len(nearer.sent), len(configured.sent)) == (4, 0)
@@ -229,7 +229,7 @@ def test_the_guard_stays_until_the_last_of_several_loops_has_ended(configured):
     assert dspy.settings.lm is configured
 
 
-def test_dspys_own_ways_to_run_beside_each_other_stay_in_the_rollout(other):
+def test_dspys_own_ways_to_run_in_a_pool_stay_in_the_rollout(other):
     class Beside(Plain):
         def forward(self, text):
             pairs = [(self.a, {"text": f"{text}{n}"}) for n in range(3)]
