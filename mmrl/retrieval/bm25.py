@@ -1,4 +1,4 @@
-"""BM25 by bm25s, over a corpus in memory (30 microseconds a passage to build) or an index folder. Used by search tools.
+"""BM25 by bm25s, over a corpus in memory (50 microseconds a passage to build) or an index folder. Used by search tools.
 
 Lucene's variant of BM25 (idf = ln(1 + (N - df + 0.5) / (df + 0.5))), over title and text, lower-cased words; without
 Lucene's English stop words and without stemming, unless `Bm25Settings` say otherwise. A document that shares no indexed
