@@ -22,7 +22,7 @@ from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Judge, build_judge
 from mmrl.tasks.base import Passage, Program, Score, Task, Tool
-from mmrl.tasks.data.corpus import label
+from mmrl.tasks.data.corpus import label, warn_of_gaps
 from mmrl.tasks.data.layouts import LAYOUTS, Record, load_records, merge_paragraphs, subset, to_example
 from mmrl.tasks.data.rows import Source, same_rows
 from mmrl.tasks.mini.examples import mini_corpus
@@ -176,13 +176,7 @@ class OpenQaTask(Task):
                 "task.data: %s are %s %s: what is evaluated may have been trained on",
                 *(" and ".join(splits), "both" if len(splits) == 2 else "all", sources[splits[0]]),
             )
-        for split, share in self.gold_shares.items():
-            if share < 1:
-                log.warning(
-                    "task.data.%s: only %.1f %% of the questions have their gold titles, or an answer, in the corpus",
-                    split,
-                    100 * share,
-                )
+        warn_of_gaps(self.gold_shares, "questions have their gold titles, or an answer, in the corpus")
 
     @cached_property
     def gold_shares(self) -> dict[str, float]:

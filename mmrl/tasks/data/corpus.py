@@ -9,6 +9,7 @@ of whole lower-cased words.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from mmrl.system.files import user_path
 from mmrl.tasks.data.layouts import Evidence, passage
 from mmrl.tasks.data.rows import FORMATS, Row, Source, read_as
 from mmrl.tasks.mini.examples import mini_corpus
+
+log = logging.getLogger("mmrl.data")
 
 KEY = "corpus"
 SCANNED = 200_000
@@ -155,6 +158,13 @@ def coverage(splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequ
                 elif scans:
                     judged[split].append(any(str(a) in present for a in example.metadata.get("answers", ())))
     return {split: sum(values) / len(values) for split, values in judged.items() if values}
+
+
+def warn_of_gaps(shares: Mapping[str, float], criterion: str) -> None:
+    """Warn of splits whose examples the corpus cannot all answer; `criterion` says in words what they need."""
+    for split, share in shares.items():
+        if share < 1:
+            log.warning("task.data.%s: only %.1f %% of the %s", split, 100 * share, criterion)
 
 
 def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: bool) -> dict[str, str]:

@@ -7,7 +7,6 @@ mini world's claims. Of files, the paper's sample is used: one claim per HotpotQ
 from __future__ import annotations
 
 import html
-import logging
 import random
 import unicodedata
 from collections.abc import Awaitable, Mapping, Sequence
@@ -22,13 +21,11 @@ from mmrl.retrieval.base import Document
 from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.base import Score
-from mmrl.tasks.data.corpus import label
+from mmrl.tasks.data.corpus import label, warn_of_gaps
 from mmrl.tasks.data.rows import Text, check_unique, read_as
 from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.mini.examples import mini_corpus, mini_records
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
-
-log = logging.getLogger("mmrl.data")
 
 ITEMS: Mapping[str, tuple[int, int]] = {"train": (0, 500), "dev": (500, 1000), "test": (1000, 1500)}
 """Places in the shuffled file; the paper has no test split: the items after its own."""
@@ -98,11 +95,7 @@ class HoverTask(DspyTask):
         self.tools = {"search": self.search}
         self.gold_shares = self.search_tool.coverage(self._examples)
         """Split -> share of its claims whose gold titles are all in the corpus; absent where that is not known."""
-        for split, share in self.gold_shares.items():
-            if share < 1:
-                log.warning(
-                    "task.data.%s: %.1f %% of the claims have all gold titles in the corpus", split, 100 * share
-                )
+        warn_of_gaps(self.gold_shares, "claims have all gold titles in the corpus")
 
     def _documents(self) -> Sequence[Document]:
         """Return the corpus; empty if only a server has it."""
