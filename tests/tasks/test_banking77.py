@@ -159,7 +159,6 @@ def test_labels_that_the_label_set_lacks_are_refused(tmp_path):
     assert "not among the 1 of task.labels: 'b'" in problems("banking77", data={"train": train}, labels=labels)
     bad = saved(tmp_path / "bad.json", {"a": 1})
     assert "task.labels" in problems("banking77", data={"train": train}, labels=bad)
-    assert "task.labels: has no effect on the mini world" in problems("banking77", labels=labels)
 
 
 def test_options_of_other_tasks_are_refused_by_the_schema():

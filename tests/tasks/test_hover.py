@@ -256,7 +256,6 @@ def test_claims_without_a_corpus_and_options_without_effect(of):
     assert "task.corpus: got null" in problems("hover", **of(claim(0), corpus=None))
     with pytest.raises(ValidationError, match=r"use task.hop_top_k.*retriever\.dedup"):
         make("hover", retriever={"top_k": 5, "dedup": True})
-    assert "claims of the mini world have 3 hops" in problems("hover", claim_hops=4)
     with pytest.raises(ValidationError, match="punctuation"):
         make("hover", punctuation="space")
     assert "has 1 claims of task.claim_hops=3" in problems("hover", **of(claim(0), sample="paper"))

@@ -14,7 +14,7 @@ from pydantic import AliasChoices, BaseModel, Field
 from mmrl import rng
 from mmrl.config.base import SPLITS
 from mmrl.config.tasks import Banking77Config
-from mmrl.errors import ConfigError, DataError
+from mmrl.errors import DataError
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Score
 from mmrl.tasks.data.rows import Text, check_unique, read_as, record_id
@@ -53,8 +53,6 @@ class Banking77Task(DspyTask):
     def load(self) -> Mapping[str, Sequence[Example]]:
         """See `DspyTask.load`; the labels are known after it."""
         examples = super().load()
-        if not self.sources and self.config.labels is not None:
-            raise ConfigError("task.labels: has no effect on the mini world; leave it out, or set task.data")
         # Without a label file the first source's labels are the classes (all of the mini world's); a label that only
         # another one has would be unreachable.
         first = next(iter(self.sources), None)
@@ -91,17 +89,11 @@ class Banking77Task(DspyTask):
         return tuple(dict.fromkeys(labels))
 
     def _check_labels(self, rows: Mapping[str, Sequence[Example]], whose: str) -> None:
-        problems = []
         for split, examples in rows.items():
-            unknown = sorted({example.metadata["label"] for example in examples} - set(self.labels))
-            if unknown:
-                listed = ", ".join(f"'{label}'" for label in unknown[:3])
-                problems.append(
-                    f"task.data.{split}: {len(unknown)} labels are not among the {len(self.labels)} of {whose}: "
-                    f"{listed}{', …' if len(unknown) > 3 else ''}"
-                )
-        if problems:
-            raise DataError(problems)
+            if unknown := sorted({example.metadata["label"] for example in examples} - set(self.labels)):
+                listed = ", ".join(map(repr, unknown[:3]))
+                count = f"{len(unknown)} labels are not among the {len(self.labels)}"
+                raise DataError(f"task.data.{split}: {count} of {whose}: {listed}{', …' * (len(unknown) > 3)}")
 
     def _sample(self, split: str, examples: Sequence[Example]) -> Sequence[Example]:
         """The paper's number of items, at their places in a shuffle of the source, so that train and dev may share one;
