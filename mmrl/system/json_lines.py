@@ -144,7 +144,7 @@ class Table(Store):
 
     def add(self, record: Mapping[str, object]) -> None:
         """Write the next line, or find it there."""
-        if self.count == len(self.lines):
+        if self.count >= len(self.lines):
             self.append(record)
         elif self.lines[self.count] != plain(record):
             raise CheckpointError(
