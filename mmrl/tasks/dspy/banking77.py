@@ -59,8 +59,7 @@ class Banking77Task(DspyTask):
         self.labels: tuple[str, ...] = self._given_labels() or _labels(
             example for split in SPLITS if first in (None, split) for example in examples[split]
         )
-        if first is not None:
-            self._check_labels(examples, f"task.data.{first}" if self.config.labels is None else "task.labels")
+        self._check_labels(examples, f"task.data.{first}" if self.config.labels is None else "task.labels")
         return {split: self._sample(split, examples[split]) for split in SPLITS}
 
     def mini(self, split: str) -> Sequence[Example]:
