@@ -106,7 +106,6 @@ class Miprov2Config(BootstrapConfig, ProposingConfig):
     )
     program_aware_proposer: bool = Field(True, description="the prompt model sees the program's source")
     data_aware_proposer: bool = Field(True, description="the prompt model sees a summary of the train part")
-    view_data_batch_size: int = Field(10, ge=1, description="examples per request of that summary")
     tip_aware_proposer: bool = Field(True, description="the prompt model gets one of DSPy's tips, drawn each time")
     fewshot_aware_proposer: bool = Field(True, description="the prompt model sees demonstrations")
     init_temperature: float = Field(1.0, ge=0, description="sampling temperature of the prompt model's instructions")
@@ -160,10 +159,6 @@ class BootstrapFewshotConfig(BootstrapConfig):
     num_candidate_programs: int = Field(
         16, ge=0, description="random sets that are tried, beside none, plain examples alone, and one in their order"
     )
-    labeled_sample: bool = Field(True, description="plain examples alone are drawn; false: the first of the train part")
-    stop_at_score: float | None = Field(
-        None, description="end with the first candidate whose validation reward, times 100, is this; null: try all"
-    )
     shuffles: ClassVar[bool] = True
     plain_demos: ClassVar[int] = 16
 
@@ -191,7 +186,6 @@ class GepaConfig(PromptConfig, ProposingConfig):
     )
     skip_perfect_score: bool = Field(True, description="nothing is rewritten where all rollouts read were perfect")
     perfect_score: float = Field(1.0, description="the reward that is perfect")
-    add_format_failure_as_feedback: bool = Field(True, description="it reads replies that could not be parsed too")
     component_selector: Literal["round_robin", "all"] = Field(
         "round_robin", description="modules rewritten at once: one after the other, or all"
     )

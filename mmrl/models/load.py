@@ -6,7 +6,6 @@ imports torch or transformers until it is called.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -58,8 +57,6 @@ PLAIN = (
     "{{ 'Assistant:' if add_generation_prompt }}"
 )
 """`model.chat_template=plain`: a transcript in plain text. A turn of the model ends with the end-of-text token."""
-LOG = logging.getLogger("mmrl.models")
-_WARNED: set[str] = set()
 NO_CODE = {"trust_remote_code": False}
 """Left out, transformers would ask at the terminal whether to run the code of a model, and wait for the answer."""
 
@@ -270,23 +267,17 @@ def _read_template(path: str) -> str:
 
 
 def _try_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
-    """Refuse a template that cannot write a prompt, in its own words; say once of a model that has no system role."""
+    """Refuse a template that cannot write a prompt, in its own words."""
     from mmrl.models.chat import takes_system_role
 
     try:
-        takes = takes_system_role(tokenizer)
+        takes_system_role(tokenizer)
     except Exception as error:  # a template calls what it likes
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
             f"model.chat_template: the chat template of '{model.path}' cannot write a prompt: {reason}; give another "
             "one, a Jinja file"
         ) from error
-    if not takes and model.path not in _WARNED:
-        _WARNED.add(model.path)
-        LOG.warning(
-            "model.path: the chat template of '%s' has no system role; system texts open the first user turn",
-            model.path,
-        )
 
 
 def _with_thinking(template: str, model: ModelConfig) -> str:

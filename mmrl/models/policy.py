@@ -75,6 +75,14 @@ class _Stated(BaseModel):
     task: str | None
 
 
+class _Marker(BaseModel):
+    """Contents of `MARKER`."""
+
+    files: dict[str, int]
+    sha256: dict[str, str] = {}
+    step: int | None = None
+
+
 class _Adapter(BaseModel):
     """Contents of peft's `adapter_config.json`."""
 
@@ -94,9 +102,9 @@ def is_complete(path: Path) -> bool:
     """Return True if `path` is a checkpoint whose files are all there, with the sizes they were written with."""
     # By the files and not the name alone: a copy from another machine may have ended halfway.
     try:
-        sizes = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
-        return all((path / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        marker = _Marker.model_validate_json((path / MARKER).read_bytes())
+        return all((path / name).stat().st_size == size for name, size in marker.files.items())
+    except (OSError, ValidationError):
         return False
 
 
@@ -108,16 +116,14 @@ def damage(path: Path, only: Callable[[str], bool] = lambda name: True) -> str:
     Args:
         only: by name, the files that are looked at.
     """
-    marker = path / MARKER
     try:
-        stored = json.loads(marker.read_text(encoding="utf-8"))
-        sizes: dict[str, int] = {name: int(size) for name, size in stored["files"].items() if only(name)}
-        digests, step = dict(stored["sha256"]), stored["step"]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return f"{marker} is missing or cannot be read"
-    if step != checkpoint_step(path):
-        return f"{marker} is that of step {step}"
-    changed = differences({path / name: (size, digests.get(name)) for name, size in sizes.items()})
+        marker = _Marker.model_validate_json((path / MARKER).read_bytes())
+    except (OSError, ValidationError):
+        return f"{path / MARKER} is missing or cannot be read"
+    if marker.step != checkpoint_step(path):
+        return f"{path / MARKER} is that of step {marker.step}"
+    files = {path / name: (size, marker.sha256.get(name)) for name, size in marker.files.items() if only(name)}
+    changed = differences(files)
     return next((f"{file} {text}" for file, text in changed.items()), "")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -49,11 +49,6 @@ class Retriever(ABC):
         """Search as `search`, for callers on an event loop."""
         # In process a search is computation: a thread would only compete with the decode loop for the interpreter.
         return self.search(queries, top_k)
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Requests, answers from the cache, retries, short results, failures by cause; empty in process."""
-        return {}
 
     def close(self) -> None:
         """Close connections. May be called twice."""

@@ -1,4 +1,4 @@
-"""BM25 over a corpus held in memory, its index built once by bm25s and cached on disk. Used by tasks' search tools.
+"""BM25 by bm25s, over a corpus in memory (50 microseconds a passage to build) or an index folder. Used by search tools.
 
 Lucene's variant of BM25 (idf = ln(1 + (N - df + 0.5) / (df + 0.5))), over title and text, lower-cased words; without
 Lucene's English stop words and without stemming, unless `Bm25Settings` say otherwise. A document that shares no indexed
@@ -7,33 +7,22 @@ word with a query is never returned.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import re
-import shutil
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.retrieval.base import Document, Retriever
-from mmrl.system.artifacts import file_checks, verify
 from mmrl.system.bar import progress
-from mmrl.system.files import atomic_dir
 
 if TYPE_CHECKING:
     from bm25s import BM25
 
 WORD = re.compile(r"\w+")
-MANIFEST = "manifest.json"
-"""Manifest of a cached index: sizes and digests of its files."""
-FORMAT = 2
-"""Part of the cache key: raise it when tokenisation or files change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +45,8 @@ class Bm25Settings:
             return lambda text: tokenize(text, stop)
         from Stemmer import Stemmer
 
-        local = threading.local()
-
-        def stemmed(text: str) -> list[str]:
-            # PyStemmer's objects are not to be shared by threads; each keeps a cache of words.
-            if not hasattr(local, "stemmer"):
-                local.stemmer = Stemmer(self.stemmer)
-            return list(local.stemmer.stemWords(tokenize(text, stop)))
-
-        return stemmed
+        # One for each text: PyStemmer's objects are not to be shared by threads.
+        return lambda text: list(Stemmer(self.stemmer).stemWords(tokenize(text, stop)))
 
 
 DEFAULT = Bm25Settings()
@@ -77,28 +59,13 @@ class Bm25Retriever(Retriever):
 
     Args:
         documents: the corpus, in the order that breaks ties.
-        cache: folder for indexes; None builds in memory.
-        built: an index of the same documents and settings, from `write_index`.
+        built: an index of the same documents and settings, from `write_index`; None builds one in memory.
     """
 
-    def __init__(
-        self,
-        documents: Sequence[Document],
-        settings: Bm25Settings = DEFAULT,
-        *,
-        cache: Path | None = None,
-        built: Path | None = None,
-    ):
+    def __init__(self, documents: Sequence[Document], settings: Bm25Settings = DEFAULT, *, built: Path | None = None):
         self.documents = documents
         self._words = settings.tokenizer()
-        build = partial(_build, documents, settings)
-        # An index folder is checked where it is opened; the cache is checked here.
-        if built is not None:
-            self._index = _load(built)
-        elif cache is None:
-            self._index = build()
-        else:
-            self._index = _cached(cache / "bm25" / _key(documents, settings), build)
+        self._index = _build(documents, settings) if built is None else _load(built)
 
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
         """See `mmrl.retrieval.base.Retriever.search`."""
@@ -162,49 +129,10 @@ def _build(documents: Sequence[Document], settings: Bm25Settings) -> BM25:
     return index
 
 
-def _cached(folder: Path, build: Callable[[], BM25]) -> BM25:
-    """Return the index in `folder`; build and save it there if it is missing or damaged.
-
-    Where the cache cannot be written, it is built for this process alone, with a notice.
-
-    Args:
-        folder: named by a hash of everything that the index depends on.
-    """
-    if folder.is_dir():
-        try:
-            verify(folder, json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
-            return _load(folder)
-        # bm25s raises any exception on a damaged file; building again repairs it.
-        except Exception as error:
-            log.warning("cached index %s is damaged (%s); it is rebuilt", folder, error)
-            shutil.rmtree(folder, ignore_errors=True)
-    index = build()
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_dir(folder) as work:
-            index.save(work, show_progress=False)
-            (work / MANIFEST).write_text(json.dumps(file_checks(work), indent=1), encoding="utf-8")
-    except OSError as error:
-        # The first of several builders to finish wins: the content is the same.
-        if not (folder / MANIFEST).is_file():
-            log.warning("cannot write the cache %s (%s); the index stays in memory", folder.parent, error)
-    return index
-
-
 def _load(folder: Path) -> BM25:
     from bm25s import BM25
 
     return BM25.load(folder, mmap=True, load_corpus=False, show_progress=False)
-
-
-def _key(documents: Sequence[Document], settings: Bm25Settings) -> str:
-    """Hash what the index depends on: corpus in order, settings, bm25s' version."""
-    from bm25s import __version__
-
-    state = hashlib.blake2b(f"{FORMAT} {__version__} {settings}".encode(), digest_size=16)
-    for document in documents:
-        state.update(f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass"))
-    return state.hexdigest()
 
 
 def _stop_words(language: str) -> frozenset[str]:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 DEFAULT_MODEL = "facebook/contriever"
-QUERY_TOKENS, PASSAGE_TOKENS = 256, 512
-"""Limits of tokens, as in Search-R1, where the model's own files name none; a model that takes fewer lowers them."""
 SHARD = 4096
 """Passages of a shard: what a killed build loses at most."""
 HNSW_LINKS = 32
@@ -49,7 +47,7 @@ class Treatment:
     """Steps on a text before and after the network; part of an index, whose queries are treated alike."""
 
     encoder: str
-    """`own` (the model's files), or a name of `PRESETS`, whose token vectors are averaged."""
+    """`own`, or a name of `PRESETS`."""
     normalise: bool | None = None
     """True if vectors have length 1, so that inner products are cosines; None: if the model is compared by those."""
     query_prompt: str | None = None
@@ -84,7 +82,7 @@ class Encoder:
 
     Args:
         model: folder or hub id of an encoder, or the name of a fetched one.
-        treatment: treatment of texts; `own` ones are sentence-transformers' `encode_query` and `encode_document`.
+        treatment: of texts, by sentence-transformers' `encode_query` and `encode_document`.
         device: `cpu` or `cuda`.
         batch_size: texts encoded at once.
     """
@@ -96,17 +94,11 @@ class Encoder:
     @cached_property
     def _network(self) -> SentenceTransformer:
         from sentence_transformers import SentenceTransformer
-        from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+        from sentence_transformers.sentence_transformer.modules import Normalize
 
-        # Named, since transformers would otherwise ask at the terminal whether to run a model's own code.
-        trust, source = {"trust_remote_code": False}, encoder_source(self.model)
         try:
-            if self.treatment.encoder == "own":
-                encoder = SentenceTransformer(source, device=self.device, trust_remote_code=False)
-            else:
-                network = Transformer(source, model_kwargs=trust, processor_kwargs=trust, config_kwargs=trust)
-                pooling = Pooling(network.get_embedding_dimension(), "mean")
-                encoder = SentenceTransformer(modules=[network, pooling], device=self.device)
+            # Of a model whose files say nothing, such as contriever, it takes the mean of the last hidden states.
+            encoder = SentenceTransformer(encoder_source(self.model), device=self.device, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise DataError(f"encoder '{self.model}': cannot be loaded by sentence-transformers: {error}") from None
         if encoder.similarity_fn_name not in (None, "cosine", "dot"):
@@ -130,8 +122,7 @@ class Encoder:
         """Encode queries: float32, shape (texts, dimension)."""
         # The lock: the network is loaded once, and its tokenizer is not safe in two threads.
         with self._lock:
-            network = self._limited(QUERY_TOKENS)
-            return self._encoded(network.encode_query, texts, self.treatment.query_prompt)
+            return self._encoded(self._network.encode_query, texts, self.treatment.query_prompt)
 
     def passages(self, documents: Sequence[Document], advance: Advance = lambda done: None) -> np.ndarray:
         """Encode passages (title and text): float32, shape (documents, dimension).
@@ -145,7 +136,7 @@ class Encoder:
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
         vectors: dict[int, np.ndarray] = {}
         with self._lock:
-            encode = self._limited(PASSAGE_TOKENS).encode_document
+            encode = self._network.encode_document
             for start in range(0, len(order), PIECE * self.batch_size):
                 numbers = order[start : start + PIECE * self.batch_size]
                 part = self._encoded(encode, [texts[number] for number in numbers], self.treatment.passage_prompt)
@@ -162,18 +153,6 @@ class Encoder:
             normalize_embeddings=self._normalise,
         )
         return np.asarray(vectors, dtype=np.float32)
-
-    def _limited(self, tokens: int) -> SentenceTransformer:
-        """Return the network, which cuts texts at `tokens`; a model's files name a limit of their own."""
-        network = self._network
-        if self.treatment.encoder != "own":
-            network.max_seq_length = min(tokens, self._positions)
-        return network
-
-    @cached_property
-    def _positions(self) -> int:
-        """Tokens that the network takes; a longer text would index beyond its positions."""
-        return self._network.max_seq_length or PASSAGE_TOKENS
 
 
 class DenseRetriever(Retriever):

@@ -1,4 +1,4 @@
-"""Requests to retrieval servers and their replies: Search-R1's protocol and DSPy's ColBERT-server's, both directions.
+"""Requests to retrieval servers and their replies: Search-R1's protocol, and DSPy's of ColBERT servers (as a client).
 
 - Search-R1: `POST /retrieve` {"queries": [...], "topk": 3, "return_scores": true} ->
   {"result": [[{"document": {"contents": "title\\ntext"}, "score": s}, ...], ...]}, or bare documents.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictStr, ValidationError
 
@@ -32,8 +32,6 @@ MAX_FIELD_CHARS = 1_000
 LARGEST_REQUEST = 32 * 2**20
 """Bytes of a request's body beyond which it is refused unread (413)."""
 
-M = TypeVar("M", bound=BaseModel)
-
 
 class BadRequest(ValueError):
     """A request that is not the protocol's; answered with its status and the reason."""
@@ -52,33 +50,22 @@ def _number(value: object) -> object:
     return "true or false" if isinstance(value, bool) else value
 
 
-Query = Annotated[StrictStr, BeforeValidator(_shortened)]
-TopK = Annotated[int, BeforeValidator(_number), Field(ge=1, le=MAX_TOPK)]
-
-
 class SearchR1Request(BaseModel):
     """Body of `POST /retrieve`."""
 
-    queries: list[Query] = Field(max_length=MAX_QUERIES)
-    topk: TopK = 3
+    queries: list[Annotated[StrictStr, BeforeValidator(_shortened)]] = Field(max_length=MAX_QUERIES)
+    topk: Annotated[int, BeforeValidator(_number), Field(ge=1, le=MAX_TOPK)] = 3
     return_scores: StrictBool = False
 
 
-class DspyRequest(BaseModel):
-    """Parameters of DSPy's `GET`, or the body of the same as a `POST`."""
-
-    query: Query
-    k: TopK = 10
-
-
-def read_request(model: type[M], fields: object) -> M:
+def read_request(fields: object) -> SearchR1Request:
     """Parse and check a request of the protocol, within the limits.
 
     Raises:
         BadRequest: with every field that is wrong, and why.
     """
     try:
-        return model.model_validate(fields)
+        return SearchR1Request.model_validate(fields)
     except ValidationError as error:
         raise BadRequest(reasons(error)) from None
 
@@ -88,13 +75,6 @@ def search_r1_item(document: Document, scored: bool) -> dict[str, object]:
     contents = f"{document.title}\n{document.text}"
     fields = {"id": document.id, "title": document.title, "text": document.text, "contents": contents}
     return {"document": fields, "score": document.score} if scored else dict(fields)
-
-
-def dspy_item(document: Document, rank: int, *, posted: bool = False) -> dict[str, object]:
-    """Return one passage of a DSPy reply; DSPy's client copies `text` to `long_text` itself, except after a POST."""
-    text = f"{document.title} | {document.text}"
-    item: dict[str, object] = {"text": text, "pid": document.id, "rank": rank, "score": document.score}
-    return {**item, "long_text": text} if posted else item
 
 
 # Replies are read by hand: a model of them would copy every passage once more, and servers differ in what they add.

@@ -60,7 +60,8 @@ class RemoteRetriever(Retriever):
         self.url = url.rstrip("/") if protocol == "dspy" else f"{url.rstrip('/').removesuffix('/retrieve')}/retrieve"
         self.protocol = protocol
         # Written on the I/O loop alone, like the cache: neither needs a lock.
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        """Requests, answers from the cache, retries, short results, failures by cause."""
         self._cache: dict[tuple[str, int], list[Document]] = {}
         self._cache_size = cache_size
         self._http = HttpClient(
@@ -73,11 +74,6 @@ class RemoteRetriever(Retriever):
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
             redirects=True,
         )
-
-    @property
-    def counts(self) -> Counter[str]:
-        """See `Retriever.counts`; since the start."""
-        return self._counts
 
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
         """See `Retriever.search`; blocks. Not for use on an event loop: see `search_async`."""
@@ -106,7 +102,7 @@ class RemoteRetriever(Retriever):
             if k < 1:
                 results[number] = []
             elif (query, k) in self._cache:
-                self._counts["cached"] += 1
+                self.counts["cached"] += 1
                 # A dict keeps the order of insertion: taken out and put back, it is the most recently used.
                 results[number] = self._cache[query, k] = self._cache.pop((query, k))
             else:
@@ -157,23 +153,23 @@ class RemoteRetriever(Retriever):
                 method, self.url, parse, body=body, params=params, limit=limit, before=self._count_request
             )
         except HttpFailure as failure:
-            self._counts["failures"] += 1
-            self._counts[f"failures_{failure.cause}"] += 1
+            self.counts["failures"] += 1
+            self.counts[f"failures_{failure.cause}"] += 1
             failed = RetrievalFailure(
                 f"retriever {self.url}: {failure.reason}", failure.cause, transient=failure.transient
             )
-            if self._counts["failures"] == 1:
+            if self.counts["failures"] == 1:
                 log.warning("%s; the rollout is aborted, and such failures are counted from here on", failed)
             raise failed from None
 
     async def _count_request(self, number: int) -> None:
-        self._counts["requests"] += 1
-        self._counts["retries"] += number > 0
+        self.counts["requests"] += 1
+        self.counts["retries"] += number > 0
 
     def _count_short(self, got: int, k: int) -> None:
-        self._counts["short"] += 1
-        self._counts["empty"] += got == 0
-        if self._counts["short"] == 1:
+        self.counts["short"] += 1
+        self.counts["empty"] += got == 0
+        if self.counts["short"] == 1:
             log.warning(
                 "retriever %s returned %d of %d passages for a query; it is used as it is, and counted from here on",
                 self.url,

@@ -106,9 +106,10 @@ def open_retriever(config: RetrieverConfig, documents: Sequence[Document]) -> Re
     """
     if isinstance(config, RemoteRetrieverConfig):
         return _remote(config)
-    cache, index = cache_root(config.get("cache_dir")), config.get("index")
+    index = config.get("index")
     if isinstance(config, Bm25Config) and index is None:
-        return Bm25Retriever(documents, Bm25Settings(**spec_of(config).settings), cache=cache)
+        return Bm25Retriever(documents, Bm25Settings(**spec_of(config).settings))
+    cache = cache_root(config.get("cache_dir"))
     folder = user_path(index) if index is not None else cached_index(documents, config, cache)
     # Options of an index's use, not of its content; a retriever without an encoder has none.
     runtime = config.model_dump(include={"device", "batch_size"})

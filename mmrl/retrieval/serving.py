@@ -1,6 +1,6 @@
 """A retriever served over HTTP (`mmrl serve-retriever`), so that one index in memory serves many workers.
 
-- `POST /retrieve`: Search-R1's protocol. `GET /`, also `/api/search` and as a POST: DSPy's (see `protocols`).
+- `POST /retrieve`: Search-R1's protocol (see `protocols`).
 - `GET /health`: what is served.
 
 Queries that arrive while a search runs are answered together by the next one. FastAPI and uvicorn are imported when
@@ -21,9 +21,6 @@ from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.protocols import (
     LARGEST_REQUEST,
     BadRequest,
-    DspyRequest,
-    SearchR1Request,
-    dspy_item,
     read_request,
     search_r1_item,
 )
@@ -104,23 +101,14 @@ def make_app(
 
     # Requests are validated in here, not by FastAPI's parameters, whose refusals have a form of their own.
     async def retrieve(request: Request) -> object:
-        parsed = read_request(SearchR1Request, await _json(request))
+        parsed = read_request(await _json(request))
         results = await batches.search(parsed.queries, parsed.topk)
         return {"result": [[search_r1_item(d, parsed.return_scores) for d in result] for result in results]}
-
-    async def dspy(request: Request) -> object:
-        posted = request.method == "POST"
-        fields = await _json(request) if posted else dict(request.query_params)
-        parsed = read_request(DspyRequest, fields)
-        (documents,) = await batches.search([parsed.query], parsed.k)
-        return {"topk": [dspy_item(d, rank, posted=posted) for rank, d in enumerate(documents, 1)]}
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok", **facts})
 
     app.add_route("/retrieve", partial(_respond, retrieve), methods=["POST"])
-    for path in ("/", "/api/search"):
-        app.add_route(path, partial(_respond, dspy), methods=["GET", "POST"])
     app.add_route("/health", health)
     return app
 

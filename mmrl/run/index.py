@@ -33,6 +33,7 @@ from mmrl.retrieval.serving import make_app
 from mmrl.retrieval.store import PassageStore
 from mmrl.run.serve import listen, read_token
 from mmrl.system.files import user_path
+from mmrl.system.replies import one_line
 from mmrl.tasks.data.corpus import Corpus
 
 KEY = "index"
@@ -94,15 +95,10 @@ def search(arguments: SearchIndexArguments) -> int:
     (documents,) = retriever.search([arguments.query], [arguments.top_k])
     spent = time.perf_counter() - started
     for rank, document in enumerate(documents, 1):
-        title, text = (_line(part) for part in (document.title, document.text[:300]))
-        print(f"{rank:3d}  {document.score:9.4f}  [{_line(document.id)}] {title}\n     {text}")
+        title, text = (one_line(part) for part in (document.title, document.text[:300]))
+        print(f"{rank:3d}  {document.score:9.4f}  [{one_line(document.id)}] {title}\n     {text}")
     print(f"{len(documents)} passages in {1000 * spent:.1f} ms")
     return 0
-
-
-def _line(text: str) -> str:
-    """Put a text of a corpus on one line, without control characters."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def serve(arguments: ServeIndexArguments) -> int:

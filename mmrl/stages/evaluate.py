@@ -27,6 +27,7 @@ from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import failed_share, module_metrics, never_metrics
 from mmrl.system.files import append_jsonl, atomic_write, dumps, read_jsonl, repair_jsonl
 from mmrl.system.processes import ALONE, Processes
+from mmrl.system.replies import one_line
 
 CHUNK = 256
 """Items evaluated at once: enough for full batches, few enough that a killed evaluation loses little."""
@@ -298,10 +299,8 @@ def infrastructure_failures(items: Sequence[Item]) -> str:
     if not counts:
         return ""
     first = next((f"the first, item {item['id']}: {text}" for item in items for text in item.get("messages", ())), "")
-    # A tool's or server's message may hold control characters; it is printed on a terminal.
-    printable = "".join(character if character.isprintable() else " " for character in first)
     causes = ", ".join(f"{kind} {count}" for kind, count in counts.items())
-    return "; ".join(filter(None, [causes, " ".join(printable.split())[:500]]))
+    return "; ".join(filter(None, [causes, one_line(first)[:500]]))
 
 
 def evaluation_metrics(items: Sequence[Item], settings: EvalConfig, seed: int) -> dict[str, float]:

@@ -12,16 +12,13 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from mmrl import rng
 from mmrl.config import SftCommandConfig
+from mmrl.config.base import reasons
 from mmrl.config.other_stages import SftConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Forest, Rollout
 from mmrl.tasks.base import Demonstrating, Demonstration, FieldProgram, Message, Task
 from mmrl.tasks.data.rows import Row, Source
 from mmrl.trainer.settings import Settings
-
-SHOWN = 5
-"""Problems of a file that are listed; the others are counted."""
-
 
 Supervised = tuple[str, Demonstration]
 """Origin of a demonstration, and the demonstration."""
@@ -87,7 +84,7 @@ def read_examples(config: SftCommandConfig, task: Task, frozen: Sequence[str] = 
 
     Raises:
         ConfigError: there are none.
-        DataError: records of the file that are none, up to `SHOWN` of them named.
+        DataError: records of the file that are none.
     """
     algo = config.algo
     candidates = demonstrated(task, algo, frozen) if algo.source == "task" else read_file(config, task)
@@ -123,7 +120,7 @@ def read_file(config: SftCommandConfig, task: Task) -> list[Supervised]:
     """Return the records of `algo.file`, each checked, of the modules in `algo.modules`.
 
     Raises:
-        DataError: records that are no examples, up to `SHOWN` of them named.
+        DataError: records that are no examples.
     """
     algo = config.algo
     # A chat of no module teaches the weights that all modules share, where they do and where none is chosen.
@@ -138,10 +135,7 @@ def read_file(config: SftCommandConfig, task: Task) -> list[Supervised]:
         if algo.modules is None or demonstration.module in algo.modules:
             examples.append((row.where, demonstration))
     if problems:
-        unlisted = len(problems) - SHOWN
-        raise DataError(
-            problems[:SHOWN] + ([f"algo.file: {unlisted} more problems like these"] if unlisted > 0 else [])
-        )
+        raise DataError(problems)
     return examples
 
 
@@ -151,20 +145,17 @@ def _example(row: Row, task: Task, shared: bool) -> Demonstration:
     Raises:
         ConfigError: what is wrong with it, without its place.
     """
-    record = row.values
-    if not isinstance(record, Mapping):
-        raise ConfigError(f"got {type(record).__name__}, expected an object")
     # A file of several kinds of records, as tables have them, holds null for the fields that a record lacks.
-    fields = {str(key): value for key, value in record.items() if value is not None}
-    if fields.keys().isdisjoint(("messages", "inputs", "outputs")):
-        got = ", ".join(sorted(fields)) or "nothing"
-        raise ConfigError(f"got an object with {got}, expected messages, or inputs and outputs")
+    fields = {
+        key: value
+        for key, value in (row.values if isinstance(row.values, Mapping) else {}).items()
+        if value is not None
+    }
     kind = _Chat if "messages" in fields else _Fields
     try:
         parsed = kind.model_validate(fields)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
-        raise ConfigError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems) from None
+        raise ConfigError(reasons(error)) from None
     module = _module(parsed.module, task, shared and isinstance(parsed, _Chat))
     if isinstance(parsed, _Chat):
         messages: list[Message] = [{"role": m.role, "content": m.content} for m in parsed.messages]

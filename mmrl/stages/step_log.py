@@ -23,6 +23,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Trackers
 from mmrl.stages.step_metrics import shown_calls
 from mmrl.system.processes import ALONE, Processes
+from mmrl.system.replies import one_line
 from mmrl.system.stop import Stop
 
 
@@ -112,8 +113,7 @@ class StepLog:
         for kind in sorted(OWN_CODE - self._noted):
             if messages := [message for name, message in failures if name == kind]:
                 self._noted.add(kind)
-                first = "".join(character if character.isprintable() else " " for character in messages[0])
-                advice = ADVICE[FAILURES[kind]].text(len(messages) / rollouts, subject=" ".join(first.split()))
+                advice = ADVICE[FAILURES[kind]].text(len(messages) / rollouts, subject=one_line(messages[0]))
                 self.progress.note(f"{where}: {advice}")
 
     def record(self, update: Mapping[str, float]) -> dict[str, float]:

@@ -142,14 +142,9 @@ class Table(Store):
     count = 0
     """Lines that this process has come to."""
 
-    @property
-    def repeats(self) -> bool:
-        """True where the next line is there already."""
-        return self.count < len(self.lines)
-
     def add(self, record: Mapping[str, object]) -> None:
         """Write the next line, or find it there."""
-        if not self.repeats:
+        if self.count >= len(self.lines):
             self.append(record)
         elif self.lines[self.count] != plain(record):
             raise CheckpointError(

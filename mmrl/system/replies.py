@@ -83,6 +83,11 @@ def quoted(text: str) -> str:
     return "".join(character if character.isprintable() else "\ufffd" for character in line)
 
 
+def one_line(text: str) -> str:
+    """Put a text on one line, without control characters, which a terminal would obey."""
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
+
+
 def retry_after(headers: Mapping[str, str]) -> float | None:
     """Return the seconds to wait by `Retry-After` (seconds or an HTTP date), or None."""
     value = headers.get("retry-after")

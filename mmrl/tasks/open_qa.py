@@ -12,17 +12,17 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
-from mmrl.config.base import MINI, SPLITS, is_default
+from mmrl.config.base import MINI, SPLITS
 from mmrl.config.retriever import Bm25Config, RetrieverConfig
 from mmrl.config.tasks import AgentJudgedConfig, OpenQaConfig
-from mmrl.errors import ConfigError, gathered, unknown
+from mmrl.errors import ConfigError, gathered
 from mmrl.records import Call, Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Judge, build_judge
 from mmrl.tasks.base import Passage, Program, Score, Task, Tool
-from mmrl.tasks.data.corpus import label
+from mmrl.tasks.data.corpus import label, warn_of_gaps
 from mmrl.tasks.data.layouts import LAYOUTS, Record, load_records, merge_paragraphs, subset, to_example
 from mmrl.tasks.data.rows import Source, same_rows
 from mmrl.tasks.mini.examples import mini_corpus
@@ -53,10 +53,6 @@ class OpenQaTask(Task):
 
     templates: ClassVar[Templates]
     """Default prompts of the program."""
-    unread: ClassVar[Mapping[str, str]] = {}
-    """Retriever options without effect here -> why."""
-    default_dataset: ClassVar[str | None] = None
-    """Layout of data files where `task.dataset` names none and the task's own name is none; None: it must be named."""
     # Untyped: an attribute of the protocol `Task`, which a subclass cannot narrow to a program of its own.
     program: Any
     """Program that `make_program` builds with the task's prompts."""
@@ -71,12 +67,10 @@ class OpenQaTask(Task):
 
     def __init__(self, config: OpenQaConfig, seed: int):
         self.name = config.name
-        if config.dataset is None and self.default_dataset is not None:
-            layout_name = config.name if config.name in LAYOUTS else self.default_dataset
-            config = config.model_copy(update={"dataset": layout_name})
+        self.dataset = config.dataset or (config.name if config.name in LAYOUTS else "hotpotqa")
         self.config = config
         self.failure_score = config.failure_score
-        problems = self._option_problems()
+        problems: list[str] = []
         self.judge: Judge | None = None
         with gathered(problems):
             prompts = config.prompts
@@ -87,13 +81,9 @@ class OpenQaTask(Task):
         if self.judge is not None:
             self.endpoints = {"judge": self.judge.chat}
         records: dict[str, list[Record]] = {}
-        # An unknown layout is already among the problems; data can then not be read.
-        layout = LAYOUTS.get(config.dataset or "")
         for split, spec in config.data.files.items():
-            if layout is None:
-                continue
             with gathered(problems):
-                records[split] = load_records(Source(f"task.data.{split}", spec), split, layout)
+                records[split] = load_records(Source(f"task.data.{split}", spec), split, LAYOUTS[self.dataset])
         corpora: dict[str, Sequence[Document]] = {}
         if self.searches:
             problems += retriever_problems(self.retriever)
@@ -127,21 +117,6 @@ class OpenQaTask(Task):
     def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
         """See `mmrl.tasks.prompts.PromptedTask`."""
         return shot_of(path, module)
-
-    def _option_problems(self) -> list[str]:
-        config, problems = self.config, []
-        if config.dataset is not None and config.dataset not in LAYOUTS:
-            problems.append(unknown("task.dataset", config.dataset, LAYOUTS))
-        elif config.dataset is None and config.data.files:
-            problems.append(
-                f"task.dataset: got null, expected the layout of the files in task.data: {', '.join(LAYOUTS)}"
-            )
-        problems += [
-            f"task.retriever.{option}: has no effect with task {self.name}: {why}"
-            for option, why in self.unread.items()
-            if not is_default(self.retriever, option)
-        ]
-        return problems
 
     @property
     def corpus(self) -> str | None:
@@ -201,13 +176,7 @@ class OpenQaTask(Task):
                 "task.data: %s are %s %s: what is evaluated may have been trained on",
                 *(" and ".join(splits), "both" if len(splits) == 2 else "all", sources[splits[0]]),
             )
-        for split, share in self.gold_shares.items():
-            if share < 1:
-                log.warning(
-                    "task.data.%s: only %.1f %% of the questions have their gold titles, or an answer, in the corpus",
-                    split,
-                    100 * share,
-                )
+        warn_of_gaps(self.gold_shares, "questions have their gold titles, or an answer, in the corpus")
 
     @cached_property
     def gold_shares(self) -> dict[str, float]:
@@ -249,13 +218,6 @@ class OpenQaTask(Task):
     def close(self) -> None:
         """See `mmrl.tasks.base.Task`."""
         self.search_tool.close()
-
-    def reset_counts(self) -> None:
-        """See `mmrl.tasks.base.Task`."""
-        super().reset_counts()
-        self.search_tool.reset_counts()
-        if self.judge is not None:
-            self.judge.reset_counts()
 
     def best(self, metric: Callable[..., float], answer: str, example: Example, **options: object) -> float:
         """Return the highest value of a metric over the example's accepted answers, under the task's normalisation."""

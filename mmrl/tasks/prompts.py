@@ -1,14 +1,13 @@
 """Prompts of a program: default texts and demonstrations, replacement from a YAML file, rendering, and writing again.
 
-A template is a Python format string whose only fields are its own named placeholders. What is filled in is never
-formatted again, so braces in questions and documents are safe. Demonstrations are plain text: nothing is filled in.
+A template is a text with named placeholders, `{question}`; all other braces are plain. What is filled in is not looked
+at again, so braces in questions and documents are safe. Nothing is filled into demonstrations.
 """
 
 from __future__ import annotations
 
 import re
-import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -26,8 +25,6 @@ PAPER = "paper"
 """`task.prompts=paper`: shipped texts, other than the defaults where the paper of a task asks for other behaviour."""
 _LIKE = {"2wiki": "hotpotqa", "musique": "hotpotqa"}
 """Tasks with the program of another."""
-FIELDS = "fields"
-"""Key of the descriptions of a DSPy module's fields in a prompts file."""
 DEMONSTRATIONS = "demonstrations"
 """Key of a module's demonstrations in a prompts file, beside its roles."""
 
@@ -44,6 +41,16 @@ class Template:
     instructions: bool = False
     """True if the text tells its module what to do: the text that a prompt optimiser changes. The other roles
     say in what form questions, documents and replies are written, and stay."""
+
+    def problems(self, where: str, text: str) -> list[str]:
+        """Return the sentence for a text that misses placeholders and cannot take this one's place."""
+        missing = [f"{{{name}}}" for name in sorted(self.required) if f"{{{name}}}" not in text]
+        return [f"{where}: misses {', '.join(missing)}"] if missing else []
+
+
+def fill(text: str, values: Mapping[str, object]) -> str:
+    """Return a text with its placeholders filled in."""
+    return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), text)
 
 
 Templates = Mapping[str, Mapping[str, Template]]
@@ -71,7 +78,7 @@ class ModulePrompt:
     """Parts of a module's prompt that a prompt optimiser may change."""
 
     instructions: str
-    """Plain text, except that `{question}` and other placeholders of its role are filled in."""
+    """A text with placeholders of its role."""
     shots: tuple[Shot, ...] = ()
 
 
@@ -109,23 +116,28 @@ class Prompts:
         self, module: str, *, system: str = "system", user: str = "user", **values: object
     ) -> list[dict[str, str]]:
         """Return the messages of a call, by the roles `system` and `user` of its module, with `values` filled in."""
-        texts = self.texts[module]
-        return messages(texts[system].format(**values), texts[user].format(**values), self.shots.get(module, ()))
+        first, last = self.text(module, system, **values), self.text(module, user, **values)
+        return messages(first, last, self.shots.get(module, ()))
+
+    def text(self, module: str, role: str, **values: object) -> str:
+        """Return the text of a role, with those of `values` filled in that the role has placeholders for."""
+        template = self.templates[module][role]
+        names = template.required | template.optional
+        return fill(self.texts[module][role], {name: value for name, value in values.items() if name in names})
 
     def documents(
         self, module: str, passages: Sequence[Passage], words: int | None = None, first: int = 1
     ) -> list[str]:
         """Format documents by the role `document` of a module, numbered from `first`, each cut to `words` words."""
-        template = self.texts[module]["document"]
         return [
-            template.format(index=index, title=passage["title"], text=snippet(passage["text"], words))
+            self.text(module, "document", index=index, title=passage["title"], text=snippet(passage["text"], words))
             for index, passage in enumerate(passages, first)
         ]
 
     def by_module(self) -> dict[str, ModulePrompt]:
         """Return instructions and demonstrations of each module."""
         return {
-            module: ModulePrompt(_template_text(self.texts[module][role]), self.shots.get(module, ()))
+            module: ModulePrompt(self.texts[module][role], self.shots.get(module, ()))
             for module, role in self.roles.items()
         }
 
@@ -135,15 +147,15 @@ class Prompts:
         Raises:
             ConfigError: an unknown module, or instructions without a placeholder that they must have.
         """
-        current, roles, texts, shots = self.by_module(), self.roles, dict(self.texts), dict(self.shots)
-        problems = [unknown("prompts", module, roles) for module in prompts if module not in roles]
+        texts, shots = dict(self.texts), dict(self.shots)
+        problems: list[str] = []
         for module, prompt in prompts.items():
-            # An unchanged text keeps its template: braces doubled around a placeholder's name are plain there.
-            if module in roles and prompt.instructions != current[module].instructions:
-                template = self.templates[module][roles[module]]
-                text = _template(prompt.instructions, template.required | template.optional)
-                problems += _check(f"prompts: {module}.{roles[module]}", text, template)
-                texts[module] = {**texts[module], roles[module]: text}
+            role = self.roles.get(module)
+            if role is None:
+                problems.append(unknown("prompts", module, self.roles))
+                continue
+            problems += self.templates[module][role].problems(f"prompts: {module}.{role}", prompt.instructions)
+            texts[module] = {**texts[module], role: prompt.instructions}
             shots[module] = prompt.shots
         if problems:
             raise ConfigError(problems)
@@ -202,8 +214,7 @@ def load_prompts(templates: Templates, path: str | None) -> Prompts:
     """Load the default texts, replaced by those of the YAML file at `path`, and its demonstrations.
 
     The file holds `module: {role: text, demonstrations: [{user: text, assistant: text}]}`; whatever it does not name
-    keeps its default. Only modules with instructions take demonstrations. Roles named `fields.NAME` stand below
-    `fields` in the file: `module: {fields: {NAME: text}}`.
+    keeps its default. Only modules with instructions take demonstrations.
 
     Raises:
         ConfigError: no such file, not YAML, an unknown module or role, wrong placeholders or demonstrations; all
@@ -227,7 +238,7 @@ def load_prompts(templates: Templates, path: str | None) -> Prompts:
         if not isinstance(roles, Mapping):
             problems.append(f"task.prompts: {path}: {module}: got {type(roles).__name__}, expected role: text")
             continue
-        for role, text in _flat(roles):
+        for role, text in roles.items():
             where = f"task.prompts: {path}: {module}.{role}"
             if role == DEMONSTRATIONS:
                 shots[module] = _shots(where, text, templates[module], problems)
@@ -236,19 +247,11 @@ def load_prompts(templates: Templates, path: str | None) -> Prompts:
             elif not isinstance(text, str):
                 problems.append(f"{where}: got {type(text).__name__}, expected text")
             else:
-                problems += _check(where, text, templates[module][role])
+                problems += templates[module][role].problems(where, text)
                 texts[module][role] = text
     if problems:
         raise ConfigError(problems)
     return Prompts(templates, texts, {module: demos for module, demos in shots.items() if demos}, instructing)
-
-
-def _flat(roles: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for role, text in roles.items():
-        if role == FIELDS and isinstance(text, Mapping):
-            yield from ((f"{FIELDS}.{name}", described) for name, described in text.items())
-        else:
-            yield role, text
 
 
 def _shots(where: str, content: object, roles: Mapping[str, Template], problems: list[str]) -> tuple[Shot, ...]:
@@ -314,42 +317,3 @@ def _read(path: str) -> Mapping[str, object]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"task.prompts: {path}: got {type(content).__name__}, expected module: {{role: text}}")
     return content
-
-
-def _template_text(template: str) -> str:
-    """Convert a template to text as people write it: single braces, also around placeholders."""
-    parts = string.Formatter().parse(template)
-    return "".join(literal + ("" if name is None else f"{{{name}}}") for literal, name, _, _ in parts)
-
-
-def _template(text: str, placeholders: Iterable[str]) -> str:
-    """Convert text to a template that fills in exactly the `{name}` of `placeholders`; all other braces stay."""
-    fields = "|".join(re.escape(f"{{{name}}}") for name in sorted(placeholders))
-    pieces = re.split(f"({fields})", text) if fields else [text]
-    # with one group, every other piece is a field
-    return "".join(
-        piece if number % 2 else piece.replace("{", "{{").replace("}", "}}") for number, piece in enumerate(pieces)
-    )
-
-
-def _check(where: str, text: str, template: Template) -> list[str]:
-    """Report problems of a replaced text."""
-    allowed = template.required | template.optional
-    names = set()
-    problems = []
-    try:
-        # Conversions and format specifications are refused: a template only fills in.
-        for _, name, form, conversion in string.Formatter().parse(text):
-            if name is None:
-                continue
-            if name not in allowed or form or conversion:
-                got = "{" + name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "") + "}"
-                valid = ", ".join("{" + other + "}" for other in sorted(allowed)) or "no placeholder"
-                problems.append(f"{where}: got {got}, expected {valid} (write {{{{ and }}}} for plain braces)")
-            names.add(name)
-    except ValueError as error:
-        problems.append(f"{where}: {error} (write {{{{ and }}}} for plain braces)")
-    missing = sorted(template.required - names)
-    if missing and not problems:
-        problems.append(f"{where}: misses {', '.join('{' + name + '}' for name in missing)}")
-    return problems

@@ -5,7 +5,6 @@ Held by `open_qa` and `dspy.hover`; how many documents a search may bring, and w
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -21,9 +20,6 @@ from mmrl.tasks.mini.examples import mini_corpus
 T = TypeVar("T")
 Results = Sequence[Sequence[Document]]
 """Documents of each query, best first."""
-
-COUNTED = ("requests", "cached", "retries", "short", "empty", "failures")
-"""Counts of a retriever behind HTTP that a result shows."""
 
 
 def named_corpus(retriever: RetrieverConfig, corpus: str | None) -> dict[str, Sequence[Document]]:
@@ -60,7 +56,6 @@ class SearchTool:
         self.corpora = corpora
         self.retrievers: dict[str, Retriever] = {}
         """Open retrievers, by corpus."""
-        self._closed_counts: Counter[str] = Counter()
 
     def search(self, queries: Sequence[str], top_k: Sequence[int], corpus: str) -> list[list[Document]]:
         """Return the best `top_k[i]` documents for each query; blocks."""
@@ -87,21 +82,8 @@ class SearchTool:
             self.retrievers[corpus] = open_retriever(self.config, self.corpora[corpus])
         return self.retrievers[corpus]
 
-    @property
-    def counts(self) -> Counter[str]:
-        """Requests to retrievers behind HTTP since the last `reset_counts`."""
-        counts = Counter(self._closed_counts)
-        for retriever in self.retrievers.values():
-            counts.update(retriever.counts)
-        return counts
-
-    def reset_counts(self) -> None:
-        """Forget the counts of retrievers that were closed; called between runs, when all of them are."""
-        self._closed_counts.clear()
-
     def close(self) -> None:
-        """Close the retrievers' connections; their counts stay."""
-        self._closed_counts = self.counts
+        """Close the retrievers' connections."""
         retrievers, self.retrievers = self.retrievers, {}
         for retriever in retrievers.values():
             retriever.close()
@@ -110,17 +92,7 @@ class SearchTool:
         """Return each split's share of examples that the corpus can answer; a split is absent if that is not known."""
         return coverage(splits, self.corpora)
 
-    def describe_counts(self) -> str:
-        """Return the requests to retrievers behind HTTP, in brackets; empty for those in process."""
-        counts = self.counts
-        listed = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in COUNTED if counts.get(name))
-        return f" ({listed})" if listed else ""
-
     def describe(self) -> str:
-        """Describe the retriever, its budget, what it searches, and its requests."""
+        """Describe the retriever, its budget, and what it searches."""
         where = self.config.get("index") or self.config.get("url")
-        return (
-            f"{self.config.name}, {self.config.top_k} documents"
-            + (f", {where}" if where else "")
-            + self.describe_counts()
-        )
+        return f"{self.config.name}, {self.config.top_k} documents{f', {where}' if where else ''}"

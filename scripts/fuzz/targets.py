@@ -5,6 +5,7 @@ An `MmrlError` is never wrong: it is what bad input should get.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import math
@@ -159,11 +160,8 @@ def run_retrieved(reply: Any) -> str | None:
             continue
         if not all(isinstance(d.text, str) and isinstance(d.id, str) and math.isfinite(d.score) for d in documents):
             return f"documents of another form: {documents!r}"
-    for model in (protocols.SearchR1Request, protocols.DspyRequest):
-        try:
-            protocols.read_request(model, reply)
-        except protocols.BadRequest:
-            continue
+    with contextlib.suppress(protocols.BadRequest):
+        protocols.read_request(reply)
     return None
 
 

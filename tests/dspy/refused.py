@@ -107,9 +107,7 @@ REFUSED = [
         name="`dspy.MultiChainComparison`",
         source="api/modules/MultiChainComparison.md",
         make=lambda: dspy.MultiChainComparison("question -> answer"),
-        sentence=f"predictor 'predict' sets temperature; {SAMPLING}, and a call is one completion: leave these out "
-        "(call a predictor several times for several completions); dspy.MultiChainComparison sets a temperature: "
-        "program.predict.config = {}",
+        sentence=f"predictor 'predict' sets temperature; {SAMPLING}, and a call is one completion",
         why="it sets a temperature; empty it as above",
     ),
     Refused(
@@ -152,36 +150,6 @@ REFUSED = [
         why="it asks a second model to read each reply; use another adapter",
     ),
     Refused(
-        name="Images, audio and files as inputs",
-        source="tutorials/image_generation_prompting",
-        make=lambda: dspy.Predict(
-            dspy.Signature("picture -> caption").with_updated_fields("picture", type_=dspy.Image)
-        ),
-        sentence="predictor 'self' has field 'picture' of type Image; only text can be trained on",
-        why="only text can be trained on",
-    ),
-    Refused(
-        name="`dspy.RLM`",
-        source="tutorials/rlm",
-        make=lambda: dspy.RLM("context, question -> answer"),
-        sentence="RLM lets the code that its model writes make requests and predictors of its own",
-        why="its model's code makes requests that have no names before it runs (so does `dspy.Flex`'s)",
-    ),
-    Refused(
-        name="`dspy.ProgramOfThought` without Deno",
-        source="tutorials/program_of_thought",
-        make=lambda: dspy.ProgramOfThought("question -> answer"),
-        sentence="ProgramOfThought runs code by Deno, which is not here: pip install 'dspy[deno]'",
-        why="`pip install 'dspy[deno]'`, or give an `interpreter_factory`",
-    ),
-    Refused(
-        name="`dspy.CodeAct` without Deno",
-        source="api/modules/CodeAct.md",
-        make=lambda: dspy.CodeAct("n -> answer", tools=[abs_of]),
-        sentence="CodeAct runs code by Deno, which is not here: pip install 'dspy[deno]'",
-        why="`pip install 'dspy[deno]'`, or give an `interpreter_factory`",
-    ),
-    Refused(
         name="Modules that are marked as compiled",
         source="tutorials/saving",
         make=Frozen,
@@ -203,8 +171,3 @@ REFUSED = [
         why="nothing to train",
     ),
 ]
-
-
-def abs_of(n: int) -> int:
-    """The size of n."""
-    return abs(n)

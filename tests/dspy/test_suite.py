@@ -78,8 +78,7 @@ def test_what_only_a_run_shows_fails_its_rollouts_with_a_sentence(case):
 
 
 @pytest.mark.parametrize("case", [case for case in REFUSED if not case.runs], ids=lambda case: case.name)
-def test_what_cannot_be_trained_is_refused_by_name(case, monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
+def test_what_cannot_be_trained_is_refused_by_name(case):
     with dspy.context(adapter=case.adapter), pytest.raises(ConfigError) as caught:
         DspyProgram(case.make())
     (problem,) = (re.sub(r"line \d+", "line N", problem) for problem in caught.value.problems)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mmrl.errors import ConfigError
 from mmrl.models.gguf import convert
 from tests.helpers.gguf import llama_like, write_gguf
 
@@ -37,21 +36,3 @@ def test_quantised_weights_are_near(source, tmp_path):
     model, there = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "made", source))
     for (name, made), (_, of) in zip(model.named_parameters(), there.named_parameters(), strict=True):
         assert made.dtype == torch.float32 and (made - of).abs().max() < 0.1 * of.abs().max() + 1e-6, name
-
-
-@pytest.mark.parametrize("change", [{"pre": "gpt-2"}, {"template": False}])
-def test_another_file_is_refused_in_a_sentence(change, source, tmp_path):
-    (tmp_path / "made").mkdir()
-    file = tmp_path / write_gguf(tmp_path / "m.gguf", source, **change)
-    with pytest.raises(ConfigError, match=r"no model can be made of m\.gguf"):
-        convert(file, tmp_path / "made", "<|im_end|>")
-
-
-def test_a_damaged_file_is_refused_in_a_sentence(source, tmp_path):
-    (tmp_path / "made").mkdir()
-    file = tmp_path / write_gguf(tmp_path / "m.gguf", source)
-    raw = file.read_bytes()
-    for cut in (0, 4, 100, len(raw) // 2):
-        file.write_bytes(raw[:cut])
-        with pytest.raises(ConfigError, match=r"no model can be made of m\.gguf"):
-            convert(file, tmp_path / "made", "<|im_end|>")

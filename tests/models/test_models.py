@@ -10,7 +10,6 @@ from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3
 import mmrl.models.load
 from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError
-from mmrl.models import chat as rendering
 from mmrl.models.chat import decode_text, encode_text, render_prompt
 from mmrl.models.load import load_model, load_tokenizer, refuse_targets
 
@@ -204,16 +203,3 @@ def test_lora_targets_that_the_model_does_not_have_are_named_before_its_weights_
 def test_import_is_light():
     code = "import sys, mmrl.models.load; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_remembered_prompts_are_bounded_by_their_tokens(monkeypatch):
-    tokenizer = make_tokenizer()
-    monkeypatch.setattr(rendering._Renderer, "LIMIT", 400)
-    prompts = [[{"role": "user", "content": f"{number} " + "the cat sat " * (number % 7 * 5)}] for number in range(60)]
-    first = [render_prompt(tokenizer, messages) for messages in prompts]
-    renderer = rendering._RENDERERS[tokenizer]
-    assert renderer.tokens == sum(map(len, renderer.cache.values())) <= 400
-    assert list(renderer.cache.values()) == first[-len(renderer.cache) :]  # the newest stay
-    assert [render_prompt(tokenizer, messages) for messages in prompts] == first
-    longer = [{"role": "user", "content": "the mat " * 500}]
-    assert len(render_prompt(tokenizer, longer)) > 400 and not renderer.cache and renderer.tokens == 0

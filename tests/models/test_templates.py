@@ -1,7 +1,5 @@
 """Chat templates of models that were made elsewhere: without a system role, broken, or not there at all."""
 
-import logging
-
 import pytest
 
 from mmrl.errors import ConfigError
@@ -59,15 +57,6 @@ def test_replies_shown_in_a_prompt_are_whole_where_a_template_cuts_thoughts():
     assert reply not in tokenizer.apply_chat_template(shown, tokenize=False)
     assert reply in tokenizer.decode(render_prompt(tokenizer, shown))
     assert render_prompt(tokenizer, shown) == render_prompt(plain, shown)
-
-
-def test_merging_is_said_once(tmp_path, caplog):
-    config = make_folder(tmp_path, RAISING)
-    with caplog.at_level(logging.INFO, "mmrl.models"):
-        load_tokenizer(config)
-        load_tokenizer(config)
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "mmrl.models"]
-    assert "no system role" in said and str(tmp_path) in said and "first user turn" in said
 
 
 @pytest.mark.parametrize(

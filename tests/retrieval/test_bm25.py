@@ -1,9 +1,7 @@
-import logging
 import math
 import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from typing import get_args
 
 import numpy as np
@@ -94,77 +92,6 @@ def test_corpus_of_stop_words_only():
     assert Bm25Retriever([Document(id="0", title="the", text="of a")]).search(["the thing"], [3]) == [[]]
 
 
-def test_index_is_built_once_and_gives_the_same_after_loading(tmp_path, monkeypatch):
-    built = Bm25Retriever(corpus()).search(["red kettle", "lamp"], [4, 4])
-    first = Bm25Retriever(corpus(), cache=tmp_path).search(["red kettle", "lamp"], [4, 4])
-    monkeypatch.setattr("mmrl.retrieval.bm25._build", lambda *_: pytest.fail("built again"))
-    again = Bm25Retriever(corpus(), cache=tmp_path)
-    assert isinstance(again._index.scores["data"], np.memmap)
-    assert built == first == again.search(["red kettle", "lamp"], [4, 4])
-    assert [path.name for path in (tmp_path / "bm25").iterdir() if path.name.startswith(".")] == []
-
-
-@pytest.mark.parametrize(
-    ("texts", "k1"), [([*TEXTS[:-1], "kettle kettle lamps"], 0.9), (TEXTS[::-1], 0.9), (TEXTS, 1.2)]
-)
-def test_another_corpus_order_or_setting_has_another_index(tmp_path, texts, k1):
-    Bm25Retriever(corpus(), cache=tmp_path)
-    other = Bm25Retriever(corpus(texts), Bm25Settings(k1=k1), cache=tmp_path)
-    assert len(list((tmp_path / "bm25").iterdir())) == 2
-    assert other.search(["kettle"], [5]) == Bm25Retriever(corpus(texts), Bm25Settings(k1=k1)).search(["kettle"], [5])
-
-
-def _truncate(folder):
-    path = folder / "data.csc.index.npy"
-    path.write_bytes(path.read_bytes()[:-4])
-
-
-def _flip(folder):
-    path = folder / "indices.csc.index.npy"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(bytes(content))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        _truncate,
-        _flip,
-        lambda folder: (folder / "vocab.index.json").unlink(),
-        lambda folder: (folder / "manifest.json").write_text("{"),
-        lambda folder: (folder / "manifest.json").unlink(),
-    ],
-)
-def test_a_damaged_cache_is_rebuilt_with_a_notice(tmp_path, caplog, damage):
-    expected = Bm25Retriever(corpus(), cache=tmp_path).search(["red kettle"], [4])
-    damage(next((tmp_path / "bm25").iterdir()))
-    with caplog.at_level(logging.WARNING):
-        assert Bm25Retriever(corpus(), cache=tmp_path).search(["red kettle"], [4]) == expected
-    assert "rebuilt" in caplog.text
-    caplog.clear()
-    Bm25Retriever(corpus(), cache=tmp_path)
-    assert not caplog.text
-
-
-def test_an_unwritable_cache_keeps_the_index_in_memory(tmp_path, caplog):
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
-    assert Bm25Retriever(corpus(), cache=blocked).search(["lamp"], [5]) == Bm25Retriever(corpus()).search(["lamp"], [5])
-    assert "stays in memory" in caplog.text
-
-
-def _search_from_scratch(folder):
-    return [d.id for d in Bm25Retriever(corpus(TEXTS * 200), cache=folder).search(["red lamp"], [6])[0]]
-
-
-def test_concurrent_builders_agree(tmp_path):
-    with ProcessPoolExecutor(4) as pool:
-        results = list(pool.map(_search_from_scratch, [tmp_path] * 8))
-    assert all(result == results[0] and len(result) == 6 for result in results)
-    assert len(list((tmp_path / "bm25").iterdir())) == 1
-
-
 def test_cache_root(monkeypatch, tmp_path):
     monkeypatch.setenv("MMRL_CACHE", str(tmp_path / "env"))
     assert cache_root(None) == tmp_path / "env"
@@ -231,7 +158,7 @@ def test_stop_words_of_a_language_and_none():
     assert [d.id for d in none.search(["the"], [2])[0]] == ["1"]
 
 
-def test_every_stemmer_and_every_list_of_stop_words_is_there(tmp_path):
+def test_every_stemmer_and_every_list_of_stop_words_is_there():
     import Stemmer
 
     stemmers, languages = get_args(retriever_config.Stemmer), get_args(retriever_config.Stopwords)
@@ -245,9 +172,6 @@ def test_every_stemmer_and_every_list_of_stop_words_is_there(tmp_path):
     for language, word in of_each.items():
         assert Bm25Settings(stopwords=language).tokenizer()(f"{word} Tejo") == ["tejo"]
         assert Bm25Settings(stopwords="none").tokenizer()(f"{word} Tejo") == [word, "tejo"]
-    assert Bm25Retriever(corpus(), Bm25Settings(stemmer="porter"), cache=tmp_path)
-    Bm25Retriever(corpus(), cache=tmp_path)
-    assert len(list((tmp_path / "bm25").iterdir())) == 2
 
 
 def test_an_index_folder_keeps_how_words_are_read(tmp_path):

@@ -3,6 +3,7 @@ import json
 import threading
 import time
 from collections import Counter
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
@@ -17,7 +18,7 @@ from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.system.http_client import Breaker
 from tests.helpers.programs import Searcher, environment, search_agent
-from tests.helpers.servers import DOCUMENTS, Faulty, good_app, listening
+from tests.helpers.servers import DOCUMENTS, Faulty, Scripted, good_app, listening, serving
 
 QUERIES = ["river Tagus", "city", "capital of Portugal", "river"]
 
@@ -25,26 +26,23 @@ QUERIES = ["river Tagus", "city", "capital of Portugal", "river"]
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
 
-@pytest.mark.parametrize(("protocol", "path"), [("search_r1", ""), ("search_r1", "/retrieve"), ("dspy", "/api/search")])
-def test_both_protocols_give_what_the_retriever_gives(good, protocol, path):
+def colbert(seen):
+    """A server of DSPy's protocol."""
+    sent = dict(parse_qsl(urlsplit(seen.path).query))
+    (found,) = Bm25Retriever(DOCUMENTS).search([sent["query"]], [int(sent["k"])])
+    return Scripted({"topk": [{"text": f"{d.title} | {d.text}", "pid": d.id, "score": d.score} for d in found]})
+
+
+@pytest.mark.parametrize("path", ["", "/retrieve", "dspy"])
+def test_both_protocols_give_what_the_retriever_gives(good, path):
     expected = Bm25Retriever(DOCUMENTS).search(QUERIES, [3, 1, 2, 2])
-    client = RemoteRetriever(good + path, protocol=protocol)
-    assert client.search(QUERIES, [3, 1, 2, 2]) == expected
-    assert asyncio.run(client.search_async(QUERIES, [3, 1, 2, 2])) == expected
-    client.close()
-    assert client.search(["city"], [1]) == Bm25Retriever(DOCUMENTS).search(["city"], [1])
-    client.close()
-
-
-@pytest.mark.parametrize("post", [False, True])
-def test_dspys_own_client_understands_the_server(good, post):
-    dspy = pytest.importorskip("dspy")
-    client = dspy.ColBERTv2(url=f"{good}/api/search", post_requests=post)
-    found = client("river Tagus", k=2)
-    assert client("river Tagus", k=2, simplify=True) == [passage["long_text"] for passage in found]
-    assert [passage["long_text"].split(" | ")[0] for passage in found] == [
-        d.title for d in Bm25Retriever(DOCUMENTS).search(["river Tagus"], [2])[0]
-    ]
+    with serving(colbert) as (url, _):
+        client = RemoteRetriever(url, protocol="dspy") if path == "dspy" else RemoteRetriever(good + path)
+        assert client.search(QUERIES, [3, 1, 2, 2]) == expected
+        assert asyncio.run(client.search_async(QUERIES, [3, 1, 2, 2])) == expected
+        client.close()
+        assert client.search(["city"], [1]) == Bm25Retriever(DOCUMENTS).search(["city"], [1])
+        client.close()
 
 
 def test_replies_in_the_forms_of_other_servers_are_read():
@@ -280,7 +278,6 @@ def test_rollouts_through_a_server_under_load_with_faults():
         assert [rollout.error for rollout in forest.rollouts] == [None] * 96
         assert all(rollout.metrics["em"] == 1.0 and rollout.metrics["retrieval"] == 1.0 for rollout in forest.rollouts)
         assert counts["retries"] > 10 and counts.get("failures", 0) == 0
-        assert "retries" in task.describe()["retriever"]
         task.close()
 
 
@@ -291,11 +288,7 @@ def test_rollouts_whose_search_fails_are_outside_failures_and_not_scored(caplog)
         assert {rollout.error for rollout in forest.rollouts} == {"tool"}
         assert task.search_tool.retrievers["remote"].counts["failures"] == 40
         assert task.search_tool.retrievers["remote"].counts["failures_refused"] > 20  # the server is spared
-        assert "40 failures" in task.describe()["retriever"]
         task.close()
-        assert "40 failures" in task.describe()["retriever"], "a closed task still knows"
-        task.reset_counts()
-        assert "failures" not in task.describe()["retriever"]
     told = [record.getMessage() for record in caplog.records if record.name in ("mmrl.retrieval", "mmrl.http")]
     assert len(told) == 2, "the first failure, and that no more are sent"
     assert "HTTP 500" in told[0] and "none is sent for a while" in told[1]

@@ -78,28 +78,26 @@ def test_musique_records(tmp_path):
     found = load(saved(tmp_path / "m.jsonl", [row]), "musique")[0]
     assert (found.answers, found.titles, found.kind) == (("Ada", "Ada L."), ("T",), "2hop")
     assert found.paragraphs == (("T", "x"), ("U", "y"))
-    with pytest.raises(DataError, match=r"misses the field 'context'"):
+    with pytest.raises(DataError, match=r"context: Field required"):
         load(saved(tmp_path / "m.jsonl", [row]), "hotpotqa")
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([record(0), record(1, answer=...)], "record 1 (id 'r1'): misses the field 'answer'"),
-        ([record(0, context=...)], "record 0 (id 'r0'): misses the field 'context'"),
-        ([record(0, _id=...)], "record 0: misses the field 'id'"),
+        ([record(0), record(1, answer=...)], "record 1: answers: Field required"),
+        ([record(0, context=...)], "record 0: context: Field required"),
         ([record(0), record(0, question="other")], "record 1: duplicate id 'r0'"),
-        ([record(0, answer=" ")], "(id 'r0'): answer: is empty"),
-        ([record(0, question="")], "(id 'r0'): question: is empty"),
-        ([record(0, answer=["Ada"])], "(id 'r0'): answer: got list, expected text"),
-        ([record(0, context=None)], "(id 'r0'): context: expected a list of [title, sentences] pairs"),
-        ([record(0, context=[["T", "text"]])], "(id 'r0'): context: expected a list of sentences"),
-        ([record(0, supporting_facts=["T"])], "(id 'r0'): supporting_facts: expected a list"),
+        ([record(0, answer=" ")], "record 0: answers.0: is empty"),
+        ([record(0, question="")], "record 0: question: is empty"),
+        ([record(0, context=None)], "record 0: context: Input should be a valid list"),
+        ([record(0, context=[["T", "text"]])], "record 0: context.0.1: Input should be a valid list"),
+        ([record(0, supporting_facts=["T"])], "record 0: supporting_facts.0: Input should be a valid tuple"),
         (
             [record(0, supporting_facts={"title": "AB", "sent_id": "01"})],
-            "(id 'r0'): supporting_facts: expected lists in its columns title and sent_id",
+            "record 0: supporting_facts: expected lists in its columns title and sent_id",
         ),
-        ([["not", "a", "record"]], "record 0: got list, expected a record"),
+        ([["not", "a", "record"]], "record 0: Input should be a valid dictionary"),
         ([], "has no records"),
         ({"data": []}, "got dict, expected a JSON list"),
     ],
@@ -136,7 +134,7 @@ def test_malformed_files_name_the_line(tmp_path, name, content, expected):
 
 @pytest.mark.parametrize("spec", ["nothing.json", "./nothing", "/no/such/dir/file", "minni", "a/b/c"])
 def test_neither_file_nor_hub_id(spec):
-    with pytest.raises(DataError, match=r"task\.data\.dev: .*: no such file; expected mini"):
+    with pytest.raises(DataError, match=r"task\.data\.dev: .*: no such file; expected a .*, or mini"):
         load(spec)
 
 
@@ -150,22 +148,13 @@ def test_ids_of_several_sets_in_one_are_told_apart(tmp_path):
     assert [r.id for r in load(saved(tmp_path / "mix.parquet", rows), "nq")] == ["nq-train_0", "h-train_0"]
 
 
-@pytest.mark.parametrize("layout", ["hotpotqa", "nq"])
-def test_parquet_columns_are_read_where_they_are_needed(tmp_path, layout):
-    row = hub_columns(record()) if layout == "hotpotqa" else {"question": "Q?", "answer": "A", "id": 0}
+def test_a_parquet_file_with_what_python_has_no_value_for_or_with_two_columns_of_one_name_is_refused(tmp_path):
     late, path = pyarrow.array([2**62], pyarrow.timestamp("us")), tmp_path / "a.parquet"
-    table = pyarrow.Table.from_pylist([row])
-    pyarrow.parquet.write_table(table.append_column("when", late), path)
-    assert load(str(path), layout)[0].question == row["question"]
-    place = table.schema.names.index("question")
-    pyarrow.parquet.write_table(table.set_column(place, "question", late), path)
-    with pytest.raises(DataError) as caught:
-        load(str(path), layout)
-    (problem,) = caught.value.problems
-    assert problem.startswith(f"task.data.dev: {path} row 0: question: a timestamp[us] that cannot be read: ")
-    pyarrow.parquet.write_table(table.append_column("question", late), path)
-    with pytest.raises(DataError, match="more than one column is called 'question'"):
-        load(str(path), layout)
+    table = pyarrow.Table.from_pylist([{"question": "Q?", "answer": "A", "id": 0}])
+    for name, says in (("when", "a.parquet row 0: cannot be read"), ("question", "more than one column is called 'qu")):
+        pyarrow.parquet.write_table(table.append_column(name, late), path)
+        with pytest.raises(DataError, match=says):
+            load(str(path), "nq")
 
 
 def test_what_pyarrow_cannot_decode_is_told_with_its_row(tmp_path):
@@ -266,12 +255,12 @@ def test_dpr_topics(tmp_path):
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"question": "Q?"}, "misses the field 'answer'"),
-        ({"answer": "a"}, "misses the field 'question'"),
-        ({"question": "Q?", "answer": []}, "answer: is empty"),
-        ({"question": "Q?", "answer": [" "]}, "answer: is empty"),
-        ({"question": "Q?", "answer": 1.5}, "answer: got float, expected text or a list of texts"),
-        ({"question": "Q?", "answer": [None]}, "answer: got NoneType, expected text"),
+        ({"question": "Q?"}, "answers: Field required"),
+        ({"answer": "a"}, "question: Field required"),
+        ({"question": "Q?", "answer": []}, "answers: List should have at least 1 item"),
+        ({"question": "Q?", "answer": [" "]}, "answers.0: is empty"),
+        ({"question": "Q?", "answer": 1.5}, "answers: Input should be a valid list"),
+        ({"question": "Q?", "answer": [None]}, "answers.0: Input should be a valid string"),
         ({"question": "Q?", "possible_answers": "a, b"}, "record 0: "),
     ],
 )

@@ -31,16 +31,28 @@ POPQA = {
     ("layout", "row", "says"),
     [
         # an empty alias would be matched by every answer that normalises to nothing, a text by its letters
-        ("musique", MUSIQUE | {"answer_aliases": [""]}, "answer_aliases: is empty"),
-        ("musique", MUSIQUE | {"answer_aliases": [None]}, "answer_aliases: got NoneType, expected text"),
-        ("musique", MUSIQUE | {"answer_aliases": "Ada"}, "answer_aliases: got str, expected a list of texts"),
-        ("musique", MUSIQUE | {"paragraphs": [MUSIQUE["paragraphs"][0] | {"title": None}]}, "title: got NoneType"),
+        ("musique", MUSIQUE | {"answer_aliases": [""]}, "answer_aliases.0: is empty"),
+        ("musique", MUSIQUE | {"answer_aliases": [None]}, "answer_aliases.0: Input should be a valid string"),
+        ("musique", MUSIQUE | {"answer_aliases": "Ada"}, "answer_aliases: Input should be a valid list"),
+        (
+            "musique",
+            MUSIQUE | {"paragraphs": [MUSIQUE["paragraphs"][0] | {"title": None}]},
+            "paragraphs.0.title: Input should",
+        ),
         ("musique", MUSIQUE | {"paragraphs": [MUSIQUE["paragraphs"][0] | {"paragraph_text": None}]}, "paragraph_text"),
-        ("hotpotqa", record(context=[[None, ["x"]]]), "context: expected"),
-        ("hotpotqa", record(context=[["Thing", [1]]]), "context: expected"),
-        ("hotpotqa", record(supporting_facts=[[None, 0]]), "supporting_facts: expected"),
-        ("popqa", POPQA | {"paragraphs": [{"title": None, "text": "x"}]}, "paragraphs: title: got NoneType"),
-        ("popqa", POPQA | {"paragraphs": [{"title": "Thing", "text": 7}]}, "paragraphs: text: got int"),
+        ("hotpotqa", record(context=[[None, ["x"]]]), "context.0.0: Input should be a valid string"),
+        ("hotpotqa", record(context=[["Thing", [None]]]), "context.0.1.0: Input should be a valid string"),
+        ("hotpotqa", record(supporting_facts=[[None, 0]]), "supporting_facts.0.0: Input should be a valid string"),
+        (
+            "popqa",
+            POPQA | {"paragraphs": [{"title": None, "text": "x"}]},
+            "paragraphs.0.title: Input",
+        ),
+        (
+            "popqa",
+            POPQA | {"paragraphs": [{"title": "Thing", "text": 7}]},
+            "paragraphs.0.text: Input",
+        ),
         ("popqa", POPQA | {"possible_answers": DEEP}, "recursion"),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_parse_failure_is_the_models(tmp_path):
 
 def test_bad_records_name_file_and_line(tmp_path):
     assert "train.jsonl line 2: word is missing (fields: end)" in problems(tmp_path, rows=[{"word": "a"}, {"end": "!"}])
-    assert "line 1: got list, expected an object" in problems(tmp_path, rows=[[1]])
+    assert "line 1: word is missing (fields: )" in problems(tmp_path, rows=[[1]])
     assert "line 2: duplicate id '7'" in problems(tmp_path, rows=[{"word": "a", "id": 7}, {"word": "b", "id": "7"}])
     assert "no such file" in problems(tmp_path, dev="nowhere.jsonl")
     assert "train and dev are both" in problems(tmp_path, dev=str(tmp_path / "train.jsonl"))

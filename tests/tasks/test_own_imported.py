@@ -8,7 +8,6 @@ from fractions import Fraction
 
 import dspy
 import numpy as np
-import pyarrow.parquet
 import pytest
 import torch
 
@@ -193,16 +192,6 @@ def test_a_number_that_is_not_finite_fails_the_rollout_beside_the_score_too(own,
         rollout = scored(made, given)
         assert (rollout.error, rollout.reward, dict(rollout.metrics)) == ("reward", None, {})
         assert rollout.error_message.startswith("task.metric gave ")
-
-
-def test_a_date_beyond_the_year_9999_is_told_with_its_row(own, tmp_path):
-    when = pyarrow.array([0, 2**62], pyarrow.timestamp("us"))
-    table = pyarrow.table({"question": ["q", "r"], "gold": ["a", "b"], "when": when})
-    pyarrow.parquet.write_table(table, tmp_path / "late.parquet")
-    options = {"program": "own_program:Answerer", "metric": "own_program:attributes", "inputs": ("question",)}
-    said = problems("dspy", data={"train": str(tmp_path / "late.parquet")}, **options)
-    # the metric sees the whole record
-    assert f"task.data.train: {tmp_path}/late.parquet row 1: when: a timestamp[us] that cannot be read: " in said
 
 
 @pytest.mark.parametrize(

@@ -45,31 +45,15 @@ def papillon(tmp_path, content):
     return TASKS["papillon"](default_config("papillon", prompts=str(path)), 0).predictors
 
 
-def test_descriptions_of_fields_stand_in_the_prompt(tmp_path):
-    described = "a request {without} anything private"
-    module = "craft_redacted_request.predict"
-    written = described.replace("{", "{{").replace("}", "}}")
-    predictors = papillon(tmp_path, {module: {"fields": {"llm_request": written}}})
-    fields = predictors[module].signature.fields
-    assert fields["llm_request"].json_schema_extra["desc"] == described
-    plain = TASKS["papillon"](default_config("papillon"), 0).predictors
-    for name, predictor in plain.items():
-        for field, info in predictor.signature.fields.items():
-            if (name, field) != (module, "llm_request"):
-                assert predictors[name].signature.fields[field].json_schema_extra == info.json_schema_extra
-        assert predictors[name].signature.instructions == predictor.signature.instructions
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"craft": {"fields": {}}}, "got 'craft', expected one of craft_redacted_request.predict"),
-        ({"respond_to_query": {"fields": {"respons": "x"}}}, "got 'fields.respons', expected one of fields."),
-        ({"respond_to_query": {"fields": "x"}}, "got 'fields', expected one of"),
-        ({"respond_to_query": {"fields": {"response": 3}}}, "respond_to_query.fields.response: got int, expected text"),
+        ({"craft": {}}, "got 'craft', expected one of craft_redacted_request.predict"),
+        ({"respond_to_query": {"system": "x"}}, "got 'system', expected one of instructions"),
+        ({"respond_to_query": {"instructions": 3}}, "respond_to_query.instructions: got int, expected text"),
     ],
 )
-def test_a_wrong_module_or_field_gets_one_line(content, says, tmp_path):
+def test_a_wrong_module_or_role_gets_one_line(content, says, tmp_path):
     with pytest.raises(ConfigError) as caught:
         papillon(tmp_path, content)
     (problem,) = caught.value.problems

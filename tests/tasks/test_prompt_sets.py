@@ -14,7 +14,6 @@ from mmrl.records import Call
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
-from mmrl.tasks.agents.tool_agent import split_turns
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Prompts, Shot, Template, last_user, load_prompts
 from mmrl.tasks.search_program.program import TEMPLATES, SearchProgram
@@ -39,7 +38,7 @@ def test_demonstrations_stand_between_system_message_and_question(tmp_path):
         tmp_path / "prompts.yaml",
         """
 rewriter:
-  system: "Split. Shape: {{a}}"
+  system: "Split. Shape: {a}"
   demonstrations:
     - {user: "Question: {question}?", assistant: "### {a}; b ###"}
     - user: |
@@ -70,30 +69,6 @@ def test_the_demonstrations_of_a_growing_context_hold_the_transcript(tmp_path):
     plain = TASKS["search_agent"](default_config("search_agent"), 0)
     (question,) = plain.program.question("Q2")
     assert task.program.question("Q2") == [message("user", "Q1"), message("assistant", transcript), question]
-
-
-def test_the_tool_agent_shows_results_as_user_messages(tmp_path):
-    shot = Shot("Q1", "<tool>x</tool>\n<result>a\nb</result>\n<answer>c</answer>")
-    assert split_turns(shot) == [Shot("Q1", "<tool>x</tool>"), Shot("<result>a\nb</result>", "<answer>c</answer>")]
-    assert split_turns(Shot("Q", "<answer>c</answer>")) == [Shot("Q", "<answer>c</answer>")]
-    task = make("tool_agent", tmp_path)
-    program = task.make_program(task.all_prompts.replaced({"agent": ModulePrompt("Do.", (shot,))}))
-    assert program.question("Q2") == [
-        message("system", "Do."),
-        message("user", "Q1"),
-        message("assistant", "<tool>x</tool>"),
-        message("user", "<result>a\nb</result>"),
-        message("assistant", "<answer>c</answer>"),
-        message("user", "Q2"),
-    ]
-    path = saved(
-        tmp_path / "prompts.yaml", "agent: {demonstrations: [{user: q, assistant: '<tool>x</tool><result>a</result>'}]}"
-    )
-    with pytest.raises(ConfigError) as caught:
-        make("tool_agent", tmp_path, prompts=path)
-    assert caught.value.problems[0].startswith(
-        "task.prompts: agent.demonstrations: got nothing before or after a <result>"
-    )
 
 
 def test_all_problems_of_demonstrations_at_once(tmp_path):
@@ -155,18 +130,16 @@ def test_what_is_written_is_read_back(tmp_path_factory, instructions, shots, que
     assert rendered[-1] == SearchProgram(load_prompts(TEMPLATES, None), 5).reranker(question, [])[-1]
 
 
-def test_other_texts_of_a_file_stay_and_unchanged_instructions_keep_their_template(tmp_path):
+def test_other_texts_of_a_file_stay(tmp_path):
     given_text = (
-        "rewriter: {system: 'Plain {{question}}, filled {question}'}\nanswerer: {document: '[{index}] {text}'}\n"
+        "rewriter: {system: 'Plain {questions}, filled {question}'}\nanswerer: {document: '[{index}] {text}'}\n"
     )
     prompts = load_prompts(TEMPLATES, saved(tmp_path / "prompts.yaml", given_text))
-    now = prompts.by_module()
-    assert now["rewriter"].instructions == "Plain {question}, filled {question}"
-    assert prompts.replaced(now) == prompts
+    assert prompts.replaced(prompts.by_module()) == prompts
     prompts.replaced({"reranker": ModulePrompt("New")}).write(tmp_path / "again.yaml")
     again = load_prompts(TEMPLATES, str(tmp_path / "again.yaml"))
     assert again.texts["answerer"]["document"] == "[{index}] {text}"
-    assert SearchProgram(again, 5).rewriter("Q")[0] == message("system", "Plain {question}, filled Q")
+    assert SearchProgram(again, 5).rewriter("Q")[0] == message("system", "Plain {questions}, filled Q")
     assert again.texts["reranker"]["system"] == "New"
 
 
@@ -175,7 +148,7 @@ def test_a_set_for_another_program_is_refused():
     prompts = Prompts(templates, {"m": {"system": "{x}"}}, roles={"m": "system"})
     with pytest.raises(ConfigError) as caught:
         prompts.replaced({"m": ModulePrompt("no field {y}"), "n": ModulePrompt("")})
-    assert caught.value.problems == ["prompts: got 'n', expected one of m", "prompts: m.system: misses {x}"]
+    assert caught.value.problems == ["prompts: m.system: misses {x}", "prompts: got 'n', expected one of m"]
 
 
 @pytest.mark.parametrize("name", PROMPTED)
@@ -224,18 +197,9 @@ def test_a_rollout_becomes_a_demonstration(tmp_path):
     assert shown(task, SEARCHES, "agent")[0] == shot
 
 
-def test_a_rollout_of_messages_becomes_one_too(tmp_path):
-    task = make("tool_agent", tmp_path)
+def test_a_rollout_of_messages_becomes_none(tmp_path):
     tool = '<tool>{"name": "wiki_search", "args": {"query": "river of Lisbon"}}</tool>'
-    shot, calls = shown(task, [tool, "<answer>Tagus</answer>"], "agent")
-    assert shot.user == "On which river is Lisbon?"
-    added = calls[1].prompt_text.removeprefix("[user] ")
-    assert added.startswith("<result>")
-    assert shot.assistant == f"{tool}{added}<answer>Tagus</answer>"
-    assert split_turns(shot) == [Shot(shot.user, tool), Shot(added, "<answer>Tagus</answer>")]
-    # a correction, and a result that the model wrote itself
-    assert shown(task, ["what?", "<answer>Tagus</answer>"], "agent")[0] is None
-    assert shown(task, ["<result>x</result><answer>Tagus</answer>"], "agent")[0] is None
+    assert shown(make("tool_agent", tmp_path), [tool, "<answer>Tagus</answer>"], "agent")[0] is None
 
 
 def test_modules_with_contexts_of_their_own_show_their_first_call(tmp_path):

@@ -6,7 +6,6 @@ import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config.algo import ALGO_SCHEMAS
-from mmrl.errors import ConfigError
 from mmrl.records import Forest
 from mmrl.tasks import TASKS
 from mmrl.tasks.agents.tool_agent import read_command
@@ -220,5 +219,5 @@ def test_options_without_effect_are_refused():
     for option, value in (("max_turns", 2), ("search_penalty", 0.0), ("format_check", "loose")):
         with pytest.raises(ValueError, match=rf"task\.{option}: got {value}, which has no effect with task tool_agent"):
             task_section({"name": "tool_agent", option: value})
-    with pytest.raises(ConfigError, match=r"task\.retriever\.snippet_words: has no effect with task tool_agent"):
-        TASKS["tool_agent"](default_config("tool_agent", retriever={"snippet_words": 9}), 0)
+    with pytest.raises(ValueError, match=r"task\.retriever\.snippet_words: got 9, which has no effect with name=tool"):
+        task_section({"name": "tool_agent", "retriever": {"name": "bm25", "snippet_words": 9}})

@@ -35,7 +35,7 @@ from mmrl.tasks.base import Context, Demonstration, Message
 from mmrl.tasks.dspy import notices
 from mmrl.tasks.dspy import tools as tape
 from mmrl.tasks.dspy.base import awaits
-from mmrl.tasks.dspy.fields import adapter_in_use, within_bounds
+from mmrl.tasks.dspy.fields import adapter_in_use, inheriting, recast, within_bounds
 
 
 class DspyProgram:
@@ -307,26 +307,18 @@ class TapeAdapter(dspy.Adapter):
 
 def tape_adapter(inner: dspy.Adapter) -> dspy.Adapter:
     """Return the user's adapter as a rollout uses it; the user's own stays as it is."""
-    kind = _tape_class(cast("Hashable", type(inner)))
-    adapter: dspy.Adapter = kind.__new__(kind)
-    adapter.__dict__.update(inner.__dict__)
+    adapter = recast(inner, _tape_class(cast("Hashable", type(inner))))
     if hasattr(adapter, "use_json_adapter_fallback"):
         adapter.use_json_adapter_fallback = False
     return adapter
 
 
-def _inherited(kind: Any) -> Any:
-    # DSPy gives each subclass `format` and `parse` of its own, which would stand before those of the user's class.
-    del kind.format, kind.parse
-    return kind
-
-
-_inherited(TapeAdapter)
+inheriting(TapeAdapter)
 
 
 @functools.cache
 def _tape_class(kind: Any) -> Any:
-    return _inherited(type(kind.__name__, (TapeAdapter, kind), {}))
+    return inheriting(type(kind.__name__, (TapeAdapter, kind), {}))
 
 
 def parse_failure(error: AdapterParseError, signature: Signature) -> ParseFailure:

@@ -6,15 +6,12 @@ rollouts with a sentence of its own.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import dspy
 from dspy.predict.refine import OfferFeedback
-from dspy.primitives.code_interpreter import resolve_interpreter_factory
 
 from mmrl.errors import ConfigError
 
@@ -24,13 +21,8 @@ PASSED_ON = frozenset({"max_tokens", "stop"})
 """Options of a predictor that reach the engine."""
 WITHOUT_EFFECT = frozenset({"rollout_id", "cache", "num_retries"})
 """Options about DSPy's cache and network retries: there is neither here."""
-SUB_QUERIES = (dspy.RLM, dspy.Flex)
-"""Modules whose model writes code that makes requests and predictors of its own."""
-INTERPRETED = (dspy.ProgramOfThought, dspy.CodeAct)
-"""Modules that run the code which their model writes."""
 COPYING = (dspy.BestOfN, dspy.Refine)
 """Modules that may be made while a program runs: they have no predictors of their own, and copies are known."""
-NO_TEXT = (dspy.Image, dspy.Audio, dspy.File)
 FEEDBACK = "offer_feedback"
 """Name of the predictor that `dspy.Refine` makes when it runs."""
 _PROGRAMS = itertools.count()
@@ -107,51 +99,16 @@ def _problems(module: dspy.Module, predictors: Sequence[tuple[str, dspy.Predict]
         )
     elif not predictors:
         yield f"{kind} has no predictors (dspy.Predict), nothing to train"
-    compared = {id(part.predict) for _, part in _parts(module, dspy.MultiChainComparison)}
     for name, predictor in predictors:
         if predictor.lm is not None:
             yield (
                 f"predictor '{name}' has an LM of its own, whose calls would not be recorded; "
                 "leave `lm` unset, or make a frozen model a tool of the task"
             )
-        problem = option_problem(name, predictor.config)
-        if problem:
-            fix = f"; dspy.MultiChainComparison sets a temperature: program.{name}.config = {{}}"
-            yield problem + (fix if id(predictor) in compared else "")
-        for field, info in predictor.signature.fields.items():
-            types = [kind.__name__ for kind in _no_text(info.annotation)]
-            if types:
-                yield f"predictor '{name}' has field '{field}' of type {types[0]}; only text can be trained on"
+        if problem := option_problem(name, predictor.config):
+            yield problem
     if isinstance(dspy.settings.adapter, dspy.TwoStepAdapter):
         yield "TwoStepAdapter asks a second model to read each reply, whose calls would not be recorded; use another"
-    for path, part in _parts(module, dspy.Module):
-        yield from _part_problems(path.removeprefix("self."), part)
-
-
-def _no_text(annotation: Any) -> list[type]:
-    """Return the types in an annotation that models get as something other than text."""
-    return [kind for kind in dspy.Type.extract_custom_type_from_annotation(annotation) if issubclass(kind, NO_TEXT)]
-
-
-def _part_problems(path: str, part: dspy.Module) -> Iterator[str]:
-    name = f"{type(part).__name__}" + ("" if path == "self" else f" ({path})")
-    if isinstance(part, SUB_QUERIES):
-        yield (
-            f"{name} lets the code that its model writes make requests and predictors of its own, which have no names "
-            "before it runs; use ReAct, ProgramOfThought or CodeAct"
-        )
-    elif isinstance(part, INTERPRETED) and not _can_interpret(part):
-        yield (
-            f"{name} runs code by Deno, which is not here: pip install 'dspy[deno]', or give it another "
-            "interpreter_factory (dspy.primitives.local_interpreter.LocalInterpreter, which is no sandbox)"
-        )
-
-
-def _can_interpret(part: Any) -> bool:
-    factory = resolve_interpreter_factory(part._interpreter_factory)
-    if factory is not dspy.PythonInterpreter:
-        return True
-    return importlib.util.find_spec("deno") is not None or shutil.which("deno") is not None
 
 
 def _parts(module: dspy.Module, kind: type[Any]) -> Iterator[tuple[str, Any]]:

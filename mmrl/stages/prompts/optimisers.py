@@ -117,7 +117,7 @@ def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
         trainset=bench.train,
         valset=bench.validation,
         minibatch=algo.minibatch_of(len(bench.validation)) is not None,
-        **_options(algo, "num_trials minibatch_size minibatch_full_eval_steps view_data_batch_size"),
+        **_options(algo, "num_trials minibatch_size minibatch_full_eval_steps"),
         **_options(algo, "program_aware_proposer data_aware_proposer tip_aware_proposer fewshot_aware_proposer"),
     )
     return program
@@ -128,10 +128,10 @@ def _bootstrap_fewshot(algo: BootstrapFewshotConfig, bench: Bench) -> dspy.Modul
         metric=worth_showing(algo.metric_threshold),
         max_labeled_demos=labeled_demos(algo, bench.rollouts.stage.task),
         num_threads=THREADS,
-        **_options(algo, "max_bootstrapped_demos max_rounds num_candidate_programs stop_at_score metric_threshold"),
+        **_options(algo, "max_bootstrapped_demos max_rounds num_candidate_programs metric_threshold"),
     )
     program: dspy.Module = optimiser.compile(
-        bench.rollouts.student.module, trainset=bench.train, valset=bench.validation, labeled_sample=algo.labeled_sample
+        bench.rollouts.student.module, trainset=bench.train, valset=bench.validation
     )
     return program
 
@@ -151,11 +151,12 @@ def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
         instruction_proposer=_Rewriter(bench),
         num_threads=THREADS,
         failure_score=bench.rollouts.stage.task.failure_score,
+        add_format_failure_as_feedback=True,
         warn_on_score_mismatch=False,
         seed=bench.rollouts.stage.config.seed,
         gepa_kwargs={"stop_callbacks": lambda state: bench.rollouts.loop.failure is not None},
         **_options(algo, "auto max_full_evals max_metric_calls reflection_minibatch_size component_selector"),
-        **_options(algo, "candidate_selection_strategy skip_perfect_score add_format_failure_as_feedback"),
+        **_options(algo, "candidate_selection_strategy skip_perfect_score"),
         **_options(algo, "use_merge max_merge_invocations perfect_score"),
     )
     program: dspy.Module = optimiser.compile(

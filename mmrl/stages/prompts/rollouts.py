@@ -215,7 +215,7 @@ class Rollouts:
             outputs: object = None
             if step["outputs"] is not None:
                 outputs = dspy.Prediction(**step["outputs"])
-            elif getattr(self.stage.config.algo, "add_format_failure_as_feedback", False):
+            elif self.stage.config.algo.name == "gepa":
                 outputs = FailedPrediction(completion_text=step["text"])
             if outputs is not None and step["module"] in predictors:
                 yield predictors[step["module"]], dict(step["inputs"]), outputs

@@ -22,7 +22,7 @@ from mmrl.errors import ConfigError, EngineFailure, JudgeFailure, RewardFailure
 from mmrl.records import Call
 from mmrl.system.replies import quoted
 from mmrl.tasks.base import Score
-from mmrl.tasks.prompts import Template, Texts
+from mmrl.tasks.prompts import Template, Texts, fill
 
 log = logging.getLogger("mmrl.judge")
 
@@ -106,16 +106,11 @@ class EndpointJudge:
         endpoint = settings.model_dump(include=set(EndpointConfig.model_fields))
         self.settings = settings
         self.chat = OpenAIChat(EndpointConfig(**endpoint), path="task.judge")
-        self.unreadable = self.without_verdict = 0
+        self.without_verdict = 0
 
     def describe(self) -> str:
-        """Describe the judge, with its counts of requests, unreadable replies and rollouts without verdict."""
-        counts = {"unreadable": self.unreadable, "without_verdict": self.without_verdict}
-        return described(self.settings, self.chat, **counts)
-
-    def reset_counts(self) -> None:
-        """Reset the counts at the start of a run."""
-        self.unreadable = self.without_verdict = 0
+        """Describe the judge, with its counts of requests."""
+        return described(self.settings, self.chat)
 
     async def ask(self, messages: Sequence[Mapping[str, str]], read: Callable[[str], T | None]) -> tuple[T, int]:
         """Return what `read` parses from a reply (never None), and the number of requests that took.
@@ -137,7 +132,6 @@ class EndpointJudge:
                 raise JudgeFailure(f"task.judge: {error}") from error
             if (verdict := read(reply)) is not None:
                 return verdict, requests
-            self.unreadable += 1
         self.without_verdict += 1
         failure = UnreadableReply(reply, requests)
         if worth_logging(self.without_verdict):
@@ -220,7 +214,7 @@ class Judge(EndpointJudge):
             "words": ANSWER_WORDS,
             "count": len(turns),
         }
-        return self.texts[name].format(**values)
+        return fill(self.texts[name], values)
 
 
 def build_judge(config: AgentJudgedConfig, texts: Texts) -> Judge | None:

@@ -62,7 +62,6 @@ class DirectQaTask(OpenQaTask):
 
     templates = TEMPLATES
     config: DirectQaConfig
-    default_dataset = "hotpotqa"
     searches = False
     main_metric = "f1"
     absent_features = frozenset({"penalties", "parse_failures", "observations", "repeated_calls"})
@@ -77,7 +76,7 @@ class DirectQaTask(OpenQaTask):
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Return the questions that the search programs have to answer with the mini world's documents."""
-        return mini_questions(self.config.dataset or "hotpotqa", split, corpus, stepwise=True)
+        return mini_questions(self.dataset, split, corpus, stepwise=True)
 
     def score_call(self, call: Call) -> ModuleScore:
         """Return facts without penalty: how much was written."""

@@ -73,7 +73,7 @@ class R1Searcher(TurnAgent):
     def documents(self, passages: Sequence[Passage]) -> str:
         """Format retrieved documents without anything that looks like a marker or tag of the searcher."""
         listing = "\n".join(self.prompts.documents(MODULE, passages, self.snippet_words))
-        return disarm_markers(disarm(listing, TAGS)) or self.prompts.texts[MODULE]["nothing"].format()
+        return disarm_markers(disarm(listing, TAGS)) or self.prompts.text(MODULE, "nothing")
 
     async def run(self, example: Example, ctx: Context) -> ReasonerPrediction:
         """Run turns until one ends without a query, or a limit; the answer is the last `<answer>` pair."""

@@ -76,7 +76,7 @@ class SearchAgent(TurnAgent):
 
     def correction(self) -> str:
         """Return the message that follows a turn without action."""
-        return self.prompts.texts[MODULE]["correction"].format()
+        return self.prompts.text(MODULE, "correction")
 
     def documents(self, passages: Sequence[Passage]) -> str:
         """Format retrieved documents without anything that looks like a tag of the agent."""
@@ -118,7 +118,6 @@ class SearchAgentTask(OpenQaTask):
 
     templates = TEMPLATES
     config: SearchAgentConfig
-    unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
     reward_sets: tuple[str, ...] = ("outcome", "turn", "merged", *JUDGE_SETS, "gain")
     failed_metrics: ClassVar[Mapping[str, float]] = {
         "em": 0.0,

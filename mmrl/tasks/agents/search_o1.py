@@ -37,7 +37,7 @@ TEMPLATES: Templates = {
         "user": Template(
             "Reason step by step to answer the question. To look something up, write "
             f"{QUERY[0]} query {QUERY[1]}; what helps comes back in {RESULT[0]} {RESULT[1]}. "
-            "You may search {searches} times. Write the answer alone as \\boxed{{answer}}.\nQuestion: {question}",
+            "You may search {searches} times. Write the answer alone as \\boxed{answer}.\nQuestion: {question}",
             required=_QUESTION,
             optional=frozenset({"searches"}),
         ),
@@ -93,7 +93,7 @@ class SearchO1(TurnAgent):
 
     def fixed(self, role: str) -> str:
         """Return the fixed text `nothing` or `limit`."""
-        return self.prompts.texts[REASONER][role].format()
+        return self.prompts.text(REASONER, role)
 
     async def run(self, example: Example, ctx: Context) -> ReasonerPrediction:
         """Run the reasoner's turns until one ends without a query, or a limit."""

@@ -7,13 +7,11 @@ Whatever the model writes, the rollout ends in an answer, a second tool call or 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, TypedDict
 
 from mmrl.config.tasks import ToolAgentConfig
-from mmrl.errors import ConfigError
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import OUTCOME, score_by_judge
@@ -22,7 +20,7 @@ from mmrl.tasks.agents.tags import disarm, first_pair, fit_observation, has_word
 from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_single
 from mmrl.tasks.open_qa import OpenQaTask
-from mmrl.tasks.prompts import DEMONSTRATIONS, Prompts, Shot, Template, Templates, shot_of
+from mmrl.tasks.prompts import Prompts, Shot, Template, Templates
 
 MODULE = "agent"
 STOP = ("</tool>", "</answer>")
@@ -41,7 +39,7 @@ TEMPLATES: Templates = {
             "wiki_search: finds the encyclopedia article that fits best. Arguments: query\n"
             "Take these steps once:\n"
             "1. Think inside <reasoning> tags.\n"
-            '2. Call the tool with JSON inside <tool> tags: {{"name": "wiki_search", "args": {{"query": "..."}}}}\n'
+            '2. Call the tool with JSON inside <tool> tags: {"name": "wiki_search", "args": {"query": "..."}}\n'
             "3. Its output comes inside <result> tags.\n"
             "4. Think about it inside <reasoning> tags.\n"
             "5. Write the answer alone inside <answer> tags.\n"
@@ -61,12 +59,6 @@ TEMPLATES: Templates = {
 def result(text: str) -> Sequence[Message]:
     """Return the user message that holds a tool's output."""
     return [{"role": "user", "content": f"<result>{text}</result>"}]
-
-
-def split_turns(shot: Shot) -> list[Shot]:
-    """Return a demonstration as turns: each `<result>…</result>` in its reply is a user message, as in a rollout."""
-    pieces = [shot.user, *re.split(r"(<result>.*?</result>)", shot.assistant, flags=re.DOTALL)]
-    return [Shot(user, reply.strip()) for user, reply in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
 def read_command(text: str) -> tuple[str | None, str]:
@@ -126,7 +118,7 @@ class ToolAgent:
 
     def correction(self) -> list[dict[str, str]]:
         """Return the user message after a message without action."""
-        return [{"role": "user", "content": self.prompts.texts[MODULE]["correction"].format()}]
+        return [{"role": "user", "content": self.prompts.text(MODULE, "correction")}]
 
     def articles(self, passages: Sequence[Passage]) -> str:
         """Search, and return the result without anything that looks like a tag of the agent."""
@@ -195,31 +187,16 @@ class ToolAgentTask(OpenQaTask):
 
     templates = TEMPLATES
     config: ToolAgentConfig
-    unread: ClassVar[Mapping[str, str]] = {
-        "dedup": "a tool call has one query",
-        "snippet_words": "articles are shown whole, up to task.max_observation",
-    }
     reward_sets: tuple[str, ...] = ("outcome", "turn", "judge_outcome")
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0, "f1": 0.0, "answered": 0.0}
 
     def make_program(self, prompts: Prompts) -> ToolAgent:
         """See `OpenQaTask.make_program`."""
-        turns = [turn for shot in prompts.shots.get(MODULE, ()) for turn in split_turns(shot)]
-        if not all(turn.assistant for turn in turns):
-            raise ConfigError(
-                f"task.prompts: {MODULE}.{DEMONSTRATIONS}: got nothing before or after a <result>…</result>, expected "
-                "what the agent writes there"
-            )
-        return ToolAgent(replace(prompts, shots={MODULE: tuple(turns)}), self.config)
+        return ToolAgent(prompts, self.config)
 
     def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
-        """See `mmrl.tasks.prompts.PromptedTask`; None also where the agent was corrected, or wrote a result itself."""
-        if any("<result>" in call.text or "</result>" in call.text for call in path):
-            return None
-        added = [call.prompt_text.removeprefix("[user] ") if call.turn else call.prompt_text for call in path]
-        if not all(text.startswith("<result>") for call, text in zip(path, added, strict=True) if call.turn):
-            return None
-        return shot_of([replace(call, prompt_text=text) for call, text in zip(path, added, strict=True)], module)
+        """See `mmrl.tasks.prompts.PromptedTask`: None, since a demonstration is one reply and a rollout has two."""
+        return None
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Return single-hop questions."""

@@ -6,10 +6,10 @@ limits and the state that each turn begins in are the same.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from typing import ClassVar, TypedDict
+from typing import TypedDict
 
 from mmrl.config.tasks import ReasonerConfig
 from mmrl.records import Example
@@ -128,13 +128,11 @@ class ReasonerTask(OpenQaTask):
     """Base of the tasks `r1_searcher` and `search_o1`; see `OpenQaTask` for arguments and errors."""
 
     config: ReasonerConfig
-    default_dataset = "hotpotqa"
-    unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
     main_metric = "f1"
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Return multi-hop questions, or single-hop ones for a data set of such."""
-        return mini_questions(self.config.dataset or "hotpotqa", split, corpus)
+        return mini_questions(self.dataset, split, corpus)
 
     def search_metrics(self, prediction: ReasonerPrediction, example: Example) -> dict[str, float]:
         """See `OpenQaTask.search_metrics`."""

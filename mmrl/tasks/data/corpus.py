@@ -9,6 +9,7 @@ of whole lower-cased words.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,11 @@ from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.store import PassageStore
 from mmrl.system.files import user_path
-from mmrl.tasks.data.layouts import passage
-from mmrl.tasks.data.rows import FORMATS, Fields, Row, Source
+from mmrl.tasks.data.layouts import Evidence, passage
+from mmrl.tasks.data.rows import FORMATS, Row, Source, read_as
 from mmrl.tasks.mini.examples import mini_corpus
+
+log = logging.getLogger("mmrl.data")
 
 KEY = "corpus"
 SCANNED = 200_000
@@ -103,53 +106,24 @@ def _sources(spec: str) -> list[tuple[Source | None, bool]]:
 
 
 def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Iterator[Document]:
-    """Yield a source's passages; its first record tells the kind: passages, questions with paragraphs, or neither."""
-    kind = ""
-    for row in source.stream("train"):
-        this_kind = _kind(row.values)
-        kind = kind or this_kind
-        # a record that lost a field, in a file of passages
-        if not this_kind and kind:
-            passage(source, row, 0)  # raises: names what the record misses
-        if not this_kind:
-            if strict:
-                raise DataError(
-                    f"{source.key}: {row.where}: holds no passages; expected title and text, contents, context or "
-                    "paragraphs"
-                )
+    """Yield a source's passages; none if it need not hold any, and its first record holds none."""
+    for number, row in enumerate(source.stream("train")):
+        try:
+            documents = _of_row(source, row, numbers)
+        except DataError:
+            if strict or number:
+                raise
             return
-        if this_kind == "passage":
-            yield passage(source, row, next(numbers))
-        else:
-            for values in _paragraphs(row.values):
-                yield passage(source, Row(row.where, values), next(numbers))
+        yield from documents
 
 
-def _kind(values: object) -> str:
-    """Return the kind of a row: `passage`, `record`, or an empty string."""
-    if isinstance(values, Mapping):
-        if "paragraphs" in values or ("context" in values and "question" in values):
-            return "record"
-        if "contents" in values or ("title" in values and "text" in values):
-            return "passage"
-    if isinstance(values, list) and len(values) == 2:
-        title, text = values
-        return "passage" if isinstance(title, str) and isinstance(text, list | str) else ""
-    return ""
-
-
-def _paragraphs(values: Fields) -> list[object]:
-    """Return the paragraphs of a question, each as `passage` reads it."""
-    paragraphs = values.get("paragraphs", values.get("context"))
-    if isinstance(paragraphs, Mapping):  # as the hub's columns have it
-        return [list(pair) for pair in zip(paragraphs["title"], paragraphs["sentences"], strict=True)]
-    if not isinstance(paragraphs, list):
-        return [paragraphs]
-    return [
-        {"title": p.get("title"), "text": p.get("paragraph_text", p.get("text"))} if isinstance(p, Mapping) else p
-        for p in paragraphs
-        if p is not None
-    ]
+def _of_row(source: Source, row: Row, numbers: Iterator[int]) -> list[Document]:
+    """Return the passage of a record, or the paragraphs that a question brings."""
+    values = row.values
+    if isinstance(values, Mapping) and ("paragraphs" in values or ("context" in values and "question" in values)):
+        passages = read_as(Evidence, source.key, row).passages()
+        return [Document(id=str(next(numbers)), title=title, text=text) for title, text in passages]
+    return [passage(source, row, next(numbers))]
 
 
 def coverage(splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequence[Document]]) -> dict[str, float]:
@@ -184,6 +158,13 @@ def coverage(splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequ
                 elif scans:
                     judged[split].append(any(str(a) in present for a in example.metadata.get("answers", ())))
     return {split: sum(values) / len(values) for split, values in judged.items() if values}
+
+
+def warn_of_gaps(shares: Mapping[str, float], criterion: str) -> None:
+    """Warn of splits whose examples the corpus cannot all answer; `criterion` says in words what they need."""
+    for split, share in shares.items():
+        if share < 1:
+            log.warning("task.data.%s: only %.1f %% of the %s", split, 100 * share, criterion)
 
 
 def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: bool) -> dict[str, str]:

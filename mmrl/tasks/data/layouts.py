@@ -6,19 +6,17 @@ in columns; both come through the same reader. Files with nothing but questions 
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import from_json
 
 from mmrl import rng
-from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
-from mmrl.tasks.data.rows import Fields, Row, Source, check_unique, record_id
-
-log = logging.getLogger("mmrl.data")
+from mmrl.tasks.data.rows import Row, Source, Text, check_unique, read_as, record_id
 
 Paragraph = tuple[str, str]
 """Title and text."""
@@ -37,177 +35,155 @@ class Record:
     paragraphs: tuple[Paragraph, ...]
 
 
-Layout = Callable[[Fields], Record]
-"""Reader of a data set's records; raises `KeyError` (missing field), `TypeError` or `ValueError` (wrong shape)."""
+def _accepted(value: object) -> object:
+    """Read accepted answers: a text, a list, or TriviaQA's record of aliases."""
+    if isinstance(value, Mapping):  # its own evaluation compares with these
+        value = value.get("normalized_aliases") or value.get("aliases")
+    return [value] if isinstance(value, str | int) else value
 
 
-def _hotpot(values: Fields) -> Record:
-    """Read HotpotQA (distractor and fullwiki) and 2WikiMultihopQA."""
-    context = _pairs(values["context"], "context", ("title", "sentences"))
-    facts = _pairs(values["supporting_facts"], "supporting_facts", ("title", "sent_id"))
-    if not all(isinstance(title, str) and _is_texts(sentences) for title, sentences in context):
-        raise TypeError("context: expected a list of sentences for each title")
-    if not all(isinstance(title, str) for title, _ in facts):
-        raise TypeError("supporting_facts: expected a title in each pair")
-    return Record(
-        id=_text(values["id"] if (name := record_id(values, "_id")) is None else name, "id"),
-        question=_text(values["question"], "question"),
-        answers=(_text(values["answer"], "answer"),),
-        titles=tuple(dict.fromkeys(title for title, _ in facts)),
-        kind=str(values.get("type", "")),
-        paragraphs=tuple((title, "".join(sentences)) for title, sentences in context),
-    )
+def _pairs(*columns: str) -> BeforeValidator:
+    """Read pairs in the files' form `[[a, b], ...]`, or in the hub's: a list in each of two columns."""
 
-
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
-def _pairs(value: object, field: str, columns: tuple[str, str]) -> list[tuple[Any, Any]]:
-    """Read pairs in the files' form `[[a, b], ...]` or in the hub's, two columns."""
-    if isinstance(value, Mapping):
-        cells = [value[column] for column in columns]
-        if any(isinstance(column, str) for column in cells):  # whose letters would be taken for entries
-            raise TypeError(f"{field}: expected lists in its columns {' and '.join(columns)}")
+    def read(value: object) -> object:
+        if not isinstance(value, Mapping):
+            return value
+        cells = [value.get(column) for column in columns]
+        if not all(isinstance(column, list) for column in cells):  # the letters of a text would be taken for entries
+            raise ValueError(f"expected lists in its columns {' and '.join(columns)}")
         return list(zip(*cells, strict=True))
-    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
-        raise TypeError(f"{field}: expected a list of [{', '.join(columns)}] pairs")
-    return [(first, second) for first, second in value]
+
+    return BeforeValidator(read)
 
 
-def _musique(values: Fields) -> Record:
-    """Read MuSiQue-Ans."""
-    paragraphs = values["paragraphs"]
-    if not isinstance(paragraphs, list) or not all(isinstance(paragraph, Mapping) for paragraph in paragraphs):
-        raise TypeError("paragraphs: expected a list of objects")
-    # MuSiQue scores the best over the answer and its aliases.
-    aliases = values.get("answer_aliases") or []
-    if not isinstance(aliases, list):
-        raise TypeError(f"answer_aliases: got {type(aliases).__name__}, expected a list of texts")
-    answers = [_text(values["answer"], "answer"), *(_text(alias, "answer_aliases") for alias in aliases)]
-    return Record(
-        id=_text(values["id"], "id"),
-        question=_text(values["question"], "question"),
-        answers=tuple(answers),
-        titles=_supporting(paragraphs, required=True),
-        kind=f"{str(values['id']).split('hop')[0]}hop",
-        paragraphs=tuple((p["title"], _string(p["paragraph_text"], "paragraphs: paragraph_text")) for p in paragraphs),
+Context = Annotated[list[tuple[str, list[str]]], _pairs("title", "sentences")]
+
+
+class Questions(BaseModel):
+    """Questions with accepted answers: NQ and TriviaQA, and files of all other sets that bring no paragraphs."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True, loc_by_alias=False)
+    question: Text
+    answers: Annotated[list[Text], BeforeValidator(_accepted)] = Field(
+        # PopQA's, FlashRAG's, others'; the first one there counts
+        validation_alias=AliasChoices("possible_answers", "golden_answers", "answers", "answer"),
+        min_length=1,
     )
+    type: Any = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _decoded(cls, values: Any) -> Any:
+        # PopQA's file holds the list as JSON text in one column.
+        listed = values.get("possible_answers") if isinstance(values, Mapping) else None
+        return {**values, "possible_answers": from_json(listed)} if isinstance(listed, str) else values
+
+    def kind(self) -> str:
+        """Return the kind of question."""
+        return str(self.type)
+
+    def titles(self) -> Iterable[str]:
+        """Return the titles of the gold paragraphs."""
+        return ()
 
 
-def _supporting(paragraphs: Sequence[Fields], *, required: bool) -> tuple[str, ...]:
-    """Return the titles of the gold paragraphs; every paragraph has to have one."""
-    titles = [_string(p["title"], "paragraphs: title") for p in paragraphs]
-    gold = [p["is_supporting"] if required else p.get("is_supporting") for p in paragraphs]
-    return tuple(dict.fromkeys(title for title, supports in zip(titles, gold, strict=True) if supports))
+class SupportedParagraph(BaseModel):
+    """Paragraph of PopQA or MuSiQue."""
+
+    title: str
+    text: str = Field(validation_alias=AliasChoices("text", "paragraph_text"))
+    is_supporting: Any = False
 
 
-def _popqa(values: Fields) -> Record:
-    """Read PopQA with gold passages."""
-    paragraphs = [p for p in values["paragraphs"] if isinstance(p, Mapping)]  # the file has null where one is missing
-    return Record(
-        id=_text(values["id"], "id"),
-        question=_text(values["question"], "question"),
-        answers=_answers(values),
-        titles=_supporting(paragraphs, required=False),
-        kind=str(values.get("prop", "")),
-        paragraphs=tuple((p["title"], _string(p["text"], "paragraphs: text")) for p in paragraphs),
-    )
+class Evidence(BaseModel):
+    """Paragraphs that questions bring, in the fields of any layout."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+    context: Context = []
+    paragraphs: list[SupportedParagraph | None] = []  # PopQA's file has null where one is missing
+
+    def passages(self) -> Iterable[Paragraph]:
+        """Return the paragraphs."""
+        yield from ((title, "".join(sentences)) for title, sentences in self.context)
+        yield from ((paragraph.title, paragraph.text) for paragraph in self.paragraphs if paragraph)
 
 
-def _questions(values: Fields, name: object = None) -> Record:
-    """Return a question with its accepted answers and nothing else; `name` is its id where it has none."""
-    return Record(
-        id=_text(values["id"] if name is None else name, "id"),
-        question=_text(values["question"], "question"),
-        answers=_answers(values),
-        titles=(),
-        kind=str(values.get("type", "")),
-        paragraphs=(),
-    )
+class Hotpot(Questions, Evidence):
+    """HotpotQA (distractor and fullwiki) and 2WikiMultihopQA."""
+
+    context: Context
+    supporting_facts: Annotated[list[tuple[str, Any]], _pairs("title", "sent_id")]
+
+    def titles(self) -> Iterable[str]:
+        """See `Questions.titles`."""
+        return (title for title, _ in self.supporting_facts)
 
 
-ANSWER_FIELDS = ("possible_answers", "golden_answers", "answers", "answer")
-"""Fields that hold accepted answers (PopQA's, FlashRAG's, others'), the first one there counts."""
+class Popqa(Questions, Evidence):
+    """PopQA with gold passages."""
+
+    paragraphs: list[SupportedParagraph | None]
+    prop: Any = ""
+
+    def kind(self) -> str:
+        """See `Questions.kind`."""
+        return str(self.prop)
+
+    def titles(self) -> Iterable[str]:
+        """See `Questions.titles`."""
+        return (paragraph.title for paragraph in self.paragraphs if paragraph and paragraph.is_supporting)
 
 
-def _answers(values: Fields) -> tuple[str, ...]:
-    """Read accepted answers: one text, a list, a list written as JSON text, or TriviaQA's record of aliases."""
-    field = next((name for name in ANSWER_FIELDS if name in values), "answer")
-    value = values[field]
-    # PopQA's file holds the list as JSON text in one column.
-    if field == "possible_answers" and isinstance(value, str):
-        value = json.loads(value)
-    if isinstance(value, Mapping):
-        # TriviaQA's own evaluation compares with these.
-        value = value.get("normalized_aliases") or value["aliases"]
-    answers = [value] if isinstance(value, str | int) else value
-    if not isinstance(answers, list | tuple):
-        raise TypeError(f"{field}: got {type(answers).__name__}, expected text or a list of texts")
-    if not answers:
-        raise ValueError(f"{field}: is empty")
-    return tuple(dict.fromkeys(_text(answer, field) for answer in answers))
+class Musique(Popqa):
+    """MuSiQue-Ans; it scores the best over the answer and its aliases."""
+
+    id: str
+    answer_aliases: list[Text] | None = None
+
+    def kind(self) -> str:
+        """See `Questions.kind`."""
+        return f"{self.id.split('hop')[0]}hop"
 
 
 EVIDENCE = ("context", "supporting_facts", "paragraphs")
 """A record with one of these is in its data set's own layout; one without any has a question and answers alone."""
-# NQ and TriviaQA have no layout of their own: questions and answers, whatever else their copies hold.
-LAYOUTS: Mapping[str, Layout] = {
-    "hotpotqa": _hotpot,
-    "2wiki": _hotpot,
-    "musique": _musique,
-    "nq": _questions,
-    "triviaqa": _questions,
-    "popqa": _popqa,
+LAYOUTS: Mapping[str, type[Questions]] = {
+    "hotpotqa": Hotpot,
+    "2wiki": Hotpot,
+    "musique": Musique,
+    "nq": Questions,
+    "triviaqa": Questions,
+    "popqa": Popqa,
 }
 """`task.dataset` -> layout."""
 
 
-def load_records(source: Source, split: str, layout: Layout) -> list[Record]:
+def load_records(source: Source, split: str, layout: type[Questions]) -> list[Record]:
     """Return all records of a source.
 
     Raises:
         DataError: a missing or malformed file, a record without a field or with an empty answer, or duplicate ids.
     """
-    rows = source.rows(split)
-    return check_unique(
-        source.key, ((row, _record(source, row, layout, f"{split}-{number}")) for number, row in enumerate(rows))
+    rows = enumerate(source.rows(split))
+    return check_unique(source.key, ((row, _record(source.key, row, layout, f"{split}-{n}")) for n, row in rows))
+
+
+def _record(key: str, row: Row, layout: type[Questions], number: str) -> Record:
+    """Convert a row to a record; `number` is its id where it has none."""
+    bare = not (isinstance(row.values, Mapping) and any(field in row.values for field in EVIDENCE))
+    fields = read_as(Questions if bare else layout, key, row)
+    name = record_id(row.values, "_id", "id")
+    # several sets in one, each with ids of its own (Search-R1's)
+    if name is not None and row.values.get("data_source"):
+        name = f"{row.values['data_source']}-{name}"
+    return Record(
+        id=number if name is None else str(name),
+        question=fields.question,
+        answers=tuple(dict.fromkeys([*fields.answers, *(getattr(fields, "answer_aliases", None) or ())])),
+        titles=tuple(dict.fromkeys(fields.titles())),
+        kind=fields.kind(),
+        paragraphs=tuple(fields.passages()) if isinstance(fields, Evidence) else (),
     )
-
-
-def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
-    """Convert a row to a record; if it has neither id nor evidence, `number` is its id."""
-    values = row.values
-    if not isinstance(values, Mapping):
-        raise DataError(f"{source.key}: {row.where}: got {type(values).__name__}, expected a record (a JSON object)")
-    name = record_id(values, "_id", "id")
-    if name is not None and values.get("data_source"):  # several sets in one, each with ids of its own (Search-R1's)
-        name = f"{values['data_source']}-{name}"
-    where = f"{source.key}: {row.where}" + (f" (id '{name}')" if name is not None else "")
-    # A record with evidence must fit its layout; without any, all layouts agree on question and answers.
-    bare = not any(field in values for field in EVIDENCE)
-    try:
-        return _questions(values, number if name is None else name) if bare else layout(values)
-    except KeyError as error:
-        raise DataError(f"{where}: misses the field {error}; it has {', '.join(map(str, values))}") from None
-    except DataError:  # names its place
-        raise
-    except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{where}: {error}") from None
-
-
-def _string(value: object, field: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{field}: got {type(value).__name__}, expected text")
-    return value
-
-
-def _text(value: object, field: str) -> str:
-    if not isinstance(value, str | int) or isinstance(value, bool):
-        raise TypeError(f"{field}: got {type(value).__name__}, expected text")
-    if not str(value).strip():
-        raise ValueError(f"{field}: is empty")
-    return str(value)
 
 
 def to_example(record: Record, corpus: str) -> Example:
@@ -238,6 +214,13 @@ def load_corpus(key: str, spec: str) -> list[Document]:
     return check_unique(key, ((row, passage(source, row, number)) for number, row in enumerate(rows)))
 
 
+class Passage(BaseModel):
+    """Passage of a corpus."""
+
+    title: str
+    text: str
+
+
 def passage(source: Source, row: Row, number: int) -> Document:
     """Read a passage: `title` and `text` (or sentences), `[title, text]`, or `contents` with the title as first line.
 
@@ -245,26 +228,18 @@ def passage(source: Source, row: Row, number: int) -> Document:
         DataError: another shape.
     """
     values = row.values
-    # HotpotQA's paragraphs: title and sentences
-    if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 2:
-        title, text = values
-        values = {"title": title, "text": text}
-    if not isinstance(values, Mapping):
-        raise DataError(
-            f"{source.key}: {row.where}: got {type(values).__name__}, expected a document with title and text"
-        )
-    if "text" not in values and isinstance(values.get("contents"), str):  # as in Search-R1's wiki-18
-        title, _, text = values["contents"].partition("\n")
-        values = {"id": values.get("id"), "title": title.strip().strip('"'), "text": text}
-    sentences = values.get("text")
-    if isinstance(sentences, list) and all(isinstance(sentence, str) for sentence in sentences):
-        values = {name: values[name] for name in ("id", "title") if name in values} | {"text": "".join(sentences)}
-    for field in ("title", "text"):
-        if not isinstance(values.get(field), str):
-            got = f"got {type(values[field]).__name__}, expected text" if field in values else "is missing"
-            raise DataError(f"{source.key}: {row.where}: {field} {got} (fields: {', '.join(map(str, values))})")
+    if isinstance(values, list) and len(values) == 2:  # HotpotQA's paragraphs
+        values = dict(zip(("title", "text"), values, strict=True))
+    if isinstance(values, Mapping):
+        if "text" not in values and isinstance(values.get("contents"), str):  # as in Search-R1's wiki-18
+            title, _, text = values["contents"].partition("\n")
+            values = {"id": values.get("id"), "title": title.strip().strip('"'), "text": text}
+        sentences = values.get("text")
+        if isinstance(sentences, list) and all(isinstance(sentence, str) for sentence in sentences):
+            values = {**values, "text": "".join(sentences)}
+    fields = read_as(Passage, source.key, Row(row.where, values))
     name = record_id(values, "id")
-    return Document(id=str(number if name is None else name), title=values["title"], text=values["text"])
+    return Document(id=str(number if name is None else name), title=fields.title, text=fields.text)
 
 
 def subset(examples: Sequence[Example], items: int | None, *key: int | str) -> list[Example]:

@@ -21,8 +21,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
+from pydantic import AfterValidator, BaseModel, ValidationError
+
+from mmrl.config.base import reasons
 from mmrl.errors import DataError
 from mmrl.models.hub import hub_answers
 from mmrl.retrieval.base import whole_text
@@ -51,6 +54,32 @@ class Row:
     """File and line, or file and number, for messages."""
     values: Any
     """The record as it was read; usually a mapping."""
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is empty")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_not_empty)]
+"""Text with something in it."""
+
+
+def read_as(schema: type[M], key: str, row: Row) -> M:
+    """Return the fields of a row that a schema has.
+
+    Raises:
+        DataError: with the row's place, and every field that is wrong.
+    """
+    try:
+        return schema.model_validate(row.values)
+    except ValidationError as error:
+        fields = f" (fields: {', '.join(map(str, row.values))})" if isinstance(row.values, Mapping) else ""
+        raise DataError(f"{key}: {row.where}: {reasons(error)}{fields}") from None
 
 
 def record_id(values: Fields, *names: str) -> Any:
@@ -114,17 +143,16 @@ class Source:
             DataError: neither a file nor a hub id.
         """
         path = user_path(self.spec)
-        if path.is_file():
-            if path.suffix.lower() not in FORMATS:
-                raise DataError(f"{self.key}: {self.spec}: expected a {', '.join(FORMATS)} file")
+        readable = path.suffix.lower() in FORMATS
+        if path.is_file() and readable:
             return path
         # a typo in a file name must not become a request to the hub
-        looks_like_file = path.suffix.lower() in FORMATS or not HUB_ID.fullmatch(self.spec)
-        if looks_like_file:
-            problem = "is a folder" if path.is_dir() else "no such file"
+        if path.is_file() or readable or not HUB_ID.fullmatch(self.spec):
+            other = "has another format" if path.is_file() else "no such file"
             raise DataError(
-                f"{self.key}: '{self.spec}': {problem}; expected {'' if self.key == 'algo.file' else 'mini, '}a "
-                f"{', '.join(FORMATS)} file, or a hub id owner/name[:config[:split]]"
+                f"{self.key}: '{self.spec}': {'is a folder' if path.is_dir() else other}; expected a "
+                f"{', '.join(FORMATS)} file, a hub id owner/name[:config[:split]]"
+                + ("" if self.key == "algo.file" else ", or mini")
             )
         return None
 
@@ -191,7 +219,7 @@ class Source:
             ".jsonl": _jsonl,
             ".csv": partial(_table, delimiter=","),
             ".tsv": partial(_table, delimiter="\t"),
-            ".parquet": partial(_parquet, key=self.key),
+            ".parquet": _parquet,
             ".txt": _topics,
         }
         try:
@@ -248,11 +276,8 @@ def _json(path: Path) -> Iterator[Row]:
     content = _parsed(text, str(path))
     if not isinstance(content, list):
         raise ValueError(f"{path}: got {type(content).__name__}, expected a JSON list of records")
-    # Halves of UTF-16 pairs come only from escapes; a file without any is not walked again.
-    escapes = bool(HALF.search(text))
     for number, values in enumerate(content):
-        where = f"{path} record {number}"
-        yield Row(where, _repaired(values, where) if escapes else values)
+        yield Row(f"{path} record {number}", values)
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -262,19 +287,16 @@ def _jsonl(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             where = f"{path} line {number}"
-            values = _parsed(line, where)
-            yield Row(where, _repaired(values, where) if HALF.search(line) else values)
+            yield Row(where, _parsed(line, where))
 
 
 def _parsed(text: str, where: str) -> object:
     try:
-        return json.loads(text)
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or thousands of brackets
         raise ValueError(f"{where}: not JSON ({error})") from None
-
-
-def _repaired(values: object, where: str) -> object:
-    """Apply `whole_text` to all texts of a record."""
+    if not HALF.search(text):
+        return values
     encoded = json.dumps(values, ensure_ascii=False)
     if (text := whole_text(encoded)) == encoded:
         return values
@@ -319,7 +341,7 @@ def _refuse_repeated(names: Iterable[str], where: str) -> None:
         raise ValueError(f"{where}: more than one column is called {', '.join(map(repr, twice))}")
 
 
-def _parquet(path: Path, key: str) -> Iterator[Row]:
+def _parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
@@ -331,10 +353,8 @@ def _parquet(path: Path, key: str) -> Iterator[Row]:
     try:
         # batch by batch: a corpus may be larger than memory
         for batch in table.iter_batches():
-            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-            for index in range(batch.num_rows):
-                where = f"{path} row {number}"
-                yield Row(where, _Cells(columns, index, f"{key}: {where}"))
+            for values in batch.to_pylist():
+                yield Row(f"{path} row {number}", values)
                 number += 1
     except _undecodable() as error:
         raise ValueError(f"{path} row {number}: cannot be read: {error}") from None
@@ -345,30 +365,3 @@ def _undecodable() -> tuple[type[Exception], ...]:
     import pyarrow
 
     return OSError, ValueError, OverflowError, pyarrow.ArrowException
-
-
-class _Cells(Mapping[str, Any]):
-    """A row of a parquet file; cells that nobody reads never become Python values.
-
-    Raises:
-        DataError: a cell is read that Python has no value for.
-    """
-
-    def __init__(self, columns: Mapping[str, Any], index: int, where: str):
-        self._columns, self._index, self._where = columns, index, where
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._columns[name][self._index].as_py()
-        except _undecodable() as error:  # such as a date beyond the year 9999
-            kind = self._columns[name].type
-            raise DataError(f"{self._where}: {name}: a {kind} that cannot be read: {error}") from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._columns
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)

@@ -9,20 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, TypedDict
 
+from pydantic import AliasChoices, BaseModel, Field
+
 from mmrl import rng
 from mmrl.config.base import SPLITS
 from mmrl.config.tasks import Banking77Config
-from mmrl.errors import ConfigError, DataError
+from mmrl.errors import DataError
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Score
-from mmrl.tasks.data.rows import check_unique, record_id
-from mmrl.tasks.dspy.base import DspyTask, first_text, read_json
+from mmrl.tasks.data.rows import Text, check_unique, read_as, record_id
+from mmrl.tasks.dspy.base import DspyTask, read_json
 from mmrl.tasks.mini.examples import mini_records
 
 SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 750)}
 """Places, in a shuffle of their source, of the items that the paper draws (250 and 500); all test items are used."""
 SAMPLE_SEED = 0
 """The paper does not state its own."""
+
+
+class Query(BaseModel):
+    """Row of a data file: the official CSV files, the hub's copy, or JSON with either's fields."""
+
+    text: Text
+    label: Text = Field(validation_alias=AliasChoices("category", "label_text", "label"))
 
 
 class BankingPrediction(TypedDict):
@@ -44,16 +53,13 @@ class Banking77Task(DspyTask):
     def load(self) -> Mapping[str, Sequence[Example]]:
         """See `DspyTask.load`; the labels are known after it."""
         examples = super().load()
-        if not self.sources and self.config.labels is not None:
-            raise ConfigError("task.labels: has no effect on the mini world; leave it out, or set task.data")
         # Without a label file the first source's labels are the classes (all of the mini world's); a label that only
         # another one has would be unreachable.
         first = next(iter(self.sources), None)
         self.labels: tuple[str, ...] = self._given_labels() or _labels(
             example for split in SPLITS if first in (None, split) for example in examples[split]
         )
-        if first is not None:
-            self._check_labels(examples, f"task.data.{first}" if self.config.labels is None else "task.labels")
+        self._check_labels(examples, f"task.data.{first}" if self.config.labels is None else "task.labels")
         return {split: self._sample(split, examples[split]) for split in SPLITS}
 
     def mini(self, split: str) -> Sequence[Example]:
@@ -65,12 +71,11 @@ class Banking77Task(DspyTask):
         key = f"task.data.{split}"
         examples = []
         for number, row in enumerate(self.rows(split)):
-            text = first_text(key, row, "text")
-            label = first_text(key, row, "category", "label_text", "label")
+            query = read_as(Query, key, row)
             # The official CSV has no ids; the place in the file is stable, since the whole file is read.
             row_id = record_id(row.values, "id")
             name = f"{split}-{number}" if row_id is None else str(row_id)
-            examples.append((row, Example(id=name, inputs={"text": text}, metadata={"label": label})))
+            examples.append((row, Example(id=name, inputs={"text": query.text}, metadata={"label": query.label})))
         return check_unique(key, examples)
 
     def _given_labels(self) -> tuple[str, ...]:
@@ -83,17 +88,11 @@ class Banking77Task(DspyTask):
         return tuple(dict.fromkeys(labels))
 
     def _check_labels(self, rows: Mapping[str, Sequence[Example]], whose: str) -> None:
-        problems = []
         for split, examples in rows.items():
-            unknown = sorted({example.metadata["label"] for example in examples} - set(self.labels))
-            if unknown:
-                listed = ", ".join(f"'{label}'" for label in unknown[:3])
-                problems.append(
-                    f"task.data.{split}: {len(unknown)} labels are not among the {len(self.labels)} of {whose}: "
-                    f"{listed}{', …' if len(unknown) > 3 else ''}"
-                )
-        if problems:
-            raise DataError(problems)
+            if unknown := sorted({example.metadata["label"] for example in examples} - set(self.labels)):
+                listed = ", ".join(map(repr, unknown[:3]))
+                count = f"{len(unknown)} labels are not among the {len(self.labels)}"
+                raise DataError(f"task.data.{split}: {count} of {whose}: {listed}{', …' * (len(unknown) > 3)}")
 
     def _sample(self, split: str, examples: Sequence[Example]) -> Sequence[Example]:
         """The paper's number of items, at their places in a shuffle of the source, so that train and dev may share one;
@@ -118,8 +117,8 @@ class Banking77Task(DspyTask):
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         facts = {**super().describe(), "labels": len(self.labels)}
-        drawn = self.sample_sizes() if self.config.sample == "paper" else ""
-        return facts | ({"sample": f"{drawn} drawn with seed {SAMPLE_SEED}"} if drawn else {})
+        drawn = self.config.sample == "paper" and not SAMPLE.keys().isdisjoint(self.sources)
+        return facts | ({"sample": f"the paper's, drawn with seed {SAMPLE_SEED}"} if drawn else {})
 
 
 def _labels(examples: Iterable[Example]) -> tuple[str, ...]:

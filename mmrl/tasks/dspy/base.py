@@ -11,7 +11,7 @@ import logging
 import sys
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mmrl.config.base import SPLITS
 from mmrl.config.tasks import TaskConfig
@@ -22,14 +22,15 @@ from mmrl.system.objects import readable
 from mmrl.tasks.base import Task, Tool
 from mmrl.tasks.data.layouts import subset
 from mmrl.tasks.data.rows import Row, Source, same_rows
-from mmrl.tasks.dspy import notices
 from mmrl.tasks.dspy.fields import adapter_in_use
-from mmrl.tasks.prompts import FIELDS, PAPER, Template, load_prompts, prompts_file
+from mmrl.tasks.prompts import PAPER, Template, load_prompts, prompts_file
 
 if TYPE_CHECKING:
     import dspy
 
 log = logging.getLogger("mmrl.data")
+
+T = TypeVar("T")
 
 
 class DspyTask(Task):
@@ -135,62 +136,38 @@ class DspyTask(Task):
         return self.config.data.files
 
     def rows(self, split: str) -> list[Row]:
-        """Read the rows of a split's source, each checked to be an object."""
-        source = Source(f"task.data.{split}", self.sources[split])
-        rows = source.rows(split)
-        for row in rows:
-            if not isinstance(row.values, Mapping):
-                raise DataError(f"{source.key}: {row.where}: got {type(row.values).__name__}, expected an object")
-        return rows
+        """Read the rows of a split's source."""
+        return Source(f"task.data.{split}", self.sources[split]).rows(split)
 
     def examples(self, split: str) -> Sequence[Example]:
         """See `mmrl.tasks.base.Task.examples`."""
         return self._examples[split]
 
-    def sample_sizes(self) -> str:
-        """Describe how many items of each split of the paper's sample are really used, for `describe`."""
-        counts = {split: len(self._examples[split]) for split in self.sources if split in self.places}
-        paper = {split: self.places[split][1] - self.places[split][0] for split in counts}
-        return ", ".join(
-            f"{count} {split}" + (f" (the paper: {paper[split]})" if count < paper[split] else "")
-            for split, count in counts.items()
-        )
-
-    def sampled(self, split: str, shuffled: Sequence[Example], items: str) -> Sequence[Example]:
+    def sampled(self, split: str, items: Sequence[T], what: str) -> Sequence[T]:
         """Return the paper's sample of a split.
 
         Args:
-            shuffled: items of its source.
-            items: the items in words.
+            items: those of its source, in the order of the sample.
+            what: they in words.
 
         Raises:
             DataError: they end before the sample begins.
         """
         first, end = self.places[split]
-        prefix = f"task.data.{split}: {self.sources[split]} has {len(shuffled)} {items}"
-        if len(shuffled) <= first:
-            raise DataError(
-                f"{prefix}, the paper's {split} sample begins after {first} of a shuffle; set task.sample=all to use "
-                "every row"
+        if len(items) < end:
+            problem = (
+                f"task.data.{split}: {self.sources[split]} has {len(items)} {what}, the paper's {split} sample is "
+                f"numbers {first} to {end - 1}; set task.sample=all to use every row"
             )
-        if len(shuffled) < end:
-            log.warning(
-                "%s, so the sample is %d items instead of the paper's %d (numbers %d to %d of a shuffle); set "
-                "task.sample=all to use every row",
-                *(prefix, len(shuffled) - first, end - first, first, end - 1),
-            )
-        return shuffled[first:end]
+            if len(items) <= first:
+                raise DataError(problem)
+            log.warning("%s", problem)
+        return items[first:end]
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         data = ", ".join(f"{split} {readable(spec)}" for split, spec in self.sources.items()) or "mini world"
-        facts = {"data": data, **{f"{split} items": len(self._examples[split]) for split in SPLITS}}
-        return facts | ({"DSPy's warnings": warned} if (warned := notices.counts()) else {})
-
-    def reset_counts(self) -> None:
-        """See `mmrl.tasks.base.Task`."""
-        super().reset_counts()
-        notices.reset()
+        return {"data": data, **{f"{split} items": len(self._examples[split]) for split in SPLITS}}
 
 
 def is_dspy_module(program: object) -> bool:
@@ -221,26 +198,6 @@ def read_json(key: str, path: str) -> Any:
         raise DataError(f"{key}: {path} is not JSON: {error}") from None
 
 
-def first_text(key: str, row: Row, *names: str, empty: bool = False) -> str:
-    """Return the first of the fields `names` that a row has, as text.
-
-    Raises:
-        DataError: it has none of them, or something other than text, or nothing in it (unless `empty`).
-    """
-    name = next((name for name in names if name in row.values), None)
-    if name is None:
-        fields = ", ".join(map(str, row.values))
-        raise DataError(f"{key}: {row.where}: {' or '.join(names)} is missing (fields: {fields})")
-    value = row.values[name]
-    if value is None and empty:
-        return ""
-    if not isinstance(value, str):
-        raise DataError(f"{key}: {row.where}: {name}: got {type(value).__name__}, expected text")
-    if not value.strip() and not empty:
-        raise DataError(f"{key}: {row.where}: {name}: is empty")
-    return value
-
-
 def set_prompts(program: dspy.Module, path: str | None) -> None:
     """Replace predictors' prompts: instructions from a YAML file (`module: {instructions: text}`), or instructions
     and demonstrations from a JSON file that DSPy saved (`program.save("file.json")`).
@@ -255,25 +212,11 @@ def set_prompts(program: dspy.Module, path: str | None) -> None:
     if path.endswith(".json"):
         _load_state(program, predictors, path)
         return
-    # braces of default instructions are no placeholders
-    defaults = {name: _texts_of(predictor) for name, predictor in predictors.items()}
     templates = {
-        name: {role: Template(text.replace("{", "{{").replace("}", "}}")) for role, text in texts.items()}
-        for name, texts in defaults.items()
+        name: {"instructions": Template(predictor.signature.instructions)} for name, predictor in predictors.items()
     }
     for name, roles in load_prompts(templates, path).texts.items():
-        predictor = predictors[name]
-        predictor.signature = predictor.signature.with_instructions(roles["instructions"].format())
-        for field in predictor.signature.fields:
-            if (text := roles[f"{FIELDS}.{field}"].format()) != defaults[name][f"{FIELDS}.{field}"]:
-                predictor.signature = predictor.signature.with_updated_fields(field, desc=text)
-
-
-def _texts_of(predictor: dspy.Predict) -> dict[str, str]:
-    """Return the texts that a prompts file may replace: the instructions, and the description of each field."""
-    signature = predictor.signature
-    described = {name: str(field.json_schema_extra["desc"]) for name, field in signature.fields.items()}
-    return {"instructions": signature.instructions, **{f"{FIELDS}.{name}": text for name, text in described.items()}}
+        predictors[name].signature = predictors[name].signature.with_instructions(roles["instructions"])
 
 
 def _load_state(program: dspy.Module, predictors: Mapping[str, dspy.Predict], path: str) -> None:

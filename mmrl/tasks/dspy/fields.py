@@ -47,10 +47,20 @@ def shared_first(inner: dspy.Adapter) -> dspy.Adapter:
             f"task.prompt_layout: got shared_first, which has no effect with {kind.__name__}, an adapter that "
             "reminds of no output fields; leave it out"
         )
-    shared: Any = _shared_first_class(cast("Hashable", kind))
-    copied: dspy.Adapter = shared.__new__(shared)
-    copied.__dict__.update(inner.__dict__)
+    return recast(inner, _shared_first_class(cast("Hashable", kind)))
+
+
+def recast(adapter: dspy.Adapter, kind: Any) -> dspy.Adapter:
+    """Copy an adapter as one of another class, of `inheriting`."""
+    copied: dspy.Adapter = kind.__new__(kind)
+    copied.__dict__.update(adapter.__dict__)
     return copied
+
+
+def inheriting(kind: Any) -> Any:
+    """Let a subclass of an adapter's class have that one's `format` and `parse`, for which DSPy gives it new ones."""
+    del kind.format, kind.parse
+    return kind
 
 
 @functools.cache
@@ -63,10 +73,7 @@ def _shared_first_class(kind: Any) -> Any:
         return ""  # the user's message is stripped
 
     methods = (format_system_message, user_message_output_requirements)
-    subclass: Any = type(kind.__name__, (kind,), {method.__name__: method for method in methods})
-    # DSPy gives each subclass `format` and `parse` of its own, which would stand before those of the user's class.
-    del subclass.format, subclass.parse
-    return subclass
+    return inheriting(type(kind.__name__, (kind,), {method.__name__: method for method in methods}))
 
 
 def within_bounds(signature: type[dspy.Signature], text: str, parse: Callable[[type[dspy.Signature], str], T]) -> T:

@@ -7,13 +7,13 @@ mini world's claims. Of files, the paper's sample is used: one claim per HotpotQ
 from __future__ import annotations
 
 import html
-import logging
 import random
 import unicodedata
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import ClassVar, TypedDict
+from typing import Annotated, Any, ClassVar, TypedDict
 
-from mmrl.config.base import is_default
+from pydantic import BaseModel, BeforeValidator, Field, StrictInt
+
 from mmrl.config.tasks import HoverConfig
 from mmrl.errors import ConfigError, DataError, gathered
 from mmrl.records import Call, Example
@@ -21,13 +21,11 @@ from mmrl.retrieval.base import Document
 from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.base import Score
-from mmrl.tasks.data.corpus import label
-from mmrl.tasks.data.rows import Row, check_unique
-from mmrl.tasks.dspy.base import DspyTask, first_text
+from mmrl.tasks.data.corpus import label, warn_of_gaps
+from mmrl.tasks.data.rows import Text, check_unique, read_as
+from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.mini.examples import mini_corpus, mini_records
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
-
-log = logging.getLogger("mmrl.data")
 
 ITEMS: Mapping[str, tuple[int, int]] = {"train": (0, 500), "dev": (500, 1000), "test": (1000, 1500)}
 """Places in the shuffled file; the paper has no test split: the items after its own."""
@@ -41,6 +39,27 @@ TITLE_CHARS = 1000
 """Characters of a title that are compared."""
 Passage = dict[str, str | float]
 """Document as the program sees it: `long_text` ("title | text") and `score`."""
+
+
+def _titles(facts: object) -> object:
+    """Read the different titles of `[[title, sentence], ...]`, or of the hub's `key`."""
+    if isinstance(facts, Mapping):
+        facts = [{"key": title} for title in facts.get("key") or ()]
+    if not isinstance(facts, list):
+        return facts
+    titles = [f.get("key") if isinstance(f, Mapping) else f[0] if isinstance(f, list) and f else None for f in facts]
+    return list(dict.fromkeys(titles)) if all(isinstance(title, str) for title in titles) else titles
+
+
+class Claim(BaseModel):
+    """Row of a data file."""
+
+    uid: Text
+    claim: Text
+    hpqa_id: Text
+    num_hops: StrictInt
+    supporting_facts: Annotated[list[Text], BeforeValidator(_titles)] = Field(min_length=1)
+    label: Any = ""
 
 
 class HoverPrediction(TypedDict):
@@ -76,21 +95,7 @@ class HoverTask(DspyTask):
         self.tools = {"search": self.search}
         self.gold_shares = self.search_tool.coverage(self._examples)
         """Split -> share of its claims whose gold titles are all in the corpus; absent where that is not known."""
-        for split, share in self.gold_shares.items():
-            if share < 1:
-                log.warning(
-                    "task.data.%s: %.1f %% of the claims have all gold titles in the corpus", split, 100 * share
-                )
-
-    def option_problems(self) -> list[str]:
-        """See `DspyTask.option_problems`; a retriever's options that belong to other programs count too."""
-        retriever = self.config.retriever
-        instead = {"top_k": "; use task.hop_top_k and task.last_top_k"}
-        return super().option_problems() + [
-            f"task.retriever.{name}: has no effect with task hover{instead.get(name, '')}"
-            for name in ("top_k", "dedup", "snippet_words")
-            if not is_default(retriever, name)
-        ]
+        warn_of_gaps(self.gold_shares, "claims have all gold titles in the corpus")
 
     def _documents(self) -> Sequence[Document]:
         """Return the corpus; empty if only a server has it."""
@@ -105,10 +110,6 @@ class HoverTask(DspyTask):
 
     def mini(self, split: str) -> Sequence[Example]:
         """See `DspyTask.mini`."""
-        if self.config.claim_hops not in (None, 3):
-            raise ConfigError(
-                f"task.claim_hops: got {self.config.claim_hops}, the claims of the mini world have 3 hops"
-            )
         return mini_records(split, "claims")
 
     def read(self, split: str) -> Sequence[Example]:
@@ -118,11 +119,11 @@ class HoverTask(DspyTask):
         claims = []
         questions: list[str] = []
         for row in rows:
-            question = first_text(key, row, "hpqa_id")
-            example = self._example(key, row)
-            if self.config.claim_hops in (None, example.metadata["hops"]):
-                claims.append((row, example))
-                questions.append(question)
+            claim = read_as(Claim, key, row)
+            if self.config.claim_hops in (None, claim.num_hops):
+                metadata = {"titles": claim.supporting_facts, "hops": claim.num_hops, "label": str(claim.label)}
+                claims.append((row, Example(id=claim.uid, inputs={"claim": claim.claim}, metadata=metadata)))
+                questions.append(claim.hpqa_id)
         if not claims:
             raise DataError(
                 f"{key}: {self.sources[split]} has no claims of task.claim_hops={self.config.claim_hops} (null: of any)"
@@ -139,25 +140,6 @@ class HoverTask(DspyTask):
         random.Random(SAMPLE_SEED).shuffle(candidates)
         return self.sampled(
             split, candidates, f"claims of task.claim_hops={self.config.claim_hops} on different questions"
-        )
-
-    def _example(self, key: str, row: Row) -> Example:
-        facts = row.values.get("supporting_facts")
-        if facts is None:
-            fields = ", ".join(map(str, row.values))
-            raise DataError(f"{key}: {row.where}: supporting_facts is missing (fields: {fields})")
-        titles = _gold_titles(facts)
-        if titles is None:
-            raise DataError(f"{key}: {row.where}: supporting_facts: expected [title, sentence] pairs")
-        hops = row.values.get("num_hops")
-        if not titles:
-            raise DataError(f"{key}: {row.where}: supporting_facts: is empty")
-        if not isinstance(hops, int) or isinstance(hops, bool):
-            raise DataError(f"{key}: {row.where}: num_hops: got {hops!r}, expected a number")
-        return Example(
-            id=first_text(key, row, "uid"),
-            inputs={"claim": first_text(key, row, "claim")},
-            metadata={"titles": list(dict.fromkeys(titles)), "hops": hops, "label": str(row.values.get("label", ""))},
         )
 
     @property
@@ -188,11 +170,6 @@ class HoverTask(DspyTask):
         """See `mmrl.tasks.base.Task`."""
         self.search_tool.close()
 
-    def reset_counts(self) -> None:
-        """See `mmrl.tasks.base.Task`."""
-        super().reset_counts()
-        self.search_tool.reset_counts()
-
     def score(self, example: Example, prediction: HoverPrediction, path: Sequence[Call], reward_set: str) -> Score:
         """Score `recall` (share of gold titles among the passages) and `all_titles` (1 if all are there)."""
         # The program returns texts, not documents; the title is what stands before the first bar.
@@ -213,12 +190,11 @@ class HoverTask(DspyTask):
         facts = dict(super().describe())
         if self.sources:
             hops = f"{config.claim_hops}-hop claims" if config.claim_hops else "claims of any number of hops"
-            drawn = f", one per question, shuffled with seed {SAMPLE_SEED}: {self.sample_sizes()}"
+            drawn = f", one per question, shuffled with seed {SAMPLE_SEED}"
             facts["sample"] = hops + (drawn if config.sample == "paper" else "")
         facts["corpus"] = f"{len(self.documents)} documents" if len(self.documents) else "passages not known"
         facts["retriever"] = (
             f"{config.retriever.name}, {each} passages a query, {last} in the last of {config.search_hops}"
-            + self.search_tool.describe_counts()
         )
         if not len(self.documents):
             facts["corpus coverage"] = "not known"
@@ -234,21 +210,6 @@ def same_title(title: str) -> str:
     # Both take long for megabytes, or raise on thousands of digits; titles have a few hundred characters at most.
     title = title[:TITLE_CHARS]
     return metrics.normalize(unicodedata.normalize("NFD", html.unescape(title))) or title
-
-
-def _gold_titles(facts: object) -> list[str] | None:
-    """Read titles from `[[title, sentence], ...]`, or from the hub's mappings with `key`; None for another shape."""
-    if isinstance(facts, Mapping):
-        facts = [{"key": title} for title in facts.get("key") or ()]
-    if not isinstance(facts, list):
-        return None
-    titles: list[str] = []
-    for fact in facts:
-        title = fact.get("key") if isinstance(fact, Mapping) else fact[0] if isinstance(fact, list) and fact else None
-        if not isinstance(title, str) or not title.strip():
-            return None
-        titles.append(title)
-    return titles
 
 
 def _passages(results: Results) -> list[Passage]:

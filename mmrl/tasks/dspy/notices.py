@@ -9,7 +9,6 @@ from __future__ import annotations
 import builtins
 import logging
 import re
-import threading
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -20,27 +19,13 @@ from mmrl.tasks.dspy import tools as tape
 
 log = logging.getLogger("mmrl.dspy")
 
-_lock = threading.Lock()
 _counts: Counter[str] = Counter()
 
 
-def counts() -> str:
-    """Return the number of notices of each kind, for a run's facts; empty if there were none."""
-    return ", ".join(f"{count} {kind}" for kind, count in _counts.most_common())
-
-
-def reset() -> None:
-    """Reset the counts at the start of a run."""
-    with _lock:
-        _counts.clear()
-
-
 def _note(kind: str, text: str) -> None:
-    with _lock:
-        _counts[kind] += 1
-        count = _counts[kind]
-    if worth_logging(count):
-        log.warning("DSPy: %s (%d of this kind so far; the others are counted)", quoted(text), count)
+    _counts[kind] += 1
+    if worth_logging(_counts[kind]):
+        log.warning("DSPy: %s (%d of this kind so far)", quoted(text), _counts[kind])
 
 
 def _written(record: logging.LogRecord) -> bool:

@@ -133,10 +133,9 @@ class _RecordTask(DspyTask):
         """See `DspyTask.read`."""
         key, inputs, examples = f"task.data.{split}", self.parts_given.inputs, []
         for number, row in enumerate(self.rows(split)):
-            missing = [field for field in inputs if field not in row.values]
-            if missing:
-                fields = ", ".join(map(str, row.values))
-                raise DataError(f"{key}: {row.where}: {', '.join(missing)} is missing (fields: {fields})")
+            fields = row.values if isinstance(row.values, Mapping) else {}
+            if missing := [field for field in inputs if field not in fields]:
+                raise DataError(f"{key}: {row.where}: {', '.join(missing)} is missing (fields: {', '.join(fields)})")
             name = record_id(row.values, "id")
             example = Example(
                 id=f"{split}-{number}" if name is None else str(name),

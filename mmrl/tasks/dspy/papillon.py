@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
+from pydantic import AliasChoices, BaseModel, Field
+
 from mmrl.config.tasks import PapillonConfig
 from mmrl.engines.openai import OpenAIChat, described
 from mmrl.errors import ConfigError, DataError, EngineFailure, ToolFailure, gathered
@@ -19,7 +21,8 @@ from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import EndpointJudge
 from mmrl.tasks.base import Score
-from mmrl.tasks.dspy.base import DspyTask, first_text
+from mmrl.tasks.data.rows import Row, Text, read_as
+from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.dspy.fields import within_bounds
 from mmrl.tasks.metrics import leaked_pieces
 from mmrl.tasks.mini.examples import make_external, mini_records
@@ -33,6 +36,14 @@ ROWS: Mapping[str, tuple[int, int]] = {"train": (0, 111), "dev": (222, 443), "te
 """Rows of the file, in its order, that the paper's runs used; it has no test split: the rows that are left."""
 RULE_F1 = 0.5
 """The rule-based judge: share of words that a good response has in common with the reference, as token F1."""
+
+
+class PrivateRequest(BaseModel):
+    """Row of a data file."""
+
+    user_query: Text
+    target_response: str | None
+    pii_units: str | None = Field(validation_alias=AliasChoices("pii_units", "pii_str"))
 
 
 class PapillonPrediction(TypedDict):
@@ -76,12 +87,6 @@ class PapillonTask(DspyTask):
         self.by_rule = make_external()
         self.tools = {"external": self.ask_external}
 
-    def reset_counts(self) -> None:
-        """See `mmrl.tasks.base.Task`."""
-        super().reset_counts()
-        if isinstance(self.judges, EndpointJudges):
-            self.judges.reset_counts()
-
     def mini(self, split: str) -> Sequence[Example]:
         """See `DspyTask.mini`."""
         return mini_records(split, "requests")
@@ -89,30 +94,23 @@ class PapillonTask(DspyTask):
     def read(self, split: str) -> Sequence[Example]:
         """See `DspyTask.read`; rows without a target are left out."""
         key = f"task.data.{split}"
-        rows = self.rows(split)
-        numbered = list(enumerate(rows))
+        numbered: Sequence[tuple[int, Row]] = list(enumerate(self.rows(split)))
         if self.config.sample == "paper":
-            first, end = ROWS[split]
-            # Fewer rows are another file, whose numbers would look like the paper's and are not.
-            if len(rows) < end:
-                raise DataError(
-                    f"{key}: {self.sources[split]} has {len(rows)} rows, the paper's {split} split is rows {first} to "
-                    f"{end - 1}; set task.sample=all to use every row"
-                )
-            numbered = numbered[first:end]
+            numbered = self.sampled(split, numbered, "rows")
         examples = []
         for number, row in numbered:
-            target = first_text(key, row, "target_response", empty=True)
+            fields = read_as(PrivateRequest, key, row)
+            target = fields.target_response or ""
             # Quality is judged against the target: beside an empty one every response is as good.
             if not target.strip():
                 self.left_out.append(row.where)
                 log.warning("%s: %s: target_response is empty; the row is left out", key, row.where)
                 continue
             # PUPA separates the pieces by two bars; repetitions would count twice in the share.
-            units = first_text(key, row, "pii_units", "pii_str", empty=True).split("||")
+            units = (fields.pii_units or "").split("||")
             pieces = list(dict.fromkeys(unit.strip() for unit in units if unit.strip()))
             metadata = {"target": target, "units": pieces}
-            inputs = {"user_query": first_text(key, row, "user_query")}
+            inputs = {"user_query": fields.user_query}
             # conversation_hash names a conversation, several rows of which may be there: it is no id
             examples.append(Example(id=f"row-{number}", inputs=inputs, metadata=metadata))
         if not examples:
@@ -169,10 +167,8 @@ class PapillonTask(DspyTask):
             external = described(self.config.external, self.external)
         facts = {**super().describe(), "external model": external, "judge": self.judges.describe()}
         if self.sources and self.config.sample == "paper":
-            rows = ", ".join(f"{split} rows {ROWS[split][0]} to {ROWS[split][1] - 1}" for split in self.sources)
-            # Rows may be left out, and task.data.dev_items may take fewer.
-            sizes = self.sample_sizes()
-            facts["sample"] = f"{rows}; used: {sizes}" if "the paper" in sizes else rows
+            rows = (f"{split} rows {ROWS[split][0]} to {ROWS[split][1] - 1}" for split in self.sources)
+            facts["sample"] = ", ".join(rows)
         return facts | ({"rows without a target, left out": len(self.left_out)} if self.left_out else {})
 
 

@@ -31,7 +31,6 @@ class MultihopQaTask(OpenQaTask):
     """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
 
     templates = TEMPLATES
-    default_dataset = "hotpotqa"
     main_metric = "f1"
     absent_features = frozenset({"observations", "parse_failures", "repeated_calls"})
 
@@ -41,7 +40,7 @@ class MultihopQaTask(OpenQaTask):
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Return bridge and comparison questions, mixed as the data set has them."""
-        return mini_multihop(split, corpus, self.config.dataset or "hotpotqa")
+        return mini_multihop(split, corpus, self.dataset)
 
     def search_metrics(self, prediction: SearchProgramPrediction, example: Example) -> dict[str, float]:
         """See `OpenQaTask.search_metrics`."""

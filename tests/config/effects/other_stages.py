@@ -131,7 +131,7 @@ acts("prompts.miprov2;prompts.gepa", "auto", received, "light", "medium")
 acts("prompts.miprov2", "num_candidates num_trials", received, 4, 5, **BY_HAND)
 acts("prompts.miprov2", "num_instruct_candidates", received, None, 3, **BY_HAND)
 acts("prompts.miprov2", "minibatch", received, None, False, **BY_HAND)
-acts("prompts.miprov2", "minibatch_size minibatch_full_eval_steps view_data_batch_size", received, 3, 4)
+acts("prompts.miprov2", "minibatch_size minibatch_full_eval_steps", received, 3, 4)
 acts(
     "prompts.miprov2",
     "program_aware_proposer data_aware_proposer tip_aware_proposer fewshot_aware_proposer",
@@ -141,12 +141,10 @@ acts(
 )
 acts("prompts.miprov2", "init_temperature", received, 1.0, 0.5)
 acts("prompts.bootstrap_fewshot", "max_rounds num_candidate_programs", received, 1, 2)
-acts("prompts.bootstrap_fewshot", "labeled_sample", received, True, False)
-acts("prompts.bootstrap_fewshot", "stop_at_score", received, None, 90.0)
 acts("prompts.gepa", "max_full_evals max_metric_calls", received, 4, 5, auto=None)
 acts("prompts.gepa", "reflection_minibatch_size", received, 3, 4)
 acts("prompts.gepa", "candidate_selection_strategy", received, "pareto", "current_best")
-acts("prompts.gepa", "skip_perfect_score use_merge add_format_failure_as_feedback", received, True, False)
+acts("prompts.gepa", "skip_perfect_score use_merge", received, True, False)
 acts("prompts.gepa", "perfect_score", received, 1.0, 2.0)
 acts("prompts.gepa", "component_selector", received, "round_robin", "all")
 acts("prompts.gepa", "max_merge_invocations", received, 5, 6)

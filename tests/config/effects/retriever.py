@@ -42,9 +42,7 @@ def described(name: str, options: Options, folder: Path) -> object:
 
 def scored(name: str, options: Options, folder: Path) -> object:
     """Scores of a search."""
-    found = open_retriever(section(name, {"cache_dir": str(folder), **options}), CORPUS).search(
-        ["rivers of Tagus"], [3]
-    )
+    found = open_retriever(section(name, options), CORPUS).search(["rivers of Tagus"], [3])
     return [(document.id, document.score) for document in found[0]]
 
 
@@ -54,9 +52,6 @@ def cached(name: str, options: Options, folder: Path) -> object:
     if options["cache_dir"]:
         options = {**options, "cache_dir": str(own)}
     config = section(name, options)
-    if name == "bm25":
-        open_retriever(config, CORPUS).search(["river"], [1])
-        return own.exists()
     with (
         patch("mmrl.retrieval.select.cached_index") as index,
         patch("mmrl.retrieval.select.read_info"),
@@ -155,7 +150,7 @@ acts("retriever.dense", "faiss", described, "flat", "hnsw")
 acts("retriever.dense", "batch_size", opened, 32, 8)
 acts("retriever.dense", "device", opened, "cpu", "cuda")
 acts(LOCAL, "index", opened, None, "folder")
-acts(LOCAL, "cache_dir", cached, None, "MINE")
+acts("retriever.dense", "cache_dir", cached, None, "MINE")
 for key, one, other in (("timeout_s", 5.0, 0.05), ("retries", 0, 2), ("concurrency", 64, 1), ("cache_size", 10, 0)):
     acts("retriever.remote", key, sent, one, other)
 acts("retriever.remote", "url", sent, "http://one:1", "http://other:1")
