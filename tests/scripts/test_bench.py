@@ -77,7 +77,7 @@ def test_share_of_a_step() -> None:
         (update, ["repeats=1", "shape=is", "micro=8"], 3),
         (step, ["steps=1", "micro=4"], 2),
         pytest.param(
-            *(fleet, ["servers=1,2", "latency_ms=20"], 4),
+            *(fleet, ["servers=1,2", "latency_ms=20"], 5),
             marks=pytest.mark.skipif(find_spec("vllm_router") is None, reason="needs vllm-router"),
         ),
     ],
