@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -19,6 +19,8 @@ MOST_TOKENS = 2**17
 """New tokens of one completion, where neither the request nor the model says less."""
 MOST_STOPS, LONGEST_STOP = 16, 1000
 """Stop strings of a request, and characters of one."""
+MOST_CHOICES, MOST_TOOLS = 16, 256
+"""Choices of a reply (`n`), and tools of a request."""
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
 )
@@ -143,6 +145,119 @@ class ChatRequest(SamplingRequest):
         ]
 
 
+class CalledFunction(_Body):
+    """Function of a tool call: its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Body):
+    """Tool call in a message of the assistant."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def rendered(self) -> dict[str, Any]:
+        """Return it as chat templates and `ctx.call` have it, its arguments as an object."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError:
+            arguments = self.function.arguments
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+def _neutral_message(message: object) -> object:
+    """Leave out what clients copy from a reply into the next request and no prompt has."""
+    if not isinstance(message, Mapping):
+        return message
+    copied = ("refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning")
+    kept = {name: value for name, value in message.items() if value not in (None, []) and name not in copied}
+    return {"content": "", **kept}
+
+
+class ConversationMessage(Message):
+    """Message of a recorded chat request."""
+
+    tool_calls: list[ToolCall] = []
+
+    def rendered(self) -> dict[str, Any]:
+        """Convert for a chat template."""
+        message: dict[str, Any] = {"role": self.role.replace("developer", "system"), "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.rendered() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+class Function(_Body):
+    """Function that the model may call."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    """Tool of a request."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class JsonSchema(_Body):
+    """`response_format.json_schema`."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field({}, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """`response_format`: a reply that is no such JSON counts as one that does not parse."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class NamedFunction(_Body):
+    """Name of a function."""
+
+    name: str
+
+
+class NamedTool(_Body):
+    """`tool_choice` that names a function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class RecordedRequest(SamplingRequest):
+    """`POST /v1/chat/completions` of a rollout. Temperature, `top_p` and `seed` are taken, and the run's own hold."""
+
+    messages: list[Annotated[ConversationMessage, BeforeValidator(_neutral_message)]] = Field(min_length=1)
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    tools: list[Tool] = Field([], max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    response_format: ResponseFormat | None = None
+    logprobs: bool = False
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Convert messages for a chat template."""
+        return [message.rendered() for message in self.messages]
+
+    def functions(self) -> list[dict[str, Any]]:
+        """Convert tools for a chat template."""
+        return [tool.model_dump(exclude_defaults=True) | {"type": "function"} for tool in self.tools]
+
+
 class CompletionRequest(SamplingRequest):
     """`POST /v1/completions`."""
 
@@ -171,6 +286,8 @@ def parse_request(schema: type[BodyT], body: bytes) -> BodyT:
         raise Refused(400, "a text of the body has half a character (a lone surrogate)") from None
     # Clients send many fields at their default; refusing those would refuse most clients.
     for name, harmless in NEUTRAL.items():
+        if name in schema.model_fields:
+            continue
         value = fields.pop(name, None)
         if value is not None and value not in harmless:
             raise Refused(400, f"{name}: this server does not have it; leave it out", name, "unsupported_parameter")
