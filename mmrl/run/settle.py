@@ -90,7 +90,13 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
 def module_assignment(config: WeightRunConfig, modules: Sequence[str]) -> ModuleAssignment:
     """Describe which of a program's modules uses which weights in a training run."""
     answered = {module: endpoint.model for module, endpoint in (config.engine.endpoints or {}).items()}
-    return ModuleAssignment(model=config.model, algo=config.algo, modules=tuple(modules), answered=answered)
+    return ModuleAssignment(
+        model=config.model,
+        algo=config.algo,
+        modules=tuple(modules),
+        answered=answered,
+        unlearning=getattr(config.task, "frozen", ()),
+    )
 
 
 def _require_gpus(profile: str, training: int, serving: int) -> None:

@@ -209,6 +209,8 @@ async def _until_ready(running: Running, request: HttpRequest) -> None:
     while not (await asyncio.wait([running.task], timeout=LOOKS_S))[0]:
         if await request.is_disconnected():
             raise Refused(GONE, "the client has gone")
+    if running.task.cancelled():
+        raise Refused(GONE, "the rollout has ended, or another client left this call")
     running.task.result()
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from mmrl.config.base import Temperature
+from mmrl.records import EMPTY
 
 LARGEST_REQUEST = 4 * 2**20
 """Bytes of a request's body."""
@@ -264,14 +265,29 @@ class CompletionRequest(SamplingRequest):
     prompt: str | list[int] | list[str]
 
 
-BodyT = TypeVar("BodyT", bound=SamplingRequest)
+BodyT = TypeVar("BodyT", bound=BaseModel)
 
 
 def parse_request(schema: type[BodyT], body: bytes) -> BodyT:
-    """Parse and check a request.
+    """Parse and check a request of OpenAI's.
 
     Raises:
         Refused: it is none, or asks for what cannot be had.
+    """
+    return parse_fields(schema, body, WITHOUT_EFFECT, NEUTRAL)
+
+
+def parse_fields(
+    schema: type[BodyT], body: bytes, ignored: Sequence[str], neutral: Mapping[str, Sequence[object]] = EMPTY
+) -> BodyT:
+    """Parse and check a body.
+
+    Args:
+        ignored: fields that no completion depends on.
+        neutral: fields that cannot be had where the schema has none -> values with which they change nothing.
+
+    Raises:
+        Refused: see `parse_request`.
     """
     try:
         fields = json.loads(body)
@@ -285,14 +301,14 @@ def parse_request(schema: type[BodyT], body: bytes) -> BodyT:
         # No tokenizer takes it, and no reply could quote it.
         raise Refused(400, "a text of the body has half a character (a lone surrogate)") from None
     # Clients send many fields at their default; refusing those would refuse most clients.
-    for name, harmless in NEUTRAL.items():
+    for name, harmless in neutral.items():
         if name in schema.model_fields:
             continue
         value = fields.pop(name, None)
         if value is not None and value not in harmless:
             raise Refused(400, f"{name}: this server does not have it; leave it out", name, "unsupported_parameter")
     # null stands for a field that is left out
-    values = {name: value for name, value in fields.items() if value is not None and name not in WITHOUT_EFFECT}
+    values = {name: value for name, value in fields.items() if value is not None and name not in ignored}
     try:
         return schema.model_validate(values)
     except ValidationError as error:
