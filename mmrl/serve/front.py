@@ -88,7 +88,7 @@ class Backend(ABC):
     models: Collection[str]
     """Names that requests may give."""
     final: bool = False
-    """True where a client must not repeat what was refused."""
+    """True for a rollout: what failed has ended it, so that a client must not repeat its request."""
 
     @abstractmethod
     def refuse_crowd(self) -> None:
@@ -185,7 +185,7 @@ async def _respond(dialect: Dialect, find: Find, request: HttpRequest) -> Respon
                 running.release()
     # Whatever goes wrong must reach the client as a status, and the server must go on.
     except Exception as error:
-        status, refusal = failed(error)
+        status, refusal = failed(error, recorded=final)
         headers = {"Retry-After": "1"} if status == 429 else {}
         if final:
             headers["x-should-retry"] = "false"
@@ -239,8 +239,12 @@ def _stream_response(events: AsyncIterator[str], release: Callable[[], None]) ->
     return Stream(events, media_type="text/event-stream")
 
 
-def failed(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return status and OpenAI error object of a refusal, or of an engine's exception."""
+def failed(error: Exception, *, recorded: bool = False) -> tuple[int, dict[str, Any]]:
+    """Return status and OpenAI error object of a refusal, or of an engine's exception.
+
+    Args:
+        recorded: the failure of a rollout, which says so itself.
+    """
     if isinstance(error, Refused):
         return error.status, error.body()
     if isinstance(error, BodyRefused):
@@ -250,7 +254,8 @@ def failed(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, RequestFailure):
         return 400, error_object(400, str(error))
     if isinstance(error, RolloutError):
-        log.warning("request failed: %s", error)
+        if not recorded:
+            log.warning("request failed: %s", error)
         return 500, error_object(500, str(error))
     # The message may quote paths or code of this machine: the client gets the type alone, the log the rest.
     log.error("request failed", exc_info=error)

@@ -56,6 +56,8 @@ class Recorder:
         """Requests that were answered by a rule."""
         self._ctx, self._config = ctx, config
         self._history: list[_Made] = []
+        self._contexts: Counter[tuple[int, ...]] = Counter()
+        """Replies by the ids up to their end."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._away = False
@@ -120,7 +122,8 @@ class Recorder:
         if isinstance(module, CallRule):
             self.counts[module.pattern] += 1
             text = module.reply or ""
-            return Recorded(id=_name(len(self.counts), text), answers=[Answer(text=text, finish="stop")], tokens=(0, 0))
+            name = reply_id((), self.counts.total())
+            return Recorded(id=name, answers=[Answer(text=text, finish="stop")], tokens=(0, 0))
         self.made += parsed.n
         if self.made > self._config.max_calls:
             raise LimitFailure(f"the agent made more than task.max_calls={self._config.max_calls} calls")
@@ -140,12 +143,16 @@ class Recorder:
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
-            answer = self._answer(parsed, reply)
+            # Two calls may have the same tokens; the second is another reply all the same.
+            self._contexts[reply.context] += 1
+            name = reply_id(reply.context, self._contexts[reply.context])
+            answer = self._answer(parsed, reply, name)
             self._history.append(_Made(module, key, [*messages, _as_sent_back(answer)], reply))
-            made.append(reply)
+            made.append((name, reply))
             answers.append(answer)
-        tokens = len(made[0].context) - made[0].tokens, sum(reply.tokens for reply in made)
-        return Recorded(id=reply_id(made[0].context), answers=answers, tokens=tokens)
+        name, first = made[0]
+        tokens = len(first.context) - first.tokens, sum(reply.tokens for _, reply in made)
+        return Recorded(id=name, answers=answers, tokens=tokens)
 
     def _module(self, model: str, header: str | None, messages: Sequence[Message]) -> str | CallRule:
         """Return the module of a request, or the rule that answers it."""
@@ -213,14 +220,14 @@ class Recorder:
         except TemplateError as error:
             raise Refused(400, f"messages: the model's chat template refuses them: {error}", "messages") from None
 
-    def _answer(self, parsed: RecordedRequest, reply: Reply) -> Answer:
+    def _answer(self, parsed: RecordedRequest, reply: Reply, name: str) -> Answer:
         message: Mapping[str, Any] = reply.parsed if isinstance(reply.parsed, Mapping) else {"content": reply.text}
         text = message["content"]
         # The engine stops at the token in which a stop string ends; OpenAI's text ends before the string.
         ends = [start for stop in parsed.stops if (start := text.find(stop)) >= 0]
         calls = [
             {
-                "id": f"call_{reply_id(reply.context)}_{number}",
+                "id": f"call_{name}_{number}",
                 "type": "function",
                 "function": {
                     "name": call["function"]["name"],
@@ -243,13 +250,14 @@ class Recorder:
         )
 
 
-def reply_id(context: Sequence[int]) -> str:
-    """Return the name of the reply that ends a context: the same when an agent is played again."""
-    return hashlib.sha256(",".join(map(str, context)).encode()).hexdigest()[:24]
+def reply_id(context: Sequence[int], number: int) -> str:
+    """Return the name of a reply: the same when an agent is played again.
 
-
-def _name(number: int, text: str) -> str:
-    return hashlib.sha256(f"{number} {text}".encode()).hexdigest()[:24]
+    Args:
+        context: ids up to its end.
+        number: of the replies of the rollout that end this context, counted from 1.
+    """
+    return hashlib.sha256(",".join(map(str, (number, *context))).encode()).hexdigest()[:24]
 
 
 def fatal(failure: RolloutError | None) -> bool:

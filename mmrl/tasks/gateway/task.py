@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,9 +190,14 @@ def _turn_rewards(rewards: object, path: Sequence[Call], reward: float) -> tuple
     """Return the outcome with the reward of the last call in it, and those of the others by call id."""
     if not isinstance(rewards, Mapping):
         raise RewardFailure(f"rewards: got {rewards!r:.100}, expected an object: id of a reply -> number")
-    calls = {f"chatcmpl-{reply_id(call.prompt_ids + (call.sampled_ids or call.completion_ids))}": call for call in path}
-    # Anthropic's dialect names the same reply otherwise.
-    calls |= {name.replace("chatcmpl-", "msg_"): call for name, call in calls.items()}
+    contexts: Counter[tuple[int, ...]] = Counter()
+    calls: dict[object, Call] = {}
+    for call in path:
+        context = call.prompt_ids + (call.sampled_ids or call.completion_ids)
+        contexts[context] += 1
+        name = reply_id(context, contexts[context])
+        # as either dialect names it
+        calls |= {f"chatcmpl-{name}": call, f"msg_{name}": call}
     if strange := [name for name in rewards if name not in calls]:
         raise RewardFailure(f"rewards: got {strange[0]!r:.60}, which is the id of no reply of this rollout")
     turns: dict[str, float] = {}
