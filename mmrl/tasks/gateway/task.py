@@ -133,6 +133,8 @@ class AgentTask(RecordTask):
             problems.append("task.inputs: missing; expected the fields of a record that the agent gets")
         if config.client_env and config.command is None:
             problems.append("task.client_env: has no effect without task.command; leave it out")
+        if config.prompts is not None:
+            problems.append("task.prompts: has no effect with an agent, whose prompts are its own code")
         named = {f"task.rules.{number}.module": rule.module for number, rule in enumerate(config.rules)}
         named |= {"task.frozen": next((name for name in config.frozen if name not in config.modules), None)}
         problems += [
@@ -141,7 +143,8 @@ class AgentTask(RecordTask):
         play: Any = _result
         metric: Any = _result
         with gathered(problems):
-            play = _command(config) if config.agent is None else _function(config.agent)
+            play = _function(config.agent) if config.agent is not None else play
+            play = _command(config.command, config.client_env) if config.command is not None else play
         with gathered(problems):
             metric = _result if config.metric is None else imported("task.metric", config.metric)
         if problems:
@@ -226,18 +229,18 @@ def _function(path: str) -> Callable[[_Play], Awaitable[object]]:
     return play
 
 
-def _command(config: AnyAgentConfig) -> Callable[[_Play], Awaitable[object]]:
+def _command(line: str, client_env: bool) -> Callable[[_Play], Awaitable[object]]:
     try:
-        words = shlex.split(str(config.command))
+        words = shlex.split(line)
     except ValueError as error:
-        raise ConfigError(f"task.command: got '{config.command}', which is no command line: {error}") from None
+        raise ConfigError(f"task.command: got '{line}', which is no command line: {error}") from None
     if not words or shutil.which(words[0]) is None:
-        raise ConfigError(f"task.command: got '{config.command}', and there is no program '{(words or [''])[0]}'")
+        raise ConfigError(f"task.command: got '{line}', and there is no program '{(words or [''])[0]}'")
 
     async def play(at: _Play) -> object:
         env = {name: value for name, value in os.environ.items() if not name.startswith(CLIENTS)}
         env |= {"MMRL_BASE_URL": at.url, "MMRL_API_KEY": at.key, "MMRL_RESULT_KEY": at.credential}
-        if config.client_env:
+        if client_env:
             env |= {"OPENAI_BASE_URL": at.url, "OPENAI_API_KEY": at.key}
             env |= {"ANTHROPIC_BASE_URL": at.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": at.key}
         command = [word.replace("{base_url}", at.url) for word in words]
