@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -31,26 +32,32 @@ def words(folder, run, *more):
 
 
 def test_a_killed_run_of_an_agent_continues_to_the_same_numbers(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(TOP)
-    assert main(words(tmp_path, tmp_path / "whole")) == 0
-    killed = tmp_path / "killed"
-    started = [sys.executable, "-m", "mmrl", *words(tmp_path, killed)]
-    process = subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=TOP)
-    while process.poll() is None and not list((killed / "journal").glob("*2.jsonl.gz")):
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    # The same path from where each runs, since a checkpoint has it.
+    monkeypatch.chdir(tmp_path / "whole")
+    assert main(words(tmp_path, "run")) == 0
+    monkeypatch.chdir(tmp_path / "killed")
+    started = [sys.executable, "-m", "mmrl", *words(tmp_path, "run")]
+    env = {**os.environ, "PYTHONPATH": str(TOP)}
+    process = subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
+    while process.poll() is None and not list(Path("run/journal").glob("*2.jsonl.gz")):
         time.sleep(0.01)
     assert process.poll() is None, "it was killed before its end"
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert main(["train", f"resume={killed}"]) == 0
-    assert [line for line in differences(tmp_path / "whole", killed) if "config.yaml" not in line] == []
+    assert main(["train", "resume=run"]) == 0
+    assert differences(tmp_path / "whole" / "run", tmp_path / "killed" / "run") == []
     capsys.readouterr()
-    assert main(["credit", f"run={killed}"]) == 0
+    assert main(["credit", "run=run"]) == 0
     assert "3 of 3 steps: the credit derived again equals what was trained on" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("algo", ["mhgpo_rr", "ccpo", "tree_grpo"])
 def test_algorithms_that_play_an_agent_again_refuse_one_that_differs_each_time(algo, tmp_path, capsys):
-    typed = [word for word in words(tmp_path, tmp_path / "run", "task.deterministic=false") if not word.startswith("algo")]
+    typed = [
+        word for word in words(tmp_path, tmp_path / "run", "task.deterministic=false") if not word.startswith("algo")
+    ]
     assert main([*typed, f"algo={algo}"]) == 2
     assert f"task.deterministic: got false, and algo={algo} plays an agent again" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
