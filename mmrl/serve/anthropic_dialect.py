@@ -16,38 +16,34 @@ STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 WITHOUT_EFFECT = ("metadata", "service_tier")
 
 
-def _blocks(content: object) -> object:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+"""Parts of messages that can be read; thoughts of a reply that is sent back are in its context already."""
+
+Block = dict[str, Any]
+
+
+def _read_blocks(content: object) -> list[Block]:
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise ValueError("expected text or a list of blocks")
+    for block in blocks:
+        if block.get("type") not in BLOCKS:
+            raise ValueError(f"got a block of type {block.get('type')!r:.40}, and this model reads text alone")
+        if block["type"] == "tool_result":
+            block["content"] = _read_blocks(block.get("content") or [])
+    return blocks
+
+
+Blocks = Annotated[list[Block], BeforeValidator(_read_blocks)]
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class _Block(_Body):
-    """Part of a message; `cache_control` changes no completion."""
-
-    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
-    text: str = ""
-    id: str = ""
-    name: str = ""
-    input: dict[str, Any] = {}
-    tool_use_id: str = ""
-    content: Annotated[list[_Block], BeforeValidator(_blocks)] = []
-    is_error: bool = False
-    thinking: str = ""
-    signature: str = ""
-    data: str = ""
-    cache_control: dict[str, Any] | None = None
-    citations: None = None
-
-
-_Blocks = Annotated[list[_Block], BeforeValidator(_blocks)]
-
-
 class _Message(_Body):
     role: Literal["user", "assistant", "system"]
-    content: _Blocks
+    content: Blocks
 
 
 class _Tool(_Body):
@@ -64,17 +60,13 @@ class _Choice(_Body):
     disable_parallel_tool_use: bool = False
 
 
-class _Thinking(_Body):
-    type: Literal["disabled"]
-
-
 class MessagesRequest(_Body):
     """`POST /v1/messages`."""
 
     model: str
     messages: list[_Message] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
-    system: _Blocks = []
+    system: Blocks = []
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -82,7 +74,7 @@ class MessagesRequest(_Body):
     stream: bool = False
     tools: list[_Tool] = []
     tool_choice: _Choice | None = None
-    thinking: _Thinking | None = None
+    thinking: dict[Literal["type"], Literal["disabled"]] | None = None
 
     def as_openai(self) -> dict[str, Any]:
         """Return the same request in OpenAI's dialect."""
@@ -123,13 +115,13 @@ class Messages(Dialect):
 
     def reply(self, running: Running) -> dict[str, Any]:
         """See `Dialect.reply`."""
-        answer = running.answers()[0]
+        answer = running.finished.answers[0]
         blocks = [{**block, **filled} for block, filled, _ in _contents(answer)]
         return {**_head(running), "content": blocks, **_stopped(answer), "usage": _usage(running)}
 
     async def events(self, running: Running) -> AsyncIterator[str]:
         """See `Dialect.events`."""
-        answer = running.answers()[0]
+        answer = running.finished.answers[0]
         begun = {**_head(running), "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(running)}
         yield _event("message_start", message=begun)
         for index, (block, _, delta) in enumerate(_contents(answer)):
@@ -163,30 +155,25 @@ def _contents(answer: Answer) -> list[tuple[dict[str, Any], dict[str, Any], dict
 def _converted(message: _Message) -> list[dict[str, Any]]:
     """Return a message in OpenAI's dialect, where each result of a tool is a message of its own."""
     results = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(block["content"])}
         for block in message.content
-        if block.type == "tool_result"
+        if block["type"] == "tool_result"
     ]
-    calls = [
-        {
-            "id": block.id,
-            "type": "function",
-            "function": {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)},
-        }
-        for block in message.content
-        if block.type == "tool_use"
-    ]
+    calls = []
+    for block in (block for block in message.content if block["type"] == "tool_use"):
+        function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}), ensure_ascii=False)}
+        calls.append({"id": block.get("id"), "type": "function", "function": function})
     text = _text(message.content)
     said: dict[str, Any] = {"role": message.role, "content": text} | ({"tool_calls": calls} if calls else {})
     return [*results, *([said] if text or calls or not results else [])]
 
 
-def _text(blocks: Sequence[_Block]) -> str:
-    return "".join(block.text for block in blocks if block.type == "text")
+def _text(blocks: Sequence[Block]) -> str:
+    return "".join(str(block.get("text", "")) for block in blocks if block["type"] == "text")
 
 
 def _head(running: Running) -> dict[str, Any]:
-    return {"id": f"msg_{running.id}", "type": "message", "role": "assistant", "model": running.parsed.model}
+    return {"id": f"msg_{running.finished.id}", "type": "message", "role": "assistant", "model": running.parsed.model}
 
 
 def _stopped(answer: Answer) -> dict[str, Any]:
@@ -194,7 +181,7 @@ def _stopped(answer: Answer) -> dict[str, Any]:
 
 
 def _usage(running: Running) -> dict[str, int]:
-    prompt, new = running.tokens
+    prompt, new = running.finished.tokens
     return {"input_tokens": prompt, "output_tokens": new}
 
 

@@ -44,42 +44,43 @@ class Answer:
     """Text and log-probability of each token."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Complete reply."""
+
+    id: str
+    answers: Sequence[Answer]
+    tokens: tuple[int, int]
+    """Of prompt and completion."""
+
+
 @dataclass(kw_only=True)
-class Running(ABC):
+class Running:
     """Reply under way."""
 
     parsed: SamplingRequest
-    task: asyncio.Future[Any]
-    """Done when the reply is, or has failed."""
-    created: int
+    task: asyncio.Future[Finished]
+    released: Callable[[bool], None] = lambda sent: None
+    """Called when the request has ended; true where the client's connection took the whole reply."""
+    created: int = 0
     """Seconds since 1970."""
-    live: bool = False
-    """True where text can be sent before the reply is complete."""
+    id: str = ""
+    """Set where text can be sent before the reply is complete."""
     sent: bool = field(default=False, init=False)
-    """True once the whole reply was handed to the client's connection."""
 
     @property
-    @abstractmethod
-    def id(self) -> str:
-        """Name of the reply; known when it is complete, or from the start where it is `live`."""
-
-    @property
-    @abstractmethod
-    def tokens(self) -> tuple[int, int]:
-        """Tokens of prompt and completion, once complete."""
-
-    @abstractmethod
-    def answers(self) -> Sequence[Answer]:
-        """Return the choices, once complete."""
+    def finished(self) -> Finished:
+        """The reply, once complete; raises what it failed with."""
+        return self.task.result()
 
     async def pieces(self) -> AsyncIterator[str]:
-        """Yield the text of a live reply as it comes."""
+        """Yield the text of a reply that has an id from the start, as it comes."""
         return
         yield
 
-    @abstractmethod
     def release(self) -> None:
         """Note that the request has ended, however it ended."""
+        self.released(self.sent)
 
 
 class Backend(ABC):
@@ -198,7 +199,7 @@ async def _until_ready(running: Running, request: HttpRequest) -> None:
     Raises:
         Refused: nobody is there to read the reply.
     """
-    if running.parsed.stream and running.live:
+    if running.parsed.stream and running.id:
         # What is refused at once (a prompt that is too long) comes before the status. After one turn of the loop the
         # task has passed the engine's checks.
         await asyncio.sleep(0)

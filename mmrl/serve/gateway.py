@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import secrets
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mmrl.serve.anthropic_dialect import Messages
-from mmrl.serve.front import Answer, Backend, Running, add_dialects, failed
+from mmrl.serve.front import Backend, Finished, Running, add_dialects, failed
 from mmrl.serve.openai_dialect import ChatCompletions
 from mmrl.serve.protocol import LARGEST_REQUEST, RecordedRequest, Refused, SamplingRequest
 from mmrl.system.http_server import read_body
@@ -35,17 +37,7 @@ MODULE_HEADER = "x-mmrl-module"
 ENDED = "there is no rollout of this key, or it has ended"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """Reply of a rollout."""
-
-    id: str
-    answers: Sequence[Answer]
-    tokens: tuple[int, int]
-    """Of prompt and completion."""
-
-
-Chat = Callable[[RecordedRequest, str | None], Coroutine[Any, Any, Recorded]]
+Chat = Callable[[RecordedRequest, str | None], Coroutine[Any, Any, Finished]]
 """Makes the call of a request, whose header may name the module; runs in the rollout's event loop."""
 Post = Callable[[object], None]
 """Takes the result that an agent posts."""
@@ -85,9 +77,9 @@ class Session(Backend):
             call = self._calls[key] = _Call(self.run(self._chat(parsed, module)))
         self._open += 1
         call.clients += 1
-        return _Exchange(parsed, call, self._left)
+        return Running(parsed=parsed, task=call.task, released=partial(self._left, call))
 
-    def run(self, work: Coroutine[Any, Any, Recorded]) -> asyncio.Future[Recorded]:
+    def run(self, work: Coroutine[Any, Any, Finished]) -> asyncio.Future[Finished]:
         """Start work in the rollout's event loop."""
         try:
             return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
@@ -112,41 +104,10 @@ class Session(Backend):
 class _Call:
     """Call of a rollout, for one client or for its retries."""
 
-    task: asyncio.Future[Recorded]
+    task: asyncio.Future[Finished]
     clients: int = 0
     lost: bool = False
     """The last client went before it had the whole reply."""
-
-
-class _Exchange(Running):
-    """A client's wait for a call."""
-
-    def __init__(self, parsed: SamplingRequest, call: _Call, left: Callable[[_Call, bool], None]):
-        super().__init__(parsed=parsed, task=call.task, created=0)
-        self._call, self._left = call, left
-
-    @property
-    def _reply(self) -> Recorded:
-        reply: Recorded = self.task.result()
-        return reply
-
-    @property
-    def id(self) -> str:
-        """See `Running.id`."""
-        return self._reply.id
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """See `Running.tokens`."""
-        return self._reply.tokens
-
-    def answers(self) -> Sequence[Answer]:
-        """See `Running.answers`."""
-        return self._reply.answers
-
-    def release(self) -> None:
-        """See `Running.release`."""
-        self._left(self._call, self.sent)
 
 
 class Gateway:
@@ -208,8 +169,6 @@ def json_value(text: bytes) -> object:
     Raises:
         Refused: it is no JSON.
     """
-    import json
-
     try:
         value: object = json.loads(text)
         return value

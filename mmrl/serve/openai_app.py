@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from mmrl import rng
-from mmrl.engines.base import Completion, Engine, Request, Sampling
+from mmrl.engines.base import Engine, Request, Sampling
 from mmrl.errors import LengthFailure
 from mmrl.models.chat import decode_text, render_prompt
-from mmrl.serve.front import Answer, Backend, Running, add_dialects
+from mmrl.serve.front import Answer, Backend, Finished, Running, add_dialects
 from mmrl.serve.openai_dialect import ChatCompletions, Completions
 from mmrl.serve.protocol import ChatRequest, CompletionRequest, Refused, SamplingRequest, error_object
 from mmrl.system.http_server import require_token
@@ -168,9 +168,7 @@ class _Running(Running):
     ):
         self._tokenizer, self._ended = served.tokenizer, ended
         self._stops = generation.sampling.stop
-        self._prompt_tokens = len(generation.prompt_ids)
         self._new: asyncio.Queue[int | None] = asyncio.Queue()
-        self._id = secrets.token_hex(12)
         loop = asyncio.get_running_loop()
         if parsed.stream:
             # from the decoder's thread
@@ -180,28 +178,20 @@ class _Running(Running):
 
             # Only for streams: otherwise each token would wake the event loop in vain.
             generation = replace(generation, on_token=on_token)
-        task: asyncio.Task[Completion] = loop.create_task(served.engine.generate(generation))
+        task = loop.create_task(self._generated(served.engine, generation))
         # Also where it fails or is cancelled: `pieces` must not wait for a token that never comes.
         task.add_done_callback(lambda task: self._new.put_nowait(None))
-        super().__init__(parsed=parsed, task=task, created=int(time.time()), live=True)
+        super().__init__(parsed=parsed, task=task, created=int(time.time()), id=secrets.token_hex(12))
 
-    @property
-    def id(self) -> str:
-        """See `Running.id`."""
-        return self._id
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """See `Running.tokens`."""
-        return self._prompt_tokens, len(self.task.result().ids)
-
-    def answers(self) -> Sequence[Answer]:
+    async def _generated(self, engine: Engine, generation: Request) -> Finished:
         """Return the one choice: its text up to the first stop string."""
-        completion: Completion = self.task.result()
+        completion = await engine.generate(generation)
         text = decode_text(self._tokenizer, completion.ids)
         # The engine stops at the token in which a stop string ends; OpenAI's text ends before the string.
         ends = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        return [Answer(text=text[: min(ends)] if ends else text, finish=_finish(completion))]
+        finish = "length" if completion.finish == "length" else "stop"
+        answer = Answer(text=text[: min(ends)] if ends else text, finish=finish)
+        return Finished(id=self.id, answers=[answer], tokens=(len(generation.prompt_ids), len(completion.ids)))
 
     def release(self) -> None:
         """See `Running.release`."""
@@ -230,10 +220,6 @@ class _Running(Running):
             if ends:
                 break
         await asyncio.wait([self.task])
-        final = self.answers()[0].text
+        final = self.finished.answers[0].text
         if final[:sent] == text[:sent] and len(final) > sent:
             yield final[sent:]
-
-
-def _finish(completion: Completion) -> str:
-    return "length" if completion.finish == "length" else "stop"

@@ -32,7 +32,7 @@ class Completions(Dialect):
         """See `Dialect.reply`."""
         choices = [
             {"index": index, **self.content(answer), "finish_reason": answer.finish}
-            for index, answer in enumerate(running.answers())
+            for index, answer in enumerate(running.finished.answers)
         ]
         return {**self._head(running, self.kind), "choices": choices, "usage": _usage(running)}
 
@@ -48,8 +48,8 @@ class Completions(Dialect):
                 yield event(0, self.delta(role="assistant", content=""))
             async for text in running.pieces():
                 yield event(0, self.delta(text))
-            for index, answer in enumerate(running.answers()):
-                if answer.text and not running.live:
+            for index, answer in enumerate(running.finished.answers):
+                if answer.text and not running.id:
                     yield event(index, self.delta(answer.text))
                 if answer.tool_calls:
                     calls = [{"index": number, **call} for number, call in enumerate(answer.tool_calls)]
@@ -63,7 +63,7 @@ class Completions(Dialect):
         yield "data: [DONE]\n\n"
 
     def _head(self, running: Running, kind: str) -> dict[str, Any]:
-        name = f"{self.prefix}-{running.id}"
+        name = f"{self.prefix}-{running.id or running.finished.id}"
         return {"id": name, "object": kind, "created": running.created, "model": running.parsed.model}
 
 
@@ -101,7 +101,7 @@ class ChatCompletions(Completions):
 
 
 def _usage(running: Running) -> dict[str, int]:
-    prompt, new = running.tokens
+    prompt, new = running.finished.tokens
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from mmrl.config.base import Temperature
 from mmrl.records import EMPTY
@@ -146,27 +147,15 @@ class ChatRequest(SamplingRequest):
         ]
 
 
-class CalledFunction(_Body):
-    """Function of a tool call: its arguments as JSON text."""
+def _names_function(value: dict[str, Any]) -> dict[str, Any]:
+    function = value.get("function")
+    if value.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("expected {type: function, function: {name: …}}")
+    return value
 
-    name: str
-    arguments: str
 
-
-class ToolCall(_Body):
-    """Tool call in a message of the assistant."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    def rendered(self) -> dict[str, Any]:
-        """Return it as chat templates and `ctx.call` have it, its arguments as an object."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except ValueError:
-            arguments = self.function.arguments
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+OfFunction = Annotated[dict[str, Any], AfterValidator(_names_function)]
+"""A tool, a call of one or the choice of one: `{"type": "function", "function": {"name": …}}`."""
 
 
 def _neutral_message(message: object) -> object:
@@ -181,13 +170,13 @@ def _neutral_message(message: object) -> object:
 class ConversationMessage(Message):
     """Message of a recorded chat request."""
 
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[OfFunction] = []
 
     def rendered(self) -> dict[str, Any]:
         """Convert for a chat template."""
         message: dict[str, Any] = {"role": self.role.replace("developer", "system"), "content": self.content}
         if self.tool_calls:
-            message["tool_calls"] = [call.rendered() for call in self.tool_calls]
+            message["tool_calls"] = [_with_arguments(call) for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.name is not None:
@@ -195,49 +184,26 @@ class ConversationMessage(Message):
         return message
 
 
-class Function(_Body):
-    """Function that the model may call."""
-
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(_Body):
-    """Tool of a request."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class JsonSchema(_Body):
-    """`response_format.json_schema`."""
-
-    name: str = ""
-    description: str | None = None
-    schema_: dict[str, Any] = Field({}, alias="schema")
-    strict: bool | None = None
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call as chat templates and `ctx.call` have it, its arguments as an object."""
+    name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
+    with suppress(ValueError, TypeError):  # what is no JSON stays as it is
+        arguments = json.loads(arguments)
+    return {"id": call.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class ResponseFormat(_Body):
     """`response_format`: a reply that is no such JSON counts as one that does not parse."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: dict[str, Any] = {}
 
-
-class NamedFunction(_Body):
-    """Name of a function."""
-
-    name: str
-
-
-class NamedTool(_Body):
-    """`tool_choice` that names a function."""
-
-    type: Literal["function"]
-    function: NamedFunction
+    @property
+    def required(self) -> Sequence[str]:
+        """Fields that the object must have."""
+        schema = self.json_schema.get("schema")
+        names = schema.get("required") if isinstance(schema, dict) else None
+        return [str(name) for name in names] if isinstance(names, list) else []
 
 
 class RecordedRequest(SamplingRequest):
@@ -245,8 +211,8 @@ class RecordedRequest(SamplingRequest):
 
     messages: list[Annotated[ConversationMessage, BeforeValidator(_neutral_message)]] = Field(min_length=1)
     n: int = Field(1, ge=1, le=MOST_CHOICES)
-    tools: list[Tool] = Field([], max_length=MOST_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tools: list[OfFunction] = Field([], max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | OfFunction = "auto"
     response_format: ResponseFormat | None = None
     logprobs: bool = False
 
@@ -256,7 +222,8 @@ class RecordedRequest(SamplingRequest):
 
     def functions(self) -> list[dict[str, Any]]:
         """Convert tools for a chat template."""
-        return [tool.model_dump(exclude_defaults=True) | {"type": "function"} for tool in self.tools]
+        named = [{key: value for key, value in tool["function"].items() if value is not None} for tool in self.tools]
+        return [{"type": "function", "function": function} for function in named]
 
 
 class CompletionRequest(SamplingRequest):

@@ -18,9 +18,9 @@ from typing import Any
 
 from mmrl.config.tasks import AnyAgentConfig, CallRule
 from mmrl.errors import LengthFailure, LimitFailure, ParseFailure, RolloutError
-from mmrl.serve.front import Answer
-from mmrl.serve.gateway import ENDED, Recorded
-from mmrl.serve.protocol import NamedTool, RecordedRequest, Refused
+from mmrl.serve.front import Answer, Finished
+from mmrl.serve.gateway import ENDED
+from mmrl.serve.protocol import RecordedRequest, Refused
 from mmrl.tasks.base import Context, Message, Reply
 
 log = logging.getLogger("mmrl.gateway")
@@ -65,7 +65,7 @@ class Recorder:
         self._timer: asyncio.TimerHandle | None = None
         self._watch()
 
-    async def chat(self, parsed: RecordedRequest, header: str | None) -> Recorded:
+    async def chat(self, parsed: RecordedRequest, header: str | None) -> Finished:
         """Answer a request.
 
         Raises:
@@ -116,14 +116,14 @@ class Recorder:
 
     # -- a request
 
-    async def _answered(self, parsed: RecordedRequest, header: str | None) -> Recorded:
+    async def _answered(self, parsed: RecordedRequest, header: str | None) -> Finished:
         messages = parsed.conversation()
         module = self._module(parsed.model, header, messages)
         if isinstance(module, CallRule):
             self.counts[module.pattern] += 1
             text = module.reply or ""
             name = reply_id((), self.counts.total())
-            return Recorded(id=name, answers=[Answer(text=text, finish="stop")], tokens=(0, 0))
+            return Finished(id=name, answers=[Answer(text=text, finish="stop")], tokens=(0, 0))
         self.made += parsed.n
         if self.made > self._config.max_calls:
             raise LimitFailure(f"the agent made more than task.max_calls={self._config.max_calls} calls")
@@ -152,7 +152,7 @@ class Recorder:
             answers.append(answer)
         name, first = made[0]
         tokens = len(first.context) - first.tokens, sum(reply.tokens for _, reply in made)
-        return Recorded(id=name, answers=answers, tokens=tokens)
+        return Finished(id=name, answers=answers, tokens=tokens)
 
     def _module(self, model: str, header: str | None, messages: Sequence[Message]) -> str | CallRule:
         """Return the module of a request, or the rule that answers it."""
@@ -288,14 +288,14 @@ def _checked(parsed: RecordedRequest, value: Any) -> Any:
     choice = parsed.tool_choice
     if choice == "none" and calls:
         raise ParseFailure("tool_choice is none, and the reply calls a tool")
-    wanted = choice.function.name if isinstance(choice, NamedTool) else None
+    wanted = None if isinstance(choice, str) else choice["function"]["name"]
     if parsed.tools and not calls and (wanted is not None or choice == "required"):
         raise ParseFailure("tool_choice asks for a tool call, and the reply has none")
     if wanted is not None and any(call["function"]["name"] != wanted for call in calls):
         raise ParseFailure(f"tool_choice asks for {wanted}, and the reply calls something else")
     form = parsed.response_format
     if form is not None and form.type != "text" and not calls:
-        required = form.json_schema.schema_.get("required", ()) if form.json_schema is not None else ()
+        required = form.required
         try:
             read = json.loads(message["content"])
         except (ValueError, RecursionError):
