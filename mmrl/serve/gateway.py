@@ -144,7 +144,9 @@ class Gateway:
         listening.bind(("127.0.0.1", 0))
         listening.listen(1024)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, lifespan="off"))
+        # An agent may work for long between two calls; uvicorn would close its connection after five seconds.
+        config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_keep_alive=3600)
+        server = uvicorn.Server(config)
         self._serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listening]))
 
     def _find(self, request: HttpRequest) -> Session:

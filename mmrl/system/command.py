@@ -7,9 +7,10 @@ import selectors
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from mmrl.system.child_process import end_with_parent
@@ -42,21 +43,31 @@ async def run_command(words: Sequence[str], text: str, env: Mapping[str, str], m
         CommandError: it cannot be started, its exit code is not 0, or it wrote more than `LARGEST_OUTPUT`.
     """
     running: list[subprocess.Popen[bytes]] = []
+    ended = threading.Event()
+
+    def run() -> bytes:
+        process = _started(words, text, env)
+        running.append(process)
+        if ended.is_set():  # cancelled while it started
+            _end(process, mark)
+        return _output(process)
+
     try:
-        return await in_thread(_run, words, text, env, running)
+        return await in_thread(run)
     finally:
+        ended.set()
         for process in running:
             # In a thread, since it reads the environment of every process.
             await in_thread(_end, process, mark)
 
 
-def _run(words: Sequence[str], text: str, env: Mapping[str, str], running: list[subprocess.Popen[bytes]]) -> bytes:
+def _started(words: Sequence[str], text: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with tempfile.TemporaryFile() as stdin:
         # A file and no pipe: a command that does not read its input holds nobody up.
         stdin.write(text.encode())
         stdin.seek(0)
         try:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 words,
                 env=dict(env),
                 stdin=stdin,
@@ -67,20 +78,17 @@ def _run(words: Sequence[str], text: str, env: Mapping[str, str], running: list[
             )
         except OSError as error:
             raise CommandError(f"cannot start {words[0]}: {error.strerror or error}") from None
-    running.append(process)
-    output, errors = _outputs(process)
-    if process.returncode:
-        raise CommandError(f"exit code {process.returncode}: {errors.decode(errors='replace').strip()}")
-    return output
 
 
-def _outputs(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+def _output(process: subprocess.Popen[bytes]) -> bytes:
     """Read until the process ends, or both pipes do: what it started may hold them open."""
     output, errors = bytearray(), bytearray()
     until: float | None = None
-    with selectors.DefaultSelector() as selector:
+    # Closed here, where they are read: a number that is closed elsewhere may be another file's by now.
+    with ExitStack() as pipes, selectors.DefaultSelector() as selector:
         for pipe, kept in ((process.stdout, output), (process.stderr, errors)):
             assert pipe is not None
+            pipes.callback(pipe.close)
             selector.register(pipe, selectors.EVENT_READ, kept)
         while selector.get_map():
             ready = selector.select(LOOKS_S)
@@ -96,8 +104,9 @@ def _outputs(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
                 until = time.monotonic() + TERMINATED_S
             if until is not None and (not ready or time.monotonic() > until):
                 break
-    process.wait()
-    return bytes(output), bytes(errors)
+    if code := process.wait():
+        raise CommandError(f"exit code {code}: {errors.decode(errors='replace').strip()}")
+    return bytes(output)
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
@@ -105,9 +114,6 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for pipe in (process.stdout, process.stderr):
-        if pipe is not None:
-            pipe.close()
     secret = mark.encode()
     for file in Path("/proc").glob("[0-9]*/environ"):
         # Processes end meanwhile, and others are not ours to read.

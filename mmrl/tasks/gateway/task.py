@@ -20,6 +20,7 @@ from typing import Any
 from mmrl.config.tasks import AnyAgentConfig
 from mmrl.errors import ConfigError, ProgramFailure, RewardFailure, gathered, unknown
 from mmrl.records import Call, Example
+from mmrl.retrieval.select import server_problems
 from mmrl.serve.gateway import Session, gateway, json_value
 from mmrl.serve.protocol import Refused
 from mmrl.system.command import CommandError, run_command
@@ -126,7 +127,7 @@ class AgentTask(RecordTask):
     reward_sets: tuple[str, ...] = ("outcome", "turn")
 
     def __init__(self, config: AnyAgentConfig, seed: int):
-        problems: list[str] = []
+        problems = server_problems("task=agent")
         if (config.agent is None) == (config.command is None):
             problems.append("task.agent: expected package.module:name of a function, or task.command, and not both")
         if not config.inputs:
