@@ -194,9 +194,9 @@ _GATEWAYS: dict[int, Gateway] = {}
 def gateway() -> Gateway:
     """Return the gateway of this process, which listens from the first use on until the process ends."""
     with _LOCK:
-        made = _GATEWAYS.get(os.getpid())
-        if made is None:
-            made = Gateway()
-            asyncio.run_coroutine_threadsafe(made.start(), io_loop()).result()
-            _GATEWAYS[os.getpid()] = made
-        return made
+        server = _GATEWAYS.get(os.getpid())
+        if server is None:
+            server = Gateway()
+            asyncio.run_coroutine_threadsafe(server.start(), io_loop()).result()
+            _GATEWAYS[os.getpid()] = server
+        return server

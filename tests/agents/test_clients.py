@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.helpers.gateway import Told, agent_task, one, tokenizer
+from tests.helpers.gateway import Scripted, agent_task, one, tokenizer
 
 CALLED = '<tool_call>\n{"name": "search", "arguments": {"query": "Porto"}}\n</tool_call>'
 FOUND = "Nothing is known of Porto."
@@ -15,7 +15,7 @@ def played(module, package, reply, **options):
     """The rollout of an agent of docs/agents, and its calls."""
     pytest.importorskip(package)
     agent = importlib.import_module(f"docs.agents.{module}").run
-    engine = Told(reply, tokenizer("qwen3"))
+    engine = Scripted(reply, tokenizer("qwen3"))
     rollout, calls = one(agent_task(agent, metric=lambda record, result: float(result == "Done."), **options), engine)
     assert (rollout.error, rollout.reward) == (None, 1.0), rollout.error_message + rollout.error_traceback
     return calls, engine

@@ -37,7 +37,7 @@ def tokenizer(template: str | None = None) -> Any:
 
 
 @dataclass
-class Told(Engine):
+class Scripted(Engine):
     """Answers by a function of the request's text, after `delay` seconds."""
 
     answer: Callable[[str], str]
@@ -95,7 +95,7 @@ def agent_task(agent: Any = None, **options: Any) -> Any:
 
 def rolled_out(
     task: Any,
-    engine: Told,
+    engine: Scripted,
     plan: Sequence[Tree] = independent(1),
     examples: Sequence[Example] | None = None,
     reward_set: str = "outcome",
@@ -110,7 +110,7 @@ def rolled_out(
     return asyncio.run(sample(env, [(example, plan) for example in chosen], reward_set))
 
 
-def one(task: Any, engine: Told, **options: Any) -> tuple[Rollout, tuple[Call, ...]]:
+def one(task: Any, engine: Scripted, **options: Any) -> tuple[Rollout, tuple[Call, ...]]:
     """The only rollout, and its calls."""
     forest = rolled_out(task, engine, **options)
     (rollout,) = forest.rollouts

@@ -30,7 +30,7 @@ PREFIX = "policy/"
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _PastCall:
     """Call that a later request may extend."""
 
     module: str
@@ -41,23 +41,21 @@ class _Made:
 
 
 class Recorder:
-    """Recorder of one rollout, in its event loop.
-
-    Args:
-        modules: of the program.
-    """
+    """Recorder of one rollout, in its event loop."""
 
     def __init__(self, ctx: Context, config: AnyAgentConfig):
         self.failure: RolloutError | None = None
         """The first failure of a call, which the agent may have swallowed."""
-        self.made = 0
+        self.calls = 0
         """Calls that were begun."""
         self.counts: Counter[str] = Counter()
         """Requests that were answered by a rule."""
         self._ctx, self._config = ctx, config
-        self._history: list[_Made] = []
+        self._history: list[_PastCall] = []
         self._contexts: Counter[tuple[int, ...]] = Counter()
         """Replies by the ids up to their end."""
+        self._shots: dict[str, int] = {}
+        """Module -> replies in its first request: demonstrations."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._away = False
@@ -124,22 +122,23 @@ class Recorder:
             text = module.reply or ""
             name = reply_id((), self.counts.total())
             return Finished(id=name, answers=[Answer(text=text, finish="stop")], tokens=(0, 0))
-        self.made += parsed.n
-        if self.made > self._config.max_calls:
+        self.calls += parsed.n
+        if self.calls > self._config.max_calls:
             raise LimitFailure(f"the agent made more than task.max_calls={self._config.max_calls} calls")
         tools = parsed.functions()
         key = json.dumps(tools)
         before = self._extended(module, key, messages)
-        # A history that the rollout's own replies are in, but not as they were: compaction, a cut, a drift.
-        rewritten = before is None and any(message["role"] == "assistant" for message in messages)
+        # Replies beyond the demonstrations of the first request, in a context that extends none: a compaction, a drift.
+        replies_in = sum(message["role"] == "assistant" for message in messages)
+        rewritten = before is None and replies_in > self._shots.setdefault(module, replies_in)
         added = messages if before is None else messages[len(before.messages) :]
-        calls = [
+        choices = [
             self._call(parsed, module, added, before, tools, {"rewritten_history": float(rewritten)})
             for _ in range(parsed.n)
         ]
         # Choices are calls of their own, at once; the first to be requested is the first choice.
-        replies = await asyncio.gather(*calls, return_exceptions=True)
-        made, answers = [], []
+        replies = await asyncio.gather(*choices, return_exceptions=True)
+        recorded, answers = [], []
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
@@ -147,11 +146,11 @@ class Recorder:
             self._contexts[reply.context] += 1
             name = reply_id(reply.context, self._contexts[reply.context])
             answer = self._answer(parsed, reply, name)
-            self._history.append(_Made(module, key, [*messages, _as_sent_back(answer)], reply))
-            made.append((name, reply))
+            self._history.append(_PastCall(module, key, [*messages, _as_sent_back(answer)], reply))
+            recorded.append((name, reply))
             answers.append(answer)
-        name, first = made[0]
-        tokens = len(first.context) - first.tokens, sum(reply.tokens for _, reply in made)
+        name, first = recorded[0]
+        tokens = len(first.context) - first.tokens, sum(reply.tokens for _, reply in recorded)
         return Finished(id=name, answers=answers, tokens=tokens)
 
     def _module(self, model: str, header: str | None, messages: Sequence[Message]) -> str | CallRule:
@@ -175,18 +174,18 @@ class Recorder:
             "model",
         )
 
-    def _extended(self, module: str, tools: str, messages: Sequence[Message]) -> _Made | None:
+    def _extended(self, module: str, tools: str, messages: Sequence[Message]) -> _PastCall | None:
         """Return the longest earlier call that these messages extend; of equals, the newest."""
-        best: _Made | None = None
-        for made in self._history:
-            length = len(made.messages)
+        best: _PastCall | None = None
+        for past in self._history:
+            length = len(past.messages)
             if (
                 length < len(messages)
                 and (best is None or length >= len(best.messages))
-                and (made.module, made.tools) == (module, tools)
-                and list(messages[:length]) == list(made.messages)
+                and (past.module, past.tools) == (module, tools)
+                and list(messages[:length]) == list(past.messages)
             ):
-                best = made
+                best = past
         return best
 
     async def _call(
@@ -194,7 +193,7 @@ class Recorder:
         parsed: RecordedRequest,
         module: str,
         messages: Sequence[Message],
-        before: _Made | None,
+        before: _PastCall | None,
         tools: Sequence[Message],
         facts: Mapping[str, float],
     ) -> Reply:

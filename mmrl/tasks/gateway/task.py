@@ -101,7 +101,7 @@ class AgentProgram:
             await recorder.close()
         if recorder.failure is not None and fatal(recorder.failure):
             raise recorder.failure
-        if not recorder.made:
+        if not recorder.calls:
             raise ProgramFailure(f"the agent made no call; its base_url is {server.url}")
         result = posted[0] if posted else result
         try:

@@ -16,7 +16,7 @@ from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.rollout.plans import independent
-from tests.helpers.gateway import Told, agent_task, one, right, rolled_out
+from tests.helpers.gateway import Scripted, agent_task, one, right, rolled_out
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Where?"}]}
 CLIENT = """
@@ -39,7 +39,7 @@ def command(folder, code, **options):
 
 
 def test_a_command_gets_its_example_and_prints_or_posts_its_result(tmp_path):
-    engine = Told(lambda prompt: "0")
+    engine = Scripted(lambda prompt: "0")
     rollout, (call,) = one(command(tmp_path, "print('thinking'); print(json.dumps(text))"), engine)
     assert (rollout.error, rollout.prediction, rollout.reward) == (None, "0", 1.0), rollout.error_message
     assert "What is 0?" in call.prompt_text
@@ -61,9 +61,9 @@ def test_a_command_finds_no_other_server_in_its_environment(tmp_path, monkeypatc
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-user")
     monkeypatch.setenv("ANTHROPIC_BASE_URL", "http://elsewhere")
     code = "print(json.dumps({k: v for k, v in os.environ.items() if k[:6] in ('OPENAI', 'ANTHRO')}))"
-    rollout, _ = one(command(tmp_path, code), Told(lambda prompt: "x"))
+    rollout, _ = one(command(tmp_path, code), Scripted(lambda prompt: "x"))
     assert rollout.prediction == {}
-    rollout, _ = one(command(tmp_path, code, client_env=True), Told(lambda prompt: "x"))
+    rollout, _ = one(command(tmp_path, code, client_env=True), Scripted(lambda prompt: "x"))
     assert set(rollout.prediction) == {"OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL"}
     assert "sk-of-the-user" not in json.dumps(rollout.prediction)
 
@@ -80,7 +80,7 @@ def test_a_command_finds_no_other_server_in_its_environment(tmp_path, monkeypatc
     ids=["garbage", "nothing", "endless", "exit", "killed"],
 )
 def test_a_command_that_fails_says_how(tmp_path, code, says):
-    rollout, _ = one(command(tmp_path, code), Told(lambda prompt: "x"))
+    rollout, _ = one(command(tmp_path, code), Scripted(lambda prompt: "x"))
     assert (rollout.error, rollout.reward) == ("program", None) and says in rollout.error_message
 
 
@@ -99,9 +99,11 @@ subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.Popen({s
 print(json.dumps("0"))
 """
     started = time.monotonic()
-    rollout, _ = one(command(tmp_path, code), Told(lambda prompt: "x"))
+    rollout, _ = one(command(tmp_path, code), Scripted(lambda prompt: "x"))
     assert rollout.reward == 1.0, rollout.error_message
-    rollout, _ = one(command(tmp_path, code + "import time; time.sleep(600)"), Told(lambda prompt: "x"), timeout_s=3.0)
+    rollout, _ = one(
+        command(tmp_path, code + "import time; time.sleep(600)"), Scripted(lambda prompt: "x"), timeout_s=3.0
+    )
     assert (rollout.error, rollout.reward) == ("timeout", None)
     assert not left_over("LEFT-OVER") and not left_over("my_agent.py") and time.monotonic() - started < 30
 
@@ -116,7 +118,7 @@ def test_a_thread_that_goes_on_after_the_end_reaches_nothing():
             said.append(asking.post("/chat/completions", json=BODY))
         ended.set()
 
-    rollout, calls = one(agent_task(hangs), Told(lambda prompt: "x"), timeout_s=0.3)
+    rollout, calls = one(agent_task(hangs), Scripted(lambda prompt: "x"), timeout_s=0.3)
     assert (rollout.error, rollout.reward, len(calls)) == ("timeout", None, 1)
     assert ended.wait(10) and said[0].status_code == 401
 
@@ -130,7 +132,7 @@ def test_calls_that_an_agent_left_open_end_with_it():
             waits.cancel()
             return "0"
 
-    engine = Told(lambda prompt: "x", delay=60.0)
+    engine = Scripted(lambda prompt: "x", delay=60.0)
     rollout, calls = one(agent_task(leaves), engine)
     assert rollout.reward == 1.0 and not calls and (engine.cancelled, engine.live) == (1, 0)
 
@@ -144,7 +146,7 @@ def test_a_result_that_is_none_is_a_failure(result, says):
             await asking.post(f"{base_url}/chat/completions", json=BODY)
         return result
 
-    rollout, _ = one(agent_task(agent, metric=None), Told(lambda prompt: "x"))
+    rollout, _ = one(agent_task(agent, metric=None), Scripted(lambda prompt: "x"))
     assert rollout.error in ("program", "reward") and rollout.reward is None and says in rollout.error_message
 
 
@@ -223,7 +225,7 @@ class Faulty:
             return (await asking.post("/chat/completions", json=BODY, headers={"Authorization": api_key})).status_code
 
 
-class Breaks(Told):
+class Breaks(Scripted):
     def reply(self, request):
         if "BREAK" in self.tokenizer.decode(list(request.prompt_ids)):
             raise RuntimeError("out of order")

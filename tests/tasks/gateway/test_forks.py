@@ -11,7 +11,7 @@ from mmrl.config import ALGO_SCHEMAS
 from mmrl.rollout.plans import Exchange, Growth, Tree, fork_on, independent
 from mmrl.rollout.scripted import play
 from mmrl.run.credit import table
-from tests.helpers.gateway import Told, agent_task, one, rolled_out
+from tests.helpers.gateway import Scripted, agent_task, one, rolled_out
 
 
 async def said(url, key, module, text):
@@ -27,7 +27,7 @@ async def planner_worker(example, base_url, api_key):
     return await said(base_url, api_key, "worker", f"Work: {plan}")
 
 
-class Draws(Told):
+class Draws(Scripted):
     """Replies that a request's seed decides."""
 
     def __init__(self):
@@ -68,14 +68,14 @@ def test_a_tree_grows_from_calls_of_an_agent():
 
 def test_a_counterfactual_is_the_outcome_of_the_same_agent_with_other_replies():
     # The worker says the planner's letter; without the planner it says x. Right is a letter before e.
-    engine = Told(lambda prompt: "b" if "Plan:" in prompt else "b" if "Work: b" in prompt else "x")
+    engine = Scripted(lambda prompt: "b" if "Plan:" in prompt else "b" if "Work: b" in prompt else "x")
     plan = (Tree(exchange=Exchange(("planner",), reply="none")),)
     forest = rolled_out(of_two(), engine, plan)
     (rollout,) = forest.rollouts
     assert (rollout.reward, rollout.counterfactuals, rollout.calls_again) == (1.0, {"planner": 0.0}, 2)
 
 
-class OfRollouts(Told):
+class OfRollouts(Scripted):
     """The first rollout is right and the second wrong, with its planner or without."""
 
     def __init__(self):

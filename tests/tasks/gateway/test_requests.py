@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.helpers.gateway import Told, agent_task, one, tokenizer
+from tests.helpers.gateway import Scripted, agent_task, one, tokenizer
 
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is Porto?"}]
 SEARCH = {
@@ -47,7 +47,7 @@ def refused(body, **options):
                 said.append((reply.status_code, reply.json().get("error"), reply.headers.get("x-should-retry")))
         return "1"
 
-    rollout, calls = one(agent_task(agent, **options), Told(lambda prompt: "one"))
+    rollout, calls = one(agent_task(agent, **options), Scripted(lambda prompt: "one"))
     assert rollout.error is None and said[1][0] == 200 and len(calls) == 1, "nothing of it is recorded"
     return said[0]
 
@@ -60,7 +60,7 @@ def test_a_request_is_a_call_with_the_sampled_tokens_and_their_log_probabilities
         said.append(reply)
         return "0"
 
-    engine = Told(lambda prompt: "In Portugal.")
+    engine = Scripted(lambda prompt: "In Portugal.")
     rollout, (call,) = one(agent_task(agent_of(work)), engine)
     assert (rollout.reward, rollout.prediction, call.module, call.text) == (1.0, "0", "agent", "In Portugal.")
     assert call.prompt_ids == engine.requests[0].prompt_ids and engine.requests[0].sampling.temperature == 1.0
@@ -84,7 +84,7 @@ def test_what_extends_a_reply_goes_on_in_its_tokens_and_anything_else_is_a_new_c
         await asking.chat.completions.create(model="m", messages=messages)
 
     # Letters that the tokenizer would join otherwise if it read the text again.
-    engine = Told(lambda prompt: "In Portugal.")
+    engine = Scripted(lambda prompt: "In Portugal.")
     _, calls = one(agent_task(agent_of(work), metric=lambda record, result: 0.0), engine)
     assert [call.turn for call in calls] == [0, 1, 2, 0]
     for before, after in itertools.pairwise(calls[:3]):
@@ -112,7 +112,7 @@ def test_tools_are_written_and_read_by_the_models_template(template):
         await asking.chat.completions.create(model="m", messages=messages)
         return reply.choices[0].message.content
 
-    engine = Told(lambda prompt: "a city" if "a city" in prompt else CALLED, tokenizer(template))
+    engine = Scripted(lambda prompt: "a city" if "a city" in prompt else CALLED, tokenizer(template))
     rollout, calls = one(agent_task(agent_of(work)), engine)
     assert rollout.error is None, rollout.error_message
     assert said[0].finish_reason == "tool_calls"
@@ -125,13 +125,25 @@ def test_tools_are_written_and_read_by_the_models_template(template):
     assert sum(token == end for token in added) == 1, "text ends no turn"
 
 
+def test_demonstrations_are_no_rewritten_history():
+    shots = [{"role": "user", "content": "Where is Faro?"}, {"role": "assistant", "content": "In Portugal."}]
+
+    async def work(asking):
+        for question in ("Where is Porto?", "Where is Lyon?"):
+            messages = [*shots, {"role": "user", "content": question}]
+            await asking.chat.completions.create(model="m", messages=messages)
+
+    _, calls = one(agent_task(agent_of(work), metric=lambda record, result: 0.0), Scripted(lambda prompt: "x"))
+    assert [(call.turn, call.facts["rewritten_history"]) for call in calls] == [(0, 0.0), (0, 0.0)]
+
+
 def test_tools_of_a_template_without_them_are_refused():
     async def work(asking):
         with pytest.raises(openai.BadRequestError, match="chat template does not write them"):
             await asking.chat.completions.create(model="m", messages=ASK, tools=[SEARCH])
         return "0"
 
-    rollout, calls = one(agent_task(agent_of(work)), Told(lambda prompt: "x"))
+    rollout, calls = one(agent_task(agent_of(work)), Scripted(lambda prompt: "x"))
     assert rollout.reward is None and rollout.error == "engine" and not calls
 
 
@@ -143,10 +155,10 @@ def test_a_reply_of_another_form_than_was_asked_for_does_not_parse_and_is_the_mo
         return json.loads(reply.choices[0].message.content)["b"]
 
     for text, present in (("no json", 0), ('{"a": 1}', 1)):
-        rollout, (call,) = one(agent_task(agent_of(work)), Told(lambda prompt, text=text: text))
+        rollout, (call,) = one(agent_task(agent_of(work)), Scripted(lambda prompt, text=text: text))
         assert (rollout.error, rollout.reward, call.ok) == ("parse", 0.0, False)
         assert (call.present_fields, call.expected_fields) == (present, 2)
-    rollout, (call,) = one(agent_task(agent_of(work)), Told(lambda prompt: '{"a": 1, "b": "0"}'))
+    rollout, (call,) = one(agent_task(agent_of(work)), Scripted(lambda prompt: '{"a": 1, "b": "0"}'))
     assert (rollout.reward, call.ok) == (1.0, True)
 
 
@@ -166,7 +178,7 @@ def test_tool_choice_is_what_a_reply_must_parse_as(choice, text, ok):
         assert bool(reply.choices[0].message.tool_calls) == ok
         return "0"
 
-    rollout, (call,) = one(agent_task(agent_of(work)), Told(lambda prompt: text, tokenizer("qwen3")))
+    rollout, (call,) = one(agent_task(agent_of(work)), Scripted(lambda prompt: text, tokenizer("qwen3")))
     assert (rollout.error, call.ok) == (None, ok)
 
 
@@ -180,7 +192,7 @@ def test_choices_are_calls_of_their_own_and_any_of_them_can_be_gone_on_from():
         return [choice.message.content for choice in reply.choices]
 
     texts = iter(["0 aa", "1 bb", "2 cc Porto", "end"])
-    engine = Told(lambda prompt: next(texts))
+    engine = Scripted(lambda prompt: next(texts))
     rollout, calls = one(agent_task(agent_of(work), metric=lambda record, result: 1.0), engine)
     assert rollout.prediction == ["0 aa", "1 bb", "2 cc "]
     assert [call.turn for call in calls] == [0, 0, 0, 1]
@@ -199,7 +211,7 @@ def test_streams_are_made_from_the_finished_reply():
         return "".join(part.choices[0].delta.content or "" for part in parts)
 
     texts = iter([CALLED, "0"])
-    rollout, calls = one(agent_task(agent_of(work)), Told(lambda prompt: next(texts), tokenizer("qwen3")))
+    rollout, calls = one(agent_task(agent_of(work)), Scripted(lambda prompt: next(texts), tokenizer("qwen3")))
     assert (rollout.prediction, rollout.reward, len(calls)) == ("0", 1.0, 2)
 
 
@@ -222,7 +234,7 @@ def test_the_module_is_named_by_the_model_the_header_or_a_rule():
         return [model.id async for model in asking.models.list()]
 
     task = agent_task(agent_of(work), modules=("planner", "worker"), rules=rules, metric=lambda record, result: 1.0)
-    rollout, calls = one(task, Told(lambda prompt: "x"))
+    rollout, calls = one(task, Scripted(lambda prompt: "x"))
     assert [call.module for call in calls] == ["worker", "worker", "planner"]
     assert rollout.metrics["answered_by_rule"] == 1.0 and rollout.prediction == ["policy/planner", "policy/worker"]
 
@@ -261,7 +273,7 @@ def test_a_body_beyond_the_limit_and_a_foreign_key_are_refused():
         return "0"
 
     for _ in range(2):
-        rollout, calls = one(agent_task(agent), Told(lambda prompt: "x"))
+        rollout, calls = one(agent_task(agent), Scripted(lambda prompt: "x"))
         assert rollout.reward == 1.0 and len(calls) == 1
     (one_key, url), (other_key, _) = seen
     assert one_key != other_key and url.startswith("http://127.0.0.1:")
@@ -284,7 +296,7 @@ def test_a_retry_is_the_same_call_with_the_same_reply(monkeypatch):
         return "0"
 
     monkeypatch.setattr("mmrl.serve.front.LOOKS_S", 0.02)
-    engine = Told(lambda prompt: "x", delay=0.5)
+    engine = Scripted(lambda prompt: "x", delay=0.5)
     rollout, calls = one(agent_task(agent), engine)
     assert rollout.error is None, rollout.error_message
     assert len(calls) == 2 == len(engine.requests)
@@ -308,7 +320,7 @@ def test_a_client_that_leaves_frees_its_slot(monkeypatch):
             await asking.chat.completions.create(model="m", messages=ASK)
         return "0"
 
-    engine = Told(lambda prompt: "x", delay=30.0)
+    engine = Scripted(lambda prompt: "x", delay=30.0)
     rollout, calls = one(agent_task(agent), engine)
     assert rollout.error is None, rollout.error_message
     assert (engine.cancelled, engine.waiting, len(calls)) == (2, 0, 1)
@@ -319,6 +331,6 @@ def test_calls_beyond_the_limit_end_the_rollout():
         for _ in range(3):
             await asking.chat.completions.create(model="m", messages=ASK)
 
-    rollout, calls = one(agent_task(agent_of(work), max_calls=2), Told(lambda prompt: "x"))
+    rollout, calls = one(agent_task(agent_of(work), max_calls=2), Scripted(lambda prompt: "x"))
     assert (rollout.error, rollout.reward, len(calls)) == ("limit", 0.0, 2)
     assert "task.max_calls=2" in rollout.error_message
