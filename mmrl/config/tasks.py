@@ -261,7 +261,7 @@ class CallRule(Section):
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
         if (self.module is None) == (self.reply is None):
-            raise ValueError("expected either a module or a reply")
+            raise ValueError("module: expected the name of a module, or a reply instead")
         try:
             re.compile(self.pattern)
         except re.error as error:
