@@ -1,7 +1,7 @@
 """The gateway: the HTTP server of this process for agents whose calls are recorded, one for all of its rollouts.
 
-It lives in the I/O loop, listens on the loopback alone, and knows rollouts by their random keys. What a call
-is, the rollout says (`tasks.gateway.recorder`), in its own event loop.
+It lives in the I/O loop, listens on the loopback alone, and knows rollouts by their random keys. What a call is,
+the rollout says (`tasks.gateway.recorder`), in its own event loop.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MOST_OPEN = 64
 """Requests of a rollout in flight; further ones are refused with 429."""
+MOST_FILES = 65_536
+"""Files that this process may open, as far as the system lets it."""
 RETRY_S = 5.0
 """A client that has gone may come back for its reply within this time; then the call ends, and its slot is free."""
 MODULE_HEADER = "x-mmrl-module"
@@ -55,7 +57,8 @@ class Session(Backend):
 
     def __init__(self, chat: Chat, post: Post, loop: asyncio.AbstractEventLoop, modules: Sequence[str]):
         self.models = [f"policy/{module}" for module in modules]
-        self._chat, self._post, self._loop = chat, post, loop
+        self.post = post
+        self._chat, self._loop = chat, loop
         self._open = 0
         self._calls: dict[bytes, _Call] = {}
         """Request -> the last call that it made."""
@@ -86,10 +89,6 @@ class Session(Backend):
         except RuntimeError:  # its loop is closed
             work.close()
             raise Refused(401, ENDED, code="invalid_api_key") from None
-
-    def post(self, result: object) -> None:
-        """Take the result of the rollout."""
-        self._post(result)
 
     def _left(self, call: _Call, sent: bool) -> None:
         """Note that a client has its reply, or has gone: then the call waits for a retry, and ends."""
@@ -133,9 +132,15 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen, in the I/O loop."""
+        import resource  # not on Windows, where this server is not
+
         import uvicorn
         from fastapi import FastAPI
 
+        # Each agent has a connection with two ends here: the usual 1024 files are too few for a large batch.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         app = FastAPI(title="mmrl gateway", docs_url=None, redoc_url=None, openapi_url=None)
         chat, messages = ChatCompletions(RecordedRequest), Messages()
         add_dialects(app, self._find, {"/v1/chat/completions": chat, "/v1/messages": messages})
