@@ -132,7 +132,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen, in the I/O loop."""
-        import resource  # not on Windows, where this server is not
+        import resource  # Windows has none
 
         import uvicorn
         from fastapi import FastAPI
