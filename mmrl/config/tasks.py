@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
@@ -260,6 +261,55 @@ class DspyProgramConfig(DspyPromptConfig):
     )
 
 
+class CallRule(Section):
+    """Rule for requests of an agent that do not name their module."""
+
+    pattern: str = Field(description="regular expression, looked for in the system message")
+    module: str | None = Field(None, description="the module whose call it is; null: of none, `reply` is the answer")
+    reply: str | None = Field(None, description="text in place of a call: nothing is sampled, recorded or trained")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.module is None) == (self.reply is None):
+            raise ValueError("module: expected the name of a module, or a reply instead")
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"pattern: got '{self.pattern}', which is no regular expression: {error}") from None
+        return self
+
+
+class AnyAgentConfig(TaskConfig):
+    """An agent of the user's that calls a model by HTTP (`task=agent`)."""
+
+    # null in the schema, so that the task can report all that is missing at once
+    agent: str | None = Field(
+        None, description="package.module:name of a function (example, base_url, api_key) -> result, async or not"
+    )
+    command: str | None = Field(
+        None,
+        description="command line of a process for each rollout, in place of task.agent: the example on stdin, "
+        "MMRL_BASE_URL and MMRL_API_KEY in its environment, its last line on stdout is the result",
+    )
+    metric: str | None = Field(
+        None, description="package.module:name of (record, result) -> number; null: the result is, or has, the score"
+    )
+    inputs: tuple[str, ...] = Field((), description="fields of a record that the agent gets")
+    modules: tuple[str, ...] = Field(("agent",), min_length=1, description="names of its parts")
+    rules: tuple[CallRule, ...] = Field((), description="requests that do not name their module; the first that fits")
+    frozen: tuple[str, ...] = Field((), description="modules that act with the policy and are left out of the loss")
+    client_env: bool = Field(
+        False, description="give the command OPENAI_BASE_URL, ANTHROPIC_BASE_URL and their keys too"
+    )
+    deterministic: bool = Field(
+        True, description="played again it makes the same requests; false: no algorithm that plays it again"
+    )
+    max_calls: int = Field(100, ge=1, description="calls of one rollout; one more ends it")
+    idle_s: float = Field(
+        60.0, gt=0, description="an agent that makes no request for so long no longer holds up the engine's batches"
+    )
+
+
 # Several bases give it all keys without a copy.
 class PluginTaskConfig(
     SearchAgentConfig,
@@ -269,6 +319,7 @@ class PluginTaskConfig(
     PapillonConfig,
     HoverConfig,
     DspyProgramConfig,
+    AnyAgentConfig,
 ):
     """A task of a plugin that registers no schema: every key of the built-in tasks, any of which it may read."""
 
@@ -287,6 +338,7 @@ TASK_SCHEMAS: dict[str, type[TaskConfig]] = {
     "papillon": PapillonConfig,
     "hover": HoverConfig,
     "dspy": DspyProgramConfig,
+    "agent": AnyAgentConfig,
 }
 """Plug point: `task.name` -> schema, `PluginTaskConfig` where a name has none. A task's values are in `conf/task/`."""
 # Taken once, when nothing but mmrl can have added names.

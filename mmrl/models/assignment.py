@@ -7,7 +7,7 @@ No torch here, so that a config is judged before any model loads. `run` hands th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,6 +29,7 @@ class ModuleAssignment:
         algo: `algo.*`, which may freeze modules too.
         modules: the program's, in order.
         answered: those that an endpoint answers for (`engine.endpoints`).
+        unlearning: those that the task leaves out of the loss (`task.frozen`).
     """
 
     model: ModelConfig
@@ -36,6 +37,7 @@ class ModuleAssignment:
     modules: tuple[str, ...]
     answered: Mapping[str, str] = field(default_factory=dict)
     """Module -> name of the endpoint's model."""
+    unlearning: Collection[str] = ()
 
     @cached_property
     def adapters(self) -> Mapping[str, str]:
@@ -50,8 +52,9 @@ class ModuleAssignment:
 
     @cached_property
     def frozen(self) -> tuple[str, ...]:
-        """Modules that `model.modules` leaves out of the loss, or that an endpoint answers for."""
-        return tuple(m for m in self.modules if m in self.answered or _weights_of(self.model, m).frozen)
+        """Modules that `model.modules` or the task leaves out of the loss, or that an endpoint answers for."""
+        left_out = {*self.answered, *self.unlearning}
+        return tuple(m for m in self.modules if m in left_out or _weights_of(self.model, m).frozen)
 
     @cached_property
     def initial(self) -> tuple[str, ...]:
@@ -140,6 +143,7 @@ class ModuleAssignment:
             return
         first = self.frozen[0]
         key = f"engine.endpoints.{first}" if first in self.answered else f"model.modules.{first}.frozen"
+        key = "task.frozen" if first in self.unlearning else key
         if self.algo.values_rollouts:
             yield (
                 f"{key}: the critic of {self.algo.name} values whole rollouts and would not learn the part of "

@@ -6,17 +6,23 @@ system role, the text of a system message opens the user's turn after it.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+"""Descriptions of functions as OpenAI's protocol and chat templates have them."""
+_Turn = tuple[str, str, str]
+"""Role, content, and as JSON what else a message has: the tool calls of a reply, the id that a result belongs to."""
+"""Tools as JSON, and the messages."""
 
 _TURN = "the turn before"
 """Stands for a completion of whose turn only the end is rendered."""
@@ -27,15 +33,18 @@ RECENT = 1024
 """Prompts whose ids are remembered: those of a step; 40 kB each at a thousand tokens."""
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools = ()) -> tuple[int, ...]:
     """Return the prompt token ids of `messages`, generation prompt included.
+
+    Args:
+        tools: functions that the model may call, for templates that write them.
 
     Equal to `tokenizer.apply_chat_template(messages, add_generation_prompt=True)`, except that text in a message's
     content which looks like a special token (`<|im_end|>`) stays text: only the template writes special tokens; that
     the text of a system message opens the next user turn where the template has no system role; and that replies shown
     in the prompt are whole, also where the template would cut thoughts (`<think>`) out of them.
     """
-    return _renderer(tokenizer)(messages)
+    return _renderer(tokenizer)(messages, tools)
 
 
 def render_observation(
@@ -75,21 +84,33 @@ def takes_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
     return _PROBE in str(text).lower()
 
 
-def _merged(messages: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return (role, content) of a conversation whose system texts open the user turn after them."""
-    merged: list[tuple[str, str]] = []
+def _merged(messages: Iterable[_Turn]) -> tuple[_Turn, ...]:
+    """Return a conversation whose system texts open the user turn after them."""
+    merged: list[_Turn] = []
     waiting: list[str] = []
-    for role, content in messages:
+    for role, content, extra in messages:
         if role == "system":
             waiting.append(content)
             continue
         if waiting and role != "user":
-            merged.append(("user", "\n\n".join(waiting)))
+            merged.append(("user", "\n\n".join(waiting), ""))
         elif waiting:
             content = "\n\n".join([*waiting, content])
         waiting = []
-        merged.append((role, content))
-    return (*merged, *([("user", "\n\n".join(waiting))] if waiting else []))
+        merged.append((role, content, extra))
+    return (*merged, *([("user", "\n\n".join(waiting), "")] if waiting else []))
+
+
+def _turns(messages: Messages) -> tuple[_Turn, ...]:
+    return tuple(
+        (message["role"], message["content"], _json(dict(message, role=None, content=None)) if len(message) > 2 else "")
+        for message in messages
+    )
+
+
+def _json(value: object) -> str:
+    # As people write it: escapes would hide what looks like a special token.
+    return json.dumps(value, ensure_ascii=False)
 
 
 def decode_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
@@ -128,36 +149,37 @@ class _Renderer:
         self.markers = [*longest_first, *thoughts]
         self.order = {marker: index for index, marker in enumerate(self.markers)}
 
-    def __call__(self, messages: Messages) -> tuple[int, ...]:
+    def __call__(self, messages: Messages, tools: Tools = ()) -> tuple[int, ...]:
         tokenizer = self.tokenizer()
         assert tokenizer is not None  # the caller holds it
         if tokenizer.chat_template != self.template:
             self.template = tokenizer.chat_template
             self.merges = not takes_system_role(tokenizer)
             self.recent.cache_clear()
-        return self.recent(tuple((message["role"], message["content"]) for message in messages))
+        return self.recent(_json(tools) if tools else "", _turns(messages))
 
     def after_turn(self, messages: Messages) -> tuple[int, ...]:
         """Return the ids that follow an assistant turn's content: its end, `messages`, the next generation prompt."""
-        key = tuple((message["role"], message["content"]) for message in messages)
-        return self._render((("user", "-"), ("assistant", _TURN), *key), after=_TURN)
+        turns = (("user", "-", ""), ("assistant", _TURN, ""), *_turns(messages))
+        return self._render("", turns, after=_TURN)
 
-    def _render(self, key: tuple[tuple[str, str], ...], after: str | None = None) -> tuple[int, ...]:
+    def _render(self, tools: str, turns: tuple[_Turn, ...], after: str | None = None) -> tuple[int, ...]:
         tokenizer = self.tokenizer()
         assert tokenizer is not None  # the caller holds it
         # Special-looking pieces of content become <mask><number><mask>, which no template writes and no tokenizer
         # knows, so that every special token in the rendered text is one of the template's own.
-        mask = _unused_character(content for _, content in key)
+        mask = _unused_character([tools, *(part for _, content, extra in turns for part in (content, extra))])
+
+        def masked(text: str, role: str = "") -> str:
+            pattern = self.in_reply if role == "assistant" else self.pattern
+            return pattern.sub(lambda match: f"{mask}{self.order[match[0]]}{mask}", text)
+
         messages = [
-            {
-                "role": role,
-                "content": (self.in_reply if role == "assistant" else self.pattern).sub(
-                    lambda match: f"{mask}{self.order[match[0]]}{mask}", content
-                ),
-            }
-            for role, content in (_merged(key) if self.merges else key)
+            {**(json.loads(masked(extra, role)) if extra else {}), "role": role, "content": masked(content, role)}
+            for role, content, extra in (_merged(turns) if self.merges else turns)
         ]
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        functions = {"tools": json.loads(masked(tools))} if tools else {}
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **functions))
         if after is not None:
             # A template cannot render from the middle of a conversation: what comes before is rendered and cut off.
             text = text.partition(after)[2]
@@ -166,7 +188,7 @@ class _Renderer:
         strip_left = False
         for match in [*self.pattern.finditer(text), None]:
             piece = text[position : match.start() if match else len(text)]
-            piece = re.sub(f"{mask}([0-9]+){mask}", lambda masked: self.markers[int(masked[1])], piece)
+            piece = re.sub(f"{mask}([0-9]+){mask}", lambda number: self.markers[int(number[1])], piece)
             token = self.special[match[0]] if match else None
             # A special token may take the white space beside it, as the tokenizer does when it reads the whole text.
             piece = piece.lstrip() if strip_left else piece

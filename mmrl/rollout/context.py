@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
-from mmrl.errors import EngineFailure, LengthFailure, ParseFailure, ProgramFailure, RolloutError, ToolFailure
+from mmrl.errors import (
+    EngineFailure,
+    LengthFailure,
+    ParseFailure,
+    ProgramFailure,
+    ReplayDivergence,
+    RolloutError,
+    ToolFailure,
+)
 from mmrl.records import EMPTY, Call, Example
 from mmrl.rollout.environment import Environment, Teacher
 from mmrl.rollout.tape import Event, Tape
@@ -35,9 +45,10 @@ class Generation:
     prompt_text: str
     limit: int
     stop: tuple[str, ...]
-    parse: Callable[[str], object] | None
+    parse: Callable[[Any], object] | None
     facts: Mapping[str, object]
     turn: int
+    tools: tuple[Message, ...]
     messages: tuple[Message, ...] | None
     """None where it goes on in an earlier context."""
 
@@ -77,16 +88,20 @@ class RolloutContext:
         max_observation: int | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-        parse: Callable[[str], object] | None = None,
+        parse: Callable[[Any], object] | None = None,
         facts: Mapping[str, object] = EMPTY,
+        tools: Sequence[Message] = (),
     ) -> Reply:
         """See `mmrl.tasks.base.Context.call`."""
         if module not in self.env.task.program.modules:
             raise ProgramFailure(
                 f"the program called module '{module}', its modules are {list(self.env.task.program.modules)}"
             )
-        prompt_ids, earlier_turn = self._prompt(messages, after, max_observation)
-        recorded = await self.tape.recorded("call", module, prompt_ids)
+        prompt_ids, earlier_turn = self._prompt(messages, after, max_observation, tools)
+        try:
+            recorded = await self.tape.recorded("call", module, prompt_ids)
+        except ReplayDivergence as error:
+            raise ReplayDivergence(f"{error}{self._difference(messages)}") from None
         if recorded is not None:
             replayed: Reply = await self.tape.outcome_of(recorded)
             return replayed
@@ -108,6 +123,7 @@ class RolloutContext:
                 parse=parse,
                 facts=facts,
                 turn=0 if earlier_turn is None else earlier_turn.turn + 1,
+                tools=tuple(tools),
                 messages=None if after is not None or isinstance(messages, str) else tuple(messages),
             )
             reply = await self._generate(event, generation)
@@ -116,6 +132,18 @@ class RolloutContext:
             raise
         event.outcome.set_result(reply)
         return reply
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `mmrl.tasks.base.Context.decode`."""
+        return self.env.decode(ids)
+
+    def leave(self) -> None:
+        """See `mmrl.tasks.base.Context.leave`."""
+        self.env.engine.leave()
+
+    def enter(self) -> None:
+        """See `mmrl.tasks.base.Context.enter`."""
+        self.env.engine.enter()
 
     def measure(self, observation: Sequence[Message] | str, *, after: Reply) -> int:
         """See `mmrl.tasks.base.Context.measure`."""
@@ -176,13 +204,17 @@ class RolloutContext:
         return [call for call in self.calls if not call.ok]
 
     def _prompt(
-        self, messages: Sequence[Message] | str, after: Reply | None, max_observation: int | None
+        self,
+        messages: Sequence[Message] | str,
+        after: Reply | None,
+        max_observation: int | None,
+        tools: Sequence[Message],
     ) -> tuple[tuple[int, ...], Call | None]:
         """Return the prompt ids, and the call whose context they continue; counts its observation tokens."""
         if after is None:
             if isinstance(messages, str):
                 raise ProgramFailure("a prompt given as text continues a reply: pass after=, or give messages")
-            return self.env.render(messages), None
+            return self.env.render(messages, tools) if tools else self.env.render(messages), None
         # The newest first: a context that was continued twice is the later call's.
         event = next((e for e in reversed(self.events) if e.context is not None and e.context == after.context), None)
         if event is None or event.call is None:
@@ -219,7 +251,7 @@ class RolloutContext:
                 completion, text = await self._exchanged_by(substitute, generation, attempt)
             try:
                 # Free text is always well-formed.
-                parsed, failure = generation.parse(text) if generation.parse is not None else None, None
+                parsed, failure = self._parsed(generation, completion, text), None
                 break
             except ParseFailure as error:
                 parsed, failure = None, error
@@ -254,11 +286,40 @@ class RolloutContext:
         event.call = call
         # Set with the call: only a reply that was recorded can be continued with `after=`.
         event.context = generation.prompt_ids + completion.ids
-        if failure is not None:
-            raise failure
-        return Reply(
-            text=text, parsed=parsed, finish=completion.finish, tokens=len(completion.ids), context=event.context
+        reply = Reply(
+            text=text,
+            parsed=parsed,
+            finish=completion.finish,
+            tokens=len(completion.ids),
+            context=event.context,
+            logprobs=completion.logprobs,
         )
+        if failure is not None:
+            failure.reply = reply
+            raise failure
+        return reply
+
+    def _parsed(self, generation: Generation, completion: Completion, text: str) -> object:
+        parse: Callable[[Any], object] | None = generation.parse
+        if not generation.tools:
+            return None if parse is None else parse(text)
+        message = self.env.read(generation.prompt_ids, completion.ids, generation.tools)
+        return message if parse is None else parse(message)
+
+    def _difference(self, messages: Sequence[Message] | str) -> str:
+        """Describe the first message in which a call differs from the one that the tape has in its place."""
+        recorded = self.events[self.tape.unplayed[0]].call if self.tape.unplayed else None
+        if recorded is None or isinstance(messages, str):
+            return ""
+        before, position = recorded.prompt_text, 0
+        for number, message in enumerate(messages):
+            text = _to_text([message])
+            if not before.startswith(text, position):
+                start = next((i for i, (a, b) in enumerate(zip(text, before[position:], strict=False)) if a != b), 0)
+                now, then = text[max(0, start - 20) :][:80], before[position + max(0, start - 20) :][:80]
+                return f"; message {number} is now {now!r}, it was {then!r}"
+            position += len(text) + 1
+        return ""
 
     async def _exchanged_by(self, teacher: Teacher, generation: Generation, attempt: int) -> tuple[Completion, str]:
         """Return the reply of a teacher's model to the same messages, with the policy's own ids of it."""
@@ -320,7 +381,10 @@ def _to_text(messages: Sequence[Message] | str) -> str:
     """Return a prompt for people to read."""
     if isinstance(messages, str):
         return messages
-    return "\n".join(f"[{message['role']}] {message['content']}" for message in messages)
+    return "\n".join(
+        f"[{message['role']}] {message['content']}{json.dumps(calls) if (calls := message.get('tool_calls')) else ''}"
+        for message in messages
+    )
 
 
 def _settle(outcome: asyncio.Future[object], error: BaseException) -> None:

@@ -15,7 +15,9 @@ from mmrl import rng
 from mmrl.config import AlgoConfig, EvalConfig, TaskConfig
 from mmrl.config.other_stages import SftConfig
 from mmrl.engines.base import Engine
+from mmrl.errors import RequestFailure
 from mmrl.models.chat import decode_text, render_observation, render_prompt
+from mmrl.serve.tools import callable_tools, read_message
 from mmrl.tasks.base import Message, Task
 
 if TYPE_CHECKING:
@@ -92,14 +94,19 @@ class Stopwatch:
             self.seconds += now - self.since
 
 
+def _unread(prompt: Sequence[int], ids: Sequence[int], tools: Sequence[Message]) -> Message:
+    raise RequestFailure("tools: this environment has no tokenizer that reads their calls")
+
+
 @dataclass(slots=True, kw_only=True)
 class Environment:
     """Everything that the rollouts of one step share."""
 
     task: Task
     engine: Engine
-    render: Callable[[Sequence[Message]], tuple[int, ...]]
-    """Messages -> prompt token ids, generation prompt included; special tokens in contents are plain text."""
+    render: Callable[..., tuple[int, ...]]
+    """Messages, and tools where there are any -> prompt token ids, generation prompt included; special tokens in
+    contents are plain text."""
     extend: Callable[[Sequence[int], str | Sequence[Message]], tuple[int, ...]]
     """Context ids and an observation -> the next prompt of the same context."""
     decode: Callable[[Sequence[int]], str]
@@ -109,6 +116,8 @@ class Environment:
     """(run seed, step): with the example and the path, the source of every sampling seed."""
     version: int | None = None
     """Version of the policy that samples; None: the newest."""
+    read: Callable[[Sequence[int], Sequence[int], Sequence[Message]], Message] = _unread
+    """Prompt, completion and tools -> the message that was written: its content and its tool calls."""
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
     """Teachers by name, for plans that have rollouts of theirs."""
     retrieving: Stopwatch = field(default_factory=Stopwatch)
@@ -155,9 +164,10 @@ def make_environment(
     return Environment(
         task=task,
         engine=engine,
-        render=lambda messages: render_prompt(tokenizer, messages),
+        render=lambda messages, tools=(): render_prompt(tokenizer, messages, callable_tools(tokenizer, tools)),
         extend=lambda context, observation: render_observation(tokenizer, context, observation),
         decode=lambda ids: decode_text(tokenizer, ids),
+        read=lambda prompt, ids, tools: read_message(tokenizer, prompt, ids, tools),
         settings=settings,
         key=key,
     )

@@ -181,6 +181,8 @@ def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     if engine_name(config) == "openai":
         problems += engines.problems(config.engine, "openai", training=True)
     problems += staleness_problems(config) + text_problems(config, task)
+    # What does not fit the modules has its sentence already, and may have no plan.
+    problems += [] if problems else replay_problems(config, task)
     return problems + turns_missing(config.task.reward, config.algo.name, task)
 
 
@@ -278,6 +280,20 @@ def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     return [
         f"algo.reserialise: task {task.name} has no canonical text of what its modules write; leave it out, or give "
         "its program a method canonical(call) (mmrl.tasks.base.Canonical)"
+    ]
+
+
+def replay_problems(config: TrainCommandConfig, task: Task) -> list[str]:
+    """Return the one sentence for an algorithm that plays an agent again, which does not repeat its requests."""
+    if getattr(config.task, "deterministic", True):
+        return []
+    trees = ALGORITHMS[config.algo.name].plan(config.algo, task.program.modules, (config.seed, 0, ""))
+    if not any(tree.forks or tree.growth or tree.exchange or tree.teacher for tree in trees):
+        return []
+    return [
+        f"task.deterministic: got false, and algo={config.algo.name} plays an agent again with the replies of an "
+        "earlier rollout, which must make the same requests then; use an algorithm without forks, such as grpo or "
+        "mmgrpo, or an agent that depends only on its example and on what it is told"
     ]
 
 

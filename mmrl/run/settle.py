@@ -90,7 +90,13 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
 def module_assignment(config: WeightRunConfig, modules: Sequence[str]) -> ModuleAssignment:
     """Describe which of a program's modules uses which weights in a training run."""
     answered = {module: endpoint.model for module, endpoint in (config.engine.endpoints or {}).items()}
-    return ModuleAssignment(model=config.model, algo=config.algo, modules=tuple(modules), answered=answered)
+    return ModuleAssignment(
+        model=config.model,
+        algo=config.algo,
+        modules=tuple(modules),
+        answered=answered,
+        unlearning=getattr(config.task, "frozen", ()),
+    )
 
 
 def _require_gpus(profile: str, training: int, serving: int) -> None:
@@ -249,15 +255,16 @@ def announce_code(folder: Path, stored: Mapping[str, object], packages: Sequence
 
     Args:
         packages: of `plugins`.
-        program: the objects that `task` and `algo` name are imported, too, and `engine.python` is started.
+        program: the objects that `task` and `algo` name are imported, too, and `engine.python` and `task.command` are
+            started.
     """
     sections = {name: stored.get(name) for name in ("task", "algo") if program}
     texts = flattened({name: section for name, section in sections.items() if isinstance(section, Mapping)})
     settings = [f"{key}={value}" for key, value in texts.items() if isinstance(value, str) and OBJECT.fullmatch(value)]
     settings = [text for text in settings if not is_given(text.partition("=")[2])]  # of this very process
     settings += [f"plugins={','.join(packages)}"] if packages else []
-    interpreter = value_at(stored, "engine.python") if program else None
-    settings += [f"engine.python={interpreter}"] if interpreter is not None else []
+    started = {key: value_at(stored, key) for key in ("engine.python", "task.command") if program}
+    settings += [f"{key}={words}" for key, words in started.items() if words is not None]
     if settings:
         line = f"{folder}/config.yaml names code that is imported and run now: {', '.join(settings)}"
         print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible application over an engine: models, chat completions, completions, streams, health.
+"""A policy behind OpenAI's protocol: chat completions, completions, models, health, over any engine.
 
 Concurrent requests wait in the engine, whose batcher decodes them together. Text streams as it is sampled where the
 engine says so (`Request.on_token`: the embedded engine), else in one piece when it is complete.
@@ -7,44 +7,32 @@ engine says so (`Request.on_token`: the embedded engine), else in one piece when
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mmrl import rng
-from mmrl.engines.base import Completion, Engine, Request, Sampling
-from mmrl.errors import LengthFailure, RequestFailure, RolloutError
+from mmrl.engines.base import Engine, Request, Sampling
+from mmrl.errors import LengthFailure
 from mmrl.models.chat import decode_text, render_prompt
-from mmrl.serve.protocol import (
-    LARGEST_REQUEST,
-    ChatRequest,
-    CompletionRequest,
-    Refused,
-    SamplingRequest,
-    error_object,
-    parse_request,
-)
-from mmrl.system.http_server import BodyRefused, read_body, require_token
+from mmrl.serve.front import Answer, Backend, Finished, Running, add_dialects
+from mmrl.serve.openai_dialect import ChatCompletions, Completions
+from mmrl.serve.protocol import ChatRequest, CompletionRequest, Refused, SamplingRequest, error_object
+from mmrl.system.http_server import require_token
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Response
     from fastapi import Request as HttpRequest
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger("mmrl.serve")
 T = TypeVar("T")
 
 MOST_REQUESTS = 256
 """Requests in flight; further ones are refused with 429."""
-LOOKS_S = 0.5
-"""Pause between looks whether a client is still there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,38 +43,6 @@ class Served:
     tokenizer: PreTrainedTokenizerBase
     models: Mapping[str, str]
     """Model name in the protocol -> module of the policy (empty where all modules share its weights)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """The request and the objects of one kind of completion."""
-
-    schema: type[ChatRequest] | type[CompletionRequest]
-    prefix: str
-    kind: str
-    chunk_kind: str
-    content: Callable[[str], dict[str, object]]
-    delta: Callable[[str], dict[str, object]]
-    first: Mapping[str, object]
-    """Further fields of the first part of a stream."""
-
-
-CHAT = _Shape(
-    ChatRequest,
-    "chatcmpl",
-    "chat.completion",
-    "chat.completion.chunk",
-    lambda text: {"message": {"role": "assistant", "content": text}, "logprobs": None},
-    lambda text: {"delta": {"content": text} if text else {}},
-    {"delta": {"role": "assistant", "content": ""}},
-)
-PLAIN = _Shape(
-    CompletionRequest,
-    *("cmpl", "text_completion", "text_completion"),
-    lambda text: {"text": text, "logprobs": None},
-    lambda text: {"text": text, "logprobs": None},
-    {},
-)
 
 
 def make_app(served: Served, token: str | None = None) -> FastAPI:
@@ -102,81 +58,46 @@ def make_app(served: Served, token: str | None = None) -> FastAPI:
     if token is not None:
         refusal = error_object(401, "a token is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
         require_token(app, token, refusal)
-    server, started = _Server(served), int(time.time())
-
-    async def models(request: HttpRequest) -> Response:
-        data = [{"id": name, "object": "model", "created": started, "owned_by": "mmrl"} for name in served.models]
-        return JSONResponse({"object": "list", "data": data})
+    policy = _Policy(served)
 
     async def health(request: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok", "models": list(served.models), "requests": server.in_flight})
+        return JSONResponse({"status": "ok", "models": list(served.models), "requests": policy.in_flight})
 
-    async def missing(request: HttpRequest, error: Exception) -> Response:
-        status = getattr(error, "status_code", 500)
-        return JSONResponse(error_object(status, f"{request.method} {request.url.path}: not here"), status_code=status)
-
-    # Plain routes, not FastAPI's typed ones: its own 422 bodies are not errors as OpenAI's clients read them.
-    app.add_route("/v1/chat/completions", partial(server.answer, CHAT), methods=["POST"])
-    app.add_route("/v1/completions", partial(server.answer, PLAIN), methods=["POST"])
-    app.add_route("/v1/models", models)
+    dialects = {"/v1/chat/completions": ChatCompletions(ChatRequest), "/v1/completions": Completions()}
+    add_dialects(app, lambda request: policy, dialects)
     app.add_route("/health", health)
-    for status in (404, 405):
-        app.add_exception_handler(status, missing)
     return app
 
 
-class _Server:
-    """Answers requests; all of it runs in the server's event loop but rendering."""
+class _Policy(Backend):
+    """Backend of an engine; all of it runs in the server's event loop but rendering."""
 
     def __init__(self, served: Served):
-        self.served = served
+        self.served, self.models = served, served.models
         self.in_flight = 0
         # One thread: the renderer keeps what it has rendered, and is not made for several.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="mmrl-render")
         # As the vocabulary spells tokens: a byte is at least one character there, so no token stands for more text.
         self._longest = max(map(len, served.tokenizer.get_vocab()))
 
-    async def answer(self, shape: _Shape, request: HttpRequest) -> Response:
-        """Return the reply to a request, or its refusal as an OpenAI error object."""
-        from fastapi.responses import JSONResponse
+    def refuse_crowd(self) -> None:
+        """See `Backend.refuse_crowd`."""
+        if self.in_flight >= MOST_REQUESTS:
+            raise Refused(429, f"more than {MOST_REQUESTS} requests at once")
 
-        try:
-            # Also before the body is read: a refusal costs next to nothing then. A body on its way holds no place.
-            self._refuse_crowd()
-            body = await read_body(request, LARGEST_REQUEST)
-            self._refuse_crowd()
-            return await self._reply(request, shape, parse_request(shape.schema, body))
-        # Whatever goes wrong must reach the client as a status, and the server must go on.
-        except Exception as error:
-            status, refusal = _failed(error)
-            return JSONResponse(refusal, status, headers={"Retry-After": "1"} if status == 429 else None)
-
-    async def _reply(self, request: HttpRequest, shape: _Shape, parsed: ChatRequest | CompletionRequest) -> Response:
-        from fastapi.responses import JSONResponse
-
+    async def begin(self, parsed: SamplingRequest, headers: Mapping[str, str], body: bytes) -> Running:
+        """See `Backend.begin`."""
         self.in_flight += 1
-        running: _Running | None = None
-        streams = False
-
-        def release() -> None:
-            self.in_flight -= 1
-            if running is not None:
-                running.task.cancel()
-
         try:
-            running = _Running(self.served, parsed, await self._generation(parsed))
-            # Once a stream has begun its status is sent, so what is refused at once must come before.
-            await running.raise_refusal()
-            if parsed.stream:
-                streams = True
-                return _stream_response(self._stream(running, shape), release)
-            await _until_done(running.task, request)
-            return JSONResponse(_response_body(running, shape))
-        finally:
-            if not streams:
-                release()
+            return _Running(self.served, parsed, await self._generation(parsed), self._ended)
+        except BaseException:
+            self._ended()
+            raise
 
-    async def _generation(self, parsed: ChatRequest | CompletionRequest) -> Request:
+    def _ended(self) -> None:
+        self.in_flight -= 1
+
+    async def _generation(self, parsed: SamplingRequest) -> Request:
         """Return the request to the engine.
 
         Raises:
@@ -185,7 +106,11 @@ class _Server:
         if parsed.model not in self.served.models:
             text = f"model: got '{parsed.model[:100]}', expected one of {', '.join(self.served.models)}"
             raise Refused(404, text, "model", "model_not_found")
-        ids = await (self._chat(parsed) if isinstance(parsed, ChatRequest) else self._encode_prompt(parsed.prompt))
+        if isinstance(parsed, ChatRequest):
+            ids = await self._chat(parsed)
+        else:
+            assert isinstance(parsed, CompletionRequest)
+            ids = await self._encode_prompt(parsed.prompt)
         # Without a seed a repeated request must give another completion; with one, the same.
         seed = secrets.randbits(64) if parsed.seed is None else parsed.seed
         sampling = Sampling(
@@ -222,10 +147,6 @@ class _Server:
             raise Refused(400, "prompt: got several texts, expected one", "prompt")
         return ids
 
-    def _refuse_crowd(self) -> None:
-        if self.in_flight >= MOST_REQUESTS:
-            raise Refused(429, f"more than {MOST_REQUESTS} requests at once")
-
     def _refuse_endless(self, characters: int) -> None:
         """Refuse a prompt that no context could hold before it is encoded, which takes seconds for all others too."""
         context = self.served.engine.max_context
@@ -238,51 +159,15 @@ class _Server:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._renderer, work)
 
-    async def _stream(self, running: _Running, shape: _Shape) -> AsyncIterator[str]:
-        """Yield the parts of a completion as server-sent events."""
-        head = running.head(shape.prefix, shape.chunk_kind)
-        try:
-            if shape.first:
-                yield _event(head, choices=[{"index": 0, **shape.first, "finish_reason": None}])
-            async for text in running.pieces():
-                yield _event(head, choices=[{"index": 0, **shape.delta(text), "finish_reason": None}])
-            _, finish = running.result()
-            yield _event(head, choices=[{"index": 0, **shape.delta(""), "finish_reason": finish}])
-            options = running.parsed.stream_options
-            if options is not None and options.include_usage:
-                yield _event(head, choices=[], usage=running.usage())
-        except Exception as error:  # the status is sent already
-            yield f"data: {json.dumps(_failed(error)[1])}\n\n"
-        yield "data: [DONE]\n\n"
 
-
-def _stream_response(events: AsyncIterator[str], release: Callable[[], None]) -> Response:
-    """Return a response of server-sent events.
-
-    Args:
-        release: called when it ends, however it ends. Not the generator's own `finally`: of a client that leaves before
-            the first event the generator never starts.
-    """
-    from fastapi.responses import StreamingResponse
-
-    class Stream(StreamingResponse):
-        async def __call__(self, *arguments: Any) -> None:
-            try:
-                await super().__call__(*arguments)
-            finally:
-                release()
-
-    return Stream(events, media_type="text/event-stream")
-
-
-class _Running:
+class _Running(Running):
     """Completion under way."""
 
-    def __init__(self, served: Served, parsed: SamplingRequest, generation: Request):
-        self.parsed = parsed
-        self._tokenizer = served.tokenizer
+    def __init__(
+        self, served: Served, parsed: SamplingRequest, generation: Request, ended: Callable[[], None] = lambda: None
+    ):
+        self._tokenizer, self._ended = served.tokenizer, ended
         self._stops = generation.sampling.stop
-        self._prompt_tokens = len(generation.prompt_ids)
         self._new: asyncio.Queue[int | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         if parsed.stream:
@@ -293,42 +178,28 @@ class _Running:
 
             # Only for streams: otherwise each token would wake the event loop in vain.
             generation = replace(generation, on_token=on_token)
-        self.task: asyncio.Task[Completion] = loop.create_task(served.engine.generate(generation))
+        task = loop.create_task(self._generated(served.engine, generation))
         # Also where it fails or is cancelled: `pieces` must not wait for a token that never comes.
-        self.task.add_done_callback(lambda task: self._new.put_nowait(None))
-        self._created = int(time.time())
-        self._id = secrets.token_hex(12)
+        task.add_done_callback(lambda task: self._new.put_nowait(None))
+        super().__init__(parsed=parsed, task=task, created=int(time.time()), id=secrets.token_hex(12))
 
-    async def raise_refusal(self) -> None:
-        """Raise what the engine refuses at once (a prompt that is too long), before a status is sent."""
-        # After one turn of the loop the task has passed the engine's checks of the prompt.
-        await asyncio.sleep(0)
-        if self.task.done():
-            self.task.result()
-
-    def head(self, prefix: str, kind: str) -> dict[str, object]:
-        """Return the fields that all objects of this completion begin with."""
-        return {"id": f"{prefix}-{self._id}", "object": kind, "created": self._created, "model": self.parsed.model}
-
-    def result(self) -> tuple[str, str]:
-        """Return the text up to the first stop string, and OpenAI's finish reason."""
-        completion = self.task.result()
+    async def _generated(self, engine: Engine, generation: Request) -> Finished:
+        """Return the one choice: its text up to the first stop string."""
+        completion = await engine.generate(generation)
         text = decode_text(self._tokenizer, completion.ids)
         # The engine stops at the token in which a stop string ends; OpenAI's text ends before the string.
         ends = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        return text[: min(ends)] if ends else text, "length" if completion.finish == "length" else "stop"
+        finish = "length" if completion.finish == "length" else "stop"
+        answer = Answer(text=text[: min(ends)] if ends else text, finish=finish)
+        return Finished(id=self.id, answers=[answer], tokens=(len(generation.prompt_ids), len(completion.ids)))
 
-    def usage(self) -> dict[str, int]:
-        """Return OpenAI's `usage`: numbers of tokens."""
-        new = len(self.task.result().ids)
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": new,
-            "total_tokens": self._prompt_tokens + new,
-        }
+    def release(self) -> None:
+        """See `Running.release`."""
+        self._ended()
+        self.task.cancel()
 
     async def pieces(self) -> AsyncIterator[str]:
-        """Yield the text in parts, as tokens come; together they are `result`'s."""
+        """Yield the text in parts, as tokens come; together they are the answer's."""
         # So many characters may be the beginning of a stop string, which must not be sent.
         held = max((len(stop) for stop in self._stops), default=1) - 1
         ids: list[int] = []
@@ -348,50 +219,7 @@ class _Running:
                 sent = until
             if ends:
                 break
-        final, _ = await self._result()
+        await asyncio.wait([self.task])
+        final = self.finished.answers[0].text
         if final[:sent] == text[:sent] and len(final) > sent:
             yield final[sent:]
-
-    async def _result(self) -> tuple[str, str]:
-        await asyncio.wait([self.task])
-        return self.result()
-
-
-async def _until_done(task: asyncio.Task[Completion], request: HttpRequest) -> None:
-    """Wait for a completion; a client that has gone away cancels it.
-
-    Raises:
-        Refused: nobody is there to read this.
-    """
-    # Nothing tells a handler that its client has gone; decoding on would keep a place in the batch.
-    while not (await asyncio.wait([task], timeout=LOOKS_S))[0]:
-        if await request.is_disconnected():
-            raise Refused(499, "the client has gone")
-
-
-def _response_body(running: _Running, shape: _Shape) -> dict[str, object]:
-    text, finish = running.result()
-    choice = {"index": 0, **shape.content(text), "finish_reason": finish}
-    return {**running.head(shape.prefix, shape.kind), "choices": [choice], "usage": running.usage()}
-
-
-def _event(head: Mapping[str, object], **fields: object) -> str:
-    return f"data: {json.dumps({**head, **fields})}\n\n"
-
-
-def _failed(error: Exception) -> tuple[int, dict[str, object]]:
-    """Return status and OpenAI error object of a refusal, or of an engine's exception."""
-    if isinstance(error, Refused):
-        return error.status, error.body()
-    if isinstance(error, BodyRefused):
-        return error.status, error_object(error.status, str(error))
-    if isinstance(error, LengthFailure):
-        return 400, error_object(400, str(error), "messages", "context_length_exceeded")
-    if isinstance(error, RequestFailure):
-        return 400, error_object(400, str(error))
-    if isinstance(error, RolloutError):
-        log.warning("request failed: %s", error)
-        return 500, error_object(500, str(error))
-    # The message may quote paths or code of this machine: the client gets the type alone, the log the rest.
-    log.error("request failed", exc_info=error)
-    return 500, error_object(500, type(error).__name__)

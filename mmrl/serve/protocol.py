@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, TypeVar
+from contextlib import suppress
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from mmrl.config.base import Temperature
+from mmrl.records import EMPTY
 
 LARGEST_REQUEST = 4 * 2**20
 """Bytes of a request's body."""
@@ -19,6 +21,8 @@ MOST_TOKENS = 2**17
 """New tokens of one completion, where neither the request nor the model says less."""
 MOST_STOPS, LONGEST_STOP = 16, 1000
 """Stop strings of a request, and characters of one."""
+MOST_CHOICES, MOST_TOOLS = 16, 256
+"""Choices of a reply (`n`), and tools of a request."""
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
 )
@@ -143,20 +147,114 @@ class ChatRequest(SamplingRequest):
         ]
 
 
+def _names_function(value: dict[str, Any]) -> dict[str, Any]:
+    function = value.get("function")
+    if value.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("expected {type: function, function: {name: …}}")
+    return value
+
+
+OfFunction = Annotated[dict[str, Any], AfterValidator(_names_function)]
+"""A tool, a call of one or the choice of one: `{"type": "function", "function": {"name": …}}`."""
+
+
+def _neutral_message(message: object) -> object:
+    """Leave out what clients copy from a reply into the next request and no prompt has."""
+    if not isinstance(message, Mapping):
+        return message
+    copied = ("refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning")
+    kept = {name: value for name, value in message.items() if value not in (None, []) and name not in copied}
+    return {"content": "", **kept}
+
+
+class ConversationMessage(Message):
+    """Message of a recorded chat request."""
+
+    tool_calls: list[OfFunction] = []
+
+    def rendered(self) -> dict[str, Any]:
+        """Convert for a chat template."""
+        message: dict[str, Any] = {"role": self.role.replace("developer", "system"), "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [_with_arguments(call) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call as chat templates and `ctx.call` have it, its arguments as an object."""
+    name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
+    with suppress(ValueError, TypeError):  # what is no JSON stays as it is
+        arguments = json.loads(arguments)
+    return {"id": call.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+class ResponseFormat(_Body):
+    """`response_format`: a reply that is no such JSON counts as one that does not parse."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] = {}
+
+    @property
+    def required(self) -> Sequence[str]:
+        """Fields that the object must have."""
+        schema = self.json_schema.get("schema")
+        names = schema.get("required") if isinstance(schema, dict) else None
+        return [str(name) for name in names] if isinstance(names, list) else []
+
+
+class RecordedRequest(SamplingRequest):
+    """`POST /v1/chat/completions` of a rollout. Temperature, `top_p` and `seed` are taken, and the run's own hold."""
+
+    messages: list[Annotated[ConversationMessage, BeforeValidator(_neutral_message)]] = Field(min_length=1)
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    tools: list[OfFunction] = Field([], max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | OfFunction = "auto"
+    response_format: ResponseFormat | None = None
+    logprobs: bool = False
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Convert messages for a chat template."""
+        return [message.rendered() for message in self.messages]
+
+    def functions(self) -> list[dict[str, Any]]:
+        """Convert tools for a chat template."""
+        named = [{key: value for key, value in tool["function"].items() if value is not None} for tool in self.tools]
+        return [{"type": "function", "function": function} for function in named]
+
+
 class CompletionRequest(SamplingRequest):
     """`POST /v1/completions`."""
 
     prompt: str | list[int] | list[str]
 
 
-BodyT = TypeVar("BodyT", bound=SamplingRequest)
+BodyT = TypeVar("BodyT", bound=BaseModel)
 
 
 def parse_request(schema: type[BodyT], body: bytes) -> BodyT:
-    """Parse and check a request.
+    """Parse and check a request of OpenAI's.
 
     Raises:
         Refused: it is none, or asks for what cannot be had.
+    """
+    return parse_fields(schema, body, WITHOUT_EFFECT, NEUTRAL)
+
+
+def parse_fields(
+    schema: type[BodyT], body: bytes, ignored: Sequence[str], neutral: Mapping[str, Sequence[object]] = EMPTY
+) -> BodyT:
+    """Parse and check a body.
+
+    Args:
+        ignored: fields that no completion depends on.
+        neutral: fields that cannot be had where the schema has none -> values with which they change nothing.
+
+    Raises:
+        Refused: see `parse_request`.
     """
     try:
         fields = json.loads(body)
@@ -170,12 +268,14 @@ def parse_request(schema: type[BodyT], body: bytes) -> BodyT:
         # No tokenizer takes it, and no reply could quote it.
         raise Refused(400, "a text of the body has half a character (a lone surrogate)") from None
     # Clients send many fields at their default; refusing those would refuse most clients.
-    for name, harmless in NEUTRAL.items():
+    for name, harmless in neutral.items():
+        if name in schema.model_fields:
+            continue
         value = fields.pop(name, None)
         if value is not None and value not in harmless:
             raise Refused(400, f"{name}: this server does not have it; leave it out", name, "unsupported_parameter")
     # null stands for a field that is left out
-    values = {name: value for name, value in fields.items() if value is not None and name not in WITHOUT_EFFECT}
+    values = {name: value for name, value in fields.items() if value is not None and name not in ignored}
     try:
         return schema.model_validate(values)
     except ValidationError as error:

@@ -14,6 +14,7 @@ from mmrl.tasks.dspy.banking77 import Banking77Task
 from mmrl.tasks.dspy.hover import HoverTask
 from mmrl.tasks.dspy.own import ImportedTask
 from mmrl.tasks.dspy.papillon import PapillonTask
+from mmrl.tasks.gateway.task import AgentTask
 from mmrl.tasks.search_program.task import MultihopQaTask
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -29,5 +30,6 @@ TASKS: dict[str, Callable[..., Task]] = {
     "papillon": PapillonTask,
     "hover": HoverTask,
     "dspy": ImportedTask,
+    "agent": AgentTask,
 }
 """`task.name` -> factory `(config, run seed) -> Task`; the config is of the task's own schema (`TASK_SCHEMAS`)."""

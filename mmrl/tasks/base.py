@@ -17,8 +17,8 @@ from mmrl.records import EMPTY, Call, Example
 if TYPE_CHECKING:
     from mmrl.engines.openai import OpenAIChat
 
-Message = Mapping[str, str]
-"""`{"role": "system" | "user" | "assistant", "content": text}`."""
+Message = Mapping[str, Any]
+"""`{"role": "system" | "user" | "assistant", "content": text}`; with tools also the role `tool`, and `tool_calls`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class Reply:
     """Completion tokens."""
     context: tuple[int, ...] = ()
     """Prompt and completion token ids: pass the reply as `after=` to go on in the same context, token for token."""
+    logprobs: tuple[float, ...] | None = None
+    """Sampling log-probabilities of the completion's tokens; None where the engine has none."""
 
 
 class Context(Protocol):
@@ -49,8 +51,9 @@ class Context(Protocol):
         max_observation: int | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-        parse: Callable[[str], object] | None = None,
+        parse: Callable[[Any], object] | None = None,
         facts: Mapping[str, object] = EMPTY,
+        tools: Sequence[Message] = (),
     ) -> Reply:
         """Generate with `module` on `messages` (rendered with the model's chat template).
 
@@ -63,11 +66,25 @@ class Context(Protocol):
             max_tokens: limit on the completion; None takes `task.max_tokens`.
             stop: strings that end the completion; they stay in its text.
             parse: turns the text into a value, or raises `ParseFailure`; retried up to the allowed number of times,
-                then raised here, which ends the rollout unless the program catches it. Only the last attempt is
-                recorded.
+                then raised here, which ends the rollout unless the program catches it; the failure's `reply` is the
+                unread one. Only the last attempt is recorded.
             facts: numbers that the module's penalty and behaviour metrics need (e.g. `{"documents": 10}`); `state`, a
                 text, names what the call is made in: GiGPO compares calls of the same state.
+            tools: functions that the model may call, as in OpenAI's protocol. `parse` then gets the message that was
+                written (`content`, `tool_calls`), which is also `Reply.parsed` without one.
         """
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        ...
+
+    def leave(self) -> None:
+        """Let the engine's batches no longer wait for this rollout, which has no request under way."""
+        ...
+
+    def enter(self) -> None:
+        """Let the engine's batches wait for this rollout again, after `leave`."""
         ...
 
     def measure(self, observation: Sequence[Message] | str, *, after: Reply) -> int:

@@ -28,6 +28,7 @@ SUITE: dict[str, list[str]] = {
     "rollout": ["repeats=1"],
     "overhead": ["steps=8", "repeats=2"],
     "fleet": [],
+    "gateway": [],
 }
 """Bench -> options that fit the suite into its time; alone each measures longer, and tunes its peers."""
 LARGE: dict[str, list[str]] = {

@@ -84,6 +84,15 @@ def test_an_interpreter_that_a_run_would_start_is_named(run, said_in):
     assert named not in said_in(run, "credit", "run=.", "step=1")[1]
 
 
+def test_a_command_that_a_run_would_start_is_named(run, said_in):
+    path = run / "config.yaml"
+    stored = yaml.safe_load(path.read_text())
+    stored["task"] = {"name": "agent", "command": "sh ./evil", "data": stored["task"]["data"]}
+    path.write_text(yaml.safe_dump({**stored, "plugins": []}))
+    named = "config.yaml names code that is imported and run now: task.command=sh ./evil"
+    assert named in said_in(run, "train", "resume=.", "train.steps=+1")[1]
+
+
 def test_an_unknown_name_needs_its_plugin(run, said_in):
     path = run / "config.yaml"
     stored = yaml.safe_load(path.read_text())

@@ -13,7 +13,7 @@ import torch
 
 from scripts import gpu_check
 from scripts.bench import __main__ as suite
-from scripts.bench import common, fleet, overhead, rollout, step, update
+from scripts.bench import common, fleet, gateway, overhead, rollout, step, update
 from scripts.bench.common import Bar
 from scripts.bench.update_shapes import GROUP, SHAPES, Dice, advantages, calls, independent
 
@@ -76,6 +76,7 @@ def test_share_of_a_step() -> None:
         (update, ["repeats=1", "shape=fof", "micro=4", "groups=1"], 3),
         (update, ["repeats=1", "shape=is", "micro=8"], 3),
         (step, ["steps=1", "micro=4"], 2),
+        (gateway, ["agents=4", "turns=2"], 5),
         pytest.param(
             *(fleet, ["servers=1,2", "latency_ms=20"], 5),
             marks=pytest.mark.skipif(find_spec("vllm_router") is None, reason="needs vllm-router"),

@@ -80,7 +80,7 @@ class FunctionProgram:
         return await self.function(example, ctx)
 
 
-class _RecordTask(DspyTask):
+class RecordTask(DspyTask):
     """A program and a reward of one's own, and examples from records, some of whose fields the program sees.
 
     See `DspyTask` for errors.
@@ -146,7 +146,7 @@ class _RecordTask(DspyTask):
         return check_unique(key, examples)
 
 
-class _PluginTask(_RecordTask):
+class _PluginTask(RecordTask):
     """Implements `mmrl.tasks.base.Task`; see `OwnTask`."""
 
     def __init__(self, parts: OwnTask, config: TaskConfig, seed: int):
@@ -194,7 +194,7 @@ class _PluginTask(_RecordTask):
         return Score(reward=number)
 
 
-class ImportedTask(_RecordTask):
+class ImportedTask(RecordTask):
     """The task `dspy`: program and metric by import paths. Implements `mmrl.tasks.base.Task`."""
 
     config: DspyProgramConfig
@@ -229,14 +229,7 @@ class ImportedTask(_RecordTask):
         Raises:
             RewardFailure: there is no `score`, or a number is not finite.
         """
-        result = await call_scorer(self.parts_given.reward, *self._arguments(example, prediction))
-        numbers = _numbers(result)
-        if "score" not in numbers or not all(abs(number) <= LARGEST for number in numbers.values()):
-            raise RewardFailure(
-                f"task.metric gave {result!r:.300}; expected a finite number, or a mapping of finite numbers with "
-                f"'score', each of at most {LARGEST:g} in size"
-            )
-        return Score(reward=numbers["score"], metrics=numbers)
+        return scored(await call_scorer(self.parts_given.reward, *self._arguments(example, prediction)), "task.metric")
 
     def _arguments(self, example: Example, prediction: object) -> tuple[object, ...]:
         """Record and prediction: with a DSPy program as DSPy's own objects, so that its metrics fit."""
@@ -300,6 +293,24 @@ def _is_program(value: object) -> bool:
     if inspect.isclass(value):
         return False
     return is_dspy_module(value) or (hasattr(value, "modules") and hasattr(value, "run"))
+
+
+def scored(result: object, source: str) -> Score:
+    """Return a metric's result as a score: a number, or a mapping of numbers with `score`.
+
+    Args:
+        source: who gave it, for messages.
+
+    Raises:
+        RewardFailure: there is no `score`, or a number is not finite.
+    """
+    numbers = _numbers(result)
+    if "score" not in numbers or not all(abs(number) <= LARGEST for number in numbers.values()):
+        raise RewardFailure(
+            f"{source} gave {result!r:.300}; expected a finite number, or a mapping of finite numbers with 'score', "
+            f"each of at most {LARGEST:g} in size"
+        )
+    return Score(reward=numbers["score"], metrics=numbers)
 
 
 def _numbers(result: object) -> dict[str, float]:

@@ -207,7 +207,7 @@ def records_of(name: str, start: int) -> list[dict[str, Any]]:
             }
             for n in numbers
         ]
-    if name == "dspy":
+    if name in ("dspy", "agent"):
         return [{"id": f"r{n}", "question": f"Who made {n}?", "gold": f"a{n}"} for n in numbers]
     context = [["Thing", ["Made by Ada.", " In Porto."]], ["Ada", ["Ada lives."]]]
     facts = [["Thing", 0], ["Ada", 0]]
@@ -229,6 +229,7 @@ def file_of(name: str, folder: Path, start: int) -> str:
     records = records_of(name, start)
     if name in ("banking77", "papillon"):
         return saved(folder / f"{start}.csv", records)
-    path = folder / f"{start}.{'jsonl' if name == 'dspy' else 'json'}"
-    path.write_text("\n".join(map(json.dumps, records)) if name == "dspy" else json.dumps(records), encoding="utf-8")
+    lines = name in ("dspy", "agent")
+    path = folder / f"{start}.{'jsonl' if lines else 'json'}"
+    path.write_text("\n".join(map(json.dumps, records)) if lines else json.dumps(records), encoding="utf-8")
     return str(path)

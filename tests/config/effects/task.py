@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import yaml
 
-from mmrl.config import EvalConfig
+from mmrl.config import ALGO_SCHEMAS, EvalConfig, ModelConfig
 from mmrl.config.tasks import OpenQaConfig
 from mmrl.engines.base import Completion, Request
 from mmrl.errors import LengthFailure, MmrlError
@@ -23,6 +24,8 @@ from mmrl.rollout.environment import sampling_settings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.run.build import reward_set
+from mmrl.run.check import replay_problems
+from mmrl.run.settle import module_assignment
 from mmrl.tasks import TASKS
 from tests.config.effects import Options, acts, file_of, nested, records_of, refused
 from tests.helpers.programs import (
@@ -41,6 +44,7 @@ from tests.helpers.programs import (
 QA = "task.hotpotqa;task.2wiki;task.musique;task.search_agent;task.tool_agent;task.search_o1;task.r1_searcher"
 SEARCH = f"{QA};task.hover"
 PROGRAM = """
+import json, os, time, urllib.request
 import dspy
 class Answerer(dspy.Module):
     def __init__(self):
@@ -64,6 +68,22 @@ def right(record, prediction):
     return 1.0
 def wrong(record, prediction):
     return 0.0
+def said(base_url, api_key, *words):
+    body = {"model": "m", "messages": [{"role": "system", "content": word} for word in words]}
+    headers = {"Authorization": f"Bearer {api_key}"}
+    request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=30))["choices"][0]["message"]["content"]
+def agent(example, base_url, api_key):
+    return [said(base_url, api_key, "title"), said(base_url, api_key, str(example))]
+def other_agent(example, base_url, api_key):
+    return said(base_url, api_key, "another")
+def slow_agent(example, base_url, api_key):
+    said(base_url, api_key, "once")
+    time.sleep(0.4)
+    return said(base_url, api_key, "twice")
+if __name__ == "__main__":
+    said(os.environ["MMRL_BASE_URL"], os.environ["MMRL_API_KEY"], "of a command")
+    print(json.dumps("OPENAI_API_KEY" in os.environ))
 """
 
 
@@ -85,6 +105,13 @@ AS_BEFORE = "AS BEFORE"
 def built(name: str, options: Options, folder: Path, data: bool = False) -> Any:
     """A task, on files of its own layout or on the mini world."""
     chosen = dict(options)
+    if name == "agent":
+        data = True
+        (folder / "program_of_a_test.py").write_text(PROGRAM, encoding="utf-8")
+        one = {} if chosen.get("command") else {"agent": "program_of_a_test:agent"}
+        chosen = {"metric": "program_of_a_test:right", "inputs": ("question",)} | one | chosen
+        rule = {key[6:]: chosen.pop(key) for key in list(chosen) if key.startswith("rules.")}
+        chosen |= {"rules": (rule,)} if rule else {}
     if name == "dspy":
         data = True
         (folder / "program_of_a_test.py").write_text(PROGRAM, encoding="utf-8")
@@ -246,7 +273,7 @@ acts("task.*", "max_tokens", limited, 100, 7)
 acts("task.*", "max_context", limited, 4096, 20)
 acts("task.*", "timeout_s", limited, 600.0, 0.01)
 acts("task.*", "failure_score", failed, 0.0, -0.5)
-acts("task.*", "prompts", prompted, None, "MINE")
+acts("task.[!a]*", "prompts", prompted, None, "MINE")
 acts(f"{QA};task.qa_direct", "punctuation", answered, "delete", "space")
 acts(SEARCH, "corpus", searched, None, OTHER_CORPUS)
 acts(
@@ -369,6 +396,53 @@ def own(name: str, options: Options, folder: Path) -> object:
     return task.program.modules, prompts, rollout.reward, rollout.error
 
 
+def asked(name: str, options: Options, folder: Path) -> object:
+    """A rollout of an agent: its requests as calls, what it was told, and its reward."""
+    if options.get("command") == "A SCRIPT":
+        options = {**options, "command": f"{sys.executable} {folder / 'program_of_a_test.py'}"}
+    task = built(name, options, folder)
+    engine = FakeEngine(lambda request: "yes")
+    forest = rolled_out(task, engine, task.examples("train")[0])
+    (rollout,) = forest.rollouts
+    calls = [(call.module, call.prompt_text) for call in forest.path(rollout)]
+    return calls, rollout.prediction, rollout.reward, rollout.error, rollout.error_message[:60]
+
+
+def waited(name: str, options: Options, folder: Path) -> object:
+    """Live programs, as the engine counts them, while an agent does something else."""
+    task = built(name, {"agent": "program_of_a_test:slow_agent", **options}, folder)
+    engine, live = FakeEngine(lambda request: "yes"), list[int]()
+
+    async def watched() -> None:
+        env = environment(task, engine)
+        playing = asyncio.create_task(sample(env, [(task.examples("train")[0], independent(1))], "outcome"))
+        while not engine.requests:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.25)
+        live.append(engine.live)
+        await playing
+
+    asyncio.run(watched())
+    return live
+
+
+def unlearning(name: str, options: Options, folder: Path) -> object:
+    """Modules that a run leaves out of the loss."""
+    config = built(name, options, folder).config
+    model, engine = ModelConfig(name="tiny", path="tiny"), SimpleNamespace(endpoints=None)
+    algo = ALGO_SCHEMAS["grpo"].model_validate({"name": "grpo"})
+    run: Any = SimpleNamespace(model=model, engine=engine, algo=algo, task=config)
+    return module_assignment(run, config.modules).untrained
+
+
+def forking(name: str, options: Options, folder: Path) -> object:
+    """What is said of an algorithm that plays an agent again."""
+    task = built(name, options, folder)
+    algo = ALGO_SCHEMAS["mhgpo_is"].model_validate({"name": "mhgpo_is"})
+    run: Any = SimpleNamespace(task=task.config, algo=algo, seed=0)
+    return replay_problems(run, task)
+
+
 def caught(name: str, options: Options, folder: Path) -> object:
     """What each call of a program that goes on after a reply which does not parse is penalised by."""
     task = built(name, {"program": "program_of_a_test:Resilient", **options}, folder)
@@ -400,3 +474,20 @@ PLAIN = "program_of_a_test:plain"
 acts("task.dspy", "inputs", own, ("question",), ("question", "gold"), program=PLAIN, modules=("one",))
 acts("task.dspy", "modules", own, ("one",), ("two", "one"), program=PLAIN)
 acts("task.dspy", "caught_parse_penalty", caught, 0.0, -0.25)
+
+
+acts("task.agent", "reward", offered, None, "turn")
+acts("task.agent", "agent", asked, "program_of_a_test:agent", "program_of_a_test:other_agent")
+acts("task.agent", "command", asked, "A SCRIPT", "sh -c 'exit 3'")
+acts("task.agent", "client_env", asked, False, True, command="A SCRIPT")
+acts("task.agent", "metric", asked, "program_of_a_test:right", "program_of_a_test:wrong")
+acts("task.agent", "inputs", asked, ("question",), ("question", "gold"))
+acts("task.agent", "modules", asked, ("one",), ("two",))
+acts("task.agent", "rules.pattern", asked, "title", "nothing", rules__reply="by rule")
+acts("task.agent", "rules.reply", asked, "by rule", "otherwise", rules__pattern="title")
+acts("task.agent", "rules.module", asked, "one", "two", rules__pattern="", modules=("one", "two"))
+acts("task.agent", "frozen", unlearning, (), ("two",), modules=("one", "two"))
+acts("task.agent", "deterministic", forking, True, False)
+acts("task.agent", "max_calls", asked, 2, 1)
+acts("task.agent", "idle_s", waited, 60.0, 0.1)
+refused("task.agent", "prompts", "MINE", "whose prompts are its own code")

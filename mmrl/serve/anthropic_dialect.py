@@ -1,0 +1,190 @@
+"""Anthropic's dialect: `POST /v1/messages`, its replies, streams and errors, over the requests of OpenAI's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from mmrl.serve.front import Answer, Dialect, Running
+from mmrl.serve.protocol import RecordedRequest, SamplingRequest, parse_fields, parse_request
+
+STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+"""OpenAI's finish reasons in Anthropic's words."""
+WITHOUT_EFFECT = ("metadata", "service_tier")
+
+
+BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+"""Parts of messages that can be read; thoughts of a reply that is sent back are in its context already."""
+
+Block = dict[str, Any]
+
+
+def _read_blocks(content: object) -> list[Block]:
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise ValueError("expected text or a list of blocks")
+    for block in blocks:
+        if block.get("type") not in BLOCKS:
+            raise ValueError(f"got a block of type {block.get('type')!r:.40}, and this model reads text alone")
+        if block["type"] == "tool_result":
+            block["content"] = _read_blocks(block.get("content") or [])
+    return blocks
+
+
+Blocks = Annotated[list[Block], BeforeValidator(_read_blocks)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _Message(_Body):
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class _Tool(_Body):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] = {}
+    type: Literal["custom"] = "custom"
+    cache_control: dict[str, Any] | None = None
+
+
+class _Choice(_Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+
+class MessagesRequest(_Body):
+    """`POST /v1/messages`."""
+
+    model: str
+    messages: list[_Message] = Field(min_length=1)
+    max_tokens: int = Field(ge=1)
+    system: Blocks = []
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_sequences: list[str] = []
+    stream: bool = False
+    tools: list[_Tool] = []
+    tool_choice: _Choice | None = None
+    thinking: dict[Literal["type"], Literal["disabled"]] | None = None
+
+    def as_openai(self) -> dict[str, Any]:
+        """Return the same request in OpenAI's dialect."""
+        messages: list[dict[str, Any]] = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        for message in self.messages:
+            messages += _converted(message)
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stop": self.stop_sequences,
+            "stream": self.stream,
+        }
+        if self.tools:
+            body["tools"] = [
+                {
+                    "type": "function",
+                    "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+                }
+                for tool in self.tools
+            ]
+        if self.tool_choice is not None:
+            named = {"type": "function", "function": {"name": self.tool_choice.name}}
+            choices: dict[str, Any] = {"any": "required", "tool": named}
+            body["tool_choice"] = choices.get(self.tool_choice.type, self.tool_choice.type)
+        return body
+
+
+class Messages(Dialect):
+    """Dialect of `POST /v1/messages`."""
+
+    def parse(self, body: bytes) -> SamplingRequest:
+        """See `Dialect.parse`."""
+        parsed = parse_fields(MessagesRequest, body, WITHOUT_EFFECT)
+        return parse_request(RecordedRequest, json.dumps(parsed.as_openai()).encode())
+
+    def reply(self, running: Running) -> dict[str, Any]:
+        """See `Dialect.reply`."""
+        answer = running.finished.answers[0]
+        blocks = [{**block, **filled} for block, filled, _ in _contents(answer)]
+        return {**_head(running), "content": blocks, **_stopped(answer), "usage": _usage(running)}
+
+    async def events(self, running: Running) -> AsyncIterator[str]:
+        """See `Dialect.events`."""
+        answer = running.finished.answers[0]
+        begun = {**_head(running), "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(running)}
+        yield _event("message_start", message=begun)
+        for index, (block, _, delta) in enumerate(_contents(answer)):
+            yield _event("content_block_start", index=index, content_block=block)
+            yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        yield _event("message_delta", delta=_stopped(answer), usage=_usage(running))
+        yield _event("message_stop")
+
+    def error(self, status: int, refusal: dict[str, Any]) -> dict[str, Any]:
+        """See `Dialect.error`."""
+        error = refusal["error"]
+        return {"type": "error", "error": {"type": error["type"], "message": error["message"]}}
+
+
+def _contents(answer: Answer) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """Return the blocks of a reply: empty, what fills them, and the same as a delta."""
+    blocks: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+    if answer.text or not answer.tool_calls:
+        text = {"text": answer.text}
+        blocks.append(({"type": "text", "text": ""}, text, {"type": "text_delta", **text}))
+    for call in answer.tool_calls:
+        arguments = call["function"]["arguments"]
+        read = json.loads(arguments)
+        empty = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+        filled = {"input": read if isinstance(read, dict) else {}}
+        blocks.append((empty, filled, {"type": "input_json_delta", "partial_json": arguments}))
+    return blocks
+
+
+def _converted(message: _Message) -> list[dict[str, Any]]:
+    """Return a message in OpenAI's dialect, where each result of a tool is a message of its own."""
+    results = [
+        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(block["content"])}
+        for block in message.content
+        if block["type"] == "tool_result"
+    ]
+    calls = []
+    for block in (block for block in message.content if block["type"] == "tool_use"):
+        function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}), ensure_ascii=False)}
+        calls.append({"id": block.get("id"), "type": "function", "function": function})
+    text = _text(message.content)
+    said: dict[str, Any] = {"role": message.role, "content": text} | ({"tool_calls": calls} if calls else {})
+    return [*results, *([said] if text or calls or not results else [])]
+
+
+def _text(blocks: Sequence[Block]) -> str:
+    return "".join(str(block.get("text", "")) for block in blocks if block["type"] == "text")
+
+
+def _head(running: Running) -> dict[str, Any]:
+    return {"id": f"msg_{running.finished.id}", "type": "message", "role": "assistant", "model": running.parsed.model}
+
+
+def _stopped(answer: Answer) -> dict[str, Any]:
+    return {"stop_reason": STOPPED[answer.finish], "stop_sequence": None}
+
+
+def _usage(running: Running) -> dict[str, int]:
+    prompt, new = running.finished.tokens
+    return {"input_tokens": prompt, "output_tokens": new}
+
+
+def _event(kind: str, **fields: object) -> str:
+    data: Mapping[str, object] = {"type": kind, **fields}
+    return f"event: {kind}\ndata: {json.dumps(data)}\n\n"

@@ -1,0 +1,263 @@
+"""The HTTP front of a served policy and of recorded rollouts: requests in, replies and streams out.
+
+A dialect is how a client speaks (`serve.openai_dialect`, `serve.anthropic_dialect`); a backend makes the replies: an
+engine (`serve.openai_app`), or a rollout (`serve.gateway`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mmrl.errors import LengthFailure, RequestFailure, RolloutError
+from mmrl.serve.protocol import LARGEST_REQUEST, Refused, SamplingRequest, error_object
+from mmrl.system.http_server import BodyRefused, read_body
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Response
+    from fastapi import Request as HttpRequest
+
+log = logging.getLogger("mmrl.serve")
+
+LOOKS_S = 0.5
+"""Pause between looks whether a client is still there."""
+GONE = 499
+"""Status of a reply that nobody reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One choice of a reply."""
+
+    text: str
+    finish: str
+    """OpenAI's finish reason: `stop`, `length` or `tool_calls`."""
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    """As in OpenAI's protocol, the arguments as JSON text."""
+    reasoning: str = ""
+    logprobs: Sequence[tuple[str, float]] | None = None
+    """Text and log-probability of each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Complete reply."""
+
+    id: str
+    answers: Sequence[Answer]
+    tokens: tuple[int, int]
+    """Of prompt and completion."""
+
+
+@dataclass(kw_only=True)
+class Running:
+    """Reply under way."""
+
+    parsed: SamplingRequest
+    task: asyncio.Future[Finished]
+    released: Callable[[bool], None] = lambda sent: None
+    """Called when the request has ended; true where the client's connection took the whole reply."""
+    created: int = 0
+    """Seconds since 1970."""
+    id: str = ""
+    """Set where text can be sent before the reply is complete."""
+    sent: bool = field(default=False, init=False)
+
+    @property
+    def finished(self) -> Finished:
+        """The reply, once complete; raises what it failed with."""
+        return self.task.result()
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """Yield the text of a reply that has an id from the start, as it comes."""
+        return
+        yield
+
+    def release(self) -> None:
+        """Note that the request has ended, however it ended."""
+        self.released(self.sent)
+
+
+class Backend(ABC):
+    """Maker of replies."""
+
+    models: Collection[str]
+    """Names that requests may give."""
+    final: bool = False
+    """True for a rollout: what failed has ended it, so that a client must not repeat its request."""
+
+    @abstractmethod
+    def refuse_crowd(self) -> None:
+        """Refuse a request too many; called before a body is read, and again after it."""
+
+    @abstractmethod
+    async def begin(self, parsed: SamplingRequest, headers: Mapping[str, str], body: bytes) -> Running:
+        """Begin a reply.
+
+        Raises:
+            Refused: it cannot be had.
+        """
+
+
+class Dialect(ABC):
+    """A client's protocol: its requests, replies, streams and errors."""
+
+    @abstractmethod
+    def parse(self, body: bytes) -> SamplingRequest:
+        """Parse and check a request.
+
+        Raises:
+            Refused: it is none, or asks for what cannot be had.
+        """
+
+    @abstractmethod
+    def reply(self, running: Running) -> dict[str, Any]:
+        """Return the object of a complete reply."""
+
+    @abstractmethod
+    def events(self, running: Running) -> AsyncIterator[str]:
+        """Yield the server-sent events of a reply."""
+
+    def error(self, status: int, refusal: dict[str, Any]) -> dict[str, Any]:
+        """Return an error, of which `refusal` is OpenAI's object."""
+        return refusal
+
+
+Find = Callable[["HttpRequest"], Backend]
+"""Returns the backend of a request, or raises `Refused`."""
+
+
+def add_dialects(app: FastAPI, find: Find, dialects: Mapping[str, Dialect]) -> None:
+    """Add a route for each dialect, by its path."""
+    # Plain routes, not FastAPI's typed ones: its own 422 bodies are not errors as OpenAI's clients read them.
+    for path, dialect in dialects.items():
+        app.add_route(path, partial(_respond, dialect, find), methods=["POST"])
+
+    async def models(request: HttpRequest) -> Response:
+        from fastapi.responses import JSONResponse
+
+        try:
+            names = find(request).models
+        except Refused as refused:
+            return JSONResponse(refused.body(), refused.status)
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "mmrl"} for name in names]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def missing(request: HttpRequest, error: Exception) -> Response:
+        from fastapi.responses import JSONResponse
+
+        status = getattr(error, "status_code", 500)
+        return JSONResponse(error_object(status, f"{request.method} {request.url.path}: not here"), status_code=status)
+
+    app.add_route("/v1/models", models)
+    for status in (404, 405):
+        app.add_exception_handler(status, missing)
+
+
+async def _respond(dialect: Dialect, find: Find, request: HttpRequest) -> Response:
+    """Return the reply to a request, or its refusal."""
+    from fastapi.responses import JSONResponse
+
+    final = False
+    try:
+        backend = find(request)
+        final = backend.final
+        # Also before the body is read: a refusal costs next to nothing then. A body on its way holds no place.
+        backend.refuse_crowd()
+        body = await read_body(request, LARGEST_REQUEST)
+        backend.refuse_crowd()
+        running = await backend.begin(dialect.parse(body), request.headers, body)
+        streams = False
+        try:
+            await _until_ready(running, request)
+            if running.parsed.stream:
+                streams = True
+                return _stream_response(_all_sent(dialect, running), running.release)
+            reply = JSONResponse(dialect.reply(running))
+            running.sent = True
+            return reply
+        finally:
+            if not streams:
+                running.release()
+    # Whatever goes wrong must reach the client as a status, and the server must go on.
+    except Exception as error:
+        status, refusal = failed(error, recorded=final)
+        headers = {"Retry-After": "1"} if status == 429 else {}
+        if final:
+            headers["x-should-retry"] = "false"
+        return JSONResponse(dialect.error(status, refusal), status, headers=headers)
+
+
+async def _until_ready(running: Running, request: HttpRequest) -> None:
+    """Wait until a status can be sent: a client that has gone away ends the wait.
+
+    Raises:
+        Refused: nobody is there to read the reply.
+    """
+    if running.parsed.stream and running.id:
+        # What is refused at once (a prompt that is too long) comes before the status. After one turn of the loop the
+        # task has passed the engine's checks.
+        await asyncio.sleep(0)
+        if running.task.done():
+            running.task.result()
+        return
+    # Nothing tells a handler that its client has gone; decoding on would keep a place in the batch.
+    while not (await asyncio.wait([running.task], timeout=LOOKS_S))[0]:
+        if await request.is_disconnected():
+            raise Refused(GONE, "the client has gone")
+    if running.task.cancelled():
+        raise Refused(GONE, "the rollout has ended, or another client left this call")
+    running.task.result()
+
+
+async def _all_sent(dialect: Dialect, running: Running) -> AsyncIterator[str]:
+    async for event in dialect.events(running):
+        yield event
+    running.sent = True
+
+
+def _stream_response(events: AsyncIterator[str], release: Callable[[], None]) -> Response:
+    """Return a response of server-sent events.
+
+    Args:
+        release: called when it ends, however it ends. Not the generator's own `finally`: of a client that leaves before
+            the first event the generator never starts.
+    """
+    from fastapi.responses import StreamingResponse
+
+    class Stream(StreamingResponse):
+        async def __call__(self, *arguments: Any) -> None:
+            try:
+                await super().__call__(*arguments)
+            finally:
+                release()
+
+    return Stream(events, media_type="text/event-stream")
+
+
+def failed(error: Exception, *, recorded: bool = False) -> tuple[int, dict[str, Any]]:
+    """Return status and OpenAI error object of a refusal, or of an engine's exception.
+
+    Args:
+        recorded: the failure of a rollout, which says so itself.
+    """
+    if isinstance(error, Refused):
+        return error.status, error.body()
+    if isinstance(error, BodyRefused):
+        return error.status, error_object(error.status, str(error))
+    if isinstance(error, LengthFailure):
+        return 400, error_object(400, str(error), "messages", "context_length_exceeded")
+    if isinstance(error, RequestFailure):
+        return 400, error_object(400, str(error))
+    if isinstance(error, RolloutError):
+        if not recorded:
+            log.warning("request failed: %s", error)
+        return 500, error_object(500, str(error))
+    # The message may quote paths or code of this machine: the client gets the type alone, the log the rest.
+    log.error("request failed", exc_info=error)
+    return 500, error_object(500, type(error).__name__)

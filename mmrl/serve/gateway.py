@@ -1,0 +1,207 @@
+"""The gateway: the HTTP server of this process for agents whose calls are recorded, one for all of its rollouts.
+
+It lives in the I/O loop, listens on the loopback alone, and knows rollouts by their random keys. What a call is,
+the rollout says (`tasks.gateway.recorder`), in its own event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mmrl.serve.anthropic_dialect import Messages
+from mmrl.serve.front import Backend, Finished, Running, add_dialects, failed
+from mmrl.serve.openai_dialect import ChatCompletions
+from mmrl.serve.protocol import LARGEST_REQUEST, RecordedRequest, Refused, SamplingRequest
+from mmrl.system.http_server import read_body
+from mmrl.system.portal import io_loop
+
+if TYPE_CHECKING:
+    from fastapi import Request as HttpRequest
+    from fastapi import Response
+
+MOST_OPEN = 64
+"""Requests of a rollout in flight; further ones are refused with 429."""
+MOST_FILES = 65_536
+"""Files that this process may open, as far as the system lets it."""
+RETRY_S = 5.0
+"""A client that has gone may come back for its reply within this time; then the call ends, and its slot is free."""
+MODULE_HEADER = "x-mmrl-module"
+ENDED = "there is no rollout of this key, or it has ended"
+
+
+Chat = Callable[[RecordedRequest, str | None], Coroutine[Any, Any, Finished]]
+"""Makes the call of a request, whose header may name the module; runs in the rollout's event loop."""
+Post = Callable[[object], None]
+"""Takes the result that an agent posts."""
+
+
+class Session(Backend):
+    """Rollout behind its key: retries and clients that leave; all of it runs in the I/O loop.
+
+    Args:
+        loop: the rollout's event loop.
+        modules: of the program.
+    """
+
+    final = True
+
+    def __init__(self, chat: Chat, post: Post, loop: asyncio.AbstractEventLoop, modules: Sequence[str]):
+        self.models = [f"policy/{module}" for module in modules]
+        self.post = post
+        self._chat, self._loop = chat, loop
+        self._open = 0
+        self._calls: dict[bytes, _Call] = {}
+        """Request -> the last call that it made."""
+
+    def refuse_crowd(self) -> None:
+        """See `Backend.refuse_crowd`."""
+        if self._open >= MOST_OPEN:
+            raise Refused(429, f"more than {MOST_OPEN} requests of one rollout at once")
+
+    async def begin(self, parsed: SamplingRequest, headers: Mapping[str, str], body: bytes) -> Running:
+        """See `Backend.begin`: what a client repeats is one call, with one reply."""
+        assert isinstance(parsed, RecordedRequest)
+        module = headers.get(MODULE_HEADER)
+        key = hashlib.sha256(body + b"\0" + (module or "").encode()).digest()
+        call = self._calls.get(key)
+        again = headers.get("x-stainless-retry-count", "0") != "0"
+        # The same question a second time is a call of its own: only a client that did not get its reply repeats one.
+        if call is None or call.task.cancelled() or not (again or call.lost):
+            call = self._calls[key] = _Call(self.run(self._chat(parsed, module)))
+        self._open += 1
+        call.clients += 1
+        return Running(parsed=parsed, task=call.task, released=partial(self._left, call))
+
+    def run(self, work: Coroutine[Any, Any, Finished]) -> asyncio.Future[Finished]:
+        """Start work in the rollout's event loop."""
+        try:
+            return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        except RuntimeError:  # its loop is closed
+            work.close()
+            raise Refused(401, ENDED, code="invalid_api_key") from None
+
+    def _left(self, call: _Call, sent: bool) -> None:
+        """Note that a client has its reply, or has gone: then the call waits for a retry, and ends."""
+        self._open -= 1
+        call.clients -= 1
+        call.lost = not sent
+        if not call.task.done() and not call.clients:
+            asyncio.get_running_loop().call_later(RETRY_S, lambda: None if call.clients else call.task.cancel())
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """Call of a rollout, for one client or for its retries."""
+
+    task: asyncio.Future[Finished]
+    clients: int = 0
+    lost: bool = False
+    """The last client went before it had the whole reply."""
+
+
+class Gateway:
+    """Server of the process; see `gateway`."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        """Base of the API, up to and with /v1."""
+        self._sessions: dict[str, Session] = {}
+        self._results: dict[str, Session] = {}
+        """Sessions by the credential for their result."""
+        self._serving: asyncio.Task[None] | None = None
+
+    def open(self, session: Session) -> tuple[str, str]:
+        """Let a rollout's requests in; returns its key, and the credential for its result."""
+        key, credential = f"mmrl-{secrets.token_urlsafe(24)}", f"mmrl-result-{secrets.token_urlsafe(24)}"
+        self._sessions[key], self._results[credential] = session, session
+        return key, credential
+
+    def close(self, key: str, credential: str) -> None:
+        """Let nothing of a rollout in any more."""
+        del self._sessions[key], self._results[credential]
+
+    async def start(self) -> None:
+        """Listen, in the I/O loop."""
+        import resource  # Windows has none
+
+        import uvicorn
+        from fastapi import FastAPI
+
+        # Each agent has a connection with two ends here: the usual 1024 files are too few for a large batch.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+        app = FastAPI(title="mmrl gateway", docs_url=None, redoc_url=None, openapi_url=None)
+        chat, messages = ChatCompletions(RecordedRequest), Messages()
+        add_dialects(app, self._find, {"/v1/chat/completions": chat, "/v1/messages": messages})
+        app.add_route("/v1/mmrl/result", self._take_result, methods=["POST"])
+        listening = socket.socket()
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(1024)
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        # An agent may work for long between two calls; uvicorn would close its connection after five seconds.
+        config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_keep_alive=3600)
+        server = uvicorn.Server(config)
+        self._serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listening]))
+
+    def _find(self, request: HttpRequest) -> Session:
+        return _of(self._sessions, request)
+
+    async def _take_result(self, request: HttpRequest) -> Response:
+        from fastapi.responses import JSONResponse
+
+        try:
+            session = _of(self._results, request)
+            body = await read_body(request, LARGEST_REQUEST)
+            session.post(json_value(body))
+            return JSONResponse({"status": "ok"})
+        except Exception as error:
+            status, refusal = failed(error)
+            return JSONResponse(refusal, status)
+
+
+def json_value(text: bytes) -> object:
+    """Parse the result of an agent.
+
+    Raises:
+        Refused: it is no JSON.
+    """
+    try:
+        value: object = json.loads(text)
+        return value
+    except (ValueError, RecursionError):
+        raise Refused(400, f"the result is not JSON: {text[:100]!r}") from None
+
+
+def _of(sessions: Mapping[str, Session], request: HttpRequest) -> Session:
+    key = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
+    session = sessions.get(key)
+    if session is None:
+        raise Refused(401, ENDED, code="invalid_api_key")
+    return session
+
+
+_LOCK = threading.Lock()
+_GATEWAYS: dict[int, Gateway] = {}
+"""By process id: after a fork the child has the object but not the thread that serves it."""
+
+
+def gateway() -> Gateway:
+    """Return the gateway of this process, which listens from the first use on until the process ends."""
+    with _LOCK:
+        server = _GATEWAYS.get(os.getpid())
+        if server is None:
+            server = Gateway()
+            asyncio.run_coroutine_threadsafe(server.start(), io_loop()).result()
+            _GATEWAYS[os.getpid()] = server
+        return server

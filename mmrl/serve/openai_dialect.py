@@ -1,0 +1,109 @@
+"""OpenAI's dialect: the objects and streams of chat completions and completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from mmrl.serve.front import Answer, Dialect, Running, failed
+from mmrl.serve.protocol import CompletionRequest, SamplingRequest, parse_request
+
+
+class Completions(Dialect):
+    """`POST /v1/completions`."""
+
+    prefix, kind, chunk = "cmpl", "text_completion", "text_completion"
+    schema: type[SamplingRequest] = CompletionRequest
+
+    def parse(self, body: bytes) -> SamplingRequest:
+        """See `Dialect.parse`."""
+        return parse_request(self.schema, body)
+
+    def content(self, answer: Answer) -> dict[str, Any]:
+        """Return the fields of a choice."""
+        return {"text": answer.text, "logprobs": None}
+
+    def delta(self, text: str = "", **fields: object) -> dict[str, Any]:
+        """Return the fields of a choice's part in a stream."""
+        return {"text": text, "logprobs": None}
+
+    def reply(self, running: Running) -> dict[str, Any]:
+        """See `Dialect.reply`."""
+        choices = [
+            {"index": index, **self.content(answer), "finish_reason": answer.finish}
+            for index, answer in enumerate(running.finished.answers)
+        ]
+        return {**self._head(running, self.kind), "choices": choices, "usage": _usage(running)}
+
+    async def events(self, running: Running) -> AsyncIterator[str]:
+        """See `Dialect.events`."""
+        head = self._head(running, self.chunk)
+
+        def event(index: int, choice: dict[str, Any], finish: str | None = None) -> str:
+            return _event(head, choices=[{"index": index, **choice, "finish_reason": finish}])
+
+        try:
+            if self.chunk != self.kind:
+                yield event(0, self.delta(role="assistant", content=""))
+            async for text in running.pieces():
+                yield event(0, self.delta(text))
+            for index, answer in enumerate(running.finished.answers):
+                if answer.text and not running.id:
+                    yield event(index, self.delta(answer.text))
+                if answer.tool_calls:
+                    calls = [{"index": number, **call} for number, call in enumerate(answer.tool_calls)]
+                    yield event(index, self.delta(tool_calls=calls))
+                yield event(index, self.delta(), answer.finish)
+            options = running.parsed.stream_options
+            if options is not None and options.include_usage:
+                yield _event(head, choices=[], usage=_usage(running))
+        except Exception as error:  # the status is sent already
+            yield f"data: {json.dumps(failed(error)[1])}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _head(self, running: Running, kind: str) -> dict[str, Any]:
+        name = f"{self.prefix}-{running.id or running.finished.id}"
+        return {"id": name, "object": kind, "created": running.created, "model": running.parsed.model}
+
+
+class ChatCompletions(Completions):
+    """`POST /v1/chat/completions`.
+
+    Args:
+        schema: requests that it takes.
+    """
+
+    prefix, kind, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, schema: type[SamplingRequest]):
+        self.schema = schema
+
+    def content(self, answer: Answer) -> dict[str, Any]:
+        """See `Completions.content`."""
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.tool_calls:
+            message |= {"content": answer.text or None, "tool_calls": list(answer.tool_calls)}
+        logprobs = None
+        if answer.logprobs is not None:
+            tokens = [
+                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, value in answer.logprobs
+            ]
+            logprobs = {"content": tokens, "refusal": None}
+        return {"message": message, "logprobs": logprobs}
+
+    def delta(self, text: str = "", **fields: object) -> dict[str, Any]:
+        """See `Completions.delta`."""
+        return {"delta": ({"content": text} if text else {}) | fields}
+
+
+def _usage(running: Running) -> dict[str, int]:
+    prompt, new = running.finished.tokens
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def _event(head: Mapping[str, object], **fields: object) -> str:
+    return f"data: {json.dumps({**head, **fields})}\n\n"

@@ -1,0 +1,308 @@
+"""Requests of an agent as calls of its rollout: module, context, reply, limits; the agent knows nothing of it.
+
+A request whose messages extend those of an earlier call, its reply included, goes on in that call's context, token for
+token (`after=`). Any other opens a new context. Sampled tokens are never rendered again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.config.tasks import AnyAgentConfig, CallRule
+from mmrl.errors import LengthFailure, LimitFailure, ParseFailure, RolloutError
+from mmrl.serve.front import Answer, Finished
+from mmrl.serve.gateway import ENDED
+from mmrl.serve.protocol import RecordedRequest, Refused
+from mmrl.tasks.base import Context, Message, Reply
+
+log = logging.getLogger("mmrl.gateway")
+
+PREFIX = "policy/"
+"""Begins the model name of a request that names its module."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PastCall:
+    """Call that a later request may extend."""
+
+    module: str
+    tools: str
+    messages: Sequence[Message]
+    """Those of its request, and its reply as clients send it back."""
+    reply: Reply
+
+
+class Recorder:
+    """Recorder of one rollout, in its event loop."""
+
+    def __init__(self, ctx: Context, config: AnyAgentConfig):
+        self.failure: RolloutError | None = None
+        """The first failure of a call, which the agent may have swallowed."""
+        self.calls = 0
+        """Calls that were begun."""
+        self.counts: Counter[str] = Counter()
+        """Requests that were answered by a rule."""
+        self._ctx, self._config = ctx, config
+        self._history: list[_PastCall] = []
+        self._contexts: Counter[tuple[int, ...]] = Counter()
+        """Replies by the ids up to their end."""
+        self._shots: dict[str, int] = {}
+        """Module -> replies in its first request: demonstrations."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+        self._away = False
+        """The engine does not wait for this rollout."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._watch()
+
+    async def chat(self, parsed: RecordedRequest, header: str | None) -> Finished:
+        """Answer a request.
+
+        Raises:
+            Refused: it cannot be had.
+            RolloutError: the call failed.
+        """
+        if self._closed:
+            raise Refused(401, ENDED, code="invalid_api_key")
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._return()
+        try:
+            return await self._answered(parsed, header)
+        except RolloutError as error:
+            self.failure = self.failure or error
+            raise
+        finally:
+            self._tasks.discard(task)
+            if not self._tasks and not self._closed:
+                self._watch()
+
+    async def close(self) -> None:
+        """End the calls under way; later requests are refused."""
+        self._closed = True
+        running = list(self._tasks)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._return()
+
+    # -- the schedule waits for this agent, for so long
+
+    def _watch(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._config.idle_s, self._step_out)
+
+    def _step_out(self) -> None:
+        self._away = True
+        self._ctx.leave()
+
+    def _return(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._away:
+            self._away = False
+            self._ctx.enter()
+
+    # -- a request
+
+    async def _answered(self, parsed: RecordedRequest, header: str | None) -> Finished:
+        messages = parsed.conversation()
+        module = self._module(parsed.model, header, messages)
+        if isinstance(module, CallRule):
+            self.counts[module.pattern] += 1
+            text = module.reply or ""
+            name = reply_id((), self.counts.total())
+            return Finished(id=name, answers=[Answer(text=text, finish="stop")], tokens=(0, 0))
+        self.calls += parsed.n
+        if self.calls > self._config.max_calls:
+            raise LimitFailure(f"the agent made more than task.max_calls={self._config.max_calls} calls")
+        tools = parsed.functions()
+        key = json.dumps(tools)
+        before = self._extended(module, key, messages)
+        # Replies beyond the demonstrations of the first request, in a context that extends none: a compaction, a drift.
+        replies_in = sum(message["role"] == "assistant" for message in messages)
+        rewritten = before is None and replies_in > self._shots.setdefault(module, replies_in)
+        added = messages if before is None else messages[len(before.messages) :]
+        choices = [
+            self._call(parsed, module, added, before, tools, {"rewritten_history": float(rewritten)})
+            for _ in range(parsed.n)
+        ]
+        # Choices are calls of their own, at once; the first to be requested is the first choice.
+        replies = await asyncio.gather(*choices, return_exceptions=True)
+        recorded, answers = [], []
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+            # Two calls may have the same tokens; the second is another reply all the same.
+            self._contexts[reply.context] += 1
+            name = reply_id(reply.context, self._contexts[reply.context])
+            answer = self._answer(parsed, reply, name)
+            self._history.append(_PastCall(module, key, [*messages, _as_sent_back(answer)], reply))
+            recorded.append((name, reply))
+            answers.append(answer)
+        name, first = recorded[0]
+        tokens = len(first.context) - first.tokens, sum(reply.tokens for _, reply in recorded)
+        return Finished(id=name, answers=answers, tokens=tokens)
+
+    def _module(self, model: str, header: str | None, messages: Sequence[Message]) -> str | CallRule:
+        """Return the module of a request, or the rule that answers it."""
+        modules = self._config.modules
+        named = model.removeprefix(PREFIX) if model.startswith(PREFIX) else header
+        if named is not None:
+            if named not in modules:
+                raise Refused(404, f"model: got '{named[:100]}', expected one of {', '.join(modules)}", "model")
+            return named
+        system = "\n".join(message["content"] for message in messages if message["role"] == "system")
+        for rule in self._config.rules:
+            if re.search(rule.pattern, system):
+                return rule if rule.module is None else rule.module
+        if len(modules) == 1:
+            return modules[0]
+        raise Refused(
+            400,
+            f"model: nothing says which of the modules {', '.join(modules)} this is; expected the model policy/MODULE, "
+            "a header X-Mmrl-Module, or a pattern of task.rules in the system message",
+            "model",
+        )
+
+    def _extended(self, module: str, tools: str, messages: Sequence[Message]) -> _PastCall | None:
+        """Return the longest earlier call that these messages extend; of equals, the newest."""
+        best: _PastCall | None = None
+        for past in self._history:
+            length = len(past.messages)
+            if (
+                length < len(messages)
+                and (best is None or length >= len(best.messages))
+                and (past.module, past.tools) == (module, tools)
+                and list(messages[:length]) == list(past.messages)
+            ):
+                best = past
+        return best
+
+    async def _call(
+        self,
+        parsed: RecordedRequest,
+        module: str,
+        messages: Sequence[Message],
+        before: _PastCall | None,
+        tools: Sequence[Message],
+        facts: Mapping[str, float],
+    ) -> Reply:
+        from jinja2 import TemplateError
+
+        try:
+            return await self._ctx.call(
+                module,
+                messages,
+                after=None if before is None else before.reply,
+                max_tokens=min(parsed.limit, self._config.max_tokens),
+                stop=parsed.stops,
+                parse=lambda value: _checked(parsed, value),
+                facts=facts,
+                tools=tools,
+            )
+        except ParseFailure as failure:
+            # The agent reads what the model wrote; where it fails over that, the model is to blame.
+            if failure.reply is None:
+                raise
+            reply: Reply = failure.reply
+            return reply
+        except TemplateError as error:
+            raise Refused(400, f"messages: the model's chat template refuses them: {error}", "messages") from None
+
+    def _answer(self, parsed: RecordedRequest, reply: Reply, name: str) -> Answer:
+        message: Mapping[str, Any] = reply.parsed if isinstance(reply.parsed, Mapping) else {"content": reply.text}
+        text = message["content"]
+        # The engine stops at the token in which a stop string ends; OpenAI's text ends before the string.
+        ends = [start for stop in parsed.stops if (start := text.find(stop)) >= 0]
+        calls = [
+            {
+                "id": f"call_{name}_{number}",
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for number, call in enumerate(message.get("tool_calls") or ())
+        ]
+        logprobs = None
+        if parsed.logprobs:
+            ids = reply.context[len(reply.context) - reply.tokens :]
+            values = reply.logprobs or ()
+            logprobs = [(self._ctx.decode([token]), value) for token, value in zip(ids, values, strict=False)]
+        return Answer(
+            text=text[: min(ends)] if ends else text,
+            finish="tool_calls" if calls else "length" if reply.finish == "length" else "stop",
+            tool_calls=calls,
+            reasoning=message.get("reasoning_content") or "",
+            logprobs=logprobs,
+        )
+
+
+def reply_id(context: Sequence[int], number: int) -> str:
+    """Return the name of a reply: the same when an agent is played again.
+
+    Args:
+        context: ids up to its end.
+        number: of the replies of the rollout that end this context, counted from 1.
+    """
+    return hashlib.sha256(",".join(map(str, (number, *context))).encode()).hexdigest()[:24]
+
+
+def fatal(failure: RolloutError | None) -> bool:
+    """True for the failure of a call after which a rollout cannot have succeeded, whatever the agent made of it."""
+    # An agent may shorten what was too long, and ask again.
+    return failure is not None and not isinstance(failure, LengthFailure)
+
+
+def _as_sent_back(answer: Answer) -> Message:
+    """Return a reply as clients send it back, in the form of `RecordedRequest.conversation`."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.tool_calls:
+        message["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+            for call in answer.tool_calls
+        ]
+    return message
+
+
+def _checked(parsed: RecordedRequest, value: Any) -> Any:
+    """Return what a model wrote, a text or a message, if it is of the form that the request asks for.
+
+    Raises:
+        ParseFailure: it is not.
+    """
+    message = value if isinstance(value, Mapping) else {"content": value}
+    calls = message.get("tool_calls") or ()
+    choice = parsed.tool_choice
+    if choice == "none" and calls:
+        raise ParseFailure("tool_choice is none, and the reply calls a tool")
+    wanted = None if isinstance(choice, str) else choice["function"]["name"]
+    if parsed.tools and not calls and (wanted is not None or choice == "required"):
+        raise ParseFailure("tool_choice asks for a tool call, and the reply has none")
+    if wanted is not None and any(call["function"]["name"] != wanted for call in calls):
+        raise ParseFailure(f"tool_choice asks for {wanted}, and the reply calls something else")
+    form = parsed.response_format
+    if form is not None and form.type != "text" and not calls:
+        required = form.required
+        try:
+            read = json.loads(message["content"])
+        except (ValueError, RecursionError):
+            read = None
+        if not isinstance(read, dict):
+            raise ParseFailure("response_format asks for a JSON object, and the reply is none", 0, len(required))
+        if missing := [name for name in required if name not in read]:
+            raise ParseFailure(
+                f"response_format asks for {', '.join(missing)}", len(required) - len(missing), len(required)
+            )
+    return value

@@ -1,0 +1,261 @@
+"""The task `agent`: any agent that calls a model by HTTP, a reward by a metric or by its own result, and data files.
+
+The agent is a function or a command; each rollout gets the address of the gateway and a key of its own. What it asks of
+the model are the calls of the rollout (`tasks.gateway.recorder`); forks play it again with the recorded replies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+import shlex
+import shutil
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmrl.config.tasks import AnyAgentConfig
+from mmrl.errors import ConfigError, ProgramFailure, RewardFailure, gathered, unknown
+from mmrl.records import Call, Example
+from mmrl.retrieval.select import server_problems
+from mmrl.serve.gateway import Session, gateway, json_value
+from mmrl.serve.protocol import Refused
+from mmrl.system.command import CommandError, run_command
+from mmrl.system.objects import imported, readable
+from mmrl.system.user_code import call_scorer, in_thread, is_async
+from mmrl.tasks.base import Context, Score
+from mmrl.tasks.dspy.arguments import refusing_signature
+from mmrl.tasks.dspy.own import OwnTask, RecordTask, scored
+from mmrl.tasks.gateway.recorder import Recorder, fatal, reply_id
+
+CLIENTS = ("OPENAI_", "ANTHROPIC_")
+"""Variables by which clients find a server: a command never inherits the user's own."""
+REWARDS = "rewards"
+"""Field of a score that has rewards of single calls, by the ids of their replies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an agent returned, and how many of its requests a rule answered."""
+
+    result: object
+    answered: int
+
+
+@dataclass(slots=True)
+class _Play:
+    """One run of an agent: its address and key, and the result that it may post."""
+
+    example: Mapping[str, Any]
+    url: str
+    key: str
+    credential: str
+    posted: list[object] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentProgram:
+    """Implements `mmrl.tasks.base.Program`: the agent's requests are its calls."""
+
+    play: Callable[[_Play], Awaitable[object]]
+    config: AnyAgentConfig
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """See `mmrl.tasks.base.Program`."""
+        return self.config.modules
+
+    @property
+    def continues(self) -> tuple[str, ...]:
+        """All of them may: what an agent asks next is its own affair."""
+        return self.config.modules
+
+    async def run(self, example: Example, ctx: Context) -> Outcome:
+        """Play the agent.
+
+        Raises:
+            RolloutError: a call failed, also one whose failure the agent swallowed; or it made none.
+        """
+        recorder, posted, server = Recorder(ctx, self.config), list[object](), gateway()
+
+        def post(result: object) -> None:
+            if posted:
+                raise Refused(409, "the result of this rollout was posted already")
+            posted.append(result)
+
+        session = Session(recorder.chat, post, asyncio.get_running_loop(), self.modules)
+        key, credential = server.open(session)
+        try:
+            # Copied: an agent that is played again must find its example as it was.
+            inputs = copy.deepcopy(dict(example.inputs))
+            result = await self.play(_Play(inputs, server.url, key, credential, posted))
+        except Exception as error:
+            if recorder.failure is not None:
+                raise recorder.failure from error
+            raise
+        finally:
+            server.close(key, credential)
+            await recorder.close()
+        if recorder.failure is not None and fatal(recorder.failure):
+            raise recorder.failure
+        if not recorder.calls:
+            raise ProgramFailure(f"the agent made no call; its base_url is {server.url}")
+        result = posted[0] if posted else result
+        try:
+            json.dumps(result)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ProgramFailure(f"the agent's result is not JSON: {error}: {result!r:.100}") from None
+        return Outcome(result, sum(recorder.counts.values()))
+
+    def description(self, prediction: Outcome) -> object:
+        """See `mmrl.tasks.base.Described`."""
+        return prediction.result
+
+
+def _result(record: object, result: object) -> object:
+    """Return the score that an agent gave itself; the metric where there is none."""
+    return result
+
+
+class AgentTask(RecordTask):
+    """The task `agent`. Implements `mmrl.tasks.base.Task`."""
+
+    config: AnyAgentConfig
+    reward_sets: tuple[str, ...] = ("outcome", "turn")
+
+    def __init__(self, config: AnyAgentConfig, seed: int):
+        problems = server_problems("task=agent")
+        if (config.agent is None) == (config.command is None):
+            problems.append("task.agent: expected package.module:name of a function, or task.command, and not both")
+        if not config.inputs:
+            problems.append("task.inputs: missing; expected the fields of a record that the agent gets")
+        if len(set(config.modules)) < len(config.modules):
+            problems.append(f"task.modules: got {', '.join(config.modules)}, expected each name once")
+        if config.client_env and config.command is None:
+            problems.append("task.client_env: has no effect without task.command; leave it out")
+        if config.prompts is not None:
+            problems.append("task.prompts: has no effect with an agent, whose prompts are its own code")
+        named = {f"task.rules.{number}.module": rule.module for number, rule in enumerate(config.rules)}
+        named |= {"task.frozen": next((name for name in config.frozen if name not in config.modules), None)}
+        problems += [
+            unknown(key, name, config.modules) for key, name in named.items() if name and name not in config.modules
+        ]
+        play: Any = _result
+        metric: Any = _result
+        with gathered(problems):
+            play = _function(config.agent) if config.agent is not None else play
+            play = _command(config.command, config.client_env) if config.command is not None else play
+        with gathered(problems):
+            metric = _result if config.metric is None else imported("task.metric", config.metric)
+        if problems:
+            raise ConfigError(problems)
+        parts = OwnTask(AgentProgram(play, config), metric, config.inputs, main_metric="score")
+        name = config.agent or str(config.command)
+        reward = f"task.metric: {config.metric}"
+        super().__init__(parts, config, seed, key="task.{}".format, name=name, reward=reward, extra_arguments=False)
+
+    def mini(self, split: str) -> Sequence[Example]:
+        """Refuse a config without any data."""
+        raise ConfigError(
+            "task.data: task agent has no mini world; expected files, such as task.data.train=train.jsonl"
+        )
+
+    def metadata(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the whole record."""
+        return dict(record)
+
+    async def score(self, example: Example, prediction: Outcome, path: Sequence[Call], reward_set: str) -> Score:
+        """Return the metric's number, or its `score` beside other numbers, which are reported.
+
+        The set `turn` adds the `rewards` of single calls, by the ids of their replies; that of the last call belongs to
+        the outcome.
+
+        Raises:
+            RewardFailure: there is no `score`, a number is not finite, or a reward is of no call.
+        """
+        result = await call_scorer(self.parts_given.reward, dict(example.metadata), prediction.result)
+        score = scored(result, "task.metric" if self.config.metric else "the agent")
+        metrics = {**score.metrics, "answered_by_rule": float(prediction.answered)}
+        rewards = result.get(REWARDS) if isinstance(result, Mapping) and reward_set == "turn" else None
+        reward: float = score.reward
+        turns: dict[str, float] = {}
+        if rewards is not None:
+            reward, turns = _turn_rewards(rewards, path, reward)
+        return Score(reward=reward, metrics=metrics, turn_rewards=turns)
+
+    def describe(self) -> Mapping[str, object]:
+        """See `mmrl.tasks.base.Task.describe`."""
+        paths = {"agent": self.config.agent or self.config.command, "metric": self.config.metric or "its own result"}
+        return {**super().describe(), **{name: readable(str(path)) for name, path in paths.items()}}
+
+
+def _turn_rewards(rewards: object, path: Sequence[Call], reward: float) -> tuple[float, dict[str, float]]:
+    """Return the outcome with the reward of the last call in it, and those of the others by call id."""
+    if not isinstance(rewards, Mapping):
+        raise RewardFailure(f"rewards: got {rewards!r:.100}, expected an object: id of a reply -> number")
+    contexts: Counter[tuple[int, ...]] = Counter()
+    calls: dict[object, Call] = {}
+    for call in path:
+        context = call.prompt_ids + (call.sampled_ids or call.completion_ids)
+        contexts[context] += 1
+        name = reply_id(context, contexts[context])
+        # as either dialect names it
+        calls |= {f"chatcmpl-{name}": call, f"msg_{name}": call}
+    if strange := [name for name in rewards if name not in calls]:
+        raise RewardFailure(f"rewards: got {strange[0]!r:.60}, which is the id of no reply of this rollout")
+    turns: dict[str, float] = {}
+    for name, value in rewards.items():
+        call = calls[name]
+        if call is path[-1]:
+            reward += value
+        else:
+            turns[call.id] = turns.get(call.id, 0.0) + value
+    return reward, turns
+
+
+def _function(path: str) -> Callable[[_Play], Awaitable[object]]:
+    function = imported("task.agent", path)
+    if not callable(function):
+        raise ConfigError(f"task.agent: {path} is a {type(function).__name__}, expected a function")
+    if (takes := refusing_signature(function, None, None, None)) is not None:
+        raise ConfigError(f"task.agent: {path} takes {takes}, expected a function (example, base_url, api_key)")
+
+    async def play(at: _Play) -> object:
+        if is_async(function):
+            return await function(at.example, at.url, at.key)
+        result = await in_thread(function, at.example, at.url, at.key)
+        return await result if asyncio.iscoroutine(result) else result
+
+    return play
+
+
+def _command(line: str, client_env: bool) -> Callable[[_Play], Awaitable[object]]:
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise ConfigError(f"task.command: got '{line}', which is no command line: {error}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(f"task.command: got '{line}', and there is no program '{(words or [''])[0]}'")
+
+    async def play(at: _Play) -> object:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(CLIENTS)}
+        env |= {"MMRL_BASE_URL": at.url, "MMRL_API_KEY": at.key, "MMRL_RESULT_KEY": at.credential}
+        if client_env:
+            env |= {"OPENAI_BASE_URL": at.url, "OPENAI_API_KEY": at.key}
+            env |= {"ANTHROPIC_BASE_URL": at.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": at.key}
+        command = [word.replace("{base_url}", at.url) for word in words]
+        output = await run_command(command, json.dumps(at.example, ensure_ascii=False, default=str), env, at.key)
+        if at.posted:
+            return at.posted[0]
+        lines = output.strip().splitlines()
+        if not lines:
+            raise CommandError("it ended without a result on stdout")
+        try:
+            return json_value(lines[-1])
+        except Refused as refused:
+            raise CommandError(refused.message) from None
+
+    return play

@@ -1,0 +1,169 @@
+"""The gateway's cost: `python -m scripts.bench.gateway [agents=64] [calls=20] [turns=8,32,128]`.
+
+Agents of `calls` requests each run at once over a scripted engine, which replies at once: through the gateway, by a
+bare HTTP client, and without it, by `ctx.call`. The difference of a call is what the gateway adds, the client's own
+work included. And the time in which a conversation of many turns is made into tokens: by extension, as the gateway
+does, against rendering its history anew with each request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.config import DataConfig, ModelConfig
+from mmrl.config.tasks import AnyAgentConfig
+from mmrl.engines.base import Completion, Engine, Request
+from mmrl.models.chat import encode_text
+from mmrl.models.load import load_tokenizer
+from mmrl.records import Example
+from mmrl.rollout.environment import SamplingSettings, make_environment
+from mmrl.rollout.plans import independent
+from mmrl.rollout.sample import sample
+from mmrl.system.objects import put
+from mmrl.tasks import TASKS
+from mmrl.tasks.base import Score
+from mmrl.tasks.dspy.own import FunctionProgram
+from scripts.bench.common import Bar, finish, options
+
+ROWS = [{"question": "Where is Porto?"}]
+REPLY = "In Portugal, on the river Douro."
+ASK = [{"role": "system", "content": "Be brief. " * 40}, {"role": "user", "content": "Where is Porto?"}]
+
+
+@dataclass
+class Scripted(Engine):
+    """Replies at once."""
+
+    ids: tuple[int, ...]
+
+    async def generate(self, request: Request) -> Completion:
+        """See `Engine.generate`."""
+        return Completion(ids=self.ids, logprobs=(-0.1,) * len(self.ids), finish="eos")
+
+
+def asked(number: int) -> list[dict[str, str]]:
+    """A prompt that no other call has."""
+    return [*ASK[:1], {"role": "user", "content": f"{number}: Where is Porto?"}]
+
+
+async def _nothing(example: Any, base_url: str, api_key: str) -> None: ...
+
+
+def played(function: Callable[..., Awaitable[Any]], agents: int, direct: bool, tokenizer: Any) -> float:
+    """Seconds of so many rollouts at once: of an agent, or of a program that calls `ctx.call` itself."""
+    names = {
+        "agent": put("bench_agent", _nothing if direct else function),
+        "metric": put("bench_metric", lambda record, result: 1.0),
+    }
+    data = DataConfig(train=put("bench_rows", ROWS))
+    config = AnyAgentConfig(name="agent", inputs=("question",), data=data, max_calls=10_000, **names)
+    task = TASKS["agent"](config, 0)
+    if direct:
+        task.program = FunctionProgram(function, ("agent",))
+        task.score = lambda *arguments: Score(reward=1.0)  # type: ignore[method-assign]
+    engine = Scripted((*encode_text(tokenizer, REPLY), tokenizer.eos_token_id))
+    settings = SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=64)
+    env = make_environment(task, engine, tokenizer, settings, (0, 1))
+    examples = [Example(id=f"q{n}", inputs={"question": n}, metadata=ROWS[0]) for n in range(agents)]
+    started = time.perf_counter()
+    forest = asyncio.run(sample(env, [(example, independent(1)) for example in examples], "outcome"))
+    seconds = time.perf_counter() - started
+    if failed := [rollout.error_message for rollout in forest.rollouts if rollout.error]:
+        raise SystemExit(failed[0])
+    return seconds
+
+
+def agent_of(calls: int) -> Callable[..., Awaitable[Any]]:
+    """An agent with a connection of its own and the least that speaks HTTP: its work is not the gateway's."""
+    import json
+    from urllib.parse import urlsplit
+
+    async def agent(example: Any, base_url: str, api_key: str) -> int:
+        at = urlsplit(base_url)
+        reader, writer = await asyncio.open_connection(at.hostname, at.port)
+        for call in range(calls):
+            body = json.dumps({"model": "m", "messages": asked(example["question"] * calls + call)}).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api_key}\r\n"
+            writer.write(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            headers = await reader.readuntil(b"\r\n\r\n")
+            length = int(headers.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            assert json.loads(await reader.readexactly(length))["choices"][0]["message"]["content"] == REPLY
+        writer.close()
+        return 1
+
+    return agent
+
+
+def program_of(calls: int) -> Callable[..., Awaitable[Any]]:
+    """The same calls without a gateway."""
+
+    async def program(example: Any, ctx: Any) -> int:
+        for call in range(calls):
+            await ctx.call("agent", asked(example.inputs["question"] * calls + call))
+        return 1
+
+    return program
+
+
+def conversation(turns: int, tokenizer: Any) -> tuple[float, float]:
+    """Seconds to make the prompts of a conversation: by extension, and by rendering its history anew each time."""
+    from mmrl.models.chat import _Renderer, render_observation, render_prompt
+
+    reply = (*encode_text(tokenizer, REPLY), tokenizer.eos_token_id)
+    question = [{"role": "user", "content": "And where is the next one? " * 8}]
+    _Renderer.LIMIT = 0
+    started = time.perf_counter()
+    context = render_prompt(tokenizer, ASK) + reply
+    for _ in range(turns):
+        context = render_observation(tokenizer, context, question) + reply
+    extended, started = time.perf_counter() - started, time.perf_counter()
+    messages = [*ASK]
+    for _ in range(turns):
+        messages += [{"role": "assistant", "content": REPLY}, *question]
+        render_prompt(tokenizer, messages)
+    return extended, time.perf_counter() - started
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print, store; returns 1 when a bar is missed."""
+    args = options(arguments, {"agents": "64", "calls": "20", "turns": "8,32,128", "quick": ""})
+    agents, calls = int(args["agents"]), 5 if args["quick"] else int(args["calls"])
+    tokenizer = load_tokenizer(ModelConfig(name="tiny", path="tiny"))
+    played(agent_of(1), 2, False, tokenizer)  # the server starts
+    through = min(played(agent_of(calls), agents, False, tokenizer) for _ in range(3))
+    without = min(played(program_of(calls), agents, True, tokenizer) for _ in range(3))
+    count = agents * calls
+    bars = [
+        Bar(
+            what=f"ms that a call costs more, {agents} agents",
+            value=1000 * (through - without) / count,
+            bar=2.0,
+            at_most=True,
+            unit="",
+        ),
+        Bar(what="calls a second of one process", value=count / through, bar=500.0, unit=""),
+        Bar(what="calls a second without the gateway", value=count / without, bar=None, unit=""),
+    ]
+    conversation(2, tokenizer)
+    curve = {}
+    for turns in map(int, args["turns"].split(",")):
+        extended, anew = conversation(turns, tokenizer)
+        curve[turns] = {"extended_ms": 1000 * extended / turns, "anew_ms": 1000 * anew / turns}
+        bars.append(
+            Bar(
+                what=f"ms of a turn's prompt, {turns} turns: extended", value=1000 * extended / turns, bar=None, unit=""
+            )
+        )
+        bars.append(
+            Bar(what=f"ms of a turn's prompt, {turns} turns: anew", value=1000 * anew / turns, bar=None, unit="")
+        )
+    return finish("gateway", bars, args["out"], agents=agents, calls=calls, curve=curve)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

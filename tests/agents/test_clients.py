@@ -1,0 +1,58 @@
+"""The agents of docs/agents, by the clients that they are written for (`make test-agents`), over scripted replies."""
+
+import importlib
+import json
+
+import pytest
+
+from tests.helpers.gateway import Scripted, agent_task, one, tokenizer
+
+CALLED = '<tool_call>\n{"name": "search", "arguments": {"query": "Porto"}}\n</tool_call>'
+FOUND = "Nothing is known of Porto."
+
+
+def played(module, package, reply, **options):
+    """The rollout of an agent of docs/agents, and its calls."""
+    pytest.importorskip(package)
+    agent = importlib.import_module(f"docs.agents.{module}").run
+    engine = Scripted(reply, tokenizer("qwen3"))
+    rollout, calls = one(agent_task(agent, metric=lambda record, result: float(result == "Done."), **options), engine)
+    assert (rollout.error, rollout.reward) == (None, 1.0), rollout.error_message + rollout.error_traceback
+    return calls, engine
+
+
+def with_tool(prompt):
+    return "Done." if FOUND in prompt else CALLED
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("openai_client", "openai"), ("anthropic_client", "anthropic"), ("langgraph_agent", "langgraph")],
+)
+def test_an_agent_with_tools_goes_on_in_its_context(module, package):
+    calls, engine = played(module, package, with_tool)
+    assert [call.turn for call in calls] == [0, 1] and '"name": "search"' in engine.prompts[0]
+    before = calls[0].prompt_ids + calls[0].completion_ids
+    assert calls[1].prompt_ids[: len(before)] == before
+    assert [call.facts["rewritten_history"] for call in calls] == [0.0, 0.0]
+
+
+def test_the_parts_of_an_agent_of_the_agents_sdk_are_modules():
+    def reply(prompt):
+        return "Look for Porto." if "Say what to look for" in prompt else with_tool(prompt)
+
+    calls, _ = played("agents_sdk", "agents", reply, modules=("planner", "worker"))
+    assert [(call.module, call.turn) for call in calls] == [("planner", 0), ("worker", 0), ("worker", 1)]
+
+
+def test_a_program_of_dspys_calls_by_its_own_lm():
+    def reply(prompt):
+        fields = {"next_thought": "t", "next_tool_name": "finish", "next_tool_args": "{}"}
+        if "next_tool_name" not in prompt.rpartition("Respond with")[2]:
+            fields = {"reasoning": "r", "answer": "Done."}
+        elif FOUND not in prompt:
+            fields |= {"next_tool_name": "search", "next_tool_args": json.dumps({"query": "Porto"})}
+        return "".join(f"[[ ## {name} ## ]]\n{value}\n" for name, value in {**fields, "completed": ""}.items())
+
+    calls, _ = played("dspy_agent", "dspy", reply)
+    assert len(calls) == 3 and all(call.module == "agent" for call in calls)

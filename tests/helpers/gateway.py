@@ -1,0 +1,117 @@
+"""Rollouts of agents over a scripted engine, with a real tokenizer and chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trl
+
+from mmrl.config import DataConfig, ModelConfig
+from mmrl.config.tasks import AnyAgentConfig
+from mmrl.engines.base import Completion, Engine, Request
+from mmrl.models.chat import encode_text
+from mmrl.models.load import load_tokenizer
+from mmrl.records import Call, Example, Forest, Rollout
+from mmrl.rollout.environment import SamplingSettings, make_environment
+from mmrl.rollout.plans import Tree, independent
+from mmrl.rollout.sample import sample
+from mmrl.system.objects import put
+from mmrl.tasks import TASKS
+
+ROWS = [{"id": f"q{n}", "question": f"What is {n}?", "gold": str(n)} for n in range(8)]
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+_NUMBERS = itertools.count()
+
+
+def tokenizer(template: str | None = None) -> Any:
+    """The tiny model's, with a chat template of TRL's where one is named."""
+    loaded = load_tokenizer(ModelConfig(name="tiny", path="tiny"))
+    if template is not None:
+        loaded.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    return loaded
+
+
+@dataclass
+class Scripted(Engine):
+    """Answers by a function of the request's text, after `delay` seconds."""
+
+    answer: Callable[[str], str]
+    tokenizer: Any = field(default_factory=tokenizer)
+    delay: float = 0.0
+    requests: list[Request] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
+    live: int = 0
+    waiting: int = 0
+    cancelled: int = 0
+
+    async def generate(self, request: Request) -> Completion:
+        self.requests.append(request)
+        self.prompts.append(self.tokenizer.decode(list(request.prompt_ids)))
+        self.waiting += 1
+        try:
+            await asyncio.sleep(self.delay)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.waiting -= 1
+        ids = tuple(encode_text(self.tokenizer, self.reply(request)))[: request.sampling.max_tokens]
+        whole = len(ids) < request.sampling.max_tokens
+        ids = (*ids, self.tokenizer.eos_token_id) if whole else ids
+        return Completion(ids=ids, logprobs=(-0.25,) * len(ids), finish="eos" if whole else "length")
+
+    def reply(self, request: Request) -> str:
+        return self.answer(self.tokenizer.decode(list(request.prompt_ids)))
+
+    def enter(self) -> None:
+        self.live += 1
+
+    def leave(self) -> None:
+        self.live -= 1
+
+
+def named(value: Any) -> str:
+    """The name under which a config finds an object."""
+    return put(f"of_a_test_{next(_NUMBERS)}", value)
+
+
+def right(record: Any, result: Any) -> float:
+    return float(result == record["gold"])
+
+
+def agent_task(agent: Any = None, **options: Any) -> Any:
+    """A task around a function, or a command."""
+    chosen: dict[str, Any] = {"agent": None if agent is None else named(agent), "inputs": ("question",)} | options
+    metric = chosen.pop("metric", right)
+    chosen["metric"] = None if metric is None else named(metric)
+    chosen["data"] = DataConfig(train=named(ROWS))
+    return TASKS["agent"](AnyAgentConfig(name="agent", **chosen), 0)
+
+
+def rolled_out(
+    task: Any,
+    engine: Scripted,
+    plan: Sequence[Tree] = independent(1),
+    examples: Sequence[Example] | None = None,
+    reward_set: str = "outcome",
+    timeout_s: float = 60.0,
+    seed: int = 0,
+) -> Forest:
+    settings = SamplingSettings(
+        temperature=1.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=64, timeout_s=timeout_s, max_context=2000
+    )
+    env = make_environment(task, engine, engine.tokenizer, settings, (seed, 1))
+    chosen = task.examples("train")[:1] if examples is None else examples
+    return asyncio.run(sample(env, [(example, plan) for example in chosen], reward_set))
+
+
+def one(task: Any, engine: Scripted, **options: Any) -> tuple[Rollout, tuple[Call, ...]]:
+    """The only rollout, and its calls."""
+    forest = rolled_out(task, engine, **options)
+    (rollout,) = forest.rollouts
+    return rollout, forest.path(rollout)

@@ -1,0 +1,336 @@
+"""An agent's requests as calls: contexts, tools, choices, forms of replies, modules, what is refused."""
+
+import asyncio
+import itertools
+import json
+
+import httpx
+import openai
+import pytest
+
+from tests.helpers.gateway import Scripted, agent_task, one, tokenizer
+
+ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is Porto?"}]
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "finds",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+    },
+}
+CALLED = '<tool_call>\n{"name": "search", "arguments": {"query": "Porto"}}\n</tool_call>'
+
+
+def client(base_url, api_key, **options):
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, **options)
+
+
+def agent_of(work):
+    """An agent that hands an `openai` client to `work`."""
+
+    async def agent(example, base_url, api_key):
+        async with client(base_url, api_key) as asking:
+            return await work(asking)
+
+    return agent
+
+
+def refused(body, **options):
+    """Status and error of one request, whose agent goes on and makes a good one."""
+    said = []
+
+    async def agent(example, base_url, api_key):
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as asking:
+            for sent in (body, {"model": "m", "messages": ASK}):
+                reply = await asking.post(f"{base_url}/chat/completions", json=sent)
+                said.append((reply.status_code, reply.json().get("error"), reply.headers.get("x-should-retry")))
+        return "1"
+
+    rollout, calls = one(agent_task(agent, **options), Scripted(lambda prompt: "one"))
+    assert rollout.error is None and said[1][0] == 200 and len(calls) == 1, "nothing of it is recorded"
+    return said[0]
+
+
+def test_a_request_is_a_call_with_the_sampled_tokens_and_their_log_probabilities():
+    said = []
+
+    async def work(asking):
+        reply = await asking.chat.completions.create(model="gpt-4o", messages=ASK, temperature=0.2, logprobs=True)
+        said.append(reply)
+        return "0"
+
+    engine = Scripted(lambda prompt: "In Portugal.")
+    rollout, (call,) = one(agent_task(agent_of(work)), engine)
+    assert (rollout.reward, rollout.prediction, call.module, call.text) == (1.0, "0", "agent", "In Portugal.")
+    assert call.prompt_ids == engine.requests[0].prompt_ids and engine.requests[0].sampling.temperature == 1.0
+    (choice,) = said[0].choices
+    assert (choice.message.content, choice.finish_reason) == ("In Portugal.", "stop")
+    assert said[0].usage.completion_tokens == len(call.completion_ids) == len(call.logprobs)
+    assert [token.logprob for token in choice.logprobs.content] == list(call.logprobs)
+    assert "".join(token.token for token in choice.logprobs.content) == "In Portugal."
+    assert engine.live == 0
+
+
+def test_what_extends_a_reply_goes_on_in_its_tokens_and_anything_else_is_a_new_context():
+    async def work(asking):
+        messages = [*ASK]
+        for question in ("And Lisbon?", "And Faro?"):
+            reply = await asking.chat.completions.create(model="m", messages=messages)
+            # as clients do: the whole message of the reply, with its empty fields
+            messages += [reply.choices[0].message.model_dump(), {"role": "user", "content": question}]
+        await asking.chat.completions.create(model="m", messages=messages)
+        messages[2]["content"] = "Elsewhere."
+        await asking.chat.completions.create(model="m", messages=messages)
+
+    # Letters that the tokenizer would join otherwise if it read the text again.
+    engine = Scripted(lambda prompt: "In Portugal.")
+    _, calls = one(agent_task(agent_of(work), metric=lambda record, result: 0.0), engine)
+    assert [call.turn for call in calls] == [0, 1, 2, 0]
+    for before, after in itertools.pairwise(calls[:3]):
+        assert after.prompt_ids[: len(before.prompt_ids) + len(before.completion_ids)] == (
+            before.prompt_ids + before.completion_ids
+        )
+        assert before.observation_tokens > 0
+    assert [call.facts["rewritten_history"] for call in calls] == [0.0, 0.0, 0.0, 1.0]
+    assert "Elsewhere." in engine.prompts[3]
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen2_5"])
+def test_tools_are_written_and_read_by_the_models_template(template):
+    said = []
+
+    async def work(asking):
+        messages = [*ASK]
+        reply = await asking.chat.completions.create(model="m", messages=messages, tools=[SEARCH])
+        said.append(reply.choices[0])
+        message = reply.choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "a city <|im_end|>"}
+        messages += [message.model_dump(), result]
+        reply = await asking.chat.completions.create(model="m", messages=messages, tools=[SEARCH])
+        # Without its tools the history is another one.
+        await asking.chat.completions.create(model="m", messages=messages)
+        return reply.choices[0].message.content
+
+    engine = Scripted(lambda prompt: "a city" if "a city" in prompt else CALLED, tokenizer(template))
+    rollout, calls = one(agent_task(agent_of(work)), engine)
+    assert rollout.error is None, rollout.error_message
+    assert said[0].finish_reason == "tool_calls"
+    assert json.loads(said[0].message.tool_calls[0].function.arguments) == {"query": "Porto"}
+    assert '"name": "search"' in engine.prompts[0]
+    assert [call.turn for call in calls] == [0, 1, 0] and rollout.prediction == "a city"
+    added = calls[1].prompt_ids[len(calls[0].prompt_ids) + len(calls[0].completion_ids) :]
+    assert "a city <|im_end|>" in engine.tokenizer.decode(list(added))
+    end = engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert sum(token == end for token in added) == 1, "text ends no turn"
+
+
+def test_demonstrations_are_no_rewritten_history():
+    shots = [{"role": "user", "content": "Where is Faro?"}, {"role": "assistant", "content": "In Portugal."}]
+
+    async def work(asking):
+        for question in ("Where is Porto?", "Where is Lyon?"):
+            messages = [*shots, {"role": "user", "content": question}]
+            await asking.chat.completions.create(model="m", messages=messages)
+
+    _, calls = one(agent_task(agent_of(work), metric=lambda record, result: 0.0), Scripted(lambda prompt: "x"))
+    assert [(call.turn, call.facts["rewritten_history"]) for call in calls] == [(0, 0.0), (0, 0.0)]
+
+
+def test_tools_of_a_template_without_them_are_refused():
+    async def work(asking):
+        with pytest.raises(openai.BadRequestError, match="chat template does not write them"):
+            await asking.chat.completions.create(model="m", messages=ASK, tools=[SEARCH])
+        return "0"
+
+    rollout, calls = one(agent_task(agent_of(work)), Scripted(lambda prompt: "x"))
+    assert rollout.reward is None and rollout.error == "engine" and not calls
+
+
+def test_a_reply_of_another_form_than_was_asked_for_does_not_parse_and_is_the_models_doing():
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"required": ["a", "b"]}}}
+
+    async def work(asking):
+        reply = await asking.chat.completions.create(model="m", messages=ASK, response_format=schema)
+        return json.loads(reply.choices[0].message.content)["b"]
+
+    for text, present in (("no json", 0), ('{"a": 1}', 1)):
+        rollout, (call,) = one(agent_task(agent_of(work)), Scripted(lambda prompt, text=text: text))
+        assert (rollout.error, rollout.reward, call.ok) == ("parse", 0.0, False)
+        assert (call.present_fields, call.expected_fields) == (present, 2)
+    rollout, (call,) = one(agent_task(agent_of(work)), Scripted(lambda prompt: '{"a": 1, "b": "0"}'))
+    assert (rollout.reward, call.ok) == (1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "ok"),
+    [
+        ("required", CALLED, True),
+        ("required", "no", False),
+        ("none", CALLED, False),
+        ({"type": "function", "function": {"name": "other"}}, CALLED, False),
+        ({"type": "function", "function": {"name": "search"}}, CALLED, True),
+    ],
+)
+def test_tool_choice_is_what_a_reply_must_parse_as(choice, text, ok):
+    async def work(asking):
+        reply = await asking.chat.completions.create(model="m", messages=ASK, tools=[SEARCH], tool_choice=choice)
+        assert bool(reply.choices[0].message.tool_calls) == ok
+        return "0"
+
+    rollout, (call,) = one(agent_task(agent_of(work)), Scripted(lambda prompt: text, tokenizer("qwen3")))
+    assert (rollout.error, call.ok) == (None, ok)
+
+
+def test_choices_are_calls_of_their_own_and_any_of_them_can_be_gone_on_from():
+    async def work(asking):
+        reply = await asking.chat.completions.create(model="m", messages=ASK, n=3, max_tokens=4, stop=["Port"])
+        chosen = reply.choices[1].message
+        await asking.chat.completions.create(
+            model="m", messages=[*ASK, chosen.model_dump(), {"role": "user", "content": "Why?"}]
+        )
+        return [choice.message.content for choice in reply.choices]
+
+    texts = iter(["0 aa", "1 bb", "2 cc Porto", "end"])
+    engine = Scripted(lambda prompt: next(texts))
+    rollout, calls = one(agent_task(agent_of(work), metric=lambda record, result: 1.0), engine)
+    assert rollout.prediction == ["0 aa", "1 bb", "2 cc "]
+    assert [call.turn for call in calls] == [0, 0, 0, 1]
+    assert calls[3].prompt_ids[: len(calls[1].prompt_ids)] == calls[1].prompt_ids
+    assert calls[1].observation_tokens and not calls[0].observation_tokens
+    assert engine.requests[0].sampling.max_tokens == 4 and engine.requests[0].sampling.stop == ("Port",)
+
+
+def test_streams_are_made_from_the_finished_reply():
+    async def work(asking):
+        options = {"model": "m", "messages": ASK, "stream": True, "tools": [SEARCH]}
+        parts = [part async for part in await asking.chat.completions.create(**options)]
+        (called,) = [part.choices[0].delta.tool_calls for part in parts if part.choices[0].delta.tool_calls]
+        assert called[0].function.name == "search" and parts[-1].choices[0].finish_reason == "tool_calls"
+        parts = [part async for part in await asking.chat.completions.create(**options)]
+        return "".join(part.choices[0].delta.content or "" for part in parts)
+
+    texts = iter([CALLED, "0"])
+    rollout, calls = one(agent_task(agent_of(work)), Scripted(lambda prompt: next(texts), tokenizer("qwen3")))
+    assert (rollout.prediction, rollout.reward, len(calls)) == ("0", 1.0, 2)
+
+
+def test_the_module_is_named_by_the_model_the_header_or_a_rule():
+    rules = ({"pattern": "title", "reply": "A chat"}, {"pattern": "^Plan", "module": "planner"})
+
+    async def work(asking):
+        def asked(system="x", **options):
+            messages = [{"role": "system", "content": system}, ASK[1]]
+            return asking.chat.completions.create(**{"model": "gpt-4o", "messages": messages} | options)
+
+        await asked(model="policy/worker")
+        await asked(system="Plan it.", extra_headers={"X-Mmrl-Module": "worker"})
+        await asked(system="Plan it.")
+        assert (await asked(system="Write a title.")).choices[0].message.content == "A chat"
+        with pytest.raises(openai.BadRequestError, match="nothing says which of the modules planner, worker"):
+            await asked()
+        with pytest.raises(openai.NotFoundError, match="expected one of planner, worker"):
+            await asked(model="policy/other")
+        return [model.id async for model in asking.models.list()]
+
+    task = agent_task(agent_of(work), modules=("planner", "worker"), rules=rules, metric=lambda record, result: 1.0)
+    rollout, calls = one(task, Scripted(lambda prompt: "x"))
+    assert [call.module for call in calls] == ["worker", "worker", "planner"]
+    assert rollout.metrics["answered_by_rule"] == 1.0 and rollout.prediction == ["policy/planner", "policy/worker"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"n": 64}, "n: Input should be less than or equal to 16"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text alone"),
+        ({"min_p": 0.1}, "min_p: unknown field"),
+        ({"logit_bias": {"5": 1}}, "logit_bias: this server does not have it"),
+        ({"top_logprobs": 3}, "top_logprobs: this server does not have it"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "x " * 5000}]}, "leaves no room"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_be_had_is_refused_and_not_recorded(change, says):
+    status, error, again = refused({"model": "m", "messages": ASK} | change)
+    assert (status, again) == (400, "false") and says in error["message"]
+
+
+def test_a_body_beyond_the_limit_and_a_foreign_key_are_refused():
+    status, error, _ = refused({"model": "m", "messages": [{"role": "user", "content": "x" * (5 << 20)}]})
+    assert status == 413 and "more than 4194304 bytes" in error["message"]
+    seen = []
+
+    async def agent(example, base_url, api_key):
+        for key in ("", "mmrl-guessed", *(old for old, _ in seen)):
+            async with client(base_url, key or "none", max_retries=0) as asking:
+                with pytest.raises(openai.AuthenticationError, match="no rollout of this key"):
+                    await asking.chat.completions.create(model="m", messages=ASK)
+        async with client(base_url, api_key) as asking:
+            await asking.chat.completions.create(model="m", messages=ASK)
+        seen.append((api_key, base_url))
+        return "0"
+
+    for _ in range(2):
+        rollout, calls = one(agent_task(agent), Scripted(lambda prompt: "x"))
+        assert rollout.reward == 1.0 and len(calls) == 1
+    (one_key, url), (other_key, _) = seen
+    assert one_key != other_key and url.startswith("http://127.0.0.1:")
+
+
+def test_a_retry_is_the_same_call_with_the_same_reply(monkeypatch):
+    async def agent(example, base_url, api_key):
+        headers = {"Authorization": f"Bearer {api_key}"}
+        body = {"model": "m", "messages": ASK}
+        async with httpx.AsyncClient(headers=headers) as asking:
+            # its client gives up, and asks again as those of OpenAI and Anthropic do
+            with pytest.raises(httpx.ReadTimeout):
+                await asking.post(f"{base_url}/chat/completions", json=body, timeout=0.2)
+            again = {"x-stainless-retry-count": "1"}
+            first = await asking.post(f"{base_url}/chat/completions", json=body, headers=again)
+            second = await asking.post(f"{base_url}/chat/completions", json=body, headers=again)
+            # The same question, and no retry: a call of its own.
+            third = await asking.post(f"{base_url}/chat/completions", json=body)
+        assert first.json() == second.json() and third.status_code == 200
+        return "0"
+
+    monkeypatch.setattr("mmrl.serve.front.LOOKS_S", 0.02)
+    engine = Scripted(lambda prompt: "x", delay=0.5)
+    rollout, calls = one(agent_task(agent), engine)
+    assert rollout.error is None, rollout.error_message
+    assert len(calls) == 2 == len(engine.requests)
+
+
+def test_a_client_that_leaves_frees_its_slot(monkeypatch):
+    monkeypatch.setattr("mmrl.serve.front.LOOKS_S", 0.02)
+    monkeypatch.setattr("mmrl.serve.gateway.RETRY_S", 0.1)
+
+    async def agent(example, base_url, api_key):
+        async with client(base_url, api_key, timeout=0.2, max_retries=0) as asking:
+            for stream in (False, True):
+                with pytest.raises(openai.APITimeoutError):
+                    await asking.chat.completions.create(model="m", messages=ASK, stream=stream)
+        for _ in range(200):
+            if engine.cancelled == 2:
+                break
+            await asyncio.sleep(0.02)
+        engine.delay = 0.0
+        async with client(base_url, api_key) as asking:
+            await asking.chat.completions.create(model="m", messages=ASK)
+        return "0"
+
+    engine = Scripted(lambda prompt: "x", delay=30.0)
+    rollout, calls = one(agent_task(agent), engine)
+    assert rollout.error is None, rollout.error_message
+    assert (engine.cancelled, engine.waiting, len(calls)) == (2, 0, 1)
+
+
+def test_calls_beyond_the_limit_end_the_rollout():
+    async def work(asking):
+        for _ in range(3):
+            await asking.chat.completions.create(model="m", messages=ASK)
+
+    rollout, calls = one(agent_task(agent_of(work), max_calls=2), Scripted(lambda prompt: "x"))
+    assert (rollout.error, rollout.reward, len(calls)) == ("limit", 0.0, 2)
+    assert "task.max_calls=2" in rollout.error_message
