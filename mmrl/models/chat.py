@@ -22,7 +22,6 @@ Tools = Sequence[Mapping[str, Any]]
 """Descriptions of functions as OpenAI's protocol and chat templates have them."""
 _Turn = tuple[str, str, str]
 """Role, content, and as JSON what else a message has: the tool calls of a reply, the id that a result belongs to."""
-"""Tools as JSON, and the messages."""
 
 _TURN = "the turn before"
 """Stands for a completion of whose turn only the end is rendered."""
