@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import psutil
 
 from mmrl.config import HardwareConfig
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, ProcessLost
 from mmrl.system.child_process import end_with_parent, free_port
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
@@ -71,7 +71,7 @@ def start(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int:
             file=sys.stderr,
         )
         return 1
-    return code
+    return 1 if code == ProcessLost.exit_code else code
 
 
 def environment(hardware: HardwareConfig, rank: int, port: int) -> dict[str, str]:
@@ -246,9 +246,15 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
 
 def missing_packages(hardware: HardwareConfig) -> list[str]:
     """Name the packages that a hardware profile needs and this interpreter lacks, without an import."""
+    problems = []
     if hardware.sharding.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
-        return [
+        problems.append(
             f"hardware.sharding: got {hardware.sharding}, which needs DeepSpeed, and {sys.executable} does not have "
             "it; install it (pip install 'mmrl[deepspeed]'), or use hardware.sharding=fsdp2"
-        ]
-    return []
+        )
+    if hardware.ray is not None and importlib.util.find_spec("ray") is None:
+        problems.append(
+            f"hardware.ray: the processes of profile '{hardware.name}' are placed by Ray, which {sys.executable} does "
+            "not have; install it (pip install 'mmrl[ray]'), or use another profile"
+        )
+    return problems

@@ -204,7 +204,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
-    """Ask for SIGTERM at the end of the starting thread; called in a child before it executes its program (Linux)."""
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Ask for a signal at the end of the starting thread; called in a child before it executes its program (Linux)."""
     if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
