@@ -105,7 +105,9 @@ class HardwareConfig(Section):
     engine: str = Field("transformers", description="engine used when engine=auto")
     # sums of floats depend on the number of threads, so a resume has to repeat it
     threads: int | None = Field(None, ge=1, description="torch threads; null: all cores, stored in the run")
-    ray: RayConfig | None = Field(None, description="null: this machine's processes, or a launcher's; set by hardware=ray")
+    ray: RayConfig | None = Field(
+        None, description="null: this machine's processes, or a launcher's; set by hardware=ray"
+    )
 
 
 class TrainConfig(Section):

@@ -39,6 +39,7 @@ from mmrl.run.settle import WeightRunConfig, module_assignment
 from mmrl.stages import Stage
 from mmrl.stages.prompts.split import split
 from mmrl.system.files import plain
+from mmrl.system.ray_cluster import server_resources
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.data.layouts import subset
@@ -268,7 +269,10 @@ def _build_engines(
     """Build the engine that samples the policy, then those of teachers; and the teachers by name."""
     algo, hardware = config.algo, config.hardware
     samplings = ((algo.temperature, algo.top_p, algo.top_k),)
-    setup = _setup(config, serving, folder, devices=server_devices(hardware), samplings=samplings)
+    replicas = getattr(config.engine, "replicas", 1)
+    bundle = server_resources(hardware, replicas) if hardware.ray is not None else None
+    devices = server_devices(hardware)
+    setup = _setup(config, serving, folder, devices=devices, samplings=samplings, bundle=bundle)
     # In this process an engine samples from the very module that is trained (wrapped by peft where there is an
     # adapter), so no weights are copied between updates.
     engine = build_engine(config.engine, model, tokenizer, setup)

@@ -22,11 +22,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
-
-import psutil
 
 from mmrl.config import HardwareConfig
 from mmrl.errors import ProcessLost
@@ -170,7 +167,7 @@ def rank(given: dict[str, Any]) -> None:
         "PYTHONUNBUFFERED": "1",
         JOB: json.dumps({**job, "resumed": resumed}),
     }
-    process = psutil.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "mmrl", "worker"],
         env={**os.environ, **variables},
         cwd=given["folder"] if Path(given["folder"]).is_dir() else None,
@@ -179,8 +176,7 @@ def rank(given: dict[str, Any]) -> None:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        # At once: when its actor has ended, others take its place, and its GPU and the run's lock must be free.
-        preexec_fn=partial(end_with_parent, signal.SIGKILL),
+        preexec_fn=_prepare,
     )
     try:
         stopped = _watch(process, board)
@@ -195,6 +191,13 @@ def rank(given: dict[str, Any]) -> None:
         if not ray.get(board.state.remote())[1]:
             raise ProcessLost(f"process {number} ended with code {code}")
     ray.get(board.end.remote(0 if code < 0 else code))
+
+
+def _prepare() -> None:
+    """Undo what a process inherits from Ray, and tie it to its actor; runs in it before its program."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # Killed: others take its place when its actor has ended, and its GPU and the run's lock must be free at once.
+    end_with_parent(signal.SIGKILL)
 
 
 def _resumes(job: JsonObject, board: ActorHandle, hardware: HardwareConfig) -> bool | None:
@@ -217,7 +220,7 @@ def _resumes(job: JsonObject, board: ActorHandle, hardware: HardwareConfig) -> b
     return started
 
 
-def _watch(process: psutil.Popen, board: ActorHandle) -> bool:
+def _watch(process: subprocess.Popen[str], board: ActorHandle) -> bool:
     """Pass on output, signals and the end of the run until a process has ended; True if it was signalled."""
     import ray
 

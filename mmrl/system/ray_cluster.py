@@ -95,6 +95,12 @@ def refuse(config: RootConfig) -> None:
         )
     engine, taken = config.engine, [asked] * hardware.nodes
     if isinstance(engine, VllmServerConfig) and not engine.urls:
+        gpus = hardware.rollout_devices
+        if hardware.device == "cuda" and (not gpus or gpus % engine.replicas):
+            raise ConfigError(
+                f"hardware.rollout_devices: got {gpus}; on a Ray cluster vLLM servers have GPUs of their own: expected "
+                f"a multiple of engine.replicas={engine.replicas}"
+            )
         taken += [server_resources(hardware, engine.replicas)] * engine.replicas
     total = _together([node["Resources"] for node in nodes])
     if not _holds(total, _together(taken)):

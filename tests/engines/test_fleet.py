@@ -33,7 +33,8 @@ import json, os, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 if "-c" in sys.argv:
     sys.exit(0)
-port, adapters = int(sys.argv[sys.argv.index("--port") + 1]), set()
+host, port = sys.argv[sys.argv.index("--host") + 1], int(sys.argv[sys.argv.index("--port") + 1])
+adapters = set()
 log = open(os.path.join(os.path.dirname(__file__), f"asked-{{port}}.jsonl"), "a", buffering=1)
 
 class Handler(BaseHTTPRequestHandler):
@@ -67,14 +68,15 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments):
         pass
 
-ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+ThreadingHTTPServer((host, port), Handler).serve_forever()
 """
 
 
-def fleet(tmp_path: Path, **settings: Any) -> VllmServerEngine:
+def fleet(tmp_path: Path, bundle: dict[str, float] | None = None, **settings: Any) -> VllmServerEngine:
     (tmp_path / "adapter").mkdir(exist_ok=True)
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 8}')
-    setup = EngineSetup(weights=TINY, folder=tmp_path, folders={"default": str(tmp_path / "adapter")})
+    adapter = {"default": str(tmp_path / "adapter")}
+    setup = EngineSetup(weights=TINY, folder=tmp_path, folders=adapter, bundle=bundle)
     return VllmServerEngine(None, load_tokenizer(TINY), VllmServerConfig(name="vllm_server", **settings), setup)
 
 
