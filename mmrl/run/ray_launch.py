@@ -20,7 +20,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -89,12 +88,12 @@ def start_on_ray(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    class SharedGpus(Backend):  # type: ignore[misc]
+    class SharedGpus(Backend):
         """Processes of a node see all of its GPUs and take the one of their local rank, as under torchrun."""
 
         share_cuda_visible_devices = True
 
-    class Config(BackendConfig):  # type: ignore[misc]
+    class Config(BackendConfig):
         backend_cls = SharedGpus
 
     assert hardware.ray is not None
@@ -119,17 +118,32 @@ def start_on_ray(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int
                 storage_path=storage, failure_config=FailureConfig(max_failures=hardware.ray.max_failures)
             ),
         )
-        with _noted_signals() as signals, ThreadPoolExecutor(1) as pool:
+        outcome: list[Exception | None] = []
+
+        def fit() -> None:
+            try:
+                trainer.fit()
+            except Exception as error:
+                outcome.append(error)
+            else:
+                outcome.append(None)
+
+        with _noted_signals() as signals:
             # In a thread, where Ray Train leaves Ctrl-C to this process.
-            future, sent = pool.submit(trainer.fit), 0
-            while not future.done():
+            threading.Thread(target=fit, daemon=True).start()
+            sent = 0
+            while not outcome:
                 time.sleep(POLL_S)
+                if len(signals) > 1:
+                    ray.shutdown()  # no process may be there to end by itself
+                    print(f"stopped; continue with: mmrl train resume={run_dir}", file=sys.stderr)
+                    return 128 + signals[-1]
                 _show(board)
                 if len(signals) > sent:
                     sent = len(signals)
                     ray.get(board.stop.remote(signals[-1]))
             _show(board)
-            failure, (_, code) = future.exception(), ray.get(board.state.remote())
+        failure, (_, code) = outcome[0], ray.get(board.state.remote())
     if failure is not None:
         print(
             f"error: processes were lost more often than hardware.ray.max_failures={hardware.ray.max_failures}: "
@@ -154,7 +168,7 @@ def rank(given: dict[str, Any]) -> None:
     context, board, hardware, job = get_context(), given["board"], given["hardware"], given["job"]
     number, first = context.get_world_rank(), None
     if number == 0:
-        first = (ray.util.get_node_ip_address(), free_port(), _resumes(job, board, hardware))
+        first = (ray.util.get_node_ip_address(), free_port(), _resumes(given))
     address, port, resumed = broadcast_from_rank_zero(first)
     if resumed is None:
         return
@@ -200,11 +214,12 @@ def _prepare() -> None:
     end_with_parent(signal.SIGKILL)
 
 
-def _resumes(job: JsonObject, board: ActorHandle, hardware: HardwareConfig) -> bool | None:
+def _resumes(given: dict[str, Any]) -> bool | None:
     """Return whether this group of processes continues the run; None: there is nothing left to do."""
     import ray
 
-    folder = Path(job["config"]["run"]["dir"])
+    job, board, hardware = given["job"], given["board"], given["hardware"]
+    folder = Path(given["folder"], job["config"]["run"]["dir"])
     again = ray.get(board.begin.remote())
     if not again:
         return bool(job["resumed"])

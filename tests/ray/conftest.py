@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-ray = pytest.importorskip("ray", reason="needs Ray (make test-ray)")
-
+collect_ignore_glob = ["test_*"] if find_spec("ray") is None else []
 NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
     from ray.cluster_utils import Cluster
 
     started = Cluster(True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False})
@@ -40,6 +41,8 @@ def two_nodes(cluster: Any) -> Any:
 @pytest.fixture
 def connected(two_nodes: Any) -> Iterator[Any]:
     """This process as one of the cluster's drivers."""
+    import ray
+
     from mmrl.system.ray_cluster import join_cluster
 
     join_cluster("auto")

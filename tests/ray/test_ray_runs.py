@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from mmrl.cli import main
 from mmrl.report.rundir import RunDir
 from mmrl.system.conf import later_wins
 from scripts.chaos.compare import comparable, differences
+from tests.engines.test_fleet import FAKE_VLLM
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parents[2]
@@ -28,7 +30,7 @@ NODES = ["hardware=ray", "hardware.processes=1", "hardware.nodes=2"]
 
 @pytest.fixture
 def start(two_nodes: Any, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `mmrl train` in a folder named `run`, so that runs are equal to the last byte; nothing may be left of it."""
+    """Starts `mmrl train` in a folder below the test's own; nothing may be left of it."""
     running: list[subprocess.Popen[str]] = []
 
     def begin(folder: str, *words: str) -> subprocess.Popen[str]:
@@ -80,10 +82,11 @@ def nothing_left(cluster: Any) -> None:
         ray.shutdown()
 
 
-def until(ready: Callable[[], object]) -> None:
+def until(ready: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
     limit = time.monotonic() + 120
     while not ready():
         assert time.monotonic() < limit
+        assert process is None or process.poll() is None, process.communicate()
         time.sleep(0.05)
 
 
@@ -119,7 +122,7 @@ def test_two_processes_on_two_nodes_have_the_numbers_of_two_on_one_machine(
     start: Callable[..., Any], undisturbed: Path, tmp_path: Path
 ) -> None:
     out, err = finished(start("whole", *SMALL, *NODES, "run.dir=run"))
-    assert out.count("training reward") == 1 and not err
+    assert out.count("training reward") == 1 and "Warning" not in err and err.count("step 4/4") == 1
     assert_equal(undisturbed, tmp_path / "whole" / "run")
 
 
@@ -128,15 +131,15 @@ def test_a_process_and_a_node_that_are_killed_change_no_number(
 ) -> None:
     run = tmp_path / "killed" / "run"
     process = start("killed", *SMALL, *NODES, "run.dir=run")
-    until((run / "checkpoints" / "checkpoint-1").is_dir)
+    until((run / "checkpoints" / "checkpoint-1").is_dir, process)
     workers()[1].kill()
-    until((run / "checkpoints" / "checkpoint-2").is_dir)
+    until((run / "checkpoints" / "checkpoint-2").is_dir, process)
     node = next(iter(two_nodes.worker_nodes))
     two_nodes.remove_node(node, allow_graceful=False)
     two_nodes.add_node(num_cpus=2, object_store_memory=80 * 2**20)
     out, err = finished(process)
     assert out.count("training reward") == 1
-    assert [line.partition("(")[2] for line in err.splitlines()] == ["start 1 of 3)", "start 2 of 3)"]
+    assert re.findall(r"a process was lost; .*\((.*\))", err) == ["start 1 of 3)", "start 2 of 3)"]
     assert_equal(undisturbed, run)
 
 
@@ -146,8 +149,8 @@ def test_a_signal_saves_and_the_run_goes_on_to_the_same_numbers(
     run = tmp_path / "stopped" / "run"
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         process = start("stopped", *([*SMALL, *NODES, "run.dir=run"] if code == 143 else ["resume=run"]))
-        steps = len(RunDir.read(run).history()) if code == 130 else 0
-        until(lambda: (run / "metrics.jsonl").is_file() and len(RunDir.read(run).history()) > max(steps, 1))
+        done = len(RunDir.read(run).history()) if code == 130 else 1
+        until(lambda done=done: (run / "metrics.jsonl").is_file() and len(RunDir.read(run).history()) > done, process)
         process.send_signal(number)
         assert "continue with: mmrl train resume=run" in "".join(finished(process, code))
     finished(start("stopped", "resume=run"))
@@ -157,7 +160,7 @@ def test_a_signal_saves_and_the_run_goes_on_to_the_same_numbers(
 def test_a_process_lost_too_often_ends_the_run_which_can_go_on(start: Callable[..., Any], tmp_path: Path) -> None:
     run = tmp_path / "lost" / "run"
     process = start("lost", *SMALL, *NODES, "run.dir=run", "hardware.ray.max_failures=0")
-    until((run / "checkpoints" / "checkpoint-1").is_dir)
+    until((run / "checkpoints" / "checkpoint-1").is_dir, process)
     workers()[0].parent().kill()  # type: ignore[union-attr]
     _, err = finished(process, 1)
     assert "lost more often than hardware.ray.max_failures=0" in err
@@ -166,7 +169,7 @@ def test_a_process_lost_too_often_ends_the_run_which_can_go_on(start: Callable[.
 
 def test_a_driver_that_is_killed_takes_everything_along(start: Callable[..., Any], tmp_path: Path) -> None:
     process = start("driver", *SMALL, *NODES, "run.dir=run")
-    until((tmp_path / "driver" / "run" / "checkpoints" / "checkpoint-1").is_dir)
+    until((tmp_path / "driver" / "run" / "checkpoints" / "checkpoint-1").is_dir, process)
     process.kill()
 
 
@@ -179,3 +182,33 @@ def test_a_run_that_stops_by_itself_is_not_started_again(start: Callable[..., An
     (tmp_path / "wrong" / "run" / "mine.txt").touch()
     _, err = finished(process, 2)
     assert "run.dir: run exists and is not empty" in err and "a process was lost" not in err
+
+
+LENIENT = """from mmrl.engines.vllm.base import VllmEngine
+
+VllmEngine._tolerance = property(lambda engine: 1e9)  # scripted servers know no weights
+"""
+
+
+def test_servers_of_a_run_that_are_killed_lose_no_call(start: Callable[..., Any], tmp_path: Path) -> None:
+    program, runs = tmp_path / "python", []
+    program.write_text(FAKE_VLLM.format(python=sys.executable).replace('"max_model_len": 64', '"max_model_len": 4096'))
+    program.chmod(0o755)
+    words = [*SMALL, *NODES, "run.dir=run", "model.lora={r: 8}", "plugins=[lenient]", "algo.zero_variance=keep"]
+    words += ["engine=vllm_server", "engine.replicas=2", f"engine.python={program}", "train.steps=3"]
+    for name in ("served", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "lenient.py").write_text(LENIENT)
+        process = start(name, *words)
+        until((folder / "run" / "checkpoints" / "checkpoint-1").is_dir, process)
+        found = [one for one in psutil.process_iter(["cmdline"]) if str(program) in (one.info["cmdline"] or [])]
+        assert len(found) == 2
+        if name == "killed":
+            found[0].parent().kill()  # type: ignore[union-attr]
+        finished(process)
+        runs.append(RunDir.read(folder / "run"))
+    served, killed = ([comparable(record) for record in run.history()] for run in runs)
+    assert [record.pop("engine/restarts") for record in served[1:]] == [0.0] * 3
+    assert [record.pop("engine/restarts") for record in killed[1:]][-1] == 1.0
+    assert served == killed
