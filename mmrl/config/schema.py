@@ -83,9 +83,7 @@ class RayConfig(Section):
     """The Ray cluster that a run's processes are placed on."""
 
     address: str = Field(
-        "auto",
-        pattern=r"^(auto|[^:/\s]+:[0-9]+)$",
-        description="HOST:PORT of the cluster; auto: RAY_ADDRESS, else the one that this machine belongs to",
+        "auto", pattern=r"^(auto|[^:/\s]+:[0-9]+)$", description="HOST:PORT; auto: RAY_ADDRESS, else this machine's"
     )
     max_failures: int = Field(3, ge=0, description="new starts of all processes together after one was lost")
 
@@ -105,9 +103,7 @@ class HardwareConfig(Section):
     engine: str = Field("transformers", description="engine used when engine=auto")
     # sums of floats depend on the number of threads, so a resume has to repeat it
     threads: int | None = Field(None, ge=1, description="torch threads; null: all cores, stored in the run")
-    ray: RayConfig | None = Field(
-        None, description="null: this machine's processes, or a launcher's; set by hardware=ray"
-    )
+    ray: RayConfig | None = Field(None, description="{}: processes and vLLM servers are placed on a Ray cluster")
 
 
 class TrainConfig(Section):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -269,10 +270,9 @@ def _build_engines(
     """Build the engine that samples the policy, then those of teachers; and the teachers by name."""
     algo, hardware = config.algo, config.hardware
     samplings = ((algo.temperature, algo.top_p, algo.top_k),)
-    replicas = getattr(config.engine, "replicas", 1)
-    bundle = server_resources(hardware, replicas) if hardware.ray is not None else None
-    devices = server_devices(hardware)
-    setup = _setup(config, serving, folder, devices=devices, samplings=samplings, bundle=bundle)
+    setup = _setup(config, serving, folder, devices=server_devices(hardware), samplings=samplings)
+    if hardware.ray is not None:
+        setup = replace(setup, bundle=server_resources(hardware, getattr(config.engine, "replicas", 1)))
     # In this process an engine samples from the very module that is trained (wrapped by peft where there is an
     # adapter), so no weights are copied between updates.
     engine = build_engine(config.engine, model, tokenizer, setup)

@@ -254,8 +254,6 @@ def missing_packages(hardware: HardwareConfig) -> list[str]:
             "it; install it (pip install 'mmrl[deepspeed]'), or use hardware.sharding=fsdp2"
         )
     if hardware.ray is not None and importlib.util.find_spec("ray") is None:
-        problems.append(
-            f"hardware.ray: the processes of profile '{hardware.name}' are placed by Ray, which {sys.executable} does "
-            "not have; install it (pip install 'mmrl[ray]'), or use another profile"
-        )
+        lacks = f"needs Ray, which {sys.executable} does not have; install it (pip install 'mmrl[ray]')"
+        problems.append(f"hardware.ray: profile '{hardware.name}' {lacks}, or use another profile")
     return problems

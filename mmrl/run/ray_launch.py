@@ -19,21 +19,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from mmrl.config import HardwareConfig
 from mmrl.errors import ProcessLost
 from mmrl.report.rundir import RunDir
-from mmrl.run.launch import GRACE_S, JOB, environment
+from mmrl.run.launch import GRACE_S, JOB, environment, forward_signals
 from mmrl.system.child_process import end_with_parent, free_port
 from mmrl.system.files import JsonObject
 from mmrl.system.ray_cluster import process_resources
-
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
 
 POLL_S = 0.5
 LOCK_S = 60.0
@@ -101,34 +97,28 @@ def start_on_ray(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
-    one_node, one_each = hardware.nodes == 1, hardware.processes == 1
+    strategy = "STRICT_PACK" if hardware.nodes == 1 else "STRICT_SPREAD" if hardware.processes == 1 else "PACK"
+    scaling = ScalingConfig(
+        num_workers=hardware.processes * hardware.nodes, use_gpu=hardware.device == "cuda", placement_strategy=strategy
+    )
+    scaling.resources_per_worker = process_resources(hardware)
+    given = {"job": job, "hardware": hardware, "board": board, "folder": os.getcwd()}
     with tempfile.TemporaryDirectory(prefix="mmrl-ray-", ignore_cleanup_errors=True) as storage:
+        # Nothing is reported to Ray, which keeps no checkpoint: the folder holds a marker of its own.
+        kept = RunConfig(storage_path=storage, failure_config=FailureConfig(max_failures=hardware.ray.max_failures))
         trainer = DataParallelTrainer(
-            rank,
-            train_loop_config={"job": job, "hardware": hardware, "board": board, "folder": os.getcwd()},
-            backend_config=Config(),
-            scaling_config=ScalingConfig(
-                num_workers=hardware.processes * hardware.nodes,
-                use_gpu=hardware.device == "cuda",
-                resources_per_worker=process_resources(hardware),
-                placement_strategy="STRICT_PACK" if one_node else "STRICT_SPREAD" if one_each else "PACK",
-            ),
-            # Nothing is reported to Ray, which keeps no checkpoint: the folder holds a marker of its own.
-            run_config=RunConfig(
-                storage_path=storage, failure_config=FailureConfig(max_failures=hardware.ray.max_failures)
-            ),
+            rank, train_loop_config=given, backend_config=Config(), scaling_config=scaling, run_config=kept
         )
         outcome: list[Exception | None] = []
 
         def fit() -> None:
             try:
                 trainer.fit()
+                outcome.append(None)
             except Exception as error:
                 outcome.append(error)
-            else:
-                outcome.append(None)
 
-        with _noted_signals() as signals:
+        with forward_signals([]) as signals:
             # In a thread, where Ray Train leaves Ctrl-C to this process.
             threading.Thread(target=fit, daemon=True).start()
             sent = 0
@@ -145,11 +135,9 @@ def start_on_ray(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int
             _show(board)
         failure, (_, code) = outcome[0], ray.get(board.state.remote())
     if failure is not None:
-        print(
-            f"error: processes were lost more often than hardware.ray.max_failures={hardware.ray.max_failures}: "
-            f"{_last_line(failure)}\nstopped; continue with: mmrl train resume={run_dir}",
-            file=sys.stderr,
-        )
+        often = f"processes were lost more often than hardware.ray.max_failures={hardware.ray.max_failures}"
+        words = next((line for line in reversed(str(failure).splitlines()) if line.strip()), repr(failure))
+        print(f"error: {often}: {words}\nstopped; continue with: mmrl train resume={run_dir}", file=sys.stderr)
         return 1
     return code or 0
 
@@ -172,26 +160,15 @@ def rank(given: dict[str, Any]) -> None:
     address, port, resumed = broadcast_from_rank_zero(first)
     if resumed is None:
         return
-    variables = environment(hardware, number, port) | {
-        "LOCAL_RANK": str(context.get_local_rank()),
-        "WORLD_SIZE": str(context.get_world_size()),
-        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
-        "MASTER_ADDR": address,
-        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-        "PYTHONUNBUFFERED": "1",
-        JOB: json.dumps({**job, "resumed": resumed}),
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mmrl", "worker"],
-        env={**os.environ, **variables},
-        cwd=given["folder"] if Path(given["folder"]).is_dir() else None,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        preexec_fn=_prepare,
-    )
+    places = {"LOCAL_RANK": context.get_local_rank(), "LOCAL_WORLD_SIZE": context.get_local_world_size()}
+    places |= {"WORLD_SIZE": context.get_world_size(), "MASTER_ADDR": address, "PYTHONUNBUFFERED": 1}
+    places |= {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, JOB: json.dumps({**job, "resumed": resumed})}
+    variables = environment(hardware, number, port) | {name: str(value) for name, value in places.items()}
+    folder = given["folder"] if Path(given["folder"]).is_dir() else None
+    command = [sys.executable, "-m", "mmrl", "worker"]
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    streams |= {"text": True, "errors": "replace"}
+    process = subprocess.Popen(command, env={**os.environ, **variables}, cwd=folder, preexec_fn=_prepare, **streams)
     try:
         stopped = _watch(process, board)
     finally:
@@ -229,13 +206,12 @@ def _resumes(given: dict[str, Any]) -> bool | None:
         time.sleep(POLL_S)
     if started and RunDir.read(folder).finished:
         return None
-    where = "from the last checkpoint" if started else "anew"
-    text = f"warning: a process was lost; all start {where} (start {again} of {hardware.ray.max_failures})\n"
-    ray.get(board.write.remote(True, text))
+    where = f"{'from the last checkpoint' if started else 'anew'} (start {again} of {hardware.ray.max_failures})"
+    ray.get(board.write.remote(True, f"warning: a process was lost; all start {where}\n"))
     return started
 
 
-def _watch(process: subprocess.Popen[str], board: ActorHandle) -> bool:
+def _watch(process: subprocess.Popen[str], board: Any) -> bool:
     """Pass on output, signals and the end of the run until a process has ended; True if it was signalled."""
     import ray
 
@@ -243,22 +219,19 @@ def _watch(process: subprocess.Popen[str], board: ActorHandle) -> bool:
         for line in stream:
             board.write.remote(error, line)
 
-    readers = [
-        threading.Thread(target=pass_on, args=pair) for pair in ((process.stdout, False), (process.stderr, True))
-    ]
+    pairs = ((process.stdout, False), (process.stderr, True))
+    readers = [threading.Thread(target=pass_on, args=pair) for pair in pairs]
     for reader in readers:
         reader.start()
-    sent, deadline = 0, None
+    sent, grace = 0, GRACE_S
     while process.poll() is None:
         number, code = ray.get(board.state.remote())
         if number != sent:
             process.send_signal(number)
             sent = number
-        # Another one has stopped the run: this one would wait for it in a collective.
-        if code and not sent and deadline is None:
-            process.terminate()
-            deadline = time.monotonic() + GRACE_S
-        if deadline is not None and time.monotonic() > deadline:
+        # Another one has stopped the run: this one saves, or waits for it in a collective.
+        grace -= POLL_S if code and not sent else 0.0
+        if grace < 0:
             process.kill()
         time.sleep(POLL_S)
     for reader in readers:
@@ -266,27 +239,10 @@ def _watch(process: subprocess.Popen[str], board: ActorHandle) -> bool:
     return bool(sent)
 
 
-def _show(board: ActorHandle) -> None:
+def _show(board: Any) -> None:
     """Print what the processes have written since the last call."""
     import ray
 
     with suppress(ray.exceptions.RayError):
         for error, text in ray.get(board.read.remote()):
             print(text, end="", file=sys.stderr if error else sys.stdout, flush=True)
-
-
-@contextmanager
-def _noted_signals() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM instead of acting on them."""
-    signals: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda number, frame: signals.append(number)) for number in numbers}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _last_line(error: BaseException) -> str:
-    return next((line for line in reversed(str(error).splitlines()) if line.strip()), repr(error))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,7 +17,6 @@ from mmrl.config import HardwareConfig, RootConfig
 from mmrl.config.engines import VllmServerConfig
 from mmrl.errors import ConfigError
 
-CONNECT_S = 5.0
 LOOK_S = 60.0
 """Longest wait for every node's answer."""
 
@@ -53,14 +51,12 @@ def join_cluster(address: str) -> None:
         if address != "auto":
             host, _, port = address.rpartition(":")
             # Ray itself would try for minutes.
-            socket.create_connection((host, int(port)), CONNECT_S).close()
+            socket.create_connection((host, int(port)), timeout=5).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
+        expected = "expected HOST:PORT of a Ray cluster to which this machine belongs (`ray start`)"
         words = " ".join(str(error).split())
-        raise ConfigError(
-            f"hardware.ray.address: got {address}, expected HOST:PORT of a Ray cluster to which this machine belongs "
-            f"(`ray start`): {words}"
-        ) from None
+        raise ConfigError(f"hardware.ray.address: got {address}, {expected}: {words}") from None
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -78,10 +74,10 @@ def server_resources(hardware: HardwareConfig, replicas: int) -> dict[str, float
 
 
 def refuse(config: RootConfig) -> None:
-    """Find a cluster that cannot take a run, before a folder is made.
+    """Find a cluster that cannot take a run, before a folder is made. Ray itself admits no node with another Python.
 
     Raises:
-        ConfigError: too few nodes, CPUs or GPUs; a node with another Python or mmrl, or without the run's folder.
+        ConfigError: too few nodes, CPUs or GPUs; a node with another mmrl, or without the run's folder.
     """
     hardware, nodes = config.hardware, _nodes()
     need = process_resources(hardware)
@@ -89,25 +85,19 @@ def refuse(config: RootConfig) -> None:
     fitting = [node for node in nodes if _holds(node["Resources"], asked)]
     there = "; ".join(f"{node['NodeManagerAddress']}: {_text(node['Resources'])}" for node in nodes)
     if len(fitting) < hardware.nodes:
-        raise ConfigError(
-            f"hardware.processes: got {hardware.processes} on each of hardware.nodes={hardware.nodes} nodes, which "
-            f"takes {_text(asked)} on each; the Ray cluster has {there}"
-        )
+        each = f"got {hardware.processes} on each of hardware.nodes={hardware.nodes} nodes, which takes {_text(asked)}"
+        raise ConfigError(f"hardware.processes: {each} on each; the Ray cluster has {there}")
     engine, taken = config.engine, [asked] * hardware.nodes
     if isinstance(engine, VllmServerConfig) and not engine.urls:
         gpus = hardware.rollout_devices
         if hardware.device == "cuda" and (not gpus or gpus % engine.replicas):
-            raise ConfigError(
-                f"hardware.rollout_devices: got {gpus}; on a Ray cluster vLLM servers have GPUs of their own: expected "
-                f"a multiple of engine.replicas={engine.replicas}"
-            )
+            expected = f"expected a multiple of engine.replicas={engine.replicas}, since servers have GPUs of their own"
+            raise ConfigError(f"hardware.rollout_devices: got {gpus}, {expected}")
         taken += [server_resources(hardware, engine.replicas)] * engine.replicas
     total = _together([node["Resources"] for node in nodes])
     if not _holds(total, _together(taken)):
-        raise ConfigError(
-            f"hardware.rollout_devices, engine.replicas: training and vLLM servers take {_text(_together(taken))} "
-            f"together; the Ray cluster has {there}"
-        )
+        both = f"training and vLLM servers take {_text(_together(taken))} together"
+        raise ConfigError(f"hardware.rollout_devices, engine.replicas: {both}; the Ray cluster has {there}")
     problems = _node_problems([node for node in nodes if _holds(node["Resources"], need)], config.run.dir)
     if problems:
         raise ConfigError(problems)
@@ -137,49 +127,41 @@ def _node_problems(nodes: list[dict[str, Any]], run_dir: str | None) -> list[str
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     # Inside, so that Ray sends it as it is: a node without mmrl can run it too.
-    def look(path: str) -> tuple[str, str, bool]:
+    def look(path: str) -> tuple[str, bool]:
         import os
-        import sys
         import time
 
         try:
             from mmrl import __version__ as version
         except ImportError:
             version = "none"
-        # A network's folder may show a new file late.
-        for _ in range(20):
-            if os.path.isfile(path):
-                break
+        limit = time.monotonic() + 5  # a network's folder may show a new file late
+        while not (there := os.path.isfile(path)) and time.monotonic() < limit:
             time.sleep(0.25)
-        return ".".join(map(str, sys.version_info[:2])), version, os.path.isfile(path)
+        return version, there
 
     folder = Path(run_dir or "outputs").absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     token = existing / f".mmrl-{uuid4().hex}.tmp"
-    here = (".".join(map(str, sys.version_info[:2])), __version__)
     problems: list[str] = []
     try:
         token.touch()
-        answers = {
-            node["NodeManagerAddress"] + " " + node["NodeID"][:8]: ray.remote(look)
-            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
-            .remote(str(token))
-            for node in nodes
-        }
+        answers = {}
+        for node in nodes:
+            on_it = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            name = f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+            answers[name] = ray.remote(look).options(num_cpus=0, scheduling_strategy=on_it).remote(str(token))
         for name, answer in answers.items():
             try:
-                python, version, there = ray.get(answer, timeout=LOOK_S)
+                version, there = ray.get(answer, timeout=LOOK_S)
             except ray.exceptions.RayError as error:
-                problems.append(f"hardware.ray: node {name} runs nothing: {' '.join(str(error).split())[:300]}")
+                problems.append(f"hardware.ray: {name} runs nothing: {' '.join(str(error).split())[:300]}")
                 continue
-            if python != here[0]:
-                problems.append(f"hardware.ray: node {name} has Python {python}, expected {here[0]}, as here")
-            elif version != here[1]:
-                problems.append(f"hardware.ray: node {name} has mmrl {version}, expected {here[1]}, as here")
+            if version != __version__:
+                problems.append(f"hardware.ray: {name} has mmrl {version}, expected {__version__}, as here")
             if not there:
-                problems.append(
-                    f"run.dir: {folder}: node {name} does not see {existing}; expected a folder that all nodes share"
-                )
+                expected = "expected a folder that all nodes share"
+                problems.append(f"run.dir: {folder}: {name} does not see {existing}; {expected}")
     except OSError as error:
         problems.append(f"run.dir: cannot write to {existing}: {error.strerror or error}")
     finally:

@@ -39,13 +39,13 @@ class Supervisor:
     def placed(self) -> None:
         """Return once the actor runs."""
 
-    def start(self) -> tuple[str, str]:
-        """Start the server; return its address, or why it did not start."""
+    def start(self) -> tuple[str, int, str]:
+        """Start the server; return host, port and "", or why it did not start."""
         try:
             self._process.start()
         except EngineFailure as error:
-            return "", str(error)
-        return self._process.url, ""
+            return "", 0, str(error)
+        return self._process.host, self._process.port, ""
 
     def wait(self) -> None:
         """Return when the server has ended."""
@@ -57,36 +57,18 @@ class Supervisor:
         self._process.stop()
 
 
-class Bundles:
-    """Placement group with the resources of each server on one node, spread over the nodes.
+def place_servers(resources: Mapping[str, float], count: int) -> Any:
+    """Return a placement group with the resources of each server on one node, spread over the nodes.
+
+    It is there as long as this process is part of the cluster.
 
     Args:
         resources: of one server.
     """
+    from ray.util import placement_group
 
-    def __init__(self, resources: Mapping[str, float], count: int):
-        from ray.util import placement_group
-
-        join_cluster("auto")
-        self.resources = dict(resources)
-        self.group = placement_group([self.resources] * count, strategy="SPREAD")
-
-    def actor(self, index: int, *arguments: object) -> Any:
-        """Return a new actor in the place of server `index`."""
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index)
-        # Not restarted by Ray: `engine.restarts` is the limit, and weights have to be pushed and checked again.
-        options = {"num_cpus": self.resources["CPU"], "num_gpus": self.resources.get("GPU", 0)}
-        kind = ray.remote(Supervisor).options(max_concurrency=3, scheduling_strategy=place, **options)
-        return kind.remote(*arguments)
-
-    def close(self) -> None:
-        """Give the resources back."""
-        from ray.util import remove_placement_group
-
-        remove_placement_group(self.group)
+    join_cluster("auto")
+    return placement_group([dict(resources)] * count, strategy="SPREAD")
 
 
 class RayServer(ChildProcess):
@@ -94,23 +76,18 @@ class RayServer(ChildProcess):
 
     Args:
         words: command line but for host and port.
+        group: of `place_servers`.
         index: of its bundle.
         log: in a folder that the nodes share.
     """
 
-    def __init__(self, words: Sequence[str], bundles: Bundles, index: int, *, log: Path, **settings: Any):
+    def __init__(self, words: Sequence[str], group: Any, index: int, *, log: Path, **settings: Any):
         super().__init__(lambda port: words, log=log, **settings)
         self._arguments = (words, {"log": log, **settings})
-        self._bundles, self._index = bundles, index
-        self._address = ""
+        self._group, self._index = group, index
         self._actor: Any = None
         self._ended: Any = None
         self._wait_s = self.timeout_s
-
-    @property
-    def url(self) -> str:
-        """See `ChildProcess.url`."""
-        return self._address
 
     @property
     def alive(self) -> bool:
@@ -130,15 +107,13 @@ class RayServer(ChildProcess):
         self.stop()
         try:
             self._place()
-            self._address, failure = ray.get(self._actor.start.remote(), timeout=self.timeout_s + 2 * GRACE_S)
+            started = self._actor.start.remote()
+            self.host, self.port, failure = ray.get(started, timeout=self.timeout_s + 2 * GRACE_S)
             self._ended = self._actor.wait.remote()
         except ray.exceptions.GetTimeoutError:
-            failure = f"no node of the cluster has {self._bundles.resources} free"
+            failure = f"no node of the cluster has {self._group.bundle_specs[self._index]} free"
         except ray.exceptions.RayError as error:
             failure = f"its actor ended: {' '.join(str(error).split())[:300]}"
-        except BaseException:
-            self.stop()
-            raise
         if failure:
             self.stop()
             raise EngineFailure(failure)
@@ -146,10 +121,17 @@ class RayServer(ChildProcess):
     def _place(self) -> None:
         """Make the actor; once more where it was sent to a node that had ended."""
         import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         deadline, self._wait_s = time.monotonic() + self._wait_s, PLACE_S
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._index)
+        resources = self._group.bundle_specs[self._index]
+        # Not restarted by Ray: `engine.restarts` is the limit, and weights have to be pushed and checked again.
+        kind = ray.remote(Supervisor).options(
+            num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), max_concurrency=3, scheduling_strategy=place
+        )
         while True:
-            self._actor = self._bundles.actor(self._index, *self._arguments)
+            self._actor = kind.remote(*self._arguments)
             try:
                 ray.get(self._actor.placed.remote(), timeout=max(0.0, deadline - time.monotonic()))
                 return

@@ -29,7 +29,7 @@ from mmrl.engines.base import BusyClock, Completion, EngineSetup, Request
 from mmrl.engines.vllm.api import VllmApi
 from mmrl.engines.vllm.base import PushedAdapter, VllmEngine
 from mmrl.engines.vllm.command import sampling_fields, server_arguments, server_environment
-from mmrl.engines.vllm.ray_server import Bundles, RayServer
+from mmrl.engines.vllm.ray_server import RayServer, place_servers
 from mmrl.engines.vllm.replica import Replica
 from mmrl.engines.vllm.router import Router
 from mmrl.errors import EngineFailure, SyncFailure
@@ -70,7 +70,7 @@ class VllmServerEngine(VllmEngine):
         self._deadline = 0.0
         """When the push under way is given up."""
         count = len(config.urls) or config.replicas
-        self._bundles = Bundles(setup.bundle, count) if setup.bundle is not None and not config.urls else None
+        self._group = place_servers(setup.bundle, count) if setup.bundle is not None and not config.urls else None
         self.replicas = [
             Replica(
                 f"vLLM server {index + 1}" if count > 1 else "the vLLM server",
@@ -246,8 +246,6 @@ class VllmServerEngine(VllmEngine):
             if replica.process is not None:
                 replica.process.stop()
             replica.api.io.close()
-        if self._bundles is not None:
-            self._bundles.close()
 
     def metrics(self) -> dict[str, float]:
         """Return metrics for the step's record."""
@@ -261,15 +259,13 @@ class VllmServerEngine(VllmEngine):
         log = self.folder / (f"vllm-{index + 1}.log" if self.config.replicas > 1 else "vllm.log")
         limits: dict[str, Any] = {"timeout_s": self.config.start_timeout_s, "limit": "engine.start_timeout_s"}
         env = server_environment(self.config, setup)
-        if self._bundles is not None:
+        if self._group is not None:
             env.pop("CUDA_VISIBLE_DEVICES", None)  # Ray says which GPUs
-            return RayServer(words, self._bundles, index, log=log.absolute(), env=env, **limits)
+            return RayServer(words, self._group, index, log=log.absolute(), env=env, **limits)
 
-        def command(port: int) -> list[str]:
-            # The address comes last, so that no other argument can change it.
-            return [*words, "--host", "127.0.0.1", "--port", str(port)]
-
-        return ChildProcess(command, log=log, env=env, **limits)
+        # The address comes last, so that no other argument can change it.
+        local = [*words, "--host", "127.0.0.1", "--port"]
+        return ChildProcess(lambda port: [*local, str(port)], log=log, env=env, **limits)
 
     async def _first_boot(self) -> None:
         # One after the other: servers that start at once need the memory of all their loading at once.
