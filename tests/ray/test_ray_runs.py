@@ -170,6 +170,22 @@ def test_a_process_lost_too_often_ends_the_run_which_can_go_on(start: Callable[.
     assert err.splitlines()[-1] == "stopped; continue with: mmrl train resume=run"
 
 
+def test_a_run_that_waits_for_room_ends_at_a_second_signal(start: Callable[..., Any]) -> None:
+    def boards() -> list[Any]:
+        return [one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [""])[0] == "ray::Board"]
+
+    words = [*later_wins([*SMALL, "hardware.threads=2", "train.steps=99"]), *NODES, "run.dir=run"]
+    start("first", *words)
+    until(workers)
+    waiting = start("second", *words)
+    until(lambda: len(boards()) == 2, waiting)
+    for _ in range(2):
+        time.sleep(2)
+        waiting.send_signal(signal.SIGTERM)
+    _, err = finished(waiting, 143)
+    assert err == "stopped; continue with: mmrl train resume=run\n"
+
+
 def test_a_driver_that_is_killed_takes_everything_along(start: Callable[..., Any], tmp_path: Path) -> None:
     process = start("driver", *SMALL, *NODES, "run.dir=run")
     until((tmp_path / "driver" / "run" / "checkpoints" / "checkpoint-1").is_dir, process)
