@@ -21,6 +21,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from shutil import rmtree
 from typing import IO, Any
 
 from mmrl.config import HardwareConfig
@@ -125,9 +126,10 @@ def start_on_ray(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int
             while not outcome:
                 time.sleep(POLL_S)
                 if len(signals) > 1:
-                    ray.shutdown()  # no process may be there to end by itself
-                    print(f"stopped; continue with: mmrl train resume={run_dir}", file=sys.stderr)
-                    return 128 + signals[-1]
+                    # Nothing gives up a wait of Ray Train's; Ray ends what a process has started when that has ended.
+                    print(f"stopped; continue with: mmrl train resume={run_dir}", file=sys.stderr, flush=True)
+                    rmtree(storage, ignore_errors=True)
+                    os._exit(128 + signals[-1])
                 _show(board)
                 if len(signals) > sent:
                     sent = len(signals)
@@ -174,9 +176,8 @@ def rank(given: dict[str, Any]) -> None:
     finally:
         process.kill()
         process.wait()
-    code = process.returncode
-    if stopped and code < 0:
-        code = 128 - code  # it was loading its packages
+    # Killed by the signal: it was loading its packages.
+    code = 128 - process.returncode if stopped and process.returncode < 0 else process.returncode
     if code < 0 or code == ProcessLost.exit_code:
         time.sleep(4 * POLL_S)  # another one that ended the run by itself has said so by then
         if not ray.get(board.state.remote())[1]:
