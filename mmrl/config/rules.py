@@ -39,6 +39,8 @@ RUNS = (
     Idle("hardware.sharding", f"hardware.processes=1 hardware.nodes=1 {_TRAIN}", "with one process; use none"),
     Idle("hardware.cpu_offload", f"hardware.sharding=none {_TRAIN}", "; use fsdp2, zero2 or zero3"),
     Idle("hardware.rollout_devices", f"facts.engine!=vllm_server {_TRAIN}", "without vllm_server"),
+    Idle("hardware.ray", _EVAL, "on mmrl eval, which runs in one process of this machine; take another profile"),
+    Idle("hardware.ray", "algo.name=sft", "with algo=sft, which trains in one process of this machine"),
     Idle("engine.endpoints", "facts.engine=openai", "with engine=openai, which answers for all modules; leave it out"),
     Idle("model.modules", _EVAL, "on mmrl eval, where a checkpoint says which module uses which weights"),
 )

@@ -79,13 +79,22 @@ class ModelConfig(Section):
     thinking: bool = Field(False, description="the chat template's thinking mode, where it has one")
 
 
+class RayConfig(Section):
+    """The Ray cluster that a run's processes are placed on."""
+
+    address: str = Field(
+        "auto", pattern=r"^(auto|[^:/\s]+:[0-9]+)$", description="HOST:PORT; auto: RAY_ADDRESS, else this machine's"
+    )
+    max_failures: int = Field(3, ge=0, description="new starts of all processes together after one was lost")
+
+
 class HardwareConfig(Section):
     """Devices and processes."""
 
     name: str = Field(description="set by hardware=")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a CUDA device")
     processes: int = Field(1, ge=1, description="training processes on each node; more than one start by themselves")
-    nodes: int = Field(1, ge=1, description="machines; more than one need a launcher (torchrun, SLURM)")
+    nodes: int = Field(1, ge=1, description="machines; more than one need a launcher (torchrun, SLURM) or Ray")
     rollout_devices: int = Field(0, ge=0, description="GPUs reserved for the managed engine, after those that train")
     sharding: Literal["none", "fsdp2", "zero2", "zero3"] = Field(
         "none", description="how processes share weights: whole copies (DDP), FSDP2, or DeepSpeed ZeRO"
@@ -94,6 +103,7 @@ class HardwareConfig(Section):
     engine: str = Field("transformers", description="engine used when engine=auto")
     # sums of floats depend on the number of threads, so a resume has to repeat it
     threads: int | None = Field(None, ge=1, description="torch threads; null: all cores, stored in the run")
+    ray: RayConfig | None = Field(None, description="{}: processes and vLLM servers are placed on a Ray cluster")
 
 
 class TrainConfig(Section):

@@ -89,6 +89,8 @@ class EngineSetup:
     device: str = "cpu"
     devices: tuple[int, ...] = ()
     """GPUs of a managed server, among those that this process may see; empty: all of them."""
+    bundle: Mapping[str, float] | None = None
+    """Resources of a managed server on the Ray cluster; None: servers run on this machine."""
     folder: Path | None = None
     """The run directory: logs and pushed weights go below `engine/` in it."""
     samplings: tuple[tuple[float, float, int], ...] = ()

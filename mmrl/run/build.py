@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,6 +40,7 @@ from mmrl.run.settle import WeightRunConfig, module_assignment
 from mmrl.stages import Stage
 from mmrl.stages.prompts.split import split
 from mmrl.system.files import plain
+from mmrl.system.ray_cluster import server_resources
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.data.layouts import subset
@@ -265,6 +267,8 @@ def _build_engines(
     samplings = ((algo.temperature, algo.top_p, algo.top_k),)
     facts = {"devices": server_devices(hardware), "samplings": samplings, "processes": log.processes}
     setup = _setup(config, serving, log.rundir.path, versions=1 + max(1, config.train.staleness), **facts)
+    if hardware.ray is not None:
+        setup = replace(setup, bundle=server_resources(hardware, getattr(config.engine, "replicas", 1)))
     # In this process an engine samples from the very module that is trained (wrapped by peft where there is an
     # adapter), so no weights are copied between updates.
     engine = build_engine(config.engine, model, tokenizer, setup)

@@ -64,7 +64,7 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
     """
     # A single process sees what each of several would.
     hardware = config.hardware
-    single = {"processes": 1, "nodes": 1, "sharding": "none", "cpu_offload": False}
+    single = {"processes": 1, "nodes": 1, "sharding": "none", "cpu_offload": False, "ray": None}
     single |= {"rollout_devices": min(1, hardware.rollout_devices)}
     config = settle(config.model_copy(update={"hardware": hardware.model_copy(update=single)}))
     check_model(config.model)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import psutil
 
 from mmrl.config import HardwareConfig
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, ProcessLost
 from mmrl.system.child_process import end_with_parent, free_port
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
@@ -71,7 +71,7 @@ def start(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int:
             file=sys.stderr,
         )
         return 1
-    return code
+    return 1 if code == ProcessLost.exit_code else code
 
 
 def environment(hardware: HardwareConfig, rank: int, port: int) -> dict[str, str]:
@@ -208,7 +208,8 @@ def replica_problems(hardware: HardwareConfig, replicas: int) -> list[str]:
     """Return the problems of several vLLM servers on the GPUs of a hardware profile."""
     devices = hardware.rollout_devices or hardware.processes
     # Servers on one GPU share its memory (`engine.gpu_memory`).
-    if hardware.device == "cpu" or devices == 1 or not devices % replicas:
+    # GPUs of a Ray cluster are counted where it is (`ray_cluster.refuse`).
+    if hardware.device == "cpu" or hardware.ray is not None or devices == 1 or not devices % replicas:
         return []
     return [f"engine.replicas: got {replicas}, expected a divisor of {devices}, the GPUs that serve"]
 
@@ -246,9 +247,13 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
 
 def missing_packages(hardware: HardwareConfig) -> list[str]:
     """Name the packages that a hardware profile needs and this interpreter lacks, without an import."""
+    problems = []
     if hardware.sharding.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
-        return [
+        problems.append(
             f"hardware.sharding: got {hardware.sharding}, which needs DeepSpeed, and {sys.executable} does not have "
             "it; install it (pip install 'mmrl[deepspeed]'), or use hardware.sharding=fsdp2"
-        ]
-    return []
+        )
+    if hardware.ray is not None and importlib.util.find_spec("ray") is None:
+        lacks = f"needs Ray, which {sys.executable} does not have; install it (pip install 'mmrl[ray]')"
+        problems.append(f"hardware.ray: profile '{hardware.name}' {lacks}, or use another profile")
+    return problems

@@ -30,16 +30,18 @@ from mmrl.config import (
     validate_stored,
 )
 from mmrl.config.base import value_at
-from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
+from mmrl.errors import CheckpointError, ConfigError, MmrlError, ProcessLost, storage
 from mmrl.models.policy import damage, every_checkpoint
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.run.build import RECORD, build_stage, build_task, check_model, evaluated, steps_of
 from mmrl.run.check import check_all
 from mmrl.run.doctor import check_before_training
 from mmrl.run.launch import must_start, released, start, wrapping
+from mmrl.run.ray_launch import start_on_ray
 from mmrl.run.settle import import_plugins, refuse_changes, run_folder, settle, stored_config
 from mmrl.run.start import config_from_run, config_of_resumed
 from mmrl.stages import Stage
+from mmrl.system import ray_cluster
 from mmrl.system.files import JsonObject, plain
 from mmrl.system.json_lines import stored_lines
 from mmrl.system.processes import ALONE, Processes, join, launched, lost_a_process
@@ -68,14 +70,19 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
     # With digests it has been looked up: it is continued, or the main process of several has done so.
     if config.start is not None and config.start == StartConfig(run=config.start.run):
         config = config_from_run(config, Path(config.start.run))
-    config = settle(config)
+    credited = config.kind.credit
+    # A process that a launcher has started, Ray too, joins the others below.
+    on_ray = credited and config.hardware.ray is not None and launched() is None
+    config = settle(config, ray_cluster.connect(config.hardware) if on_ray else None)
+    if on_ray:
+        ray_cluster.refuse(config)
     # Before a folder is made: a model that cannot be had must leave none behind. A run that is continued has had it.
     if not resumed:
         check_model(config.model)
-    hardware, uses_processes = config.hardware, config.kind.credit
+    hardware = config.hardware
     # Several processes and no launcher: this one only starts them and waits, so it must not join them.
-    starts = uses_processes and must_start(hardware.processes, hardware.nodes)
-    processes = _join(hardware, config.engine) if uses_processes and not starts else ALONE
+    starts = credited and (on_ray or must_start(hardware.processes, hardware.nodes))
+    processes = _join(hardware, config.engine) if credited and not starts else ALONE
     if processes.main:  # or every process of a launcher would make a folder of its own
         suffix = f"_s{config.seed}"
         config = config.in_folder(run_folder(config.run.dir, config.task.name, config.algo.name, suffix=suffix))
@@ -84,7 +91,8 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
     stored, folder = plain(config.model_dump(mode="json")), config.run.dir
     assert folder is not None
     if starts:
-        return start({"config": stored, "command": list(command), "resumed": resumed}, hardware, folder)
+        job = {"config": stored, "command": list(command), "resumed": resumed}
+        return (start_on_ray if on_ray else start)(job, hardware, folder)
     with _opened(folder, stored, command, processes, resumed) as rundir:
         checkpoint = processes.first(_rewind(config, rundir) if resumed and processes.main else None)
         # It was killed while its report was drawn, which alone is missing.
@@ -164,7 +172,7 @@ def work(job: JsonObject) -> int:
     except RuntimeError as error:
         if not lost_a_process(error):
             raise
-        raise MmrlError("another process of the run has ended, so this one cannot go on") from None
+        raise ProcessLost("another process of the run has ended, so this one cannot go on") from None
 
 
 def _join(hardware: HardwareConfig, engine: EngineConfig) -> Processes:
@@ -172,9 +180,10 @@ def _join(hardware: HardwareConfig, engine: EngineConfig) -> Processes:
     if launched() is not None:  # by a launcher of the user's, which does not say how accelerate is to wrap the model
         os.environ.update(wrapping(hardware))
     processes = join(hardware.processes * hardware.nodes, hardware.device)
-    # What mmrl starts, a server or the router before several, listens on the main process's machine only.
+    # What mmrl starts, a server or the router before several, listens on the main process's machine only; on Ray it may
+    # come back elsewhere, and nobody says which processes share a machine.
     local = engines.serves_all(engine.name) and not getattr(engine, "router", None) and len(engine.servers) != 1
-    return replace(processes, samplers=hardware.processes if local else 0)
+    return replace(processes, samplers=(1 if hardware.ray is not None else hardware.processes) if local else 0)
 
 
 @contextmanager

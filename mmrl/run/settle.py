@@ -69,7 +69,8 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
         device = "cuda" if torch.cuda.is_available() else "cpu"
     # The processes of a run share the CPUs that this one may use, which need not be all of the machine.
     threads = hardware.threads or max(1, len(os.sched_getaffinity(0)) // hardware.processes)
-    if device == "cuda" and not planned:
+    # Ray's nodes are looked at where the processes are placed (`system.ray_cluster`).
+    if device == "cuda" and not planned and hardware.ray is None:
         # Of several machines, the first alone serves, and who is first is not known yet; a server at an address that
         # the user gave has devices of its own.
         serving = hardware.rollout_devices if hardware.nodes == 1 and not config.engine.servers else 0

@@ -75,8 +75,9 @@ def sweep(
         try:
             drive(partial(_sweep_job, results, tuple(command), None if searched else len(configs)))
         except ValueError as error:
-            # Optuna's sweeper asks for the best trial at its end; where all have failed there is none.
-            if any(result["code"] == 0 for result in _results(results)):
+            # Optuna's sweeper asks for the best trial at its end; where all have failed there is none. A launcher that
+            # cannot start leaves no result.
+            if not (codes := [result["code"] for result in _results(results)]) or 0 in codes:
                 raise MmrlError(f"the sweeper stopped: {error}") from error
         done = _results(results)
     jobs = len(done) if searched else len(configs)

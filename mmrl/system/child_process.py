@@ -45,6 +45,7 @@ class ChildProcess:
         log: file to which its output is appended.
         timeout_s: time within which it must answer.
         limit: name of `timeout_s` in an error ("engine.start_timeout_s").
+        host: address of this machine at which it listens.
     """
 
     def __init__(
@@ -55,17 +56,18 @@ class ChildProcess:
         timeout_s: float,
         env: Mapping[str, str] | None = None,
         limit: str = "a limit of",
+        host: str = "127.0.0.1",
     ):
         self.command, self.log, self.timeout_s, self._limit = command, log, timeout_s, limit
         self.env = dict(env or {})
-        self.port = 0
+        self.host, self.port = host, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
 
     @property
     def url(self) -> str:
         """Without a path."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def alive(self) -> bool:
@@ -151,7 +153,7 @@ class ChildProcess:
     def _answers(self) -> bool:
         try:
             # Not urllib: it would ask a proxy of the environment, which knows nothing of this machine's own ports.
-            connection = HTTPConnection("127.0.0.1", self.port, timeout=5)
+            connection = HTTPConnection(self.host, self.port, timeout=5)
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
         except (OSError, HTTPException):
@@ -216,7 +218,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
-    """Ask for SIGTERM at the end of the starting thread; called in a child before it executes its program (Linux)."""
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Ask for a signal at the end of the starting thread; called in a child before it executes its program (Linux)."""
     if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)

@@ -193,6 +193,7 @@ def test_every_rule_has_a_case():
     others |= {"model.path", "model.name", "model.gradient_checkpointing"}  # above; effects/command.py
     others |= {f"task.data.{split}_items" for split in ("train", "dev", "test")}  # tests/run/test_other_models.py
     others |= {f"run.{key}" for key in ("name", "report_to", "progress", "doctor")}
+    others |= {"hardware.ray"}  # tests/run/test_processes.py, tests/config/effects/command.py
     others |= {"task.caught_parse_penalty"}  # below
     others |= {"eval.temperature", "task.max_tokens"}  # test_settings_that_an_endpoint_is_not_sent
     others |= {f"train.{key}" for key in ("packing", "tis", "staleness", "max_failed_share")}

@@ -27,10 +27,11 @@ from tests.helpers.servers import Scripted, ScriptedServer, Seen, serving
 pytest.importorskip("vllm_router", reason="needs vllm-router, whose wheels are for Linux on x86_64")
 
 
-def fleet(tmp_path: Path, **settings: Any) -> VllmServerEngine:
+def fleet(tmp_path: Path, bundle: dict[str, float] | None = None, **settings: Any) -> VllmServerEngine:
     (tmp_path / "adapter").mkdir(exist_ok=True)
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 8}')
-    setup = EngineSetup(weights=TINY, folder=tmp_path, folders={"default": str(tmp_path / "adapter")})
+    adapter = {"default": str(tmp_path / "adapter")}
+    setup = EngineSetup(weights=TINY, folder=tmp_path, folders=adapter, bundle=bundle)
     return VllmServerEngine(None, load_tokenizer(TINY), VllmServerConfig(name="vllm_server", **settings), setup)
 
 

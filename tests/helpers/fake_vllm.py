@@ -14,7 +14,8 @@ import json, os, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 if "-c" in sys.argv:
     sys.exit(0)
-port, adapters = int(sys.argv[sys.argv.index("--port") + 1]), set()
+host, port = sys.argv[sys.argv.index("--host") + 1], int(sys.argv[sys.argv.index("--port") + 1])
+adapters = set()
 log = open(os.path.join(os.path.dirname(__file__), f"asked-{{os.getpid()}}.jsonl"), "a", buffering=1)
 probe = {probe}
 
@@ -51,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments):
         pass
 
-ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+ThreadingHTTPServer((host, port), Handler).serve_forever()
 """
 
 

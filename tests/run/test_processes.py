@@ -194,6 +194,26 @@ def test_packages_that_a_profile_s_engine_needs_are_asked_for_too(monkeypatch, c
     assert "needs DeepSpeed" in shown and "engine: vllm_server needs vLLM" in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "hardware.ray: profile 'ray' needs Ray, which"),
+        (["hardware.processes=[1,4]"], "hardware.processes: got [1,4], expected integer"),
+        (["hardware.nodes=1-4"], "hardware.nodes: got '1-4', expected integer"),
+        (["hardware.ray.address=ray://head:10001"], "hardware.ray.address: got 'ray://head:10001', expected"),
+        (
+            ["algo=sft", "hardware.processes=1"],
+            "hardware.ray: has no effect with algo=sft, which trains in one process",
+        ),
+    ],
+)
+def test_ray_that_is_missing_and_numbers_of_processes_that_would_change(words, said, monkeypatch, capsys, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else find(name))
+    assert main(["train", "hardware=ray", *words, f"run.dir={tmp_path / 'run'}"]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
 def test_a_launcher_s_processes_wrap_the_model_as_the_profile_says(monkeypatch):
     """torchrun and SLURM say who the processes are; without accelerate's variables it would be DDP, in silence."""
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "16"})

@@ -23,7 +23,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.config.engines import VllmServerConfig
 from mmrl.engines.base import EngineSetup
@@ -31,6 +31,7 @@ from mmrl.engines.vllm.api import VllmApi
 from mmrl.engines.vllm.base import PushedAdapter, PushingEngine
 from mmrl.engines.vllm.client import TRIES, HttpEngine, Serving
 from mmrl.engines.vllm.command import server_arguments, server_environment
+from mmrl.engines.vllm.ray_server import RayServer, place_servers
 from mmrl.engines.vllm.replica import Replica
 from mmrl.engines.vllm.router import Router
 from mmrl.errors import EngineFailure, SyncFailure
@@ -69,6 +70,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         self._deadline = 0.0
         """When the push under way is given up."""
         count = len(config.urls) or config.replicas
+        self._group = place_servers(setup.bundle, count) if setup.bundle is not None and not config.urls else None
         self.replicas = [
             Replica(
                 f"vLLM server {index + 1}" if count > 1 else "the vLLM server",
@@ -235,21 +237,17 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         share = len(self.setup.devices) // self.config.replicas
         setup = replace(self.setup, devices=self.setup.devices[index * share : (index + 1) * share])
         arguments = server_arguments(self.config, setup, path, self.mode, len(self.names), self.rank)
-        python = self.config.python or sys.executable
-
-        def command(port: int) -> list[str]:
-            # The address comes last, so that no other argument can change it.
-            address = ["--host", "127.0.0.1", "--port", str(port)]
-            return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *address]
-
+        words = [self.config.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
         log = self.folder / (f"vllm-{index + 1}.log" if self.config.replicas > 1 else "vllm.log")
-        return ChildProcess(
-            command,
-            env=server_environment(self.config, setup),
-            log=log,
-            timeout_s=self.config.start_timeout_s,
-            limit="engine.start_timeout_s",
-        )
+        limits: dict[str, Any] = {"timeout_s": self.config.start_timeout_s, "limit": "engine.start_timeout_s"}
+        env = server_environment(self.config, setup)
+        if self._group is not None:
+            env.pop("CUDA_VISIBLE_DEVICES", None)  # Ray says which GPUs
+            return RayServer(words, self._group, index, log=log.absolute(), env=env, **limits)
+
+        # The address comes last, so that no other argument can change it.
+        local = [*words, "--host", "127.0.0.1", "--port"]
+        return ChildProcess(lambda port: [*local, str(port)], log=log, env=env, **limits)
 
     async def _first_boot(self) -> None:
         # One after the other: servers that start at once need the memory of all their loading at once.

@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 from mmrl.config import StartConfig
 from mmrl.engines.base import EngineSetup
@@ -26,10 +26,12 @@ from mmrl.report.trackers import trackers
 from mmrl.run.build import server_devices
 from mmrl.run.doctor import check_before_training
 from mmrl.run.launch import hardware_problems, must_start, wrapping
+from mmrl.run.ray_launch import start_on_ray
 from mmrl.run.settle import import_plugins, module_assignment, run_folder, settle
 from mmrl.run.start import config_of_resumed
 from mmrl.stages.evaluate import Evaluations, evaluate, evaluation_metrics, too_many_failed
 from mmrl.stages.step_log import StepLog
+from mmrl.system import ray_cluster
 from mmrl.tasks import TASKS
 from mmrl.trainer import checkpoint
 from mmrl.trainer.adapters import make_adapters
@@ -193,6 +195,36 @@ def profile(name: str, options: Options, folder: Path) -> object:
     return hardware_problems(root(name, {"hardware.processes": 2, **options}).hardware, "vllm_colocated", modules=False)
 
 
+def cluster_joined(name: str, options: Options, folder: Path) -> object:
+    """The cluster that is asked for."""
+    with patch.dict(sys.modules, ray=SimpleNamespace(is_initialized=lambda: False)):
+        try:
+            return ray_cluster.connect(root(name, options).hardware)
+        except MmrlError as error:
+            return str(error)
+
+
+def started_on_ray(name: str, options: Options, folder: Path) -> object:
+    """The lost processes that Ray Train is told to replace."""
+    ray, train = MagicMock(exceptions=SimpleNamespace(RayError=RuntimeError)), MagicMock()
+    ray.get = lambda answer: answer
+    board = ray.remote().options().remote()
+    board.read.remote.return_value, board.state.remote.return_value = [], (0, 0)
+    modules = {
+        "ray": ray,
+        "ray.train": train,
+        "ray.train.backend": SimpleNamespace(Backend=object, BackendConfig=object),
+    }
+    others = ("ray.train.v2.api.data_parallel_trainer", "ray.util.scheduling_strategies")
+    with patch.dict(sys.modules, modules | {other: MagicMock() for other in others}), patch.dict("os.environ"):
+        assert start_on_ray({}, root(name, options).hardware, "run") == 0
+    return str(train.FailureConfig.call_args)
+
+
+acts(TRAIN, "hardware.ray.address", cluster_joined, "127.0.0.1:1", "127.0.0.1:2")
+acts(TRAIN, "hardware.ray.max_failures", started_on_ray, 1, 2)
+refused(EVAL, "hardware.ray.address", "a:1", "mmrl eval, which runs in one process of this machine", starts="hardware")
+refused(EVAL, "hardware.ray.max_failures", "1", "mmrl eval, which runs in one process", starts="hardware")
 acts(BOTH, "hardware.name", profile, "one", "other")
 acts(BOTH, "hardware.device", worked_on, "cpu", "cuda")
 acts(BOTH, "hardware.engine", worked_on, "transformers", "vllm_server")
