@@ -138,7 +138,9 @@ def test_calls_that_an_agent_left_open_end_with_it():
 
 
 @pytest.mark.parametrize(
-    ("result", "says"), [(object(), "not JSON"), (float("nan"), "finite"), ({"answer": 1}, "'score'")], ids=str
+    ("result", "says"),
+    [(object(), "not JSON"), (float("nan"), "finite"), ({"answer": 1}, "'score'")],
+    ids=["object", "nan", "mapping"],
 )
 def test_a_result_that_is_none_is_a_failure(result, says):
     async def agent(example, base_url, api_key):
