@@ -147,7 +147,7 @@ def test_measured_times_and_lengths_take_the_place_of_assumed_ones(capsys: Any) 
     ("words", "expected"),
     [
         (["replicas=2"], "replicas: got 2 with engine=transformers, expected vllm_server"),
-        (["replicas=0"], "replicas: got 0"),
+        (["replicas=0"], "replicas: got '0'"),
         (["token_ms=5"], "token_ms: got 5.0, which has no effect with replicas=null"),
         (["run=/nowhere"], "run: /nowhere: no such run directory"),
         (["run=RUN", "dry=2"], "run: got RUN, which has no effect with dry=2"),

@@ -181,7 +181,8 @@ def test_a_predictor_that_is_never_called_gets_a_line_and_of_dspy_s_warnings_a_f
     facts = json.loads((tmp_path / "run" / "summary.json").read_text())["facts"]
     assert facts["never called"] == "never (in no step of training)"
     lines = (said.out + said.err).splitlines()
-    assert len([line for line in logged if "Type mismatch" in line]) == 3, "the first, the tenth, the hundredth"
+    counts = [int(line.rpartition("(")[2].split()[0]) for line in logged if "Type mismatch" in line]
+    assert len(counts) > 1 and counts == [1, 10, 100][: len(counts)]
     assert not [line for line in lines if "dspy.predict.predict" in line]
 
 

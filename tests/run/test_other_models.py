@@ -1,7 +1,6 @@
 """A model that was made elsewhere, and data of one's own: trained, evaluated, and refused before anything loads."""
 
 import json
-import logging
 
 import pytest
 
@@ -27,7 +26,7 @@ def random_llama(random_model, tmp_path_factory):
     return llama_like(tmp_path_factory.mktemp("random_llama"), random_model, RAISING)
 
 
-def test_any_causal_model_is_trained_and_evaluated_by_its_path_alone(random_llama, tmp_path, capsys, caplog):
+def test_any_causal_model_is_trained_and_evaluated_by_its_path_alone(random_llama, tmp_path, capsys):
     small = ["task=qa_direct", "eval.items=2", "hardware=cpu", "hardware.threads=1", "task.max_tokens=6"]
     run, evaluation = tmp_path / "run", tmp_path / "eval"
     sizes = [
@@ -38,9 +37,7 @@ def test_any_causal_model_is_trained_and_evaluated_by_its_path_alone(random_llam
         "algo.group_size=2",
         "algo.beta=0.001",
     ]
-    with caplog.at_level(logging.WARNING, "mmrl.models"):
-        assert main(["train", "model=hf", f"model.path={random_llama}", f"run.dir={run}", *sizes, *small]) == 0
-    assert len([r for r in caplog.records if "no system role" in r.getMessage()]) == 1
+    assert main(["train", "model=hf", f"model.path={random_llama}", f"run.dir={run}", *sizes, *small]) == 0
     (checkpoint,) = (run / "checkpoints").glob("checkpoint-*")
     adapter = json.loads((checkpoint / "adapter_config.json").read_text())
     layers = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"}

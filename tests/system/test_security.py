@@ -114,7 +114,7 @@ def test_no_argument_opens_the_vllm_server_to_others(word):
 
 def test_the_address_of_the_vllm_server_comes_last():
     source = (TOP / "mmrl/engines/vllm/server.py").read_text()
-    assert '"--host", "127.0.0.1"' in source and "*arguments, *address]" in source
+    assert '[*words, "--host", "127.0.0.1", "--port"]' in source and "[*local, str(port)]" in source
 
 
 def test_code_of_a_model_runs_with_a_loud_line_alone(caplog):

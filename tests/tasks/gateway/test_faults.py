@@ -244,7 +244,7 @@ def test_two_hundred_rollouts_with_every_fault():
         for n, fault in enumerate(faults)
     ]
     agent, engine, started, threads = Faulty(), Breaks(str, delay=0.01), time.monotonic(), threading.active_count()
-    forest = rolled_out(agent_task(agent), engine, independent(1), examples, timeout_s=6.0)
+    forest = rolled_out(agent_task(agent), engine, independent(1), examples, timeout_s=15.0)
     assert time.monotonic() - started < 60
     expected = {
         **dict.fromkeys(("never", "crash", "garbage", "many", "images", "unknown", "stolen", "large"), "program"),
