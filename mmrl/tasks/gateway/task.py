@@ -25,7 +25,7 @@ from mmrl.serve.gateway import Session, gateway, json_value
 from mmrl.serve.protocol import Refused
 from mmrl.system.command import CommandError, run_command
 from mmrl.system.objects import imported, readable
-from mmrl.system.user_code import call_scorer, in_thread, is_async
+from mmrl.system.user_code import call_scorer, in_own_loop
 from mmrl.tasks.base import Context, Score
 from mmrl.tasks.dspy.arguments import refusing_signature
 from mmrl.tasks.dspy.own import OwnTask, RecordTask, scored
@@ -224,10 +224,8 @@ def _function(path: str) -> Callable[[_Play], Awaitable[object]]:
         raise ConfigError(f"task.agent: {path} takes {takes}, expected a function (example, base_url, api_key)")
 
     async def play(at: _Play) -> object:
-        if is_async(function):
-            return await function(at.example, at.url, at.key)
-        result = await in_thread(function, at.example, at.url, at.key)
-        return await result if asyncio.iscoroutine(result) else result
+        result: object = await in_own_loop(function, at.example, at.url, at.key)
+        return result
 
     return play
 
@@ -238,7 +236,7 @@ def _command(line: str, client_env: bool) -> Callable[[_Play], Awaitable[object]
     except ValueError as error:
         raise ConfigError(f"task.command: got '{line}', which is no command line: {error}") from None
     if not words or shutil.which(words[0]) is None:
-        raise ConfigError(f"task.command: got '{line}', and there is no program '{(words or [''])[0]}'")
+        raise ConfigError(f"task.command: got '{line}', and there is no executable program '{(words or [''])[0]}'")
 
     async def play(at: _Play) -> object:
         env = {name: value for name, value in os.environ.items() if not name.startswith(CLIENTS)}
