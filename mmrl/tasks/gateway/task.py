@@ -25,7 +25,7 @@ from mmrl.serve.gateway import Session, gateway, json_value
 from mmrl.serve.protocol import Refused
 from mmrl.system.command import CommandError, run_command
 from mmrl.system.objects import imported, readable
-from mmrl.system.user_code import call_scorer, in_own_loop
+from mmrl.system.user_code import call_scorer, finite_numbers, in_own_loop
 from mmrl.tasks.base import Context, Score
 from mmrl.tasks.dspy.arguments import refusing_signature
 from mmrl.tasks.dspy.own import OwnTask, RecordTask, scored
@@ -207,7 +207,7 @@ def _turn_rewards(rewards: object, path: Sequence[Call], reward: float) -> tuple
     if strange := [name for name in rewards if name not in calls]:
         raise RewardFailure(f"rewards: got {strange[0]!r:.60}, which is the id of no reply of this rollout")
     turns: dict[str, float] = {}
-    for name, value in rewards.items():
+    for name, value in finite_numbers(rewards).items():
         call = calls[name]
         if call is path[-1]:
             reward += value
