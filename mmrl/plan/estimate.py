@@ -141,8 +141,8 @@ class Plan:
             )
         if self.step.calls and not self.step.trained:
             warnings.append(
-                "no call is trained: every module is left out of the loss (algo.train_modules), or every rollout of the "
-                "sample failed, which mmrl doctor shows"
+                "no call is trained: every module is left out of the loss (algo.train_modules), or every rollout "
+                "failed, which mmrl doctor shows"
             )
         return warnings
 
