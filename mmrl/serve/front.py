@@ -207,8 +207,9 @@ async def _until_ready(running: Running, request: HttpRequest) -> None:
     # Decoding on for a client that has gone would keep a place in the batch. After the body only its leaving can come;
     # noticed at once, so that a client that repeats its request at once finds its reply under way.
     gone = asyncio.ensure_future(request.receive())
+    either: list[asyncio.Future[Any]] = [running.task, gone]
     try:
-        await asyncio.wait([running.task, gone], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     finally:
         gone.cancel()
     if not running.task.done():
