@@ -6,6 +6,7 @@ even pydantic; each command imports what it needs when it runs.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -21,6 +22,8 @@ from mmrl.secrets import HidingStream, add_environment, holder, looks_like_a_key
 from mmrl.system.conf import GROUPS, options
 from mmrl.system.stop import quiet_loops
 
+SPINS = "1000"
+"""Looks of a thread of OpenMP's at what it waits for, before it sleeps; numbers do not depend on it."""
 GROUP_CHOICES = """\b
 Compose a run from:
 {groups}
@@ -35,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         # a name that the terminal cannot show is no reason to end
         sys.stdout.reconfigure(errors="backslashreplace")
+    # Before torch is loaded, whose threads otherwise spin while they wait for each other, beside other work for nothing.
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     add_environment()
     # For the life of the process: what ends it with a traceback is printed after this function.
     sys.stdout, sys.stderr = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)

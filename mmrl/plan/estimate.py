@@ -140,7 +140,10 @@ class Plan:
                 f"{share * self.device.memory / GIB:.0f} GiB (engine.gpu_memory={share:g}): raise engine.gpu_memory"
             )
         if self.step.calls and not self.step.trained:
-            warnings.append("no call is trained: every module is left out of the loss (algo.train_modules)")
+            warnings.append(
+                "no call is trained: every module is left out of the loss (algo.train_modules), or every rollout "
+                "failed, which mmrl doctor shows"
+            )
         return warnings
 
     def _smaller(self, parts: Mapping[str, float]) -> str:

@@ -90,8 +90,8 @@ ADVICE: Mapping[str, Advice] = {
     ),
     "replay": Advice(
         "{now_share} of the rollouts cannot be forked, since the program does not repeat its requests ({subject})",
-        "make task.program depend on its example and on what its models and tools return alone: no random numbers, "
-        "clock or state of its own; algo=mmgrpo and algo=grpo do not fork",
+        "make it (task.program, task.agent) depend on its example and on what its models and tools return alone: no "
+        "random numbers, clock or state of its own; algo=mmgrpo and algo=grpo do not fork",
     ),
     "logprob_gap": Advice(
         "sampler and trainer disagree by {now} nats per token",

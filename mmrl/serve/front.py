@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mmrl.serve")
 
-LOOKS_S = 0.5
-"""Pause between looks whether a client is still there."""
 GONE = 499
 """Status of a reply that nobody reads."""
 
@@ -206,10 +204,16 @@ async def _until_ready(running: Running, request: HttpRequest) -> None:
         if running.task.done():
             running.task.result()
         return
-    # Nothing tells a handler that its client has gone; decoding on would keep a place in the batch.
-    while not (await asyncio.wait([running.task], timeout=LOOKS_S))[0]:
-        if await request.is_disconnected():
-            raise Refused(GONE, "the client has gone")
+    # Decoding on for a client that has gone would keep a place in the batch. After the body only its leaving can come;
+    # noticed at once, so that a client that repeats its request at once finds its reply under way.
+    gone = asyncio.ensure_future(request.receive())
+    either: list[asyncio.Future[Any]] = [running.task, gone]
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+    if not running.task.done():
+        raise Refused(GONE, "the client has gone")
     if running.task.cancelled():
         raise Refused(GONE, "the rollout has ended, or another client left this call")
     running.task.result()

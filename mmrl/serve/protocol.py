@@ -187,7 +187,7 @@ class ConversationMessage(Message):
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """Return a tool call as chat templates and `ctx.call` have it, its arguments as an object."""
     name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
-    with suppress(ValueError, TypeError):  # what is no JSON stays as it is
+    with suppress(ValueError, TypeError, RecursionError):  # what is no JSON stays as it is
         arguments = json.loads(arguments)
     return {"id": call.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
 

@@ -1,19 +1,25 @@
-"""A user's command: run once with an input, its output bounded, ended with everything that it started."""
+"""A user's command: run once with an input, its output bounded, ended with everything that it started.
+
+A guard beside this process ends what runs when this one is killed outright (Linux).
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import selectors
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
+from mmrl.system import marked
 from mmrl.system.child_process import end_with_parent
+from mmrl.system.marked import MARK, kill_marked
 from mmrl.system.user_code import in_thread
 
 LARGEST_OUTPUT = 2**22
@@ -69,7 +75,7 @@ def _started(words: Sequence[str], text: str, env: Mapping[str, str]) -> subproc
         try:
             return subprocess.Popen(
                 words,
-                env=dict(env),
+                env={**env, MARK: _guarded()},
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -78,6 +84,28 @@ def _started(words: Sequence[str], text: str, env: Mapping[str, str]) -> subproc
             )
         except OSError as error:
             raise CommandError(f"cannot start {words[0]}: {error.strerror or error}") from None
+
+
+_LOCK = threading.Lock()
+_GUARDS: dict[int, tuple[subprocess.Popen[bytes], str]] = {}
+"""Process id, since a fork has one of its own -> its guard, and the mark of its commands."""
+
+
+def _guarded() -> str:
+    """Return the mark of this process's commands, all of which a guard ends once this process has ended."""
+    with _LOCK:
+        if os.getpid() not in _GUARDS:
+            mark = secrets.token_urlsafe(24)
+            guard = subprocess.Popen(
+                [sys.executable, "-IS", marked.__file__, str(os.getpid())],
+                env={**os.environ, MARK: mark},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # what interrupts this process must not end its guard
+            )
+            _GUARDS[os.getpid()] = guard, mark
+        return _GUARDS[os.getpid()][1]
 
 
 def _output(process: subprocess.Popen[bytes]) -> bytes:
@@ -114,9 +142,4 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    secret = mark.encode()
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        # Processes end meanwhile, and others are not ours to read.
-        with suppress(OSError):
-            if secret in file.read_bytes():
-                os.kill(int(file.parent.name), signal.SIGKILL)
+    kill_marked(mark)

@@ -93,7 +93,9 @@ def serve(app: FastAPI, host: str, port: int, *, announce: str = "", grace_s: in
 
     import uvicorn
 
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    # By its protocol asyncio knows whose small writes must not wait: else each reply takes 40 ms more (Nagle).
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # A server that was just stopped leaves its port in TIME_WAIT for a minute.
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((host, port))

@@ -9,8 +9,9 @@ import math
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
@@ -59,6 +60,36 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
     threading.Thread(target=work, name="mmrl-user-code", daemon=True).start()
     return await asyncio.wrap_future(outcome)
+
+
+async def in_own_loop(function: Callable[..., Any], *args: object) -> Any:
+    """Call a function, async or not, in a thread of its own, where what it awaits has an event loop of its own.
+
+    So one that blocks in an async function holds up nothing but itself. Cancelling cancels what it awaits.
+    """
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+    cancelled = threading.Event()
+
+    async def awaited(result: Awaitable[Any]) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        running.append((asyncio.get_running_loop(), task))
+        if cancelled.is_set():  # before there was a task to cancel
+            task.cancel()
+        return await result
+
+    def work() -> Any:
+        result = function(*args)
+        return asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
+
+    try:
+        return await in_thread(work)
+    except asyncio.CancelledError:
+        cancelled.set()
+        for loop, task in running:
+            with suppress(RuntimeError):  # it has ended, and its loop is closed
+                loop.call_soon_threadsafe(task.cancel)
+        raise
 
 
 async def call_scorer(metric: Callable[..., Any], *args: object) -> Any:

@@ -297,7 +297,6 @@ def test_more_requests_than_allowed_are_told_to_come_back_and_who_goes_away_is_f
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mmrl.serve.openai_app.MOST_REQUESTS", 1)
-    monkeypatch.setattr("mmrl.serve.front.LOOKS_S", 0.02)
     engine = Gate(together=99)
 
     async def until(true: Callable[[], bool]) -> None:

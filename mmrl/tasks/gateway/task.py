@@ -25,7 +25,7 @@ from mmrl.serve.gateway import Session, gateway, json_value
 from mmrl.serve.protocol import Refused
 from mmrl.system.command import CommandError, run_command
 from mmrl.system.objects import imported, readable
-from mmrl.system.user_code import call_scorer, in_thread, is_async
+from mmrl.system.user_code import call_scorer, finite_numbers, in_own_loop
 from mmrl.tasks.base import Context, Score
 from mmrl.tasks.dspy.arguments import refusing_signature
 from mmrl.tasks.dspy.own import OwnTask, RecordTask, scored
@@ -207,7 +207,7 @@ def _turn_rewards(rewards: object, path: Sequence[Call], reward: float) -> tuple
     if strange := [name for name in rewards if name not in calls]:
         raise RewardFailure(f"rewards: got {strange[0]!r:.60}, which is the id of no reply of this rollout")
     turns: dict[str, float] = {}
-    for name, value in rewards.items():
+    for name, value in finite_numbers(rewards).items():
         call = calls[name]
         if call is path[-1]:
             reward += value
@@ -224,10 +224,8 @@ def _function(path: str) -> Callable[[_Play], Awaitable[object]]:
         raise ConfigError(f"task.agent: {path} takes {takes}, expected a function (example, base_url, api_key)")
 
     async def play(at: _Play) -> object:
-        if is_async(function):
-            return await function(at.example, at.url, at.key)
-        result = await in_thread(function, at.example, at.url, at.key)
-        return await result if asyncio.iscoroutine(result) else result
+        result: object = await in_own_loop(function, at.example, at.url, at.key)
+        return result
 
     return play
 
@@ -238,7 +236,7 @@ def _command(line: str, client_env: bool) -> Callable[[_Play], Awaitable[object]
     except ValueError as error:
         raise ConfigError(f"task.command: got '{line}', which is no command line: {error}") from None
     if not words or shutil.which(words[0]) is None:
-        raise ConfigError(f"task.command: got '{line}', and there is no program '{(words or [''])[0]}'")
+        raise ConfigError(f"task.command: got '{line}', and there is no executable program '{(words or [''])[0]}'")
 
     async def play(at: _Play) -> object:
         env = {name: value for name, value in os.environ.items() if not name.startswith(CLIENTS)}

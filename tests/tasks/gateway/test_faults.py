@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -108,6 +109,62 @@ print(json.dumps("0"))
     assert not left_over("LEFT-OVER") and not left_over("my_agent.py") and time.monotonic() - started < 30
 
 
+def test_what_a_command_starts_ends_with_a_process_that_is_killed(tmp_path):
+    """Also what ignores SIGTERM, or has left the session."""
+    hang = tmp_path / "hang.py"
+    hang.write_text("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
+    starts = f"{sys.executable} {hang} KILLED & setsid {sys.executable} {hang} KILLED & wait"
+    code = f"""
+import asyncio, os
+from mmrl.system.command import run_command
+asyncio.run(run_command(["sh", "-c", {starts!r}], "", os.environ, "no mark"))
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        assert until(lambda: len(left_over("KILLED")) >= 3)
+        process.kill()
+    assert until(lambda: not left_over("KILLED"))
+
+
+def until(true, seconds=20):
+    ends = time.monotonic() + seconds
+    while not (reached := true()) and time.monotonic() < ends:
+        time.sleep(0.05)
+    return reached
+
+
+@pytest.mark.parametrize("fault", ["sleeps", "exits", "asks"])
+def test_an_async_function_that_blocks_holds_up_itself_alone(fault):
+    """Plain clients and pauses in async code are common, and the reply comes from the loop that they would block."""
+
+    async def agent(example, base_url, api_key):
+        headers = {"Authorization": f"Bearer {api_key}"}
+        with httpx.Client(base_url=base_url, headers=headers, timeout=10) as asking:
+            reply = asking.post("/chat/completions", json=BODY).json()
+        if example["question"] == "bad" and fault != "asks":
+            time.sleep(5) if fault == "sleeps" else sys.exit(3)
+        return reply["choices"][0]["message"]["content"]
+
+    questions = ("bad", "good", "good")
+    examples = [Example(id=str(n), inputs={"question": q}, metadata={"gold": "0"}) for n, q in enumerate(questions)]
+    started = time.monotonic()
+    forest = rolled_out(agent_task(agent), Scripted(lambda prompt: "0"), independent(1), examples, timeout_s=2.0)
+    expected = {"sleeps": "timeout", "exits": "program", "asks": None}[fault]
+    assert [rollout.error for rollout in forest.rollouts] == [expected, None, None] and time.monotonic() - started < 4
+
+
+def test_an_async_function_is_cancelled_at_its_time():
+    ended = threading.Event()
+
+    async def agent(example, base_url, api_key):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    rollout, _ = one(agent_task(agent), Scripted(lambda prompt: "x"), timeout_s=0.3)
+    assert rollout.error == "timeout" and ended.wait(5)
+
+
 def test_a_thread_that_goes_on_after_the_end_reaches_nothing():
     said, ended = [], threading.Event()
 
@@ -178,7 +235,8 @@ class Faulty:
 
     async def __call__(self, example, base_url, api_key):
         number, fault = example["question"], example["fault"]
-        async with httpx.AsyncClient(base_url=base_url, timeout=20) as asking:
+        # Without certificates, which take most of the time of two hundred clients.
+        async with httpx.AsyncClient(base_url=base_url, timeout=20, verify=False) as asking:
 
             async def asked(key=api_key, **body):
                 headers = {"Authorization": f"Bearer {key}"}
@@ -273,7 +331,7 @@ def test_what_cannot_be_an_agent_is_refused_before_a_run():
     assert "task.inputs: missing" in problems(agent=right, inputs=())
     assert "task.modules: got a, a, expected each name once" in problems(agent=right, modules=("a", "a"))
     assert "expected a function (example, base_url, api_key)" in problems(agent=right)
-    assert "there is no program 'no-such-program'" in problems(command="no-such-program x")
+    assert "there is no executable program 'no-such-program'" in problems(command="no-such-program x")
     assert "no command line" in problems(command="'")
     rules = ({"pattern": "x", "module": "other"},)
     said = problems(command="python x.py", rules=rules, frozen=("third",), metric="no_such:metric")

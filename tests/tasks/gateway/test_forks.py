@@ -153,9 +153,9 @@ def test_rollouts_of_an_agent_are_the_same_again_and_rewards_of_calls_reach_thei
             for module in ("planner", "worker"):
                 body = {"model": f"policy/{module}", "messages": [{"role": "user", "content": example["question"]}]}
                 ids.append((await asking.post(f"{base_url}/chat/completions", json=body)).json()["id"])
-        return {"score": 1.0, "rewards": {ids[0]: 0.25, ids[1]: 0.5}}
+        return {"score": 1.0, "rewards": {ids[0]: of_planner, ids[1]: 0.5}}
 
-    task = of_two(scored, metric=None)
+    task, of_planner = of_two(scored, metric=None), 0.25
     forests = [rolled_out(task, Draws(), independent(2), reward_set="turn") for _ in range(2)]
     assert forests[0] == forests[1]
     for rollout in forests[0].rollouts:
@@ -163,6 +163,10 @@ def test_rollouts_of_an_agent_are_the_same_again_and_rewards_of_calls_reach_thei
         assert (rollout.reward, planner.turn_reward, worker.turn_reward) == (1.5, 0.25, None)
     (rollout,) = rolled_out(task, Draws()).rollouts
     assert rollout.reward == 1.0, "the outcome alone"
+    for of_planner in ("0.25", float("nan")):  # noqa: B007 (the agent reads it)
+        (rollout,) = rolled_out(task, Draws(), reward_set="turn").rollouts
+        assert (rollout.error, rollout.reward) == ("reward", None)
+        assert "expected a finite number" in rollout.error_message
 
 
 def test_an_agent_is_tested_without_a_model_by_scripted_replies():

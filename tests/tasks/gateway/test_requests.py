@@ -279,23 +279,23 @@ def test_a_body_beyond_the_limit_and_a_foreign_key_are_refused():
     assert one_key != other_key and url.startswith("http://127.0.0.1:")
 
 
-def test_a_retry_is_the_same_call_with_the_same_reply(monkeypatch):
+@pytest.mark.parametrize("repeats", [{"x-stainless-retry-count": "1"}, {}], ids=["counted", "at once"])
+def test_a_retry_is_the_same_call_with_the_same_reply(repeats):
     async def agent(example, base_url, api_key):
         headers = {"Authorization": f"Bearer {api_key}"}
         body = {"model": "m", "messages": ASK}
         async with httpx.AsyncClient(headers=headers) as asking:
-            # its client gives up, and asks again as those of OpenAI and Anthropic do
+            # its client gives up, and asks again: as those of OpenAI and Anthropic do, or with the same request alone
             with pytest.raises(httpx.ReadTimeout):
                 await asking.post(f"{base_url}/chat/completions", json=body, timeout=0.2)
             again = {"x-stainless-retry-count": "1"}
-            first = await asking.post(f"{base_url}/chat/completions", json=body, headers=again)
+            first = await asking.post(f"{base_url}/chat/completions", json=body, headers=repeats)
             second = await asking.post(f"{base_url}/chat/completions", json=body, headers=again)
             # The same question, and no retry: a call of its own.
             third = await asking.post(f"{base_url}/chat/completions", json=body)
         assert first.json() == second.json() and third.status_code == 200
         return "0"
 
-    monkeypatch.setattr("mmrl.serve.front.LOOKS_S", 0.02)
     engine = Scripted(lambda prompt: "x", delay=0.5)
     rollout, calls = one(agent_task(agent), engine)
     assert rollout.error is None, rollout.error_message
@@ -303,7 +303,6 @@ def test_a_retry_is_the_same_call_with_the_same_reply(monkeypatch):
 
 
 def test_a_client_that_leaves_frees_its_slot(monkeypatch):
-    monkeypatch.setattr("mmrl.serve.front.LOOKS_S", 0.02)
     monkeypatch.setattr("mmrl.serve.gateway.RETRY_S", 0.1)
 
     async def agent(example, base_url, api_key):
