@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         # a name that the terminal cannot show is no reason to end
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Before torch is loaded, whose threads otherwise spin while they wait for each other, beside other work for nothing.
+    # Before torch is loaded: its threads spin while they wait for each other, which beside other work takes its time.
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     add_environment()
     # For the life of the process: what ends it with a traceback is printed after this function.
