@@ -79,14 +79,14 @@ class Plan:
     def seconds(self) -> dict[str, float]:
         """Return the seconds of a step by phase."""
         if self.fleet is not None:
-            step = self.fleet.asked
+            step = self.fleet.configured
             return {"rollouts": step.rollouts.seconds, "push": step.push_s, "update": step.update_s}
         return seconds(self.config, self.shape, self.loads, self.step, self.device)
 
     def step_seconds(self) -> float:
         """Return the seconds of a step; with `train.staleness=1` on separate devices, rollouts overlap the update."""
         if self.fleet is not None:
-            return self.fleet.asked.seconds
+            return self.fleet.configured.seconds
         # With a batch ahead the slower of the two hides the other.
         times = self.seconds()
         if self.config.train.staleness and self.config.hardware.rollout_devices:

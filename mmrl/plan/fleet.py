@@ -142,8 +142,8 @@ def play(calls: Sequence[PlayedCall], servers: int, speed: Speed, processes: int
 
     order = count()
 
-    def happens(time: float, what: str, number: int, server: _Server | None = None) -> None:
-        heapq.heappush(events, (time, next(order), what, number, server))
+    def happens(time: float, kind: str, number: int, server: _Server | None = None) -> None:
+        heapq.heappush(events, (time, next(order), kind, number, server))
 
     def send(number: int, now: float) -> None:
         process = examples[calls[number].example] % processes
@@ -166,8 +166,8 @@ def play(calls: Sequence[PlayedCall], servers: int, speed: Speed, processes: int
         if call.parent is None:
             send(number, 0.0)
     while events:
-        now, _, what, number, server = heapq.heappop(events)
-        if what == "arrives":
+        now, _, kind, number, server = heapq.heappop(events)
+        if kind == "arrives":
             name = calls[number].example
             server = home.setdefault(name, min(fleet, key=lambda one: one.sessions))
             server.sessions += 1
@@ -176,7 +176,7 @@ def play(calls: Sequence[PlayedCall], servers: int, speed: Speed, processes: int
             admit(server, now)
             continue
         assert server is not None
-        if what == "decodes":
+        if kind == "decodes":
             server.advance(now)
             server.joining -= 1
             heapq.heappush(server.rows, (server.progress + calls[number].completion, number))
@@ -318,7 +318,7 @@ class Fleet:
         )
 
     @cached_property
-    def asked(self) -> Step:
+    def configured(self) -> Step:
         """The step of the config."""
         return self.step(self.servers, self.staleness)
 
@@ -339,19 +339,19 @@ class Fleet:
         def described(step: Step) -> dict[str, object]:
             return {**asdict(step), "seconds": step.seconds, "idle": step.idle}
 
-        calls, most = self.driven(self.asked)
+        calls, ceiling = self.driven(self.configured)
         return {
-            "step": described(self.asked),
+            "step": described(self.configured),
             "calls_per_s": calls,
-            "most_calls_per_s": most,
+            "most_calls_per_s": ceiling,
             "splits": [described(step) for step in self.splits()],
         }
 
     def text(self) -> str:
         """Render the step that was asked for, and the fastest of other splits."""
-        rollouts, splits, (calls, most) = self.asked.rollouts, self.splits(), self.driven(self.asked)
+        rollouts, splits, (calls, ceiling) = self.configured.rollouts, self.splits(), self.driven(self.configured)
         rows = [["servers", "training", "staleness", "rollouts", "update", "push", "step", "idle"]]
-        for step in [self.asked, *splits[:SPLITS]]:
+        for step in [self.configured, *splits[:SPLITS]]:
             seconds = (step.rollouts.seconds, step.update_s, step.push_s, step.seconds)
             counts = (step.servers, step.training, step.staleness)
             rows.append([*map(str, counts), *(f"{short(value)} s" for value in seconds), f"{step.idle:.0%}"])
@@ -359,7 +359,7 @@ class Fleet:
         return (
             f"rollouts on {self.servers} servers of a device each: {short(rollouts.seconds)} s a step, nine tenths of "
             f"{len(self.calls):,} calls after {short(rollouts.nine_tenths)} s; {calls:,.0f} calls a second, of at most "
-            f"{most:,.0f} that the training processes drive\n"
+            f"{ceiling:,.0f} that the training processes drive\n"
             + align(rows)
             + f"\nfirst as asked, then the fastest splits of {self.servers + self.training} devices; least idle: "
             f"{busiest.servers} servers, train.staleness={busiest.staleness} ({busiest.idle:.0%})"

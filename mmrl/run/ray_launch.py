@@ -96,19 +96,21 @@ def start_on_ray(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int
     assert hardware.ray is not None
     # Actors stay in the folder that the cluster or `ray job submit` gives them.
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
+    on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=on_this_node).remote()
     strategy = "STRICT_PACK" if hardware.nodes == 1 else "STRICT_SPREAD" if hardware.processes == 1 else "PACK"
     scaling = ScalingConfig(
         num_workers=hardware.processes * hardware.nodes, use_gpu=hardware.device == "cuda", placement_strategy=strategy
     )
     scaling.resources_per_worker = process_resources(hardware)
-    given = {"job": job, "hardware": hardware, "board": board, "folder": os.getcwd()}
+    settings = {"job": job, "hardware": hardware, "board": board, "folder": os.getcwd()}
     with tempfile.TemporaryDirectory(prefix="mmrl-ray-", ignore_cleanup_errors=True) as storage:
         # Nothing is reported to Ray, which keeps no checkpoint: the folder holds a marker of its own.
-        kept = RunConfig(storage_path=storage, failure_config=FailureConfig(max_failures=hardware.ray.max_failures))
+        run_config = RunConfig(
+            storage_path=storage, failure_config=FailureConfig(max_failures=hardware.ray.max_failures)
+        )
         trainer = DataParallelTrainer(
-            rank, train_loop_config=given, backend_config=Config(), scaling_config=scaling, run_config=kept
+            rank, train_loop_config=settings, backend_config=Config(), scaling_config=scaling, run_config=run_config
         )
         outcome: list[Exception | None] = []
 
@@ -144,7 +146,7 @@ def start_on_ray(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int
     return code or 0
 
 
-def rank(given: dict[str, Any]) -> None:
+def rank(settings: dict[str, Any]) -> None:
     """Run one process of the run, in an actor of Ray Train, and watch it to its end.
 
     Raises:
@@ -155,10 +157,10 @@ def rank(given: dict[str, Any]) -> None:
     from ray.train import get_context
     from ray.train.collective import broadcast_from_rank_zero
 
-    context, board, hardware, job = get_context(), given["board"], given["hardware"], given["job"]
+    context, board, hardware, job = get_context(), settings["board"], settings["hardware"], settings["job"]
     number, first = context.get_world_rank(), None
     if number == 0:
-        first = (ray.util.get_node_ip_address(), free_port(), _resumes(given))
+        first = (ray.util.get_node_ip_address(), free_port(), _resumes(settings))
     address, port, resumed = broadcast_from_rank_zero(first)
     if resumed is None:
         return
@@ -166,7 +168,7 @@ def rank(given: dict[str, Any]) -> None:
     places |= {"WORLD_SIZE": context.get_world_size(), "MASTER_ADDR": address, "PYTHONUNBUFFERED": 1}
     places |= {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, JOB: json.dumps({**job, "resumed": resumed})}
     variables = environment(hardware, number, port) | {name: str(value) for name, value in places.items()}
-    folder = given["folder"] if Path(given["folder"]).is_dir() else None
+    folder = settings["folder"] if Path(settings["folder"]).is_dir() else None
     command = [sys.executable, "-m", "mmrl", "worker"]
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     streams |= {"text": True, "errors": "replace"}
@@ -192,14 +194,14 @@ def _prepare() -> None:
     end_with_parent(signal.SIGKILL)
 
 
-def _resumes(given: dict[str, Any]) -> bool | None:
+def _resumes(settings: dict[str, Any]) -> bool | None:
     """Return whether this group of processes continues the run; None: there is nothing left to do."""
     import ray
 
-    job, board, hardware = given["job"], given["board"], given["hardware"]
-    folder = Path(given["folder"], job["config"]["run"]["dir"])
-    again = ray.get(board.begin.remote())
-    if not again:
+    job, board, hardware = settings["job"], settings["board"], settings["hardware"]
+    folder = Path(settings["folder"], job["config"]["run"]["dir"])
+    restarts = ray.get(board.begin.remote())
+    if not restarts:
         return bool(job["resumed"])
     started = (folder / "config.yaml").is_file()
     limit = time.monotonic() + LOCK_S
@@ -207,7 +209,7 @@ def _resumes(given: dict[str, Any]) -> bool | None:
         time.sleep(POLL_S)
     if started and RunDir.read(folder).finished:
         return None
-    where = f"{'from the last checkpoint' if started else 'anew'} (start {again} of {hardware.ray.max_failures})"
+    where = f"{'from the last checkpoint' if started else 'anew'} (start {restarts} of {hardware.ray.max_failures})"
     ray.get(board.write.remote(True, f"warning: a process was lost; all start {where}\n"))
     return started
 

@@ -30,7 +30,7 @@ GONE = 499
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One choice of a reply."""
+    """Choice of a reply."""
 
     text: str
     finish: str

@@ -140,8 +140,8 @@ class Prefetch(Generic[Batch]):
     def sampled(self) -> dict[int, Batch]:
         """Return the batches by step, once all are there, up to the first that could not be sampled."""
         self.wait()
-        there = takewhile(lambda step: self._batches[step].exception() is None, self.steps)
-        return {step: self._batches[step].result() for step in there}
+        complete = takewhile(lambda step: self._batches[step].exception() is None, self.steps)
+        return {step: self._batches[step].result() for step in complete}
 
     def put(self, step: int, batch: Batch) -> None:
         """Have the batch of `step`, which a checkpoint holds, for `take`."""

@@ -66,8 +66,8 @@ class WeightStage(Collector):
         ahead = self.log.processes.gather(self.prefetch.sampled())
         # A part of a batch is none: what one process could not sample is sampled again.
         steps = [step for step in ahead[0] if all(step in batches for batches in ahead)]
-        whole = [merge_forests([batches[step][0] for batches in ahead], self._examples(step)) for step in steps]
-        return {AHEAD: [encode_step(forest, ()) for forest in whole]}
+        forests = [merge_forests([batches[step][0] for batches in ahead], self._examples(step)) for step in steps]
+        return {AHEAD: [encode_step(forest, ()) for forest in forests]}
 
     def next_batch(self, step: int) -> StepBatch:
         """Sample and credit step number `step` (from 1); raises as `Collector.collect`."""

@@ -81,23 +81,23 @@ def refuse(config: RootConfig) -> None:
     """
     hardware, nodes = config.hardware, _nodes()
     need = process_resources(hardware)
-    asked = _together([need] * hardware.processes)
-    fitting = [node for node in nodes if _holds(node["Resources"], asked)]
-    there = "; ".join(f"{node['NodeManagerAddress']}: {_text(node['Resources'])}" for node in nodes)
+    need_of_node = _together([need] * hardware.processes)
+    fitting = [node for node in nodes if _holds(node["Resources"], need_of_node)]
+    available = "; ".join(f"{node['NodeManagerAddress']}: {_text(node['Resources'])}" for node in nodes)
     if len(fitting) < hardware.nodes:
-        each = f"got {hardware.processes} on each of hardware.nodes={hardware.nodes} nodes, which takes {_text(asked)}"
-        raise ConfigError(f"hardware.processes: {each} on each; the Ray cluster has {there}")
-    engine, taken = config.engine, [asked] * hardware.nodes
+        each = f"got {hardware.processes} on each of hardware.nodes={hardware.nodes} nodes, which takes {_text(need_of_node)}"
+        raise ConfigError(f"hardware.processes: {each} on each; the Ray cluster has {available}")
+    engine, reserved = config.engine, [need_of_node] * hardware.nodes
     if isinstance(engine, VllmServerConfig) and not engine.urls:
         gpus = hardware.rollout_devices
         if hardware.device == "cuda" and (not gpus or gpus % engine.replicas):
             expected = f"expected a multiple of engine.replicas={engine.replicas}, since servers have GPUs of their own"
             raise ConfigError(f"hardware.rollout_devices: got {gpus}, {expected}")
-        taken += [server_resources(hardware, engine.replicas)] * engine.replicas
+        reserved += [server_resources(hardware, engine.replicas)] * engine.replicas
     total = _together([node["Resources"] for node in nodes])
-    if not _holds(total, _together(taken)):
-        both = f"training and vLLM servers take {_text(_together(taken))} together"
-        raise ConfigError(f"hardware.rollout_devices, engine.replicas: {both}; the Ray cluster has {there}")
+    if not _holds(total, _together(reserved)):
+        both = f"training and vLLM servers take {_text(_together(reserved))} together"
+        raise ConfigError(f"hardware.rollout_devices, engine.replicas: {both}; the Ray cluster has {available}")
     problems = _node_problems([node for node in nodes if _holds(node["Resources"], need)], config.run.dir)
     if problems:
         raise ConfigError(problems)
@@ -113,8 +113,8 @@ def _together(parts: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(part.get(name, 0.0) for part in parts) for name in ("CPU", "GPU")}
 
 
-def _holds(has: dict[str, float], asked: dict[str, float]) -> bool:
-    return all(has.get(name, 0.0) >= count for name, count in asked.items())
+def _holds(has: dict[str, float], need_of_node: dict[str, float]) -> bool:
+    return all(has.get(name, 0.0) >= count for name, count in need_of_node.items())
 
 
 def _text(resources: dict[str, float]) -> str:
@@ -136,9 +136,9 @@ def _node_problems(nodes: list[dict[str, Any]], run_dir: str | None) -> list[str
         except ImportError:
             version = "none"
         limit = time.monotonic() + 5  # a network's folder may show a new file late
-        while not (there := os.path.isfile(path)) and time.monotonic() < limit:
+        while not (visible := os.path.isfile(path)) and time.monotonic() < limit:
             time.sleep(0.25)
-        return version, there
+        return version, visible
 
     folder = Path(run_dir or "outputs").absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
@@ -153,13 +153,13 @@ def _node_problems(nodes: list[dict[str, Any]], run_dir: str | None) -> list[str
             answers[name] = ray.remote(look).options(num_cpus=0, scheduling_strategy=on_it).remote(str(token))
         for name, answer in answers.items():
             try:
-                version, there = ray.get(answer, timeout=LOOK_S)
+                version, visible = ray.get(answer, timeout=LOOK_S)
             except ray.exceptions.RayError as error:
                 problems.append(f"hardware.ray: {name} runs nothing: {' '.join(str(error).split())[:300]}")
                 continue
             if version != __version__:
                 problems.append(f"hardware.ray: {name} has mmrl {version}, expected {__version__}, as here")
-            if not there:
+            if not visible:
                 expected = "expected a folder that all nodes share"
                 problems.append(f"run.dir: {folder}: {name} does not see {existing}; {expected}")
     except OSError as error:

@@ -39,7 +39,7 @@ REWARDS = "rewards"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an agent returned, and how many of its requests a rule answered."""
+    """Result of an agent, and how many of its requests a rule answered."""
 
     result: object
     answered: int
@@ -47,7 +47,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Play:
-    """One run of an agent: its address and key, and the result that it may post."""
+    """Run of an agent: its address and key, and the result that it may post."""
 
     example: Mapping[str, Any]
     url: str
@@ -70,7 +70,7 @@ class AgentProgram:
 
     @property
     def continues(self) -> tuple[str, ...]:
-        """All of them may: what an agent asks next is its own affair."""
+        """Names all modules: what an agent asks next is its own affair."""
         return self.config.modules
 
     async def run(self, example: Example, ctx: Context) -> Outcome:
@@ -223,8 +223,8 @@ def _function(path: str) -> Callable[[_Play], Awaitable[object]]:
     if (takes := refusing_signature(function, None, None, None)) is not None:
         raise ConfigError(f"task.agent: {path} takes {takes}, expected a function (example, base_url, api_key)")
 
-    async def play(at: _Play) -> object:
-        result: object = await in_own_loop(function, at.example, at.url, at.key)
+    async def play(attempt: _Play) -> object:
+        result: object = await in_own_loop(function, attempt.example, attempt.url, attempt.key)
         return result
 
     return play
@@ -238,16 +238,18 @@ def _command(line: str, client_env: bool) -> Callable[[_Play], Awaitable[object]
     if not words or shutil.which(words[0]) is None:
         raise ConfigError(f"task.command: got '{line}', and there is no executable program '{(words or [''])[0]}'")
 
-    async def play(at: _Play) -> object:
+    async def play(attempt: _Play) -> object:
         env = {name: value for name, value in os.environ.items() if not name.startswith(CLIENTS)}
-        env |= {"MMRL_BASE_URL": at.url, "MMRL_API_KEY": at.key, "MMRL_RESULT_KEY": at.credential}
+        env |= {"MMRL_BASE_URL": attempt.url, "MMRL_API_KEY": attempt.key, "MMRL_RESULT_KEY": attempt.credential}
         if client_env:
-            env |= {"OPENAI_BASE_URL": at.url, "OPENAI_API_KEY": at.key}
-            env |= {"ANTHROPIC_BASE_URL": at.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": at.key}
-        command = [word.replace("{base_url}", at.url) for word in words]
-        output = await run_command(command, json.dumps(at.example, ensure_ascii=False, default=str), env, at.key)
-        if at.posted:
-            return at.posted[0]
+            env |= {"OPENAI_BASE_URL": attempt.url, "OPENAI_API_KEY": attempt.key}
+            env |= {"ANTHROPIC_BASE_URL": attempt.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": attempt.key}
+        command = [word.replace("{base_url}", attempt.url) for word in words]
+        output = await run_command(
+            command, json.dumps(attempt.example, ensure_ascii=False, default=str), env, attempt.key
+        )
+        if attempt.posted:
+            return attempt.posted[0]
         lines = output.strip().splitlines()
         if not lines:
             raise CommandError("it ended without a result on stdout")
