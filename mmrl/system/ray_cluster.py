@@ -81,13 +81,15 @@ def refuse(config: RootConfig) -> None:
     """
     hardware, nodes = config.hardware, _nodes()
     need = process_resources(hardware)
-    need_of_node = _together([need] * hardware.processes)
-    fitting = [node for node in nodes if _holds(node["Resources"], need_of_node)]
+    of_node = _together([need] * hardware.processes)
+    fitting = [node for node in nodes if _holds(node["Resources"], of_node)]
     available = "; ".join(f"{node['NodeManagerAddress']}: {_text(node['Resources'])}" for node in nodes)
     if len(fitting) < hardware.nodes:
-        each = f"got {hardware.processes} on each of hardware.nodes={hardware.nodes} nodes, which takes {_text(need_of_node)}"
+        each = (
+            f"got {hardware.processes} on each of hardware.nodes={hardware.nodes} nodes, which takes {_text(of_node)}"
+        )
         raise ConfigError(f"hardware.processes: {each} on each; the Ray cluster has {available}")
-    engine, reserved = config.engine, [need_of_node] * hardware.nodes
+    engine, reserved = config.engine, [of_node] * hardware.nodes
     if isinstance(engine, VllmServerConfig) and not engine.urls:
         gpus = hardware.rollout_devices
         if hardware.device == "cuda" and (not gpus or gpus % engine.replicas):
@@ -113,8 +115,8 @@ def _together(parts: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(part.get(name, 0.0) for part in parts) for name in ("CPU", "GPU")}
 
 
-def _holds(has: dict[str, float], need_of_node: dict[str, float]) -> bool:
-    return all(has.get(name, 0.0) >= count for name, count in need_of_node.items())
+def _holds(has: dict[str, float], of_node: dict[str, float]) -> bool:
+    return all(has.get(name, 0.0) >= count for name, count in of_node.items())
 
 
 def _text(resources: dict[str, float]) -> str:
