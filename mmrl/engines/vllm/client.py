@@ -49,8 +49,6 @@ class HttpEngine(VllmEngine):
     """Base of the engines that request completions by HTTP."""
 
     config: VllmServerConfig
-    _api: VllmApi
-    """Client that completions are requested through."""
     _base = BASE
     """Served name of the weights without an adapter."""
     _routed = False
@@ -66,6 +64,9 @@ class HttpEngine(VllmEngine):
         super().__init__(model, tokenizer, config, setup)
         self.config = config
         self._clock = BusyClock()
+        # The engine that has the servers puts theirs in its place; the others learn the address at the first version.
+        self._api = VllmApi("", config.timeout_s, config.concurrency)
+        """Client that completions are requested through."""
 
     @property
     def busy_s(self) -> float:
@@ -124,16 +125,6 @@ class HttpEngine(VllmEngine):
 
 class SharedServersEngine(HttpEngine):
     """Engine of a process beside the main one, which samples from the main one's servers."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module | None,
-        tokenizer: PreTrainedTokenizerBase,
-        config: VllmServerConfig,
-        setup: EngineSetup,
-    ):
-        super().__init__(model, tokenizer, config, setup)
-        self._api = VllmApi("", config.timeout_s, config.concurrency)
 
     def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
         """Learn what the main process's servers serve as policy `version`; a collective.
