@@ -39,9 +39,7 @@ def place(tmp_path, monkeypatch):
 def test_whole_tables_are_taken_with_their_figure_and_claims(place):
     assert tables.main([str(place / "outputs")]) == 0
     text = (place / "docs" / "reproducing.md").read_text()
-    assert (
-        "| [`t10`](tables/t10.md) | nothing | 1 or 3 | A > B on EM (+0.200 [+0.100, +0.300]) |  | 1 |\n" in text
-    )
+    assert "| [`t10`](tables/t10.md) | nothing | 1 or 3 | A > B on EM (+0.200 [+0.100, +0.300]) |  | 1 |\n" in text
     assert "t2" not in text and text.startswith("before\n") and text.endswith("after\n")
     assert (place / "docs" / "tables" / "t10.md").read_text() == "# page\n\n![what](t10.svg)\n"
     assert (place / "docs" / "tables" / "t10.svg").read_text() == "<svg/>"
