@@ -46,7 +46,7 @@ def keys() -> str:
                 )
         elif model is None:
             top.append(row(name, field))
-        else:
+        elif name != "start":  # recorded by from=RUN, never typed
             parts.append(f"### `{name}`\n\n{doc(model)}\n\n{table(model, name)}")
     endpoint = f"### `ENDPOINT`\n\n{ENDPOINT_KEYS}\n\n{table(EndpointConfig, ENDPOINT)}"
     return "\n\n".join(["### top level\n\n" + "\n".join([*HEAD, *top]), *parts, endpoint])
