@@ -161,7 +161,7 @@ class EvalConfig(Section):
         3,
         ge=0,
         le=10,
-        description="extra attempts after a parse failure; none at temperature 0 in process on a CPU, where replies repeat",
+        description="extra attempts after a parse failure; none on a CPU in process at temperature 0",
     )
     bootstrap: int = Field(1000, ge=100, description="resamples of the 95 % interval")
     max_failed_share: float = Field(0.5, ge=0, le=1, description="no scores when more failed from outside causes")
