@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PART = "tables that were run"
 COMPARED = ("mini", "tasks")
 """Sets without scales, of which docs/tables has a page each."""
-HEAD = ["| table | what | seeds | claims held | not held | undecided | drawn, code |", "|---|---|---|---|---|---|---|"]
+HEAD = ["| table | what | seeds | claims held | not held | undecided |", "|---|---|---|---|---|---|"]
 
 
 def natural(name: str) -> list[object]:
@@ -41,16 +41,12 @@ def line_of(name: str, page: dict[str, Any]) -> str:
             f"{claim['more']} > {claim['than']}{where} ({claim['difference']:+.3f} [{low:+.3f}, {high:+.3f}])"
         )
     seeds = sorted({len(value["seeds"]) for value in page["values"]})
-    head = page["head"]
-    what = head["paper"].removeprefix("arXiv ")
-    commits = ", ".join(one.strip()[:7] for one in head["commit"].split(";"))
     cells = [
         f"[`{name}`](tables/{name}.md)",
-        what,
+        page["head"]["paper"].partition(": ")[2],
         " or ".join(map(str, seeds)),
         *("; ".join(by_verdict[verdict]) for verdict in ("held", "not held")),
         str(len(by_verdict["undecided"]) or ""),
-        f"{head['date'][:10]}, {commits}",
     ]
     return f"| {' | '.join(cells)} |"
 

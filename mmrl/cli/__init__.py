@@ -28,8 +28,8 @@ GROUP_CHOICES = """\b
 Compose a run from:
 {groups}
 
-Any other key of the config can be set too: docs/configuration.md lists them all with defaults, and each command's own
-arguments; `--cfg job` prints what a command line sets. experiment= takes settings of your own under one name."""
+Any other key of the config can be set too: docs/configuration.md lists them all with defaults, `--cfg job` prints what
+a command line sets. experiment= takes settings of your own under one name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -567,7 +567,7 @@ def index_search(context: typer.Context) -> int:
 
 @app.command("serve-retriever", context_settings=SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")
 def serve_retriever(context: typer.Context) -> int:
-    """Serve an index over HTTP, in Search-R1's and DSPy's protocols, until Ctrl-C.
+    """Serve an index over HTTP, in Search-R1's protocol, until Ctrl-C.
 
     \b
     Keys:

@@ -62,7 +62,7 @@ class VllmConfig(EngineConfig):
     )
     gpu_memory: float = Field(0.4, gt=0, le=1, description="share of a GPU's memory")
     kv_cache_gb: int = Field(1, ge=1, description="on the CPU: memory of the KV cache")
-    args: tuple[str, ...] = Field((), description="further arguments of vLLM, e.g. [--max-num-seqs=64]")
+    args: tuple[str, ...] = Field((), description="further arguments of vLLM: \"engine.args=['--max-num-seqs=64']\"")
 
     @property
     def as_vllm(self) -> VllmConfig:

@@ -57,7 +57,7 @@ class BootstrapConfig(PromptConfig):
         None,
         ge=0,
         description="most demonstrations per module, those from rollouts and plain examples together; null: 4 "
-        "(bootstrap_fewshot: 16), and 0 for a program without DSPy, whose examples hold no replies of its modules",
+        "(bootstrap_fewshot: 16), and 0 for a program without DSPy",
     )
     metric_threshold: float | None = Field(None, description="least reward of a demonstration; null: any above 0")
 

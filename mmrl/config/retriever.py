@@ -71,9 +71,9 @@ class Bm25Config(LocalRetrieverConfig):
 
     # the only one with a default name: it needs no encoder, no server and no index
     name: Literal["bm25"] = "bm25"
-    k1: float = Field(0.9, gt=0, description="how soon repeated words stop to count")
-    b: float = Field(0.4, ge=0, le=1, description="how much long documents are marked down")
-    stemmer: Stemmer = Field("none", description="Snowball's algorithm that takes the endings of words off")
+    k1: float = Field(0.9, gt=0, description="saturation of a word's frequency")
+    b: float = Field(0.4, ge=0, le=1, description="normalisation by document length")
+    stemmer: Stemmer = Field("none", description="Snowball's stemming algorithm")
     stopwords: Stopwords = Field("english", description="words that are left out of index and queries")
 
 
@@ -89,8 +89,7 @@ class DenseConfig(LocalRetrieverConfig):
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the encoder runs")
     encoder: Literal["own", "contriever", "e5"] | None = Field(
         None,
-        description="how texts become vectors: as sentence-transformers reads it from the model's own files (mean "
-        "pooling where they say nothing), or as contriever or e5 do; null: by the name of a known model, else own",
+        description="pooling and prompts of texts (docs/retrieval.md); null: by the name of a known model, else own",
     )
     normalise: bool | None = Field(None, description="vectors of length 1 (cosine); null: as the encoder does")
     query_prompt: str | None = Field(None, description="text in front of queries; null: the encoder's")

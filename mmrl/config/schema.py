@@ -29,7 +29,7 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"),
         min_length=1,
-        description="linear layers that get an adapter; [all-linear]: every one but the head, whatever it is called",
+        description="linear layers that get an adapter; [all-linear]: every one but the head",
     )
 
     @field_validator("targets")
@@ -161,8 +161,7 @@ class EvalConfig(Section):
         3,
         ge=0,
         le=10,
-        description="extra attempts after a parse failure; none in this process on a CPU at temperature 0, where the "
-        "reply would be the same again",
+        description="extra attempts after a parse failure; none on a CPU in process at temperature 0",
     )
     bootstrap: int = Field(1000, ge=100, description="resamples of the 95 % interval")
     max_failed_share: float = Field(0.5, ge=0, le=1, description="no scores when more failed from outside causes")

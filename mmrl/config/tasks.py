@@ -96,10 +96,9 @@ class TaskConfig(Section):
     reward: str | None = Field(None, description="a named reward set of the task; null: the algorithm's own")
     prompts: str | None = Field(
         None,
-        description="YAML file of prompts and demonstrations by module (of DSPy also JSON); `paper` of hotpotqa, "
-        "2wiki, musique, search_agent, tool_agent: what their papers ask for otherwise",
+        description="file of prompts and demonstrations by module: YAML, DSPy's JSON, or `paper` (docs/extending.md)",
     )
-    failure_score: float = Field(0.0, description="reward of a rollout that failed by the model's own doing")
+    failure_score: float = Field(0.0, description="reward of a rollout whose failure the model caused")
     max_tokens: int = Field(100, ge=1, description="completion limit of a call")
     # the smallest limits only exclude what no prompt fits into
     max_context: int | None = Field(None, ge=16, description="prompt + completion limit; null: the model's")
@@ -288,8 +287,7 @@ class AnyAgentConfig(TaskConfig):
     )
     command: str | None = Field(
         None,
-        description="command line of a process for each rollout, in place of task.agent: the example on stdin, "
-        "MMRL_BASE_URL and MMRL_API_KEY in its environment, its last line on stdout is the result",
+        description="command line of a process for each rollout, in place of task.agent (docs/agents.md)",
     )
     metric: str | None = Field(
         None, description="package.module:name of (record, result) -> number; null: the result is, or has, the score"

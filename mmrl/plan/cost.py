@@ -353,7 +353,7 @@ def evaluation_seconds(
             key = "kv_cache_gb" if device.name == "cpu" else "gpu_memory"
             raise ConfigError(
                 f"engine.{key}: got {getattr(engine, key):g}, which leaves no room for a call beside weights of "
-                f"{copy / GIB:.0f} GiB; raise it, or spread them (engine.args=['--tensor-parallel-size=8'])"
+                f"{copy / GIB:.0f} GiB; raise it, or spread them (\"engine.args=['--tensor-parallel-size=8']\")"
             )
         # What does not fit in the KV cache waits, and the weights are read again for it.
         rounds = max(1, math.ceil(rollouts / devices * longest / room))

@@ -1,33 +1,32 @@
-"""docs/algorithms.md, docs/credits.md: every file in them is read, every command is run and prints what they say."""
+"""docs/algorithms.md, docs/credits.md: every command is run and prints what they say; the files are scripts/forests."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import main
+from mmrl.report.forest import parse_forest
+from tests.helpers import TOP
+from tests.helpers.forests import documented
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS, FORESTS = TOP / "docs", TOP / "scripts" / "forests"
 PAGE = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("algorithms.md", "credits.md"))
 FILES = re.findall(r"```json (\S+)\n(.*?)```", PAGE, re.S)
 BLOCKS = re.findall(r"```console\n(.*?)```", PAGE, re.S)
 RUNS = [run for block in BLOCKS for run in re.findall(r"^\$ mmrl (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("docs")
-    for name, text in FILES:
-        (folder / name).write_text(text, encoding="utf-8")
-    return folder
+@pytest.mark.parametrize(("name", "text"), FILES, ids=[name for name, _ in FILES])
+def test_a_file_on_a_page_is_the_one_of_the_folder(name, text):
+    assert parse_forest(text, name) == documented(name.removesuffix(".json"))
 
 
 @pytest.mark.parametrize(("command", "printed"), RUNS, ids=[command for command, _ in RUNS])
-def test_commands_print_what_the_page_says(command, printed, folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
+def test_commands_print_what_the_page_says(command, printed, monkeypatch, capsys):
+    monkeypatch.chdir(FORESTS)
     monkeypatch.delenv("COLUMNS")  # as printed to a file
     assert main(command.split()) == 0
     assert capsys.readouterr().out.rstrip().splitlines() == printed.rstrip().splitlines()
@@ -38,8 +37,8 @@ def test_every_algorithm_has_an_example():
     assert shown == set(ALGORITHMS)
 
 
-def test_the_picture_of_ten_credits_has_the_numbers_of_today(folder, monkeypatch, tmp_path):
-    monkeypatch.chdir(folder)
+def test_the_picture_of_ten_credits_has_the_numbers_of_today(monkeypatch, tmp_path):
+    monkeypatch.chdir(FORESTS)
     (line,) = re.findall(r"^mmrl (credit .*) page=ten.html$", PAGE, re.M)
     assert main([*line.split(), f"page={tmp_path / 'ten.svg'}"]) == 0
     today, shown = (path.read_text("utf-8") for path in (tmp_path / "ten.svg", DOCS / "figures" / "credits.svg"))

@@ -91,10 +91,9 @@ class Refused:
 
 def table(works: Sequence[Works], refused: Sequence[Refused]) -> str:
     """What `docs/dspy.md` lists, as Markdown."""
-    rows = ["| program | after DSPy's | |", "|---|---|---|"]
-    for case in works:
-        rows.append(f"| {case.name} | {case.source} | works" + (f": {case.says} |" if case.says else " |"))
+    plain = [f"- {case.name}" for case in works if not case.says]
+    rows = [f"| {case.name} | works: {case.says} |" for case in works if case.says]
     for case in refused:
         how = "its rollouts fail (`program`)" if case.runs else "refused"
-        rows.append(f"| {case.name} | {case.source} | {how}: {case.why} |")
-    return "\n".join(rows)
+        rows.append(f"| {case.name} | {how}: {case.why} |")
+    return "\n".join([*plain, "", "| program | |", "|---|---|", *rows])

@@ -1,4 +1,4 @@
-"""The commands of docs/reproducing.md on the public files: each evaluates, and says what its numbers are over."""
+"""The tasks and public files of docs/reproducing.md: each evaluates, and says what its numbers are over."""
 
 import json
 import re
@@ -10,8 +10,15 @@ import pytest
 from mmrl.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs" / "reproducing.md"
-BLOCK = re.search(r"## On official files.*?```\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
-BUILD, *EVALS = BLOCK[1].splitlines() if BLOCK else [""]
+SECTION = DOCS.read_text(encoding="utf-8").partition("## On official files")[2].partition("\n## ")[0]
+BUILD, _ = re.findall("^mmrl .*$", SECTION, re.M)
+ROWS = re.findall(r"^\| `(\S+)` \| (`.+`) \| .* \| (.+) \|$", SECTION, re.M)
+EVALS = [
+    f"mmrl eval policy=tiny task={task} task.data.dev=$DATA/{file}"
+    + ("" if share == "nothing is searched" else " task.retriever.index=outputs/union")
+    for file, tasks, share in ROWS
+    for task in re.findall("`(.+?)`", tasks)
+]
 OFFICIAL = {
     "banking77": {"em"},
     "papillon": {"score", "quality", "leakage"},
@@ -36,6 +43,8 @@ def union(data_dir, tmp_path_factory):
 
 
 def test_every_task_is_there():
+    assert len(ROWS) == SECTION.count("\n| `")
+    assert any(line in EVALS for line in SECTION.splitlines()), "the command on the page is one of the table's"
     named = {value for line in EVALS for key, _, value in [w.partition("=") for w in line.split()] if key == "task"}
     assert named == {
         *("banking77", "papillon", "hover", "hotpotqa", "2wiki", "musique", "search_agent", "tool_agent"),
