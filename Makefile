@@ -92,7 +92,7 @@ docs: $(STAMP) ## write the generated parts of README.md and docs/configuration.
 	$(BIN)/python -m scripts.docs
 
 bench-retrieval: $(STAMP) ## BM25 over a million passages and its server, against bm25s; ARGS='passages=100000'
-	$(BIN)/python -m scripts.bench.retrieval $(ARGS)
+	$(BIN)/python -m scripts.bench retrieval $(ARGS)
 
 chaos: $(STAMP) ## kill, starve and damage runs, continue them, compare bit for bit (25 minutes); ARGS='trials=50 seed=1'
 	$(BIN)/python -m scripts.chaos $(ARGS)

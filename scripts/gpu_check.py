@@ -15,8 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python scripts/gpu_check.py` finds `scripts` too
 
 from mmrl.config import LoraConfig, ModelConfig
+from mmrl.engines.embedded.prefixes import common_prefix
 from mmrl.plan.shapes import KNOWN, Shape
-from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.settings import Settings
 from scripts import expect_some_of
 from scripts.bench.common import MODELS, Bar, cosine, finish, once, options, random_model, token_counts
@@ -44,6 +43,8 @@ DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 """device -> the dtype that is checked on it by default."""
 MFU_BAR = 45.0
 """Least percent of the device's matrix product rate that LoRA on an 8B model reaches on unique tokens."""
+Lengths = tuple[int, tuple[int, int], tuple[int, int]]
+"""Groups of rollouts, and ranges of the tokens of a prompt and of a completion."""
 KINDS = {"is": independent, "fof": forked_first}
 RATIO_BARS = {"is": 4.0, "fof": 1.0}
 """Least ratio of TRL to mmrl on a GPU: the tokens that sharing saves; never slower where nothing is shared."""
@@ -58,15 +59,6 @@ class Part:
     lora: LoraConfig | None
     micro: int
     """TRL's micro-batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Groups of rollouts."""
-
-    groups: int
-    prompt: tuple[int, int]
-    completion: tuple[int, int]
 
 
 def parts(tiny: bool) -> list[Part]:
@@ -94,15 +86,11 @@ def flops(shape: Shape, tokens: float, pairs: float, scored: float) -> float:
     return 2 * shape.block_parameters * tokens + attention + 2 * shape.vocab * shape.hidden * scored
 
 
-def trie_pairs(batch: Sequence[TrainCall]) -> tuple[int, int]:
-    """Count the unique tokens that an update forwards, and the (query, key) pairs of their attention.
-
-    All calls are trained; the last token of a call is only predicted.
-    """
+def trie_pairs(sequences: Iterable[tuple[int, ...]]) -> tuple[int, int]:
+    """Count the unique tokens of sequences, and the (query, key) pairs of their attention."""
     nodes, pairs, before = 0, 0, ()  # type: tuple[int, int, tuple[int, ...]]
-    for ids in sorted((train.call.prompt_ids + train.call.completion_ids)[:-1] for train in batch):
-        pairwise = enumerate(zip(before, ids, strict=False))
-        shared = next((n for n, (left, right) in pairwise if left != right), min(len(before), len(ids)))
+    for ids in sorted(sequences):
+        shared = common_prefix(before, ids)
         nodes += len(ids) - shared
         pairs += sum(range(shared + 1, len(ids) + 1))
         before = ids
@@ -119,15 +107,11 @@ def peak_bytes(device: str, run: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-@contextmanager
-def freed() -> Iterator[None]:
-    """Empty the device's cache afterwards."""
-    try:
-        yield
-    finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+def free_memory() -> None:
+    """Empty the device's cache of what nothing refers to."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def host(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -210,18 +194,16 @@ def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, d
 
 def measure(part: Part, kind: str, lengths: Lengths, device: str, dtype: str, rate: float, repeats: int) -> dict[str, Any]:  # fmt: skip  # noqa: E501
     """Measure one model on one kind of rollouts."""
-    rows, few = (
-        KINDS[kind](Dice(part.shape.vocab), groups, lengths.prompt, lengths.completion)
-        for groups in (lengths.groups, 2)
-    )
+    most, prompt, completion = lengths
+    rows, few = (KINDS[kind](Dice(part.shape.vocab), groups, prompt, completion) for groups in (most, 2))
     folder = Path(tempfile.mkdtemp())
-    with freed():
-        ours = mine(part, rows, few, device, dtype, repeats, folder / "mmrl")
-    with freed():
-        theirs = peer(part, ours, rows, few, device, dtype, repeats, folder / "trl")
-    batch = calls(rows)
-    unique, pairs = trie_pairs(batch)
-    scored = sum(len(train.call.completion_ids) for train in batch)
+    ours = mine(part, rows, few, device, dtype, repeats, folder / "mmrl")
+    free_memory()
+    theirs = peer(part, ours, rows, few, device, dtype, repeats, folder / "trl")
+    free_memory()
+    # The last token of a call is only predicted.
+    unique, pairs = trie_pairs((row.prompt + row.completion)[:-1] for row in rows)
+    scored = sum(len(row.completion) for row in rows)
     passes = 3 if part.lora is None else 2  # a frozen base needs no gradients of its weights
     work = passes * flops(part.shape, unique, pairs, scored)
     found = ours.found | theirs
@@ -239,9 +221,7 @@ def bars_of(name: str, kind: str, found: dict[str, Any], dtype: str, meaningful:
     most, least = TOLERANCE[dtype]
 
     def bar(what: str, value: float, limit: float | None, unit: str = "", at_most: bool = False) -> Bar:
-        return Bar(
-            what=f"{name}, {kind}: {what}", value=value, bar=limit, unit=unit, at_most=at_most, **found["tokens"]
-        )
+        return Bar(f"{name}, {kind}: {what}", value, limit, unit=unit, at_most=at_most, **found["tokens"])
 
     return [
         bar("|Δ log-prob|", found["max_logprob_difference"], most, at_most=True),
@@ -259,19 +239,12 @@ def main(arguments: Sequence[str]) -> int:
     """Print the table, write the JSON; returns 1 when a check fails or a bar is missed."""
     known = {"device": "cuda", "dtype": "", "repeats": "3", "tiny": "", "threads": str(torch.get_num_threads())}
     args = options(arguments, known)
-    (device,), tiny, repeats = (
-        expect_some_of("device", args["device"], DTYPES),
-        bool(args["tiny"]),
-        int(args["repeats"]),
-    )
+    (device,) = expect_some_of("device", args["device"], DTYPES)
+    tiny, repeats = bool(args["tiny"]), int(args["repeats"])
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("device=cuda: there is no CUDA device here; device=cpu tiny=1 tests the script itself")
     (dtype,) = expect_some_of("dtype", args["dtype"] or DTYPES[device], TOLERANCE)
-    lengths = (
-        Lengths(groups=4, prompt=(8, 24), completion=(2, 6))
-        if tiny
-        else Lengths(groups=16, prompt=(1500, 2500), completion=(10, 60))
-    )
+    lengths = (4, (8, 24), (2, 6)) if tiny else (16, (1500, 2500), (10, 60))
     rate = product_rate(device, dtype, 256 if tiny else 8192)
     where = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     print(f"{where}, {dtype}: matrix product {rate / 1e12:.3g} TFLOP/s", flush=True)

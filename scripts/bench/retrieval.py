@@ -1,4 +1,4 @@
-"""BM25 over a million passages, and its server: `python -m scripts.bench.retrieval [passages=N] [queries=N]`.
+"""BM25 over a million passages, and its server: `python -m scripts.bench retrieval [passages=N] [queries=N]`.
 
 Passages are drawn (words of a Zipf law, about 60 a passage) and written to a file; `mmrl index build` builds their
 index in a separate process, whose peak memory is read when it has ended. Then each query is put to bm25s called
@@ -27,13 +27,11 @@ from mmrl.retrieval.index_folder import open_index, read_info
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.store import PassageStore
 from mmrl.system.child_process import ChildProcess
-from scripts.bench.common import Bar, finish, once, options
+from scripts.bench.common import Bar, Measured, once
 
 VOCABULARY, WORDS, TOP_K, CLIENTS = 200_000, 60, 10, 64
-BARS: dict[str, dict[str, Any]] = {
-    "latency ratio": {"bar": 1.1, "at_most": True},
-    "server ratio": {"bar": 0.8},
-}
+OPTIONS = {"passages": "1000000", "queries": "400", "rounds": "3"}
+BARS: dict[str, dict[str, Any]] = {"latency ratio": {"bar": 1.1, "at_most": True}, "server ratio": {"bar": 0.8}}
 """Most that a query may cost against bm25s; least share of in-process throughput that the server must reach."""
 
 
@@ -112,13 +110,12 @@ def throughputs(retriever: Any, child: RemoteRetriever, queries: Sequence[str], 
     return found
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print a table, write one JSON; 1 where a bar is missed."""
-    args = options(arguments, {"passages": "1000000", "queries": "400", "rounds": "3"})
+def measure(args: dict[str, str]) -> Measured:
+    """Measure all numbers."""
     with tempfile.TemporaryDirectory() as place:
         result = measured(Path(place), *(int(args[name]) for name in ("passages", "queries", "rounds")))
-    bars = [Bar(what=name, value=value, unit="", **BARS.get(name, {"bar": None})) for name, value in result.items()]
-    return finish("retrieval", bars, args["out"], top_k=TOP_K, clients=CLIENTS)
+    bars = [Bar(name, value, unit="", **BARS.get(name, {})) for name, value in result.items()]
+    return bars, {"top_k": TOP_K, "clients": CLIENTS}
 
 
 def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, float]:
@@ -165,7 +162,3 @@ def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, f
         "server queries/s": float(np.median(rates["server"])),
         "server ratio": float(np.median(ratios)),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

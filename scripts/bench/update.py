@@ -1,4 +1,4 @@
-"""The update against TRL: `python -m scripts.bench.update [shape=is,fof] [threads=1] [repeats=3] [micro=4,8,32]`.
+"""The update against TRL: `python -m scripts.bench update [shape=is,fof] [threads=1] [repeats=3] [micro=4,8,32]`.
 
 All sides train on the same rollouts from the same random weights: TRL's GRPOTrainer through `rollout_func` (its best of
 micro-batches of 4, 8 and 32 rows), a plain padded loop with `logits_to_keep` (likewise), and mmrl. One update is
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from scripts import expect_some_of
-from scripts.bench.common import MODELS, Bar, Seconds, finish, make_model, once, options, show, summary, token_counts
+from scripts.bench.common import MODELS, Bar, Measured, Seconds, make_model, once, show, summary, token_counts
 from scripts.bench.sides import Ours, Plain, Side, Trl, check
 from scripts.bench.update_shapes import GROUP, SHAPES, Dice, Row, calls
 
@@ -32,8 +31,16 @@ PLAIN_BARS = {"is": 4.0, "long": 1.0, "demonstrations": 4.0}
 TRL_BAR, PLAIN_BAR = 3.0, 1.5
 CHECKED = 2
 """Groups of a shape on which the sides are compared."""
-MICRO = (4, 8, 32)
 KINDS = ("trl", "plain")
+OPTIONS = {
+    "shape": "",
+    "repeats": "3",
+    "model": "1M",
+    "budget": "",
+    "micro": "4,8,32",
+    "groups": "",
+    "matmul": "torch",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Sides:
     budget: int | None
     micro: list[int]
     folder: Path
-    matmul: tuple[str, ...] = ("torch",)
+    matmul: list[str]
     """`model.matmul` of mmrl's packed side; the padded one takes the first."""
 
     def makers(self) -> dict[str, Callable[[], Side]]:
@@ -88,7 +95,7 @@ class Sides:
         return found, tokens
 
 
-def measure(
+def measure_shape(
     name: str,
     size: str,
     threads: int,
@@ -96,7 +103,7 @@ def measure(
     budget: int | None,
     micro: list[int],
     groups: int | None,
-    matmul: tuple[str, ...] = ("torch",),
+    matmul: list[str],
 ) -> dict[str, Any]:
     """Measure a shape, on its first `groups` groups (None: all)."""
     rows = SHAPES[name](Dice(MODELS[size].vocab, scale=32 if size == "test" else 1))
@@ -121,31 +128,20 @@ def measure(
     }
 
 
-def main(arguments: list[str]) -> int:
-    """Measure, print, write the JSON; returns 1 when a bar is missed."""
-    known = {
-        "shape": "",
-        "repeats": "3",
-        "model": "1M",
-        "budget": "",
-        "micro": ",".join(map(str, MICRO)),
-        "groups": "",
-        "matmul": "torch",
-        "quick": "",
-    }
-    args = options(arguments, known)
+def measure(args: dict[str, str]) -> Measured:
+    """Measure the shapes."""
     names = expect_some_of("shape", args["shape"], SHAPES)
-    matmul = tuple(expect_some_of("matmul", args["matmul"], ("torch", "onednn")))
-    threads, size = int(args["threads"]), "test" if args["quick"] else args["model"]
+    matmul = expect_some_of("matmul", args["matmul"], ("torch", "onednn"))
+    threads, size = int(args["threads"]), args["model"]
     micro = [int(many) for many in args["micro"].split(",")]
     budget, groups = (int(args[name]) if args[name] else None for name in ("budget", "groups"))
     print(f"{size}, {threads} threads, load {os.getloadavg()}", flush=True)
-    lines = [measure(name, size, threads, int(args["repeats"]), budget, micro, groups, matmul) for name in names]
+    lines = [measure_shape(name, size, threads, int(args["repeats"]), budget, micro, groups, matmul) for name in names]
     bars = [
         Bar(
-            what=f"update: {words} / mmrl{f' ({product})' if len(matmul) > 1 else ''}, {line['shape']}",
-            value=ratios[against],
-            bar=bar if product == (matmul[0] if against == "padded" else matmul[-1]) else None,
+            f"update: {words} / mmrl{f' ({product})' if len(matmul) > 1 else ''}, {line['shape']}",
+            ratios[against],
+            bar if product == (matmul[0] if against == "padded" else matmul[-1]) else None,
             **line["tokens"],
         )
         for line in lines
@@ -156,8 +152,4 @@ def main(arguments: list[str]) -> int:
             ("padded", "sorted padding", 1.0),
         )
     ]
-    return finish("update", bars, args["out"], model=size, lines=lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return bars, {"model": size, "lines": lines}
