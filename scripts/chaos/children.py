@@ -180,7 +180,6 @@ def _mmrl(words: Sequence[str], folder: Path, env: Mapping[str, str], hooks: Hoo
     for number in (signal.SIGINT, signal.SIGTERM):
         # A shell that starts jobs in the background has them ignore Ctrl-C, which is inherited.
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     # Processes of a run of several, which `mmrl.run.launch` starts by psutil, are forks too: importing everything
     # anew takes most of a trial's time.
     worker = functools.partial(_worker, hooks=hooks, events=events)
