@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from hypothesis import strategies as st
+import re
 
-COMMANDS: dict[str, str] = {
-    "train": "resume from",
-    "eval": "resume policy split",
-    "plan": "lengths dry device",
-    "doctor": "examples",
-    "compare": "algo task seed name jobs out",
-    "table": "rows columns seed scale jobs do out papers",
-    "credit": "rollouts run step algo",
-    "show": "example step run_dir",
-    "report": "run_dir",
-    "export": "run_dir out checkpoint form",
-    "index build": "corpus index retriever k1 b model encoder faiss device",
-    "index search": "index query top_k device candidates",
-    "index info": "index",
-    "serve": "policy host port token_env name parent model hardware engine",
-    "serve-retriever": "index host port max_batch parent device",
-    "new-task": "kind dir name",
-    "fetch": "name",
+from hypothesis import strategies as st
+from typer.main import get_group
+
+from mmrl.cli.commands import app
+
+_COMMANDS = get_group(app).commands
+COMMANDS = {
+    name: re.findall(r"\b(\w+)=", command.help or "")
+    for name, command in (*_COMMANDS.items(), *((f"index {n}", c) for n, c in _COMMANDS["index"].commands.items()))
+    if not command.hidden
 }
-"""Command -> keys that it reads itself."""
+"""Command -> keys that its help names."""
 NO_COMMANDS = ("worker", "trian", "", "--help", "-V", "help", "-x", "-sc", "index", "index burn")
 _KEYS = """
     task algo model hardware engine experiment task.retriever compare
@@ -99,6 +91,6 @@ def command_lines(draw: st.DrawFn) -> list[str]:
         words = [*DEEP[command].split(), *draw(right), *draw(strange), *draw(st.just([]) | CONFIG_WORDS)]
         return [command, *draw(st.permutations(words))]
     command = draw(st.sampled_from((*COMMANDS, *NO_COMMANDS)))
-    keys = COMMANDS.get(command, "").split()
+    keys = COMMANDS.get(command, [])
     a_word = _settings([*keys * (len(KEYS) // (len(keys) or 1)), *KEYS]) | st.sampled_from((*_FLAGS.split(), *VALUES))
     return [*(command.split(" ") if command else [""]), *draw(st.lists(a_word, max_size=6))]
