@@ -105,44 +105,32 @@ def trl_steps(size: str, prompts: Prompts, micro: int, steps: int) -> list[tuple
     return timer.steps
 
 
-class Sampler:
-    """mmrl's side of a step before the update."""
-
-    def __init__(self, model: Any, prompts: Prompts, threads: int):
-        self.prompts, self.vocabulary = prompts, model.config.vocab_size
-        self.texts, self.tokenizer = texts(prompts, self.vocabulary), tokenizer(self.vocabulary)
-        self.engine = TransformersEngine(model, NoTokenizer(), TransformersConfig(), EngineSetup(threads=threads))  # type: ignore[arg-type]
-
-    def sample(self, step: int) -> tuple[list[Row], list[tuple[float, ...]]]:
-        """Rollouts of a step, and the log-probabilities that the engine recorded."""
-        asked = []
-        for number, text in enumerate(self.texts):
-            ids = tuple(self.tokenizer(text)["input_ids"])
-            for branch in range(GROUP):
-                sampling = Sampling(max_tokens=self.prompts.completion, seed=(step * 1000 + number) * GROUP + branch)
-                asked.append(Request(prompt_ids=ids, sampling=sampling, order=(number, branch)))
-        completions = run_engine(self.engine, asked)
-        rows = [Row(request.prompt_ids, (c.ids,), reward(c.ids)) for request, c in zip(asked, completions, strict=True)]
-        return rows, [completion.logprobs or () for completion in completions]
-
-
 def our_steps(size: str, prompts: Prompts, threads: int, steps: int) -> list[tuple[float, float]]:
     """Seconds of `steps` steps of mmrl."""
     model, timer = make_model(size), StepClock()
-    sampler = Sampler(model, prompts, threads)
+    words, texts_of_step = tokenizer(model.config.vocab_size), texts(prompts, model.config.vocab_size)
+    engine = TransformersEngine(model, NoTokenizer(), TransformersConfig(), EngineSetup(threads=threads))  # type: ignore[arg-type]
 
     def next_batch(step: int) -> StepBatch:
         timer.on_step_begin()
-        return StepBatch(step=step, calls=calls(*sampler.sample(step)))
+        asked = []
+        for number, text in enumerate(texts_of_step):
+            ids = tuple(words(text)["input_ids"])
+            for branch in range(GROUP):
+                sampling = Sampling(max_tokens=prompts.completion, seed=(step * 1000 + number) * GROUP + branch)
+                asked.append(Request(prompt_ids=ids, sampling=sampling, order=(number, branch)))
+        completions = run_engine(engine, asked)
+        rows = [Row(request.prompt_ids, (c.ids,), reward(c.ids)) for request, c in zip(asked, completions, strict=True)]
+        return StepBatch(step=step, calls=calls(rows, [completion.logprobs or () for completion in completions]))
 
     def on_step_end(step: int, metrics: dict[str, float]) -> None:
-        sampler.engine.set_version(step)
+        engine.set_version(step)
         timer.on_step_end()
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = MmrlTrainer(
             model,
-            sampler.tokenizer,
+            words,
             trainer_settings(TrainConfig(lr=0.0, steps=steps, save_every=steps + 1)),
             output_dir=folder,
             next_batch=next_batch,

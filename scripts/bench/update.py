@@ -95,25 +95,19 @@ class Sides:
         return found, tokens
 
 
-def measure_shape(
-    name: str,
-    size: str,
-    threads: int,
-    repeats: int,
-    budget: int | None,
-    micro: list[int],
-    groups: int | None,
-    matmul: list[str],
-) -> dict[str, Any]:
-    """Measure a shape, on its first `groups` groups (None: all)."""
+def measure_shape(name: str, args: dict[str, str], matmul: list[str]) -> dict[str, Any]:
+    """Measure a shape, on its first `groups` groups where that is set."""
+    size, groups = args["model"], int(args["groups"] or 0)
     rows = SHAPES[name](Dice(MODELS[size].vocab, scale=32 if size == "test" else 1))
-    rows = rows[: groups * GROUP] if groups else rows
-    sides = Sides(rows, size, budget, [many for many in micro if many <= len(rows)], Path(tempfile.mkdtemp()), matmul)
+    rows = rows[: groups * GROUP or None]
+    micro = [many for many in map(int, args["micro"].split(",")) if many <= len(rows)]
+    budget = int(args["budget"]) if args["budget"] else None
+    sides = Sides(rows, size, budget, micro, Path(tempfile.mkdtemp()), matmul)
     # A large model is checked on a group less: the check costs each side an update of what it is made on.
-    agreement = replace(sides, rows=rows[: (CHECKED - (groups is not None)) * GROUP]).agree()
+    agreement = replace(sides, rows=rows[: (CHECKED - bool(groups)) * GROUP]).agree()
     gc.collect()
-    seconds, unique = sides.seconds(repeats)
-    line = summary(seconds, threads)
+    seconds, unique = sides.seconds(int(args["repeats"]))
+    line = summary(seconds, int(args["threads"]))
     best = line["seconds"]
     # A peer counts with its best micro-batches.
     peers = {kind: min(spent for side, spent in best.items() if side.startswith(kind)) for kind in (*KINDS, "padded")}
@@ -130,13 +124,9 @@ def measure_shape(
 
 def measure(args: dict[str, str]) -> Measured:
     """Measure the shapes."""
-    names = expect_some_of("shape", args["shape"], SHAPES)
     matmul = expect_some_of("matmul", args["matmul"], ("torch", "onednn"))
-    threads, size = int(args["threads"]), args["model"]
-    micro = [int(many) for many in args["micro"].split(",")]
-    budget, groups = (int(args[name]) if args[name] else None for name in ("budget", "groups"))
-    print(f"{size}, {threads} threads, load {os.getloadavg()}", flush=True)
-    lines = [measure_shape(name, size, threads, int(args["repeats"]), budget, micro, groups, matmul) for name in names]
+    print(f"{args['model']}, {args['threads']} threads, load {os.getloadavg()}", flush=True)
+    lines = [measure_shape(name, args, matmul) for name in expect_some_of("shape", args["shape"], SHAPES)]
     bars = [
         Bar(
             f"update: {words} / mmrl{f' ({product})' if len(matmul) > 1 else ''}, {line['shape']}",
@@ -152,4 +142,4 @@ def measure(args: dict[str, str]) -> Measured:
             ("padded", "sorted padding", 1.0),
         )
     ]
-    return bars, {"model": size, "lines": lines}
+    return bars, {"model": args["model"], "lines": lines}

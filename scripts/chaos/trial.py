@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -169,24 +168,13 @@ class _Trial:
     def fresh(self) -> None:
         """Strike a fresh `python -m mmrl` when a file of the run appears, or at any instant."""
         (self.folder / "tmp").mkdir()
-        number = SIGNALS[self.result.kind]
-        wanted = self.noise.choice(self.case.marks)
-        delay = self.noise.uniform(0, 1.0) if wanted else self.noise.uniform(0, 15.0)
-        self.result.faults.append(f"{self.result.kind} {delay:.2f} s after {wanted or 'the start'}, fresh process")
+        mark = self.noise.choice(self.case.marks)
+        fault = Fault(what=self.result.kind, delay=self.noise.uniform(0, 1.0 if mark else 15.0))
+        self.result.faults.append(f"{fault} of {mark or 'the start'}, fresh process")
         self.result.phases.append("fresh process")
-        due = float("inf")
-
-        def strike(child: subprocess.Popen[bytes], now: float) -> bool:
-            nonlocal due
-            if due == float("inf") and (not wanted or any(self.folder.glob(wanted))):
-                due = now + delay
-            if now < due or child.poll() is not None:
-                return False
-            child.send_signal(number)
-            return True
 
         def start(words: Sequence[str], starts: int) -> Ended:
-            return run_fresh(words, self.folder, env=self.env, strike=None if starts else strike)
+            return run_fresh(words, self.folder, env=self.env, fault=None if starts else fault, mark=mark)
 
         self.until_done(start)
         self.check()

@@ -62,9 +62,9 @@ def test_runs_that_differ_in_times_pids_and_sockets_are_equal(tmp_path: Path) ->
     ("files", "problem"),
     [
         ({"config.yaml": b"seed: 1\n"}, "config.yaml: its contents differ"),
-        ({"metrics.jsonl": b'{"step": 1, "reward/mean": 0.5}\n'}, "metrics.jsonl: 1 lines, expected 2"),
-        ({"metrics.jsonl": b'{"step": 1, "reward/mean": 0.25}\n'}, "metrics.jsonl: line 1 differs in reward/mean"),
-        ({"summary.json": b'{"seconds": 1.0, "steps": 3}'}, "summary.json: differs in steps"),
+        ({"metrics.jsonl": b'{"step": 1, "reward/mean": 0.5}\n'}, "metrics.jsonl: its contents differ"),
+        ({"metrics.jsonl": b'{"step": 1, "reward/mean": 0.25}\n'}, "metrics.jsonl: its contents differ"),
+        ({"summary.json": b'{"seconds": 1.0, "steps": 3}'}, "summary.json: its contents differ"),
         ({"report.html": b"<html>"}, "report.html: is not a whole page"),
         ({".metrics.jsonl.1.tmp": b""}, ".metrics.jsonl.1.tmp: should not be there"),
         ({"journal/step-000001.jsonl.gz": b"cut"}, "journal/step-000001.jsonl.gz: 23 and 3 bytes differ"),
