@@ -97,12 +97,10 @@ def trie_pairs(sequences: Iterable[tuple[int, ...]]) -> tuple[int, int]:
     return nodes, pairs
 
 
-def peak_bytes(device: str, run: Callable[[], object]) -> int:
-    """Run once; return the GPU's peak of allocated bytes, weights included (a CPU's is not measured: 0)."""
-    if device != "cuda":
-        run()
-        return 0
-    torch.cuda.reset_peak_memory_stats()
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Run once; return the GPU's peak of allocated bytes, weights included (without a GPU: 0)."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     once(run)
     return torch.cuda.max_memory_allocated()
 
@@ -158,7 +156,7 @@ def mine(part: Part, rows: list[Row], few: list[Row], device: str, dtype: str, r
     }
     weights = host((name, p) for name, p in trainer.model.named_parameters() if p.requires_grad)
     side.batch = calls(rows)
-    found["peak_bytes"] = peak_bytes(device, side.run)
+    found["peak_bytes"] = peak_bytes(side.run)
     found["seconds"] = min(once(side.run)[1] for _ in range(repeats))
     found["pack_tokens"] = trainer.forwards.budget
     return Mine(weights, packed, found)
@@ -187,7 +185,7 @@ def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, d
     side.trainer.args.gradient_accumulation_steps = side.trainer.current_gradient_accumulation_steps = side.steps
     side.trainer.args.steps_per_generation = side.steps
     side.trainer._step, side.trainer._buffered_inputs = 0, None
-    found["trl_peak_bytes"] = peak_bytes(device, side.run)
+    found["trl_peak_bytes"] = peak_bytes(side.run)
     found["trl_seconds"] = min(once(side.run)[1] for _ in range(repeats))
     return found
 

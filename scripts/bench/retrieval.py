@@ -122,11 +122,7 @@ def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, f
     """Measure all numbers, by name."""
     corpus, folder = place / "corpus.jsonl", place / "index"
     write_corpus(corpus, passages)
-    subprocess.run(
-        [sys.executable, "-m", "mmrl", "index", "build", f"corpus={corpus}", f"index={folder}"],
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    subprocess.run([sys.executable, "-m", "mmrl", "index", "build", f"corpus={corpus}", f"index={folder}"], check=True)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
     before, started = resident(), time.perf_counter()
     info = read_info(folder)
@@ -136,9 +132,8 @@ def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, f
     latencies(retriever, queries[:20])
     times = latencies(retriever, queries)
     command = [sys.executable, "-m", "mmrl", "serve-retriever", f"index={folder}"]
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     log = folder.with_name("server.log")
-    server = ChildProcess(lambda port: [*command, f"port={port}"], log=log, env=paths, timeout_s=300.0)
+    server = ChildProcess(lambda port: [*command, f"port={port}"], log=log, timeout_s=300.0)
     server.start()
     child = RemoteRetriever(server.url, cache_size=0)
     child.search(queries[:1], [TOP_K])
