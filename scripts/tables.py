@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mmrl.sets.words import set_names
 from scripts.docs import filled
 
 ROOT = Path(__file__).parents[1]
@@ -21,11 +22,6 @@ PART = "tables that were run"
 COMPARED = ("mini", "tasks")
 """Sets without scales, of which docs/tables has a page each."""
 HEAD = ["| table | what | seeds | claims held | not held | undecided | drawn, code |", "|---|---|---|---|---|---|---|"]
-
-
-def natural(name: str) -> list[object]:
-    """Sort key under which table6 comes before table10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def line_of(name: str, page: dict[str, Any]) -> str:
@@ -99,7 +95,7 @@ def main(arguments: list[str]) -> int:
             (folder / f"{name}.svg").write_bytes(figure.read_bytes())
         (folder / f"{name}.md").write_text(markdown.replace("(figure.png)", f"({name}.svg)"), encoding="utf-8")
         print(f"taken: {name}")
-    part = "\n".join([*HEAD, *(lines[name] for name in sorted(lines, key=natural))])
+    part = "\n".join([*HEAD, *(lines[name] for name in set_names() if name in lines)])
     reproducing.write_text(filled(text, PART, part, by="tables"), encoding="utf-8")
     fill_comparison(outputs)
     return 0

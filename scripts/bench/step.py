@@ -87,15 +87,7 @@ def trl_steps(size: str, prompts: Prompts, micro: int, steps: int) -> list[tuple
         trainer = trl.GRPOTrainer(
             model=make_model(size),
             reward_funcs=lambda completion_ids, **_: [reward(ids) for ids in completion_ids],
-            args=trl_config(
-                Path(folder),
-                micro,
-                rows,
-                max_steps=steps,
-                max_completion_length=prompts.completion,
-                use_cpu=True,
-                bf16=False,
-            ),
+            args=trl_config(Path(folder), micro, rows, max_steps=steps, max_completion_length=prompts.completion),
             train_dataset=Dataset.from_dict({"prompt": texts(prompts, vocabulary)}),
             processing_class=tokenizer(vocabulary),
             callbacks=[timer],

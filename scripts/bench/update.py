@@ -32,15 +32,7 @@ TRL_BAR, PLAIN_BAR = 3.0, 1.5
 CHECKED = 2
 """Groups of a shape on which the sides are compared."""
 KINDS = ("trl", "plain")
-OPTIONS = {
-    "shape": "",
-    "repeats": "3",
-    "model": "1M",
-    "budget": "",
-    "micro": "4,8,32",
-    "groups": "",
-    "matmul": "torch",
-}
+OPTIONS = {"shape": "", "repeats": "3", "model": "1M", "budget": "", "micro": "4,8,32", "groups": "", "matmul": "torch"}
 
 
 @dataclass(frozen=True)
