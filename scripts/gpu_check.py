@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python scripts/gpu_check.py` finds `scripts` too
-
 from mmrl.config import LoraConfig, ModelConfig
 from mmrl.engines.embedded.prefixes import common_prefix
 from mmrl.plan.shapes import KNOWN, Shape
@@ -108,8 +106,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 def free_memory() -> None:
     """Empty the device's cache of what nothing refers to."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def host(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -137,9 +134,8 @@ class Mine:
 
 def mine(part: Part, rows: list[Row], few: list[Row], device: str, dtype: str, repeats: int, folder: Path) -> Mine:
     """Check packed against padded on `few` rollouts, then time `rows` and look at memory."""
-    side = Ours(
-        random_model(part.shape, device=device, dtype=getattr(torch, dtype)), calls(few), folder, lora=part.lora
-    )
+    model = random_model(part.shape, device=device, dtype=getattr(torch, dtype))
+    side = Ours(model, calls(few), folder, lora=part.lora)
     trainer: Any = side.trainer
     if not trainer.forwards.tries:
         raise SystemExit(f"{part.name}: the model was not prepared for packed tries")
@@ -158,7 +154,6 @@ def mine(part: Part, rows: list[Row], few: list[Row], device: str, dtype: str, r
     side.batch = calls(rows)
     found["peak_bytes"] = peak_bytes(side.run)
     found["seconds"] = min(once(side.run)[1] for _ in range(repeats))
-    found["pack_tokens"] = trainer.forwards.budget
     return Mine(weights, packed, found)
 
 

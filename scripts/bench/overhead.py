@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,30 +52,29 @@ def share(steps: Sequence[Mapping[str, float]], part: str) -> float:
     return 100 * sum(step.get(f"time/{part}", 0.0) for step in steps) / total
 
 
-def started(arguments: Sequence[str]) -> tuple[float, float]:
-    """(CPU seconds, wall-clock seconds) of a Python process.
+def cpu_seconds(arguments: Sequence[str]) -> float:
+    """CPU seconds of a Python process.
 
     Raises:
         SystemExit: it failed.
     """
-    before, wall = os.times(), time.perf_counter()
+    before = os.times()
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
-    wall, after = time.perf_counter() - wall, os.times()
+    after = os.times()
     if done.returncode:
         raise SystemExit(f"overhead: python {' '.join(arguments)} failed\n{done.stderr[-2000:]}")
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return cpu, wall
+    return after.children_user + after.children_system - before.children_user - before.children_system
 
 
 def measure(args: dict[str, str]) -> Measured:
     """Measure starts and steps."""
-    seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    seconds: dict[str, list[float]] = defaultdict(list)
     for _ in range(int(args["repeats"])):
         for what, command in STARTS.items():
-            seconds[what].append(started(command))
+            seconds[what].append(cpu_seconds(command))
     with tempfile.TemporaryDirectory() as name:
         run = [f"run.dir={name}/run", f"train.steps={args['steps']}", f"hardware.threads={args['threads']}"]
-        started(["-m", "mmrl", "train", *run, "eval.every=0", "eval.items=1", "run.progress=false"])
+        cpu_seconds(["-m", "mmrl", "train", *run, "eval.every=0", "eval.items=1", "run.progress=false"])
         lines = (Path(name) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     timed = [step for step in map(json.loads, lines) if "time/step" in step]
     timed = timed[1:] or timed
@@ -85,6 +83,5 @@ def measure(args: dict[str, str]) -> Measured:
     bars = [Bar("overhead of a default step", parts["overhead"], OVERHEAD_BAR, at_most=True, unit="%")]
     for what, several in seconds.items():
         bar = HELP_BAR if what == "mmrl --help" else None
-        bars.append(Bar(f"start: {what}", min(cpu for cpu, _ in several), bar, at_most=True, unit="s"))
-    wall = {what: min(spent for _, spent in several) for what, several in seconds.items()}
-    return bars, {"shares": parts, "wall_clock": wall, "steps": len(timed)}
+        bars.append(Bar(f"start: {what}", min(several), bar, at_most=True, unit="s"))
+    return bars, {"shares": parts, "steps": len(timed)}

@@ -124,10 +124,9 @@ def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, f
     write_corpus(corpus, passages)
     subprocess.run([sys.executable, "-m", "mmrl", "index", "build", f"corpus={corpus}", f"index={folder}"], check=True)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
-    before, started = resident(), time.perf_counter()
+    before = resident()
     info = read_info(folder)
     retriever = open_index(folder, info, PassageStore(folder))
-    opened = time.perf_counter() - started
     queries = queries_of(count)
     latencies(retriever, queries[:20])
     times = latencies(retriever, queries)
@@ -148,7 +147,6 @@ def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, f
         "build s": info.build_seconds,
         "build peak MB": peak,
         "disk MB": sum(size for size, _ in info.files.values()) / 1e6,
-        "open s": opened,
         "resident MB": resident() - before,
         **{f"{name} p{percent} ms": 1e3 * at[percent] for name, at in percentiles.items() for percent in at},
         "latency ratio": percentiles["mmrl"][50] / percentiles["bm25s"][50],

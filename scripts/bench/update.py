@@ -56,9 +56,9 @@ class Sides:
 
         def peer(kind: str, many: int) -> Side:
             model = make_model(self.size)
-            return (
-                Plain(model, self.rows, many) if kind == "plain" else Trl(model, self.rows, many, self.folder / "trl")
-            )
+            if kind == "plain":
+                return Plain(model, self.rows, many)
+            return Trl(model, self.rows, many, self.folder / "trl")
 
         peers = {f"{kind}{many}": partial(peer, kind, many) for kind in KINDS for many in self.micro}
         packed = {f"ours {matmul}": partial(ours, "auto", matmul) for matmul in self.matmul}

@@ -24,7 +24,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
-import torch
 
 import mmrl
 from mmrl.report.machine import describe_environment
@@ -79,7 +78,6 @@ def _import_all() -> None:
     for found in pkgutil.walk_packages(mmrl.__path__, "mmrl."):
         if not found.name.endswith("__main__") and ".vllm" not in found.name:
             importlib.import_module(found.name)
-    torch.set_num_threads(1)
 
 
 def forked(

@@ -42,7 +42,6 @@ class Ended:
     code: int
     """Negative: the signal."""
     err: str
-    seconds: float
     struck: bool = False
     hung: bool = False
     left: tuple[str, ...] = ()
@@ -155,7 +154,6 @@ def _ended(child: subprocess.Popen[bytes], folder: Path) -> Ended:
         code=child.returncode,
         # Beside the run's folder, whose disk may be full.
         err=(folder.parent / "err").read_text(errors="replace"),
-        seconds=time.monotonic() - started,
         hung=hung,
     )
     deadline = time.monotonic() + ENDING_S

@@ -11,10 +11,8 @@ from typing import Any
 
 import yaml
 
-PAGES = ("set.html", "set.md", "set.json", "figure.svg")
-"""Pages of a set, with the time at which they were written."""
-PER_START = ("environment.json", "run.lock", "optimiser.log", *PAGES)
-"""Files that say who ran where and when."""
+PER_START = ("environment.json", "run.lock", "optimiser.log", "set.html", "set.md", "set.json", "figure.svg")
+"""Files that say who ran where and when; a set's pages have the time at which they were written."""
 NOT_COMPARED = ("time/", "rate/", "memory/", "endpoint/")
 """Metric families that a clock or the machine decides; all others are bit-equal on the same inputs."""
 WANDB = re.compile(r"tmp/[^/]*wandb-(media|artifacts)(/|$)")

@@ -79,7 +79,7 @@ def make_reference(place: Place, name: str) -> Result:
     env = place.env(name, folder)
     found = run_fresh(case.words, folder, env=env) if case.marks else run(case.words, folder, env=env, events=events)
     if found.code:
-        why = f"after {found.seconds:.0f} s, its time limit" if found.hung else f"with code {found.code}"
+        why = "at its time limit" if found.hung else f"with code {found.code}"
         result.problems.append(f"{name}: the undisturbed run ended {why}\n{found.err[-2000:]}")
         return result
     counted = json.loads(events.read_text()) if events.exists() else {"seconds": {}}
@@ -158,9 +158,8 @@ class _Trial:
         phase = noise.choice(phases)
         seconds = self.events["seconds"][phase]
         call = noise.randint(1, len(seconds))
-        when = noise.choice(
-            ("before", "inside", "after") if kind in SIGNALS and phase != "file" else ("before", "after")
-        )
+        inside = ("inside",) if kind in SIGNALS and phase != "file" else ()
+        when = noise.choice(("before", "after", *inside))
         delay = noise.random() * seconds[call - 1] if when == "inside" else 0.0
         room = noise.choice((0, noise.randrange(1 << 15), noise.randrange(8 << 20)))
         return Fault(what=kind, phase=phase, call=call, when=when, delay=delay, room=room, rank=rank)
@@ -197,10 +196,8 @@ class _Trial:
         self.result.faults.append(f"{file}: {kind}")
         self.result.phases.append(f"damage: {kind}")
         self.result.struck = 1
-        found = run(self.case.again, self.folder, env=self.env)
-        self.ended_well(found)
+        found = self.continued()
         if found.code == 0:
-            self.check()
             return
         self.result.outcome = "refused"
         names = [file, file.rpartition("/")[2], file.partition("/")[0]]
@@ -210,12 +207,17 @@ class _Trial:
         if found.code < 0 or not any(line.startswith("error: ") for line in found.err.splitlines()) or not named:
             self.problem(f"refused with code {found.code} and no error that names {file}: {found.err[-300:]!r}")
         put_back(target / file, held)
+        found = self.continued()
+        if found.code:
+            self.problem(f"with {file} put back it ended with code {found.code}: {found.err[-300:]!r}")
+
+    def continued(self) -> Ended:
+        """Continue the run, and compare it where it is done."""
         found = run(self.case.again, self.folder, env=self.env)
         self.ended_well(found)
         if found.code == 0:
             self.check()
-        else:
-            self.problem(f"with {file} put back it ended with code {found.code}: {found.err[-300:]!r}")
+        return found
 
     # -- until it is done, and what is checked
 

@@ -135,4 +135,4 @@ def test_a_run_that_outlives_its_time_is_said_to(tmp_path: Path, monkeypatch: py
     """Of a run that the harness has killed, the code alone (-9) would say nothing."""
     monkeypatch.setattr(children, "LIMIT_S", 0.1)
     (problem,) = make_reference(Place(tmp_path), "stages").problems
-    assert problem.startswith("stages: the undisturbed run ended after 0 s, its time limit")
+    assert problem.startswith("stages: the undisturbed run ended at its time limit")
