@@ -88,11 +88,11 @@ format: $(STAMP) ## format and fix what can be fixed
 	$(BIN)/ruff format mmrl tests scripts
 	$(BIN)/ruff check --fix mmrl tests scripts
 
-docs: $(STAMP) ## write the generated part of docs/configuration.md
+docs: $(STAMP) ## write the tables of keys in docs/configuration.md
 	$(BIN)/python -m scripts.docs
 
 bench-retrieval: $(STAMP) ## BM25 over a million passages and its server, against bm25s; ARGS='passages=100000'
-	$(BIN)/python -m scripts.bench.retrieval $(ARGS)
+	$(BIN)/python -m scripts.bench retrieval $(ARGS)
 
 chaos: $(STAMP) ## kill, starve and damage runs, continue them, compare bit for bit (25 minutes); ARGS='trials=50 seed=1'
 	$(BIN)/python -m scripts.chaos $(ARGS)

@@ -15,19 +15,16 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python scripts/gpu_check.py` finds `scripts` too
-
 from mmrl.config import LoraConfig, ModelConfig
+from mmrl.engines.embedded.prefixes import common_prefix
 from mmrl.plan.shapes import KNOWN, Shape
-from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.settings import Settings
 from scripts import expect_some_of
 from scripts.bench.common import MODELS, Bar, cosine, finish, once, options, random_model, token_counts
@@ -44,6 +41,8 @@ DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 """device -> the dtype that is checked on it by default."""
 MFU_BAR = 45.0
 """Least percent of the device's matrix product rate that LoRA on an 8B model reaches on unique tokens."""
+Lengths = tuple[int, tuple[int, int], tuple[int, int]]
+"""Groups of rollouts, and ranges of the tokens of a prompt and of a completion."""
 KINDS = {"is": independent, "fof": forked_first}
 RATIO_BARS = {"is": 4.0, "fof": 1.0}
 """Least ratio of TRL to mmrl on a GPU: the tokens that sharing saves; never slower where nothing is shared."""
@@ -58,15 +57,6 @@ class Part:
     lora: LoraConfig | None
     micro: int
     """TRL's micro-batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Groups of rollouts."""
-
-    groups: int
-    prompt: tuple[int, int]
-    completion: tuple[int, int]
 
 
 def parts(tiny: bool) -> list[Part]:
@@ -94,40 +84,29 @@ def flops(shape: Shape, tokens: float, pairs: float, scored: float) -> float:
     return 2 * shape.block_parameters * tokens + attention + 2 * shape.vocab * shape.hidden * scored
 
 
-def trie_pairs(batch: Sequence[TrainCall]) -> tuple[int, int]:
-    """Count the unique tokens that an update forwards, and the (query, key) pairs of their attention.
-
-    All calls are trained; the last token of a call is only predicted.
-    """
+def trie_pairs(sequences: Iterable[tuple[int, ...]]) -> tuple[int, int]:
+    """Count the unique tokens of sequences, and the (query, key) pairs of their attention."""
     nodes, pairs, before = 0, 0, ()  # type: tuple[int, int, tuple[int, ...]]
-    for ids in sorted((train.call.prompt_ids + train.call.completion_ids)[:-1] for train in batch):
-        pairwise = enumerate(zip(before, ids, strict=False))
-        shared = next((n for n, (left, right) in pairwise if left != right), min(len(before), len(ids)))
+    for ids in sorted(sequences):
+        shared = common_prefix(before, ids)
         nodes += len(ids) - shared
         pairs += sum(range(shared + 1, len(ids) + 1))
         before = ids
     return nodes, pairs
 
 
-def peak_bytes(device: str, run: Callable[[], object]) -> int:
-    """Run once; return the GPU's peak of allocated bytes, weights included (a CPU's is not measured: 0)."""
-    if device != "cuda":
-        run()
-        return 0
-    torch.cuda.reset_peak_memory_stats()
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Run once; return the GPU's peak of allocated bytes, weights included (without a GPU: 0)."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     once(run)
     return torch.cuda.max_memory_allocated()
 
 
-@contextmanager
-def freed() -> Iterator[None]:
-    """Empty the device's cache afterwards."""
-    try:
-        yield
-    finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+def free_memory() -> None:
+    """Empty the device's cache of what nothing refers to."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def host(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -155,9 +134,8 @@ class Mine:
 
 def mine(part: Part, rows: list[Row], few: list[Row], device: str, dtype: str, repeats: int, folder: Path) -> Mine:
     """Check packed against padded on `few` rollouts, then time `rows` and look at memory."""
-    side = Ours(
-        random_model(part.shape, device=device, dtype=getattr(torch, dtype)), calls(few), folder, lora=part.lora
-    )
+    model = random_model(part.shape, device=device, dtype=getattr(torch, dtype))
+    side = Ours(model, calls(few), folder, lora=part.lora)
     trainer: Any = side.trainer
     if not trainer.forwards.tries:
         raise SystemExit(f"{part.name}: the model was not prepared for packed tries")
@@ -174,9 +152,8 @@ def mine(part: Part, rows: list[Row], few: list[Row], device: str, dtype: str, r
     }
     weights = host((name, p) for name, p in trainer.model.named_parameters() if p.requires_grad)
     side.batch = calls(rows)
-    found["peak_bytes"] = peak_bytes(device, side.run)
+    found["peak_bytes"] = peak_bytes(side.run)
     found["seconds"] = min(once(side.run)[1] for _ in range(repeats))
-    found["pack_tokens"] = trainer.forwards.budget
     return Mine(weights, packed, found)
 
 
@@ -203,25 +180,23 @@ def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, d
     side.trainer.args.gradient_accumulation_steps = side.trainer.current_gradient_accumulation_steps = side.steps
     side.trainer.args.steps_per_generation = side.steps
     side.trainer._step, side.trainer._buffered_inputs = 0, None
-    found["trl_peak_bytes"] = peak_bytes(device, side.run)
+    found["trl_peak_bytes"] = peak_bytes(side.run)
     found["trl_seconds"] = min(once(side.run)[1] for _ in range(repeats))
     return found
 
 
 def measure(part: Part, kind: str, lengths: Lengths, device: str, dtype: str, rate: float, repeats: int) -> dict[str, Any]:  # fmt: skip  # noqa: E501
     """Measure one model on one kind of rollouts."""
-    rows, few = (
-        KINDS[kind](Dice(part.shape.vocab), groups, lengths.prompt, lengths.completion)
-        for groups in (lengths.groups, 2)
-    )
+    most, prompt, completion = lengths
+    rows, few = (KINDS[kind](Dice(part.shape.vocab), groups, prompt, completion) for groups in (most, 2))
     folder = Path(tempfile.mkdtemp())
-    with freed():
-        ours = mine(part, rows, few, device, dtype, repeats, folder / "mmrl")
-    with freed():
-        theirs = peer(part, ours, rows, few, device, dtype, repeats, folder / "trl")
-    batch = calls(rows)
-    unique, pairs = trie_pairs(batch)
-    scored = sum(len(train.call.completion_ids) for train in batch)
+    ours = mine(part, rows, few, device, dtype, repeats, folder / "mmrl")
+    free_memory()
+    theirs = peer(part, ours, rows, few, device, dtype, repeats, folder / "trl")
+    free_memory()
+    # The last token of a call is only predicted.
+    unique, pairs = trie_pairs((row.prompt + row.completion)[:-1] for row in rows)
+    scored = sum(len(row.completion) for row in rows)
     passes = 3 if part.lora is None else 2  # a frozen base needs no gradients of its weights
     work = passes * flops(part.shape, unique, pairs, scored)
     found = ours.found | theirs
@@ -239,9 +214,7 @@ def bars_of(name: str, kind: str, found: dict[str, Any], dtype: str, meaningful:
     most, least = TOLERANCE[dtype]
 
     def bar(what: str, value: float, limit: float | None, unit: str = "", at_most: bool = False) -> Bar:
-        return Bar(
-            what=f"{name}, {kind}: {what}", value=value, bar=limit, unit=unit, at_most=at_most, **found["tokens"]
-        )
+        return Bar(f"{name}, {kind}: {what}", value, limit, unit=unit, at_most=at_most, **found["tokens"])
 
     return [
         bar("|Δ log-prob|", found["max_logprob_difference"], most, at_most=True),
@@ -259,19 +232,12 @@ def main(arguments: Sequence[str]) -> int:
     """Print the table, write the JSON; returns 1 when a check fails or a bar is missed."""
     known = {"device": "cuda", "dtype": "", "repeats": "3", "tiny": "", "threads": str(torch.get_num_threads())}
     args = options(arguments, known)
-    (device,), tiny, repeats = (
-        expect_some_of("device", args["device"], DTYPES),
-        bool(args["tiny"]),
-        int(args["repeats"]),
-    )
+    (device,) = expect_some_of("device", args["device"], DTYPES)
+    tiny, repeats = bool(args["tiny"]), int(args["repeats"])
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("device=cuda: there is no CUDA device here; device=cpu tiny=1 tests the script itself")
     (dtype,) = expect_some_of("dtype", args["dtype"] or DTYPES[device], TOLERANCE)
-    lengths = (
-        Lengths(groups=4, prompt=(8, 24), completion=(2, 6))
-        if tiny
-        else Lengths(groups=16, prompt=(1500, 2500), completion=(10, 60))
-    )
+    lengths = (4, (8, 24), (2, 6)) if tiny else (16, (1500, 2500), (10, 60))
     rate = product_rate(device, dtype, 256 if tiny else 8192)
     where = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     print(f"{where}, {dtype}: matrix product {rate / 1e12:.3g} TFLOP/s", flush=True)

@@ -93,17 +93,12 @@ class Handler(BaseHTTPRequestHandler):
         """The verdict, or 400 and why there is none."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
-            request = json.loads(body)
-            reply = verdict(request["messages"][-1]["content"])
+            reply = verdict(json.loads(body)["messages"][-1]["content"])
+            choice = {"index": 0, "message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}
+            found = {"id": "by-rule", "object": "chat.completion", "created": 0, "model": "rubric"}
+            code, answer = 200, found | {"choices": [choice]}
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            self._send(400, {"error": {"message": f"rubric_judge: {error}"}})
-            return
-        choice = {"index": 0, "message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}
-        self._send(
-            200, {"id": "by-rule", "object": "chat.completion", "created": 0, "model": "rubric", "choices": [choice]}
-        )
-
-    def _send(self, code: int, answer: object) -> None:
+            code, answer = 400, {"error": {"message": f"rubric_judge: {error}"}}
         content = json.dumps(answer).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")

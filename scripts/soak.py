@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, linear_regression, median
+from statistics import fmean, median
 
 import psutil
 
@@ -53,7 +53,7 @@ def watch(steps: int, folder: Path, extra: Sequence[str]) -> list[Sample]:
             try:
                 samples.append(
                     {
-                        "step": float(_lines(metrics)),
+                        "step": float(metrics.read_bytes().count(b"\n") if metrics.is_file() else 0),
                         "rss_mb": process.memory_info().rss / 1e6,
                         "files": float(process.num_fds()),
                         "threads": float(process.num_threads()),
@@ -65,10 +65,6 @@ def watch(steps: int, folder: Path, extra: Sequence[str]) -> list[Sample]:
     if run.returncode:
         raise SystemExit(f"the run ended with code {run.returncode}\n{(folder / 'log').read_text()[-2000:]}")
     return samples
-
-
-def _lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
 def bars_of(samples: Sequence[Sample], step_seconds: Sequence[float], journal: Sequence[int], steps: int) -> list[Bar]:
@@ -91,18 +87,12 @@ def bars_of(samples: Sequence[Sample], step_seconds: Sequence[float], journal: S
     for name, growth, unit in (("rss_mb", 0.02, " MB"), ("files", 0.0, ""), ("threads", 0.0, "")):
         values = [s[name] for s in warm]
         compare(name, "first tenth", "last tenth", _ends(values, max(1, len(values) // 10)), growth, unit)
-        slope = 1000 * _slope([s["step"] for s in warm], values)
-        bars.append(Bar(what=f"{name}, slope per 1000 steps", value=slope, bar=None, unit=unit))
     count = min(SPEED_STEPS, max(1, len(step_seconds) // 2))
     compare("s of a step", f"first {count}", f"last {count}", _ends(step_seconds, count), 0.05, " s")
     half = len(journal) // 2
     means = (fmean(journal[:half] or [0]), fmean(journal[half:] or [0]))
     compare("journal bytes a step", "first half", "second half", means, 0.05)
     return bars
-
-
-def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    return linear_regression(xs, ys).slope if len(set(xs)) > 1 else 0.0
 
 
 def _ends(values: Sequence[float], count: int) -> tuple[float, float]:
@@ -123,9 +113,8 @@ def main(arguments: Sequence[str]) -> int:
     bars = bars_of(samples, seconds, journal, steps)
     out = args["out"] or f"outputs/soak/{time.strftime('%Y%m%d_%H%M%S')}.json"
     kept = samples[:: max(1, len(samples) // 500)]
-    code = finish(
-        "soak", bars, out, steps=steps, wall_s=time.monotonic() - started, settings=[*RUN, *extra], samples=kept
-    )
+    spent = time.monotonic() - started
+    code = finish("soak", bars, out, steps=steps, wall_s=spent, settings=[*RUN, *extra], samples=kept)
     if not args["work"]:
         shutil.rmtree(folder, ignore_errors=True)
     return code

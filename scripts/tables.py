@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mmrl.sets.words import set_names
 from scripts.docs import filled
 
 ROOT = Path(__file__).parents[1]
@@ -21,11 +22,6 @@ PART = "tables that were run"
 COMPARED = ("mini", "tasks")
 """Sets without scales, of which docs/tables has a page each."""
 HEAD = ["| table | what | seeds | claims held | not held | undecided |", "|---|---|---|---|---|---|"]
-
-
-def natural(name: str) -> list[object]:
-    """Sort key under which table6 comes before table10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def line_of(name: str, page: dict[str, Any]) -> str:
@@ -51,12 +47,12 @@ def line_of(name: str, page: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def whole(outputs: Path, scale: str) -> Iterator[tuple[str, Path, dict[str, Any]]]:
-    """(name, folder, set.json) of every table whose cells all have their seeds."""
-    for path in sorted(outputs.glob(f"*/{scale}/set.json")):
+def whole(paths: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Folder and content of every set.json whose cells all have their seeds."""
+    for path in sorted(paths):
         page = json.loads(path.read_text(encoding="utf-8"))
         if page["cells_done"] == page["cells"]:
-            yield path.parts[-3], path.parent, page
+            yield path.parent, page
 
 
 def lines_in(text: str) -> dict[str, str]:
@@ -67,13 +63,8 @@ def lines_in(text: str) -> dict[str, str]:
 def fill_comparison(outputs: Path) -> None:
     """Put the pages of `COMPARED` that are complete into docs/tables, their figures beside them."""
     tables = ROOT / "docs" / "tables"
-    for name in COMPARED:
-        folder = outputs / name
-        if not (folder / "set.json").is_file():
-            continue
-        page = json.loads((folder / "set.json").read_text(encoding="utf-8"))
-        if page["cells_done"] < page["cells"]:
-            continue
+    for folder, _ in whole(outputs / name / "set.json" for name in COMPARED if (outputs / name / "set.json").is_file()):
+        name = folder.name
         # Without its title and head: the document says what was run.
         body = "\n\n".join((folder / "set.md").read_text(encoding="utf-8").strip().split("\n\n")[2:])
         body = body.replace("(figure.png)", f"(figures/set-{name}.svg)").replace("\n## ", "\n### ")
@@ -91,16 +82,16 @@ def main(arguments: list[str]) -> int:
     folder.mkdir(exist_ok=True)
     text = reproducing.read_text(encoding="utf-8")
     lines = lines_in(text)
-    taken = list(whole(outputs, scale))
-    lines |= {name: line_of(name, page) for name, _, page in taken}
-    for name, made, _ in taken:
+    for made, page in whole(outputs.glob(f"*/{scale}/set.json")):
+        name = made.parent.name
+        lines[name] = line_of(name, page)
         markdown = (made / "set.md").read_text(encoding="utf-8")
         figure = made / "figure.svg"
         if figure.is_file():
             (folder / f"{name}.svg").write_bytes(figure.read_bytes())
         (folder / f"{name}.md").write_text(markdown.replace("(figure.png)", f"({name}.svg)"), encoding="utf-8")
         print(f"taken: {name}")
-    part = "\n".join([*HEAD, *(lines[name] for name in sorted(lines, key=natural))])
+    part = "\n".join([*HEAD, *(lines[name] for name in set_names() if name in lines)])
     reproducing.write_text(filled(text, PART, part, by="tables"), encoding="utf-8")
     fill_comparison(outputs)
     return 0

@@ -1,13 +1,15 @@
 """The CPU suite: `python -m scripts.bench [only=update,step] [threads=1]` (`make bench`), under ten minutes when idle.
 
 With `model=smollm2_135m` those of a real model's shape, with random weights: about an hour (`make bench model=…`).
+`python -m scripts.bench NAME [option=value ...]` runs one bench alone, with the options of its file.
 
-Every bench runs in a separate process, so that none sees another's memory or settings. One table at the end, and all
-results in `outputs/bench/<time>.json`; exit code 1 when a bar is missed or a bench failed.
+Every bench of the suite runs in a separate process, so that none sees another's memory or settings. One table at the
+end, and all results in `outputs/bench/<time>.json`; exit code 1 when a bar is missed or a bench failed.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -15,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,22 @@ LARGE: dict[str, list[str]] = {
     "rollout": ["shapes=shared,one", "repeats=1", "brief=1", "model=smollm2_135m"],
 }
 """Options with `model=smollm2_135m`: two groups of a shape, of which a peer's update takes minutes."""
-QUICK = {"overhead": ["steps=1", "repeats=1"]}
 SUITES = {"1M": SUITE, "smollm2_135m": LARGE}
+BENCHES = (*SUITE, "retrieval")
 
 
-def run(bench: str, extra: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The JSON of one bench; of one that failed, an `error`."""
+def run_bench(name: str, arguments: Sequence[str]) -> int:
+    """Run a bench in this process, print its table, write its JSON; returns 1 when a bar is missed."""
+    bench = importlib.import_module(f"scripts.bench.{name}")
+    args = options(arguments, bench.OPTIONS)
+    bars, details = bench.measure(args)
+    return finish(name, bars, args["out"], **details)
+
+
+def result_of(bench: str, arguments: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The JSON of a bench in a separate process; of one that failed, an `error`."""
     out = folder / f"{bench}.json"
-    command = [sys.executable, "-m", f"scripts.bench.{bench}", *extra, f"out={out}"]
+    command = [sys.executable, "-m", "scripts.bench", bench, *arguments, f"out={out}"]
     started = time.perf_counter()
     done = subprocess.run(command, stdout=sys.stdout, stderr=subprocess.PIPE, text=True, check=False)
     spent = {"wall_s": time.perf_counter() - started}
@@ -58,17 +67,19 @@ def run(bench: str, extra: Sequence[str], folder: Path) -> dict[str, Any]:
 
 def bars_of(results: Sequence[dict[str, Any]]) -> list[Bar]:
     """The bars of all benches; one that failed counts as missed."""
-    names, bars = [field.name for field in fields(Bar)], []
+    bars = []
     for result in results:
-        bars += [Bar(**{name: bar[name] for name in names}) for bar in result["bars"]]
+        bars += [Bar(**{name: value for name, value in bar.items() if name != "met"}) for bar in result["bars"]]
         if "error" in result:
-            bars.append(Bar(what=f"{result['bench']}: FAILED, see above", value=float("nan"), bar=1.0, unit=""))
+            bars.append(Bar(f"{result['bench']}: FAILED, see above", float("nan"), 1.0, unit=""))
     return bars
 
 
 def main(arguments: list[str]) -> int:
-    """Run the suite, print one table, write one JSON; returns 1 when a bar is missed."""
-    args = options(arguments, {"model": "1M", "only": "", "quick": ""})
+    """Run the suite, print one table, write one JSON; or run one bench. Returns 1 when a bar is missed."""
+    if arguments[:1] and arguments[0] in BENCHES:
+        return run_bench(arguments[0], arguments[1:])
+    args = options(arguments, {"model": "1M", "only": ""})
     (model,) = expect_some_of("model", args["model"], SUITES)
     suite = SUITES[model]
     chosen = expect_some_of("only", args["only"], suite)
@@ -76,8 +87,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for bench in chosen:
             print(f"\n{bench}", flush=True)
-            extra = [*suite[bench], f"threads={args['threads']}", f"quick={args['quick']}"]
-            results.append(run(bench, [*extra, *(QUICK.get(bench, []) if args["quick"] else [])], Path(folder)))
+            results.append(result_of(bench, [*suite[bench], f"threads={args['threads']}"], Path(folder)))
             if "error" in results[-1]:
                 print(results[-1]["error"], file=sys.stderr, flush=True)
     spent = time.perf_counter() - started

@@ -1,7 +1,7 @@
 """Shared by the benchmarks: random models, a clock, bars that a ratio must reach, printing and storing of results.
 
-Every bench is `python -m scripts.bench.<name> [option=value ...]`; `scripts.bench` runs them all. Each makes a list of
-`Bar`s and ends with `finish`.
+Every bench has its `OPTIONS` with their defaults, and `measure`, which returns its `Bar`s and details for the JSON;
+`scripts.bench` runs them.
 """
 
 from __future__ import annotations
@@ -9,42 +9,40 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import transformers
 
+from mmrl.config.base import FETCHED
 from mmrl.models.linear import use_onednn
-from mmrl.plan.shapes import Shape
+from mmrl.plan.shapes import KNOWN, Shape
+from mmrl.report.machine import describe_environment
+from mmrl.report.text import align
 from scripts import key_values
 
 MODELS = {
     "test": Shape(layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=32, vocab=64, tied=True),
     "1M": Shape(layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=384, vocab=2048, tied=True),
-    "smollm2_135m": Shape(
-        layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152, tied=True
-    ),
+    "smollm2_135m": KNOWN[FETCHED["smollm2_135m"]],
 }
-LLAMAS = frozenset({"smollm2_135m"})
-"""Models without norms on queries and keys."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Bar:
     """A measured number beside the limit that it must reach."""
 
     what: str
     value: float
-    bar: float | None
+    bar: float | None = None
     """None: printed for comparison, without a limit."""
+    _: KW_ONLY
     at_most: bool = False
     """The limit is a ceiling."""
     unit: str = "x"
@@ -64,6 +62,10 @@ class Bar:
         return self.value <= self.bar if self.at_most else self.value >= self.bar
 
 
+Measured = tuple[list[Bar], dict[str, Any]]
+"""Bars of a bench, and details for its JSON."""
+
+
 def options(arguments: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:
     """`name=value` arguments over defaults; `threads` and `out` are always known. Sets torch's threads, silences peers.
 
@@ -78,8 +80,8 @@ def options(arguments: Sequence[str], known: Mapping[str, str]) -> dict[str, str
 
 
 def make_model(size: str, matmul: str = "torch") -> Any:
-    """A random Qwen3, or Llama (`LLAMAS`), of one of the sizes in `MODELS`; `matmul` as `model.matmul`."""
-    kind = transformers.LlamaConfig if size in LLAMAS else transformers.Qwen3Config
+    """A random Qwen3 of one of the sizes in `MODELS`, or SmolLM2's Llama; `matmul` as `model.matmul`."""
+    kind = transformers.LlamaConfig if size == "smollm2_135m" else transformers.Qwen3Config
     model = random_model(MODELS[size], kind)
     if matmul == "onednn":
         use_onednn(model)
@@ -137,14 +139,13 @@ def timed(runs: Mapping[str, Callable[[], object]], repeats: int, warm: bool = T
 
 
 def summary(seconds: Seconds, threads: int) -> dict[str, Any]:
-    """Least and median seconds of each side, for the JSON.
+    """Least seconds of each side, for the JSON.
 
     With one thread the CPU's seconds count, which neighbours on a shared machine do not move; else the wall clock's.
     """
     counted = {name: [pair[threads != 1] for pair in pairs] for name, pairs in seconds.items()}
     return {
         "seconds": {name: min(several) for name, several in counted.items()},
-        "median": {name: median(several) for name, several in counted.items()},
         "wall_clock": {name: min(wall for _, wall in pairs) for name, pairs in seconds.items()},
         "clock": "cpu" if threads == 1 else "wall",
     }
@@ -177,41 +178,23 @@ def cosine(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) 
     return dot / (one * two) ** 0.5 if one and two else float("nan")
 
 
-def machine() -> dict[str, Any]:
-    """Describe the machine and the packages behind a result."""
-    packages = ("torch", "transformers", "trl", "peft", "accelerate")
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    cpuinfo = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return {
-        "machine": cpuinfo.get("model name") or platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load": os.getloadavg(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
-
-
 def table(bars: Sequence[Bar]) -> str:
     """One line per bar: what, measured, bar, met or missed, tokens."""
-    head = f"{'what':42}{'measured':>10}{'bar':>9}  {'':7}{'padded':>9}{'real':>9}{'unique':>9}"
-    lines = [head]
+    rows = [["what", "measured", "bar", "", "padded", "real", "unique", ""]]
     for bar in bars:
-        sign = "" if bar.bar is None else "≤ " if bar.at_most else "≥ "
-        wanted = "" if bar.bar is None else f"{sign}{bar.bar:g}{bar.unit}"
+        wanted = "" if bar.bar is None else f"{'≤' if bar.at_most else '≥'} {bar.bar:g}{bar.unit}"
         word = {None: "", True: "met", False: "MISSED"}[bar.met]
-        tokens = "".join(f"{'' if n is None else n:>9}" for n in (bar.padded, bar.real, bar.unique))
-        lines.append(f"{bar.what:42}{f'{bar.value:.3g}{bar.unit}':>10}{wanted:>9}  {word:7}{tokens}".rstrip())
-    return "\n".join(lines)
+        tokens = ["" if count is None else str(count) for count in (bar.padded, bar.real, bar.unique)]
+        rows.append([bar.what, f"{bar.value:.3g}{bar.unit}", wanted, word, *tokens, ""])
+    return align(rows, indent="")
 
 
 def finish(bench: str, bars: Sequence[Bar], out: str, **details: Any) -> int:
     """Print the bars, write the JSON (`out`, else `outputs/bench/<bench>_<time>.json`); 1 when a bar is missed."""
     missed = [bar.what for bar in bars if bar.met is False]
     kept = [asdict(bar) | {"met": bar.met} for bar in bars]
-    result = {"bench": bench, **machine(), "missed": missed, "bars": kept, **details}
+    found = {"bench": bench, **describe_environment(sys.argv), "load": os.getloadavg()}
+    result = {**found, "missed": missed, "bars": kept, **details}
     path = Path(out or f"outputs/bench/{bench}_{time.strftime('%Y%m%d_%H%M%S')}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1), encoding="utf-8")

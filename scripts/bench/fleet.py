@@ -1,4 +1,4 @@
-"""Several scripted servers behind vllm-router: `python -m scripts.bench.fleet [servers=1,2,4,8] [latency_ms=200]`.
+"""Several scripted servers behind vllm-router: `python -m scripts.bench fleet [servers=1,2,4,8] [latency_ms=200]`.
 
 A scripted server answers `AT_ONCE` completions at a time, each token after the latency, so that not this machine's
 cores are measured. Programs of `CALLS` calls of a token, one after the other, are driven through `VllmServerEngine`:
@@ -13,6 +13,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,19 +26,20 @@ from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.models.load import load_tokenizer
 from mmrl.plan.fleet import CALLS_PER_S, PlayedCall, Speed, play
 from mmrl.system.child_process import ChildProcess
-from scripts.bench.common import Bar, finish, options
+from scripts.bench.common import Bar, Measured
 
 TINY = ModelConfig(name="tiny", path="tiny")
 AT_ONCE, CALLS, PROMPT = 8, 4, 256
 SPEEDUPS = {2: 1.9, 4: 3.7, 8: 7.0}
 """Servers -> least throughput over one server."""
-FORETOLD, TOKEN_S = (2, 4, 8, 16), 0.02
-"""Servers, and seconds of a token, of the rollouts that are foretold."""
+TOKEN_S = 0.02
+"""Seconds of a token of the rollouts that are foretold."""
+OPTIONS = {"servers": "1,2,4,8", "latency_ms": "200", "rounds": "10", "foretold": "2,4,8,16"}
 FIRST_ID = 20
 """Token id that server 0 replies with; the next server's is the next."""
 
 
-def serve(port: int, index: int, latency_s: float) -> None:
+def serve(index: int, latency_s: float, port: int) -> None:
     """Answer like vLLM, with one token that says which server it is."""
     import uvicorn
     from starlette.applications import Starlette
@@ -74,8 +76,8 @@ def fleet(servers: int, latency_s: float) -> Iterator[VllmServerEngine]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder, urls = Path(name), []
         for index in range(servers):
-            words = [sys.executable, "-m", "scripts.bench.fleet", f"serve={index}", f"latency_ms={latency_s * 1000}"]
-            child = ChildProcess(lambda port, words=words: [*words, f"port={port}"], log=folder / "log", timeout_s=60.0)
+            words = [sys.executable, "-m", "scripts.bench.fleet", str(index), str(latency_s)]
+            child = ChildProcess(lambda port, words=words: [*words, str(port)], log=folder / "log", timeout_s=60.0)
             stack.callback(child.stop)
             child.start()
             urls.append(child.url)
@@ -88,25 +90,12 @@ def fleet(servers: int, latency_s: float) -> Iterator[VllmServerEngine]:
         yield engine
 
 
-async def drive(engine: VllmServerEngine, programs: int) -> tuple[float, float]:
-    """Calls a second, and the share of calls that met the server of their session's first call."""
-    sampling, prompt = Sampling(max_tokens=1), tuple(range(PROMPT))
-
-    async def program(number: int) -> int:
-        request = Request(prompt_ids=prompt, sampling=sampling, session=f"q{number}")
-        answered = [(await engine.generate(request)).ids[0] for _ in range(CALLS)]
-        return sum(server == answered[0] for server in answered)
-
-    started = time.perf_counter()
-    met = sum(await asyncio.gather(*(program(number) for number in range(programs))))
-    return programs * CALLS / (time.perf_counter() - started), met / (programs * CALLS)
-
-
-def measure(servers: int, latency_s: float, programs: int) -> tuple[float, float]:
-    """See `drive`, after a few calls that open connections."""
-    with fleet(servers, latency_s) as engine:
-        asyncio.run(drive(engine, AT_ONCE))
-        return asyncio.run(drive(engine, programs))
+def chains(programs: int) -> list[PlayedCall]:
+    """Calls of programs: `CALLS` in a row, of one token."""
+    return [
+        PlayedCall(example=str(number // CALLS), parent=number - 1 if number % CALLS else None, prefill=0, completion=1)
+        for number in range(programs * CALLS)
+    ]
 
 
 def forest(examples: int) -> list[PlayedCall]:
@@ -122,56 +111,56 @@ def forest(examples: int) -> list[PlayedCall]:
     return calls
 
 
-async def rollouts(engine: VllmServerEngine, calls: Sequence[PlayedCall]) -> float:
-    """Seconds that the calls take, each after its parent."""
+async def drive(engine: VllmServerEngine, calls: Sequence[PlayedCall]) -> tuple[float, float]:
+    """Seconds of the calls, each after its parent; and the share that met the server of their example's first call."""
     prompt, ended = tuple(range(PROMPT)), [asyncio.Event() for _ in calls]
+    servers: dict[str, list[int]] = defaultdict(list)
 
     async def one(number: int, call: PlayedCall) -> None:
         if call.parent is not None:
             await ended[call.parent].wait()
         sampling = Sampling(max_tokens=round(call.completion))
-        await engine.generate(Request(prompt_ids=prompt, sampling=sampling, session=f"e{call.example}"))
+        completion = await engine.generate(Request(prompt_ids=prompt, sampling=sampling, session=call.example))
+        servers[call.example].append(completion.ids[0])
         ended[number].set()
 
     started = time.perf_counter()
     await asyncio.gather(*(one(number, call) for number, call in enumerate(calls)))
-    return time.perf_counter() - started
+    met = sum(server == several[0] for several in servers.values() for server in several)
+    return time.perf_counter() - started, met / len(calls)
 
 
-def main(arguments: list[str]) -> int:
-    """Measure, print, store; returns 1 when a bar is missed."""
-    args = options(arguments, {"servers": "1,2,4,8", "latency_ms": "200", "serve": "", "port": "", "quick": ""})
-    latency_s = float(args["latency_ms"]) / 1000
-    if args["serve"]:
-        serve(int(args["port"]), int(args["serve"]), latency_s)
-        return 0
-    counts = [int(count) for count in args["servers"].split(",")]
-    rounds = 2 if args["quick"] else 10
-    rates, bars = {}, []
-    for count in counts:
+def driven(servers: int, latency_s: float, calls: Sequence[PlayedCall]) -> tuple[float, float]:
+    """See `drive`, after a few calls that open connections."""
+    with fleet(servers, latency_s) as engine:
+        asyncio.run(drive(engine, chains(AT_ONCE)))
+        return asyncio.run(drive(engine, calls))
+
+
+def measure(args: dict[str, str]) -> Measured:
+    """Measure throughput, the driver's ceiling, and what is foretold."""
+    latency_s, rounds = float(args["latency_ms"]) / 1000, int(args["rounds"])
+    rates: dict[int, float] = {}
+    bars = []
+    for count in map(int, args["servers"].split(",")):
         # As many programs as keep every server full.
-        rates[count], met = measure(count, latency_s, programs=rounds * AT_ONCE * count)
+        calls = chains(rounds * AT_ONCE * count)
+        seconds, met = driven(count, latency_s, calls)
+        rates[count] = len(calls) / seconds
         if count > 1:
-            bars.append(
-                Bar(what=f"throughput of {count} servers over one", value=rates[count] / rates[1], bar=SPEEDUPS[count])
-            )
-            bars.append(
-                Bar(what=f"calls that meet their example's server, of {count}", value=100 * met, bar=90.0, unit="%")
-            )
-    for count in (1, 2):
-        ceiling, _ = measure(count, 0.0, programs=50 * rounds)
-        how = "through the router" if count > 1 else "without a router"
-        bars.append(Bar(what=f"calls a second of one driver, {how}", value=ceiling, bar=None, unit=""))
-    for count in FORETOLD[:1] if args["quick"] else FORETOLD:
+            bars.append(Bar(f"throughput of {count} servers over one", rates[count] / rates[1], SPEEDUPS[count]))
+            bars.append(Bar(f"calls that meet their example's server, of {count}", 100 * met, 90.0, unit="%"))
+    for count, how in ((1, "without a router"), (2, "through the router")):
+        calls = chains(50 * rounds)
+        bars.append(Bar(f"calls a second of one driver, {how}", len(calls) / driven(count, 0.0, calls)[0], unit=""))
+    for count in map(int, args["foretold"].split(",")):
         calls = forest(3 * AT_ONCE * count)
-        with fleet(count, TOKEN_S) as engine:
-            asyncio.run(drive(engine, AT_ONCE))
-            measured = asyncio.run(rollouts(engine, calls))
+        measured, _ = driven(count, TOKEN_S, calls)
         foretold = play(calls, count, Speed(at_once=AT_ONCE, step_s=TOKEN_S), 1, CALLS_PER_S).seconds
         what = f"rollouts on {count} servers: foretold {foretold:.1f} s, measured {measured:.1f} s, difference"
-        bars.append(Bar(what=what, value=100 * abs(foretold / measured - 1), bar=15.0, at_most=True, unit="%"))
-    return finish("fleet", bars, args["out"], calls_per_s=rates, latency_ms=args["latency_ms"], at_once=AT_ONCE)
+        bars.append(Bar(what, 100 * abs(foretold / measured - 1), 15.0, at_most=True, unit="%"))
+    return bars, {"calls_per_s": rates, "latency_ms": args["latency_ms"], "at_once": AT_ONCE}
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    serve(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))

@@ -1,19 +1,19 @@
-"""The gateway's cost: `python -m scripts.bench.gateway [agents=64] [calls=20] [turns=8,32,128]`.
+"""The gateway's cost: `python -m scripts.bench gateway [agents=64] [calls=20]`.
 
 Agents of `calls` requests each run at once over a scripted engine, which replies at once: through the gateway, by a
 bare HTTP client, and without it, by `ctx.call`. The difference of a call is what the gateway adds, the client's own
-work included. And the time in which a conversation of many turns is made into tokens: by extension, as the gateway
-does, against rendering its history anew with each request.
+work included.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
+import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from mmrl.config import DataConfig, ModelConfig
 from mmrl.config.tasks import AnyAgentConfig
@@ -28,8 +28,9 @@ from mmrl.system.objects import put
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import FunctionProgram
-from scripts.bench.common import Bar, finish, options
+from scripts.bench.common import Bar, Measured
 
+OPTIONS = {"agents": "64", "calls": "20"}
 ROWS = [{"question": "Where is Porto?"}]
 REPLY = "In Portugal, on the river Douro."
 ASK = [{"role": "system", "content": "Be brief. " * 40}, {"role": "user", "content": "Where is Porto?"}]
@@ -80,8 +81,6 @@ def played(function: Callable[..., Awaitable[Any]], agents: int, direct: bool, t
 
 def agent_of(calls: int) -> Callable[..., Awaitable[Any]]:
     """An agent with a connection of its own and the least that speaks HTTP: its work is not the gateway's."""
-    import json
-    from urllib.parse import urlsplit
 
     async def agent(example: Any, base_url: str, api_key: str) -> int:
         at = urlsplit(base_url)
@@ -110,60 +109,18 @@ def program_of(calls: int) -> Callable[..., Awaitable[Any]]:
     return program
 
 
-def conversation(turns: int, tokenizer: Any) -> tuple[float, float]:
-    """Seconds to make the prompts of a conversation: by extension, and by rendering its history anew each time."""
-    from mmrl.models.chat import _Renderer, render_observation, render_prompt
-
-    reply = (*encode_text(tokenizer, REPLY), tokenizer.eos_token_id)
-    question = [{"role": "user", "content": "And where is the next one? " * 8}]
-    _Renderer.LIMIT = 0
-    started = time.perf_counter()
-    context = render_prompt(tokenizer, ASK) + reply
-    for _ in range(turns):
-        context = render_observation(tokenizer, context, question) + reply
-    extended, started = time.perf_counter() - started, time.perf_counter()
-    messages = [*ASK]
-    for _ in range(turns):
-        messages += [{"role": "assistant", "content": REPLY}, *question]
-        render_prompt(tokenizer, messages)
-    return extended, time.perf_counter() - started
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Measure, print, store; returns 1 when a bar is missed."""
-    args = options(arguments, {"agents": "64", "calls": "20", "turns": "8,32,128", "quick": ""})
-    agents, calls = int(args["agents"]), 5 if args["quick"] else int(args["calls"])
+def measure(args: dict[str, str]) -> Measured:
+    """Measure calls through the gateway and without it."""
+    agents, calls = int(args["agents"]), int(args["calls"])
     tokenizer = load_tokenizer(ModelConfig(name="tiny", path="tiny"))
     played(agent_of(1), 2, False, tokenizer)  # the server starts
     through = min(played(agent_of(calls), agents, False, tokenizer) for _ in range(3))
     without = min(played(program_of(calls), agents, True, tokenizer) for _ in range(3))
     count = agents * calls
+    added_ms = 1000 * (through - without) / count
     bars = [
-        Bar(
-            what=f"ms that a call costs more, {agents} agents",
-            value=1000 * (through - without) / count,
-            bar=2.0,
-            at_most=True,
-            unit="",
-        ),
-        Bar(what="calls a second of one process", value=count / through, bar=500.0, unit=""),
-        Bar(what="calls a second without the gateway", value=count / without, bar=None, unit=""),
+        Bar(f"ms that a call costs more, {agents} agents", added_ms, 2.0, at_most=True, unit=""),
+        Bar("calls a second of one process", count / through, 500.0, unit=""),
+        Bar("calls a second without the gateway", count / without, unit=""),
     ]
-    conversation(2, tokenizer)
-    curve = {}
-    for turns in map(int, args["turns"].split(",")):
-        extended, anew = conversation(turns, tokenizer)
-        curve[turns] = {"extended_ms": 1000 * extended / turns, "anew_ms": 1000 * anew / turns}
-        bars.append(
-            Bar(
-                what=f"ms of a turn's prompt, {turns} turns: extended", value=1000 * extended / turns, bar=None, unit=""
-            )
-        )
-        bars.append(
-            Bar(what=f"ms of a turn's prompt, {turns} turns: anew", value=1000 * anew / turns, bar=None, unit="")
-        )
-    return finish("gateway", bars, args["out"], agents=agents, calls=calls, curve=curve)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return bars, {"agents": agents, "calls": calls}

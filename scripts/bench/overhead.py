@@ -1,4 +1,4 @@
-"""Overhead of mmrl in a step, and start-up time of commands: `python -m scripts.bench.overhead [steps=8]`.
+"""Overhead of mmrl in a step, and start-up time of commands: `python -m scripts.bench overhead [steps=8]`.
 
 The first steps of the default run (`mmrl train`, shipped tiny model) in a separate process: the share of their time
 that is neither engine nor tools nor models nor update. The very first, in which all is loaded and packs are compared
@@ -13,14 +13,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from mmrl.system.conf import later_wins
-from scripts.bench.common import Bar, finish, options
+from scripts.bench.common import Bar, Measured
 
+OPTIONS = {"steps": "8", "repeats": "3"}
 OVERHEAD_BAR, HELP_BAR = 5.0, 0.5
 """Percent of a step; seconds."""
 FOREST = Path(__file__).parents[1] / "forests" / "program.json"
@@ -32,16 +31,13 @@ from mmrl.cli.overrides import read_line
 prepare.build_task(config.task, config.seed)
 """
 """Work of a default run before it loads a model."""
-
-
-def starts() -> dict[str, list[str]]:
-    """Name -> arguments of Python."""
-    return {
-        "mmrl --help": ["-m", "mmrl", "--help"],
-        "mmrl credit": ["-m", "mmrl", "credit", "algo=grpo", f"rollouts={FOREST}"],
-        "mmrl train --cfg job": ["-m", "mmrl", "train", "--cfg", "job"],
-        "task built, mini world": ["-c", TASK],
-    }
+STARTS = {
+    "mmrl --help": ["-m", "mmrl", "--help"],
+    "mmrl credit": ["-m", "mmrl", "credit", "algo=grpo", f"rollouts={FOREST}"],
+    "mmrl train --cfg job": ["-m", "mmrl", "train", "--cfg", "job"],
+    "task built, mini world": ["-c", TASK],
+}
+"""Name -> arguments of Python."""
 
 
 def share(steps: Sequence[Mapping[str, float]], part: str) -> float:
@@ -56,54 +52,36 @@ def share(steps: Sequence[Mapping[str, float]], part: str) -> float:
     return 100 * sum(step.get(f"time/{part}", 0.0) for step in steps) / total
 
 
-def started(arguments: Sequence[str]) -> tuple[float, float]:
-    """(CPU seconds, wall-clock seconds) of a Python process.
+def cpu_seconds(arguments: Sequence[str]) -> float:
+    """CPU seconds of a Python process.
 
     Raises:
         SystemExit: it failed.
     """
-    before, wall = os.times(), time.perf_counter()
+    before = os.times()
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
-    wall, after = time.perf_counter() - wall, os.times()
+    after = os.times()
     if done.returncode:
         raise SystemExit(f"overhead: python {' '.join(arguments)} failed\n{done.stderr[-2000:]}")
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return cpu, wall
+    return after.children_user + after.children_system - before.children_user - before.children_system
 
 
-def run_steps(folder: Path, arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """`metrics.jsonl` of a short default run.
-
-    Raises:
-        SystemExit: it failed.
-    """
-    fixed = [f"run.dir={folder}", "eval.every=0", "eval.items=1", "run.progress=false"]
-    started(["-m", "mmrl", "train", *later_wins([*fixed, *arguments])])
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def main(arguments: list[str]) -> int:
-    """Print the table, write the JSON; returns 1 when a bar is missed."""
-    args = options(arguments, {"steps": "8", "repeats": "3", "quick": ""})
+def measure(args: dict[str, str]) -> Measured:
+    """Measure starts and steps."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for _ in range(int(args["repeats"])):
+        for what, command in STARTS.items():
+            seconds[what].append(cpu_seconds(command))
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        seconds: dict[str, list[tuple[float, float]]] = {}
-        for _ in range(int(args["repeats"])):
-            for what, command in starts().items():
-                seconds.setdefault(what, []).append(started(command))
-        short = [f"train.steps={args['steps']}", f"hardware.threads={args['threads']}"]
-        steps = run_steps(folder / "run", [*short, *(["train.batch_size=2"] if args["quick"] else [])])
-    timed = [step for step in steps if "time/step" in step]
+        run = [f"run.dir={name}/run", f"train.steps={args['steps']}", f"hardware.threads={args['threads']}"]
+        cpu_seconds(["-m", "mmrl", "train", *run, "eval.every=0", "eval.items=1", "run.progress=false"])
+        lines = (Path(name) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    timed = [step for step in map(json.loads, lines) if "time/step" in step]
     timed = timed[1:] or timed
     parts = {part: share(timed, part) for part in ("generate", "retrieve", "annotate", "credit", "update", "overhead")}
     print(f"{len(timed)} steps: " + ", ".join(f"{part} {percent:.1f} %" for part, percent in parts.items()))
-    bars = [Bar(what="overhead of a default step", value=parts["overhead"], bar=OVERHEAD_BAR, at_most=True, unit="%")]
+    bars = [Bar("overhead of a default step", parts["overhead"], OVERHEAD_BAR, at_most=True, unit="%")]
     for what, several in seconds.items():
         bar = HELP_BAR if what == "mmrl --help" else None
-        bars.append(Bar(what=f"start: {what}", value=min(cpu for cpu, _ in several), bar=bar, at_most=True, unit="s"))
-    wall = {what: min(spent for _, spent in several) for what, several in seconds.items()}
-    return finish("overhead", bars, args["out"], shares=parts, wall_clock=wall, steps=len(timed))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        bars.append(Bar(f"start: {what}", min(several), bar, at_most=True, unit="s"))
+    return bars, {"shares": parts, "steps": len(timed)}

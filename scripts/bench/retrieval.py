@@ -1,4 +1,4 @@
-"""BM25 over a million passages, and its server: `python -m scripts.bench.retrieval [passages=N] [queries=N]`.
+"""BM25 over a million passages, and its server: `python -m scripts.bench retrieval [passages=N] [queries=N]`.
 
 Passages are drawn (words of a Zipf law, about 60 a passage) and written to a file; `mmrl index build` builds their
 index in a separate process, whose peak memory is read when it has ended. Then each query is put to bm25s called
@@ -27,13 +27,11 @@ from mmrl.retrieval.index_folder import open_index, read_info
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.store import PassageStore
 from mmrl.system.child_process import ChildProcess
-from scripts.bench.common import Bar, finish, once, options
+from scripts.bench.common import Bar, Measured, once
 
 VOCABULARY, WORDS, TOP_K, CLIENTS = 200_000, 60, 10, 64
-BARS: dict[str, dict[str, Any]] = {
-    "latency ratio": {"bar": 1.1, "at_most": True},
-    "server ratio": {"bar": 0.8},
-}
+OPTIONS = {"passages": "1000000", "queries": "400", "rounds": "3"}
+BARS: dict[str, dict[str, Any]] = {"latency ratio": {"bar": 1.1, "at_most": True}, "server ratio": {"bar": 0.8}}
 """Most that a query may cost against bm25s; least share of in-process throughput that the server must reach."""
 
 
@@ -112,36 +110,29 @@ def throughputs(retriever: Any, child: RemoteRetriever, queries: Sequence[str], 
     return found
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print a table, write one JSON; 1 where a bar is missed."""
-    args = options(arguments, {"passages": "1000000", "queries": "400", "rounds": "3"})
+def measure(args: dict[str, str]) -> Measured:
+    """Measure all numbers."""
     with tempfile.TemporaryDirectory() as place:
         result = measured(Path(place), *(int(args[name]) for name in ("passages", "queries", "rounds")))
-    bars = [Bar(what=name, value=value, unit="", **BARS.get(name, {"bar": None})) for name, value in result.items()]
-    return finish("retrieval", bars, args["out"], top_k=TOP_K, clients=CLIENTS)
+    bars = [Bar(name, value, unit="", **BARS.get(name, {})) for name, value in result.items()]
+    return bars, {"top_k": TOP_K, "clients": CLIENTS}
 
 
 def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, float]:
     """Measure all numbers, by name."""
     corpus, folder = place / "corpus.jsonl", place / "index"
     write_corpus(corpus, passages)
-    subprocess.run(
-        [sys.executable, "-m", "mmrl", "index", "build", f"corpus={corpus}", f"index={folder}"],
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    subprocess.run([sys.executable, "-m", "mmrl", "index", "build", f"corpus={corpus}", f"index={folder}"], check=True)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
-    before, started = resident(), time.perf_counter()
+    before = resident()
     info = read_info(folder)
     retriever = open_index(folder, info, PassageStore(folder))
-    opened = time.perf_counter() - started
     queries = queries_of(count)
     latencies(retriever, queries[:20])
     times = latencies(retriever, queries)
     command = [sys.executable, "-m", "mmrl", "serve-retriever", f"index={folder}"]
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     log = folder.with_name("server.log")
-    server = ChildProcess(lambda port: [*command, f"port={port}"], log=log, env=paths, timeout_s=300.0)
+    server = ChildProcess(lambda port: [*command, f"port={port}"], log=log, timeout_s=300.0)
     server.start()
     child = RemoteRetriever(server.url, cache_size=0)
     child.search(queries[:1], [TOP_K])
@@ -156,7 +147,6 @@ def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, f
         "build s": info.build_seconds,
         "build peak MB": peak,
         "disk MB": sum(size for size, _ in info.files.values()) / 1e6,
-        "open s": opened,
         "resident MB": resident() - before,
         **{f"{name} p{percent} ms": 1e3 * at[percent] for name, at in percentiles.items() for percent in at},
         "latency ratio": percentiles["mmrl"][50] / percentiles["bm25s"][50],
@@ -165,7 +155,3 @@ def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, f
         "server queries/s": float(np.median(rates["server"])),
         "server ratio": float(np.median(ratios)),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The embedded engine against Hugging Face generate: `python -m scripts.bench.rollout [shapes=short,fork] [threads=1]`.
+"""The embedded engine against Hugging Face generate: `python -m scripts.bench rollout [shapes=short,fork] [threads=1]`.
 
 Both make the same number of tokens from the same prompts with the same random weights; `generate` gets each prompt
 repeated for its samples, left-padded, as TRL calls it. Runs alternate (A B C A B C ...); the best of each counts.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from mmrl.engines.base import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.plan.workload import unique_tokens
 from scripts import expect_some_of
-from scripts.bench.common import Bar, finish, make_model, options, show, summary, timed, token_counts
+from scripts.bench.common import Bar, Measured, make_model, show, summary, timed, token_counts
 
 BARS = {"short": 1.5, "fork": 3.0, "shared": 3.0, "one": 0.9}
 """Least ratio of `generate` to the native decoder: independent short calls, several samples per prompt; of a model of
@@ -55,8 +54,9 @@ SHAPES = [
     Shape("B 64 P1000, 970 shared", "shared", 64, 1, (1000, 1000), (32, 32), shared=970),
     Shape("B 1 P1000", "one", 1, 1, (1000, 1000), (32, 32)),
 ]
-QUICK = [Shape("B 2", "short", 2, 1, (4, 6), (2, 4)), Shape("1 x n2 P8 C4", "fork", 1, 2, (8, 8), (4, 4))]
-"""Small shapes for the tests, whose numbers mean nothing."""
+SMALL = [Shape("B 2", "short", 2, 1, (4, 6), (2, 4)), Shape("1 x n2 P8 C4", "fork", 1, 2, (8, 8), (4, 4))]
+"""Shapes for the tests' model, whose numbers mean nothing."""
+OPTIONS = {"shapes": "short,fork", "repeats": "2", "model": "1M", "brief": ""}
 
 
 class NoTokenizer:
@@ -135,7 +135,7 @@ def check(model: torch.nn.Module, engine: TransformersEngine, asked: list[Reques
     return worst
 
 
-def measure(shape: Shape, model: Any, threads: int, repeats: int, warm: bool) -> dict[str, Any]:
+def measure_shape(shape: Shape, model: Any, threads: int, repeats: int, warm: bool) -> dict[str, Any]:
     """Measure one shape; with `warm`, a first round is left out."""
     asked = requests(shape, model.config.vocab_size)
     engine = TransformersEngine(model, NoTokenizer(), TransformersConfig(), EngineSetup(threads=threads))  # type: ignore[arg-type]
@@ -159,28 +159,18 @@ def measure(shape: Shape, model: Any, threads: int, repeats: int, warm: bool) ->
     }
 
 
-def main(arguments: list[str]) -> int:
-    """Measure, print, write the JSON; returns 1 when a bar is missed."""
-    args = options(arguments, {"shapes": "short,fork", "repeats": "2", "model": "1M", "brief": "", "quick": ""})
-    size, kinds = "test" if args["quick"] else args["model"], expect_some_of("shapes", args["shapes"], BARS)
+def measure(args: dict[str, str]) -> Measured:
+    """Measure the shapes."""
+    size, kinds = args["model"], expect_some_of("shapes", args["shapes"], BARS)
     model = make_model(size)
     print(f"{size}: {sum(p.numel() for p in model.parameters()):,} parameters, load {os.getloadavg()}", flush=True)
     lines = [
-        measure(shape, model, int(args["threads"]), int(args["repeats"]), warm=not args["brief"])
-        for shape in (QUICK if args["quick"] else SHAPES)
+        measure_shape(shape, model, int(args["threads"]), int(args["repeats"]), warm=not args["brief"])
+        for shape in (SMALL if size == "test" else SHAPES)
         if shape.kind in kinds
     ]
     bars = [
-        Bar(
-            what=f"engine: generate / mmrl, {line['shape']}",
-            value=line["ratio_generate"],
-            bar=BARS[line["kind"]],
-            **line["tokens"],
-        )
+        Bar(f"engine: generate / mmrl, {line['shape']}", line["ratio_generate"], BARS[line["kind"]], **line["tokens"])
         for line in lines
     ]
-    return finish("rollout", bars, args["out"], model=size, lines=lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return bars, {"model": size, "lines": lines}

@@ -33,7 +33,9 @@ def tokenizer(vocabulary: int) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", eos_token=f"w{vocabulary}")
 
 
-def trl_config(folder: Path, micro: int, rows: int, **settings: Any) -> trl.GRPOConfig:
+def trl_config(
+    folder: Path, micro: int, rows: int, use_cpu: bool = True, bf16: bool = False, **settings: Any
+) -> trl.GRPOConfig:
     """TRL's settings for steps of `rows` rows that compute what mmrl's do, without logging or checkpoints."""
     return trl.GRPOConfig(
         output_dir=str(folder),
@@ -48,6 +50,8 @@ def trl_config(folder: Path, micro: int, rows: int, **settings: Any) -> trl.GRPO
         disable_tqdm=True,
         logging_strategy="no",
         save_strategy="no",
+        use_cpu=use_cpu,
+        bf16=bf16,
         **settings,
     )
 

@@ -1,4 +1,4 @@
-"""The update against TRL: `python -m scripts.bench.update [shape=is,fof] [threads=1] [repeats=3] [micro=4,8,32]`.
+"""The update against TRL: `python -m scripts.bench update [shape=is,fof] [threads=1] [repeats=3] [micro=4,8,32]`.
 
 All sides train on the same rollouts from the same random weights: TRL's GRPOTrainer through `rollout_func` (its best of
 micro-batches of 4, 8 and 32 rows), a plain padded loop with `logits_to_keep` (likewise), and mmrl. One update is
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from scripts import expect_some_of
-from scripts.bench.common import MODELS, Bar, Seconds, finish, make_model, once, options, show, summary, token_counts
+from scripts.bench.common import MODELS, Bar, Measured, Seconds, make_model, once, show, summary, token_counts
 from scripts.bench.sides import Ours, Plain, Side, Trl, check
 from scripts.bench.update_shapes import GROUP, SHAPES, Dice, Row, calls
 
@@ -32,8 +31,8 @@ PLAIN_BARS = {"is": 4.0, "long": 1.0, "demonstrations": 4.0}
 TRL_BAR, PLAIN_BAR = 3.0, 1.5
 CHECKED = 2
 """Groups of a shape on which the sides are compared."""
-MICRO = (4, 8, 32)
 KINDS = ("trl", "plain")
+OPTIONS = {"shape": "", "repeats": "3", "model": "1M", "budget": "", "micro": "4,8,32", "groups": "", "matmul": "torch"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Sides:
     budget: int | None
     micro: list[int]
     folder: Path
-    matmul: tuple[str, ...] = ("torch",)
+    matmul: list[str]
     """`model.matmul` of mmrl's packed side; the padded one takes the first."""
 
     def makers(self) -> dict[str, Callable[[], Side]]:
@@ -57,9 +56,9 @@ class Sides:
 
         def peer(kind: str, many: int) -> Side:
             model = make_model(self.size)
-            return (
-                Plain(model, self.rows, many) if kind == "plain" else Trl(model, self.rows, many, self.folder / "trl")
-            )
+            if kind == "plain":
+                return Plain(model, self.rows, many)
+            return Trl(model, self.rows, many, self.folder / "trl")
 
         peers = {f"{kind}{many}": partial(peer, kind, many) for kind in KINDS for many in self.micro}
         packed = {f"ours {matmul}": partial(ours, "auto", matmul) for matmul in self.matmul}
@@ -88,25 +87,19 @@ class Sides:
         return found, tokens
 
 
-def measure(
-    name: str,
-    size: str,
-    threads: int,
-    repeats: int,
-    budget: int | None,
-    micro: list[int],
-    groups: int | None,
-    matmul: tuple[str, ...] = ("torch",),
-) -> dict[str, Any]:
-    """Measure a shape, on its first `groups` groups (None: all)."""
+def measure_shape(name: str, args: dict[str, str], matmul: list[str]) -> dict[str, Any]:
+    """Measure a shape, on its first `groups` groups where that is set."""
+    size, groups = args["model"], int(args["groups"] or 0)
     rows = SHAPES[name](Dice(MODELS[size].vocab, scale=32 if size == "test" else 1))
-    rows = rows[: groups * GROUP] if groups else rows
-    sides = Sides(rows, size, budget, [many for many in micro if many <= len(rows)], Path(tempfile.mkdtemp()), matmul)
+    rows = rows[: groups * GROUP or None]
+    micro = [many for many in map(int, args["micro"].split(",")) if many <= len(rows)]
+    budget = int(args["budget"]) if args["budget"] else None
+    sides = Sides(rows, size, budget, micro, Path(tempfile.mkdtemp()), matmul)
     # A large model is checked on a group less: the check costs each side an update of what it is made on.
-    agreement = replace(sides, rows=rows[: (CHECKED - (groups is not None)) * GROUP]).agree()
+    agreement = replace(sides, rows=rows[: (CHECKED - bool(groups)) * GROUP]).agree()
     gc.collect()
-    seconds, unique = sides.seconds(repeats)
-    line = summary(seconds, threads)
+    seconds, unique = sides.seconds(int(args["repeats"]))
+    line = summary(seconds, int(args["threads"]))
     best = line["seconds"]
     # A peer counts with its best micro-batches.
     peers = {kind: min(spent for side, spent in best.items() if side.startswith(kind)) for kind in (*KINDS, "padded")}
@@ -121,31 +114,16 @@ def measure(
     }
 
 
-def main(arguments: list[str]) -> int:
-    """Measure, print, write the JSON; returns 1 when a bar is missed."""
-    known = {
-        "shape": "",
-        "repeats": "3",
-        "model": "1M",
-        "budget": "",
-        "micro": ",".join(map(str, MICRO)),
-        "groups": "",
-        "matmul": "torch",
-        "quick": "",
-    }
-    args = options(arguments, known)
-    names = expect_some_of("shape", args["shape"], SHAPES)
-    matmul = tuple(expect_some_of("matmul", args["matmul"], ("torch", "onednn")))
-    threads, size = int(args["threads"]), "test" if args["quick"] else args["model"]
-    micro = [int(many) for many in args["micro"].split(",")]
-    budget, groups = (int(args[name]) if args[name] else None for name in ("budget", "groups"))
-    print(f"{size}, {threads} threads, load {os.getloadavg()}", flush=True)
-    lines = [measure(name, size, threads, int(args["repeats"]), budget, micro, groups, matmul) for name in names]
+def measure(args: dict[str, str]) -> Measured:
+    """Measure the shapes."""
+    matmul = expect_some_of("matmul", args["matmul"], ("torch", "onednn"))
+    print(f"{args['model']}, {args['threads']} threads, load {os.getloadavg()}", flush=True)
+    lines = [measure_shape(name, args, matmul) for name in expect_some_of("shape", args["shape"], SHAPES)]
     bars = [
         Bar(
-            what=f"update: {words} / mmrl{f' ({product})' if len(matmul) > 1 else ''}, {line['shape']}",
-            value=ratios[against],
-            bar=bar if product == (matmul[0] if against == "padded" else matmul[-1]) else None,
+            f"update: {words} / mmrl{f' ({product})' if len(matmul) > 1 else ''}, {line['shape']}",
+            ratios[against],
+            bar if product == (matmul[0] if against == "padded" else matmul[-1]) else None,
             **line["tokens"],
         )
         for line in lines
@@ -156,8 +134,4 @@ def main(arguments: list[str]) -> int:
             ("padded", "sorted padding", 1.0),
         )
     ]
-    return finish("update", bars, args["out"], model=size, lines=lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return bars, {"model": args["model"], "lines": lines}

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from mmrl.credit.entries import Entry
 from mmrl.records import Call
 from mmrl.trainer.objective import TrainCall
@@ -128,12 +130,9 @@ SHAPES: dict[str, Callable[[Dice], list[Row]]] = {
 
 def advantages(rows: list[Row]) -> list[float]:
     """GRPO's, as TRL computes them."""
-    found = []
-    for start in range(0, len(rows), GROUP):
-        rewards = [row.reward for row in rows[start : start + GROUP]]
-        mean = sum(rewards) / GROUP
-        spread = (sum((reward - mean) ** 2 for reward in rewards) / (GROUP - 1)) ** 0.5
-        found += [(reward - mean) / (spread + 1e-4) for reward in rewards]
+    rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64).view(-1, GROUP)
+    centred = rewards - rewards.mean(1, keepdim=True)
+    found: list[float] = (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten().tolist()
     return found
 
 

@@ -1,7 +1,7 @@
 """Runs disturbed on purpose: `python -m scripts.chaos [trials=500] [seed=0] [jobs=2] [only=137] [cases=grpo,eval]`.
 
 Each trial starts one of the small command lines of `cases`, disturbs it in one way (`kinds=`: SIGKILL, SIGTERM, SIGINT,
-full, readonly, limit, damage) at a point that follows from the seed and the trial's number, continues it until it ends,
+full, readonly, damage) at a point that follows from the seed and the trial's number, continues it until it ends,
 and compares everything that it left with the run that nobody disturbed. One table at the end, all results in
 `outputs/chaos/<time>.json`; exit code 1 when a trial failed. Every failure prints the command that repeats it, and its
 folder stays in `work=`.
@@ -9,10 +9,9 @@ folder stays in `work=`.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib
 import json
-import os
 import pkgutil
 import shutil
 import sys
@@ -25,12 +24,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
-import torch
 
 import mmrl
+from mmrl.report.machine import describe_environment
 from scripts import expect_some_of, key_values
-from scripts.bench.common import machine
 from scripts.chaos.cases import CASES
+from scripts.chaos.children import Forked
 from scripts.chaos.disk import available
 from scripts.chaos.trial import KINDS, Place, Result, make_reference, try_one
 
@@ -54,11 +53,6 @@ def main(arguments: Sequence[str]) -> int:
     references = forked([lambda name=name: make_reference(place, name) for name in cases], place.work, jobs)
     if problems := [problem for reference in references for problem in reference.problems]:
         raise SystemExit("\n".join(problems))
-    for name in cases:
-        for module in place.events(name)["modules"]:
-            if module not in sys.modules:
-                with contextlib.suppress(BaseException):
-                    importlib.import_module(module)
     assert threading.active_count() == 1, threading.enumerate()
     print(f"{len(cases)} undisturbed runs in {time.monotonic() - started:.0f} s; {place.work}", flush=True)
     repeat = f"python -m scripts.chaos seed={seed} cases={','.join(cases)} kinds={','.join(kinds)} only="
@@ -68,8 +62,9 @@ def main(arguments: Sequence[str]) -> int:
     print(f"\n{table(results)}")
     path = Path(args["out"] or f"outputs/chaos/{time.strftime('%Y%m%d_%H%M%S')}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    summary = {"seed": seed, "trials": len(results), "failed": len(failed), "wall_s": spent, **machine()}
-    path.write_text(json.dumps(summary | {"results": [asdict(result) for result in results]}, indent=1))
+    summary = {"seed": seed, "trials": len(results), "failed": len(failed), "wall_s": spent}
+    found = describe_environment(sys.argv) | summary | {"results": [asdict(result) for result in results]}
+    path.write_text(json.dumps(found, indent=1))
     print(f"{len(results)} trials, {len(results) - len(failed)} passed, {len(failed)} failed, {spent:.0f} s; {path}")
     if failed:
         print(f"their folders: {place.work}/trials")
@@ -83,7 +78,6 @@ def _import_all() -> None:
     for found in pkgutil.walk_packages(mmrl.__path__, "mmrl."):
         if not found.name.endswith("__main__") and ".vllm" not in found.name:
             importlib.import_module(found.name)
-    torch.set_num_threads(1)
 
 
 def forked(
@@ -91,41 +85,29 @@ def forked(
 ) -> list[Result]:
     """Results of `works`, each run in a fork of this process, `jobs` at a time."""
     results: dict[int, Result] = {}
-    waiting, running = list(range(len(works))), dict[int, int]()
+    waiting, running = list(enumerate(works)), dict[int, Forked]()
     while waiting or running:
         while waiting and len(running) < jobs:
-            index = waiting.pop(0)
-            sys.stdout.flush()
-            pid = os.fork()
-            if pid == 0:
-                _work(works[index], folder / f"{index}.json")
-            running[pid] = index
-        pid, _ = os.wait()
-        index = running.pop(pid)
-        file = folder / f"{index}.json"
-        found = (
-            json.loads(file.read_text())
-            if file.is_file()
-            else {"problems": [f"process {pid} died"], "outcome": "FAILED"}
-        )
-        file.unlink(missing_ok=True)
-        results[index] = Result(**found)
-        done(results[index])
+            index, work = waiting.pop(0)
+            running[index] = Forked(functools.partial(_work, work, folder / f"{index}.json"))
+        time.sleep(0.01)
+        for index in [index for index, process in running.items() if process.poll() is not None]:
+            code, file = running.pop(index).returncode, folder / f"{index}.json"
+            died = {"problems": [f"its process ended with code {code}"], "outcome": "FAILED"}
+            results[index] = Result(**(json.loads(file.read_text()) if code == 0 else died))
+            file.unlink(missing_ok=True)
+            done(results[index])
     return [results[index] for index in range(len(works))]
 
 
-def _work(work: Callable[[], Result], file: Path) -> None:
-    """In a fork: do it, leave the result, end."""
+def _work(work: Callable[[], Result], file: Path) -> int:
+    """In a fork: do it, and leave the result."""
     try:
-        try:
-            result = work()
-        except BaseException:
-            result = Result(problems=[traceback.format_exc()], outcome="FAILED")
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(result)), encoding="utf-8")
-        temporary.rename(file)
-    finally:
-        os._exit(0)
+        result = work()
+    except BaseException:
+        result = Result(problems=[traceback.format_exc()], outcome="FAILED")
+    file.write_text(json.dumps(asdict(result)), encoding="utf-8")
+    return 0
 
 
 def _show(result: Result, repeat: str) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from mmrl.system.conf import later_wins
+from mmrl.tasks.mini.examples import FOLDER
 
 RUN = "run"
 """Folder that every command makes, below the one that it runs in."""
-PASSAGES = "passages.jsonl"
 SMALL = (
     *("seed=0", "hardware.threads=1", "run.progress=false", f"run.dir={RUN}", "eval.items=2", "eval.bootstrap=100"),
     *("eval.every=1", "train.batch_size=2", "train.save_every=1", "algo.group_size=2", "train.lr=0.001"),
@@ -34,7 +30,6 @@ class Case:
         again: what continues it.
         share: how often it is drawn, relative to the others.
         stop: phase and call before which the run is killed whose folder is then damaged; None: it is not.
-        files: what lies in its folder before it starts, by name.
         ranks: processes that a fault may strike, by rank; None is the one that was started.
         marks: files at whose appearance it is struck from outside, as patterns below its folder (an empty one: any
             instant); with any, every process is started anew, and none is forked from one that has imported everything.
@@ -44,7 +39,6 @@ class Case:
     again: tuple[str, ...]
     share: float
     stop: tuple[str, int] | None = None
-    files: Mapping[str, str] = field(default_factory=dict)
     ranks: tuple[int | None, ...] = (None,)
     marks: tuple[str, ...] = ()
 
@@ -55,17 +49,7 @@ def _train(*words: str, share: float, stop: tuple[str, int] | None = ("collect",
     )  # type: ignore[arg-type]
 
 
-def _passages() -> str:
-    """A corpus whose index takes about half a second."""
-    noise = random.Random(0)
-    words = ["".join(noise.choices("abcdefghijklmnopqrstuvwxyz", k=noise.randint(3, 9))) for _ in range(2000)]
-    lines = (
-        {"id": str(n), "title": words[n % 2000], "text": " ".join(noise.choices(words, k=60))} for n in range(3000)
-    )
-    return "".join(json.dumps(line) + "\n" for line in lines)
-
-
-BUILD = ("index", "build", f"corpus={PASSAGES}", f"index={RUN}")
+BUILD = ("index", "build", f"corpus={FOLDER / 'documents.jsonl'}", f"index={RUN}")
 EVAL = ("eval", "policy=tiny", "task=qa_direct", "eval.items=8", "seed=0", "hardware.threads=1", f"run.dir={RUN}")
 STAGES = (
     *("train", "stages=[miprov2,sft,mmgrpo]", "task=banking77", "seed=0", "hardware.threads=1", "run.progress=false"),
@@ -92,12 +76,5 @@ CASES: dict[str, Case] = {
     # Each of its runs is a process, so it is struck from outside.
     "stages": Case(words=STAGES, again=("train", f"resume={RUN}"), share=2, marks=CHAIN),
     "eval": Case(words=EVAL, again=("eval", f"resume={RUN}"), share=2, stop=("summary", 1)),
-    "index": Case(words=BUILD, again=BUILD, share=2, stop=("index finish", 1), files={PASSAGES: _passages()}),
+    "index": Case(words=BUILD, again=BUILD, share=2, stop=("index finish", 1)),
 }
-
-
-def make_folder(case: Case, folder: Path) -> None:
-    """A folder to run the case in."""
-    (folder / "tmp").mkdir(parents=True)
-    for name, text in case.files.items():
-        (folder / name).write_text(text, encoding="utf-8")

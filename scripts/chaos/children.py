@@ -26,7 +26,7 @@ import psutil
 
 from mmrl.cli import main
 from scripts.chaos.disk import Disk
-from scripts.chaos.hooks import Fault, Hooks
+from scripts.chaos.hooks import SIGNALS, Fault, Hooks
 
 LIMIT_S = 240.0
 """Longest life of a child; one that lives longer hangs."""
@@ -42,8 +42,7 @@ class Ended:
     code: int
     """Negative: the signal."""
     err: str
-    struck: bool
-    seconds: float
+    struck: bool = False
     hung: bool = False
     left: tuple[str, ...] = ()
     """Command lines of processes that it has left behind."""
@@ -52,10 +51,6 @@ class Ended:
 def adopt_orphans() -> None:
     """Make what a dead child leaves behind a child of this process, which can then see it."""
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-
-
-Strike = Callable[["subprocess.Popen[bytes]", float], bool]
-"""Called every few milliseconds with the child and the seconds since its start; True once its fault has struck."""
 
 
 def run(
@@ -81,8 +76,14 @@ def run(
     return replace(found, struck=struck.exists())
 
 
-def run_fresh(words: Sequence[str], folder: Path, *, env: Mapping[str, str], strike: Strike | None = None) -> Ended:
-    """Run `python -m mmrl WORDS` as anybody would."""
+def run_fresh(
+    words: Sequence[str], folder: Path, *, env: Mapping[str, str], fault: Fault | None = None, mark: str = ""
+) -> Ended:
+    """Run `python -m mmrl WORDS` as anybody would.
+
+    Args:
+        fault: a signal that is sent some seconds after the start, or after a file that `mark` matches is there.
+    """
     logs = folder.parent
     with (logs / "out").open("wb") as out, (logs / "err").open("wb") as err:
         child = subprocess.Popen(
@@ -94,7 +95,19 @@ def run_fresh(words: Sequence[str], folder: Path, *, env: Mapping[str, str], str
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    return _ended(child, folder, strike)
+    struck = threading.Event()
+
+    def strike(fault: Fault) -> None:
+        while mark and child.poll() is None and not any(folder.glob(mark)):
+            time.sleep(0.005)
+        time.sleep(fault.delay)
+        if child.poll() is None:
+            child.send_signal(SIGNALS[fault.what])
+            struck.set()
+
+    if fault is not None:
+        threading.Thread(target=strike, args=(fault,), daemon=True).start()
+    return replace(_ended(child, folder), struck=struck.is_set())
 
 
 class Forked(subprocess.Popen[bytes]):
@@ -114,6 +127,8 @@ class Forked(subprocess.Popen[bytes]):
         code = 70
         try:
             code = self.work()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -127,13 +142,11 @@ class Forked(subprocess.Popen[bytes]):
             os._exit(code)
 
 
-def _ended(child: subprocess.Popen[bytes], folder: Path, strike: Strike | None = None) -> Ended:
+def _ended(child: subprocess.Popen[bytes], folder: Path) -> Ended:
     """Wait for a child, and see what it leaves: its errors, and processes that did not end with it."""
-    started, struck, hung = time.monotonic(), False, False
+    started, hung = time.monotonic(), False
     while child.poll() is None:
-        now = time.monotonic() - started
-        struck = struck or (strike is not None and strike(child, now))
-        if now > LIMIT_S and not hung:
+        if time.monotonic() - started > LIMIT_S and not hung:
             hung = True
             child.kill()
         time.sleep(0.005)
@@ -141,8 +154,6 @@ def _ended(child: subprocess.Popen[bytes], folder: Path, strike: Strike | None =
         code=child.returncode,
         # Beside the run's folder, whose disk may be full.
         err=(folder.parent / "err").read_text(errors="replace"),
-        struck=struck,
-        seconds=time.monotonic() - started,
         hung=hung,
     )
     deadline = time.monotonic() + ENDING_S
@@ -180,13 +191,12 @@ def _mmrl(words: Sequence[str], folder: Path, env: Mapping[str, str], hooks: Hoo
     for number in (signal.SIGINT, signal.SIGTERM):
         # A shell that starts jobs in the background has them ignore Ctrl-C, which is inherited.
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     # Processes of a run of several, which `mmrl.run.launch` starts by psutil, are forks too: importing everything
     # anew takes most of a trial's time.
     worker = functools.partial(_worker, hooks=hooks, events=events)
     psutil.subprocess = SimpleNamespace(Popen=worker)
     hooks.install()
-    code = _main(words)
+    code = main(list(words))
     if events is not None and not events.exists():  # the first of several processes has written it
         hooks.save(events)
     return code
@@ -206,19 +216,9 @@ def _worker(
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ.update(env)
         preexec_fn()
-        code = _main(command[3:])
+        code = main(list(command[3:]))
         if events is not None and env["RANK"] == "0":
             hooks.save(events)
         return code
 
     return Forked(work)
-
-
-def _main(words: Sequence[str]) -> int:
-    try:
-        return main(list(words))
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        return 1

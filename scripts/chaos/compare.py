@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -12,10 +11,8 @@ from typing import Any
 
 import yaml
 
-PAGES = ("set.html", "set.md", "set.json", "figure.svg")
-"""Pages of a set, with the time at which they were written."""
-PER_START = ("environment.json", "run.lock", "optimiser.log", *PAGES)
-"""Files that say who ran where and when."""
+PER_START = ("environment.json", "run.lock", "optimiser.log", "set.html", "set.md", "set.json", "figure.svg")
+"""Files that say who ran where and when; a set's pages have the time at which they were written."""
 NOT_COMPARED = ("time/", "rate/", "memory/", "endpoint/")
 """Metric families that a clock or the machine decides; all others are bit-equal on the same inputs."""
 WANDB = re.compile(r"tmp/[^/]*wandb-(media|artifacts)(/|$)")
@@ -55,29 +52,12 @@ def _names(folder: Path) -> set[str]:
 
 def _problem(one: Path, two: Path) -> str:
     """Compare two files of different bytes by their contents; empty for equal ones."""
-    if one.name == "metrics.jsonl":
-        return _metrics(one, two)
-    if one.name in WITHOUT:
-        expected, actual = (_without(json.loads(path.read_text()), WITHOUT[one.name]) for path in (one, two))
-        keys = [key for key in {*expected, *actual} if expected.get(key) != actual.get(key)]
-        return f"differs in {', '.join(sorted(keys))}" if keys else ""
     if one.name == "report.html":
         return "" if two.read_text().rstrip().endswith("</html>") else "is not a whole page"
     read = _tensors if one.suffix in (".pt", ".pth", ".bin") else CONTENTS.get(one.name)
     if read is None:
         return f"{one.stat().st_size} and {two.stat().st_size} bytes differ"
     return "" if _equal(read(one), read(two)) else "its contents differ"
-
-
-WITHOUT: dict[str, tuple[str, ...]] = {
-    "summary.json": ("seconds", "finished"),
-    "index.json": ("build_seconds",),
-    "complete.json": ("files", "sha256"),
-    "extra.json": ("run",),
-    # transformers' account of progress, counted from where it was started
-    "trainer_state.json": ("epoch",),
-}
-"""JSON files, and their keys that a clock, a digest of such a file or the number of starts decides."""
 
 
 def _lines(path: Path) -> list[Any]:
@@ -104,7 +84,19 @@ def _tensors(path: Path) -> Any:
     return torch.load(path, weights_only=False)
 
 
+def _json_without(*keys: str) -> Callable[[Path], Any]:
+    """Reads a JSON file without keys that a clock, a digest of such a file or the number of starts decides."""
+    return lambda path: _without(json.loads(path.read_text()), keys)
+
+
 CONTENTS: dict[str, Callable[[Path], Any]] = {
+    "metrics.jsonl": lambda path: [comparable(line) for line in _lines(path)],
+    "summary.json": _json_without("seconds", "finished"),
+    "index.json": _json_without("build_seconds"),
+    "complete.json": _json_without("files", "sha256"),
+    "extra.json": _json_without("run"),
+    # transformers' account of progress, counted from where it was started
+    "trainer_state.json": _json_without("epoch"),
     # By file: a digest that is recorded twice is the same.
     "digests.jsonl": lambda path: {line["file"]: (line["bytes"], line["sha256"]) for line in _lines(path)},
     # By split and id, as mmrl reads it: what was lost is appended again, and what is there twice is the same.
@@ -112,18 +104,7 @@ CONTENTS: dict[str, Callable[[Path], Any]] = {
     "rollouts.jsonl": lambda path: sorted(path.read_text(encoding="utf-8").splitlines()),
     "config.yaml": _config,
 }
-"""Files whose order or spelling may differ -> reads what must be equal."""
-
-
-def _metrics(one: Path, two: Path) -> str:
-    lines = [[comparable(line) for line in _lines(path)] for path in (one, two)]
-    for number, (expected, actual) in enumerate(itertools.zip_longest(*lines), start=1):
-        if expected is None or actual is None:
-            return f"{len(lines[1])} lines, expected {len(lines[0])}"
-        if expected != actual:
-            keys = [k for k in {*expected, *actual} if expected.get(k, "no") != actual.get(k, "no")]
-            return f"line {number} differs in {', '.join(sorted(keys)[:5])}"
-    return ""
+"""Files of which some keys, the order or the spelling may differ -> reads what must be equal."""
 
 
 def _without(value: Any, keys: tuple[str, ...]) -> Any:

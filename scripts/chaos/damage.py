@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-import shutil
 from pathlib import Path
 
-KINDS = ("truncated", "emptied", "missing", "one bit", "64 bytes", "a digit", "a line lost", "a line twice", "a folder")
+KINDS = ("truncated", "emptied", "missing", "one bit", "a digit", "a line lost", "a line twice", "a folder")
 TEXTS = (".json", ".jsonl", ".yaml", ".jinja")
 
 
@@ -36,10 +35,6 @@ def damage_file(path: Path, noise: random.Random) -> str:
         data.clear()
     elif kind == "one bit":
         data[noise.randrange(len(data))] ^= 1 << noise.randrange(8)
-    elif kind == "64 bytes":
-        start = noise.randrange(len(data))
-        for at in range(start, min(start + 64, len(data))):
-            data[at] ^= noise.randrange(1, 256)
     elif kind == "a digit":
         at = noise.choice([at for at, byte in enumerate(data) if byte in b"0123456789"] or [0])
         data[at] = noise.choice([byte for byte in b"0123456789" if byte != data[at]])
@@ -57,8 +52,3 @@ def put_back(path: Path, data: bytes) -> None:
     if path.is_dir():
         path.rmdir()
     path.write_bytes(data)
-
-
-def copy(source: Path, target: Path) -> None:
-    """Copy a stopped run's folder as it was left."""
-    shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)

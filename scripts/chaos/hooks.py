@@ -11,7 +11,6 @@ import inspect
 import itertools
 import json
 import os
-import resource
 import signal
 import sys
 import threading
@@ -57,11 +56,11 @@ class Fault:
     """A fault and where it strikes.
 
     Attributes:
-        what: a signal's name, `full` or `readonly` (of a disk), or `limit` (no file may grow past `room` bytes).
+        what: a signal's name, or `full` or `readonly`, of a disk.
         phase: of `PHASES`; empty: `delay` seconds after the start, whatever the run is doing.
         call: number of the call of the phase's functions, from 1.
         when: `before`, `inside` (after `delay` seconds) or `after` the call.
-        room: bytes that a full disk has left, or the limit.
+        room: bytes that a full disk has left.
         rank: of the process that it strikes; None: the one that was started.
     """
 
@@ -78,7 +77,7 @@ class Fault:
             return f"{self.what} after {self.delay:.2f} s"
         where = f"{self.when} call {self.call} of {self.phase}" + (f" +{self.delay:.3f} s" if self.delay else "")
         rank = "" if self.rank is None else f" (process {self.rank})"
-        return f"{self.what} {where}{rank}" + (f", {self.room} bytes" if self.what in ("full", "limit") else "")
+        return f"{self.what} {where}{rank}" + (f", {self.room} bytes" if self.what == "full" else "")
 
 
 class Hooks:
@@ -145,9 +144,7 @@ class Hooks:
         assert self.fault is not None
         what, room = self.fault.what, self.fault.room
         self.struck.touch()
-        if what == "limit":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
-        elif what == "full" and self.disk is not None:
+        if what == "full" and self.disk is not None:
             self.disk.fill(room)
         elif what == "readonly" and self.disk is not None:
             self.disk.make_readonly()
@@ -157,9 +154,8 @@ class Hooks:
             os.kill(os.getpid() if this else os.getppid(), SIGNALS[what])
 
     def save(self, path: Path) -> None:
-        """Write the seconds of each call of the phases, and the modules that have been imported."""
-        modules = [name for name in sys.modules if not name.startswith("__")]
-        path.write_text(json.dumps({"seconds": self.seconds, "modules": modules}), encoding="utf-8")
+        """Write the seconds of each call of the phases."""
+        path.write_text(json.dumps({"seconds": self.seconds}), encoding="utf-8")
 
 
 def _rank() -> int | None:

@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,15 +14,15 @@ from typing import Any
 
 from mmrl.system.files import is_locked
 from scripts.chaos import disk as disks
-from scripts.chaos.cases import CASES, RUN, Case, make_folder
+from scripts.chaos.cases import CASES, RUN, Case
 from scripts.chaos.children import Ended, adopt_orphans, run, run_fresh
 from scripts.chaos.compare import differences
-from scripts.chaos.damage import copy, damage, put_back
+from scripts.chaos.damage import damage, put_back
 from scripts.chaos.hooks import SIGNALS, Fault
 
 STARTS = 6
 """A run that has not ended well after so many starts never will."""
-KINDS = {"SIGKILL": 7, "SIGTERM": 4, "SIGINT": 3, "full": 3, "limit": 1, "readonly": 1, "damage": 5}
+KINDS = {"SIGKILL": 7, "SIGTERM": 4, "SIGINT": 3, "full": 4, "readonly": 1, "damage": 5}
 """Kind of fault -> how often it is drawn, relative to the others."""
 INSTANT_SHARE = 0.15
 """Share of signals that come at any instant of the run, not in a phase."""
@@ -53,7 +52,7 @@ CODES = {"SIGKILL": (0, -9), "SIGTERM": (0, 143, -15), "SIGINT": (0, 130, -2)}
 
 @dataclass(frozen=True)
 class Place:
-    """Paths below `work`, the campaign's folder: undisturbed runs, stopped ones and trials."""
+    """Paths below `work`, the campaign's folder: undisturbed runs and trials."""
 
     work: Path
 
@@ -61,12 +60,8 @@ class Place:
         """Folder that the undisturbed run was started in."""
         return self.work / "reference" / case / "disk"
 
-    def stopped(self, case: str) -> Path:
-        """Folder of the run that was killed, to be damaged."""
-        return self.work / "stopped" / case / "disk"
-
     def events(self, case: str) -> Mapping[str, Any]:
-        """Record of the undisturbed run: `seconds` by phase, `modules` that it imported, its `wall` time."""
+        """Record of the undisturbed run: `seconds` by phase, its `wall` time."""
         found: dict[str, Any] = json.loads((self.work / "reference" / case / "events").read_text())
         return found
 
@@ -77,26 +72,18 @@ class Place:
 
 
 def make_reference(place: Place, name: str) -> Result:
-    """Make the undisturbed run of a case, and the stopped one."""
+    """Make the undisturbed run of a case."""
     case, folder, result = CASES[name], place.reference(name), Result(case=name)
-    make_folder(case, folder)
+    (folder / "tmp").mkdir(parents=True)
     events, started = folder.parent / "events", time.monotonic()
     env = place.env(name, folder)
     found = run_fresh(case.words, folder, env=env) if case.marks else run(case.words, folder, env=env, events=events)
     if found.code:
-        why = f"after {found.seconds:.0f} s, its time limit" if found.hung else f"with code {found.code}"
+        why = "at its time limit" if found.hung else f"with code {found.code}"
         result.problems.append(f"{name}: the undisturbed run ended {why}\n{found.err[-2000:]}")
         return result
-    counted = json.loads(events.read_text()) if events.exists() else {"seconds": {}, "modules": []}
+    counted = json.loads(events.read_text()) if events.exists() else {"seconds": {}}
     events.write_text(json.dumps(counted | {"wall": time.monotonic() - started}))
-    if case.stop is not None:
-        stopped, (phase, call) = place.stopped(name), case.stop
-        make_folder(case, stopped)
-        fault = Fault(what="SIGKILL", phase=phase, call=call, when="before")
-        found = run(case.words, stopped, env=place.env(name, stopped), fault=fault)
-        if found.code != -signal.SIGKILL:
-            problem = f"{name}: was to be stopped {fault}, but ended with code {found.code}\n{found.err[-2000:]}"
-            result.problems.append(problem)
     return result
 
 
@@ -140,7 +127,7 @@ class _Trial:
     def disturbed(self) -> None:
         """Strike in phases, or at any instant: once, sometimes again while it is continued."""
         disk = disks.Disk(self.folder) if self.result.kind in ("full", "readonly") else None
-        make_folder(self.case, self.folder)
+        (self.folder / "tmp").mkdir()
         faults = 1 if disk else self.noise.choices((1, 2, 3), (7, 2, 1))[0]
 
         def start(words: Sequence[str], number: int) -> Ended:
@@ -157,7 +144,7 @@ class _Trial:
         self.until_done(start)
         self.check()
         if disk and self.result.problems:  # it is gone with this process
-            copy(self.folder, self.folder.with_name("kept"))
+            shutil.copytree(self.folder, self.folder.with_name("kept"), symlinks=True)
 
     def draw(self) -> Fault:
         """Draw a fault."""
@@ -171,36 +158,22 @@ class _Trial:
         phase = noise.choice(phases)
         seconds = self.events["seconds"][phase]
         call = noise.randint(1, len(seconds))
-        when = noise.choice(
-            ("before", "inside", "after") if kind in SIGNALS and phase != "file" else ("before", "after")
-        )
+        inside = ("inside",) if kind in SIGNALS and phase != "file" else ()
+        when = noise.choice(("before", "after", *inside))
         delay = noise.random() * seconds[call - 1] if when == "inside" else 0.0
         room = noise.choice((0, noise.randrange(1 << 15), noise.randrange(8 << 20)))
-        if kind == "limit":  # what it prints goes into files too
-            room = max(room, 1 << 16)
         return Fault(what=kind, phase=phase, call=call, when=when, delay=delay, room=room, rank=rank)
 
     def fresh(self) -> None:
         """Strike a fresh `python -m mmrl` when a file of the run appears, or at any instant."""
-        make_folder(self.case, self.folder)
-        number = SIGNALS[self.result.kind]
-        wanted = self.noise.choice(self.case.marks)
-        delay = self.noise.uniform(0, 1.0) if wanted else self.noise.uniform(0, 15.0)
-        self.result.faults.append(f"{self.result.kind} {delay:.2f} s after {wanted or 'the start'}, fresh process")
+        (self.folder / "tmp").mkdir()
+        mark = self.noise.choice(self.case.marks)
+        fault = Fault(what=self.result.kind, delay=self.noise.uniform(0, 1.0 if mark else 15.0))
+        self.result.faults.append(f"{fault} of {mark or 'the start'}, fresh process")
         self.result.phases.append("fresh process")
-        due = float("inf")
-
-        def strike(child: subprocess.Popen[bytes], now: float) -> bool:
-            nonlocal due
-            if due == float("inf") and (not wanted or any(self.folder.glob(wanted))):
-                due = now + delay
-            if now < due or child.poll() is not None:
-                return False
-            child.send_signal(number)
-            return True
 
         def start(words: Sequence[str], starts: int) -> Ended:
-            return run_fresh(words, self.folder, env=self.env, strike=None if starts else strike)
+            return run_fresh(words, self.folder, env=self.env, fault=None if starts else fault, mark=mark)
 
         self.until_done(start)
         self.check()
@@ -210,22 +183,21 @@ class _Trial:
 
         A refusal has changed nothing: with that file put back, the run continues to equal numbers.
         """
-        if self.name == "index":  # whose unfinished builds know where their sources lie
-            make_folder(self.case, self.folder)
-            assert self.case.stop is not None
-            stop = Fault(what="SIGKILL", phase=self.case.stop[0], call=self.case.stop[1], when="before")
-            run(self.case.words, self.folder, env=self.env, fault=stop)
-        else:
-            copy(self.place.stopped(self.name), self.folder)
+        assert self.case.stop is not None
+        (phase, call), words = self.case.stop, self.case.words
+        (self.folder / "tmp").mkdir()
+        stop = Fault(what="SIGKILL", phase=phase, call=call, when="before")
+        found = run(words, self.folder, env=self.env, fault=stop)
+        if found.code != -signal.SIGKILL:
+            self.problem(f"was to be stopped {stop}, but ended with code {found.code}: {found.err[-2000:]}")
+            return
         target = next(self.folder / one for one in (RUN, f"{RUN}.partial") if (self.folder / one).is_dir())
         kind, file, held = damage(target, self.noise)
         self.result.faults.append(f"{file}: {kind}")
         self.result.phases.append(f"damage: {kind}")
         self.result.struck = 1
-        found = run(self.case.again, self.folder, env=self.env)
-        self.ended_well(found)
+        found = self.continued()
         if found.code == 0:
-            self.check()
             return
         self.result.outcome = "refused"
         names = [file, file.rpartition("/")[2], file.partition("/")[0]]
@@ -235,12 +207,17 @@ class _Trial:
         if found.code < 0 or not any(line.startswith("error: ") for line in found.err.splitlines()) or not named:
             self.problem(f"refused with code {found.code} and no error that names {file}: {found.err[-300:]!r}")
         put_back(target / file, held)
+        found = self.continued()
+        if found.code:
+            self.problem(f"with {file} put back it ended with code {found.code}: {found.err[-300:]!r}")
+
+    def continued(self) -> Ended:
+        """Continue the run, and compare it where it is done."""
         found = run(self.case.again, self.folder, env=self.env)
         self.ended_well(found)
         if found.code == 0:
             self.check()
-        else:
-            self.problem(f"with {file} put back it ended with code {found.code}: {found.err[-300:]!r}")
+        return found
 
     # -- until it is done, and what is checked
 

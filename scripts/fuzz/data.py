@@ -12,53 +12,16 @@ from hypothesis import strategies as st
 
 from scripts.fuzz.values import spoilt, spoilt_bytes
 
-QUESTION = {"id": "5a7a0", "question": "Which river?", "answer": "Tagus", "type": "bridge", "level": "easy"}
-CONTEXT = [["Lisbon", ["Lisbon is the capital.", "It lies on the Tagus."]], ["Porto", ["A city."]]]
-RECORDS: dict[str, tuple[dict[str, Any], ...]] = {
-    "hotpotqa": (
-        {**QUESTION, "context": CONTEXT, "supporting_facts": [["Lisbon", 1]]},
-        {
-            **QUESTION,
-            "context": {"title": ["Lisbon"], "sentences": [["It lies on the Tagus."]]},
-            "supporting_facts": {"title": ["Lisbon"], "sent_id": [0]},
-        },
-    ),
-    "2wiki": ({**QUESTION, "context": CONTEXT, "supporting_facts": [["Lisbon", 1]], "evidences": [["a", "b", "c"]]},),
-    "musique": (
-        {
-            "id": "2hop__1_2",
-            "question": "Which river?",
-            "answer": "Tagus",
-            "answer_aliases": ["Tejo"],
-            "answerable": True,
-            "paragraphs": [{"idx": 0, "title": "Lisbon", "paragraph_text": "On the Tagus.", "is_supporting": True}],
-            "question_decomposition": [{"id": 1, "question": "q", "answer": "a", "paragraph_support_idx": 0}],
-        },
-    ),
-    "nq": (
-        {"question": "which river", "answer": ["Tagus", "Tejo"]},
-        {"id": "q", "question": "x", "golden_answers": ["y"]},
-    ),
-    "triviaqa": ({"question": "which river", "answer": {"value": "Tagus", "aliases": ["Tejo"]}},),
-    "popqa": ({"id": 1, "question": "which river", "possible_answers": '["Tagus", "Tejo"]', "s_pop": 1, "o_pop": 2},),
-}
-CORPUS = ({"id": "1", "title": "Lisbon", "text": "On the Tagus."}, {"id": "2", "contents": '"Porto"\nA city.'})
-DSPY: dict[str, tuple[dict[str, Any], ...]] = {
-    "banking77": ({"text": "where is my card", "label": "card_arrival"}, {"text": "x", "label": 11, "label_text": "y"}),
-    "papillon": (
-        {"user_query": "Ann asks", "target_response": "yes", "pii_units": "Ann||Lisbon", "conversation_hash": "c"},
-    ),
-    "hover": ({"uid": "u", "claim": "c", "supporting_facts": [["Lisbon", 0]], "num_hops": 3, "label": "SUPPORTED"},),
-}
+RECORDS: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("records.json").read_text("utf-8"))
+"""Data set, or `corpus` -> records as official files have them."""
 SUFFIXES = (".jsonl", ".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
 
 
 @st.composite
 def files(draw: st.DrawFn) -> tuple[str, str, bytes]:
     """A data set's name, and a file of a few of its records, spoilt as records or as bytes."""
-    name = draw(st.sampled_from((*RECORDS, "corpus", *DSPY)))
-    known: Any = RECORDS.get(name) or DSPY.get(name) or CORPUS
-    rows = [draw(spoilt(row)) for row in draw(st.lists(st.sampled_from(known), min_size=1, max_size=3))]
+    name = draw(st.sampled_from(sorted(RECORDS)))
+    rows = [draw(spoilt(row)) for row in draw(st.lists(st.sampled_from(RECORDS[name]), min_size=1, max_size=3))]
     suffix = draw(st.sampled_from(SUFFIXES))
     data = _written(rows, suffix)
     return name, suffix, draw(st.just(data) | spoilt_bytes(data))
@@ -74,14 +37,8 @@ def _written(rows: list[Any], suffix: str) -> bytes:
     return "\n".join(sign.join(map(str, row)) for row in cells).encode("utf-8", "replace")
 
 
-def written(name: str, content: bytes) -> Path:
-    """Write a file into a folder that ends with this process."""
-    path = Path(_FOLDER.name) / name
-    path.write_bytes(content)
-    return path
-
-
 _FOLDER = tempfile.TemporaryDirectory(prefix="mmrl-fuzz-")
+"""Ends with this process."""
 
 
 def run(file: tuple[str, str, bytes]) -> str | None:
@@ -90,11 +47,12 @@ def run(file: tuple[str, str, bytes]) -> str | None:
     from mmrl.tasks.data.rows import Source
 
     name, suffix, data = file
-    path = str(written(f"data{suffix}", data))
+    path = str(Path(_FOLDER.name) / f"data{suffix}")
+    Path(path).write_bytes(data)
     if name == "corpus":
         documents = load_corpus("task.corpus", path)
         return None if all(isinstance(d.text, str) for d in documents) else "a passage without text"
-    if name in DSPY:
+    if name not in LAYOUTS:
         return _run_dspy(name, path)
     for record in load_records(Source("task.data.train", path), "train", LAYOUTS[name]):
         example = to_example(record, "given")

@@ -22,7 +22,6 @@ from unittest import mock
 
 LIMIT_S = 20.0
 """Longest time of one line."""
-CODES = (0, 1, 2)
 
 
 def run(words: Sequence[str]) -> str | None:
@@ -67,7 +66,7 @@ def call(words: Sequence[str], here: Path, limit_s: float = LIMIT_S) -> str | No
         os.environ.update(environment)
         logging.disable(logging.NOTSET)
         logging.root.setLevel(level)  # hydra.verbose=true raises it for the whole process
-    if code not in CODES:
+    if code not in (0, 1, 2):
         return f"{shown(words)}: exit code {code!r}"
     if "Traceback (most recent call last)" in err.getvalue() + out.getvalue():
         return f"{shown(words)}: a traceback was printed: {err.getvalue()[-600:]}"

@@ -7,7 +7,6 @@ of the run is changed but `report.html` (and what `compare` writes beside it).
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import shutil
 import tempfile
@@ -76,22 +75,16 @@ def finding(run_dir: Path, draw: st.DrawFn) -> str | None:
         shutil.copytree(run_dir, copy)
         here.mkdir()
         what = "; ".join(_damage(copy, draw) for _ in range(draw(st.sampled_from((1, 1, 1, 2, 3)))))
-        before = _digest(copy)
+        before = _contents(copy)
         for command in draw(st.permutations(COMMANDS))[:3]:
             # A run that can be continued would be.
             with mock.patch("mmrl.run.session.begin", lambda *_, **__: 0):
                 if wrong := call([word.format(run=copy) for word in command], here):
                     return f"{what}\n  {wrong}"
-        return None if _digest(copy) == before else f"{what}\n  a command that only looks has changed the run"
+        return None if _contents(copy) == before else f"{what}\n  a command that only looks has changed the run"
 
 
-def _digest(run_dir: Path) -> str:
-    """Names and contents, without the report's, as one digest."""
-    found = hashlib.sha256()
-    for path in sorted(run_dir.rglob("*")):
-        if path.name == "report.html" or path.is_symlink():
-            continue
-        found.update(f"{path.relative_to(run_dir)}\0".encode("utf-8", "surrogateescape"))
-        if path.is_file():
-            found.update(path.read_bytes())
-    return found.hexdigest()
+def _contents(run_dir: Path) -> dict[Path, bytes]:
+    """Names and contents, without the report's; a folder has none."""
+    paths = [path for path in run_dir.rglob("*") if path.name != "report.html" and not path.is_symlink()]
+    return {path: path.read_bytes() if path.is_file() else b"" for path in paths}

@@ -6,7 +6,6 @@ An `MmrlError` is never wrong: it is what bad input should get.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import math
 import traceback
@@ -80,7 +79,7 @@ def run_config(raw: Any) -> str | None:
     return None if again == validated else "a config that is read back is another one"
 
 
-# -- forests, journals and credit --------------------------------------------------------------------------------------
+# -- forests and credit ------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -101,35 +100,6 @@ def run_forest(pair: tuple[str, str]) -> str | None:
     for call in json.loads(json_report(algos, forest, credits))["calls"]:
         if not all(math.isfinite(number) for key in ("advantages", "weights") for number in call[key]):
             return f"credit of {call['id']!r} is not finite"
-    return None
-
-
-@cache
-def _journal() -> bytes:
-    from mmrl.report.forest import parse_forest
-    from mmrl.report.journal import encode_step
-    from mmrl.system.files import dumps
-
-    forest = parse_forest(json.dumps(_forests()[0]), "forest.json")
-    return "".join(dumps(line) + "\n" for line in encode_step(forest, ())).encode()
-
-
-@st.composite
-def journals(draw: st.DrawFn) -> bytes:
-    """A step's journal, damaged before or after it was compressed."""
-    if draw(st.booleans()):
-        return draw(spoilt_bytes(gzip.compress(_journal(), 1)))
-    lines = [json.loads(line) for line in _journal().splitlines()]
-    at = draw(st.integers(0, len(lines) - 1))
-    lines[at] = draw(spoilt(lines[at]))
-    return gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode(), 1)
-
-
-def run_journal(written: bytes) -> str | None:
-    """A journal is refused by `mmrl credit rollouts=`, or read."""
-    from mmrl.report.journal import load_rollouts
-
-    load_rollouts(data.written("step-000001.jsonl.gz", written))
     return None
 
 
@@ -178,7 +148,6 @@ def _spoilt_forests() -> st.SearchStrategy[str]:
 TARGETS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], str | None]]] = {
     "config": (st.deferred(_configs), run_config),
     "forest": (st.tuples(st.deferred(_spoilt_forests), st.sampled_from(sorted(ALGORITHMS))), run_forest),
-    "journal": (journals(), run_journal),
     "data": (data.files(), data.run),
     "retriever": (st.sampled_from(RETRIEVED).flatmap(spoilt) | JSON, run_retrieved),
 }

@@ -1,7 +1,7 @@
 import pytest
 
 from mmrl.cli import main
-from scripts.docs import COMMANDS
+from tests.cli.test_cli import COMMANDS
 
 
 @pytest.mark.parametrize(

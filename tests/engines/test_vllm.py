@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from mmrl.config.engines import VllmServerConfig
 from mmrl.engines import Completion, Request, Sampling, build_engine
 from mmrl.engines.vllm.base import probe_logprobs
+from mmrl.engines.vllm.command import server_arguments
 from mmrl.errors import EngineFailure, LengthFailure, SyncFailure
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.system.conf import later_wins
@@ -59,6 +61,21 @@ def tokenizer() -> Any:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     with serving(config(), tmp_path_factory.mktemp("vllm")) as engine_and_model:
         yield engine_and_model
+
+
+@pytest.mark.parametrize("devices", [(), (0,), (1, 2)])
+def test_vllms_parser_reads_what_a_server_on_gpus_is_started_with(devices: tuple[int, ...], tmp_path: Path) -> None:
+    """Only parsed: no GPU is here."""
+    setup = replace(setup_in(tmp_path), device="cuda", devices=devices)
+    words = server_arguments(config(args=("--max-num-seqs=4",)), setup, str(tmp_path), "processed", 2, 9)
+    code = (
+        "import sys; from vllm.entrypoints.openai.cli_args import make_arg_parser; "
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser; "
+        "make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])"
+    )
+    command = [str(PYTHON), "-c", code, *words, "--host", "127.0.0.1", "--port", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_samples_have_the_log_probabilities_of_transformers(served: Any, tokenizer: Any) -> None:

@@ -122,6 +122,33 @@ def test_what_a_process_is_told():
     assert wrapping(profile()) == {}
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero2", "zero3"])
+def test_accelerate_launch_sets_the_same_variables(sharding, offload):
+    """By accelerate's real parser and launcher, from the flags that a user would type for the profile."""
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    common = "--num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+    if sharding == "fsdp2":
+        flags = (
+            "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --fsdp_state_dict_type "
+            "FULL_STATE_DICT --fsdp_reshard_after_forward true --fsdp_cpu_ram_efficient_loading true "
+            f"--fsdp_offload_params {str(offload).lower()}"
+        )
+    else:
+        device = "cpu" if offload else "none"
+        flags = (
+            f"--use_deepspeed --zero_stage {sharding[-1]} --offload_optimizer_device {device} "
+            f"--offload_param_device {device if sharding == 'zero3' else 'none'} --gradient_accumulation_steps 1"
+        )
+    arguments = launch_command_parser().parse_args(f"{common} {flags} train.py".split())
+    arguments.deepspeed_fields_from_accelerate_config = ""  # as the launcher does, which reads no file here
+    found = prepare_multi_gpu_env(arguments) if sharding == "fsdp2" else prepare_deepspeed_cmd_env(arguments)[1]
+    expected = wrapping(profile(processes=2, sharding=sharding, cpu_offload=offload))
+    assert {name: found.get(name) for name in expected} == expected
+
+
 def test_accelerate_reads_the_variables_of_fsdp2(monkeypatch):
     from accelerate.utils import FullyShardedDataParallelPlugin
 

@@ -13,7 +13,7 @@ import torch
 
 from scripts import gpu_check
 from scripts.bench import __main__ as suite
-from scripts.bench import common, fleet, gateway, overhead, rollout, step, update
+from scripts.bench import common, overhead
 from scripts.bench.common import Bar
 from scripts.bench.update_shapes import GROUP, SHAPES, Dice, advantages, calls, independent
 
@@ -30,15 +30,13 @@ def _loud() -> Any:
 
 
 def test_bars_are_met_from_the_right_side() -> None:
-    assert [Bar(what="a", value=value, bar=7.0).met for value in (7.0, 6.99, math.nan)] == [True, False, False]
-    ceilings = [Bar(what="a", value=value, bar=0.7, at_most=True).met for value in (0.7, 0.71, math.nan)]
-    assert ceilings == [True, False, False]
-    assert Bar(what="a", value=3.0, bar=None).met is None
+    assert [Bar("a", value, 7.0).met for value in (7.0, 6.99, math.nan)] == [True, False, False]
+    assert [Bar("a", value, 0.7, at_most=True).met for value in (0.7, 0.71, math.nan)] == [True, False, False]
+    assert Bar("a", 3.0).met is None
 
 
 def test_a_missed_bar_is_printed_kept_and_makes_the_exit_code_1(tmp_path: Path, capsys: Any) -> None:
-    good, bad = Bar(what="good", value=2.0, bar=1.0, real=10), Bar(what="bad", value=0.5, bar=1.0)
-    free = Bar(what="free", value=0.1, bar=None)
+    good, bad, free = Bar("good", 2.0, 1.0, real=10), Bar("bad", 0.5, 1.0), Bar("free", 0.1)
     assert common.finish("x", [good, free], str(tmp_path / "a.json")) == 0
     assert "MISSED" not in capsys.readouterr().out
     assert common.finish("x", [good, bad], str(tmp_path / "b.json"), note=3) == 1
@@ -47,7 +45,7 @@ def test_a_missed_bar_is_printed_kept_and_makes_the_exit_code_1(tmp_path: Path, 
     kept = json.loads((tmp_path / "b.json").read_text())
     assert kept["missed"] == ["bad"] and kept["note"] == 3
     assert [(bar["what"], bar["met"]) for bar in kept["bars"]] == [("good", True), ("bad", False)]
-    assert {"machine", "versions", "threads", "load", "time"} <= kept.keys()
+    assert {"cpu", "versions", "threads", "load", "started"} <= kept.keys()
 
 
 def test_cosine_of_all_parameters_together() -> None:
@@ -71,21 +69,21 @@ def test_share_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("bench", "arguments", "bars"),
     [
-        (rollout, ["repeats=1"], 2),
-        (rollout, ["repeats=1", "brief=1"], 2),
-        (update, ["repeats=1", "shape=fof", "micro=4", "groups=1"], 3),
-        (update, ["repeats=1", "shape=is", "micro=8"], 3),
-        (step, ["steps=1", "micro=4"], 2),
-        (gateway, ["agents=4", "turns=2"], 5),
+        ("rollout", ["model=test", "repeats=1"], 2),
+        ("rollout", ["model=test", "repeats=1", "brief=1"], 2),
+        ("update", ["model=test", "repeats=1", "shape=fof", "micro=4", "groups=1"], 3),
+        ("update", ["model=test", "repeats=1", "shape=is", "micro=8"], 3),
+        ("step", ["model=test", "steps=1", "micro=4"], 2),
+        ("gateway", ["agents=4", "calls=5"], 3),
         pytest.param(
-            *(fleet, ["servers=1,2", "latency_ms=20"], 5),
+            *("fleet", ["servers=1,2", "latency_ms=20", "rounds=2", "foretold=2"], 5),
             marks=pytest.mark.skipif(find_spec("vllm_router") is None, reason="needs vllm-router"),
         ),
     ],
 )
-def test_every_bench_runs_to_its_json(bench: Any, arguments: list[str], bars: int, tmp_path: Path) -> None:
+def test_every_bench_runs_to_its_json(bench: str, arguments: list[str], bars: int, tmp_path: Path) -> None:
     out = tmp_path / "x.json"
-    code = bench.main([*arguments, "quick=1", f"out={out}"])
+    code = suite.main([bench, *arguments, f"out={out}"])
     found = json.loads(out.read_text())
     assert len(found["bars"]) == bars
     assert code == int(bool(found["missed"]))
@@ -99,6 +97,7 @@ def test_every_bench_runs_to_its_json(bench: Any, arguments: list[str], bars: in
         (["model=smollm2_135m", "only=step"], "expected some of update,rollout"),
         (["only=stpe"], "expected some of update,step"),
         (["onyl=step"], "unknown option onyl"),
+        (["step", "onyl=step"], "unknown option onyl"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], refusal: str) -> None:
@@ -107,12 +106,12 @@ def test_wrong_options_are_refused(arguments: list[str], refusal: str) -> None:
 
 
 def test_the_suite_counts_a_bench_that_failed(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
-    good = common.asdict(Bar(what="good", value=2.0, bar=1.0)) | {"met": True}
+    good = common.asdict(Bar("good", 2.0, 1.0)) | {"met": True}
     answers = {
         "rollout": {"bench": "rollout", "bars": [good]},
         "step": {"bench": "step", "bars": [], "error": "it broke"},
     }
-    monkeypatch.setattr(suite, "run", lambda bench, extra, folder: answers[bench])
+    monkeypatch.setattr(suite, "result_of", lambda bench, arguments, folder: answers[bench])
     assert suite.main(["only=rollout", f"out={tmp_path / 'a.json'}"]) == 0
     assert suite.main(["only=rollout,step", f"out={tmp_path / 'b.json'}"]) == 1
     assert "it broke" in capsys.readouterr().err
@@ -132,9 +131,10 @@ def test_gpu_check_runs_end_to_end_on_the_cpu(tmp_path: Path, monkeypatch: Any) 
 
 def test_tries_of_rollouts_count_each_query_and_key_once() -> None:
     rows = independent(Dice(10**6), 1, (7, 7), (4, 4))
-    # The last token of a completion is only predicted: 7 + 4 × 3 tokens, 28 pairs of the prompt, 27 of a completion.
-    assert gpu_check.trie_pairs(calls(rows)) == (19, 28 + 4 * 27)
-    assert gpu_check.trie_pairs(calls(rows[:1])) == (10, 55)
+    # 7 + 4 × 4 tokens, 28 pairs of the prompt, 38 of a completion.
+    sequences = [row.prompt + row.completion for row in rows]
+    assert gpu_check.trie_pairs(sequences) == (23, 28 + 4 * 38)
+    assert gpu_check.trie_pairs(sequences[:1]) == (11, 66)
 
 
 def test_gpu_check_without_a_gpu_says_so() -> None:

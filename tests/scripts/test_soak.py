@@ -27,8 +27,3 @@ def test_what_grows_is_named() -> None:
     assert missed(files=0.01) == ["files, last tenth"]
     assert missed(slower=1.2) == ["s of a step, last 100"]
     assert missed(journal=1.0) == ["journal bytes a step, second half"]
-
-
-def test_the_slope_is_told() -> None:
-    bars = {bar.what: bar.value for bar in bars_of(samples(0.01), [0.1] * 1000, [1000] * 1000, 1000)}
-    assert abs(bars["rss_mb, slope per 1000 steps"] - 10) < 1e-6

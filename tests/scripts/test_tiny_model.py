@@ -73,7 +73,7 @@ def test_digits_are_single_tokens(tokenizer):
 
 
 def test_a_name_is_the_same_tokens_wherever_it_stands(tokenizer):
-    name = make_questions("dev")[0].hops[0].title
+    name = make_questions("dev")[0]["metadata"]["titles"][0]
     ids = encode_text(tokenizer, name)
     for text in (f"Who is {name}?", f"Document3: {name} | {name}, born in 1920", f"the film {name}\n"):
         found = encode_text(tokenizer, text)

@@ -39,8 +39,8 @@ def test_names_and_titles_are_unique():
 
 
 def test_no_question_is_shared_or_repeated():
-    texts = [question.text for split in SPLITS for question in make_questions(split)]
-    ids = [question.id for split in SPLITS for question in make_questions(split)]
+    texts = [question["inputs"]["question"] for split in SPLITS for question in make_questions(split)]
+    ids = [question["id"] for split in SPLITS for question in make_questions(split)]
     assert len(set(texts)) == len(texts)
     assert len(set(ids)) == len(ids)
 
@@ -51,10 +51,10 @@ def entities_of(split):
     names = {entity.name: entity for entity in world.entities.values()}
     found = set()
     for question in make_questions(split):
-        for value in (question.answer, *(h.title for h in question.hops), *(h.answer for h in question.hops)):
+        metadata = question["metadata"]
+        for value in (*metadata["answers"], *metadata["titles"], *(hop["answer"] for hop in metadata["hops"])):
             if value in names and names[value].kind != "country":
                 found.add(value)
-        found |= {world.entities[entity].name for entity in question.entities}
     return found
 
 
@@ -67,7 +67,7 @@ def test_splits_share_no_subject_bridge_or_named_answer(split, other):
 def test_train_questions_name_nothing_of_a_held_out_part(split):
     held_out = entities_of(split)
     for question in make_questions("train"):
-        said = f" {question.text.rstrip('?')} ".replace(",", " ")
+        said = f" {question['inputs']['question'].rstrip('?')} ".replace(",", " ")
         assert not any(f" {name} " in said for name in held_out)
 
 
@@ -84,30 +84,31 @@ def test_answers_can_be_read_in_the_gold_documents():
     texts = {document.title: f"{document.title} {document.text}" for document in make_world().documents}
     for split in SPLITS:
         for question in make_questions(split):
-            for hop in question.hops:
-                assert hop.answer in texts[hop.title], question
-            if question.kind == "bridge":
-                subject, bridge = question.hops
-                assert bridge.title == subject.answer
-                assert question.answer == bridge.answer
-                assert subject.title in texts[bridge.title]
-                assert subject.title in question.text
-                assert bridge.title not in question.text
+            text, metadata = question["inputs"]["question"], question["metadata"]
+            for hop in metadata["hops"]:
+                assert hop["answer"] in texts[hop["title"]], question
+            if metadata["type"] == "bridge":
+                subject, bridge = metadata["hops"]
+                assert bridge["title"] == subject["answer"]
+                assert metadata["answers"] == [bridge["answer"]]
+                assert subject["title"] in texts[bridge["title"]]
+                assert subject["title"] in text
+                assert bridge["title"] not in text
 
 
 def test_comparisons_agree_with_the_facts():
     seen = Counter()
     for split in SPLITS:
         for question in make_questions(split):
-            if question.kind != "comparison":
+            if question["metadata"]["type"] != "comparison":
                 continue
-            left, right = question.hops
-            seen[question.answer if question.answer in ("yes", "no") else "which"] += 1
-            if question.answer in ("yes", "no"):
-                assert (left.answer == right.answer) == (question.answer == "yes")
+            (left, right), (answer,) = question["metadata"]["hops"], question["metadata"]["answers"]
+            seen[answer if answer in ("yes", "no") else "which"] += 1
+            if answer in ("yes", "no"):
+                assert (left["answer"] == right["answer"]) == (answer == "yes")
             else:
-                earlier = left if int(left.answer) < int(right.answer) else right
-                assert question.answer == earlier.title
+                earlier = left if int(left["answer"]) < int(right["answer"]) else right
+                assert answer == earlier["title"]
     assert seen["which"] > seen["yes"] > 50
     assert abs(seen["yes"] - seen["no"]) <= 10
 
@@ -115,10 +116,10 @@ def test_comparisons_agree_with_the_facts():
 def test_each_bridge_form_is_phrased_in_several_ways():
     ways = {}
     for question in make_questions("train"):
-        said = question.text
-        for hop in question.hops:
-            said = said.replace(hop.title, "*")
-        ways.setdefault(question.form, set()).add(said)
+        said = question["inputs"]["question"]
+        for title in question["metadata"]["titles"]:
+            said = said.replace(title, "*")
+        ways.setdefault(question["metadata"]["form"], set()).add(said)
     assert all(len(found) >= 2 for found in ways.values())
     assert len(ways) >= 20
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -7,9 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, MistralConfig, MistralForCausalLM
+from transformers import (
+    AttentionInterface,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from mmrl.trainer import tree_attention
+from mmrl.trainer.logprobs import score
+from mmrl.trainer.packing import make_packs
 from mmrl.trainer.tree_attention import (
     IMPLEMENTATION,
     PrefixTree,
@@ -20,7 +31,7 @@ from mmrl.trainer.tree_attention import (
     unsupported_reason,
 )
 from mmrl.trainer.tries import build_tries, flatten
-from tests.helpers.trainer_cases import SIZES, tiny_model
+from tests.helpers.trainer_cases import SIZES, make_calls, tiny_model
 from tests.trainer.test_tries import sequences
 
 
@@ -156,12 +167,66 @@ def test_a_long_trie_crosses_the_kernels_blocks() -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_sees_the_same_pairs() -> None:
-    """The GPU path's mask, in FlexAttention's uncompiled form (the compiled kernel was not run here)."""
+    """The GPU path's mask, in FlexAttention's uncompiled form."""
     rows = [(*[7] * 30, branch, *[branch] * (10 + branch)) for branch in range(3)] + [(9,) * 20]
     tree = tree_of(rows)
     query, key, value = (tensor.detach().float() for tensor in inputs(tree.tokens, 2, 2))
     with torch.no_grad():
         assert torch.allclose(flex(query, key, value, tree, 0.3), masked(query, key, value, tree, 0.3), atol=1e-5)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FlexAttention compiled as on a GPU, by the C++ kernel of PyTorch's compiler, which has a forward pass alone."""
+    if shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler")
+    # Per test anew: compiled for a second length, torch 2.13 writes C++ that g++ refuses (`cur_qSplitSize`).
+    torch.compiler.reset()
+    kernel = tree_attention._flex_kernel.__wrapped__(True)
+    monkeypatch.setattr(tree_attention, "_flex_kernel", lambda on_cuda: kernel)
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("compiled")
+def test_compiled_flex_attention_sees_the_same_pairs() -> None:
+    """Several of the mask's blocks of 128 tokens."""
+    tree = tree_of([(*[7] * 150, branch, *[branch] * (10 + branch)) for branch in range(3)] + [(9,) * 20])
+    query, key, value = (tensor.detach().float() for tensor in inputs(tree.tokens, 2, 2))
+    with torch.no_grad():
+        assert torch.allclose(flex(query, key, value, tree, 0.3), masked(query, key, value, tree, 0.3), atol=1e-5)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_pack_by_compiled_flex_attention_has_the_padded_log_probabilities() -> None:
+    """The GPU's forward of a whole model, on a CPU."""
+
+    def on_gpu(
+        module: Any, query: Any, key: Any, value: Any, *_: Any, scaling: float, tree: PrefixTree, **__: Any
+    ) -> Any:
+        return flex(query, key, value, tree, scaling).transpose(1, 2), None
+
+    def logprobs(tries: bool) -> dict[str, torch.Tensor]:
+        found = {}
+        for pack in make_packs(
+            make_calls(), 10**6, beta=0.0, modules=["a", "b"], dtype=torch.float32, score_all=True, tries=tries
+        ):
+            scored = score(policy, policy.get_output_embeddings(), pack, 1.0).logprobs
+            found |= {train.call.id: scored[pack.of_call == number] for number, train in enumerate(pack.calls)}
+        return found
+
+    policy = tiny_model()
+    with torch.no_grad():
+        padded = logprobs(False)
+        install(policy)
+        AttentionInterface.register(IMPLEMENTATION, on_gpu)
+        try:
+            packed = logprobs(True)
+        finally:
+            AttentionInterface.register(IMPLEMENTATION, attention)
+    assert padded.keys() == packed.keys() and padded
+    for name, expected in padded.items():
+        assert torch.allclose(packed[name], expected, atol=1e-5)
 
 
 def test_without_a_tree_it_is_sdpa() -> None:

@@ -10,8 +10,8 @@ world (see `world`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from mmrl.records import Example
 from mmrl.tasks.mini.draws import Draws
@@ -22,31 +22,10 @@ SIZES: Mapping[str, int] = {"train": 2400, "dev": 400, "test": 400}
 COMPARISON_SHARE = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Hop:
-    """A step of the reasoning."""
-
-    query: str
-    """A self-contained sub-question."""
-    title: str
-    """Title of the document that answers it."""
-    answer: str
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question with all that a demonstration or a reward may use."""
-
-    id: str
-    text: str
-    answer: str
-    kind: str
-    """`bridge` or `comparison`, as in HotpotQA."""
-    form: str
-    """Template family: `film.director.birth_city`, `person.birth_year`, ..."""
-    hops: tuple[Hop, ...]
-    entities: tuple[str, ...]
-    """Ids of subjects and bridges."""
+Record = dict[str, Any]
+"""A question as it is written: `id`, `inputs`, `metadata`; of a bridge also `second_query`, the query of its second hop
+that names the result of the first. The metadata's `hops` are self-contained sub-questions, each with the title of the
+document that answers it; `type` is HotpotQA's, `form` the template family: `film.director.birth_city`."""
 
 
 ROLES: Mapping[str, tuple[str, Sequence[str]]] = WORDS["roles"]
@@ -63,7 +42,7 @@ SINGLES: tuple[str, ...] = (*SINGLE_FORMS, *(ask for ask, (_, forms) in ASKS.ite
 
 
 @lru_cache(maxsize=8)
-def make_questions(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
+def make_questions(split: str, seed: int = WORLD_SEED) -> tuple[Record, ...]:
     """The questions of one split of the world of `seed`, in a fixed order; cached in the process."""
     world = make_world(seed)
     draws = Draws(seed, "questions", split)
@@ -73,10 +52,24 @@ def make_questions(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
     comparisons = round(SIZES[split] * COMPARISON_SHARE)
     questions = bridges[: SIZES[split] - comparisons] + _comparisons(world, split, draws, comparisons)
     draws.shuffle(questions)
-    return tuple(replace(q, id=f"mini-{split}-{number:04d}") for number, q in enumerate(questions))
+    return _numbered(f"mini-{split}", questions)
 
 
-def _bridges(world: World, part: str, draws: Draws) -> list[Question]:
+def _numbered(name: str, questions: Sequence[Record]) -> tuple[Record, ...]:
+    return tuple({"id": f"{name}-{number:04d}", **question} for number, question in enumerate(questions))
+
+
+def _question(text: str, answer: str, kind: str, form: str, hops: Sequence[dict[str, str]], **more: str) -> Record:
+    titles = [hop["title"] for hop in hops]
+    metadata = {"answers": [answer], "titles": titles, "type": kind, "form": form, "hops": list(hops)}
+    return {"inputs": {"question": text}, "metadata": metadata, **more}
+
+
+def _hop(query: str, title: str, answer: str) -> dict[str, str]:
+    return {"query": query, "title": title, "answer": answer}
+
+
+def _bridges(world: World, part: str, draws: Draws) -> list[Record]:
     """Every (subject, role, fact) of the part once, in one drawn phrasing."""
     questions = []
     for role, asks in BRIDGES.items():
@@ -92,17 +85,17 @@ def _bridges(world: World, part: str, draws: Draws) -> list[Question]:
                 answer = world.value(bridge.id, ask.split(".")[1])
                 text = draws.pick(forms).format(x=draws.pick(phrases).format(x=subject.name))
                 hops = (
-                    Hop(first_query.format(x=subject.name), subject.name, bridge.name),
-                    Hop(second_query.format(x=phrases[0].format(x=subject.name)), bridge.name, answer),
+                    _hop(first_query.format(x=subject.name), subject.name, bridge.name),
+                    _hop(second_query.format(x=phrases[0].format(x=subject.name)), bridge.name, answer),
                 )
-                form = f"{role}.{ask.split('.')[1]}"
-                questions.append(Question("", text, answer, "bridge", form, hops, (subject.id, bridge.id)))
+                form, by_name = f"{role}.{ask.split('.')[1]}", second_query.format(x=bridge.name)
+                questions.append(_question(text, answer, "bridge", form, hops, second_query=by_name))
     return questions
 
 
-def _comparisons(world: World, part: str, draws: Draws, count: int) -> list[Question]:
+def _comparisons(world: World, part: str, draws: Draws, count: int) -> list[Record]:
     """`count` different comparisons: six of ten which-is-earlier, the others yes/no in equal shares."""
-    questions: dict[str, Question] = {}
+    questions: dict[str, Record] = {}
     while len(questions) < count:
         number = len(questions)
         if number % 10 < 6:
@@ -110,11 +103,11 @@ def _comparisons(world: World, part: str, draws: Draws, count: int) -> list[Ques
         else:
             question = _same(world, part, draws, yes_or_no="yes" if number % 2 else "no")
         if question is not None:
-            questions.setdefault(question.text, question)
+            questions.setdefault(question["inputs"]["question"], question)
     return list(questions.values())
 
 
-def _earlier(world: World, part: str, draws: Draws) -> Question | None:
+def _earlier(world: World, part: str, draws: Draws) -> Record | None:
     form = draws.pick(list(EARLIER))
     kind, relation = form.split(".")
     entities = world.of(kind, part)
@@ -126,7 +119,7 @@ def _earlier(world: World, part: str, draws: Draws) -> Question | None:
     return _compare(world, form, draws.pick(EARLIER[form]), x, y, (x if years[0] < years[1] else y).name)
 
 
-def _same(world: World, part: str, draws: Draws, yes_or_no: str) -> Question | None:
+def _same(world: World, part: str, draws: Draws, yes_or_no: str) -> Record | None:
     form = draws.pick(list(SAME))
     kind, relation = form.split(".")
     entities = world.of(kind, part)
@@ -137,16 +130,14 @@ def _same(world: World, part: str, draws: Draws, yes_or_no: str) -> Question | N
     return _compare(world, form, draws.pick(SAME[form]), x, y, answer)
 
 
-def _compare(world: World, form: str, template: str, x: Entity, y: Entity, answer: str) -> Question:
+def _compare(world: World, form: str, template: str, x: Entity, y: Entity, answer: str) -> Record:
     query, relation = ASKS[form][0], form.split(".")[1]
-    hops = tuple(Hop(query.format(x=entity.name), entity.name, world.value(entity.id, relation)) for entity in (x, y))
-    return Question(
-        "", template.format(x=x.name, y=y.name), answer, "comparison", f"compare.{form}", hops, (x.id, y.id)
-    )
+    hops = [_hop(query.format(x=entity.name), entity.name, world.value(entity.id, relation)) for entity in (x, y)]
+    return _question(template.format(x=x.name, y=y.name), answer, "comparison", f"compare.{form}", hops)
 
 
 @lru_cache(maxsize=8)
-def make_singles(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
+def make_singles(split: str, seed: int = WORLD_SEED) -> tuple[Record, ...]:
     """The single-hop questions of one split of the world of `seed`, in a fixed order; cached in the process."""
     world = make_world(seed)
     draws = Draws(seed, "singles", split)
@@ -157,22 +148,11 @@ def make_singles(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
         query = (ASKS.get(form) or ROLES[form])[0]
         for subject in world.of(kind, split):
             answer = world.value(subject.id, relation)
-            hop = Hop(query.format(x=subject.name), subject.name, answer)
+            hop = _hop(query.format(x=subject.name), subject.name, answer)
             text = draws.pick(forms).format(x=subject.name)
-            questions.append(Question("", text, answer, "single", form, (hop,), (subject.id,)))
+            questions.append(_question(text, answer, "single", form, [hop]))
     draws.shuffle(questions)
-    questions = questions[: SINGLE_SIZES[split]]
-    return tuple(replace(q, id=f"mini-single-{split}-{number:04d}") for number, q in enumerate(questions))
-
-
-def in_steps(question: Question) -> Question:
-    """The question with a second hop whose query names the result of the first; only bridges have such a hop."""
-    if question.kind != "bridge":
-        return question
-    role, _, fact = question.form.rpartition(".")
-    first, second = question.hops
-    ask = next(ask for ask in BRIDGES[role] if ask.endswith(f".{fact}"))
-    return replace(question, hops=(first, replace(second, query=ASKS[ask][0].format(x=second.title))))
+    return _numbered(f"mini-single-{split}", questions[: SINGLE_SIZES[split]])
 
 
 CLAIM_SIZES: Mapping[str, int] = {"train": 800, "dev": 300, "test": 300}

@@ -53,7 +53,6 @@ class Entity:
 class World:
     """All entities with their documents."""
 
-    seed: int
     entities: Mapping[str, Entity]
     documents: tuple[Document, ...] = field(repr=False)
 
@@ -79,7 +78,7 @@ def make_world(seed: int = WORLD_SEED) -> World:
         # A capital is the first city of its country; `CAPITALS_PART` gives each country one.
         entities[city.facts["country"]].facts.setdefault("capital", city.id)
     documents = tuple(_document(entities, entity, Draws(seed, "document", entity.id)) for entity in entities.values())
-    return World(seed, entities, documents)
+    return World(entities, documents)
 
 
 # The order of draws is the world: any change here gives other names and facts, and the shipped models, whose words

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mmrl.tasks.mini.examples import FACTS, FOLDER
 from scripts.tiny_model.mini.messages import make_requests, make_support
-from scripts.tiny_model.mini.questions import Question, in_steps, make_claims, make_questions, make_singles
+from scripts.tiny_model.mini.questions import make_claims, make_questions, make_singles
 from scripts.tiny_model.mini.world import PARTS, WORLD_SEED, make_world
 
 
@@ -25,8 +25,8 @@ def write_world(folder: Path = FOLDER, seed: int = WORLD_SEED) -> None:
     )
     _write(folder / "products.jsonl", ({"name": entity.name} for entity in entities if entity.kind == "product"))
     for split in PARTS:
-        _write(folder / split / "questions.jsonl", map(_question, make_questions(split, seed)))
-        _write(folder / split / "singles.jsonl", map(_question, make_singles(split, seed)))
+        _write(folder / split / "questions.jsonl", make_questions(split, seed))
+        _write(folder / split / "singles.jsonl", make_singles(split, seed))
         for name, make in (("claims", make_claims), ("support", make_support), ("requests", make_requests)):
             _write(folder / split / f"{name}.jsonl", map(asdict, make(split, seed)))
 
@@ -34,18 +34,6 @@ def write_world(folder: Path = FOLDER, seed: int = WORLD_SEED) -> None:
 def _write(path: Path, records: Iterable[dict[str, object]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-
-
-def _question(question: Question) -> dict[str, object]:
-    second = {"second_query": in_steps(question).hops[1].query} if question.kind == "bridge" else {}
-    metadata = {
-        "answers": [question.answer],
-        "titles": [hop.title for hop in question.hops],
-        "type": question.kind,
-        "form": question.form,
-        "hops": [{"query": hop.query, "title": hop.title, "answer": hop.answer} for hop in question.hops],
-    }
-    return {"id": question.id, "inputs": {"question": question.text}, "metadata": metadata, **second}
 
 
 if __name__ == "__main__":
