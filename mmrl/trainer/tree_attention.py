@@ -229,7 +229,10 @@ def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Pref
         tree.masks[device] = create_block_mask(sees, None, None, tree.tokens, tree.tokens, device=str(device))
     kernel = _flex_kernel(device.type == "cuda")
     grouped = query.shape[1] != key.shape[1]
-    return kernel(query, key, value, block_mask=tree.masks[device], scale=scale, enable_gqa=grouped)
+    # Below 128 tokens PyTorch takes its decoding kernel, which it cannot compile for shapes that change.
+    options = {"FORCE_USE_FLEX_ATTENTION": True}
+    mask = tree.masks[device]
+    return kernel(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped, kernel_options=options)
 
 
 class FunctionCtx(Protocol):

@@ -100,7 +100,7 @@ def random_model(
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         intermediate_size=shape.intermediate,
-        max_position_embeddings=8192,
+        max_position_embeddings=32768,
         tie_word_embeddings=shape.tied,
         bos_token_id=None,
         eos_token_id=None,
