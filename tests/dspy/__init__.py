@@ -16,6 +16,20 @@ from mmrl.rollout import with_program
 from mmrl.rollout.sample import sample
 from tests.helpers.programs import FakeEngine, FakeTask, environment, letters
 
+
+class Answer(dspy.Module):
+    """One predictor, called by `forward`."""
+
+    signature = "text -> answer"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = dspy.Predict(self.signature)
+
+    def forward(self, text: str) -> Any:
+        return self.answer(text=text)
+
+
 Reply = str | Mapping[str, object]
 """A text as the model would write it, or output fields that the adapter writes."""
 

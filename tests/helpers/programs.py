@@ -14,12 +14,10 @@ from typing import Any
 import pandas
 import pyarrow.parquet
 import yaml
-from pydantic import ValidationError, create_model
 
 from mmrl import rng
 from mmrl.config import DataConfig, TaskConfig
 from mmrl.config.tasks import task_schema
-from mmrl.config.validate import explain
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.errors import ConfigError
 from mmrl.records import Call, Example, Rollout
@@ -149,16 +147,6 @@ def default_config(name: str, **options: Any) -> TaskConfig:
     """`conf/task/<name>.yaml`, with other options."""
     section = yaml.safe_load((TOP / "conf" / "task" / f"{name}.yaml").read_text())["task"]
     return task_schema(name).model_validate(section | options)
-
-
-def task_section(raw: dict[str, Any]) -> TaskConfig:
-    """`task` alone, by its own schema; a `ConfigError` names every problem in it."""
-    alone = create_model("TaskAlone", task=(task_schema(raw["name"]), ...))
-    try:
-        section: TaskConfig = alone.model_validate({"task": raw}).task  # type: ignore[attr-defined]
-        return section
-    except ValidationError as error:
-        raise ConfigError(explain(alone, error, raw={"task": raw})) from None
 
 
 def make(name: str, folder: Any, documents: Sequence[dict[str, str]] = DOCUMENTS, **options: Any) -> Any:

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from pydantic import ValidationError
 
 from mmrl.records import Example
 from mmrl.tasks.mini.teach import demonstrations
@@ -159,12 +158,6 @@ def test_labels_that_the_label_set_lacks_are_refused(tmp_path):
     assert "not among the 1 of task.labels: 'b'" in problems("banking77", data={"train": train}, labels=labels)
     bad = saved(tmp_path / "bad.json", {"a": 1})
     assert "task.labels" in problems("banking77", data={"train": train}, labels=bad)
-
-
-def test_options_of_other_tasks_are_refused_by_the_schema():
-    with pytest.raises(ValidationError) as caught:
-        make("banking77", corpus="mini", punctuation="space")
-    assert [error["loc"] for error in caught.value.errors()] == [("corpus",), ("punctuation",)]
 
 
 def test_prompts_from_files(tmp_path):

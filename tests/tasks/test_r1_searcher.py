@@ -77,12 +77,6 @@ def test_chinese_documents_are_not_the_policys(task):
     assert play(task, [ASK, ANSWER], "outcome")[0].reward == 1
 
 
-def test_stage1_covers_where_stage2_compares(task):
-    texts = [ASK, "so </think> <answer> perhaps the Tagus, or the Douro, or another river </answer>"]
-    assert play(task, texts, "stage1")[0].parts["cover_match"] == 1
-    assert play(task, texts, "outcome")[0].parts["f1"] < 0.5
-
-
 def test_limits(task, tmp_path):
     rollout, calls, _ = play(task, [ASK], "outcome")
     assert (rollout.prediction["ended"], len(calls), rollout.prediction["queries"]) == ("searches", 3, ["Lisbon"] * 2)

@@ -10,7 +10,7 @@ from mmrl.records import Forest
 from mmrl.tasks import TASKS
 from mmrl.tasks.agents.tool_agent import read_command
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.programs import EXAMPLE, default_config, make, play, task_section
+from tests.helpers.programs import EXAMPLE, default_config, make, play
 from tests.tasks.test_search_agent import approx, turn_rewards
 from tests.tasks.test_search_agent_ids import replayed
 
@@ -213,11 +213,3 @@ def test_demonstrations_have_the_ids_of_a_run_and_earn_everything():
     assert len(forest.calls) == len(taught)
     assert all(rollout.reward == pytest.approx(1.9) for rollout in forest.rollouts)
     assert all(forest.path(rollout)[0].turn_reward == pytest.approx(0.7) for rollout in forest.rollouts)
-
-
-def test_options_without_effect_are_refused():
-    for option, value in (("max_turns", 2), ("search_penalty", 0.0), ("format_check", "loose")):
-        with pytest.raises(ValueError, match=rf"task\.{option}: got {value}, which has no effect with task tool_agent"):
-            task_section({"name": "tool_agent", option: value})
-    with pytest.raises(ValueError, match=r"task\.retriever\.snippet_words: got 9, which has no effect with name=tool"):
-        task_section({"name": "tool_agent", "retriever": {"name": "bm25", "snippet_words": 9}})
