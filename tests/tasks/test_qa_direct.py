@@ -46,14 +46,6 @@ def test_rewards(text, em, reward):
     assert rollout.metrics["answered"] == float(bool(text))
 
 
-def test_the_two_prompts_differ_and_both_hold_the_question():
-    prompts = [play(make(chain_of_thought=thinking), "x")[1][0].prompt_text for thinking in (False, True)]
-    assert prompts[0] != prompts[1]
-    assert all(EXAMPLE.inputs["question"] in prompt for prompt in prompts)
-    assert "step by step" in prompts[1]
-    assert "step by step" not in prompts[0]
-
-
 def test_it_reads_files_without_a_corpus(tmp_path, caplog):
     path = saved(tmp_path / "data.json", [record(0)])
     task = make(data={"train": path, "dev": path, "test": path})

@@ -145,13 +145,6 @@ def test_an_article_that_looks_like_an_error_is_none(task):
     assert rollout.metrics["tool_execution"] == pytest.approx(0.2)
 
 
-def test_a_search_without_a_hit_is_executed(task):
-    rollout, calls, _ = play(task, [call(command("zzz")), RIGHT])
-    assert "<result>No article was found.</result>" in calls[1].prompt_text
-    assert turn_rewards(calls) == approx([0.2, None])
-    assert rollout.error is None
-
-
 def test_the_token_limit_counts_observations_and_ends_without_an_exception(task):
     prompt = sum(len(m["content"]) for m in task.program.question(EXAMPLE.inputs["question"])) + 1
     frame = len("<user><result></result>")
