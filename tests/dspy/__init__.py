@@ -13,8 +13,7 @@ import dspy
 from mmrl.engines.base import Completion, Request
 from mmrl.records import Example, Forest
 from mmrl.rollout import with_program
-from mmrl.rollout.sample import sample
-from tests.helpers.programs import FakeEngine, FakeTask, environment, letters
+from tests.helpers.programs import FakeEngine, FakeTask, environment, forest_of, letters
 
 
 class Answer(dspy.Module):
@@ -63,7 +62,7 @@ class Works:
             task = with_program(FakeTask(self.make(), reward=lambda prediction: float(self.solved(prediction))))
             engine = Scripted(answer=lambda request: "", case=self, program=task.program)
             env = environment(task, engine)
-            forest = asyncio.run(sample(env, [(Example(id="q", inputs=dict(self.inputs)), plans)], "outcome"))
+            forest = forest_of(env, [Example(id="q", inputs=dict(self.inputs))], plans)
         return forest, engine
 
 

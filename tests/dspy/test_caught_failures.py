@@ -1,6 +1,5 @@
 """Programs that catch a reply which does not parse: scored as `dspy.Evaluate` scores them, the same when replayed."""
 
-import asyncio
 import json
 import sys
 from collections import Counter
@@ -14,9 +13,8 @@ from mmrl.cli import main
 from mmrl.report.rundir import RunDir
 from mmrl.rollout import with_program
 from mmrl.rollout.plans import fork_on, independent
-from mmrl.rollout.sample import sample
 from tests.dspy import Answer
-from tests.helpers.programs import FakeEngine, FakeTask, environment, filled
+from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, forest_of
 from tests.helpers.servers import Scripted, chat_reply, serving
 
 PROGRAMS = '''
@@ -193,7 +191,7 @@ def played(module, answer, plan, penalty=0.0, **fields):
     task = with_program(FakeTask(module, **fields))
     env = environment(task, engine)
     env.settings = replace(env.settings, caught_parse_penalty=penalty)
-    forest = asyncio.run(sample(env, [(task.examples("train")[0], plan)], "outcome"))
+    forest = forest_of(env, plans=plan)
     assert engine.live == 0
     return forest, engine
 

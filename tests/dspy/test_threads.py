@@ -14,11 +14,10 @@ import pytest
 from mmrl.errors import ConfigError
 from mmrl.rollout import with_program
 from mmrl.rollout.plans import independent
-from mmrl.rollout.sample import sample
 from mmrl.system.user_code import call_scorer
 from mmrl.tasks.base import Score
 from tests.dspy import Answer
-from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, play_dspy
+from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, forest_of, play_dspy
 
 
 class Other(dspy.BaseLM):
@@ -203,9 +202,8 @@ def test_the_guard_stays_until_the_last_of_several_loops_has_ended(configured):
 
     def second():
         task = with_program(Judged(Later(), reward=plainly))
-        env = environment(task, Waits(answered))
         try:
-            asyncio.run(sample(env, [(task.examples("train")[0], independent(1))], "outcome"))
+            forest_of(environment(task, Waits(answered)))
         except ConfigError as error:
             outcome.append(error)
 

@@ -12,13 +12,12 @@ from mmrl.config.tasks import PluginTaskConfig
 from mmrl.errors import OWN_CODE, failed_how
 from mmrl.rollout import with_program
 from mmrl.rollout.plans import fork_on
-from mmrl.rollout.sample import sample
 from mmrl.system import user_code
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
 from mmrl.tasks.dspy.tools import use_tool
 from tests.dspy import Answer, agents
-from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, make_dspy, play_dspy
+from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, forest_of, make_dspy, play_dspy
 
 ROWS = """{"question": "When?", "gold": "2026-01-02"}
 {"question": "Then?", "gold": "2026-01-03"}
@@ -205,8 +204,7 @@ def test_strands_are_numbered_by_their_requests_whichever_tool_is_faster(module)
 
         task = with_program(FakeTask(Racing(), tools={name: tool(name) for name in ("left", "right")}))
         engine = FakeEngine(lambda request: filled(answer=str(request.sampling.seed % 1000)))
-        plans = [(example, fork_on(module, 3)) for example in task.examples("train")[:3]]
-        forest = asyncio.run(sample(environment(task, engine), plans, "outcome"))
+        forest = forest_of(environment(task, engine), task.examples("train")[:3], fork_on(module, 3))
         assert engine.live == 0 and not [r.error_message for r in forest.rollouts if r.error]
         return forest
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from mmrl.config import DataConfig, TaskConfig
 from mmrl.config.tasks import task_schema
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.errors import ConfigError
-from mmrl.records import Call, Example, Rollout
+from mmrl.records import Call, Example, Forest, Rollout
 from mmrl.rollout import with_program
 from mmrl.rollout.environment import Environment, SamplingSettings
-from mmrl.rollout.plans import independent
+from mmrl.rollout.plans import Tree, independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import ModuleScore, Score, Task
@@ -31,6 +31,7 @@ from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers import TOP
 
 Answer = Callable[[Request], str]
+ONCE = independent(1)
 
 
 def letters(text: str) -> tuple[int, ...]:
@@ -173,6 +174,17 @@ class Script(FakeEngine):
         return Completion(ids=letters(shown), logprobs=(-0.5,) * len(shown), finish=finish)
 
 
+def forest_of(
+    env: Environment,
+    examples: Iterable[Example] | None = None,
+    plans: Sequence[Tree] = ONCE,
+    reward_set: str = "outcome",
+) -> Forest:
+    """The forest of `examples`, by default of the first that is trained on."""
+    chosen = env.task.examples("train")[:1] if examples is None else examples
+    return asyncio.run(sample(env, [(example, plans) for example in chosen], reward_set))
+
+
 def play(
     task: Any, texts: Sequence[str], reward_set: str = "turn", example: Example = EXAMPLE
 ) -> tuple[Rollout, list[Call], Script]:
@@ -180,7 +192,7 @@ def play(
     engine = Script(texts=texts)
     env = environment(task, engine)
     env.settings = replace(env.settings, max_tokens=task.config.max_tokens)
-    forest = asyncio.run(sample(env, [(example, independent(1))], reward_set))
+    forest = forest_of(env, [example], reward_set=reward_set)
     (rollout,) = forest.rollouts
     return rollout, list(forest.path(rollout)), engine
 
@@ -204,12 +216,9 @@ def filled(**fields):
     return "\n\n".join(f"[[ ## {name} ## ]]\n{value}" for name, value in fields.items()) + "\n\n[[ ## completed ## ]]"
 
 
-def play_dspy(task, answer, examples, plans=None, **fields):
+def play_dspy(task, answer, examples, plans=ONCE, **fields):
     """The forest of `examples` when each request is answered by `answer(request)`."""
-    engine = FakeEngine(answer)
-    env = environment(task, engine, **fields)
-    planned = [(example, plans or independent(1)) for example in examples]
-    return asyncio.run(sample(env, planned, task.reward_sets[0]))
+    return forest_of(environment(task, FakeEngine(answer), **fields), examples, plans, task.reward_sets[0])
 
 
 def by_prompt(task, examples):

@@ -3,6 +3,7 @@ import json
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
@@ -14,10 +15,8 @@ from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.protocols import read_dspy_reply, read_search_r1_reply
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.serving import make_app
-from mmrl.rollout.plans import independent
-from mmrl.rollout.sample import sample
 from mmrl.system.http_client import Breaker
-from tests.helpers.programs import Searcher, environment, search_agent
+from tests.helpers.programs import Searcher, environment, forest_of, search_agent
 from tests.helpers.servers import DOCUMENTS, Faulty, Scripted, good_app, listening, serving
 
 QUERIES = ["river Tagus", "city", "capital of Portugal", "river"]
@@ -261,10 +260,8 @@ def asked(n):
 
 def run_rollouts(task, items, **engine):
     env = environment(task, Searcher(**engine))
-    env.settings = env.settings.__class__(
-        temperature=1.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=task.config.max_tokens
-    )
-    return asyncio.run(sample(env, [(asked(n), independent(1)) for n in range(items)], "outcome"))
+    env.settings = replace(env.settings, max_tokens=task.config.max_tokens)
+    return forest_of(env, map(asked, range(items)))
 
 
 def test_rollouts_through_a_server_under_load_with_faults():

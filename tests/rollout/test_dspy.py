@@ -9,14 +9,12 @@ import dspy
 import pytest
 
 from mmrl.errors import ConfigError
-from mmrl.records import Example
 from mmrl.rollout import with_program
 from mmrl.rollout.plans import fork_on, fork_on_first, independent
-from mmrl.rollout.sample import sample
 from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.dspy.tools import use_tool, use_tool_sync
 from tests.dspy import Answer
-from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, seeded_letter, spelled
+from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, forest_of, seeded_letter, spelled
 
 
 class Steps(dspy.Module):
@@ -58,7 +56,7 @@ def run(module, plans, answer=obliging, examples=1, retries=0, reward=lambda p: 
     task.prompt_layout = layout
     task = with_program(task)
     env = environment(task, engine, retries=retries, **fields)
-    forest = asyncio.run(sample(env, [(e, plans) for e in task.examples("train")[:examples]], "outcome"))
+    forest = forest_of(env, task.examples("train")[:examples], plans)
     assert engine.live == 0
     return forest, engine
 
@@ -223,8 +221,7 @@ def test_a_timeout_ends_the_thread_of_a_blocking_module():
     engine.generate = never
     task = with_program(FakeTask(Answer()))
     env = environment(task, engine, timeout_s=0.1)
-    example = Example(id="q", inputs={"text": "x"})
-    forest = asyncio.run(sample(env, [(example, independent(3))], "outcome"))
+    forest = forest_of(env, plans=independent(3))
     assert [rollout.error for rollout in forest.rollouts] == ["timeout"] * 3
     for _ in range(100):
         if not any(thread.name == "mmrl-user-code" for thread in threading.enumerate()):

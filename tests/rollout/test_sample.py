@@ -12,7 +12,7 @@ from mmrl.credit.scored import scored_rollouts
 from mmrl.engines.base import Completion
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.errors import LimitFailure, ParseFailure
-from mmrl.records import EMPTY, Example
+from mmrl.records import EMPTY
 from mmrl.rollout.environment import Teacher
 from mmrl.rollout.plans import (
     Exchange,
@@ -28,7 +28,7 @@ from mmrl.rollout.sample import sample
 from mmrl.stages.step_metrics import forest_metrics
 from mmrl.tasks.base import ModuleScore, Score
 from tests.engines.test_batcher import Counter
-from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, seeded_letter, spelled
+from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, forest_of, seeded_letter, spelled
 
 MODULES = ("a", "b", "c")
 
@@ -37,8 +37,7 @@ def run(program, plans, answer=seeded_letter, pause=lambda: 0.0, examples=1, kin
     engine = FakeEngine(answer, pause)
     task = kind(program, **fields)
     env = environment(task, engine, **settings)
-    chosen = task.examples("train")[:examples]
-    forest = asyncio.run(sample(env, [(example, plans) for example in chosen], "outcome"))
+    forest = forest_of(env, task.examples("train")[:examples], plans)
     assert engine.live == 0, "every program that entered must have left"
     return forest, engine
 
@@ -182,8 +181,7 @@ def test_a_module_may_be_exchanged_for_another_models():
     task = FakeTask(Chain())
     env = environment(task, policy)
     env.teachers = {"other": Teacher(environment=environment(task, other), student_ids=lambda ids, text, finish: ids)}
-    tree = Tree(exchange=Exchange(("a",), teacher="other"))
-    forest = asyncio.run(sample(env, [(task.examples("train")[0], (tree,))], "outcome"))
+    forest = forest_of(env, plans=(Tree(exchange=Exchange(("a",), teacher="other")),))
     (rollout,) = forest.rollouts
     assert [spelled(request.prompt_ids)[0] for request in other.requests] == ["a"]
     assert len(policy.requests) == 3 + 2 and rollout.calls_again == 3
@@ -273,10 +271,9 @@ def test_a_parse_failure_is_a_typed_rollout_with_the_failure_score():
 def test_a_reply_that_would_be_the_same_again_is_sampled_once(temperature, repeats, attempts):
     engine = FakeEngine(answer=lambda r: "z")
     engine.repeats_greedy = repeats
-    task = FakeTask(Picky())
-    env = environment(task, engine, retries=2)
+    env = environment(FakeTask(Picky()), engine, retries=2)
     env.settings = replace(env.settings, temperature=temperature)
-    forest = asyncio.run(sample(env, [(task.examples("train")[0], independent(1))], "outcome"))
+    forest = forest_of(env)
     assert [call.attempts for call in forest.calls.values()] == [len(engine.requests)] == [attempts]
 
 
@@ -451,7 +448,7 @@ def test_of_concurrent_calls_either_may_end_first(lengths, first):
     """A deterministic batch must not wait for a strand that has its reply and waits for the other one."""
     engine = Waiting(Counter())
     env = environment(FakeTask(Uneven(lengths, first=first)), engine, timeout_s=5.0)
-    forest = asyncio.run(sample(env, [(Example(id="q", inputs={}), independent(3))], "outcome"))
+    forest = forest_of(env, plans=independent(3))
     assert [r.error for r in forest.rollouts] == [None] * 3
     assert engine.live == 0
 
