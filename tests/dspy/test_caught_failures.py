@@ -14,7 +14,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.rollout import with_program
 from mmrl.rollout.plans import fork_on, independent
 from tests.dspy import Answer
-from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, forest_of
+from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, forest_of, saved
 from tests.helpers.servers import Scripted, chat_reply, serving
 
 PROGRAMS = '''
@@ -157,7 +157,7 @@ def by_dspy(programs, name, records):
 
 def by_mmrl(name, folder, records):
     """The same of `mmrl eval`."""
-    (folder / "dev.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    saved(folder / "dev.jsonl", records)
     reply = Replies(SCRIPTS[name])
 
     def serve(seen):

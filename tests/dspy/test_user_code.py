@@ -17,11 +17,9 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
 from mmrl.tasks.dspy.tools import use_tool
 from tests.dspy import Answer, agents
-from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, forest_of, make_dspy, play_dspy
+from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, forest_of, make_dspy, play_dspy, saved
 
-ROWS = """{"question": "When?", "gold": "2026-01-02"}
-{"question": "Then?", "gold": "2026-01-03"}
-"""
+ROWS = [{"question": "When?", "gold": "2026-01-02"}, {"question": "Then?", "gold": "2026-01-03"}]
 OWN = """
 import datetime
 
@@ -74,14 +72,13 @@ def own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "dated_program", raising=False)
-    path = tmp_path / "data.jsonl"
-    path.write_text(ROWS)
+    path = saved(tmp_path / "data.jsonl", ROWS)
 
     def played(metric):
         text = filled(day="2026-01-02", words='["a", "b"]')
         task = make_dspy(
             "dspy",
-            data={"train": str(path)},
+            data={"train": path},
             program="dated_program:When",
             metric=f"dated_program:{metric}",
             inputs=("question",),
@@ -158,8 +155,8 @@ def test_slow_metrics_run_beside_each_other(tmp_path):
         pairs.wait()  # until another metric runs
         return Score(reward=1.0)
 
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{n}"}}\n' for n in range(12)))
-    config = PluginTaskConfig(name="slow", data=DataConfig(train=str(tmp_path / "rows.jsonl")))
+    rows = saved(tmp_path / "rows.jsonl", [{"text": str(n)} for n in range(12)])
+    config = PluginTaskConfig(name="slow", data=DataConfig(train=rows))
     task = with_program(OwnTask(Answer, slow, inputs=["text"])(config, 0))
     forest = play_dspy(task, lambda request: filled(answer="x"), task.examples("train"))
     assert [rollout.reward for rollout in forest.rollouts] == [1.0] * 12

@@ -10,7 +10,7 @@ from mmrl.errors import DataError
 from mmrl.tasks.data.layouts import load_corpus
 from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.programs import saved
-from tests.tasks.test_data import FOLDER, make, needs_data, record
+from tests.tasks.test_data import make, record
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,8 @@ def test_missing_gold_titles_warn_with_the_share(tmp_path, caplog):
 
 
 @pytest.mark.data
-@needs_data
-def test_passage_collection_as_corpus():
-    path = FOLDER / "2wikimultihopqa" / "2wikimultihopqa_corpus.json"
+def test_passage_collection_as_corpus(data_dir):
+    path = data_dir / "2wikimultihopqa" / "2wikimultihopqa_corpus.json"
     assert len(load_corpus("task.corpus", str(path))) == 6119
 
 

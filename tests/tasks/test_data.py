@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import pyarrow
@@ -13,9 +12,6 @@ from mmrl.tasks import TASKS
 from mmrl.tasks.data.layouts import LAYOUTS, load_records, subset, to_example
 from mmrl.tasks.data.rows import Source
 from tests.helpers.programs import saved
-
-FOLDER = Path(os.environ.get("MMRL_DATA") or Path(__file__).parents[3] / "shared" / "data")
-needs_data = pytest.mark.skipif(not (FOLDER / "hotpotqa").is_dir(), reason="no public data: set MMRL_DATA")
 
 
 def record(number=0, **changes):
@@ -214,7 +210,6 @@ def test_subset_is_stable_and_seeded():
 
 
 @pytest.mark.data
-@needs_data
 @pytest.mark.parametrize(
     ("dataset", "file", "count", "share"),
     [
@@ -225,8 +220,8 @@ def test_subset_is_stable_and_seeded():
         ("musique", "musique/dev_sample.jsonl", 200, 1.0),
     ],
 )
-def test_official_files(dataset, file, count, share):
-    task = make(dataset=dataset, data=DataConfig(dev=str(FOLDER / file)), retriever=Bm25Config(top_k=10))
+def test_official_files(data_dir, dataset, file, count, share):
+    task = make(dataset=dataset, data=DataConfig(dev=str(data_dir / file)), retriever=Bm25Config(top_k=10))
     examples = task.examples("dev")
     assert len(examples) == count
     assert task.gold_shares["dev"] >= share
@@ -277,7 +272,7 @@ def test_dpr_topics(tmp_path):
     assert found[0].answers == ("Linda", "Reba's")
 
 
-@pytest.mark.skipif(not (FOLDER / "nq_open").is_dir(), reason="no public data: set MMRL_DATA")
+@pytest.mark.data
 @pytest.mark.parametrize(
     ("layout", "name", "rows"),
     [
@@ -291,7 +286,7 @@ def test_dpr_topics(tmp_path):
         ("musique", "musique/dev_qa.jsonl", 2417),
     ],
 )
-def test_public_question_files(layout, name, rows):
-    found = load(str(FOLDER / name), layout)
+def test_public_question_files(data_dir, layout, name, rows):
+    found = load(str(data_dir / name), layout)
     assert len(found) == rows
     assert all(record.question.strip() and record.answers for record in found)

@@ -70,15 +70,9 @@ def test_mini_splits_share_no_claim_and_no_document():
 def test_demonstrations_find_nearly_everything():
     task = make("hover")
     examples = task.examples("dev")[:60]
-    shown = by_prompt(task, examples)
-
-    def answer(request):
-        try:
-            return shown(request)
-        except KeyError:  # the last notes are not demonstrated: after the third hop nothing new is found
-            return scripted([("None",) * 3])(request)
-
-    forest = play(task, answer, examples)
+    # the last notes are not demonstrated: after the third hop nothing new is found
+    nothing_new = filled(reasoning="so", new_key_facts="nothing new")
+    forest = play(task, by_prompt(task, examples, nothing_new), examples)
     recalls = [rollout.metrics["recall"] for rollout in forest.rollouts]
     assert sum(recalls) / len(recalls) > 0.9
     assert {len(forest.path(rollout)) for rollout in forest.rollouts} == {6}, "three queries and three notes"
