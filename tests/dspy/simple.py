@@ -66,8 +66,9 @@ HISTORY = dspy.History(messages=[{"question": "Capital of France?", "answer": "P
 def simple(name: str, source: str, signature: Any, output: str, right: object, wrong: object, **more: Any) -> Works:
     """A single predictor, right where its field `output` is `right`."""
     rest = more.pop("rest", {})
-    kind = more.pop("kind", dspy.Predict)
-    module = "predict" if kind is dspy.ChainOfThought else "self"
+    kind, module = dspy.Predict, "self"
+    if more.pop("reasoned", False):
+        kind, module, rest = dspy.ChainOfThought, "predict", SO | rest
     return Works(
         **{
             "name": name,
@@ -100,8 +101,7 @@ SIMPLE = [
         "joy",
         "fear",
         inputs={"sentence": "We won!"},
-        kind=dspy.ChainOfThought,
-        rest=SO,
+        reasoned=True,
     ),
     simple(
         "Summaries with `ChainOfThought`",
@@ -111,8 +111,7 @@ SIMPLE = [
         "short",
         "long and long",
         inputs={"document": "A long text."},
-        kind=dspy.ChainOfThought,
-        rest=SO,
+        reasoned=True,
     ),
     simple(
         "A class signature with a mapping of lists",
@@ -152,8 +151,7 @@ SIMPLE = [
         [Person(name="Ada")],
         [],
         inputs={"tokens": ["Ada", "sat"]},
-        kind=dspy.ChainOfThought,
-        rest=SO,
+        reasoned=True,
         solved=lambda prediction: [person.name for person in prediction.people] == ["Ada"],
     ),
     simple(

@@ -71,7 +71,8 @@ def test_demonstrations_find_nearly_everything():
     task = make("hover")
     examples = task.examples("dev")[:60]
     # the last notes are not demonstrated: after the third hop nothing new is found
-    nothing_new = filled(reasoning="so", new_key_facts="nothing new")
+    no_queries = {f"search_query{number}": "None" for number in (1, 2, 3)}
+    nothing_new = filled(reasoning="so", new_key_facts="nothing new", **no_queries)
     forest = play(task, by_prompt(task, examples, nothing_new), examples)
     recalls = [rollout.metrics["recall"] for rollout in forest.rollouts]
     assert sum(recalls) / len(recalls) > 0.9

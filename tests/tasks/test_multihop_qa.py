@@ -141,6 +141,7 @@ def test_demonstrations_are_what_the_program_would_want():
         assert shown == demonstrations(task, example)
         assert parse_queries(shown[0].completion) == [hop["query"] for hop in example.metadata["hops"]]
         for one in shown:
+            assert task.score_call(called(one.module, one.completion, candidates=10)).penalty == 0
             content = one.messages[-1]["content"]
             if one.module == "reranker":
                 lines = [line for line in content.split("\n") if line.startswith("Document")]
@@ -150,6 +151,7 @@ def test_demonstrations_are_what_the_program_would_want():
                 assert set(titles) <= set(example.metadata["titles"])
                 seen_orders.add(one.completion)
             if one.module == "answerer":
+                assert one.completion == example.metadata["answers"][0]
                 assert all(f": {title} | " in content for title in example.metadata["titles"])
                 noisy += content.count("\nDocument") > len(example.metadata["titles"])
     assert len(seen_orders) > 10
