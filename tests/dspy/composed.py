@@ -200,6 +200,17 @@ RAG = Works(
     solved=lambda prediction: prediction.response == "Tiber",
     calls={"respond.predict": 1},
 )
+PARALLEL = Works(
+    name="`dspy.Parallel`",
+    source="api/modules/Parallel.md",
+    make=InParallel,
+    inputs={"parts": ["one", "two", "three"]},
+    good=[*({"summary": part} for part in "123"), {"text": "123"}],
+    bad=[*({"summary": part} for part in "000"), {"text": "000"}],
+    solved=lambda prediction: prediction.text == "123",
+    calls={"summarise": 3, "join": 1},
+    says="one after another inside a rollout, in order",
+)
 ASYNC = Works(
     name="`aforward` with `acall`",
     source="tutorials/async",
@@ -274,28 +285,8 @@ COMPOSED = [
         calls={"classify.predict": 1, "extract.predict": 1, "plan.predict": 1, "summarise.predict": 1},
         bad_calls={"classify.predict": 1, "extract.predict": 1, "summarise.predict": 1},
     ),
-    Works(
-        name="`dspy.Parallel`",
-        source="api/modules/Parallel.md",
-        make=InParallel,
-        inputs={"parts": ["one", "two", "three"]},
-        good=[*({"summary": part} for part in "123"), {"text": "123"}],
-        bad=[*({"summary": part} for part in "000"), {"text": "000"}],
-        solved=lambda prediction: prediction.text == "123",
-        calls={"summarise": 3, "join": 1},
-        says="one after another inside a rollout, in order",
-    ),
-    Works(
-        name="`module.batch`",
-        source="api/modules/Predict.md",
-        make=InBatches,
-        inputs={"parts": ["one", "two"]},
-        good=[{"summary": "1"}, {"summary": "2"}, {"text": "12"}],
-        bad=[{"summary": "0"}, {"summary": "0"}, {"text": "00"}],
-        solved=lambda prediction: prediction.text == "12",
-        calls={"summarise": 2, "join": 1},
-        says="one after another inside a rollout, in order",
-    ),
+    PARALLEL,
+    replace(PARALLEL, name="`module.batch`", source="api/modules/Predict.md", make=InBatches),
     ASYNC,
     Works(
         name="`asyncio.gather` of strands with several calls",

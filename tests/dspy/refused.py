@@ -63,9 +63,6 @@ class Table(dspy.Module):
         self.rows = [[dspy.Predict("question -> answer")]]
 
 
-CAPTION = {"caption": (str, dspy.OutputField())}
-
-
 def with_own_model() -> dspy.Module:
     made = Async()
     made.answer.set_lm(DummyLM([{"answer": "x"}]))

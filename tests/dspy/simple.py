@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+from dataclasses import replace
 from typing import Any, Literal
 
 import dspy
@@ -290,6 +291,18 @@ class Checked(dspy.Module):
 
 
 ADVICE = {"discussion": "too long", "advice": {"predict": "one word"}}
+BEST = Works(
+    name="`dspy.BestOfN`",
+    source="tutorials/output_refinement",
+    make=lambda: attempts(dspy.BestOfN),
+    inputs={"question": "Capital of Italy?"},
+    good=[{**SO, "answer": "it is Rome"}, {**SO, "answer": "Rome"}],
+    bad=[{**SO, "answer": "Oslo"}],
+    solved=lambda prediction: prediction.answer == "Rome",
+    calls={"module.predict": 2},
+    bad_calls={"module.predict": 1},
+    says="all attempts are calls of the module that is tried; sampled as `algo.*` says",
+)
 ATTEMPTS = [
     Works(
         name="`dspy.majority` of several calls",
@@ -312,26 +325,12 @@ ATTEMPTS = [
         solved=lambda prediction: prediction.answer == "4",
         calls={"predict": 1},
     ),
-    Works(
-        name="`dspy.BestOfN`",
-        source="tutorials/output_refinement",
-        make=lambda: attempts(dspy.BestOfN),
-        inputs={"question": "Capital of Italy?"},
-        good=[{**SO, "answer": "it is Rome"}, {**SO, "answer": "Rome"}],
-        bad=[{**SO, "answer": "Oslo"}],
-        solved=lambda prediction: prediction.answer == "Rome",
-        calls={"module.predict": 2},
-        bad_calls={"module.predict": 1},
-        says="all attempts are calls of the module that is tried; sampled as `algo.*` says",
-    ),
-    Works(
+    BEST,
+    replace(
+        BEST,
         name="`dspy.Refine`",
-        source="tutorials/output_refinement",
         make=Checked,
-        inputs={"question": "Capital of Italy?"},
-        good=[{**SO, "answer": "it is Rome"}, ADVICE, {**SO, "answer": "Rome"}],
-        bad=[{**SO, "answer": "Oslo"}],
-        solved=lambda prediction: prediction.answer == "Rome",
+        good=[BEST.good[0], ADVICE, BEST.good[1]],
         calls={"refined.module.predict": 2, "refined.offer_feedback": 1},
         bad_calls={"refined.module.predict": 1},
         says="who gives the advice is a module too, `<path>.offer_feedback`",

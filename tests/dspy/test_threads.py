@@ -17,7 +17,7 @@ from mmrl.rollout.plans import independent
 from mmrl.system.user_code import call_scorer
 from mmrl.tasks.base import Score
 from tests.dspy import Answer
-from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, forest_of, play_dspy
+from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, forest_of, run_program
 
 
 class Other(dspy.BaseLM):
@@ -120,9 +120,8 @@ def answered(request):
 @pytest.mark.parametrize("kind", [InAPool, Handed, Caught, Forgotten, Awaited, Refined])
 def test_a_request_from_a_programs_own_thread_ends_the_run_with_its_place(kind, other):
     before, threads = dspy.settings.lm, set(threading.enumerate())
-    task = with_program(FakeTask(kind()))
     with pytest.raises(ConfigError) as caught:
-        play_dspy(task, answered, task.examples("train"), independent(2))
+        run_program(kind(), independent(2), answered, examples=8)
     (problem,) = caught.value.problems
     assert problem.startswith("task.program: a request outside of its rollout")
     assert place_of(kind) in problem and "use dspy.Parallel" in problem
@@ -164,17 +163,15 @@ class AsyncAnswer(Answer):
 @pytest.mark.parametrize("kind", [Answer, AsyncAnswer])
 @pytest.mark.parametrize(("metric", "requests"), [(plainly, 1), (awaited, 1), (in_a_pool, 2)])
 def test_a_metric_calls_the_lm_that_is_configured(kind, metric, requests, configured):
-    task = with_program(Judged(kind(), reward=metric))
-    rollouts = play_dspy(task, answered, task.examples("train"), independent(2)).rollouts
+    rollouts = run_program(kind(), independent(2), answered, examples=8, kind=Judged, reward=metric)[0].rollouts
     assert [(r.error, r.error_message, r.reward) for r in rollouts] == [(None, "", 1.0)] * 16
     assert len(configured.sent) == 16 * requests and dspy.settings.lm is configured
 
 
 def test_a_metric_finds_the_lm_of_whoever_started_the_run(configured):
     nearer = Other()
-    task = with_program(Judged(Answer(), reward=in_a_pool))
     with dspy.context(lm=nearer):
-        play_dspy(task, answered, task.examples("train")[:2])
+        run_program(Answer(), answer=answered, examples=2, kind=Judged, reward=in_a_pool)
     assert (len(nearer.sent), len(configured.sent)) == (4, 0)
 
 
@@ -209,8 +206,7 @@ def test_the_guard_stays_until_the_last_of_several_loops_has_ended(configured):
 
     thread = threading.Thread(target=second)
     thread.start()
-    task = with_program(Judged(Slow(), reward=plainly))
-    (rollout,) = play_dspy(task, answered, task.examples("train")[:1]).rollouts
+    (rollout,) = run_program(Slow(), answer=answered, kind=Judged, reward=plainly)[0].rollouts
     assert rollout.reward == 1.0 and len(configured.sent) == 1
     assert dspy.settings.lm is not configured, "the other loop still runs"
     ended.set()

@@ -17,7 +17,7 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
 from mmrl.tasks.dspy.tools import use_tool
 from tests.dspy import Answer, agents
-from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, forest_of, make_dspy, play_dspy, saved
+from tests.helpers.programs import filled, make_dspy, play_dspy, run_program, saved
 
 ROWS = [{"question": "When?", "gold": "2026-01-02"}, {"question": "Then?", "gold": "2026-01-03"}]
 OWN = """
@@ -123,14 +123,17 @@ def test_a_traceback_is_bounded():
     assert len(failure.traceback) <= user_code.MOST_CHARACTERS + 4
 
 
+def answered(request):
+    return filled(answer="x")
+
+
 class Exhausted(Answer):
     def forward(self, text):
         return next(answer for answer in [self.answer(text=text)] if answer.answer == "never")
 
 
 def test_a_stop_iteration_ends_the_rollout_and_nothing_waits_for_ever():
-    task = with_program(FakeTask(Exhausted()))
-    (rollout,) = play_dspy(task, lambda r: filled(answer="x"), task.examples("train")[:1], timeout_s=20.0).rollouts
+    (rollout,) = run_program(Exhausted(), answer=answered, settings={"timeout_s": 20.0})[0].rollouts
     assert rollout.error == "program" and "StopIteration" in rollout.error_message
     assert "test_user_code.py, line " in rollout.error_message
 
@@ -141,8 +144,7 @@ class Broken(Answer):
 
 
 def test_an_exception_of_a_program_says_where():
-    task = with_program(FakeTask(Broken()))
-    (rollout,) = play_dspy(task, lambda request: filled(answer="x"), task.examples("train")[:1]).rollouts
+    (rollout,) = run_program(Broken(), answer=answered)[0].rollouts
     assert rollout.error == "program" and "IndexError" in rollout.error_message
     assert "tests/dspy/test_user_code.py, line " in rollout.error_message
     assert "[self.answer(text=text)][3]" in rollout.error_traceback
@@ -158,7 +160,7 @@ def test_slow_metrics_run_beside_each_other(tmp_path):
     rows = saved(tmp_path / "rows.jsonl", [{"text": str(n)} for n in range(12)])
     config = PluginTaskConfig(name="slow", data=DataConfig(train=rows))
     task = with_program(OwnTask(Answer, slow, inputs=["text"])(config, 0))
-    forest = play_dspy(task, lambda request: filled(answer="x"), task.examples("train"))
+    forest = play_dspy(task, answered, task.examples("train"))
     assert [rollout.reward for rollout in forest.rollouts] == [1.0] * 12
 
 
@@ -199,10 +201,12 @@ def test_strands_are_numbered_by_their_requests_whichever_tool_is_faster(module)
 
             return user_code.as_async(used)
 
-        task = with_program(FakeTask(Racing(), tools={name: tool(name) for name in ("left", "right")}))
-        engine = FakeEngine(lambda request: filled(answer=str(request.sampling.seed % 1000)))
-        forest = forest_of(environment(task, engine), task.examples("train")[:3], fork_on(module, 3))
-        assert engine.live == 0 and not [r.error_message for r in forest.rollouts if r.error]
+        def answer(request):
+            return filled(answer=str(request.sampling.seed % 1000))
+
+        tools = {name: tool(name) for name in ("left", "right")}
+        forest, _ = run_program(Racing(), fork_on(module, 3), answer, examples=3, tools=tools)
+        assert not [r.error_message for r in forest.rollouts if r.error]
         return forest
 
     fast, slow = run("left"), run("right")
@@ -227,8 +231,6 @@ class Shrinking(dspy.Module):
 
 
 def test_a_program_that_ends_before_its_tape_does_is_an_error():
-    task = with_program(FakeTask(Shrinking()))
-    forest = play_dspy(task, lambda request: filled(answer="x"), task.examples("train")[:1], fork_on("asked[2]", 2))
-    first, second = forest.rollouts
+    first, second = run_program(Shrinking(), fork_on("asked[2]", 2), answered)[0].rollouts
     assert (first.error, second.error, second.reward) == (None, "replay", None)
     assert "the program ended without call 'asked[1]', its request 2" in second.error_message

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from mmrl.config import DataConfig, TaskConfig
 from mmrl.config.tasks import task_schema
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.errors import ConfigError
-from mmrl.records import Call, Example, Forest, Rollout
+from mmrl.records import EMPTY, Call, Example, Forest, Rollout
 from mmrl.rollout import with_program
 from mmrl.rollout.environment import Environment, SamplingSettings
 from mmrl.rollout.plans import Tree, independent
@@ -96,6 +96,7 @@ class FakeTask(Task):
     reward_sets: tuple[str, ...] = ("outcome",)
     main_metric: str = "score"
     failure_score: float = 0.0
+    prompt_layout: str = "dspy"
     reward: Callable[[Any], float] = lambda prediction: sum(c in "abcdefghijklm" for c in str(prediction)) / 10
 
     def examples(self, split: str) -> list[Example]:
@@ -183,6 +184,25 @@ def forest_of(
     """The forest of `examples`, by default of the first that is trained on."""
     chosen = env.task.examples("train")[:1] if examples is None else examples
     return asyncio.run(sample(env, [(example, plans) for example in chosen], reward_set))
+
+
+def run_program(
+    program: Any,
+    plans: Sequence[Tree] = ONCE,
+    answer: Answer = seeded_letter,
+    pause: Callable[[], float] = lambda: 0.0,
+    examples: int = 1,
+    kind: Callable[..., FakeTask] = FakeTask,
+    settings: Mapping[str, Any] = EMPTY,
+    **fields: Any,
+) -> tuple[Forest, FakeEngine]:
+    """The forest of a program's first examples, and the engine that answered; `fields` are the task's."""
+    engine = FakeEngine(answer, pause)
+    env = environment(with_program(kind(program, **fields)), engine)
+    env.settings = replace(env.settings, **settings)
+    forest = forest_of(env, env.task.examples("train")[:examples], plans)
+    assert engine.live == 0, "every program that entered must have left"
+    return forest, engine
 
 
 def play(

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from functools import partial
 from typing import Literal
 
 import dspy
@@ -14,7 +15,16 @@ from mmrl.rollout.plans import fork_on, fork_on_first, independent
 from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.dspy.tools import use_tool, use_tool_sync
 from tests.dspy import Answer
-from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, forest_of, seeded_letter, spelled
+from tests.helpers.programs import (
+    FakeEngine,
+    FakeTask,
+    environment,
+    filled,
+    forest_of,
+    run_program,
+    seeded_letter,
+    spelled,
+)
 
 
 class Steps(dspy.Module):
@@ -50,20 +60,12 @@ def obliging(request):
     return filled(reasoning="so", idea=letter) if request.module == "draft.predict" else filled(answer=letter)
 
 
-def run(module, plans, answer=obliging, examples=1, retries=0, reward=lambda p: 1.0, layout="dspy", **fields):
-    engine = FakeEngine(answer)
-    task = FakeTask(module, reward=reward)
-    task.prompt_layout = layout
-    task = with_program(task)
-    env = environment(task, engine, retries=retries, **fields)
-    forest = forest_of(env, task.examples("train")[:examples], plans)
-    assert engine.live == 0
-    return forest, engine
-
-
 def only(forest):
     (rollout,) = forest.rollouts
     return rollout
+
+
+run = partial(run_program, answer=obliging)
 
 
 @pytest.mark.parametrize("module", [TwoSteps, Blocking])
@@ -163,7 +165,7 @@ def test_the_reminder_of_the_fields_stands_after_the_item_or_is_shared(form):
     with dspy.context(adapter=adapter):
         prompts = {}
         for layout in ("dspy", "shared_first"):
-            forest, engine = run(module, independent(1), answer=lambda request: written("b"), layout=layout)
+            forest, engine = run(module, independent(1), answer=lambda request: written("b"), prompt_layout=layout)
             assert only(forest).prediction == {"reasoning": "so", "label": "b"}
             prompts[layout] = spelled(engine.requests[0].prompt_ids)
     reminder = adapter.user_message_output_requirements(module.predict.signature)

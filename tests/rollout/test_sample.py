@@ -12,7 +12,6 @@ from mmrl.credit.scored import scored_rollouts
 from mmrl.engines.base import Completion
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.errors import LimitFailure, ParseFailure
-from mmrl.records import EMPTY
 from mmrl.rollout.environment import Teacher
 from mmrl.rollout.plans import (
     Exchange,
@@ -28,18 +27,18 @@ from mmrl.rollout.sample import sample
 from mmrl.stages.step_metrics import forest_metrics
 from mmrl.tasks.base import ModuleScore, Score
 from tests.engines.test_batcher import Counter
-from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, forest_of, seeded_letter, spelled
+from tests.helpers.programs import (
+    Chain,
+    FakeEngine,
+    FakeTask,
+    environment,
+    forest_of,
+    run_program,
+    seeded_letter,
+    spelled,
+)
 
 MODULES = ("a", "b", "c")
-
-
-def run(program, plans, answer=seeded_letter, pause=lambda: 0.0, examples=1, kind=FakeTask, settings=EMPTY, **fields):
-    engine = FakeEngine(answer, pause)
-    task = kind(program, **fields)
-    env = environment(task, engine, **settings)
-    forest = forest_of(env, task.examples("train")[:examples], plans)
-    assert engine.live == 0, "every program that entered must have left"
-    return forest, engine
 
 
 @pytest.mark.parametrize(
@@ -55,14 +54,14 @@ def run(program, plans, answer=seeded_letter, pause=lambda: 0.0, examples=1, kin
 )
 def test_calls_per_question_are_those_of_the_paper(plan, calls, rollouts):
     # MHGPO, n = 3 agents, G = 4: nG, sum over i of (i-1) + G(n-i+1), (n-1)G + G^2.
-    forest, engine = run(Chain(), plan)
+    forest, engine = run_program(Chain(), plan)
     assert len(forest.calls) == calls == len(engine.requests)
     assert len(forest.rollouts) == rollouts
     assert all(len(forest.path(r)) == 3 for r in forest.rollouts)
 
 
 def test_a_fork_shares_its_prefix_and_samples_one_prompt():
-    forest, _ = run(Chain(), fork_on("b", 3))
+    forest, _ = run_program(Chain(), fork_on("b", 3))
     forked = [c for c in forest.calls.values() if c.module == "b"]
     trunk = [c for c in forest.calls.values() if c.module == "a"]
     assert len(trunk) == 1
@@ -73,7 +72,7 @@ def test_a_fork_shares_its_prefix_and_samples_one_prompt():
 
 
 def test_over_sampling_forks_the_last_module_of_each_branch():
-    forest, _ = run(Chain(), fork_on_first(MODULES, 2, last_width=3))
+    forest, _ = run_program(Chain(), fork_on_first(MODULES, 2, last_width=3))
     for call in (c for c in forest.calls.values() if c.module == "b"):
         leaves = [forest.calls[child] for child in forest.children[call.id]]
         assert len(leaves) == 3
@@ -81,7 +80,7 @@ def test_over_sampling_forks_the_last_module_of_each_branch():
 
 
 def test_parents_come_before_children_and_ids_are_unique():
-    forest, _ = run(Chain(), independent_sampling(MODULES, 2), examples=3)
+    forest, _ = run_program(Chain(), independent_sampling(MODULES, 2), examples=3)
     seen = set()
     for call in forest.calls.values():
         assert call.parent is None or call.parent in seen
@@ -114,7 +113,7 @@ class Walk:
 
 def growing(nodes=3, rounds=2, keep=5, trees=2, pause=lambda: 0.0):
     plan = (Tree(growth=Growth(rounds, nodes, keep, (0, 1, "q"))),) * trees
-    return run(Walk(), plan, examples=3, pause=pause)
+    return run_program(Walk(), plan, examples=3, pause=pause)
 
 
 def test_trees_grow_from_drawn_calls_and_keep_leaves():
@@ -134,11 +133,13 @@ def test_trees_grow_from_drawn_calls_and_keep_leaves():
 
 
 def test_a_tree_of_one_call_grows_at_its_root_alone():
-    forest, _ = run(Chain(("a",)), (Tree(growth=Growth(1, 3, 4, (0, 1, "q"))),))
+    forest, _ = run_program(Chain(("a",)), (Tree(growth=Growth(1, 3, 4, (0, 1, "q"))),))
     assert len(forest.rollouts) == len(forest.calls) == 4 and all(c.parent is None for c in forest.calls.values())
 
 
-@pytest.mark.parametrize("rolled", [growing, partial(run, Chain(), independent_sampling(MODULES, 2), examples=3)])
+@pytest.mark.parametrize(
+    "rolled", [growing, partial(run_program, Chain(), independent_sampling(MODULES, 2), examples=3)]
+)
 def test_timing_changes_nothing(rolled):
     jitter = random.Random(3)
     calm, shaken = rolled()[0], rolled(pause=lambda: jitter.random() / 50)[0]
@@ -147,11 +148,11 @@ def test_timing_changes_nothing(rolled):
 
 def exchanged(modules, reply="z", program=None, **task_fields):
     plan = (Tree(exchange=Exchange(modules, reply)),) * 3
-    return run(program or Chain(), plan, examples=2, **task_fields)
+    return run_program(program or Chain(), plan, examples=2, **task_fields)
 
 
 def test_a_rollout_is_played_again_with_replies_exchanged():
-    plain, before = run(Chain(), independent(3), examples=2)
+    plain, before = run_program(Chain(), independent(3), examples=2)
     forest, engine = exchanged(("a", "b"))
     assert forest.calls == plain.calls, "what is played again is in no forest"
     bare = [replace(rollout, counterfactuals={}, calls_again=0) for rollout in forest.rollouts]
@@ -169,7 +170,7 @@ def test_a_rollout_is_played_again_with_replies_exchanged():
 
 def test_the_reward_without_a_module_is_that_of_its_exchanged_reply():
     plan = (Tree(exchange=Exchange(("a", "c"), "aa")),)
-    forest, _ = run(Chain(), plan, answer=lambda request: "b", reward=lambda text: float(text.count("a")))
+    forest, _ = run_program(Chain(), plan, answer=lambda request: "b", reward=lambda text: float(text.count("a")))
     (rollout,) = forest.rollouts
     first = rollout.reward
     assert rollout.counterfactuals == {"a": first + 2, "c": first + 2}
@@ -191,7 +192,7 @@ def test_a_module_may_be_exchanged_for_another_models():
 def test_a_second_play_may_be_another_programs(monkeypatch):
     monkeypatch.setattr("mmrl.rollout.sample.imported", lambda key, name: {"mine:alone": Chain(("c",))}[name])
     plan = (Tree(exchange=Exchange(("a",), program="mine:alone")),)
-    forest, engine = run(Chain(), plan, examples=1)
+    forest, engine = run_program(Chain(), plan, examples=1)
     (rollout,) = forest.rollouts
     assert rollout.calls_again == 1 and rollout.counterfactuals.keys() == {"a"}
     assert spelled(engine.requests[-1].prompt_ids) == "c:train0"
@@ -236,7 +237,7 @@ class Loop:
 
 
 def test_invocations_count_per_module_and_forks_are_at_the_first():
-    forest, _ = run(Loop(), fork_on("a", 2))
+    forest, _ = run_program(Loop(), fork_on("a", 2))
     path = forest.path(forest.rollouts[1])
     assert [(c.module, c.invocation) for c in path] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
     assert len(forest.calls) == 8
@@ -258,7 +259,9 @@ class Picky:
 
 
 def test_a_parse_failure_is_a_typed_rollout_with_the_failure_score():
-    forest, engine = run(Picky(), independent(1), answer=lambda r: "z", settings={"retries": 2}, failure_score=-0.25)
+    forest, engine = run_program(
+        Picky(), independent(1), answer=lambda r: "z", settings={"parse_retries": 2}, failure_score=-0.25
+    )
     (rollout,) = forest.rollouts
     (call,) = forest.calls.values()
     assert (rollout.error, rollout.reward) == ("parse", -0.25)
@@ -279,7 +282,7 @@ def test_a_reply_that_would_be_the_same_again_is_sampled_once(temperature, repea
 
 def test_only_the_attempt_that_parsed_is_recorded():
     texts = iter(["z", "a"])
-    forest, _ = run(Picky(), independent(1), answer=lambda r: next(texts), settings={"retries": 2})
+    forest, _ = run_program(Picky(), independent(1), answer=lambda r: next(texts), settings={"parse_retries": 2})
     (call,) = forest.calls.values()
     assert (call.text, call.ok, call.attempts) == ("a", True, 2)
     assert forest.rollouts[0].error is None
@@ -320,7 +323,7 @@ def test_each_failure_has_its_type_and_only_the_models_own_are_credited(how, kin
     def broken():
         raise OSError("retriever down")
 
-    forest, _ = run(Faulty(how), independent(2), tools={"broken": broken}, settings={"timeout_s": 0.2})
+    forest, _ = run_program(Faulty(how), independent(2), tools={"broken": broken}, settings={"timeout_s": 0.2})
     assert [(r.error, r.reward) for r in forest.rollouts] == [(kind, reward)] * 2
     assert len(forest.calls) == 2, "calls made before the failure stay in the forest"
 
@@ -329,14 +332,14 @@ def test_an_engine_error_is_typed():
     def explode(request):
         raise RuntimeError("out of memory")
 
-    forest, _ = run(Chain(), independent(1), answer=explode)
+    forest, _ = run_program(Chain(), independent(1), answer=explode)
     assert (forest.rollouts[0].error, forest.rollouts[0].leaf) == ("engine", None)
     assert "out of memory" in forest.rollouts[0].error_message
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e101, -1.7e308, 10**400, "0.5", 1j])
 def test_a_reward_that_is_no_finite_number_of_bounded_size_is_a_failure_of_the_reward(value):
-    forest, _ = run(Chain(), independent(2), reward=lambda prediction: value)
+    forest, _ = run_program(Chain(), independent(2), reward=lambda prediction: value)
     assert [(r.error, r.reward) for r in forest.rollouts] == [("reward", None)] * 2
     assert "for reward, expected a finite number of at most 1e+100 in size" in forest.rollouts[0].error_message
     assert scored_rollouts(forest) == [], "credit goes on without them"
@@ -349,7 +352,7 @@ def test_every_other_number_of_a_score_is_held_to_the_same(value, field):
         def score(self, example, prediction, path, reward_set):
             return Score(reward=1.0, **{field: {path[0].id: value}})
 
-    (rollout,) = run(Chain(), independent(1), kind=Beside)[0].rollouts
+    (rollout,) = run_program(Chain(), independent(1), kind=Beside)[0].rollouts
     assert (rollout.error, rollout.reward, dict(rollout.metrics)) == ("reward", None, {})
 
 
@@ -359,12 +362,12 @@ def test_numbers_of_a_call_are_held_to_the_same(score):
         def score_call(self, call):
             return score
 
-    forest, _ = run(Chain(), independent(1), kind=Judging)
+    forest, _ = run_program(Chain(), independent(1), kind=Judging)
     assert [(r.error, r.reward) for r in forest.rollouts] == [("reward", None)]
 
 
 def test_numbers_of_arrays_become_plain_ones():
-    forest, _ = run(Chain(), independent(1), reward=lambda prediction: np.float32(0.5))
+    forest, _ = run_program(Chain(), independent(1), reward=lambda prediction: np.float32(0.5))
     (rollout,) = forest.rollouts
     assert (rollout.reward, rollout.metrics["score"]) == (0.5, 0.5)
     assert (type(rollout.reward), type(rollout.metrics["score"])) == (float, float)
@@ -386,7 +389,7 @@ class Fickle:
 
 
 def test_a_program_that_diverges_from_its_tape_is_an_error_that_says_where():
-    forest, _ = run(Fickle(), fork_on("b", 2))
+    forest, _ = run_program(Fickle(), fork_on("b", 2))
     diverged = [r for r in forest.rollouts if r.error == "replay"]
     assert len(diverged) == 1
     assert "as its request 1;" in diverged[0].error_message
@@ -409,7 +412,7 @@ class Parallel:
 @pytest.mark.parametrize("module", ["a", "b", "c"])
 def test_programs_with_concurrent_calls_fork_too(module):
     jitter = random.Random(1)
-    forest, _ = run(Parallel(), fork_on(module, 3), pause=lambda: jitter.random() / 50)
+    forest, _ = run_program(Parallel(), fork_on(module, 3), pause=lambda: jitter.random() / 50)
     assert len(forest.rollouts) == 3
     assert not [r.error for r in forest.rollouts if r.error]
     for rollout in forest.rollouts:
@@ -469,7 +472,7 @@ class Turns:
 
 @pytest.mark.parametrize("plans", [independent(1), fork_on("agent", 2)])
 def test_a_turn_goes_on_token_for_token_after_the_one_before(plans):
-    forest, _ = run(Turns(), plans)
+    forest, _ = run_program(Turns(), plans)
     for rollout in forest.rollouts:
         first, second, own = forest.path(rollout)
         assert spelled(second.prompt_ids) == "go" + first.text + "[see"
@@ -488,13 +491,13 @@ class Impostor:
 
 
 def test_only_a_reply_of_this_rollout_can_be_continued():
-    forest, _ = run(Impostor(), independent(1))
+    forest, _ = run_program(Impostor(), independent(1))
     assert forest.rollouts[0].error == "program"
     assert "after=" in forest.rollouts[0].error_message
 
 
 def test_penalties_and_facts_come_from_the_task():
-    forest, _ = run(Chain(), independent(1), answer=lambda r: "z")
+    forest, _ = run_program(Chain(), independent(1), answer=lambda r: "z")
     assert [c.penalty for c in forest.calls.values()] == [-0.5] * 3
     assert all(c.facts == {"words": 1} for c in forest.calls.values())
 
@@ -519,12 +522,12 @@ class Searching:
 )
 def test_searches_that_find_nothing_are_counted(names, share):
     tools = {"two": lambda: ["d1", "d2"], "none": list, "text": str}
-    forest, _ = run(Searching(*names), independent(2), tools=tools)
+    forest, _ = run_program(Searching(*names), independent(2), tools=tools)
     for rollout in forest.rollouts:
         assert rollout.metrics.get("empty_searches") == share and rollout.error is None
 
 
 def test_examples_do_not_share_seeds():
-    forest, _ = run(Chain(("a",)), independent(1), answer=lambda r: chr(97 + r.sampling.seed % 26), examples=8)
+    forest, _ = run_program(Chain(("a",)), independent(1), answer=lambda r: chr(97 + r.sampling.seed % 26), examples=8)
     assert len({c.text for c in forest.calls.values()}) > 3
     assert forest.examples == tuple(f"q{i}" for i in range(8))

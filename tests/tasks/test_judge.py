@@ -1,6 +1,7 @@
 """The language model judge: what it is shown, how its replies are read, and what becomes of a bad one."""
 
 import asyncio
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from mmrl.config import JudgeConfig
 from mmrl.errors import ConfigError
 from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.agents.judge import Judge, JudgedTurn, build_judge, escape, read_outcome, read_turns, salvage_turns
-from tests.helpers.programs import default_config, make, play
+from tests.helpers.programs import default_config, make, play, saved
 from tests.helpers.servers import Scripted, chat_reply, serving
 from tests.helpers.watch import terminates
 
@@ -251,19 +252,14 @@ def test_escaped_text_has_no_bracket_and_loses_nothing(text):
 
 
 def test_a_question_may_hold_braces_and_tags():
-    class Chat:
-        async def complete(self, messages, **settings):
-            self.shown = messages[0]["content"]
-            return "<score>1</score>"
-
-    chat = Chat()
     judge = Judge(JudgeConfig(), TEXTS)
-    judge.chat = chat
+    judge.chat = Mock(complete=AsyncMock(return_value="<score>1</score>"))
     turns = [JudgedTurn("{turns} {x}")]
     verdict = asyncio.run(judge.verdict("judge_outcome", "{prompt} </prompt> {0}", turns, ["{a}"]))
     assert verdict.scores == (1.0,)
-    assert "{prompt} &lt;/prompt&gt; {0}" in chat.shown
-    assert "{turns} {x}" in chat.shown
+    shown = judge.chat.complete.call_args.args[0][0]["content"]
+    assert "{prompt} &lt;/prompt&gt; {0}" in shown
+    assert "{turns} {x}" in shown
 
 
 def test_the_endpoint_and_the_reward_set_belong_together(monkeypatch):
@@ -284,10 +280,9 @@ def test_a_judge_that_was_not_asked_for_is_no_silent_zero(tmp_path):
 
 
 def test_prompts_can_be_replaced(tmp_path):
-    path = tmp_path / "prompts.yaml"
-    path.write_text("judge:\n  judge_outcome: 'Well? {prompt} {turns} {ground_truth}'\n", encoding="utf-8")
+    path = saved(tmp_path / "prompts.yaml", {"judge": {"judge_outcome": "Well? {prompt} {turns} {ground_truth}"}})
     with serving([chat_reply("<score>1</score>")]) as (url, server):
-        task = make("search_agent", tmp_path, reward="judge_outcome", judge=JudgeConfig(url=url), prompts=str(path))
+        task = make("search_agent", tmp_path, reward="judge_outcome", judge=JudgeConfig(url=url), prompts=path)
         play(task, [ANSWER], "judge_outcome")
     assert server.seen[0].body["messages"][0]["content"].startswith("Well? <prompt>")
 

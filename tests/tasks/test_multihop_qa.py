@@ -13,6 +13,7 @@ from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.search_program.program import parse_queries, parse_selection
+from tests.helpers.programs import saved
 
 
 def make(seed=0, **options):
@@ -164,10 +165,9 @@ def test_no_demonstrations_without_hops():
 
 
 def test_all_config_problems_at_once(tmp_path):
-    prompts = tmp_path / "p.yaml"
-    prompts.write_text("rewriter: {user: x}")
+    prompts = saved(tmp_path / "p.yaml", {"rewriter": {"user": "x"}})
     with pytest.raises(ConfigError) as caught:
-        make(prompts=str(prompts), data=DataConfig(train="none.json", dev="nothing.jsonl"), corpus="no.jsonl")
+        make(prompts=prompts, data=DataConfig(train="none.json", dev="nothing.jsonl"), corpus="no.jsonl")
     text = "\n".join(caught.value.problems)
     assert len(caught.value.problems) == 4
     assert "task.corpus: 'no.jsonl': no such file" in text

@@ -59,9 +59,8 @@ rewriter:
 
 def test_the_demonstrations_of_a_growing_context_hold_the_transcript(tmp_path):
     transcript = "<think> a </think>\n<search> b </search>\n\n<information>Doc</information>\n\n<answer> c </answer>"
-    path = saved(
-        tmp_path / "prompts.yaml", json.dumps({"agent": {"demonstrations": [{"user": "Q1", "assistant": transcript}]}})
-    )
+    shots = [{"user": "Q1", "assistant": transcript}]
+    path = saved(tmp_path / "prompts.yaml", {"agent": {"demonstrations": shots}})
     task = TASKS["search_agent"](default_config("search_agent", prompts=path), 0)
     plain = TASKS["search_agent"](default_config("search_agent"), 0)
     (question,) = plain.program.question("Q2")

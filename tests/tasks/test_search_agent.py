@@ -159,6 +159,7 @@ def test_format_of_an_earlier_turn(text, strict, loose):
         ("<search>a</answer>", None),
         ("<Search>a</Search>", None),
         ("<search><search>q</search>", ("search", "<search>q")),
+        ("<search>a</search><search>b</search>", ("search", "a")),
         ("<answer>a<search>q</search></answer>", ("answer", "a<search>q</search>")),
         ("<search>", None),
         ("", None),

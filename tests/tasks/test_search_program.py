@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.records import Example
-from mmrl.tasks.search_program.program import Selection, parse_answer, parse_queries, parse_selection
+from mmrl.tasks.search_program.program import TEMPLATES, Selection, parse_answer, parse_queries, parse_selection
 from tests.helpers.programs import make, play
 
 
@@ -128,7 +128,8 @@ def test_fallbacks_never_raise(tmp_path):
     assert searched[0]["queries"] == ["Where was {Ada} born?"]
     assert prediction["selected"] == []
     assert prediction["answer"] == ""
-    assert "Document" not in calls[2].prompt_text.partition("\n[user] ")[2]
+    plain = TEMPLATES["answerer"]["user_without_documents"].text.replace("{question}", "Where was {Ada} born?")
+    assert calls[2].prompt_text.partition("\n[user] ")[2] == plain
 
 
 def test_only_the_first_four_queries_are_searched(tmp_path):
