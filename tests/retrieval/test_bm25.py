@@ -51,6 +51,7 @@ def test_scores_and_order_are_those_of_the_formula(query, settings):
 
 
 @pytest.mark.parametrize("query", ["", "zebra", "the a of", "###", "?!"])
+@pytest.mark.filterwarnings("error")
 def test_a_query_without_a_known_word_finds_nothing(query):
     for documents in (corpus(), [Document(id="0", title="the", text="of a")]):
         assert Bm25Retriever(documents).search([query], [3]) == [[]]
