@@ -13,8 +13,21 @@ import dspy
 from mmrl.engines.base import Completion, Request
 from mmrl.records import Example, Forest
 from mmrl.rollout import with_program
-from mmrl.rollout.sample import sample
-from tests.helpers.programs import FakeEngine, FakeTask, environment, letters
+from tests.helpers.programs import FakeEngine, FakeTask, environment, forest_of, letters
+
+
+class Answer(dspy.Module):
+    """One predictor, called by `forward`."""
+
+    signature = "text -> answer"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = dspy.Predict(self.signature)
+
+    def forward(self, text: str) -> Any:
+        return self.answer(text=text)
+
 
 Reply = str | Mapping[str, object]
 """A text as the model would write it, or output fields that the adapter writes."""
@@ -49,7 +62,7 @@ class Works:
             task = with_program(FakeTask(self.make(), reward=lambda prediction: float(self.solved(prediction))))
             engine = Scripted(answer=lambda request: "", case=self, program=task.program)
             env = environment(task, engine)
-            forest = asyncio.run(sample(env, [(Example(id="q", inputs=dict(self.inputs)), plans)], "outcome"))
+            forest = forest_of(env, [Example(id="q", inputs=dict(self.inputs))], plans)
         return forest, engine
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import dspy
@@ -140,17 +141,18 @@ def square(n: int) -> int:
 
 
 REACT = {"react": 2, "extract.predict": 1}
+WEATHER = Works(
+    name="`dspy.ReAct` with a function as tool",
+    source="tutorials/agents",
+    make=lambda: dspy.ReAct("question -> answer", tools=[get_weather]),
+    inputs={"question": "Weather in Rome?"},
+    good=[step("get_weather", city="Rome"), step("finish"), {**SO, "answer": "sunny"}],
+    bad=[step("get_weather", city="Oslo"), step("finish"), {**SO, "answer": "rain"}],
+    solved=lambda p: p.answer == "sunny" and p.trajectory["observation_0"] == "sunny in Rome",
+    calls=REACT,
+)
 AGENTS = [
-    Works(
-        name="`dspy.ReAct` with a function as tool",
-        source="tutorials/agents",
-        make=lambda: dspy.ReAct("question -> answer", tools=[get_weather]),
-        inputs={"question": "Weather in Rome?"},
-        good=[step("get_weather", city="Rome"), step("finish"), {**SO, "answer": "sunny"}],
-        bad=[step("get_weather", city="Oslo"), step("finish"), {**SO, "answer": "rain"}],
-        solved=lambda p: p.answer == "sunny" and p.trajectory["observation_0"] == "sunny in Rome",
-        calls=REACT,
-    ),
+    WEATHER,
     Works(
         name="`dspy.ReAct` with an async tool, as MCP's are",
         source="tutorials/mcp",
@@ -200,16 +202,10 @@ AGENTS = [
         bad_calls={"react": 1, "extract.predict": 1},
         says="tools' results are recorded; forks get the same ones",
     ),
-    Works(
+    replace(
+        WEATHER,
         name="`dspy.ReAct` under `JSONAdapter`",
         source="tests/predict/test_react.py",
-        make=lambda: dspy.ReAct("question -> answer", tools=[get_weather]),
-        inputs={"question": "Weather in Rome?"},
-        good=[step("get_weather", city="Rome"), step("finish"), {**SO, "answer": "sunny"}],
-        bad=[step("finish"), {**SO, "answer": "rain"}],
-        solved=lambda p: p.answer == "sunny",
-        calls=REACT,
-        bad_calls={"react": 1, "extract.predict": 1},
         adapter=dspy.JSONAdapter(),
     ),
     Works(

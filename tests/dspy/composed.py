@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import dspy
@@ -189,17 +190,39 @@ class Outer(dspy.Module):
         return self.again(question=question)
 
 
+RAG = Works(
+    name="Retrieval, then an answer (RAG)",
+    source="tutorials/rag",
+    make=Rag,
+    inputs={"question": "On which river lies Rome?"},
+    good=[{**SO, "response": "Tiber"}],
+    bad=[{**SO, "response": "Seine"}],
+    solved=lambda prediction: prediction.response == "Tiber",
+    calls={"respond.predict": 1},
+)
+PARALLEL = Works(
+    name="`dspy.Parallel`",
+    source="api/modules/Parallel.md",
+    make=InParallel,
+    inputs={"parts": ["one", "two", "three"]},
+    good=[*({"summary": part} for part in "123"), {"text": "123"}],
+    bad=[*({"summary": part} for part in "000"), {"text": "000"}],
+    solved=lambda prediction: prediction.text == "123",
+    calls={"summarise": 3, "join": 1},
+    says="one after another inside a rollout, in order",
+)
+ASYNC = Works(
+    name="`aforward` with `acall`",
+    source="tutorials/async",
+    make=Async,
+    inputs={"question": "2+2?"},
+    good=[{**SO, "draft": "four"}, {**SO, "answer": "4"}],
+    bad=[{**SO, "draft": "five"}, {**SO, "answer": "5"}],
+    solved=lambda prediction: prediction.answer == "4",
+    calls={"draft.predict": 1, "answer.predict": 1},
+)
 COMPOSED = [
-    Works(
-        name="Retrieval, then an answer (RAG)",
-        source="tutorials/rag",
-        make=Rag,
-        inputs={"question": "On which river lies Rome?"},
-        good=[{**SO, "response": "Tiber"}],
-        bad=[{**SO, "response": "Seine"}],
-        solved=lambda prediction: prediction.response == "Tiber",
-        calls={"respond.predict": 1},
-    ),
+    RAG,
     Works(
         name="Retrieval by `dspy.Embeddings`",
         source="tutorials/rag",
@@ -262,38 +285,9 @@ COMPOSED = [
         calls={"classify.predict": 1, "extract.predict": 1, "plan.predict": 1, "summarise.predict": 1},
         bad_calls={"classify.predict": 1, "extract.predict": 1, "summarise.predict": 1},
     ),
-    Works(
-        name="`dspy.Parallel`",
-        source="api/modules/Parallel.md",
-        make=InParallel,
-        inputs={"parts": ["one", "two", "three"]},
-        good=[*({"summary": part} for part in "123"), {"text": "123"}],
-        bad=[*({"summary": part} for part in "000"), {"text": "000"}],
-        solved=lambda prediction: prediction.text == "123",
-        calls={"summarise": 3, "join": 1},
-        says="one after another inside a rollout, in order",
-    ),
-    Works(
-        name="`module.batch`",
-        source="api/modules/Predict.md",
-        make=InBatches,
-        inputs={"parts": ["one", "two"]},
-        good=[{"summary": "1"}, {"summary": "2"}, {"text": "12"}],
-        bad=[{"summary": "0"}, {"summary": "0"}, {"text": "00"}],
-        solved=lambda prediction: prediction.text == "12",
-        calls={"summarise": 2, "join": 1},
-        says="one after another inside a rollout, in order",
-    ),
-    Works(
-        name="`aforward` with `acall`",
-        source="tutorials/async",
-        make=Async,
-        inputs={"question": "2+2?"},
-        good=[{**SO, "draft": "four"}, {**SO, "answer": "4"}],
-        bad=[{**SO, "draft": "five"}, {**SO, "answer": "5"}],
-        solved=lambda prediction: prediction.answer == "4",
-        calls={"draft.predict": 1, "answer.predict": 1},
-    ),
+    PARALLEL,
+    replace(PARALLEL, name="`module.batch`", source="api/modules/Predict.md", make=InBatches),
+    ASYNC,
     Works(
         name="`asyncio.gather` of strands with several calls",
         source="tutorials/async",
@@ -310,25 +304,12 @@ COMPOSED = [
         solved=lambda prediction: prediction.verdict,
         calls={"pro.predict": 1, "contra.predict": 1, "shorten": 2, "judge": 1},
     ),
-    Works(
-        name="`dspy.asyncify`",
-        source="tutorials/async",
-        make=InThreads,
-        inputs={"question": "On which river lies Rome?"},
-        good=[{**SO, "response": "Tiber"}],
-        bad=[{**SO, "response": "Seine"}],
-        solved=lambda prediction: prediction.response == "Tiber",
-        calls={"rag.respond.predict": 1},
-    ),
-    Works(
+    replace(RAG, name="`dspy.asyncify`", source="tutorials/async", make=InThreads, calls={"rag.respond.predict": 1}),
+    replace(
+        ASYNC,
         name="`dspy.syncify`",
         source="tests/utils/test_syncify.py",
         make=lambda: dspy.syncify(Async()),
-        inputs={"question": "2+2?"},
-        good=[{**SO, "draft": "four"}, {**SO, "answer": "4"}],
-        bad=[{**SO, "draft": "five"}, {**SO, "answer": "5"}],
-        solved=lambda prediction: prediction.answer == "4",
-        calls={"draft.predict": 1, "answer.predict": 1},
     ),
     Works(
         name="Modules in modules, one of them called twice",

@@ -7,7 +7,7 @@ from typing import Any
 import dspy
 from dspy.utils import DummyLM
 
-from tests.dspy import Refused
+from tests.dspy import Answer, Refused
 from tests.dspy.composed import Async, Rag
 
 SAMPLING = "sampling is set by algo.* and eval.*"
@@ -27,31 +27,23 @@ class Made(dspy.Module):
         return dspy.ChainOfThought("draft -> answer")(draft=draft)
 
 
-class OtherModel(dspy.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.answer = dspy.Predict("question -> answer")
+class Question(Answer):
+    signature = "question -> answer"
 
+
+class OtherModel(Question):
     def forward(self, question: str) -> Any:
         with dspy.context(lm=DummyLM([{"answer": "x"}])):
             return self.answer(question=question)
 
 
-class OtherAdapter(dspy.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.answer = dspy.Predict("question -> answer")
-
+class OtherAdapter(Question):
     async def aforward(self, question: str) -> Any:
         with dspy.context(adapter=dspy.JSONAdapter()):
             return await self.answer.acall(question=question)
 
 
-class Warmer(dspy.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.answer = dspy.Predict("question -> answer")
-
+class Warmer(Question):
     def forward(self, question: str) -> Any:
         return self.answer(question=question, config={"temperature": 0.9, "rollout_id": 1})
 
@@ -69,9 +61,6 @@ class Table(dspy.Module):
         super().__init__()
         self.first = dspy.Predict("question -> answer")
         self.rows = [[dspy.Predict("question -> answer")]]
-
-
-CAPTION = {"caption": (str, dspy.OutputField())}
 
 
 def with_own_model() -> dspy.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+from dataclasses import replace
 from typing import Any, Literal
 
 import dspy
@@ -66,8 +67,9 @@ HISTORY = dspy.History(messages=[{"question": "Capital of France?", "answer": "P
 def simple(name: str, source: str, signature: Any, output: str, right: object, wrong: object, **more: Any) -> Works:
     """A single predictor, right where its field `output` is `right`."""
     rest = more.pop("rest", {})
-    kind = more.pop("kind", dspy.Predict)
-    module = "predict" if kind is dspy.ChainOfThought else "self"
+    kind, module = dspy.Predict, "self"
+    if more.pop("reasoned", False):
+        kind, module, rest = dspy.ChainOfThought, "predict", SO | rest
     return Works(
         **{
             "name": name,
@@ -100,8 +102,7 @@ SIMPLE = [
         "joy",
         "fear",
         inputs={"sentence": "We won!"},
-        kind=dspy.ChainOfThought,
-        rest=SO,
+        reasoned=True,
     ),
     simple(
         "Summaries with `ChainOfThought`",
@@ -111,8 +112,7 @@ SIMPLE = [
         "short",
         "long and long",
         inputs={"document": "A long text."},
-        kind=dspy.ChainOfThought,
-        rest=SO,
+        reasoned=True,
     ),
     simple(
         "A class signature with a mapping of lists",
@@ -152,8 +152,7 @@ SIMPLE = [
         [Person(name="Ada")],
         [],
         inputs={"tokens": ["Ada", "sat"]},
-        kind=dspy.ChainOfThought,
-        rest=SO,
+        reasoned=True,
         solved=lambda prediction: [person.name for person in prediction.people] == ["Ada"],
     ),
     simple(
@@ -251,9 +250,6 @@ SIMPLE = [
 ]
 
 
-SO = {"reasoning": "so"}
-
-
 class Votes(dspy.Module):
     """The majority of three calls of one predictor."""
 
@@ -295,6 +291,18 @@ class Checked(dspy.Module):
 
 
 ADVICE = {"discussion": "too long", "advice": {"predict": "one word"}}
+BEST = Works(
+    name="`dspy.BestOfN`",
+    source="tutorials/output_refinement",
+    make=lambda: attempts(dspy.BestOfN),
+    inputs={"question": "Capital of Italy?"},
+    good=[{**SO, "answer": "it is Rome"}, {**SO, "answer": "Rome"}],
+    bad=[{**SO, "answer": "Oslo"}],
+    solved=lambda prediction: prediction.answer == "Rome",
+    calls={"module.predict": 2},
+    bad_calls={"module.predict": 1},
+    says="all attempts are calls of the module that is tried; sampled as `algo.*` says",
+)
 ATTEMPTS = [
     Works(
         name="`dspy.majority` of several calls",
@@ -317,26 +325,12 @@ ATTEMPTS = [
         solved=lambda prediction: prediction.answer == "4",
         calls={"predict": 1},
     ),
-    Works(
-        name="`dspy.BestOfN`",
-        source="tutorials/output_refinement",
-        make=lambda: attempts(dspy.BestOfN),
-        inputs={"question": "Capital of Italy?"},
-        good=[{**SO, "answer": "it is Rome"}, {**SO, "answer": "Rome"}],
-        bad=[{**SO, "answer": "Oslo"}],
-        solved=lambda prediction: prediction.answer == "Rome",
-        calls={"module.predict": 2},
-        bad_calls={"module.predict": 1},
-        says="all attempts are calls of the module that is tried; sampled as `algo.*` says",
-    ),
-    Works(
+    BEST,
+    replace(
+        BEST,
         name="`dspy.Refine`",
-        source="tutorials/output_refinement",
         make=Checked,
-        inputs={"question": "Capital of Italy?"},
-        good=[{**SO, "answer": "it is Rome"}, ADVICE, {**SO, "answer": "Rome"}],
-        bad=[{**SO, "answer": "Oslo"}],
-        solved=lambda prediction: prediction.answer == "Rome",
+        good=[BEST.good[0], ADVICE, BEST.good[1]],
         calls={"refined.module.predict": 2, "refined.offer_feedback": 1},
         bad_calls={"refined.module.predict": 1},
         says="who gives the advice is a module too, `<path>.offer_feedback`",

@@ -1,10 +1,8 @@
 """Programs that catch a reply which does not parse: scored as `dspy.Evaluate` scores them, the same when replayed."""
 
-import asyncio
 import json
 import sys
 from collections import Counter
-from dataclasses import replace
 
 import dspy
 import pytest
@@ -12,10 +10,9 @@ from dspy.utils.exceptions import AdapterParseError
 
 from mmrl.cli import main
 from mmrl.report.rundir import RunDir
-from mmrl.rollout import with_program
 from mmrl.rollout.plans import fork_on, independent
-from mmrl.rollout.sample import sample
-from tests.helpers.programs import FakeEngine, FakeTask, environment, filled
+from tests.dspy import Answer
+from tests.helpers.programs import filled, run_program, saved
 from tests.helpers.servers import Scripted, chat_reply, serving
 
 PROGRAMS = '''
@@ -158,7 +155,7 @@ def by_dspy(programs, name, records):
 
 def by_mmrl(name, folder, records):
     """The same of `mmrl eval`."""
-    (folder / "dev.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    saved(folder / "dev.jsonl", records)
     reply = Replies(SCRIPTS[name])
 
     def serve(seen):
@@ -185,16 +182,6 @@ def test_scores_are_those_of_dspys_own_evaluation(name, programs, tmp_path, caps
     assert 0.0 in expected and 1.0 in expected
     assert by_mmrl(name, tmp_path, records) == (expected, asked)
     assert "replies that do not parse were caught by the program" in capsys.readouterr().out
-
-
-def played(module, answer, plan, penalty=0.0, **fields):
-    engine = FakeEngine(answer)
-    task = with_program(FakeTask(module, **fields))
-    env = environment(task, engine)
-    env.settings = replace(env.settings, caught_parse_penalty=penalty)
-    forest = asyncio.run(sample(env, [(task.examples("train")[0], plan)], "outcome"))
-    assert engine.live == 0
-    return forest, engine
 
 
 class Noting(dspy.Module):
@@ -231,8 +218,8 @@ class Noting(dspy.Module):
 def test_the_program_gets_dspys_exception_and_so_does_each_fork(way):
     module = Noting(way)
     partly = "[[ ## answer ## ]]\nx"
-    forest, engine = played(
-        module, lambda request: partly if request.module == "one" else filled(answer="x"), fork_on("two", 3)
+    forest, engine = run_program(
+        module, fork_on("two", 3), lambda request: partly if request.module == "one" else filled(answer="x")
     )
     assert [(r.error, r.error_message) for r in forest.rollouts] == [(None, "")] * 3
     assert len(engine.requests) == 4 and len(forest.calls) == 4, "the forks replay the reply that does not parse"
@@ -253,22 +240,21 @@ def test_the_program_gets_dspys_exception_and_so_does_each_fork(way):
 
 @pytest.mark.parametrize("last", [filled(answer="x"), "no"])
 def test_a_caught_failure_has_the_tasks_penalty_and_what_ended_a_rollout_has_none(last):
-    forest, _ = played(
+    forest, _ = run_program(
         Noting(),
-        lambda request: "[[ ## answer ## ]]\nx" if request.module == "one" else last,
         fork_on("two", 3),
-        penalty=-0.25,
+        lambda request: "[[ ## answer ## ]]\nx" if request.module == "one" else last,
+        settings={"caught_parse_penalty": -0.25},
     )
     assert [(call.module, call.penalty) for call in forest.calls.values()] == [("one", -0.25)] + [("two", 0.0)] * 3
     assert {rollout.error for rollout in forest.rollouts} == ({None} if last != "no" else {"parse"})
 
 
-class Ends(dspy.Module):
+class Ends(Answer):
     """Catches a failure, then ends as it is told."""
 
     def __init__(self, how):
         super().__init__()
-        self.answer = dspy.Predict("text -> answer")
         self.how = how
 
     def forward(self, text):
@@ -305,7 +291,7 @@ def strict_metric(prediction):
     ],
 )
 def test_how_a_rollout_ends_after_a_caught_failure(how, error, message):
-    forest, _ = played(Ends(how), lambda request: "no", independent(1), reward=strict_metric, failure_score=-0.25)
+    forest, _ = run_program(Ends(how), answer=lambda request: "no", reward=strict_metric, failure_score=-0.25)
     (rollout,) = forest.rollouts
     assert (rollout.error, rollout.reward) == (error, 1.0 if error is None else -0.25)
     assert rollout.error_message.startswith(message)
@@ -314,16 +300,12 @@ def test_how_a_rollout_ends_after_a_caught_failure(how, error, message):
 
 @pytest.mark.parametrize("how", ["none", "odd"])
 def test_without_a_parse_failure_the_same_ends_are_the_programs_own(how):
-    class Always(dspy.Module):
-        def __init__(self):
-            super().__init__()
-            self.answer = dspy.Predict("text -> answer")
-
+    class Always(Answer):
         def forward(self, text):
             self.answer(text=text)
             return {"none": None, "odd": {"answer": "odd"}}[how]
 
-    forest, _ = played(Always(), lambda request: filled(answer="x"), independent(1), reward=strict_metric)
+    forest, _ = run_program(Always(), answer=lambda request: filled(answer="x"), reward=strict_metric)
     assert (forest.rollouts[0].error, forest.rollouts[0].reward) == ("reward", None)
 
 
@@ -357,7 +339,7 @@ def test_every_rollout_starts_with_the_count_that_the_program_was_built_with(kin
 
     module = counting(kind)
     for _ in range(3):
-        forest, _ = played(module, answer, (*independent(3), *fork_on("last", 3)))
+        forest, _ = run_program(module, (*independent(3), *fork_on("last", 3)), answer)
         assert [(r.error, r.error_message) for r in forest.rollouts] == [(None, "")] * 6
         assert [sum(not c.ok for c in forest.path(r)) for r in forest.rollouts] == [2] * 6
     assert module.tried.fail_count == 3 and vars(module.tried)["fail_count"] == 3

@@ -1,6 +1,5 @@
 """DSPy's own programs: each runs, is recorded token for token, forks, and gets credit; or is refused by name."""
 
-import asyncio
 import re
 from collections import Counter
 
@@ -14,14 +13,13 @@ from mmrl.records import Example
 from mmrl.rollout import with_program
 from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.rollout.plans import fork_on, independent
-from mmrl.rollout.sample import sample
 from tests.dspy import table
 from tests.dspy.agents import AGENTS
 from tests.dspy.composed import COMPOSED
 from tests.dspy.refused import REFUSED
 from tests.dspy.simple import ATTEMPTS, SIMPLE
 from tests.helpers import TOP
-from tests.helpers.programs import FakeEngine, FakeTask, environment
+from tests.helpers.programs import FakeEngine, FakeTask, environment, forest_of
 
 WORKS = [*SIMPLE, *COMPOSED, *ATTEMPTS, *AGENTS]
 
@@ -70,9 +68,7 @@ def test_a_fork_at_its_last_call_replays_all_others(case):
 def test_what_only_a_run_shows_fails_its_rollouts_with_a_sentence(case):
     task = with_program(FakeTask(case.make()))
     engine = FakeEngine(lambda request: task.program.written(request.module, {"draft": "x", "answer": "x"}))
-    example = Example(id="q", inputs={"question": "x"})
-    forest = asyncio.run(sample(environment(task, engine), [(example, independent(1))], "outcome"))
-    (rollout,) = forest.rollouts
+    (rollout,) = forest_of(environment(task, engine), [Example(id="q", inputs={"question": "x"})]).rollouts
     assert (rollout.error, rollout.reward) == ("program", None)
     assert case.sentence in rollout.error_message
 

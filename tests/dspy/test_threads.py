@@ -14,10 +14,10 @@ import pytest
 from mmrl.errors import ConfigError
 from mmrl.rollout import with_program
 from mmrl.rollout.plans import independent
-from mmrl.rollout.sample import sample
 from mmrl.system.user_code import call_scorer
 from mmrl.tasks.base import Score
-from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, play_dspy
+from tests.dspy import Answer
+from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, forest_of, run_program
 
 
 class Other(dspy.BaseLM):
@@ -51,66 +51,57 @@ def configured():
     dspy.configure(lm=None)
 
 
-class Plain(dspy.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = dspy.Predict("text -> answer")
-
-    def forward(self, text):
-        return self.a(text=text)
-
-
-class InAPool(Plain):
+class InAPool(Answer):
     def forward(self, text):
         with ThreadPoolExecutor(3) as pool:
-            return next(pool.map(lambda n: self.a(text=f"{text}{n}"), range(3)))  # place
+            return next(pool.map(lambda n: self.answer(text=f"{text}{n}"), range(3)))  # place
 
 
-class Handed(Plain):
+class Handed(Answer):
     def forward(self, text):
         with ThreadPoolExecutor(3) as pool:
-            return pool.submit(self.a, text=text).result()
+            return pool.submit(self.answer, text=text).result()
 
 
-class Caught(Plain):
+class Caught(Answer):
     def forward(self, text):
         def look():
             with contextlib.suppress(Exception):
-                self.a(text=text)  # place
+                self.answer(text=text)  # place
 
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()
-        return self.a(text=text)
+        return self.answer(text=text)
 
 
-class Forgotten(Plain):
+class Forgotten(Answer):
     def forward(self, text):
-        first = self.a(text=text)
-        thread = threading.Thread(target=self.a, kwargs={"text": text})
+        first = self.answer(text=text)
+        thread = threading.Thread(target=self.answer, kwargs={"text": text})
         thread.start()
         thread.join()
         return first
 
 
-class Awaited(Plain):
+class Awaited(Answer):
     async def aforward(self, text):
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, lambda: self.a(text=text))  # place
+        return await loop.run_in_executor(None, lambda: self.answer(text=text))  # place
 
 
-class Refined(Plain):
+class Refined(Answer):
     """DSPy's own modules copy the LM that they find."""
 
     def __init__(self):
         super().__init__()
-        self.a = dspy.BestOfN(
+        self.answer = dspy.BestOfN(
             dspy.Predict("text -> answer"), N=2, reward_fn=lambda *_: 1.0, threshold=1.0, fail_count=9
         )
 
     def forward(self, text):
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(lambda: self.a(text=text)).result()  # place
+            pool.submit(lambda: self.answer(text=text)).result()  # place
         return dspy.Prediction(answer="x")
 
 
@@ -129,9 +120,8 @@ def answered(request):
 @pytest.mark.parametrize("kind", [InAPool, Handed, Caught, Forgotten, Awaited, Refined])
 def test_a_request_from_a_programs_own_thread_ends_the_run_with_its_place(kind, other):
     before, threads = dspy.settings.lm, set(threading.enumerate())
-    task = with_program(FakeTask(kind()))
     with pytest.raises(ConfigError) as caught:
-        play_dspy(task, answered, task.examples("train"), independent(2))
+        run_program(kind(), independent(2), answered, examples=8)
     (problem,) = caught.value.problems
     assert problem.startswith("task.program: a request outside of its rollout")
     assert place_of(kind) in problem and "use dspy.Parallel" in problem
@@ -165,25 +155,23 @@ class Judged(FakeTask):
         return Score(reward=float(await call_scorer(self.reward, prediction)))
 
 
-class AsyncPlain(Plain):
+class AsyncAnswer(Answer):
     async def aforward(self, text):
-        return await self.a.acall(text=text)
+        return await self.answer.acall(text=text)
 
 
-@pytest.mark.parametrize("kind", [Plain, AsyncPlain])
+@pytest.mark.parametrize("kind", [Answer, AsyncAnswer])
 @pytest.mark.parametrize(("metric", "requests"), [(plainly, 1), (awaited, 1), (in_a_pool, 2)])
 def test_a_metric_calls_the_lm_that_is_configured(kind, metric, requests, configured):
-    task = with_program(Judged(kind(), reward=metric))
-    rollouts = play_dspy(task, answered, task.examples("train"), independent(2)).rollouts
+    rollouts = run_program(kind(), independent(2), answered, examples=8, kind=Judged, reward=metric)[0].rollouts
     assert [(r.error, r.error_message, r.reward) for r in rollouts] == [(None, "", 1.0)] * 16
     assert len(configured.sent) == 16 * requests and dspy.settings.lm is configured
 
 
 def test_a_metric_finds_the_lm_of_whoever_started_the_run(configured):
     nearer = Other()
-    task = with_program(Judged(Plain(), reward=in_a_pool))
     with dspy.context(lm=nearer):
-        play_dspy(task, answered, task.examples("train")[:2])
+        run_program(Answer(), answer=answered, examples=2, kind=Judged, reward=in_a_pool)
     assert (len(nearer.sent), len(configured.sent)) == (4, 0)
 
 
@@ -199,42 +187,29 @@ def test_the_guard_stays_until_the_last_of_several_loops_has_ended(configured):
                 await asyncio.sleep(0.01)
             return await super().generate(request)
 
-    class Slow(Plain):
+    class Slow(Answer):
         def forward(self, text):
             began.wait(20)
-            return self.a(text=text)
+            return self.answer(text=text)
 
     class Later(Caught):
         def forward(self, text):
-            self.a(text=text)
+            self.answer(text=text)
             return super().forward(text)
 
     def second():
         task = with_program(Judged(Later(), reward=plainly))
-        env = environment(task, Waits(answered))
         try:
-            asyncio.run(sample(env, [(task.examples("train")[0], independent(1))], "outcome"))
+            forest_of(environment(task, Waits(answered)))
         except ConfigError as error:
             outcome.append(error)
 
     thread = threading.Thread(target=second)
     thread.start()
-    task = with_program(Judged(Slow(), reward=plainly))
-    (rollout,) = play_dspy(task, answered, task.examples("train")[:1]).rollouts
+    (rollout,) = run_program(Slow(), answer=answered, kind=Judged, reward=plainly)[0].rollouts
     assert rollout.reward == 1.0 and len(configured.sent) == 1
     assert dspy.settings.lm is not configured, "the other loop still runs"
     ended.set()
     thread.join(20)
     assert "use dspy.Parallel" in str(outcome[0]) and len(configured.sent) == 2, "both metrics, and nobody else"
     assert dspy.settings.lm is configured
-
-
-def test_dspys_own_ways_to_run_in_a_pool_stay_in_the_rollout(other):
-    class Beside(Plain):
-        def forward(self, text):
-            pairs = [(self.a, {"text": f"{text}{n}"}) for n in range(3)]
-            return dspy.Parallel(num_threads=3, disable_progress_bar=True)(pairs)[0]
-
-    task = with_program(FakeTask(Beside()))
-    forest = play_dspy(task, answered, task.examples("train")[:1])
-    assert [r.error for r in forest.rollouts] == [None] and len(forest.calls) == 3 and other.sent == []

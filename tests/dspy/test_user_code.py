@@ -12,17 +12,14 @@ from mmrl.config.tasks import PluginTaskConfig
 from mmrl.errors import OWN_CODE, failed_how
 from mmrl.rollout import with_program
 from mmrl.rollout.plans import fork_on
-from mmrl.rollout.sample import sample
 from mmrl.system import user_code
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
 from mmrl.tasks.dspy.tools import use_tool
-from tests.dspy import agents
-from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, make_dspy, play_dspy
+from tests.dspy import Answer, agents
+from tests.helpers.programs import filled, make_dspy, play_dspy, run_program, saved
 
-ROWS = """{"question": "When?", "gold": "2026-01-02"}
-{"question": "Then?", "gold": "2026-01-03"}
-"""
+ROWS = [{"question": "When?", "gold": "2026-01-02"}, {"question": "Then?", "gold": "2026-01-03"}]
 OWN = """
 import datetime
 
@@ -75,14 +72,13 @@ def own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "dated_program", raising=False)
-    path = tmp_path / "data.jsonl"
-    path.write_text(ROWS)
+    path = saved(tmp_path / "data.jsonl", ROWS)
 
     def played(metric):
         text = filled(day="2026-01-02", words='["a", "b"]')
         task = make_dspy(
             "dspy",
-            data={"train": str(path)},
+            data={"train": path},
             program="dated_program:When",
             metric=f"dated_program:{metric}",
             inputs=("question",),
@@ -103,8 +99,8 @@ def test_metrics_of_gepas_form_and_judges_that_are_dspy_programs(own):
     assert [(r.reward, r.error_message) for r in own("judged")] == [(1.0, "")] * 2
 
 
-def test_an_exception_of_a_metric_says_where_and_keeps_its_traceback(own):
-    (rollout, _) = own("wrong")
+def test_an_exception_of_a_metric_says_where_and_is_not_called_a_failure_from_outside(own):
+    (rollout, other) = own("wrong")
     line = OWN.splitlines().index("        return pred.nothing_like_it") + 1
     assert rollout.reward is None and rollout.error in OWN_CODE
     assert "nothing_like_it" in rollout.error_message
@@ -112,11 +108,7 @@ def test_an_exception_of_a_metric_says_where_and_keeps_its_traceback(own):
     shown = rollout.error_traceback
     assert "in wrong" in shown and "return pred.nothing_like_it" in shown and "AttributeError" in shown
     assert "user_code.py" not in shown and len(shown) <= user_code.MOST_CHARACTERS + 4
-
-
-def test_failures_of_own_code_are_not_called_failures_from_outside(own):
-    rollouts = own("wrong")
-    assert failed_how(rollout.error for rollout in rollouts) == "in the code of the program or its reward"
+    assert failed_how([rollout.error, other.error]) == "in the code of the program or its reward"
     assert failed_how(["tool", "judge"]) == "from outside causes"
     assert failed_how(["tool", "reward"]) == "from outside causes and in the code of the program or its reward"
 
@@ -131,35 +123,28 @@ def test_a_traceback_is_bounded():
     assert len(failure.traceback) <= user_code.MOST_CHARACTERS + 4
 
 
-class Plain(dspy.Module):
-    def __init__(self):
-        super().__init__()
-        self.answer = dspy.Predict("text -> answer")
-
-    def forward(self, text):
-        return self.answer(text=text)
+def answered(request):
+    return filled(answer="x")
 
 
-class Exhausted(Plain):
+class Exhausted(Answer):
     def forward(self, text):
         return next(answer for answer in [self.answer(text=text)] if answer.answer == "never")
 
 
 def test_a_stop_iteration_ends_the_rollout_and_nothing_waits_for_ever():
-    task = with_program(FakeTask(Exhausted()))
-    (rollout,) = play_dspy(task, lambda r: filled(answer="x"), task.examples("train")[:1], timeout_s=20.0).rollouts
+    (rollout,) = run_program(Exhausted(), answer=answered, settings={"timeout_s": 20.0})[0].rollouts
     assert rollout.error == "program" and "StopIteration" in rollout.error_message
     assert "test_user_code.py, line " in rollout.error_message
 
 
-class Broken(Plain):
+class Broken(Answer):
     def forward(self, text):
         return [self.answer(text=text)][3]
 
 
 def test_an_exception_of_a_program_says_where():
-    task = with_program(FakeTask(Broken()))
-    (rollout,) = play_dspy(task, lambda request: filled(answer="x"), task.examples("train")[:1]).rollouts
+    (rollout,) = run_program(Broken(), answer=answered)[0].rollouts
     assert rollout.error == "program" and "IndexError" in rollout.error_message
     assert "tests/dspy/test_user_code.py, line " in rollout.error_message
     assert "[self.answer(text=text)][3]" in rollout.error_traceback
@@ -172,10 +157,10 @@ def test_slow_metrics_run_beside_each_other(tmp_path):
         pairs.wait()  # until another metric runs
         return Score(reward=1.0)
 
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{n}"}}\n' for n in range(12)))
-    config = PluginTaskConfig(name="slow", data=DataConfig(train=str(tmp_path / "rows.jsonl")))
-    task = with_program(OwnTask(Plain, slow, inputs=["text"])(config, 0))
-    forest = play_dspy(task, lambda request: filled(answer="x"), task.examples("train"))
+    rows = saved(tmp_path / "rows.jsonl", [{"text": str(n)} for n in range(12)])
+    config = PluginTaskConfig(name="slow", data=DataConfig(train=rows))
+    task = with_program(OwnTask(Answer, slow, inputs=["text"])(config, 0))
+    forest = play_dspy(task, answered, task.examples("train"))
     assert [rollout.reward for rollout in forest.rollouts] == [1.0] * 12
 
 
@@ -216,11 +201,12 @@ def test_strands_are_numbered_by_their_requests_whichever_tool_is_faster(module)
 
             return user_code.as_async(used)
 
-        task = with_program(FakeTask(Racing(), tools={name: tool(name) for name in ("left", "right")}))
-        engine = FakeEngine(lambda request: filled(answer=str(request.sampling.seed % 1000)))
-        plans = [(example, fork_on(module, 3)) for example in task.examples("train")[:3]]
-        forest = asyncio.run(sample(environment(task, engine), plans, "outcome"))
-        assert engine.live == 0 and not [r.error_message for r in forest.rollouts if r.error]
+        def answer(request):
+            return filled(answer=str(request.sampling.seed % 1000))
+
+        tools = {name: tool(name) for name in ("left", "right")}
+        forest, _ = run_program(Racing(), fork_on(module, 3), answer, examples=3, tools=tools)
+        assert not [r.error_message for r in forest.rollouts if r.error]
         return forest
 
     fast, slow = run("left"), run("right")
@@ -245,8 +231,6 @@ class Shrinking(dspy.Module):
 
 
 def test_a_program_that_ends_before_its_tape_does_is_an_error():
-    task = with_program(FakeTask(Shrinking()))
-    forest = play_dspy(task, lambda request: filled(answer="x"), task.examples("train")[:1], fork_on("asked[2]", 2))
-    first, second = forest.rollouts
+    first, second = run_program(Shrinking(), fork_on("asked[2]", 2), answered)[0].rollouts
     assert (first.error, second.error, second.reward) == (None, "replay", None)
     assert "the program ended without call 'asked[1]', its request 2" in second.error_message

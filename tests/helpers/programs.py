@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,16 @@ from typing import Any
 import pandas
 import pyarrow.parquet
 import yaml
-from pydantic import ValidationError, create_model
 
 from mmrl import rng
 from mmrl.config import DataConfig, TaskConfig
 from mmrl.config.tasks import task_schema
-from mmrl.config.validate import explain
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.errors import ConfigError
-from mmrl.records import Call, Example, Rollout
+from mmrl.records import EMPTY, Call, Example, Forest, Rollout
 from mmrl.rollout import with_program
 from mmrl.rollout.environment import Environment, SamplingSettings
-from mmrl.rollout.plans import independent
+from mmrl.rollout.plans import Tree, independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import ModuleScore, Score, Task
@@ -33,6 +31,7 @@ from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers import TOP
 
 Answer = Callable[[Request], str]
+ONCE = independent(1)
 
 
 def letters(text: str) -> tuple[int, ...]:
@@ -97,6 +96,7 @@ class FakeTask(Task):
     reward_sets: tuple[str, ...] = ("outcome",)
     main_metric: str = "score"
     failure_score: float = 0.0
+    prompt_layout: str = "dspy"
     reward: Callable[[Any], float] = lambda prediction: sum(c in "abcdefghijklm" for c in str(prediction)) / 10
 
     def examples(self, split: str) -> list[Example]:
@@ -151,16 +151,6 @@ def default_config(name: str, **options: Any) -> TaskConfig:
     return task_schema(name).model_validate(section | options)
 
 
-def task_section(raw: dict[str, Any]) -> TaskConfig:
-    """`task` alone, by its own schema; a `ConfigError` names every problem in it."""
-    alone = create_model("TaskAlone", task=(task_schema(raw["name"]), ...))
-    try:
-        section: TaskConfig = alone.model_validate({"task": raw}).task  # type: ignore[attr-defined]
-        return section
-    except ValidationError as error:
-        raise ConfigError(explain(alone, error, raw={"task": raw})) from None
-
-
 def make(name: str, folder: Any, documents: Sequence[dict[str, str]] = DOCUMENTS, **options: Any) -> Any:
     """A task whose corpus is `documents`."""
     path = folder / "corpus.json"
@@ -185,6 +175,36 @@ class Script(FakeEngine):
         return Completion(ids=letters(shown), logprobs=(-0.5,) * len(shown), finish=finish)
 
 
+def forest_of(
+    env: Environment,
+    examples: Iterable[Example] | None = None,
+    plans: Sequence[Tree] = ONCE,
+    reward_set: str = "outcome",
+) -> Forest:
+    """The forest of `examples`, by default of the first that is trained on."""
+    chosen = env.task.examples("train")[:1] if examples is None else examples
+    return asyncio.run(sample(env, [(example, plans) for example in chosen], reward_set))
+
+
+def run_program(
+    program: Any,
+    plans: Sequence[Tree] = ONCE,
+    answer: Answer = seeded_letter,
+    pause: Callable[[], float] = lambda: 0.0,
+    examples: int = 1,
+    kind: Callable[..., FakeTask] = FakeTask,
+    settings: Mapping[str, Any] = EMPTY,
+    **fields: Any,
+) -> tuple[Forest, FakeEngine]:
+    """The forest of a program's first examples, and the engine that answered; `fields` are the task's."""
+    engine = FakeEngine(answer, pause)
+    env = environment(with_program(kind(program, **fields)), engine)
+    env.settings = replace(env.settings, **settings)
+    forest = forest_of(env, env.task.examples("train")[:examples], plans)
+    assert engine.live == 0, "every program that entered must have left"
+    return forest, engine
+
+
 def play(
     task: Any, texts: Sequence[str], reward_set: str = "turn", example: Example = EXAMPLE
 ) -> tuple[Rollout, list[Call], Script]:
@@ -192,7 +212,7 @@ def play(
     engine = Script(texts=texts)
     env = environment(task, engine)
     env.settings = replace(env.settings, max_tokens=task.config.max_tokens)
-    forest = asyncio.run(sample(env, [(example, independent(1))], reward_set))
+    forest = forest_of(env, [example], reward_set=reward_set)
     (rollout,) = forest.rollouts
     return rollout, list(forest.path(rollout)), engine
 
@@ -216,22 +236,19 @@ def filled(**fields):
     return "\n\n".join(f"[[ ## {name} ## ]]\n{value}" for name, value in fields.items()) + "\n\n[[ ## completed ## ]]"
 
 
-def play_dspy(task, answer, examples, plans=None, **fields):
+def play_dspy(task, answer, examples, plans=ONCE, **fields):
     """The forest of `examples` when each request is answered by `answer(request)`."""
-    engine = FakeEngine(answer)
-    env = environment(task, engine, **fields)
-    planned = [(example, plans or independent(1)) for example in examples]
-    return asyncio.run(sample(env, planned, task.reward_sets[0]))
+    return forest_of(environment(task, FakeEngine(answer), **fields), examples, plans, task.reward_sets[0])
 
 
-def by_prompt(task, examples):
-    """Answers each request as the demonstrations of `examples` do."""
+def by_prompt(task, examples, other=None):
+    """Answers each request as the demonstrations of `examples` do; `other`: what is said to any other prompt."""
     shown = {
         (d.module, "|".join(m["content"] for m in d.messages)): d.completion
         for example in examples
         for d in demonstrations(task, example)
     }
-    return lambda request: shown[request.module, "".join(map(chr, request.prompt_ids))]
+    return lambda request: shown.get((request.module, spelled(request.prompt_ids)), other)
 
 
 def saved(path: Path, content):

@@ -65,16 +65,6 @@ def test_vectors_have_length_1_where_the_model_is_compared_by_cosine(model, tmp_
     assert vectors == pytest.approx(by_hand(model, TEXTS[:4], normalised=length), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["contriever", "e5"])
-def test_presets_are_what_their_papers_say(model, name):
-    query, passage = {"contriever": ("", ""), "e5": ("query: ", "passage: ")}[name]
-    encoder = Encoder(model, treatment_of(dense(model, encoder=name), model))
-    expected = by_hand(model, [query + q for q in QUERIES], normalised=name == "e5")
-    assert encoder.queries(QUERIES) == pytest.approx(expected, abs=1e-5)
-    expected = by_hand(model, [passage + text for text in TEXTS], normalised=name == "e5")
-    assert encoder.passages(DOCUMENTS) == pytest.approx(expected, abs=1e-5)
-
-
 def test_a_model_that_says_nothing_is_averaged_and_keys_say_the_rest(model, own):
     keys = {"normalise": False, "query_prompt": "query ", "passage_prompt": "passage "}
     encoder = Encoder(model, treatment_of(dense(model, **keys), model))
@@ -133,10 +123,6 @@ def test_an_index_keeps_its_treatment_and_is_refused_when_its_encoder_has_change
     pooling.write_text(pooling.read_text().replace("cls", "mean"))
     (problem,) = index_problems("index", info)
     assert problem.startswith("index: its encoder '") and "has changed since it was made" in problem
-
-
-def test_defaults():
-    assert spec_of(DenseConfig(name="dense")).settings["model"] == "facebook/contriever"
 
 
 def test_minilm_equals_its_reference(tmp_path):

@@ -3,6 +3,7 @@ import json
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
@@ -14,10 +15,8 @@ from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.protocols import read_dspy_reply, read_search_r1_reply
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.serving import make_app
-from mmrl.rollout.plans import independent
-from mmrl.rollout.sample import sample
 from mmrl.system.http_client import Breaker
-from tests.helpers.programs import Searcher, environment, search_agent
+from tests.helpers.programs import Searcher, environment, forest_of, search_agent
 from tests.helpers.servers import DOCUMENTS, Faulty, Scripted, good_app, listening, serving
 
 QUERIES = ["river Tagus", "city", "capital of Portugal", "river"]
@@ -106,11 +105,19 @@ def test_whatever_the_reply_it_is_passages_or_garbage(protocol, sent):
     assert failure.value.cause == "garbage" and client.counts["failures_garbage"] == 1
 
 
-def test_an_address_that_is_none_is_said_to_be_none():
-    client = RemoteRetriever("http://localhost:99999", retries=3)
-    with pytest.raises(RetrievalFailure, match="is no address") as failure:
+@pytest.mark.parametrize(
+    ("url", "says", "cause", "requests"),
+    [
+        ("http://localhost:99999", "is no address", "connection", 1),
+        ("http://127.0.0.1:1", "http://127.0.0.1:1/retrieve", "connection", 2),
+    ],
+)
+def test_no_address_and_nobody_there_are_failures_with_the_address(url, says, cause, requests):
+    client = RemoteRetriever(url, retries=1)
+    with pytest.raises(RetrievalFailure) as failure:
         client.search(["x"], [1])
-    assert not failure.value.transient and client.counts["requests"] == 1
+    assert says in str(failure.value) and failure.value.cause == cause
+    assert failure.value.transient == (requests > 1) and client.counts["requests"] == requests
     client.close()
 
 
@@ -121,14 +128,6 @@ def test_a_fault_that_passes_costs_a_retry_and_nothing_else(fault):
         assert client.search(["river"], [2]) == Bm25Retriever(DOCUMENTS).search(["river"], [2])
         client.close()
     assert client.counts["retries"] == 1 and client.counts["failures"] == 0
-
-
-def test_nobody_listening_is_a_failure_with_the_address():
-    client = RemoteRetriever("http://127.0.0.1:1", retries=1)
-    with pytest.raises(RetrievalFailure, match=r"http://127\.0\.0\.1:1/retrieve") as failure:
-        client.search(["x"], [1])
-    assert failure.value.cause == "connection" and client.counts["requests"] == 2
-    client.close()
 
 
 def test_fewer_passages_than_asked_are_used_counted_and_told_once(good, caplog):
@@ -261,10 +260,8 @@ def asked(n):
 
 def run_rollouts(task, items, **engine):
     env = environment(task, Searcher(**engine))
-    env.settings = env.settings.__class__(
-        temperature=1.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=task.config.max_tokens
-    )
-    return asyncio.run(sample(env, [(asked(n), independent(1)) for n in range(items)], "outcome"))
+    env.settings = replace(env.settings, max_tokens=task.config.max_tokens)
+    return forest_of(env, map(asked, range(items)))
 
 
 def test_rollouts_through_a_server_under_load_with_faults():

@@ -1,33 +1,43 @@
 """DSPy modules as programs: prompts byte for byte, one call per request, typed parse failures, forks by replay."""
 
 import asyncio
+import threading
+import time
+from functools import partial
 from typing import Literal
 
 import dspy
 import pytest
 
 from mmrl.errors import ConfigError
-from mmrl.records import Example
 from mmrl.rollout import with_program
-from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.rollout.plans import fork_on, fork_on_first, independent
-from mmrl.rollout.sample import sample
 from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.dspy.tools import use_tool, use_tool_sync
-from tests.helpers.programs import FakeEngine, FakeTask, environment, seeded_letter, spelled
+from tests.dspy import Answer
+from tests.helpers.programs import (
+    FakeEngine,
+    FakeTask,
+    environment,
+    filled,
+    forest_of,
+    run_program,
+    seeded_letter,
+    spelled,
+)
 
 
-def filled(**fields):
-    return "\n\n".join(f"[[ ## {name} ## ]]\n{value}" for name, value in fields.items()) + "\n\n[[ ## completed ## ]]\n"
-
-
-class TwoSteps(dspy.Module):
-    """Async: a chain of thought, a tool, a plain predictor."""
+class Steps(dspy.Module):
+    """A chain of thought, a tool, a plain predictor."""
 
     def __init__(self):
         super().__init__()
         self.draft = dspy.ChainOfThought("text -> idea")
         self.final = dspy.Predict("text, idea -> answer")
+
+
+class TwoSteps(Steps):
+    """Async."""
 
     async def aforward(self, text):
         idea = (await self.draft.acall(text=text)).idea
@@ -35,13 +45,8 @@ class TwoSteps(dspy.Module):
         return await self.final.acall(text=text, idea=idea)
 
 
-class Blocking(dspy.Module):
-    """The same with `forward` alone, as most DSPy programs are written."""
-
-    def __init__(self):
-        super().__init__()
-        self.draft = dspy.ChainOfThought("text -> idea")
-        self.final = dspy.Predict("text, idea -> answer")
+class Blocking(Steps):
+    """With `forward` alone, as most DSPy programs are written."""
 
     def forward(self, text):
         idea = self.draft(text=text).idea
@@ -55,38 +60,22 @@ def obliging(request):
     return filled(reasoning="so", idea=letter) if request.module == "draft.predict" else filled(answer=letter)
 
 
-def run(module, plans, answer=obliging, examples=1, retries=0, reward=lambda p: 1.0, layout="dspy", **fields):
-    engine = FakeEngine(answer)
-    task = FakeTask(module, reward=reward)
-    task.prompt_layout = layout
-    task = with_program(task)
-    env = environment(task, engine, retries=retries, **fields)
-    forest = asyncio.run(sample(env, [(e, plans) for e in task.examples("train")[:examples]], "outcome"))
-    assert engine.live == 0
-    return forest, engine
-
-
 def only(forest):
     (rollout,) = forest.rollouts
     return rollout
 
 
-@pytest.mark.parametrize("module", [TwoSteps, Blocking])
-def test_each_predictor_is_a_module_by_its_attribute_path(module):
-    forest, _ = run(module(), independent(1))
-    assert forest.modules == ("draft.predict", "final")
-    calls = forest.path(only(forest))
-    assert [call.module for call in calls] == ["draft.predict", "final"]
-    assert only(forest).error is None
-    assert set(only(forest).prediction) == {"answer"}
+run = partial(run_program, answer=obliging)
 
 
 @pytest.mark.parametrize("module", [TwoSteps, Blocking])
-def test_prompts_are_byte_for_byte_what_dspy_renders(module):
+def test_each_predictor_is_a_module_and_prompts_are_byte_for_byte_what_dspy_renders(module):
     made = module()
     made.final.signature = made.final.signature.with_instructions("Be brief.")
     made.final.demos = [dspy.Example(text="t", idea="i", answer="a"), {"text": "half", "answer": "b"}]
     forest, engine = run(made, independent(1))
+    assert forest.modules == tuple(call.module for call in forest.path(only(forest))) == ("draft.predict", "final")
+    assert only(forest).error is None and set(only(forest).prediction) == {"answer"}
     first = engine.requests[0]
     expected = dspy.ChatAdapter().format(made.draft.predict.signature, [], {"text": "train0"})
     assert spelled(first.prompt_ids) == "|".join(m["content"] for m in expected)
@@ -176,7 +165,7 @@ def test_the_reminder_of_the_fields_stands_after_the_item_or_is_shared(form):
     with dspy.context(adapter=adapter):
         prompts = {}
         for layout in ("dspy", "shared_first"):
-            forest, engine = run(module, independent(1), answer=lambda request: written("b"), layout=layout)
+            forest, engine = run(module, independent(1), answer=lambda request: written("b"), prompt_layout=layout)
             assert only(forest).prediction == {"reasoning": "so", "label": "b"}
             prompts[layout] = spelled(engine.requests[0].prompt_ids)
     reminder = adapter.user_message_output_requirements(module.predict.signature)
@@ -196,33 +185,18 @@ def test_an_adapter_without_a_reminder_has_no_other_layout():
         adapter_in_use("shared_first")
 
 
-def test_json_replies_are_parsed_by_the_users_adapter():
-    with dspy.context(adapter=dspy.JSONAdapter()):
-        forest, engine = run(dspy.Predict("text -> answer"), independent(1), answer=lambda r: '{"answer": "yes"}')
-    assert only(forest).prediction == {"answer": "yes"} and len(engine.requests) == 1
-    assert forest.modules == ("self",)
-
-
-class Odd(dspy.Module):
+class Odd(Answer):
     """Does what the source does not show."""
 
     def __init__(self, how):
         super().__init__()
-        self.answer = dspy.Predict("text -> answer")
         self.how = how
 
     async def aforward(self, text):
-        if self.how == "option":
-            return await self.answer.acall(text=text, config=dict(temperature=0.3))  # noqa: C408
         if self.how == "bare":
             return dspy.settings.lm("hello")
         if self.how == "blocking":
             return self.answer(text=text)
-        if self.how == "made":
-            return await getattr(dspy, "Predict")("text -> answer").acall(text=text)  # noqa: B009
-        if self.how == "adapter":
-            with getattr(dspy, "context")(adapter=dspy.ChatAdapter()):  # noqa: B009
-                return await self.answer.acall(text=text)
         result = await self.answer.acall(text=text)
         return {"answer": object()} if self.how == "json" else result
 
@@ -230,11 +204,8 @@ class Odd(dspy.Module):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("option", "sets temperature"),
         ("bare", "without await"),
         ("blocking", "without await"),
-        ("made", "none of the program's predictors (answer)"),
-        ("adapter", "bypassed the adapter"),
         ("json", "cannot be written as JSON"),
     ],
 )
@@ -244,47 +215,18 @@ def test_what_cannot_be_recorded_is_a_program_failure_that_says_why(how, message
     assert message in only(forest).error_message
 
 
-def test_a_program_without_predictors_or_with_an_lm_of_its_own_is_refused():
-    with pytest.raises(ConfigError, match="no predictors"):
-        DspyProgram(dspy.Module())
-    module = TwoSteps()
-    module.final.lm = dspy.utils.DummyLM([{"answer": "x"}])
-    with pytest.raises(ConfigError, match=r"predictor 'final' has an LM of its own"):
-        DspyProgram(module)
-
-
-class Stuck(dspy.Module):
-    def __init__(self):
-        super().__init__()
-        self.answer = dspy.Predict("text -> answer")
-
-    def forward(self, text):
-        return self.answer(text=text)
-
-
 def test_a_timeout_ends_the_thread_of_a_blocking_module():
-    import threading
-    import time
-
     async def never(request):
         await asyncio.sleep(60)
 
     engine = FakeEngine(obliging)
     engine.generate = never
-    task = with_program(FakeTask(Stuck()))
+    task = with_program(FakeTask(Answer()))
     env = environment(task, engine, timeout_s=0.1)
-    example = Example(id="q", inputs={"text": "x"})
-    forest = asyncio.run(sample(env, [(example, independent(3))], "outcome"))
+    forest = forest_of(env, plans=independent(3))
     assert [rollout.error for rollout in forest.rollouts] == ["timeout"] * 3
     for _ in range(100):
         if not any(thread.name == "mmrl-user-code" for thread in threading.enumerate()):
             break
         time.sleep(0.02)
     assert not any(thread.name == "mmrl-user-code" for thread in threading.enumerate())
-
-
-def test_plain_programs_stay_as_they_are():
-    from tests.helpers.programs import Chain
-
-    program = Chain()
-    assert with_program(FakeTask(program)).program is program

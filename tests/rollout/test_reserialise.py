@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-import pytest
+import dspy
 
 from mmrl.cli import main
+from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.rollout.sample import reserialised
 from mmrl.tasks.base import Canonical
 from mmrl.tasks.prompts import load_prompts
@@ -70,26 +71,15 @@ def test_what_has_no_canonical_text_stays_as_sampled():
 
 
 def test_dspy_programs_write_with_their_adapter():
-    dspy = pytest.importorskip("dspy")
-    from mmrl.rollout.dspy.dspy_program import DspyProgram
-
-    class Two(dspy.Module):
-        def __init__(self):
-            super().__init__()
-            self.draft = dspy.ChainOfThought("text -> idea")
-
-        def forward(self, text):
-            return self.draft(text=text)
-
-    program = DspyProgram(Two())
+    program = DspyProgram(dspy.ChainOfThought("text -> idea"))
     said = "Well\n[[ ## reasoning ## ]]\n\n  because \n[[ ## idea ## ]]   go\n\n[[ ## completed ## ]] and so on"
     grow = Grow(program.modules)
-    grow.call("q/0", None, "draft.predict", len(said), completion_ids=letters(said), text=said)
-    grow.call("q/1", None, "draft.predict", 3, completion_ids=letters("???"), text="???", example="q")
+    grow.call("q/0", None, "predict", len(said), completion_ids=letters(said), text=said)
+    grow.call("q/1", None, "predict", 3, completion_ids=letters("???"), text="???", example="q")
     found = reserialised(grow.forest, program, letters, END)
     text = trained(found)["q/0"]
     assert text == "[[ ## reasoning ## ]]\nbecause\n\n[[ ## idea ## ]]\ngo\n\n[[ ## completed ## ]]\n"
-    signature = dict(program.module.named_predictors())["draft.predict"].signature
+    signature = dict(program.module.named_predictors())["predict"].signature
     assert dspy.ChatAdapter().parse(signature, text) == {"reasoning": "because", "idea": "go"}
     assert found.calls["q/1"].completion_ids == letters("???"), "what does not parse is left as it was"
 

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 from mmrl.engines.embedded.batcher import Batcher
-from mmrl.records import Example
 from mmrl.rollout.plans import fork_on, fork_on_first, independent
-from mmrl.rollout.sample import sample
 from mmrl.system.user_code import as_async
-from tests.helpers.programs import FakeTask, environment
+from tests.helpers.programs import FakeTask, environment, forest_of
 from tests.rollout.test_sample import Counter
 
 
@@ -43,7 +41,7 @@ def sampled(plans, seed):
 
     engine = Batcher(Counter())
     env = environment(FakeTask(Strands(), tools={"slow": as_async(slow)}), engine, timeout_s=20)
-    forest = asyncio.run(sample(env, [(Example(id=f"q{n}", inputs={}), plans) for n in range(4)], "outcome"))
+    forest = forest_of(env, env.task.examples("train")[:4], plans)
     assert not [rollout.error_message for rollout in forest.rollouts if rollout.error] and engine.live == 0
     return forest
 

@@ -1,6 +1,5 @@
 """Rollouts of teachers: the teacher's inputs and outputs around the student's prompts, failures as they were."""
 
-import asyncio
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,8 +8,7 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.errors import ParseFailure
 from mmrl.rollout.environment import Teacher
-from mmrl.rollout.sample import sample
-from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, letters, seeded_letter, spelled
+from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, forest_of, letters, seeded_letter, spelled
 
 
 @dataclass
@@ -54,7 +52,7 @@ def run(
         teachers=({"name": "student", "rollouts": counts[0]}, {"name": "wise", "prompts": "p", "rollouts": counts[1]}),
     )
     plan = ALGORITHMS["mmgrpo"].plan(algo, task.program.modules, (0, 1, "q0"))
-    forest = asyncio.run(sample(env, [(e, plan) for e in task.examples("train")[:2]], "outcome"))
+    forest = forest_of(env, task.examples("train")[:2], plan)
     assert engine.live == other.live == 0
     return forest, engine, other, echoes
 

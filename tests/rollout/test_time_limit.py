@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mmrl.rollout.plans import independent
-from mmrl.rollout.sample import sample
-from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, seeded_letter
+from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, forest_of, seeded_letter
 from tests.rollout.test_sample import Faulty
 
 
@@ -35,6 +33,5 @@ class SlowEngine(FakeEngine):
 )
 def test_the_time_in_which_the_engine_computes_is_not_the_rollouts(program, error):
     env = environment(FakeTask(program), SlowEngine(seeded_letter), timeout_s=0.2)
-    (example,) = env.task.examples("train")[:1]
-    (rollout,) = asyncio.run(sample(env, [(example, independent(1))], "outcome")).rollouts
+    (rollout,) = forest_of(env).rollouts
     assert rollout.error == error

@@ -40,7 +40,6 @@ def tags(*names: str) -> list[str]:
 class Agent:
     """One agent: how it searches and answers wrongly, and what must hold of its rollouts."""
 
-    modules: tuple[str, ...]
     reward_sets: tuple[str, ...]
     options: dict[str, Any]
     searches: Sequence[str]
@@ -66,7 +65,6 @@ def one_turn(calls: list[Any]) -> bool:
 
 AGENTS = {
     "search_agent": Agent(
-        modules=("agent",),
         reward_sets=("outcome", "turn", "merged", "judge_outcome", "judge_turn", "gain"),
         options=search.ROOMY,
         searches=[search.ASK],
@@ -79,7 +77,6 @@ AGENTS = {
         reward_set="turn",
     ),
     "tool_agent": Agent(
-        modules=("agent",),
         reward_sets=("outcome", "turn", "judge_outcome"),
         options=tool.ROOMY | {"max_completion": 2500},
         searches=[tool.ASK],
@@ -94,7 +91,6 @@ AGENTS = {
         reward_set="turn",
     ),
     "r1_searcher": Agent(
-        modules=("searcher",),
         reward_sets=("outcome", "stage1"),
         options={"max_tokens": 400, "max_turns": 2},
         searches=[r1.ASK],
@@ -107,7 +103,6 @@ AGENTS = {
         sound=lambda rollout, calls: -1 <= rollout.reward <= 2 and len(calls) <= 3,
     ),
     "search_o1": Agent(
-        modules=("reasoner", "condenser"),
         reward_sets=("outcome",),
         options={"max_tokens": 400, "max_turns": 2},
         searches=[o1.ASK, "what its condenser says"],
@@ -136,7 +131,6 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", AGENTS)
 def test_it_is_a_task(tasks, name):
     assert isinstance(tasks[name], Task)
-    assert tasks[name].program.modules == AGENTS[name].modules
     assert tasks[name].reward_sets == AGENTS[name].reward_sets
 
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from pydantic import ValidationError
 
 from mmrl.records import Example
 from mmrl.tasks.mini.teach import demonstrations
@@ -161,20 +160,11 @@ def test_labels_that_the_label_set_lacks_are_refused(tmp_path):
     assert "task.labels" in problems("banking77", data={"train": train}, labels=bad)
 
 
-def test_options_of_other_tasks_are_refused_by_the_schema():
-    with pytest.raises(ValidationError) as caught:
-        make("banking77", corpus="mini", punctuation="space")
-    assert [error["loc"] for error in caught.value.errors()] == [("corpus",), ("punctuation",)]
-
-
 def test_prompts_from_files(tmp_path):
-    path = tmp_path / "prompts.yaml"
-    path.write_text("classify.predict: {instructions: 'Name the intent of {text}.'}\n")
-    task = make("banking77", prompts=str(path))
+    path = saved(tmp_path / "prompts.yaml", {"classify.predict": {"instructions": "Name the intent of {text}."}})
+    task = make("banking77", prompts=path)
     prompt = demonstrations(task, task.examples("dev")[0])[0].messages[0]["content"]
     assert "Name the intent of {text}." in prompt
-    path.write_text("predict: {instructions: x}\n")
-    assert "task.prompts" in problems("banking77", prompts=str(path))
 
 
 def test_prompts_that_dspy_saved(tmp_path):

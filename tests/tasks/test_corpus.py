@@ -6,11 +6,11 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.config import DataConfig
-from mmrl.errors import ConfigError, DataError
+from mmrl.errors import DataError
 from mmrl.tasks.data.layouts import load_corpus
 from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.programs import saved
-from tests.tasks.test_data import FOLDER, make, needs_data, record
+from tests.tasks.test_data import make, record
 
 
 @pytest.mark.parametrize(
@@ -20,18 +20,13 @@ from tests.tasks.test_data import FOLDER, make, needs_data, record
         ("c.json", '[{"title": "A", "text": "one two"}, {"title": "B", "text": "three"}]'),
         ("c.json", '[["A", ["one", " two"]], ["B", "three"]]'),
         ("c.tsv", "id\ttext\ttitle\nx\tone two\tA\ny\tthree\tB\n"),
+        ("c.parquet", [{"title": "A", "text": "one two"}, {"title": "B", "text": "three"}]),
     ],
 )
 def test_corpus_forms(tmp_path, name, content):
-    (tmp_path / name).write_text(content)
-    found = load_corpus("task.corpus", str(tmp_path / name))
+    found = load_corpus("task.corpus", saved(tmp_path / name, content))
     assert [(d.title, d.text) for d in found] == [("A", "one two"), ("B", "three")]
     assert len({d.id for d in found}) == 2
-
-
-def test_corpus_parquet(tmp_path):
-    path = saved(tmp_path / "c.parquet", [{"title": "A", "text": "one"}])
-    assert load_corpus("task.corpus", path)[0].title == "A"
 
 
 @pytest.mark.parametrize(
@@ -47,9 +42,8 @@ def test_corpus_parquet(tmp_path):
     ],
 )
 def test_bad_corpora(tmp_path, name, content, expected):
-    (tmp_path / name).write_text(content)
     with pytest.raises(DataError) as caught:
-        load_corpus("task.corpus", str(tmp_path / name))
+        load_corpus("task.corpus", saved(tmp_path / name, content))
     assert str(caught.value).startswith("task.corpus: ")
     assert expected in str(caught.value)
 
@@ -102,19 +96,9 @@ def test_missing_gold_titles_warn_with_the_share(tmp_path, caplog):
     assert "train" not in task.gold_shares
 
 
-def test_bad_corpus_and_bad_data_are_config_errors(tmp_path):
-    for options in (
-        {"corpus": "no.jsonl"},
-        {"data": DataConfig(test=saved(tmp_path / "data.json", [record(0, answer="")]))},
-    ):
-        with pytest.raises(ConfigError):
-            make(**options)
-
-
 @pytest.mark.data
-@needs_data
-def test_passage_collection_as_corpus():
-    path = FOLDER / "2wikimultihopqa" / "2wikimultihopqa_corpus.json"
+def test_passage_collection_as_corpus(data_dir):
+    path = data_dir / "2wikimultihopqa" / "2wikimultihopqa_corpus.json"
     assert len(load_corpus("task.corpus", str(path))) == 6119
 
 

@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import pyarrow
@@ -13,9 +12,6 @@ from mmrl.tasks import TASKS
 from mmrl.tasks.data.layouts import LAYOUTS, load_records, subset, to_example
 from mmrl.tasks.data.rows import Source
 from tests.helpers.programs import saved
-
-FOLDER = Path(os.environ.get("MMRL_DATA") or Path(__file__).parents[3] / "shared" / "data")
-needs_data = pytest.mark.skipif(not (FOLDER / "hotpotqa").is_dir(), reason="no public data: set MMRL_DATA")
 
 
 def record(number=0, **changes):
@@ -64,22 +60,42 @@ def test_official_records(tmp_path, name):
     assert example.metadata == {"answers": ["Ada"], "titles": ["Thing", "Ada"], "type": "bridge"}
 
 
-def test_musique_records(tmp_path):
-    row = {
-        "id": "2hop__1_2",
-        "question": "Q?",
-        "answer": "Ada",
-        "answer_aliases": ["Ada L."],
-        "paragraphs": [
-            {"idx": 0, "title": "T", "paragraph_text": "x", "is_supporting": True},
-            {"idx": 1, "title": "U", "paragraph_text": "y", "is_supporting": False},
-        ],
-    }
-    found = load(saved(tmp_path / "m.jsonl", [row]), "musique")[0]
-    assert (found.answers, found.titles, found.kind) == (("Ada", "Ada L."), ("T",), "2hop")
-    assert found.paragraphs == (("T", "x"), ("U", "y"))
-    with pytest.raises(DataError, match=r"context: Field required"):
-        load(saved(tmp_path / "m.jsonl", [row]), "hotpotqa")
+DEEP = "[" * 100_000 + "]" * 100_000
+PARAGRAPH = {"title": "Thing", "paragraph_text": "Made by Ada.", "is_supporting": True}
+MUSIQUE = {"id": "2hop__1", "question": "Who made it?", "answer": "Ada", "answer_aliases": ["A. L."]}
+MUSIQUE |= {"paragraphs": [PARAGRAPH]}
+POPQA = {"id": 1, "question": "Who?", "possible_answers": '["Ada"]', "paragraphs": [{"title": "Thing", "text": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("layout", "row", "expected"),
+    [
+        ("nq", {"question": "Q?"}, "answers: Field required"),
+        ("nq", {"answer": "a"}, "question: Field required"),
+        ("nq", {"question": "Q?", "answer": []}, "answers: List should have at least 1 item"),
+        ("nq", {"question": "Q?", "answer": [" "]}, "answers.0: is empty"),
+        ("nq", {"question": "Q?", "answer": 1.5}, "answers: Input should be a valid list"),
+        ("nq", {"question": "Q?", "answer": [None]}, "answers.0: Input should be a valid string"),
+        ("nq", {"question": "Q?", "possible_answers": "a, b"}, ""),
+        # an empty alias would be matched by every answer that normalises to nothing, a text by its letters
+        ("musique", MUSIQUE | {"answer_aliases": [""]}, "answer_aliases.0: is empty"),
+        ("musique", MUSIQUE | {"answer_aliases": [None]}, "answer_aliases.0: Input should be a valid string"),
+        ("musique", MUSIQUE | {"answer_aliases": "Ada"}, "answer_aliases: Input should be a valid list"),
+        ("musique", MUSIQUE | {"paragraphs": [PARAGRAPH | {"title": None}]}, "paragraphs.0.title: Input should"),
+        ("musique", MUSIQUE | {"paragraphs": [PARAGRAPH | {"paragraph_text": None}]}, "paragraphs.0.paragraph_text"),
+        ("hotpotqa", record(context=[[None, ["x"]]]), "context.0.0: Input should be a valid string"),
+        ("hotpotqa", record(context=[["Thing", [None]]]), "context.0.1.0: Input should be a valid string"),
+        ("hotpotqa", record(supporting_facts=[[None, 0]]), "supporting_facts.0.0: Input should be a valid string"),
+        ("popqa", POPQA | {"paragraphs": [{"title": None, "text": "x"}]}, "paragraphs.0.title: Input"),
+        ("popqa", POPQA | {"paragraphs": [{"title": "Thing", "text": 7}]}, "paragraphs.0.text: Input"),
+        ("popqa", POPQA | {"possible_answers": DEEP}, "recursion"),
+    ],
+)
+def test_what_is_missing_or_no_text_is_refused_and_never_becomes_the_text_none(tmp_path, layout, row, expected):
+    path = saved(tmp_path / "data.json", [row])
+    with pytest.raises(DataError) as caught:
+        load(path, layout)
+    assert f"task.data.dev: {path} record 0: {expected}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +138,24 @@ def test_bad_records_name_file_and_record(tmp_path, rows, expected):
         ("a.jsonl", b"\n \n", "has no records"),
         ("a.json", b'["\xff"]', "is not UTF-8"),
         ("a.parquet", b"PAR1 not", "a.parquet is not a parquet file"),
+        pytest.param("a.json", DEEP.encode(), "a.json: not JSON", id="brackets"),
+        pytest.param("a.jsonl", DEEP.encode(), "a.jsonl line 1: not JSON", id="brackets of a line"),
+        pytest.param("a.json", b'[{"_id": ' + b"9" * 5000 + b"}]", "a.json: not JSON", id="digits"),
+        pytest.param("a.jsonl", b'{"_id": ' + b"9" * 5000 + b"}", "a.jsonl line 1: not JSON", id="digits of a line"),
+        # either column could be meant, and reading one of them would train on a guess
+        ("a.csv", b"text,category,text\na,card_arrival,b\n", "a.csv line 1: more than one column is called 'text'"),
+        ("a.txt", b"q\t['a']\nno tab\n", "a.txt line 2: expected a question, a tab and a list of answers"),
+        ("a.txt", b"q\t['a']\na\tb\tc\n", "a.txt line 2: expected a question, a tab and a list of answers"),
+        ("a.txt", b"q\t['a']\nq\t[oops\n", "a.txt line 2: expected a question, a tab and a list of answers"),
+        ("a.txt", b"q\t['a']\nq\t__import__('os')\n", "a.txt line 2: expected a question, a tab and a list of"),
         ("a.xls", b"x", "expected a .json, .jsonl, .csv, .tsv, .parquet, .txt file"),
     ],
 )
 def test_malformed_files_name_the_line(tmp_path, name, content, expected):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
-        load(str(tmp_path / name))
-    assert expected in str(caught.value)
+        load(str(tmp_path / name), "nq")
+    assert expected in str(caught.value) and "task.data.dev: " in str(caught.value)
 
 
 @pytest.mark.parametrize("spec", ["nothing.json", "./nothing", "/no/such/dir/file", "minni", "a/b/c"])
@@ -184,7 +210,6 @@ def test_subset_is_stable_and_seeded():
 
 
 @pytest.mark.data
-@needs_data
 @pytest.mark.parametrize(
     ("dataset", "file", "count", "share"),
     [
@@ -195,18 +220,14 @@ def test_subset_is_stable_and_seeded():
         ("musique", "musique/dev_sample.jsonl", 200, 1.0),
     ],
 )
-def test_official_files(dataset, file, count, share):
-    task = make(dataset=dataset, data=DataConfig(dev=str(FOLDER / file)), retriever=Bm25Config(top_k=10))
+def test_official_files(data_dir, dataset, file, count, share):
+    task = make(dataset=dataset, data=DataConfig(dev=str(data_dir / file)), retriever=Bm25Config(top_k=10))
     examples = task.examples("dev")
     assert len(examples) == count
     assert task.gold_shares["dev"] >= share
     example = examples[0]
-    assert (
-        task.score(
-            example, {"answer": example.metadata["answers"][0], "candidates": [], "selected": []}, (), "outcome"
-        ).metrics["em"]
-        == 1
-    )
+    prediction = {"answer": example.metadata["answers"][0], "candidates": [], "selected": []}
+    assert task.score(example, prediction, (), "outcome").metrics["em"] == 1
     assert len(task.search([example.inputs["question"]], example.inputs["corpus"])) == 10
 
 
@@ -228,58 +249,30 @@ def test_records_of_questions_alone_are_read_under_any_layout(tmp_path, layout, 
     assert (found[0].question, found[0].answers, found[0].titles, found[0].paragraphs) == ("Q?", answers, (), ())
 
 
-def test_popqa_with_passages(tmp_path):
-    row = {
-        "id": 7,
-        "question": "Q?",
-        "possible_answers": '["a"]',
-        "prop": "author",
-        "paragraphs": [
-            {"title": "T", "text": "x", "is_supporting": True},
-            {"title": "U", "text": "y", "is_supporting": False},
-        ],
-    }
-    (found,) = load(saved(tmp_path / "data.json", [row]), "popqa")
-    assert (found.id, found.titles, found.kind) == ("7", ("T",), "author")
-    assert found.paragraphs == (("T", "x"), ("U", "y"))
+def test_records_with_paragraphs(tmp_path):
+    both = [("T", True), ("U", False)]
+    musique = {"id": "2hop__1_2", "question": "Q?", "answer": "Ada", "answer_aliases": ["Ada L."]}
+    popqa = {"id": 7, "question": "Q?", "possible_answers": '["a"]', "prop": "author"}
+    for layout, row, text, expected in (
+        ("musique", musique, "paragraph_text", ("2hop__1_2", ("Ada", "Ada L."), "2hop")),
+        ("popqa", popqa, "text", ("7", ("a",), "author")),
+    ):
+        row["paragraphs"] = [{"title": title, text: title * 2, "is_supporting": gold} for title, gold in both]
+        (found,) = load(saved(tmp_path / "data.jsonl", [row]), layout)
+        assert (found.id, found.answers, found.kind) == expected
+        assert (found.titles, found.paragraphs) == (("T",), (("T", "TT"), ("U", "UU")))
+    with pytest.raises(DataError, match=r"context: Field required"):
+        load(saved(tmp_path / "m.jsonl", [MUSIQUE]), "hotpotqa")
 
 
 def test_dpr_topics(tmp_path):
-    path = tmp_path / "topics.txt"
-    path.write_text('who sings it\t[\'Linda\', "Reba\'s"]\n"a ""quoted"" one"\t[\'x\']\n', encoding="utf-8")
-    found = load(str(path), "nq")
+    path = saved(tmp_path / "topics.txt", 'who sings it\t[\'Linda\', "Reba\'s"]\n"a ""quoted"" one"\t[\'x\']\n')
+    found = load(path, "nq")
     assert [r.question for r in found] == ["who sings it", 'a "quoted" one']
     assert found[0].answers == ("Linda", "Reba's")
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"question": "Q?"}, "answers: Field required"),
-        ({"answer": "a"}, "question: Field required"),
-        ({"question": "Q?", "answer": []}, "answers: List should have at least 1 item"),
-        ({"question": "Q?", "answer": [" "]}, "answers.0: is empty"),
-        ({"question": "Q?", "answer": 1.5}, "answers: Input should be a valid list"),
-        ({"question": "Q?", "answer": [None]}, "answers.0: Input should be a valid string"),
-        ({"question": "Q?", "possible_answers": "a, b"}, "record 0: "),
-    ],
-)
-def test_bad_questions_name_file_and_record(tmp_path, row, expected):
-    with pytest.raises(DataError) as caught:
-        load(saved(tmp_path / "data.json", [row]), "nq")
-    assert expected in str(caught.value)
-    assert "record 0" in str(caught.value)
-
-
-@pytest.mark.parametrize("line", ["no tab", "a\tb\tc", "q\t[oops", "q\t__import__('os')"])
-def test_bad_topics_name_the_line(tmp_path, line):
-    path = tmp_path / "topics.txt"
-    path.write_text(f"q\t['a']\n{line}\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"topics\.txt line 2: expected a question, a tab and a list of answers"):
-        load(str(path), "nq")
-
-
-@pytest.mark.skipif(not (FOLDER / "nq_open").is_dir(), reason="no public data: set MMRL_DATA")
+@pytest.mark.data
 @pytest.mark.parametrize(
     ("layout", "name", "rows"),
     [
@@ -293,7 +286,7 @@ def test_bad_topics_name_the_line(tmp_path, line):
         ("musique", "musique/dev_qa.jsonl", 2417),
     ],
 )
-def test_public_question_files(layout, name, rows):
-    found = load(str(FOLDER / name), layout)
+def test_public_question_files(data_dir, layout, name, rows):
+    found = load(str(data_dir / name), layout)
     assert len(found) == rows
     assert all(record.question.strip() and record.answers for record in found)

@@ -7,19 +7,25 @@ from mmrl.config import DataConfig
 from mmrl.config.tasks import Banking77Config
 from mmrl.errors import ConfigError, DataError
 from mmrl.tasks import TASKS
+from mmrl.tasks.data.layouts import LAYOUTS
 from mmrl.tasks.data.rows import Source
 from tests.helpers.programs import saved
 from tests.tasks.test_data import hub_columns, load, record
 
 
-def test_hub_data_set_through_local_parquet_of_the_same_schema(tmp_path, monkeypatch):
-    # `datasets` takes a local folder by the same call as a hub id; nothing is fetched
-    for split, rows in (("train", [record(0), record(1)]), ("validation", [record(2)])):
-        saved(tmp_path / f"hotpotqa/hotpot_qa/{split}.parquet", [hub_columns(row) for row in rows])
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The working directory: `datasets` takes a local folder by the same call as a hub id; nothing is fetched."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    return tmp_path
+
+
+def test_hub_data_set_through_local_parquet_of_the_same_schema(here):
+    for split, rows in (("train", [record(0), record(1)]), ("validation", [record(2)])):
+        saved(here / f"hotpotqa/hotpot_qa/{split}.parquet", [hub_columns(row) for row in rows])
     assert [r.id for r in load("hotpotqa/hotpot_qa", split="train")] == ["r0", "r1"]
-    assert load("hotpotqa/hotpot_qa", split="dev")[0] == load(saved(tmp_path / "data.json", [record(2)]))[0]
+    assert load("hotpotqa/hotpot_qa", split="dev")[0] == load(saved(here / "data.json", [record(2)]))[0]
     assert [r.id for r in load("hotpotqa/hotpot_qa:default:train", split="dev")] == ["r0", "r1"]
     with pytest.raises(DataError, match=r"split test\) from the hub"):
         load("hotpotqa/hotpot_qa", split="test")
@@ -27,65 +33,36 @@ def test_hub_data_set_through_local_parquet_of_the_same_schema(tmp_path, monkeyp
         load("hotpotqa/hotpot_qa", "musique")
 
 
-def test_a_date_beyond_the_year_9999_is_told_with_its_row(tmp_path, monkeypatch):
-    path = tmp_path / "own" / "set" / "validation.parquet"
+def test_a_date_beyond_the_year_9999_is_told_with_its_row(here):
+    path = here / "own" / "set" / "validation.parquet"
     path.parent.mkdir(parents=True)
     when = pyarrow.array([0, 2**62], pyarrow.timestamp("us"))
     pyarrow.parquet.write_table(pyarrow.table({"question": ["q", "r"], "answer": ["a", "b"], "when": when}), path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
     with pytest.raises(DataError, match=r"^task\.data\.dev: own/set row 1: cannot be read: "):
         load("own/set", "nq")
 
 
-PARAGRAPHS = [{"idx": 0, "title": "T", "paragraph_text": "x", "is_supporting": True}]
-
-TRIVIA = {"value": "Ada", "aliases": ["Ada", "A."], "normalized_aliases": ["ada", "a"]}
-
+TRIVIA = {"question": "Q?", "question_id": "t1", "question_source": "s"}
+TRIVIA |= {"answer": {"value": "Ada", "aliases": ["Ada", "A."], "normalized_aliases": ["ada", "a"]}}
+POPQA = {"id": 7, "subj": "S", "prop": "capital", "question": "Q?", "possible_answers": '["Ada", "A."]'}
+FLASHRAG = {"id": "dev_0", "question": "Q?", "golden_answers": ["Ada", "A."]}
+MUSIQUE = {"id": "2hop__1", "question": "Q?", "answer": "Ada", "answer_aliases": ["A."]}
+MUSIQUE |= {"paragraphs": [{"idx": 0, "title": "T", "paragraph_text": "x", "is_supporting": True}]}
 HUB = [
-    # id, split of the repository, layout, a row with its columns, accepted answers
-    ("google-research-datasets/nq_open", "validation", "nq", {"question": "Q?", "answer": ["Ada", "A."]}, 2),
-    (
-        "mandarjoshi/trivia_qa",
-        "validation",
-        "triviaqa",
-        {"question": "Q?", "question_id": "t1", "question_source": "s", "answer": TRIVIA},
-        2,
-    ),
-    (
-        "akariasai/PopQA",
-        "test",
-        "popqa",
-        {"id": 7, "subj": "S", "prop": "capital", "question": "Q?", "possible_answers": '["Ada", "A."]'},
-        2,
-    ),
-    *(
-        (
-            "RUC-NLPIR/FlashRAG_datasets",
-            "test",
-            layout,
-            {"id": "dev_0", "question": "Q?", "golden_answers": ["Ada", "A."]},
-            2,
-        )
-        for layout in ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique")
-    ),
-    (
-        "dgslibisey/MuSiQue",
-        "validation",
-        "musique",
-        {"id": "2hop__1", "question": "Q?", "answer": "Ada", "answer_aliases": ["A."], "paragraphs": PARAGRAPHS},
-        2,
-    ),
+    # id, split of the repository, layout, a row with its columns
+    ("google-research-datasets/nq_open", "validation", "nq", {"question": "Q?", "answer": ["Ada", "A."]}),
+    ("mandarjoshi/trivia_qa", "validation", "triviaqa", TRIVIA),
+    ("akariasai/PopQA", "test", "popqa", POPQA),
+    *(("RUC-NLPIR/FlashRAG_datasets", "test", layout, FLASHRAG) for layout in LAYOUTS),
+    ("dgslibisey/MuSiQue", "validation", "musique", MUSIQUE),
 ]
 
 
-@pytest.mark.parametrize(("name", "split", "layout", "row", "answers"), HUB)
-def test_columns_of_the_hub_data_sets_through_local_parquet(tmp_path, monkeypatch, name, split, layout, row, answers):
-    saved(tmp_path / f"{name}/{split}.parquet", [row])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+@pytest.mark.parametrize(("name", "split", "layout", "row"), HUB)
+def test_columns_of_the_hub_data_sets_through_local_parquet(here, name, split, layout, row):
+    saved(here / f"{name}/{split}.parquet", [row])
     (found,) = load(f"{name}::{split}", layout)
-    assert (found.question, len(found.answers)) == ("Q?", answers)
+    assert (found.question, len(found.answers)) == ("Q?", 2)
     assert bool(found.paragraphs) == ("paragraphs" in row)
 
 

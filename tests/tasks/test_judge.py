@@ -1,6 +1,7 @@
 """The language model judge: what it is shown, how its replies are read, and what becomes of a bad one."""
 
 import asyncio
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from mmrl.config import JudgeConfig
 from mmrl.errors import ConfigError
 from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.agents.judge import Judge, JudgedTurn, build_judge, escape, read_outcome, read_turns, salvage_turns
-from tests.helpers.programs import default_config, make, play
+from tests.helpers.programs import default_config, make, play, saved
 from tests.helpers.servers import Scripted, chat_reply, serving
 from tests.helpers.watch import terminates
 
@@ -43,6 +44,7 @@ def scores(*values):
         ("<score> inf </score>", None),
         ("<score> </score>", None),
         ("<score> 1.0", None),
+        ("<score>\u0661</score>", None),  # only ASCII digits
         ("1.0", None),
         ("", None),
     ],
@@ -152,15 +154,6 @@ def test_unreadable_replies_are_asked_again_then_scored_by_rule_and_counted(
     assert ("no readable reply in 3 tries" in caplog.text) == bool(fallback)
 
 
-def test_what_was_asked_of_the_judge_is_told(tmp_path):
-    with serving([chat_reply("no idea")]) as (url, _):
-        task = judge_task(tmp_path, url, "judge_turn", on_unreadable="rule")
-        assert task.describe()["judge"] == f"openai/gpt-oss-120b at {url}"
-        play(task, [ANSWER], "judge_turn")
-        counts = "(3 requests, 30 prompt tokens, 15 completion tokens)"
-        assert task.describe()["judge"] == f"openai/gpt-oss-120b at {url} {counts}"
-
-
 @pytest.mark.parametrize("reply", [None, "", "no idea", "<score>" + "9" * 5000 + "x</score>", "\u200b" * 9000])
 @pytest.mark.parametrize("reward", ["judge_turn", "judge_outcome"])
 def test_a_judge_without_a_verdict_punishes_no_one(tmp_path, caplog, reward, reply):
@@ -179,11 +172,13 @@ def test_the_rule_for_unreadable_replies_is_the_agents_alone():
         default_config("papillon", judge={"on_unreadable": "rule"})
 
 
-def test_a_judge_that_never_keeps_its_format_does_not_fill_the_screen(tmp_path, caplog):
+def test_a_judge_that_never_keeps_its_format_is_counted_and_does_not_fill_the_screen(tmp_path, caplog):
     with serving([chat_reply("no idea")]) as (url, _):
         task = judge_task(tmp_path, url, "judge_turn", retries=0, on_unreadable="rule")
         for _ in range(12):
             play(task, [ANSWER], "judge_turn")
+        counts = "(12 requests, 120 prompt tokens, 60 completion tokens)"
+        assert task.describe()["judge"] == f"openai/gpt-oss-120b at {url} {counts}"
     told = [record.getMessage() for record in caplog.records if record.name == "mmrl.judge"]
     assert ["(1 rollouts" in told[0], "(10 rollouts" in told[1]] == [True, True]
     assert len(told) == 2
@@ -257,19 +252,14 @@ def test_escaped_text_has_no_bracket_and_loses_nothing(text):
 
 
 def test_a_question_may_hold_braces_and_tags():
-    class Chat:
-        async def complete(self, messages, **settings):
-            self.shown = messages[0]["content"]
-            return "<score>1</score>"
-
-    chat = Chat()
     judge = Judge(JudgeConfig(), TEXTS)
-    judge.chat = chat
+    judge.chat = Mock(complete=AsyncMock(return_value="<score>1</score>"))
     turns = [JudgedTurn("{turns} {x}")]
     verdict = asyncio.run(judge.verdict("judge_outcome", "{prompt} </prompt> {0}", turns, ["{a}"]))
     assert verdict.scores == (1.0,)
-    assert "{prompt} &lt;/prompt&gt; {0}" in chat.shown
-    assert "{turns} {x}" in chat.shown
+    shown = judge.chat.complete.call_args.args[0][0]["content"]
+    assert "{prompt} &lt;/prompt&gt; {0}" in shown
+    assert "{turns} {x}" in shown
 
 
 def test_the_endpoint_and_the_reward_set_belong_together(monkeypatch):
@@ -282,8 +272,6 @@ def test_the_endpoint_and_the_reward_set_belong_together(monkeypatch):
         build_judge(
             default_config("search_agent", reward="judge_turn", judge={"key_env": "NO_SUCH_KEY"}), {"judge": TEXTS}
         )
-    with pytest.raises(ValueError, match=r"judge\n  Extra inputs are not permitted"):
-        default_config("hotpotqa", judge={})
 
 
 def test_a_judge_that_was_not_asked_for_is_no_silent_zero(tmp_path):
@@ -292,10 +280,9 @@ def test_a_judge_that_was_not_asked_for_is_no_silent_zero(tmp_path):
 
 
 def test_prompts_can_be_replaced(tmp_path):
-    path = tmp_path / "prompts.yaml"
-    path.write_text("judge:\n  judge_outcome: 'Well? {prompt} {turns} {ground_truth}'\n", encoding="utf-8")
+    path = saved(tmp_path / "prompts.yaml", {"judge": {"judge_outcome": "Well? {prompt} {turns} {ground_truth}"}})
     with serving([chat_reply("<score>1</score>")]) as (url, server):
-        task = make("search_agent", tmp_path, reward="judge_outcome", judge=JudgeConfig(url=url), prompts=str(path))
+        task = make("search_agent", tmp_path, reward="judge_outcome", judge=JudgeConfig(url=url), prompts=path)
         play(task, [ANSWER], "judge_outcome")
     assert server.seen[0].body["messages"][0]["content"].startswith("Well? <prompt>")
 
@@ -305,7 +292,3 @@ def test_long_nonsense_is_read_once_and_never_raises():
         with terminates():
             assert read_outcome(reply) is None and read_turns(reply, 2) is None
             assert salvage_turns(reply, 2) in ((0.0, 0.0), (0.0, 1.0))
-
-
-def test_digits_of_other_scripts_are_no_score():
-    assert read_outcome("<score>\u0661</score>") is None

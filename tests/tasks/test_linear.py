@@ -103,14 +103,3 @@ def test_four_times_the_text_takes_about_four_times_as_long(name: str) -> None:
         if ratio > MOST:
             ratio = spent(reader, text) / max(spent(reader, text[:SHORT]), 1e-4)
         assert ratio <= MOST, f"{piece!r}: {long:.2f} s for {LONG} characters, {ratio:.1f} times that of {SHORT}"
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["<search>" * 3 + "q</search>", "<answer>a<search>q</search></answer>", "<search>a<answer>b</answer>", "<search>"],
-)
-def test_the_first_pair_is_that_of_the_plain_expression(text: str) -> None:
-    import re
-
-    match = re.search(r"<(search|answer)>(.*?)</\1>", text, re.DOTALL)
-    assert tags.first_pair(text, ("search", "answer")) == ((match[1], match[2].strip()) if match else None)

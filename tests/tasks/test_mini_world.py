@@ -3,20 +3,18 @@ from collections import Counter
 
 import pytest
 
-from mmrl.tasks.mini.examples import FOLDER
-from scripts.tiny_model.mini.questions import SIZES, make_questions
+from mmrl.tasks.mini.examples import FOLDER, mini_search, mini_single
+from scripts.tiny_model.mini.questions import SINGLE_SIZES, SINGLES, SIZES, make_questions, make_singles
 from scripts.tiny_model.mini.world import PARTS, make_world
 from scripts.tiny_model.mini.write import write_world
 
 SPLITS = tuple(SIZES)
 
 
-def test_sizes():
-    assert len(make_questions("train")) >= 2000
-    assert len(make_questions("dev")) >= 300
-    assert len(make_questions("test")) >= 300
-    assert 300 <= len(make_world().documents) <= 1500
-    assert all(10 <= len(document.text.split()) <= 35 for document in make_world().documents)
+def make_bridges(split):
+    """The two-hop questions that are mixed with the single ones, half as many, answered one search at a time."""
+    bridges = [question for question in make_questions(split) if question["metadata"]["type"] == "bridge"]
+    return bridges[: SINGLE_SIZES[split] // 2]
 
 
 def test_the_shipped_files_are_the_world_that_the_tiny_model_was_warmed_up_on(tmp_path):
@@ -38,19 +36,11 @@ def test_names_and_titles_are_unique():
     assert [document.title for document in make_world().documents] == names
 
 
-def test_no_question_is_shared_or_repeated():
-    texts = [question["inputs"]["question"] for split in SPLITS for question in make_questions(split)]
-    ids = [question["id"] for split in SPLITS for question in make_questions(split)]
-    assert len(set(texts)) == len(texts)
-    assert len(set(ids)) == len(ids)
-
-
-def entities_of(split):
-    """Names of everything but countries that the questions of a split speak of: subjects, bridges, answers."""
-    world = make_world()
-    names = {entity.name: entity for entity in world.entities.values()}
+def named(questions):
+    """Names of everything but countries that the questions speak of: subjects, bridges, answers."""
+    names = {entity.name: entity for entity in make_world().entities.values()}
     found = set()
-    for question in make_questions(split):
+    for question in questions:
         metadata = question["metadata"]
         for value in (*metadata["answers"], *metadata["titles"], *(hop["answer"] for hop in metadata["hops"])):
             if value in names and names[value].kind != "country":
@@ -58,14 +48,16 @@ def entities_of(split):
     return found
 
 
+@pytest.mark.parametrize("make", [make_questions, make_singles, make_bridges])
 @pytest.mark.parametrize(("split", "other"), [("train", "dev"), ("train", "test"), ("dev", "test")])
-def test_splits_share_no_subject_bridge_or_named_answer(split, other):
-    assert not entities_of(split) & entities_of(other)
+def test_splits_share_no_subject_bridge_or_named_answer(make, split, other):
+    assert not named(make(split)) & named(make_questions(other))
+    assert not named(make(split)) & named(make_singles(other))
 
 
 @pytest.mark.parametrize("split", ["dev", "test"])
 def test_train_questions_name_nothing_of_a_held_out_part(split):
-    held_out = entities_of(split)
+    held_out = named(make_questions(split))
     for question in make_questions("train"):
         said = f" {question['inputs']['question'].rstrip('?')} ".replace(",", " ")
         assert not any(f" {name} " in said for name in held_out)
@@ -124,9 +116,46 @@ def test_each_bridge_form_is_phrased_in_several_ways():
     assert len(ways) >= 20
 
 
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_other_seeds_make_a_whole_world_too(seed):
-    world = make_world(seed)
-    assert {entity.part for entity in world.entities.values()} == {*PARTS, "all"}
-    assert all(len(make_questions(split, seed)) == SIZES[split] for split in SPLITS)
-    assert make_questions("dev", seed) != make_questions("dev")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("make", "sizes"), [(make_questions, SIZES), (make_singles, SINGLE_SIZES)])
+def test_whatever_the_seed_the_world_is_whole_and_no_question_is_shared_or_repeated(make, sizes, seed):
+    assert {entity.part for entity in make_world(seed).entities.values()} == {*PARTS, "all"}
+    assert [len(make(split, seed)) for split in SPLITS] == [sizes[split] for split in SPLITS]
+    questions = [question for split in SPLITS for question in make(split, seed)]
+    assert len({question["id"] for question in questions}) == len(questions)
+    assert len({question["inputs"]["question"] for question in questions}) == len(questions)
+    assert make("dev", seed) != make("dev", seed + 1)
+
+
+def test_single_answers_can_be_read_in_the_gold_document():
+    texts = {document.title: f"{document.title} {document.text}" for document in make_world().documents}
+    assert {question["metadata"]["form"] for question in make_singles("train")} == set(SINGLES)
+    for split in SPLITS:
+        for question in make_singles(split):
+            (hop,) = question["metadata"]["hops"]
+            assert hop["title"] in question["inputs"]["question"]
+            assert hop["title"] in hop["query"]
+            assert [hop["answer"]] == question["metadata"]["answers"]
+            assert hop["answer"] in texts[hop["title"]]
+
+
+def test_the_second_search_names_what_the_first_one_found():
+    for split in SPLITS:
+        for question in make_bridges(split):
+            first, second = question["metadata"]["hops"]
+            assert second["title"] == first["answer"]
+            assert second["title"] in question["second_query"]
+            assert first["title"] not in question["second_query"]
+
+
+def test_examples_mix_single_questions_and_bridges():
+    for split in SPLITS:
+        singles, mixed = mini_single(split), mini_search(split)
+        bridges = [example for example in mixed if example.metadata["type"] == "bridge"]
+        second = {example.id: example.metadata["hops"][1]["query"] for example in bridges}
+        assert second == {question["id"]: question["second_query"] for question in make_bridges(split)}
+        assert len({example.id for example in mixed}) == len(mixed)
+        assert {example.id for example in singles} < {example.id for example in mixed}
+        first = [example.metadata["type"] for example in mixed[:60]]
+        assert 5 < first.count("bridge") < 40
+        assert all(set(example.inputs) == {"question", "corpus"} for example in mixed)

@@ -1,4 +1,3 @@
-import logging
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +13,7 @@ from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.search_program.program import parse_queries, parse_selection
-from tests.helpers.programs import play
+from tests.helpers.programs import saved
 
 
 def make(seed=0, **options):
@@ -99,13 +98,6 @@ def test_an_empty_answer_is_never_right():
     assert make().score(example, predicted("the"), (), "outcome").metrics["em"] == 1
 
 
-def test_punctuation_option_reaches_the_metrics():
-    example = Example(id="e", inputs={}, metadata={"answers": ["rock and roll"]})
-    ask = predicted("rock-and-roll")
-    assert make().score(example, ask, (), "outcome").metrics["em"] == 0
-    assert make(punctuation="space").score(example, ask, (), "outcome").reward == 1
-
-
 @pytest.mark.parametrize(("queries", "budget"), [(1, [10]), (2, [5, 5]), (3, [4, 3, 3]), (4, [3, 3, 2, 2])])
 def test_the_budget_is_split_over_the_queries(queries, budget):
     task = make()
@@ -146,11 +138,8 @@ def test_demonstrations_are_what_the_program_would_want():
     task = make()
     seen_orders, noisy = set(), 0
     for example in task.examples("train")[:150]:
-        question, answers = example.inputs["question"], example.metadata["answers"]
         shown = demonstrations(task, example)
         assert shown == demonstrations(task, example)
-        assert shown[0].module == "rewriter"
-        assert list(shown[0].messages) == task.program.rewriter(question)
         assert parse_queries(shown[0].completion) == [hop["query"] for hop in example.metadata["hops"]]
         for one in shown:
             assert task.score_call(called(one.module, one.completion, candidates=10)).penalty == 0
@@ -163,7 +152,7 @@ def test_demonstrations_are_what_the_program_would_want():
                 assert set(titles) <= set(example.metadata["titles"])
                 seen_orders.add(one.completion)
             if one.module == "answerer":
-                assert one.completion == answers[0]
+                assert one.completion == example.metadata["answers"][0]
                 assert all(f": {title} | " in content for title in example.metadata["titles"])
                 noisy += content.count("\nDocument") > len(example.metadata["titles"])
     assert len(seen_orders) > 10
@@ -175,23 +164,13 @@ def test_no_demonstrations_without_hops():
     assert demonstrations(make(), example) == []
 
 
-def test_gold_documents_can_be_found():
-    task = make()
-    for split in ("dev", "test"):
-        found = 0
-        for example in task.examples(split):
-            titles = {d["title"] for d in task.search([h["query"] for h in example.metadata["hops"]], "mini")}
-            found += set(example.metadata["titles"]) <= titles
-        assert found / len(task.examples(split)) > 0.95
-
-
 def test_all_config_problems_at_once(tmp_path):
-    prompts = tmp_path / "p.yaml"
-    prompts.write_text("rewriter: {user: x}")
+    prompts = saved(tmp_path / "p.yaml", {"rewriter": {"user": "x"}})
     with pytest.raises(ConfigError) as caught:
-        make(prompts=str(prompts), data=DataConfig(train="none.json", dev="nothing.jsonl"))
+        make(prompts=prompts, data=DataConfig(train="none.json", dev="nothing.jsonl"), corpus="no.jsonl")
     text = "\n".join(caught.value.problems)
-    assert len(caught.value.problems) == 3
+    assert len(caught.value.problems) == 4
+    assert "task.corpus: 'no.jsonl': no such file" in text
     assert "task.prompts" in text
     assert "task.data.train: 'none.json': no such file" in text
     assert "task.data.dev: 'nothing.jsonl': no such file" in text
@@ -208,16 +187,6 @@ def test_the_default_needs_neither_torch_nor_what_other_data_needs():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_corpus_without_the_gold_titles_is_a_warning_with_the_share(tmp_path, caplog):
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"title": "A", "text": "alpha beta"}\n{"title": "B", "text": "gamma"}\n')
-    with caplog.at_level(logging.WARNING):
-        task = make(corpus=str(corpus))
-    assert "task.data.dev: only 0.0 % of the questions" in caplog.text
-    assert "dev 0.0%" in task.describe()["partial corpus"]
-    assert [d["title"] for d in task.search(["gamma"], task.examples("dev")[0].inputs["corpus"])] == ["B"]
-
-
 @pytest.mark.parametrize(
     ("name", "kinds"), [("2wiki", {"bridge": 100, "comparison": 100}), ("musique", {"bridge": 300})]
 )
@@ -227,24 +196,3 @@ def test_out_of_domain_columns_have_questions_of_their_own_kind(name, kinds):
     assert Counter(example.metadata["type"] for example in task.examples("dev")) == kinds
     trained = {example.inputs["question"] for example in make().examples("train")}
     assert not trained & {example.inputs["question"] for example in task.examples("dev")}
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "count"),
-    [
-        ("hotpotqa", "hotpotqa/hotpot_dev_distractor_sample.json", 565),
-        ("2wiki", "2wikimultihopqa/dev_sample.json", 657),
-        ("musique", "musique/dev_sample.jsonl", 200),
-    ],
-)
-def test_real_files_of_every_format_play_through_the_program(data_dir, name, file, count):
-    """Each format's own files, its paragraphs as corpus; an answerer that knows earns what the official script says."""
-    path = str(data_dir / file)
-    task = TASKS[name](MultihopQaConfig(name=name, data=DataConfig(train=path, dev=path, test=path)), 0)
-    examples = task.examples("dev")
-    assert len(examples) == count
-    assert set(task.gold_shares.values()) == {1.0}
-    texts = ["### a ###", "0", examples[0].metadata["answers"][0]]
-    rollout, calls, _ = play(task, texts, "outcome", examples[0])
-    assert [call.module for call in calls] == ["rewriter", "reranker", "answerer"]
-    assert rollout.metrics["em"] == rollout.metrics["f1"] == rollout.metrics["accuracy"] == 1

@@ -1,8 +1,5 @@
 """`OwnTask`: what it makes of a program, a reward and files, and refuses. `play`: rollouts from scripted replies."""
 
-import json
-
-import dspy
 import numpy as np
 import pytest
 import torch
@@ -13,6 +10,8 @@ from mmrl.errors import ConfigError, ParseFailure
 from mmrl.rollout.scripted import play
 from mmrl.tasks.base import Score, Task
 from mmrl.tasks.dspy.own import OwnTask
+from tests.dspy import Answer
+from tests.helpers.programs import saved
 
 
 async def shout(example, ctx):
@@ -28,8 +27,7 @@ PARTS = OwnTask(shout, loud, inputs=["word"], modules=["speaker"], tools={"mark"
 
 
 def make(tmp_path, rows=({"word": "hey", "end": "!"},), parts=PARTS, dev=None, **options):
-    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = DataConfig(train=str(tmp_path / "train.jsonl"), **({"dev": dev} if dev else {}))
+    data = DataConfig(train=saved(tmp_path / "train.jsonl", rows), **({"dev": dev} if dev else {}))
     return parts(PluginTaskConfig(name="shout", data=data, **options), 0)
 
 
@@ -54,30 +52,24 @@ def test_an_id_of_zero_is_an_id_and_an_empty_one_is_none(tmp_path):
     assert [example.id for example in make(tmp_path, rows).examples("train")] == ["0", "train-1", "train-2"]
 
 
+async def later(example, prediction):
+    return 0.25
+
+
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        (lambda e, p: Score(reward=0.5, metrics={"loud": 1.0}), (0.5, {"loud": 1.0})),
-        (lambda e, p: True, (1.0, {})),
-        (lambda e, p: np.float32(0.5), (0.5, {})),
-        (lambda e, p: torch.tensor(0.5), (0.5, {})),
-        (lambda e, p: Score(reward=np.int64(1), metrics={"loud": torch.tensor(True)}), (1.0, {"loud": 1.0})),
+        (lambda e, p: Score(reward=0.5, metrics={"loud": 1.0}), (0.5, {"loud": 1.0}, None)),
+        (lambda e, p: True, (1.0, {}, None)),
+        (lambda e, p: Score(reward=np.int64(1), metrics={"loud": torch.tensor(True)}), (1.0, {"loud": 1.0}, None)),
+        (later, (0.25, {}, None)),
+        (lambda e, p: "good", (None, {}, "reward")),
     ],
 )
-def test_rewards_are_numbers_or_scores(reward, said, tmp_path):
+def test_rewards_are_numbers_or_scores_async_or_not(reward, said, tmp_path):
     task = make(tmp_path, parts=OwnTask(shout, reward, inputs=["word"], modules=["speaker"], tools=PARTS.tools))
     rollout = play(task, task.examples("train")[0], ["x"])
-    assert (rollout.reward, dict(rollout.metrics)) == said
-
-
-def test_an_async_reward_is_awaited_and_a_text_is_no_reward(tmp_path):
-    async def later(example, prediction):
-        return 0.25
-
-    for reward, said in ((later, (0.25, None)), (lambda e, p: "good", (None, "reward"))):
-        task = make(tmp_path, parts=OwnTask(shout, reward, inputs=["word"], modules=["speaker"], tools=PARTS.tools))
-        rollout = play(task, task.examples("train")[0], ["x"])
-        assert (rollout.reward, rollout.error) == said
+    assert (rollout.reward, dict(rollout.metrics), rollout.error) == said
 
 
 def test_a_script_that_is_too_short_or_too_long_is_told(tmp_path):
@@ -102,9 +94,9 @@ def test_a_parse_failure_is_the_models(tmp_path):
 
 
 def test_bad_records_name_file_and_line(tmp_path):
-    assert "train.jsonl line 2: word is missing (fields: end)" in problems(tmp_path, rows=[{"word": "a"}, {"end": "!"}])
+    assert "train.jsonl line 3: word is missing (fields: end)" in problems(tmp_path, rows=[{"word": "a"}, {"end": "!"}])
     assert "line 1: word is missing (fields: )" in problems(tmp_path, rows=[[1]])
-    assert "line 2: duplicate id '7'" in problems(tmp_path, rows=[{"word": "a", "id": 7}, {"word": "b", "id": "7"}])
+    assert "line 3: duplicate id '7'" in problems(tmp_path, rows=[{"word": "a", "id": 7}, {"word": "b", "id": "7"}])
     assert "no such file" in problems(tmp_path, dev="nowhere.jsonl")
     assert "train and dev are both" in problems(tmp_path, dev=str(tmp_path / "train.jsonl"))
 
@@ -133,25 +125,16 @@ def test_what_is_no_program_is_refused(tmp_path):
 
 
 def test_a_reward_and_inputs_that_do_not_fit_are_refused(tmp_path):
-    class Answers(dspy.Module):
-        def __init__(self):
-            super().__init__()
-            self.answer = dspy.Predict("text -> answer")
-
-        def forward(self, text):
-            return self.answer(text=text)
-
-    said = problems(tmp_path, parts=OwnTask(Answers, lambda prediction: 1.0, inputs=["word"])).splitlines()
+    said = problems(tmp_path, parts=OwnTask(Answer, lambda prediction: 1.0, inputs=["word"])).splitlines()
     assert said == [
         "task shout: OwnTask(reward=...): takes (prediction), expected a function (record, prediction) -> number",
-        "task shout: OwnTask(inputs=...): got word, but Answers.forward takes (text)",
+        "task shout: OwnTask(inputs=...): got word, but Answer.forward takes (text)",
     ]
 
 
 def test_subsets_of_train_follow_the_seed(tmp_path):
     rows = [{"word": f"w{i}", "end": ""} for i in range(30)]
-    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = DataConfig(train=str(tmp_path / "train.jsonl"), train_items=5)
+    data = DataConfig(train=saved(tmp_path / "train.jsonl", rows), train_items=5)
     first, again, other = (
         [e.id for e in PARTS(PluginTaskConfig(name="shout", data=data), seed).examples("train")] for seed in (0, 0, 1)
     )

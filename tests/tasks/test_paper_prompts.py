@@ -1,11 +1,10 @@
 """`task.prompts=paper`, and descriptions of a DSPy module's fields in a prompts file."""
 
 import pytest
-import yaml
 
 from mmrl.errors import ConfigError
 from mmrl.tasks import TASKS
-from tests.helpers.programs import default_config, make
+from tests.helpers.programs import default_config, make, problems, saved
 
 TEXTS = {
     "hotpotqa": {
@@ -39,12 +38,6 @@ def test_a_task_without_such_a_set_says_which_have_one(task):
         TASKS[task](default_config(task, prompts="paper"), 0)
 
 
-def papillon(tmp_path, content):
-    path = tmp_path / "prompts.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return TASKS["papillon"](default_config("papillon", prompts=str(path)), 0).predictors
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -54,7 +47,5 @@ def papillon(tmp_path, content):
     ],
 )
 def test_a_wrong_module_or_role_gets_one_line(content, says, tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        papillon(tmp_path, content)
-    (problem,) = caught.value.problems
-    assert problem.startswith("task.prompts: ") and says in problem
+    told = problems("papillon", prompts=saved(tmp_path / "prompts.yaml", content))
+    assert told.startswith("task.prompts: ") and says in told and "\n" not in told

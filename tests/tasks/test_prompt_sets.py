@@ -1,6 +1,5 @@
 """Instructions and demonstrations as one set: rendered, replaced, written, read back, and made from rollouts."""
 
-import asyncio
 import hashlib
 import json
 from dataclasses import replace
@@ -11,13 +10,11 @@ from hypothesis import strategies as st
 
 from mmrl.errors import ConfigError
 from mmrl.records import Call
-from mmrl.rollout.plans import independent
-from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Prompts, Shot, Template, last_user, load_prompts
 from mmrl.tasks.search_program.program import TEMPLATES, SearchProgram
-from tests.helpers.programs import EXAMPLE, Script, default_config, environment, make, play, saved
+from tests.helpers.programs import EXAMPLE, Script, default_config, environment, forest_of, make, play, saved
 
 PROMPTED = {
     "hotpotqa": ("rewriter", "reranker", "answerer"),
@@ -62,9 +59,8 @@ rewriter:
 
 def test_the_demonstrations_of_a_growing_context_hold_the_transcript(tmp_path):
     transcript = "<think> a </think>\n<search> b </search>\n\n<information>Doc</information>\n\n<answer> c </answer>"
-    path = saved(
-        tmp_path / "prompts.yaml", json.dumps({"agent": {"demonstrations": [{"user": "Q1", "assistant": transcript}]}})
-    )
+    shots = [{"user": "Q1", "assistant": transcript}]
+    path = saved(tmp_path / "prompts.yaml", {"agent": {"demonstrations": shots}})
     task = TASKS["search_agent"](default_config("search_agent", prompts=path), 0)
     plain = TASKS["search_agent"](default_config("search_agent"), 0)
     (question,) = plain.program.question("Q2")
@@ -228,7 +224,7 @@ def test_demonstrations_that_leave_no_room_fail_as_any_long_prompt_does():
         )
         env = environment(task, Script(texts=["Tagus"]))
         env.settings = replace(env.settings, max_context=room)
-        (rollout,) = asyncio.run(sample(env, [(EXAMPLE, independent(1))], "outcome")).rollouts
+        (rollout,) = forest_of(env, [EXAMPLE]).rollouts
         return rollout.error, rollout.reward
 
     assert played((Shot("u" * 40, "a" * 40),)) == (None, 1.0)

@@ -1,7 +1,7 @@
 import pytest
 
 from mmrl.errors import ConfigError
-from mmrl.tasks.prompts import load_prompts, messages
+from mmrl.tasks.prompts import load_prompts
 from mmrl.tasks.search_program.program import TEMPLATES, SearchProgram
 from tests.helpers.programs import saved
 
@@ -10,15 +10,6 @@ def problems(path):
     with pytest.raises(ConfigError) as caught:
         load_prompts(TEMPLATES, path)
     return caught.value.problems
-
-
-def test_defaults_fill_their_own_placeholders():
-    prompts = SearchProgram(load_prompts(TEMPLATES, None), 5)
-    documents = [{"title": "T", "text": "x y"}]
-    for rendered in (prompts.rewriter("Q?"), prompts.reranker("Q?", documents), prompts.answerer("Q?", [])):
-        assert [message["role"] for message in rendered] == ["system", "user"]
-        assert "Q?" in rendered[1]["content"]
-        assert "{" not in rendered[1]["content"]
 
 
 def test_a_file_replaces_what_it_names(tmp_path):
@@ -80,7 +71,3 @@ def test_malformed_files(tmp_path, content, expected):
 
 def test_missing_file(tmp_path):
     assert "cannot be read: No such file" in problems(str(tmp_path / "none.yaml"))[0]
-
-
-def test_empty_system_is_left_out():
-    assert messages("", "u") == [{"role": "user", "content": "u"}]

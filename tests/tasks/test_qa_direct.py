@@ -1,10 +1,9 @@
 import pytest
 
-from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
-from tests.helpers.programs import default_config, saved, task_section
+from tests.helpers.programs import default_config, saved
 from tests.helpers.programs import play as played
 from tests.tasks.test_data import record
 
@@ -47,14 +46,6 @@ def test_rewards(text, em, reward):
     assert rollout.metrics["answered"] == float(bool(text))
 
 
-def test_the_two_prompts_differ_and_both_hold_the_question():
-    prompts = [play(make(chain_of_thought=thinking), "x")[1][0].prompt_text for thinking in (False, True)]
-    assert prompts[0] != prompts[1]
-    assert all(EXAMPLE.inputs["question"] in prompt for prompt in prompts)
-    assert "step by step" in prompts[1]
-    assert "step by step" not in prompts[0]
-
-
 def test_it_reads_files_without_a_corpus(tmp_path, caplog):
     path = saved(tmp_path / "data.json", [record(0)])
     task = make(data={"train": path, "dev": path, "test": path})
@@ -67,13 +58,3 @@ def test_it_reads_files_without_a_corpus(tmp_path, caplog):
 def test_mini_questions_follow_the_data_set():
     assert {e.metadata["type"] for e in make(dataset="nq").examples("dev")} == {"single"}
     assert {e.metadata["type"] for e in make().examples("dev")} == {"bridge", "comparison"}
-
-
-def test_options_without_effect_are_refused():
-    with pytest.raises(ConfigError) as caught:
-        task_section({"name": "qa_direct", "corpus": "x.json", "retriever": {"top_k": 3}})
-    text = "\n".join(caught.value.problems)
-    assert "task.corpus: got x.json, which has no effect with task qa_direct; it is an option of hotpotqa" in text
-    assert "task.retriever.top_k: got 3, which has no effect with task qa_direct" in text
-    with pytest.raises(ValueError, match=r"task\.chain_of_thought: got true, which has no effect with task hotpotqa"):
-        task_section({"name": "hotpotqa", "chain_of_thought": True})

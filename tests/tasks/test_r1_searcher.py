@@ -45,15 +45,13 @@ def test_rewards_of_the_two_stages(task, texts, stage1, stage2):
     assert play(task, texts, "outcome")[0].reward == stage2
 
 
-@pytest.mark.parametrize("text", ["㐀", "𠀀", "豈", "𪜶", "⽔", "〇", "ㄅ", "㈠", "水", "\U00031350"])
-def test_chinese_of_every_block_is_chinese(task, text):
-    assert Form.parse(text).chinese
-    assert play(task, [ASK, f"{text} {ANSWER}"], "outcome")[0].reward == 0.0
-
-
-@pytest.mark.parametrize("text", ["Tagus", "é", "Tejo…", "に", "한", "“ ”", "（", "①", "😀"])
-def test_other_scripts_are_not(text):
-    assert not Form.parse(text).chinese
+@pytest.mark.parametrize(
+    ("text", "chinese"),
+    [(c, True) for c in "㐀𠀀豈𪜶⽔〇ㄅ㈠水\U00031350"]
+    + [(text, False) for text in ("Tagus", "é", "Tejo…", "に", "한", "“ ”", "（", "①", "😀")],
+)
+def test_chinese_of_every_block_is_chinese_and_other_scripts_are_not(text, chinese):
+    assert Form.parse(text).chinese == chinese
 
 
 @pytest.mark.parametrize("query", ["", " ", "?!", "\u200b"])
@@ -75,12 +73,6 @@ def test_many_answers_in_one_are_seen(task):
 def test_chinese_documents_are_not_the_policys(task):
     task.tools = {"search": lambda queries, corpus: [{"title": "塔霍河", "text": "Tagus"}]}
     assert play(task, [ASK, ANSWER], "outcome")[0].reward == 1
-
-
-def test_stage1_covers_where_stage2_compares(task):
-    texts = [ASK, "so </think> <answer> perhaps the Tagus, or the Douro, or another river </answer>"]
-    assert play(task, texts, "stage1")[0].parts["cover_match"] == 1
-    assert play(task, texts, "outcome")[0].parts["f1"] < 0.5
 
 
 def test_limits(task, tmp_path):

@@ -1,5 +1,7 @@
 """The search agent: which text acts, what every turn earns, limits, injected tags, demonstrations."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ from mmrl.tasks.agents.rewards import (
 )
 from mmrl.tasks.agents.tags import first_pair
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.programs import EXAMPLE, default_config, make, play, task_section
+from tests.helpers.programs import EXAMPLE, default_config, make, play, saved
 
 ASK = "<think>a</think><search>river Lisbon</search>"
 MISS = "<think>a</think><search>city Douro</search>"
@@ -94,11 +96,6 @@ def test_worked_numbers_in_a_rollout(task):
     assert calls[3].prompt_text == task.program.correction()
 
 
-def test_one_turn_has_a_final_reward_only(task):
-    rollout, calls, _ = play(task, [RIGHT])
-    assert (rollout.reward, turn_rewards(calls)) == (1.0, [None])
-
-
 @pytest.mark.parametrize(
     ("text", "strict", "loose"),
     [
@@ -161,11 +158,16 @@ def test_format_of_an_earlier_turn(text, strict, loose):
         ("<search>a<search>b</search>", ("search", "a<search>b")),
         ("<search>a</answer>", None),
         ("<Search>a</Search>", None),
+        ("<search><search>q</search>", ("search", "<search>q")),
+        ("<search>a</search><search>b</search>", ("search", "a")),
+        ("<answer>a<search>q</search></answer>", ("answer", "a<search>q</search>")),
+        ("<search>", None),
         ("", None),
     ],
 )
-def test_the_first_pair_acts(text, expected):
-    assert first_pair(text, ("search", "answer")) == expected
+def test_the_first_pair_acts_and_is_that_of_the_plain_expression(text, expected):
+    match = re.search(r"<(search|answer)>(.*?)</\1>", text, re.DOTALL)
+    assert first_pair(text, ("search", "answer")) == expected == (match and (match[1], match[2].strip()))
 
 
 def test_a_generated_information_block_counts_for_nothing(task):
@@ -222,6 +224,7 @@ def test_observations_are_cut_inside_the_block_and_hits_are_looked_for_in_what_w
     ("texts", "outcome", "turn", "merged"),
     [
         ([ASK, RIGHT], 1.0, 1.0, 1.0),
+        ([RIGHT], 1.0, 1.0, 1.0),
         ([ASK, "<answer>Tejo</answer>"], 1.0, -1.0, 0.8),
         (["<search>river Lisbon</search>", RIGHT], 1.0, 1.0, 0.8),
         ([ASK, WRONG], 0.0, 0.2, 0.3),
@@ -305,35 +308,16 @@ def test_the_mini_world_has_one_and_two_hop_questions():
         assert set(shown) == {0, 2, 3} or set(shown) == {2, 3}
 
 
-def test_bad_options_are_named():
-    with pytest.raises(ValueError, match=r"task\.search_penalty: got 0\.5, which has no effect with task hotpotqa"):
-        task_section({"name": "hotpotqa", "search_penalty": 0.5})
-    assert task_section({"name": "mine", "search_penalty": 0.5}).model_dump()["search_penalty"] == 0.5
-    with pytest.raises(ValueError, match=r"retriever\.dedup: got true, which has no effect with name=search_agent"):
-        TASKS["search_agent"](default_config("search_agent", retriever={"dedup": True}), 0)
-    with pytest.raises(ValueError, match=r"task\.dataset: got 'nqq', expected 'hotpotqa', '2wiki', "):
-        task_section({"name": "search_agent", "dataset": "nqq"})
-
-
-def test_questions_of_files_end_in_a_question_mark(tmp_path):
+def test_questions_of_files_end_in_a_question_mark_and_need_a_corpus_without_paragraphs(tmp_path):
     """Search-R1's `nq_search.py` and `qa_search_test_merge.py` add it where a question has none."""
-    (tmp_path / "nq.jsonl").write_text(
-        '{"question": "who died ", "answer": ["a"]}\n{"question": "why?", "answer": ["b"]}\n'
-    )
-    asked = make("search_agent", tmp_path, data=DataConfig(dev=str(tmp_path / "nq.jsonl")), dataset="nq").examples(
-        "dev"
-    )
-    assert [example.inputs["question"] for example in asked] == ["who died?", "why?"]
-
-
-def test_questions_without_paragraphs_need_a_corpus(tmp_path):
-    path = tmp_path / "nq.jsonl"
-    path.write_text('{"question": "on which river is lisbon", "answer": ["Tagus"]}\n')
-    data = DataConfig(train=str(path), dev=str(path), test=str(path))
+    rows = [{"question": "on which river is lisbon ", "answer": ["Tagus"]}, {"question": "why?", "answer": ["b"]}]
+    path = saved(tmp_path / "nq.jsonl", rows)
+    data = DataConfig(train=path, dev=path, test=path)
     with pytest.raises(ConfigError, match=r"task\.corpus: got null, and the questions of task\.data\.train"):
         TASKS["search_agent"](default_config("search_agent", dataset="nq", data=data), 0)
     task = make("search_agent", tmp_path, dataset="nq", data=data, **ROOMY)
-    (example,) = task.examples("dev")
+    example, other = task.examples("dev")
     assert (example.id, example.metadata["answers"]) == ("dev-0", ["Tagus"])
+    assert [one.inputs["question"] for one in (example, other)] == ["on which river is lisbon?", "why?"]
     assert demonstrations(task, example) == []
     assert play(task, [ASK, RIGHT], example=example)[0].reward == 1.0

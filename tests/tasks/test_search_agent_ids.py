@@ -1,18 +1,15 @@
 """The search agent's token ids: observations counted and cut as sampled, demonstrations with the ids of a run."""
 
-import asyncio
 from functools import partial
 
 import pytest
 
 from mmrl.engines.base import Completion
 from mmrl.models.chat import decode_text, encode_text, render_observation, render_prompt
-from mmrl.rollout.plans import independent
-from mmrl.rollout.sample import sample
 from mmrl.stages.sft import encode
 from mmrl.tasks import TASKS
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.programs import EXAMPLE, FakeEngine, default_config, environment, make
+from tests.helpers.programs import EXAMPLE, FakeEngine, default_config, environment, forest_of, make
 from tests.models.test_models import make_tokenizer
 from tests.tasks.test_search_agent import ASK, RIGHT, ROOMY
 
@@ -42,7 +39,7 @@ def replayed(name, items=60):
     env = environment(task, Known(lambda request: known.get(request.prompt_ids, (1,))))
     env.render, env.extend = partial(render_prompt, tokenizer), partial(render_observation, tokenizer)
     env.decode = partial(decode_text, tokenizer)
-    forest = asyncio.run(sample(env, [(example, independent(1)) for example in examples], "turn"))
+    forest = forest_of(env, examples, reward_set="turn")
     return task, forest, taught
 
 
@@ -60,7 +57,7 @@ def test_observation_tokens_are_counted_and_cut_alike_after_a_sampled_end_of_tur
     env.decode = partial(decode_text, tokenizer)
     for limit in (4000, 60):
         task.program.max_observation = limit
-        forest = asyncio.run(sample(env, [(EXAMPLE, independent(1))], "turn"))
+        forest = forest_of(env, [EXAMPLE], reward_set="turn")
         first, second = forest.path(forest.rollouts[0])
         kept = len(first.prompt_ids) + first.completion_tokens - len(end)
         assert first.observation_tokens == len(second.prompt_ids) - kept

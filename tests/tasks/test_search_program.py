@@ -1,23 +1,12 @@
-import asyncio
 import json
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.records import Example
-from mmrl.tasks.base import Reply
-from mmrl.tasks.prompts import load_prompts
-from mmrl.tasks.search_program.program import (
-    TEMPLATES,
-    SearchProgram,
-    Selection,
-    parse_answer,
-    parse_queries,
-    parse_selection,
-)
+from mmrl.tasks.search_program.program import TEMPLATES, Selection, parse_answer, parse_queries, parse_selection
+from tests.helpers.programs import make, play
 
 
 @pytest.mark.parametrize(
@@ -96,77 +85,59 @@ DOCUMENTS = [
 ]
 
 
-@dataclass
-class ScriptedContext:
-    """Answers each module with its text; searches give `documents`."""
-
-    texts: dict[str, str]
-    documents: list[dict[str, Any]] = field(default_factory=lambda: DOCUMENTS)
-    asked: list[tuple[str, Any]] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    async def call(self, module, messages, *, max_tokens=None, stop=(), parse=None, facts=()):
-        self.asked.append((module, messages))
-        self.facts[module] = dict(facts)
-        return Reply(text=self.texts[module], parsed=None, finish="eos")
-
-    async def tool(self, name, **arguments):
-        self.asked.append((name, arguments))
-        return json.loads(json.dumps(self.documents))
+def run(folder, texts, documents=DOCUMENTS):
+    """Prediction, calls, and what was searched for."""
+    task, searched = make("hotpotqa", folder, retriever={"snippet_words": 3}), []
+    task.tools = {"search": lambda **asked: searched.append(asked) or documents}
+    inputs = {"question": "Where was {Ada} born?", "corpus": "c"}
+    rollout, calls, _ = play(task, texts, "outcome", Example(id="q", inputs=inputs, metadata={"answers": ["Porto"]}))
+    return rollout.prediction, calls, searched
 
 
-def run(texts, **options):
-    program = SearchProgram(load_prompts(TEMPLATES, None), snippet_words=3)
-    ctx = ScriptedContext(texts, **options)
-    example = Example(id="q", inputs={"question": "Where was {Ada} born?", "corpus": "c"})
-    return asyncio.run(program.run(example, ctx)), ctx
-
-
-def test_the_whole_line():
-    prediction, ctx = run({"rewriter": "### Ada; birth ###", "reranker": "1, 0", "answerer": "Answer: **Porto**"})
+def test_the_whole_line(tmp_path):
+    prediction, calls, searched = run(tmp_path, ["### Ada; birth ###", "1, 0", "Answer: **Porto**"])
     assert prediction == {
         "answer": "Porto",
         "queries": ["Ada", "birth"],
         "candidates": ["Ada {question}", "Porto"],
         "selected": ["Porto", "Ada {question}"],
     }
-    assert [name for name, _ in ctx.asked] == ["rewriter", "search", "reranker", "answerer"]
-    assert ctx.asked[1][1] == {"queries": ["Ada", "birth"], "corpus": "c"}
-    assert ctx.facts["reranker"] == {"candidates": 2}
+    assert [call.module for call in calls] == ["rewriter", "reranker", "answerer"]
+    assert searched == [{"queries": ["Ada", "birth"], "corpus": "c"}]
+    assert calls[1].facts["candidates"] == 2
     json.dumps(prediction)
 
 
-def test_prompts_are_plain_messages_with_numbered_cut_documents():
-    _, ctx = run({"rewriter": "### a ###", "reranker": "1", "answerer": "x"})
-    shown = dict(ctx.asked)
-    assert [message["role"] for message in shown["rewriter"]] == ["system", "user"]
-    assert shown["rewriter"][1]["content"] == "Question: Where was {Ada} born?"
-    lines = shown["reranker"][1]["content"].split("\n")
+def test_prompts_are_plain_messages_with_numbered_cut_documents(tmp_path):
+    _, calls, _ = run(tmp_path, ["### a ###", "1", "x"])
+    rewriter, reranker, answerer = (call.prompt_text.partition("\n[user] ") for call in calls)
+    assert rewriter[0].startswith("[system] ") and rewriter[2] == "Question: Where was {Ada} born?"
+    lines = reranker[2].split("\n")
     assert lines[:3] == [
         "Question: Where was {Ada} born?",
         "Document0: Ada {question} | Ada was born",
         "Document1: Porto | Porto is a",
     ]
     assert "nothing" in lines[3] or "only" in lines[3]
-    answerer = shown["answerer"][1]["content"]
-    assert "Document0: Porto | Porto is a" in answerer
-    assert answerer.count("Where was {Ada} born?") == 2
+    assert "Document0: Porto | Porto is a" in answerer[2]
+    assert answerer[2].count("Where was {Ada} born?") == 2
 
 
-def test_fallbacks_never_raise():
-    prediction, ctx = run({"rewriter": "no idea", "reranker": "7, seven", "answerer": ""})
-    assert dict(ctx.asked)["search"]["queries"] == ["Where was {Ada} born?"]
+def test_fallbacks_never_raise(tmp_path):
+    prediction, calls, searched = run(tmp_path, ["no idea", "7, seven", ""])
+    assert searched[0]["queries"] == ["Where was {Ada} born?"]
     assert prediction["selected"] == []
     assert prediction["answer"] == ""
-    assert "Document" not in dict(ctx.asked)["answerer"][1]["content"]
+    plain = TEMPLATES["answerer"]["user_without_documents"].text.replace("{question}", "Where was {Ada} born?")
+    assert calls[2].prompt_text.partition("\n[user] ")[2] == plain
 
 
-def test_only_the_first_four_queries_are_searched():
-    prediction, ctx = run({"rewriter": "### 1;2;3;4;5;6 ###", "reranker": "0", "answerer": "x"})
-    assert prediction["queries"] == ["1", "2", "3", "4"] == dict(ctx.asked)["search"]["queries"]
+def test_only_the_first_four_queries_are_searched(tmp_path):
+    prediction, _, searched = run(tmp_path, ["### 1;2;3;4;5;6 ###", "0", "x"])
+    assert prediction["queries"] == ["1", "2", "3", "4"] == searched[0]["queries"]
 
 
-def test_no_candidates():
-    prediction, ctx = run({"rewriter": "### zzz ###", "reranker": "0", "answerer": "x"}, documents=[])
-    assert ctx.facts["reranker"] == {"candidates": 0}
+def test_no_candidates(tmp_path):
+    prediction, calls, _ = run(tmp_path, ["### zzz ###", "0", "x"], documents=[])
+    assert calls[1].facts["candidates"] == 0
     assert prediction["candidates"] == prediction["selected"] == []

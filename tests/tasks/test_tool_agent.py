@@ -10,7 +10,7 @@ from mmrl.records import Forest
 from mmrl.tasks import TASKS
 from mmrl.tasks.agents.tool_agent import read_command
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.programs import EXAMPLE, default_config, make, play, task_section
+from tests.helpers.programs import EXAMPLE, default_config, make, play
 from tests.tasks.test_search_agent import approx, turn_rewards
 from tests.tasks.test_search_agent_ids import replayed
 
@@ -145,13 +145,6 @@ def test_an_article_that_looks_like_an_error_is_none(task):
     assert rollout.metrics["tool_execution"] == pytest.approx(0.2)
 
 
-def test_a_search_without_a_hit_is_executed(task):
-    rollout, calls, _ = play(task, [call(command("zzz")), RIGHT])
-    assert "<result>No article was found.</result>" in calls[1].prompt_text
-    assert turn_rewards(calls) == approx([0.2, None])
-    assert rollout.error is None
-
-
 def test_the_token_limit_counts_observations_and_ends_without_an_exception(task):
     prompt = sum(len(m["content"]) for m in task.program.question(EXAMPLE.inputs["question"])) + 1
     frame = len("<user><result></result>")
@@ -213,11 +206,3 @@ def test_demonstrations_have_the_ids_of_a_run_and_earn_everything():
     assert len(forest.calls) == len(taught)
     assert all(rollout.reward == pytest.approx(1.9) for rollout in forest.rollouts)
     assert all(forest.path(rollout)[0].turn_reward == pytest.approx(0.7) for rollout in forest.rollouts)
-
-
-def test_options_without_effect_are_refused():
-    for option, value in (("max_turns", 2), ("search_penalty", 0.0), ("format_check", "loose")):
-        with pytest.raises(ValueError, match=rf"task\.{option}: got {value}, which has no effect with task tool_agent"):
-            task_section({"name": "tool_agent", option: value})
-    with pytest.raises(ValueError, match=r"task\.retriever\.snippet_words: got 9, which has no effect with name=tool"):
-        task_section({"name": "tool_agent", "retriever": {"name": "bm25", "snippet_words": 9}})

@@ -28,6 +28,7 @@ def task(tmp_path):
         (["hm", ASK, RIGHT], 1.5 + FORMATTED * 2 / 3, 0.7),
         ([call("{oops"), RIGHT], 1.5 + FORMATTED, 0.0),
         ([call(command(name="other")), RIGHT], 1.5 + FORMATTED, 0.0),
+        ([call(command("zzz")), RIGHT], 1.5 + FORMATTED, 0.2),  # executed, and nothing found
         ([ASK, "<reasoning>b</reasoning><answer>It is the TEJO.</answer>"], 0.5 + FORMATTED, 0.7),
         ([ASK, "<reasoning>b</reasoning><answer> tejo\n</answer>"], 1.5 + FORMATTED, 0.7),
         ([ASK, ASK], FORMATTED, 0.7),  # a second call ends it, unanswered
