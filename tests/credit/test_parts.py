@@ -96,13 +96,6 @@ def test_three_level_shares():
     assert three_level(units, filled, steps) == pytest.approx([1 / 4, 1 / 4, 1 / 2, 1 / 4, 0])
 
 
-def test_shares_and_units_must_match():
-    with pytest.raises(ValueError, match="shorter"):
-        weights([Unit("q", "g", 1)], [], "seq")
-    with pytest.raises(ValueError, match="shorter"):
-        weights([Unit("q", "g", 1)], [], "token")
-
-
 def test_weights_weights():
     units = [Unit("q", "g", 2), Unit("q", "g", 4), Unit("p", "h", 3), Unit("p", "i", 9, False)]
     shares = [0.25, 0.25, 0.5, 0.0]

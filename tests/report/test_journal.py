@@ -22,60 +22,35 @@ json_values = st.recursive(
 )
 objects = st.dictionaries(st.text(), json_values, max_size=3)
 ids = st.lists(st.integers(0, 200_000), max_size=6).map(tuple)
+OF_TYPE = {
+    "int": st.integers(0, 9),
+    "float": floats,
+    "bool": st.booleans(),
+    "str": st.text(),
+    "Any": json_values,
+    "tuple[int, ...]": ids,
+    "tuple[float, ...]": st.lists(floats, max_size=6).map(tuple),
+    "Mapping[str, Any]": objects,
+    "Mapping[str, float]": st.dictionaries(st.text(), floats, max_size=2),
+}
+
+
+def records(kind, **chosen):
+    """Records of `kind` whose fields hold anything of their type, but for those that are chosen."""
+    types = {field.name: field.type.partition(" | None") for field in dataclasses.fields(kind)}
+    drawn = {name: st.none() | OF_TYPE[of] if none else OF_TYPE[of] for name, (of, none, _) in types.items()}
+    return st.builds(kind, **drawn | {name: st.just(value) for name, value in chosen.items()})
 
 
 @st.composite
 def forests(draw):
     calls = {}
     for number in range(draw(st.integers(0, 6))):
-        completion = draw(ids)
-        per_token = st.none() | st.lists(floats, min_size=len(completion), max_size=len(completion)).map(tuple)
-        parent = draw(st.sampled_from([None, *calls])) if calls else None
-        calls[f"q/{number}#0"] = Call(
-            id=f"q/{number}#0",
-            example=draw(st.text()),
-            parent=parent,
-            module=draw(st.sampled_from(["rewriter", "answerer"])),
-            invocation=draw(st.integers(0, 3)),
-            turn=draw(st.integers(0, 3)),
-            completion_tokens=len(completion),
-            prompt_tokens=draw(st.none() | st.integers(0, 9)),
-            prompt_ids=draw(ids),
-            completion_ids=completion,
-            logprobs=draw(per_token),
-            ref_logprobs=draw(per_token),
-            values=draw(per_token),
-            text=draw(st.text()),
-            prompt_text=draw(st.text()),
-            finish=draw(st.sampled_from(["stop", "eos", "length"])),
-            ok=draw(st.booleans()),
-            penalty=draw(floats),
-            turn_reward=draw(st.none() | floats),
-            teacher=draw(st.none() | st.text()),
-            policy_version=draw(st.none() | st.integers(0, 9)),
-            attempts=draw(st.integers(1, 3)),
-            facts=draw(objects),
-        )
-    rollouts = [
-        Rollout(
-            id=f"q/{number}",
-            example="q",
-            leaf=leaf,
-            reward=draw(st.none() | floats),
-            error=draw(st.none() | st.sampled_from(["parse", "tool"])),
-            error_message=draw(st.text()),
-            prediction=draw(json_values),
-            metrics=draw(st.dictionaries(st.text(), floats, max_size=2)),
-            parts=draw(st.dictionaries(st.text(), floats, max_size=2)),
-        )
-        for number, leaf in enumerate([None, *calls])
-    ]
+        parent = draw(st.sampled_from([None, *calls]))
+        calls[f"q/{number}#0"] = draw(records(Call, id=f"q/{number}#0", parent=parent))
+    rollouts = tuple(draw(records(Rollout, id=f"q/{n}", leaf=leaf)) for n, leaf in enumerate([None, *calls]))
     return Forest(
-        calls=calls,
-        rollouts=tuple(rollouts),
-        modules=("rewriter", "answerer"),
-        step=draw(st.integers(0, 999)),
-        meta=draw(objects),
+        calls=calls, rollouts=rollouts, modules=("a", "b"), step=draw(st.integers(0, 999)), meta=draw(objects)
     )
 
 
