@@ -13,6 +13,7 @@ from mmrl.errors import CheckpointError
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.journal import JournalWriter, decode_step, encode_step, read_step, write_step
 from mmrl.report.rundir import RunDir
+from tests.helpers.forests import Grow
 
 floats = st.floats(allow_nan=False)
 json_values = st.recursive(
@@ -66,25 +67,12 @@ def test_any_forest_survives_json(forest, extra):
 
 
 def small_forest(step=3):
-    shared = tuple(range(50))
-    calls = {
-        f"q/{number}#0": Call(
-            id=f"q/{number}#0",
-            example="q",
-            parent=None,
-            module="answerer",
-            completion_tokens=2,
-            prompt_tokens=50,
-            prompt_ids=shared,
-            prompt_text="who? \ud800",
-            completion_ids=(7, number),
-            logprobs=(-0.1, -1 / 3),
-            text="Líndā",
-        )
-        for number in range(3)
-    }
-    rollouts = tuple(Rollout(id=f"q/{n}", example="q", leaf=f"q/{n}#0", reward=n / 3) for n in range(3))
-    return Forest(calls=calls, rollouts=rollouts, modules=("answerer",), step=step)
+    grow = Grow(("answerer",), step)
+    for number in range(3):
+        fields = {"prompt_ids": tuple(range(50)), "prompt_text": "who? \ud800", "completion_ids": (7, number)}
+        leaf = grow.call(f"q/{number}#0", None, "answerer", 2, logprobs=(-0.1, -1 / 3), text="Líndā", **fields)
+        grow.end(leaf, number / 3)
+    return grow.forest
 
 
 @pytest.fixture
