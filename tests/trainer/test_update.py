@@ -115,12 +115,6 @@ def test_recomputed_old_logprobs_make_the_first_ratio_one(tmp_path: Path) -> Non
         assert metrics["train/logprob_gap_mean"] > 0.1  # the sampler's made-up numbers are still compared with
 
 
-def test_recomputed_old_logprobs_are_those_before_the_first_update(tmp_path: Path) -> None:
-    """The second epoch's ratio must be against the sampling weights, not against itself."""
-    _, (metrics,) = trained(tmp_path, old_logprobs="recompute", algo={"epochs": 3}, lr=1e-2)
-    assert abs(metrics["train/ratio_mean"] - 1) > 1e-3
-
-
 def test_calls_without_sampling_logprobs_are_recomputed(tmp_path: Path) -> None:
     calls = [with_changes(call, logprobs=None) for call in make_calls(4)]
     for epochs in (1, 2):
