@@ -287,6 +287,10 @@ def test_every_config_of_a_shipped_set_composes(name):
                 composed.add(tuple(words))
                 config = set_config(command, [*words, *(["policy=tiny"] if command == "eval" else [])], None)
                 assert spec.scores or config.eval.items >= 200, "needed to say that it learns"
+                if name in TABLES and scale == "mini":
+                    assert config.task.data.dev == "mini" and config.hardware.name == "cpu"
+                    assert config.model.path.startswith("tiny")
+                    assert config.eval.items == (240 if command == "eval" else 24)
 
 
 def test_the_words_of_published_runs_stay_as_they_are():
@@ -306,23 +310,6 @@ def test_the_shipped_sets_run_every_task_of_the_mini_world_and_every_algorithm()
     algos = {word[5:] for spec in own for row in spec.rows.values() for word in row.train if word.startswith("algo=")}
     assert tasks == {task for tasks in SHIPPED.values() for task in tasks}
     assert algos == {*ALGO_SCHEMAS, "miprov2", "sft"} and all(len(spec.seeds) >= 3 for spec in own)
-
-
-@pytest.mark.parametrize(
-    ("table", "row", "column", "command"),
-    [
-        ("mmgrpo-table1", "BetterTogether", "PAPILLON qwen3", "train"),
-        ("mhgpo-table1", "R1-Searcher(PPO)", "2Wiki", "train"),
-        ("mhgpo-table1", "LLM Qwen2.5-72B", "MuSiQue", "eval"),
-        ("turn-table2", "MT-PPO", "PopQA", "eval"),
-        ("turn-table5", "GRPO-MR", "TriviaQA", "train"),
-    ],
-)
-def test_the_same_tables_on_the_mini_world(table, row, column, command):
-    config = config_of(table, row, column, command, scale="mini")
-    assert config.task.data.dev == "mini" and config.hardware.name == "cpu"
-    assert config.model.path.startswith("tiny")
-    assert config.eval.items == (240 if command == "eval" else 24)
 
 
 SPEC = {

@@ -255,22 +255,14 @@ def test_a_table_with_a_mistake_in_its_base_is_refused(calls, capsys):
     assert "base.algos: got 'mhgpo'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ("{from: FoF, trian: [algo=grpo]}", "rows.Next.trian: unknown key; did you mean 'train'?"),
-        ("{from: Fof, train: [algo=grpo]}", "rows.Next.from: got 'Fof'"),
-        (
-            "{from: FoF, train: [algo=grpo, model.path=tiny_prompts]}",
-            "Next: model: got tiny (tiny_prompts), and FoF, from which it starts, is tiny (tiny)",
-        ),
-    ],
-)
-def test_a_row_that_cannot_run_is_refused_in_one_line(calls, capsys, row, said):
+def test_a_row_that_cannot_run_is_refused_in_one_line(calls, capsys):
+    row = "{from: FoF, train: [algo=grpo, model.path=tiny_prompts]}"
     Path("conf/set/own.yaml").write_text(SPEC.replace("rows:\n", f"rows:\n  Next: {row}\n"))
     assert main(TABLE) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: ") and said in error
+    assert error.startswith(
+        "error: Next: model: got tiny (tiny_prompts), and FoF, from which it starts, is tiny (tiny)"
+    )
     assert calls() == [] and not Path("outputs").exists()
 
 
