@@ -89,20 +89,16 @@ FACTS = {
         "eval.every": (5, f"{P1} Sec. 4.1"),
         "model.lora": (None, f"{P1} Sec. 4.1"),
         "hardware.processes": (8, f"{P1} App. B"),
-        "train.weight_decay": (0.01, "not stated; verl's, as of all its trained rows"),
-        "task.max_context": (8192, "not stated; the model's own limit leaves vLLM no room"),
         "task.retriever.model": ("facebook/contriever", f"{P1} Sec. 4.1"),
     },
     ("mhgpo-table1", "MAPPO", "HotpotQA", "train"): {
         "algo.critic_lr_factor": (2.0, f"{P1} B.2: 1e-6"),
         "algo.gamma": (1.0, "MMOA-RAG"),
-        "hardware.cpu_offload": (True, "policy, reference and critic on 80 GB"),
     },
     ("mhgpo-table1", "LLM + PPO", "HotpotQA", "train"): {
         "train.weight_decay": (0.01, f"{P1} B.2: other parameters are shared"),
         "algo.minibatches": (1, f"{P1} B.2"),
         "train.lr": (5e-7, f"{P1} B.2"),
-        "hardware.cpu_offload": (True, "policy, reference and critic on 80 GB"),
     },
     ("mhgpo-table1", "R1-Searcher(PPO), first", "HotpotQA", "train"): {
         "task.reward": ("stage1", f"{P1} App. B; RUCAIBox/R1-Searcher"),
