@@ -1,7 +1,5 @@
 """conf/algo: one file per algorithm, valid, complete, and every option has an effect where it is offered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

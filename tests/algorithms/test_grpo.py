@@ -1,7 +1,5 @@
 """GRPO-OR, GRPO-MR and MT-GRPO: turns, options; docs/algorithms.md has the worked numbers, run by test_docs."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

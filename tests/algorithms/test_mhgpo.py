@@ -1,7 +1,5 @@
 """MHGPO: failures, options, plans; docs/algorithms.md has the worked numbers, run by test_docs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

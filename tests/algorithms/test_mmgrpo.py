@@ -1,7 +1,5 @@
 """mmGRPO: padding, selection, failures, options; docs/algorithms.md has the worked groups, run by test_docs."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Dr.MAS, GiGPO, IGPO, Tree-GRPO, TreeRL's value of a step, MaxRL: worked numbers, slow references, and laws."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import replace

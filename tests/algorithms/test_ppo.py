@@ -1,7 +1,5 @@
 """PPO, MT-PPO and MAPPO: placement, whitening, KL, refusals; more worked numbers in docs/algorithms.md (test_docs)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Baselines of single turns where rollouts differ in length: `missing_turn` of `mt_grpo_variable`."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random

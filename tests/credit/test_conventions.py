@@ -3,8 +3,6 @@
 docs/algorithms.md has these conventions in words ("Common rules"); weights are worked out by hand here.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

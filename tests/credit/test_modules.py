@@ -1,7 +1,5 @@
 """What the config says of single modules: factors of penalties and advantages, frozen modules."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

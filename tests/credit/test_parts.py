@@ -1,7 +1,5 @@
 """The pure pieces of credit on their own: normalisation, weights, estimation, forks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The JSON form of a forest: what is read, what is refused and how it is said, and the round trip."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
