@@ -209,6 +209,8 @@ def test_a_sequence_without_tokens_has_no_place_for_a_reward(name):
     assert by_call(beside)["q1/1"].token_rewards == () and by_call(beside)["q1/1"].weights == ()
     assert by_call(alone)["q0/0"].returns == by_call(beside)["q0/0"].returns
     assert by_call(beside)["q0/0"].weights == pytest.approx((1 / 4, 1 / 4))
+    (nothing,) = credited(singles((1.0,), tokens=(0,)), name).entries
+    assert nothing.advantages == nothing.weights == nothing.returns == ()
 
 
 # -- examples without a scored rollout

@@ -36,20 +36,25 @@ OF_TYPE = {
 }
 
 
-def records(kind, **chosen):
-    """Records of `kind` whose fields hold anything of their type, but for those that are chosen."""
+def records(kind):
+    """Records of `kind` whose fields hold anything of their type."""
     types = {field.name: field.type.partition(" | None") for field in dataclasses.fields(kind)}
-    drawn = {name: st.none() | OF_TYPE[of] if none else OF_TYPE[of] for name, (of, none, _) in types.items()}
-    return st.builds(kind, **drawn | {name: st.just(value) for name, value in chosen.items()})
+    return st.builds(
+        kind, **{name: st.none() | OF_TYPE[of] if none else OF_TYPE[of] for name, (of, none, _) in types.items()}
+    )
+
+
+CALLS, ROLLOUTS = records(Call), records(Rollout)
 
 
 @st.composite
 def forests(draw):
     calls = {}
-    for number in range(draw(st.integers(0, 6))):
-        parent = draw(st.sampled_from([None, *calls]))
-        calls[f"q/{number}#0"] = draw(records(Call, id=f"q/{number}#0", parent=parent))
-    rollouts = tuple(draw(records(Rollout, id=f"q/{n}", leaf=leaf)) for n, leaf in enumerate([None, *calls]))
+    for number in range(draw(st.integers(0, 4))):
+        name, parent = f"q/{number}#0", draw(st.sampled_from([None, *calls]))
+        calls[name] = dataclasses.replace(draw(CALLS), id=name, parent=parent)
+    leaves = [None, *calls]
+    rollouts = tuple(dataclasses.replace(draw(ROLLOUTS), id=f"q/{n}", leaf=leaf) for n, leaf in enumerate(leaves))
     return Forest(
         calls=calls, rollouts=rollouts, modules=("a", "b"), step=draw(st.integers(0, 999)), meta=draw(objects)
     )
