@@ -1,4 +1,4 @@
-"""The pure pieces of credit on their own: normalisation, weights, estimation, forks."""
+"""The pure pieces of credit on their own: normalisation, explained variance, rewards of a tree, forks."""
 
 import math
 
