@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import shutil
+import time
 
 import dspy
 import optuna
@@ -79,10 +80,14 @@ def test_the_best_candidate_on_all_validation_examples_is_the_result(whole):
 
 
 class SlowEngine(ScriptedEngine):
+    """Answers once no other request has come for a while, however slow the machine is."""
+
     async def generate(self, request):
         self.waiting += 1
         self.most = max(self.most, self.waiting)
-        await asyncio.sleep(0.05)
+        self.newest = time.monotonic()
+        while time.monotonic() < self.newest + 0.05:
+            await asyncio.sleep(0.01)
         self.waiting -= 1
         return await super().generate(request)
 
