@@ -14,7 +14,7 @@ from mmrl.credit.backward import tree_values
 from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.stages.information_gain import gold_problems, with_gains
-from tests.helpers.forests import Grow, advantage, by_call, chains, credit, forked, numbers, singles, turns
+from tests.helpers.forests import Grow, advantage, by_call, chains, credit, documented, forked, numbers, singles, turns
 
 LAW = settings(max_examples=60, deadline=None)
 TREES = st.one_of(forked(sampler="is"), forked(sampler="os"))
@@ -151,17 +151,6 @@ def test_ccpo_is_a_comparison_of_rewards_with_their_bonus(rewards, data):
 # -- Tree-GRPO ---------------------------------------------------------------------------------------------------------
 
 
-def grown():
-    """Two trees of an example: three leaves, two of which share their first call, and one leaf."""
-    grow = Grow(("agent",))
-    shared = grow.call("q/0a", None, "agent")
-    grow.end(grow.call("q/0b", shared, "agent"), 1.0, id="q/0")
-    grow.end(grow.call("q/0.1b", shared, "agent"), 0.0, id="q/0.1")
-    grow.end(grow.call("q/0.2a", None, "agent"), 0.5, id="q/0.2")
-    grow.end(grow.call("q/1a", None, "agent"), 0.0, id="q/1")
-    return grow.forest
-
-
 @LAW
 @given(TREES)
 def test_tree_grpo_adds_two_comparisons(forest):
@@ -270,12 +259,12 @@ def test_equal_prompts_of_a_module_are_a_state():
 
 
 def test_tree_value_worked_example():
-    # leaves 1, 0, 0.5, 0 against the mean of the others: 0.833333, -0.5, 0.166667, -0.5; V(q/0a) = 0.166667
-    found = tree_values(grown())
-    expected = {"q/0a": 0.333333, "q/0b": 1.5, "q/0.1b": -1.166667, "q/0.2a": 0.333333, "q/1a": -1.0}
-    assert found == pytest.approx(expected, abs=1e-6)
+    # leaves 1, 0, 0.5, 0 against the mean of the others: 0.833333, -0.5, 0.166667, -0.5; V(0a) = 0.166667
+    forest = documented("trees")
+    expected = {"0a": 0.333333, "0b": 1.5, "0c": -1.166667, "1a": 0.333333, "2a": -1.0}
+    assert tree_values(forest) == pytest.approx(expected, abs=1e-6)
     algo = {"aggregate": "tree_value", "penalties": False, "scale": False}
-    entries = by_call(credit(grown(), "mhgpo_fof", **algo))
+    entries = by_call(credit(forest, "mhgpo_fof", **algo))
     assert {call: entry.reward for call, entry in entries.items()} == pytest.approx(expected, abs=1e-6)
 
 
