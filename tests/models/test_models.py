@@ -166,16 +166,14 @@ def test_a_chat_template_may_be_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("load", [load_tokenizer, lambda config: load_model(config, "cpu")])
-@pytest.mark.parametrize("path", ["./nowhere", "nobody/nothing", "tinny", "EMPTY", "FILE", "BROKEN"])
+@pytest.mark.parametrize("path", ["./nowhere", "nobody/nothing", "tinny", "{}/empty", "{}/file", "{}/broken"])
 def test_a_path_that_cannot_be_loaded_is_one_config_error(tmp_path, monkeypatch, load, path):
     monkeypatch.setattr(mmrl.models.load, "hub_answers", lambda: False)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
-    path = {"EMPTY": str(tmp_path / "empty"), "FILE": str(tmp_path / "file"), "BROKEN": str(tmp_path / "broken")}.get(
-        path, path
-    )
+    path = path.format(tmp_path)
     with pytest.raises(ConfigError, match=r"^model\.path: ") as caught:
         load(ModelConfig(name="x", path=path))
     assert path in str(caught.value)
