@@ -87,15 +87,6 @@ def test_a_failure_alone_past_the_cut_is_not_trained():
     assert result.metrics["credit/groups_of_one"] == 1.0 and sum(sum(e.weights) for e in result.entries) == 0.5
 
 
-def test_ragged_groups_have_each_failure_at_its_own_invocation():
-    found = shown(credit(worked(), padding_mode="ragged"))
-    assert {group: calls for group, (calls, *_) in found.items()} == {
-        "q:A:0": ["r0#0", "r1#0", "r2#0"],
-        "q:A:1": ["r0#1", "r2#1"],
-        "q:A:2": ["r2#2"],
-    }
-
-
 def test_a_rollout_whose_calls_of_a_module_all_failed_is_filled_with_them():
     grow = Grow(("A", "B"))
     path(grow, "r0", ["a", "a1", "B"], 1.0)
@@ -122,14 +113,6 @@ def test_what_ended_the_rollout_and_what_was_caught_before():
     every = credit(grow.forest, padding_mode="ragged", failing_traces="trajectory")
     rewards = {entry.call: entry.reward for entry in every.entries if entry.call.startswith("q/r0")}
     assert rewards == {"q/r0#0": -1, "q/r0#1": -0.5, "q/r0#2": -1, "q/r0#3": -1, "q/r0#4": -1}
-
-
-def test_a_program_that_went_on_and_then_gave_up_trains_its_failures():
-    grow = Grow(("A", "B"))
-    path(grow, "r0", ["a1", "B"], 0.0, error="parse")
-    path(grow, "r1", ["A", "B"], 1.0)
-    found = shown(credit(grow.forest, padding_mode="ragged"))
-    assert found["q:A:0"][:2] == (["r0#0", "r1#0"], [-0.5, 1]) and found["q:B:0"][0] == ["r1#1"]
 
 
 def test_other_model_caused_failures_leave_a_caught_one_its_own_reward():

@@ -1,7 +1,5 @@
 """docs/algorithms.md, docs/credits.md: every command is run and prints what they say; the files are scripts/forests."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

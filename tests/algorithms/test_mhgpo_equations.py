@@ -1,7 +1,5 @@
 """MHGPO against a second implementation, slow and literal, on random forests."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

@@ -1,7 +1,5 @@
 """Dr.MAS, GiGPO, IGPO, Tree-GRPO, TreeRL's value of a step, MaxRL: worked numbers, slow references, and laws."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import replace
@@ -12,13 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.algorithms import ALGORITHMS
-from mmrl.config import ALGO_SCHEMAS
 from mmrl.credit.backward import tree_values
 from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.stages.information_gain import gold_problems, with_gains
-from tests.helpers.forests import Grow, advantage, by_call, chains, credit, forked, numbers, singles
+from tests.helpers.forests import Grow, advantage, by_call, chains, credit, documented, forked, numbers, singles, turns
 
 LAW = settings(max_examples=60, deadline=None)
 TREES = st.one_of(forked(sampler="is"), forked(sampler="os"))
@@ -77,24 +73,6 @@ def test_a_special_case_of_it_is_grpo(case, data):
 # -- Dr.MAS ------------------------------------------------------------------------------------------------------------
 
 
-def two_agents():
-    """Two rollouts: the second calls the searcher twice."""
-    grow = Grow(("searcher", "answerer"))
-    grow.chain("q/0", ("searcher", "answerer"), 1.0)
-    grow.chain("q/1", ("searcher", "searcher", "answerer"), 0.0)
-    return grow.forest
-
-
-def test_dr_mas_worked_example():
-    # searcher: 1, 0, 0: mean 1/3, std 0.57735; answerer: 1, 0: mean 1/2, std 0.70711
-    entries = by_call(credit(two_agents(), "dr_mas"))
-    expected = {"q/0#0": 1.154699, "q/1#0": -0.577349, "q/1#1": -0.577349, "q/0#1": 0.707106, "q/1#2": -0.707106}
-    assert {call: advantage(entry) for call, entry in entries.items()} == pytest.approx(expected, abs=5e-6)
-    assert entries["q/1#1"].group == "q:searcher" and entries["q/1#1"].group_size == 3
-    # 2 groups of 3 and 2 calls, each of one token
-    assert [entries[call].weights[0] for call in ("q/0#0", "q/0#1")] == pytest.approx([1 / 6, 1 / 4])
-
-
 @LAW
 @given(chains())
 def test_dr_mas_is_a_comparison_of_all_calls_of_a_module(forest):
@@ -136,20 +114,6 @@ def thinker(joint, alone):
     return grow.forest
 
 
-def test_ccpo_worked_example():
-    # alone 0, 0, 1, 0: mean 0.25 < 0.5, so rollouts that succeed have the bonus: 1.2, 0, 1.2, 0 - 0.6
-    forest = thinker([1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0])
-    found = by_call(credit(forest, "ccpo"))
-    assert [advantage(found[f"q/{i}#0"]) for i in range(4)] == pytest.approx([0.6, -0.6, 0.6, -0.6])
-    assert [advantage(found[f"q/{i}#1"]) for i in range(4)] == pytest.approx([0.5, -0.5, 0.5, -0.5])
-    # difference: 1, 0, 0, 0 - 0.25
-    found = by_call(credit(forest, "ccpo", credit="difference"))
-    assert [advantage(found[f"q/{i}#0"]) for i in range(4)] == pytest.approx([0.75, -0.25, -0.25, -0.25])
-    # alone mostly right: who fails with the thinker has lost by it: 1, 1, -0.2 - 0.6
-    found = by_call(credit(thinker([1.0, 1.0, 0.0], [1.0, 1.0, 0.0]), "ccpo"))
-    assert [advantage(found[f"q/{i}#0"]) for i in range(3)] == pytest.approx([0.4, 0.4, -0.8])
-
-
 def test_ccpo_has_the_others_mean_where_a_second_play_failed():
     forest = thinker([1.0, 0.0, 1.0], [0.0, 1.0, None])
     result = credit(forest, "ccpo", credit="difference")
@@ -185,28 +149,6 @@ def test_ccpo_is_a_comparison_of_rewards_with_their_bonus(rewards, data):
 
 
 # -- Tree-GRPO ---------------------------------------------------------------------------------------------------------
-
-
-def grown():
-    """Two trees of an example: three leaves, two of which share their first call, and one leaf."""
-    grow = Grow(("agent",))
-    shared = grow.call("q/0a", None, "agent")
-    grow.end(grow.call("q/0b", shared, "agent"), 1.0, id="q/0")
-    grow.end(grow.call("q/0.1b", shared, "agent"), 0.0, id="q/0.1")
-    grow.end(grow.call("q/0.2a", None, "agent"), 0.5, id="q/0.2")
-    grow.end(grow.call("q/1a", None, "agent"), 0.0, id="q/1")
-    return grow.forest
-
-
-def test_tree_grpo_worked_example():
-    # tree 0: 1, 0, 0.5: mean 0.5, std 0.5. All: mean 0.375, std 0.478714
-    result = credit(grown(), "tree_grpo", eps=0.0)
-    leaves = {"q/0b": 1 + 1.305582, "q/0.1b": -1 - 0.783349, "q/0.2a": 0.261116, "q/1a": -0.783349}
-    found = rows(result)
-    assert {call: found[call][0] for call in leaves} == pytest.approx(leaves, abs=1e-6)
-    assert found["q/0a"] == pytest.approx([leaves["q/0.1b"], leaves["q/0b"]], abs=1e-6), "once for each leaf"
-    weights = {call: sum(e.weights[0] for e in result.entries if e.call == call) for call in ("q/0a", "q/0.2a")}
-    assert weights == pytest.approx({"q/0a": 2 * 1 / (4 * 2), "q/0.2a": 1 / 4})
 
 
 @LAW
@@ -317,12 +259,12 @@ def test_equal_prompts_of_a_module_are_a_state():
 
 
 def test_tree_value_worked_example():
-    # leaves 1, 0, 0.5, 0 against the mean of the others: 0.833333, -0.5, 0.166667, -0.5; V(q/0a) = 0.166667
-    found = tree_values(grown())
-    expected = {"q/0a": 0.333333, "q/0b": 1.5, "q/0.1b": -1.166667, "q/0.2a": 0.333333, "q/1a": -1.0}
-    assert found == pytest.approx(expected, abs=1e-6)
+    # leaves 1, 0, 0.5, 0 against the mean of the others: 0.833333, -0.5, 0.166667, -0.5; V(0a) = 0.166667
+    forest = documented("trees")
+    expected = {"0a": 0.333333, "0b": 1.5, "0c": -1.166667, "1a": 0.333333, "2a": -1.0}
+    assert tree_values(forest) == pytest.approx(expected, abs=1e-6)
     algo = {"aggregate": "tree_value", "penalties": False, "scale": False}
-    entries = by_call(credit(grown(), "mhgpo_fof", **algo))
+    entries = by_call(credit(forest, "mhgpo_fof", **algo))
     assert {call: entry.reward for call, entry in entries.items()} == pytest.approx(expected, abs=1e-6)
 
 
@@ -385,42 +327,7 @@ def test_whitening_by_turn_makes_both_kinds_white(forest):
             assert np.mean(white) == pytest.approx(0, abs=1e-6) and np.std(white, ddof=1) == pytest.approx(1, abs=1e-4)
 
 
-def test_each_name_has_a_plan_for_every_program():
-    for name in ("dr_mas", "gigpo"):
-        algo = ALGO_SCHEMAS[name].model_validate({"name": name, "group_size": 3})
-        assert len(ALGORITHMS[name].plan(algo, ("a", "b"), (0, 1, "q"))) == 3
-    algo = ALGO_SCHEMAS["tree_grpo"].model_validate({"name": "tree_grpo", "trees": 3})
-    trees = ALGORITHMS["tree_grpo"].plan(algo, ("a",), (0, 1, "q"))
-    assert [(t.growth.rounds, t.growth.nodes, t.growth.keep) for t in trees] == [(1, 2, 3)] * 3
-
-
 # -- IGPO --------------------------------------------------------------------------------------------------------------
-
-
-def gained(*rollouts):
-    """Rollouts of one agent: turn rewards of the turns before the last, and an outcome."""
-    grow, turn_rewards = Grow(("agent",)), {}
-    for number, (*gains, outcome) in enumerate(rollouts):
-        calls = grow.chain(f"q/{number}", ("agent",) * (len(gains) + 1), outcome)
-        turn_rewards |= dict(zip(calls, [*gains, None], strict=True))
-    calls = {name: replace(call, turn_reward=turn_rewards[name]) for name, call in grow.forest.calls.items()}
-    return replace(grow.forest, calls=calls)
-
-
-def test_igpo_worked_example():
-    # 0.5, -0.1, 1 and 0.2, 0: mean 0.32, std 0.443847; normalised 0.405544, -0.946271, 1.532055, -0.270362, -0.720965
-    entries = by_call(credit(gained((0.5, -0.1, 1.0), (0.2, 0.0)), "igpo"))
-    expected = {
-        "q/0#0": 0.405544 - 0.946271 + 1.532055,
-        "q/0#1": -0.946271 + 1.532055,
-        "q/0#2": 1.532055,
-        "q/1#0": -0.270362 - 0.720965,
-        "q/1#1": -0.720965,
-    }
-    assert {call: advantage(entry) for call, entry in entries.items()} == pytest.approx(expected, abs=1e-5)
-    assert entries["q/0#0"].group == "q" and entries["q/0#0"].group_size == 5
-    # a rollout is one sequence: 1 / (2 · its tokens)
-    assert [entries[call].weights[0] for call in ("q/0#0", "q/1#0")] == pytest.approx([1 / 6, 1 / 4])
 
 
 @LAW
@@ -465,7 +372,7 @@ def gains_of(forest, golds, probability):
 
 def prompted(*prompts):
     """One rollout whose calls have these prompts."""
-    forest = gained((*(0.0 for _ in prompts[1:]), 1.0))
+    forest = turns((*(0.0 for _ in prompts[1:]), 1.0))
     calls = zip(forest.calls.values(), prompts, strict=True)
     return replace(forest, calls={call.id: replace(call, prompt_ids=ids, turn_reward=None) for call, ids in calls})
 
@@ -489,7 +396,7 @@ def test_gains_add_up_and_a_gold_answer_of_several_tokens_has_their_mean(chances
 
 
 def test_equal_prompts_are_forwarded_once():
-    forest = gained((0.0, 1.0), (0.0, 0.0))
+    forest = turns((0.0, 1.0), (0.0, 0.0))
     calls = {name: replace(call, prompt_ids=(1, 2) if call.parent else (1,)) for name, call in forest.calls.items()}
     _, seen = gains_of(replace(forest, calls=calls), ["5"], lambda prompt, gold: 0.5)
     assert len(seen) == 2

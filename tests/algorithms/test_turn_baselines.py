@@ -1,7 +1,5 @@
 """Baselines of single turns where rollouts differ in length: `missing_turn` of `mt_grpo_variable`."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from mmrl.config import ALGO_SCHEMAS
-from tests.helpers.forests import Grow, advantage, by_call, chains, numbers
+from tests.helpers.forests import Grow, advantage, by_call, chains, numbers, turns
 from tests.helpers.forests import credit as credit_by
 
 TOLERANCE = 1e-9
@@ -26,18 +24,7 @@ PLAIN = {"scale": False, "alpha": 1.0}
 credit = functools.partial(credit_by, name="mt_grpo_variable")
 
 
-def forest_of(*rollouts):
-    """One example; of each rollout the rewards of its intermediate turns, and its outcome."""
-    grow = Grow(("agent",))
-    for index, (turns, outcome) in enumerate(rollouts):
-        leaf = None
-        for turn, reward in enumerate((*turns, None)):
-            leaf = grow.call(f"q/{index}t{turn}", leaf, "agent", turn_reward=reward)
-        grow.end(leaf, outcome, error=None if outcome is not None else "tool")
-    return grow.forest
-
-
-THREE = (((1.0, 0.5), 1.0), ((1.0,), 0.0), ((), 0.5))
+THREE = ((1.0, 0.5, 1.0), (1.0, 0.0), (0.5,))
 """Turn 0: 1, 1, absent: less their mean 1/3, 1/3, -2/3. Turn 1: 0.5, absent, absent: 1/3, -1/6, -1/6.
 Outcome: 1, 0, 0.5: 1/2, -1/2, 0."""
 
@@ -59,19 +46,19 @@ Outcome: 1, 0, 0.5: 1/2, -1/2, 0."""
     ],
 )
 def test_absent_turns_by_hand(options, expected):
-    entries = by_call(credit(forest_of(*THREE), **{**PLAIN, **options}))
-    found = [[advantage(entries[f"q/{i}t{turn}"]) for turn in range(len(row))] for i, row in enumerate(expected)]
+    entries = by_call(credit(turns(*THREE), **{**PLAIN, **options}))
+    found = [[advantage(entries[f"q/{i}#{turn}"]) for turn in range(len(row))] for i, row in enumerate(expected)]
     assert found == [pytest.approx(row, abs=TOLERANCE) for row in expected]
 
 
 def test_absorb_is_the_default_and_its_part_is_named():
-    entries = by_call(credit(forest_of(*THREE), **PLAIN))
-    assert entries["q/2t0"].parts == pytest.approx({"outcome": 0.5, "own_advantage": 0.0, "absent_turns": -5 / 6})
-    assert entries["q/1t1"].parts == pytest.approx({"outcome": 0.0, "own_advantage": -0.5, "absent_turns": -1 / 6})
-    assert "absent_turns" not in entries["q/0t2"].parts and "absent_turns" not in entries["q/1t0"].parts
-    assert by_call(credit(forest_of(*THREE), **PLAIN, missing_turn="absorb")) == entries
+    entries = by_call(credit(turns(*THREE), **PLAIN))
+    assert entries["q/2#0"].parts == pytest.approx({"outcome": 0.5, "own_advantage": 0.0, "absent_turns": -5 / 6})
+    assert entries["q/1#1"].parts == pytest.approx({"outcome": 0.0, "own_advantage": -0.5, "absent_turns": -1 / 6})
+    assert "absent_turns" not in entries["q/0#2"].parts and "absent_turns" not in entries["q/1#0"].parts
+    assert by_call(credit(turns(*THREE), **PLAIN, missing_turn="absorb")) == entries
     for other in ("zero", "exclude"):
-        found = by_call(credit(forest_of(*THREE), **PLAIN, missing_turn=other))
+        found = by_call(credit(turns(*THREE), **PLAIN, missing_turn=other))
         assert not any("absent_turns" in entry.parts for entry in found.values())
         assert [e.weights for e in found.values()] == [e.weights for e in entries.values()]
 
@@ -82,16 +69,16 @@ def test_two_turns_have_no_such_choice():
 
 
 def test_a_failed_rollout_of_the_model_counts_and_one_of_a_tool_does_not():
-    long = (((0.5, 0.5, 0.5), None),)  # the longest, but its tool failed: no turn of it is compared
-    with_failure = credit(forest_of(*THREE, *long), **PLAIN)
-    assert with_failure.entries == credit(forest_of(*THREE), **PLAIN).entries
-    grow = forest_of(*THREE, ((0.5, 0.5, 0.5), 0.0))
+    # the longest, but its tool failed: no turn of it is compared
+    with_failure = credit(turns(*THREE, (0.5, 0.5, 0.5, None)), **PLAIN)
+    assert with_failure.entries == credit(turns(*THREE), **PLAIN).entries
+    grow = turns(*THREE, (0.5, 0.5, 0.5, 0.0))
     failed = replace(grow, rollouts=(*grow.rollouts[:-1], replace(grow.rollouts[-1], error="length")))
-    assert by_call(credit(failed, **PLAIN))["q/2t0"].parts["absent_turns"] != pytest.approx(-5 / 6)
+    assert by_call(credit(failed, **PLAIN))["q/2#0"].parts["absent_turns"] != pytest.approx(-5 / 6)
 
 
 def test_an_example_of_one_rollout_stays_out():
-    (entry,) = credit(forest_of(((), 1.0)), **PLAIN).entries
+    (entry,) = credit(turns((1.0,)), **PLAIN).entries
     assert entry.advantages == (0.0,) and entry.weights == (0.0,) and "absent_turns" not in entry.parts
 
 

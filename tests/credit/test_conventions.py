@@ -3,14 +3,12 @@
 docs/algorithms.md has these conventions in words ("Common rules"); weights are worked out by hand here.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from mmrl.algorithms import ALGORITHMS, minibatches
-from tests.helpers.forests import Grow, advantage, by_call, credit, singles, total_weight
+from tests.helpers.forests import Grow, advantage, by_call, credit, singles, total_weight, turns
 
 GROUPED = sorted(name for name in ALGORITHMS if not ALGORITHMS[name].needs_critic)
 GROUPS_OF_ONE = {"mt_grpo": 2, "gigpo": 4, "tree_grpo": 4}
@@ -83,12 +81,8 @@ def test_mmgrpo_repeats_a_single_rollout_to_r_equal_ones(padding, weight):
 
 def test_a_turn_that_one_rollout_alone_reached_stays_in_the_loss():
     """`missing_turn=exclude`: own advantage 0 there; the outcome's still arrives, and the weight is its own."""
-    grow = Grow(("a",))
-    grow.chain("q/0", "aaa", 1.0)
-    grow.chain("q/1", "aa", 0.0)
-    for call, reward in (("q/0#0", 0.5), ("q/0#1", 0.9), ("q/1#0", 0.1)):
-        grow.calls[call] = replace(grow.calls[call], turn_reward=reward)
-    entries = by_call(credited(grow.forest, "mt_grpo_variable", missing_turn="exclude"))
+    forest = turns((0.5, 0.9, 1.0), (0.1, 0.0))
+    entries = by_call(credited(forest, "mt_grpo_variable", missing_turn="exclude"))
     assert entries["q/0#1"].group_size == 1 and entries["q/0#1"].parts["own_advantage"] == 0
     assert advantage(entries["q/0#1"]) == advantage(entries["q/0#2"]) == pytest.approx(0.707106, abs=1e-6)
     assert entries["q/0#1"].weights == pytest.approx((1 / 6,))
@@ -215,6 +209,8 @@ def test_a_sequence_without_tokens_has_no_place_for_a_reward(name):
     assert by_call(beside)["q1/1"].token_rewards == () and by_call(beside)["q1/1"].weights == ()
     assert by_call(alone)["q0/0"].returns == by_call(beside)["q0/0"].returns
     assert by_call(beside)["q0/0"].weights == pytest.approx((1 / 4, 1 / 4))
+    (nothing,) = credited(singles((1.0,), tokens=(0,)), name).entries
+    assert nothing.advantages == nothing.weights == nothing.returns == ()
 
 
 # -- examples without a scored rollout

@@ -1,19 +1,14 @@
-"""The pure pieces of credit on their own: normalisation, weights, estimation, forks."""
-
-from __future__ import annotations
+"""The pure pieces of credit on their own: normalisation, explained variance, rewards of a tree, forks."""
 
 import math
-import statistics
 
 import pytest
 
 from mmrl.config.algo import GrpoConfig, MhgpoFofConfig
-from mmrl.credit.backward import EstimatedCall, backward, critic_credit, gae, whitening
+from mmrl.credit.backward import EstimatedCall, backward, critic_credit
 from mmrl.credit.entries import Group, Member, Reward
-from mmrl.credit.groups import compare, std_of
-from mmrl.credit.loss_weights import Unit, per_token, two_level
-from mmrl.credit.scored import scored_rollouts
-from mmrl.credit.slots import ForkView, three_level
+from mmrl.credit.groups import compare
+from mmrl.credit.slots import ForkView
 from mmrl.records import Call
 from tests.helpers.forests import Grow
 
@@ -32,10 +27,6 @@ def normalise(rewards, **options):
 
 def advantages(group):
     return tuple(member.advantage for member in group.members)
-
-
-def weights(units, shares, loss_mean, loss_length=None, minibatch=None):
-    return per_token(units, shares, GrpoConfig(name="grpo", loss_mean=loss_mean, loss_length=loss_length), minibatch)
 
 
 def test_normalise_by_hand():
@@ -75,51 +66,6 @@ def test_constant_groups_have_no_advantage_even_when_averages_round(eps):
     assert normalise([-1e6, -1e6 + 1e-7], eps=eps).constant
 
 
-def test_standard_deviation():
-    values = [1.0, 4.0, -2.0, 0.5]
-    assert std_of(values, 1) == pytest.approx(statistics.stdev(values))
-    assert std_of(values, 0) == pytest.approx(statistics.pstdev(values))
-    assert std_of([1.0], 1) == 0.0 and std_of([], 0) == 0.0
-
-
-def test_two_level_shares():
-    units = [Unit("q", "g1", 2), Unit("q", "g1", 3), Unit("q", "g2", 1), Unit("p", "g3", 0), Unit("p", "g4", 5, False)]
-    assert two_level(units) == pytest.approx([1 / 6, 1 / 6, 1 / 3, 0, 0])
-    assert two_level(units, {"q": 0, "p": 1}) == pytest.approx([1 / 4, 1 / 4, 1 / 2, 0, 0])
-
-
-def test_three_level_shares():
-    units = [Unit("q", "a", 2), Unit("q", "a", 3), Unit("q", "b", 1), Unit("p", "a", 4), Unit("p", "a", 4, False)]
-    filled = [("q", "a"), ("q", "b"), ("p", "a"), ("p", "b"), ("r", "a")]
-    assert three_level(units, filled) == pytest.approx([1 / 12, 1 / 12, 1 / 6, 1 / 6, 0])
-    steps = {"q": 0, "p": 1, "r": 1}
-    assert three_level(units, filled, steps) == pytest.approx([1 / 4, 1 / 4, 1 / 2, 1 / 4, 0])
-
-
-def test_shares_and_units_must_match():
-    with pytest.raises(ValueError, match="shorter"):
-        weights([Unit("q", "g", 1)], [], "seq")
-    with pytest.raises(ValueError, match="shorter"):
-        weights([Unit("q", "g", 1)], [], "token")
-
-
-def test_weights_weights():
-    units = [Unit("q", "g", 2), Unit("q", "g", 4), Unit("p", "h", 3), Unit("p", "i", 9, False)]
-    shares = [0.25, 0.25, 0.5, 0.0]
-    assert weights(units, shares, "seq", None) == pytest.approx([1 / 8, 1 / 16, 1 / 6, 0])
-    assert weights(units, shares, "token", None) == pytest.approx([1 / 9, 1 / 9, 1 / 9, 0])
-    assert weights(units, shares, "token", None, {"q": 0, "p": 1}) == pytest.approx([1 / 6, 1 / 6, 1 / 3, 0])
-    assert weights(units, shares, "constant", 5) == pytest.approx([0.05, 0.05, 0.1, 0])
-    assert weights(units, shares, "constant", None) == pytest.approx([0.25 / 9, 0.25 / 9, 0.5 / 9, 0])
-    assert weights([], [], "constant", None) == []
-
-
-def test_gae_by_hand():
-    """Two tokens: A_1 = r_1 - V_1; A_0 = r_0 + gamma V_1 - V_0 + gamma lambda A_1."""
-    assert gae([1.0, 2.0], [0.5, 0.25], 0.9, 0.5) == pytest.approx([1.0 + 0.9 * 0.25 - 0.5 + 0.45 * 1.75, 1.75])
-    assert gae([], [], 1, 1) == []
-
-
 def test_explained_variance_by_hand():
     """Returns 1, 0, 2 around 1, errors (advantages) 0.5, 0, -0.5 around 0: 1 - (0.5/3) / (2/3)."""
     call = Call(id="c", example="q", parent=None, module="a", completion_tokens=3)
@@ -129,30 +75,6 @@ def test_explained_variance_by_hand():
     assert critic_credit("x", [flat], "none").metrics == {}
 
 
-def test_whitening():
-    mean, factor = whitening([1.0, 2.0, 6.0])
-    assert mean == 3.0 and factor == pytest.approx(1 / math.sqrt(7 + 1e-8))
-    assert whitening([1.0, 3.0])[1] == pytest.approx(1 / math.sqrt(2 + 1e-8))
-    assert whitening([4.0])[0] == 4.0 and whitening([]) == (0.0, 1.0)
-
-
-def test_rewards_are_backed_up_through_every_level():
-    grow = Grow(("a", "b", "c"))
-    grow.call("q/a", None, "a", penalty=-1.0)
-    for branch in range(2):
-        grow.call(f"q/b{branch}", "q/a", "b", penalty=-0.25)
-        for leaf in range(2):
-            grow.call(f"q/c{branch}{leaf}", f"q/b{branch}", "c", penalty=-0.5)
-            grow.end(f"q/c{branch}{leaf}", 1.0 * branch + 0.5 * leaf)
-    shared = backward(grow.forest, MHGPO)
-    assert [shared[c].total for c in ("q/c11", "q/b1", "q/a")] == pytest.approx([1.0, 1.0, -0.25])
-    full = backward(grow.forest, MhgpoFofConfig(name="mhgpo_fof", propagate="full", aggregate="max"))
-    assert full["q/b1"].parts == {"shared": 1.0, "penalty": -0.25}
-    assert full["q/a"].parts == {"shared": 0.75, "penalty": -1.0}
-    plain = backward(grow.forest, MhgpoFofConfig(name="mhgpo_fof", penalties=False, aggregate="min"))
-    assert plain["q/a"].total == 0.0 and plain["q/c11"].total == 1.5
-
-
 def test_a_rollout_that_ends_where_another_goes_on_is_one_more_successor():
     grow = Grow(("a", "b"))
     grow.call("q/a", None, "a")
@@ -160,14 +82,6 @@ def test_a_rollout_that_ends_where_another_goes_on_is_one_more_successor():
     grow.end("q/b", 1.0)
     grow.end("q/a", 0.0, error="length")
     assert backward(grow.forest, MHGPO)["q/a"].total == 0.5
-
-
-def test_scored_rollouts_have_a_reward_and_a_call():
-    grow = Grow(("a",))
-    grow.chain("q/0", "a", 1.0)
-    grow.chain("q/1", "a", None, error="judge")
-    grow.end(None, 0.0, error="length")
-    assert [scored.rollout.id for scored in scored_rollouts(grow.forest)] == ["q/0"]
 
 
 def test_forks_recorded_and_read_from_the_tree():

@@ -94,6 +94,17 @@ def singles(*examples: Sequence[float | None], tokens: Sequence[int] = (2, 2, 2,
     return grow.forest
 
 
+def turns(*rollouts: Sequence[float | None]) -> Forest:
+    """Rollouts of one agent: of each the turn rewards of its calls but the last, and its outcome (None: failed)."""
+    grow = Grow(("agent",))
+    for number, (*rewards, outcome) in enumerate(rollouts):
+        leaf = None
+        for turn, reward in enumerate((*rewards, None)):
+            leaf = grow.call(f"q/{number}#{turn}", leaf, "agent", turn_reward=reward)
+        grow.end(leaf, outcome, id=f"q/{number}", error="tool" if outcome is None else None)
+    return grow.forest
+
+
 def by_call(credit: Credit) -> dict[str, Entry]:
     """Entries of an algorithm that has one per call."""
     found = {entry.call: entry for entry in credit.entries}

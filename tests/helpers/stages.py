@@ -138,10 +138,8 @@ def better_with_demonstrations(task: Any, base: float = 0.3, each: float = 0.2) 
     return answer
 
 
-def prompt_stage(folder: Path, task: Any, engine: Any, algo: str, seed: int = 3, **options: Any) -> PromptStage:
-    """A stage on a run directory, new or begun before."""
-    config, built = task
-    command = PromptCommandConfig(
+def prompt_command(config: Any, algo: str, seed: int = 3, **options: Any) -> PromptCommandConfig:
+    return PromptCommandConfig(
         seed=seed,
         task=config,
         model=MODEL,
@@ -151,12 +149,17 @@ def prompt_stage(folder: Path, task: Any, engine: Any, algo: str, seed: int = 3,
         run=RunConfig(),
         algo={"name": algo, **options},
     )
+
+
+def prompt_stage(folder: Path, task: Any, engine: Any, algo: str, seed: int = 3, **options: Any) -> PromptStage:
+    """A stage on a run directory, new or begun before."""
+    config, built = task
     there = (folder / "config.yaml").exists()
     rundir = RunDir.open(folder) if there else RunDir.create(folder, {"seed": seed, "algo": {"name": algo}}, ["mmrl"])
     quiet = SimpleNamespace(step=lambda *_: None, note=lambda *_: None, status=lambda *_: None)
     log = StepLog(rundir=rundir, progress=quiet, trackers=SimpleNamespace(calls=0, log=lambda *_: None))
     return PromptStage(
-        config=command,
+        config=prompt_command(config, algo, seed, **options),
         task=built,
         engine=engine,
         tokenizer=load_tokenizer(MODEL),

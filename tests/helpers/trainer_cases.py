@@ -209,9 +209,13 @@ def make_trainer(
     return trainer
 
 
-def trained(folder: Path, model: Any = None, **options: Any) -> tuple[MmrlTrainer, list[dict[str, float]]]:
-    """A trainer at the end of its run, and the metrics of each step."""
+def trained(
+    folder: Path, model: Any = None, calls_of: Any = None, **options: Any
+) -> tuple[MmrlTrainer, list[dict[str, float]]]:
+    """A trainer at the end of its run, and the metrics of each step; `calls_of(trainer)` are a step's calls."""
     seen: list[dict[str, float]] = []
+    if calls_of is not None:
+        options["calls"] = lambda step: calls_of(trainer)
     trainer = make_trainer(folder, model, on_step_end=lambda step, metrics: seen.append(metrics), **options)
     trainer.train()
     return trainer, seen
@@ -228,6 +232,12 @@ def resumable(folder: Path, resume_from: Path | None = None, **options: Any) -> 
     )
     trainer.train()
     return seen, trainer
+
+
+def agreeing(trainer: MmrlTrainer, shift: float = 0.0) -> list[TrainCall]:
+    """Calls whose sampler said what the trainer says, less `shift`."""
+    said = trainer.forwards.policy_logprobs(sampled(make_calls()))
+    return [with_changes(c, logprobs=tuple(v - shift for v in lp)) for c, lp in zip(make_calls(), said, strict=True)]
 
 
 def weights_of(trainer: MmrlTrainer) -> dict[str, torch.Tensor]:

@@ -33,13 +33,6 @@ def test_a_run_is_its_newest_checkpoint_by_number(tmp_path):
     assert (found.base, found.step) == (str(newest.parent / "checkpoint-10"), 10)
 
 
-def test_a_checkpoint_of_a_run_that_is_not_complete_is_passed_over(tmp_path):
-    (tmp_path / "config.yaml").write_text("model: {path: tiny}\n")
-    whole, damaged = checkpoint(tmp_path, 2), checkpoint(tmp_path, 4)
-    (damaged / "complete.json").write_text(json.dumps({"step": 4, "files": {"model.safetensors": 3}}))
-    assert resolve(str(tmp_path)).base == str(whole)
-
-
 def test_an_adapter_of_a_run_takes_the_runs_base(tmp_path):
     (tmp_path / "config.yaml").write_text("model: {path: Qwen/Qwen3-8B}\n")
     path = checkpoint(tmp_path, 5, adapter=True)

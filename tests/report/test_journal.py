@@ -13,6 +13,7 @@ from mmrl.errors import CheckpointError
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.journal import JournalWriter, decode_step, encode_step, read_step, write_step
 from mmrl.report.rundir import RunDir
+from tests.helpers.forests import Grow
 
 floats = st.floats(allow_nan=False)
 json_values = st.recursive(
@@ -22,60 +23,40 @@ json_values = st.recursive(
 )
 objects = st.dictionaries(st.text(), json_values, max_size=3)
 ids = st.lists(st.integers(0, 200_000), max_size=6).map(tuple)
+OF_TYPE = {
+    "int": st.integers(0, 9),
+    "float": floats,
+    "bool": st.booleans(),
+    "str": st.text(),
+    "Any": json_values,
+    "tuple[int, ...]": ids,
+    "tuple[float, ...]": st.lists(floats, max_size=6).map(tuple),
+    "Mapping[str, Any]": objects,
+    "Mapping[str, float]": st.dictionaries(st.text(), floats, max_size=2),
+}
+
+
+def records(kind):
+    """Records of `kind` whose fields hold anything of their type."""
+    types = {field.name: field.type.partition(" | None") for field in dataclasses.fields(kind)}
+    return st.builds(
+        kind, **{name: st.none() | OF_TYPE[of] if none else OF_TYPE[of] for name, (of, none, _) in types.items()}
+    )
+
+
+CALLS, ROLLOUTS = records(Call), records(Rollout)
 
 
 @st.composite
 def forests(draw):
     calls = {}
-    for number in range(draw(st.integers(0, 6))):
-        completion = draw(ids)
-        per_token = st.none() | st.lists(floats, min_size=len(completion), max_size=len(completion)).map(tuple)
-        parent = draw(st.sampled_from([None, *calls])) if calls else None
-        calls[f"q/{number}#0"] = Call(
-            id=f"q/{number}#0",
-            example=draw(st.text()),
-            parent=parent,
-            module=draw(st.sampled_from(["rewriter", "answerer"])),
-            invocation=draw(st.integers(0, 3)),
-            turn=draw(st.integers(0, 3)),
-            completion_tokens=len(completion),
-            prompt_tokens=draw(st.none() | st.integers(0, 9)),
-            prompt_ids=draw(ids),
-            completion_ids=completion,
-            logprobs=draw(per_token),
-            ref_logprobs=draw(per_token),
-            values=draw(per_token),
-            text=draw(st.text()),
-            prompt_text=draw(st.text()),
-            finish=draw(st.sampled_from(["stop", "eos", "length"])),
-            ok=draw(st.booleans()),
-            penalty=draw(floats),
-            turn_reward=draw(st.none() | floats),
-            teacher=draw(st.none() | st.text()),
-            policy_version=draw(st.none() | st.integers(0, 9)),
-            attempts=draw(st.integers(1, 3)),
-            facts=draw(objects),
-        )
-    rollouts = [
-        Rollout(
-            id=f"q/{number}",
-            example="q",
-            leaf=leaf,
-            reward=draw(st.none() | floats),
-            error=draw(st.none() | st.sampled_from(["parse", "tool"])),
-            error_message=draw(st.text()),
-            prediction=draw(json_values),
-            metrics=draw(st.dictionaries(st.text(), floats, max_size=2)),
-            parts=draw(st.dictionaries(st.text(), floats, max_size=2)),
-        )
-        for number, leaf in enumerate([None, *calls])
-    ]
+    for number in range(draw(st.integers(0, 4))):
+        name, parent = f"q/{number}#0", draw(st.sampled_from([None, *calls]))
+        calls[name] = dataclasses.replace(draw(CALLS), id=name, parent=parent)
+    leaves = [None, *calls]
+    rollouts = tuple(dataclasses.replace(draw(ROLLOUTS), id=f"q/{n}", leaf=leaf) for n, leaf in enumerate(leaves))
     return Forest(
-        calls=calls,
-        rollouts=tuple(rollouts),
-        modules=("rewriter", "answerer"),
-        step=draw(st.integers(0, 999)),
-        meta=draw(objects),
+        calls=calls, rollouts=rollouts, modules=("a", "b"), step=draw(st.integers(0, 999)), meta=draw(objects)
     )
 
 
@@ -91,25 +72,12 @@ def test_any_forest_survives_json(forest, extra):
 
 
 def small_forest(step=3):
-    shared = tuple(range(50))
-    calls = {
-        f"q/{number}#0": Call(
-            id=f"q/{number}#0",
-            example="q",
-            parent=None,
-            module="answerer",
-            completion_tokens=2,
-            prompt_tokens=50,
-            prompt_ids=shared,
-            prompt_text="who? \ud800",
-            completion_ids=(7, number),
-            logprobs=(-0.1, -1 / 3),
-            text="Líndā",
-        )
-        for number in range(3)
-    }
-    rollouts = tuple(Rollout(id=f"q/{n}", example="q", leaf=f"q/{n}#0", reward=n / 3) for n in range(3))
-    return Forest(calls=calls, rollouts=rollouts, modules=("answerer",), step=step)
+    grow = Grow(("answerer",), step)
+    for number in range(3):
+        fields = {"prompt_ids": tuple(range(50)), "prompt_text": "who? \ud800", "completion_ids": (7, number)}
+        leaf = grow.call(f"q/{number}#0", None, "answerer", 2, logprobs=(-0.1, -1 / 3), text="Líndā", **fields)
+        grow.end(leaf, number / 3)
+    return grow.forest
 
 
 @pytest.fixture

@@ -67,12 +67,6 @@ def test_a_second_process_is_told_who_holds_the_run(path):
     RunDir.open(path).close()  # free again
 
 
-def test_reading_needs_no_lock(path):
-    with create(path, seed=1) as run:
-        run.append_metrics(1, {"reward/mean": 0.5})
-        assert RunDir.read(path).history() == [{"step": 1, "reward/mean": 0.5}]
-
-
 def test_names_of_simultaneous_runs_never_collide(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         paths = list(pool.map(lambda _: allocate(tmp_path, "x"), range(40)))

@@ -206,12 +206,13 @@ def test_a_table_that_is_too_wide_goes_on_below_with_its_first_column():
     assert align(rows, width=1).count("\n\n") == 3
 
 
+EVALUATION = {key: value for key, value in CONFIG.items() if key != "algo"} | {"policy": "tiny", "split": "test"}
+
+
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
     """What `mmrl eval` leaves: results of 12 items, and a journal of each half."""
-    config = {**CONFIG, "policy": "tiny", "split": "test"}
-    config.pop("algo")
-    run = RunDir.create(tmp_path_factory.mktemp("eval") / "run", config, ["mmrl", "eval", "policy=tiny"])
+    run = RunDir.create(tmp_path_factory.mktemp("eval") / "run", EVALUATION, ["mmrl", "eval", "policy=tiny"])
     with run:
         results = [{**item, "predictions": ["x"], "errors": [], "failed_share": 0.0} for item in items(0, 12)]
         results[3] |= {"id": "q1", "errors": ["parse"]}
@@ -252,9 +253,7 @@ def test_the_items_of_an_evaluation_and_the_calls_of_one(evaluated):
 
 
 def test_an_evaluation_without_items_is_passed_over(tmp_path):
-    config = {**CONFIG, "policy": "tiny", "split": "test"}
-    config.pop("algo")
-    with RunDir.create(tmp_path / "run", config, ["mmrl", "eval", "policy=tiny"]) as run:
+    with RunDir.create(tmp_path / "run", EVALUATION, ["mmrl", "eval", "policy=tiny"]) as run:
         for step, split in ((0, "dev"), (1, "dev")):
             run.eval_path(step, split).parent.mkdir(exist_ok=True)
             run.eval_path(step, split).write_text("")

@@ -291,10 +291,8 @@ def test_a_run_under_way_goes_on_where_the_whole_was_moved_and_a_changed_start_i
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("rows: {1_sft: {train: [algo=sft]}}", "shows: missing"),
         ("shows: x\nrows: {1_sft: {tain: [algo=sft]}}", "rows.1_sft.tain: unknown key"),
         ("shows: x\nrows: {1_sft: {train: [algo=sfd]}}", "sfd"),
-        ("shows: x\nrows: {2_sft: {from: 1_x, train: [algo=sft]}}", "rows.2_sft.from: got '1_x'"),
         ("rows: [", "set.yaml"),
     ],
 )

@@ -5,10 +5,12 @@ import gzip
 import json
 import os
 import re
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+import yaml
 
 from mmrl.cli import main
 from mmrl.cli.configs import set_config
@@ -22,196 +24,21 @@ from mmrl.sets.words import read_set, scales_of, set_names, words_of
 CONF = Path(__file__).parents[2] / "conf"
 PAPERS = Path(os.environ.get("MMRL_PAPERS", CONF.parent.parent / "shared" / "papers"))
 """The papers' texts, which are not part of this repository."""
-P0, P1, P2 = "arXiv 2508.04660", "arXiv 2506.02718", "arXiv 2505.11821"
-
 TABLES = [name for name in set_names() if read_set(name).source is not None]
-
-# (table, row, column, command) -> key -> value, place in the paper or the official code.
-FACTS = {
-    ("mmgrpo-table1", "mmGRPO", "Banking77 qwen3", "train"): {
-        "train.steps": (750, f"{P0} Sec. 5.2"),
-        "train.batch_size": (4, f"{P0} Sec. 5.2"),
-        "algo.rollouts": (12, f"{P0} Sec. 5.2"),
-        "train.lr": (1e-5, f"{P0} Sec. 5.2"),
-        "algo.beta": (0.01, f"{P0} Sec. 5.2, Qwen3"),
-        "train.grad_clip": (0.1, f"{P0} Sec. 5.2, Qwen3"),
-        "algo.temperature": (0.6, f"{P0} Sec. 5.2"),
-        "algo.max_context": (8192, f"{P0} Sec. 5.2"),
-        "task.max_tokens": (1032, f"{P0} Sec. 5.2"),
-        "task.max_context": (32768, f"{P0} Sec. 5.2"),
-        "eval.temperature": (0.6, f"{P0} Sec. 5.1"),
-        "eval.top_p": (0.95, f"{P0} Sec. 5.1, Qwen3"),
-        "eval.top_k": (20, f"{P0} Sec. 5.1, Qwen3"),
-        "eval.parse_retries": (3, f"{P0} Sec. 5.1"),
-        "model.lora.r": (16, f"{P0} Sec. 5.2"),
-        "model.lora.alpha": (64, f"{P0} Sec. 5.2"),
-        "model.lora.dropout": (0.05, f"{P0} Sec. 5.2"),
-        # 4 examples x 12 rollouts in steps of 20 samples: 2.4, and mini-batches hold whole examples
-        "algo.minibatches": (2, f"{P0} Sec. 5.2: accumulation 20, one sample per device"),
-        "hardware.processes": (2, f"{P0} Sec. 5.3: 2 H100"),
-    },
-    ("mmgrpo-table1", "mmGRPO", "HoVer llama3.1", "train"): {
-        "algo.beta": (0.04, f"{P0} Sec. 5.2, Llama"),
-        "train.grad_clip": (0.5, f"{P0} Sec. 5.2, Llama"),
-        "eval.top_p": (0.9, f"{P0} Sec. 5.1, Llama"),
-        "eval.top_k": (0, f"{P0} Sec. 5.1, Llama"),
-        "algo.minibatches": (4, f"{P0} Sec. 5.2"),
-        "task.hop_top_k": (10, f"{P0} snippet 3"),
-        "task.last_top_k": (30, f"{P0} snippet 3"),
-        "task.passages": (100, f"{P0} App. D: Recall@100"),
-        "task.search_hops": (4, f"{P0} snippet 3"),
-        "task.retriever.name": ("remote", f"{P0} App. D: ColBERTv2, a server"),
-        "task.retriever.protocol": ("dspy", f"{P0} App. D: ColBERTv2, a server"),
-        "task.data.train": ("hover_train_release_v1.1.json", "hover-nlp/hover: the hub has a loading script alone"),
-    },
-    ("mmgrpo-table1", "BetterTogether", "PAPILLON llama3.1", "train"): {
-        "algo.name": ("mmgrpo", f"{P0} Sec. 5.2: from the prompts of MIPROv2"),
-        "algo.beta": (0.04, f"{P0} Sec. 5.2, Llama"),
-        "train.grad_clip": (0.5, f"{P0} Sec. 5.2, Llama"),
-        "algo.minibatches": (4, f"{P0} Sec. 5.2"),
-        "task.external.model": ("gpt-4.1-mini-2025-04-14", f"{P0} App. D"),
-        "task.judge.model": ("gpt-4.1-mini-2025-04-14", "gepa-ai/gepa-artifact"),
-    },
-    ("mmgrpo-table1", "MIPROv2", "Banking77 qwen3", "train"): {
-        "algo.auto": ("medium", f"{P0} Sec. 5.2"),
-        "hardware.processes": (1, f"{P0} Sec. 5.3: 1 H100"),
-    },
-    ("mhgpo-table1", "MHGPO-RR", "HotpotQA", "train"): {
-        "train.lr": (5e-7, f"{P1} B.2"),
-        "train.batch_size": (512, f"{P1} Table 5"),
-        "train.steps": (176, f"{P1} B.1: one epoch of 90,447"),
-        "algo.group_size": (4, f"{P1} Table 5"),
-        "algo.clip": (0.2, f"{P1} Table 5"),
-        "algo.top_p": (0.9, f"{P1} Table 5"),
-        "algo.beta": (0.001, f"{P1} Table 5"),
-        "task.data.dev_items": (500, f"{P1} Sec. 4.1"),
-        "task.data.dev": ("hotpotqa/hotpot_qa:distractor:validation", "the hub's set has train and validation alone"),
-        "eval.every": (5, f"{P1} Sec. 4.1"),
-        "model.lora": (None, f"{P1} Sec. 4.1"),
-        "hardware.processes": (8, f"{P1} App. B"),
-        "train.weight_decay": (0.01, "not stated; verl's, as of all its trained rows"),
-        "task.max_context": (8192, "not stated; the model's own limit leaves vLLM no room"),
-        "task.retriever.model": ("facebook/contriever", f"{P1} Sec. 4.1"),
-    },
-    ("mhgpo-table1", "MAPPO", "HotpotQA", "train"): {
-        "algo.critic_lr_factor": (2.0, f"{P1} B.2: 1e-6"),
-        "algo.gamma": (1.0, "MMOA-RAG"),
-        "hardware.cpu_offload": (True, "policy, reference and critic on 80 GB"),
-    },
-    ("mhgpo-table1", "LLM + PPO", "HotpotQA", "train"): {
-        "train.weight_decay": (0.01, f"{P1} B.2: other parameters are shared"),
-        "algo.minibatches": (1, f"{P1} B.2"),
-        "train.lr": (5e-7, f"{P1} B.2"),
-        "hardware.cpu_offload": (True, "policy, reference and critic on 80 GB"),
-    },
-    ("mhgpo-table1", "R1-Searcher(PPO), first", "HotpotQA", "train"): {
-        "task.reward": ("stage1", f"{P1} App. B; RUCAIBox/R1-Searcher"),
-        "train.lr": (2e-6, f"{P1} App. B; RUCAIBox/R1-Searcher"),
-        "train.batch_size": (15, f"{P1} App. B; RUCAIBox/R1-Searcher"),
-        "algo.beta": (1e-4, f"{P1} App. B; RUCAIBox/R1-Searcher"),
-        "algo.top_p": (0.95, f"{P1} App. B; RUCAIBox/R1-Searcher"),
-        "task.retriever.top_k": (3, f"{P1} App. B; RUCAIBox/R1-Searcher"),
-        "task.max_turns": (10, f"{P1} App. B; RUCAIBox/R1-Searcher"),
-        "task.data.train_items": (350, f"{P1} App. B; RUCAIBox/R1-Searcher"),
-    },
-    ("mhgpo-table1", "R1-Searcher(GRPO)", "HotpotQA", "train"): {
-        "task.reward": ("outcome", f"{P1} App. B; RUCAIBox/R1-Searcher"),
-        "algo.group_size": (16, f"{P1} App. B; RUCAIBox/R1-Searcher"),
-        "train.batch_size": (65, f"{P1} App. B; RUCAIBox/R1-Searcher"),
-        "task.data.train_items": (8148, f"{P1} App. B; RUCAIBox/R1-Searcher"),
-    },
-    ("mhgpo-table1", "R1-Searcher(GRPO)", "MuSiQue", "eval"): {
-        "task.retriever.top_k": (5, f"{P1} App. B; RUCAIBox/R1-Searcher"),
-        "task.max_turns": (15, f"{P1} App. B; RUCAIBox/R1-Searcher"),
-    },
-    ("mhgpo-table1", "Search-o1", "2Wiki", "eval"): {
-        "task.max_turns": (10, f"{P1} App. B; sunnynexus/Search-o1"),
-        "task.max_tokens": (8192, f"{P1} App. B; sunnynexus/Search-o1"),
-        "task.retriever.top_k": (10, f"{P1} App. B; sunnynexus/Search-o1"),
-        "eval.temperature": (0.7, f"{P1} App. B; sunnynexus/Search-o1"),
-        "eval.top_p": (0.8, f"{P1} App. B; sunnynexus/Search-o1"),
-        "eval.top_k": (20, f"{P1} App. B; sunnynexus/Search-o1"),
-        "task.data.dev": ("RUC-NLPIR/FlashRAG_datasets:2wikimultihopqa:dev", f"{P1} Table 1: 12,576 items"),
-        "task.data.dev_items": (None, f"{P1} Table 1: whole counts over 12,576 items"),
-    },
-    ("mhgpo-table1", "MAS Qwen2.5-72B", "HotpotQA", "eval"): {
-        "engine.args": (("--tensor-parallel-size=8", "--data-parallel-size=1"), "145 GB of weights on GPUs of 80"),
-        "model.path": ("Qwen/Qwen2.5-72B-Instruct", f"{P1} Table 1"),
-    },
-    ("mhgpo-table2", "*Rewriter", "HotpotQA", "train"): {"algo.train_modules": (("rewriter",), f"{P1} Table 2")},
-    ("mhgpo-table3", "Rand()", "MHGPO-RR", "train"): {"algo.aggregate": ("random", f"{P1} Table 3")},
-    ("mhgpo-table4", "MAPPO final only", "HotpotQA", "train"): {"algo.penalties": (False, f"{P1} Table 4")},
-    ("mhgpo-table6", "6", "HotpotQA", "train"): {"algo.group_size": (6, f"{P1} Table 6")},
-    ("turn-table5", "MT-GRPO", "TriviaQA", "train"): {
-        "algo.group_size": (21, f"{P2} E.3"),
-        "train.lr": (1e-6, f"{P2} E.3"),
-        "train.warmup_steps": (20, "SiliangZeng/Multi-Turn-RL-Agent"),
-        "algo.beta": (0.0, f"{P2} E.3"),
-        "algo.epochs": (2, f"{P2} E.3"),
-        "train.steps": (150, f"{P2} E.3: 300 optimizer steps"),
-        "train.batch_size": (16, f"{P2} E.3: 12 x 4 x 7 / 21"),
-        "train.adam_beta2": (0.99, "SiliangZeng/Multi-Turn-RL-Agent"),
-        "train.grad_clip": (0.1, "SiliangZeng/Multi-Turn-RL-Agent"),
-        "algo.temperature": (0.9, "SiliangZeng/Multi-Turn-RL-Agent"),
-        "task.max_completion": (1024, f"{P2} E.3"),
-        "task.retriever.top_k": (1, f"{P2} E.1"),
-        "hardware.processes": (7, f"{P2} E.3"),
-        "hardware.rollout_devices": (1, f"{P2} E.3"),
-    },
-    ("turn-table2", "MT-PPO", "NQ", "train"): {
-        "train.lr": (1e-6, f"{P2} C.2"),
-        "algo.critic_lr_factor": (10.0, f"{P2} C.2: 1e-5"),
-        "train.steps": (500, f"{P2} C.2"),
-        "train.batch_size": (512, f"{P2} C.2"),
-        "algo.minibatches": (2, f"{P2} C.2: 256 of 512"),
-        "train.warmup_steps": (284, f"{P2} C.2: 0.285"),
-        "algo.critic_warmup_steps": (14, f"{P2} C.2: 0.015"),
-        "algo.gamma": (1.0, f"{P2} C.2"),
-        "algo.gae_lambda": (1.0, f"{P2} C.2"),
-        "algo.beta": (0.001, f"{P2} C.2"),
-        "task.max_tokens": (500, f"{P2} C.2"),
-        "task.max_observation": (500, f"{P2} C.2"),
-        "task.max_context": (4096, f"{P2} C.2"),
-        "task.max_turns": (4, f"{P2} C.2"),
-        "task.count_final_call": (True, f"{P2} Table 4: 4 generations, 3 results"),
-        "task.retriever.top_k": (3, f"{P2} C.2"),
-        "task.retriever.model": ("intfloat/e5-base-v2", f"{P2} C.2"),
-        "task.search_penalty": (0.1, f"{P2} Sec. 6.3"),
-        "hardware.cpu_offload": (True, f"{P2} C.2: FSDP with CPU offloading"),
-        "eval.temperature": (0.0, "PeterGriffinJin/Search-R1: validation is greedy"),
-        "train.keep": (25, f"{P2} Sec. 6.2: the last checkpoint before collapse"),
-    },
-    ("turn-table2", "GRPO", "NQ", "train"): {
-        "algo.group_size": (5, "PeterGriffinJin/Search-R1"),
-        "algo.eps": (1e-6, "PeterGriffinJin/Search-R1"),
-        "algo.loss_mean": ("token", "PeterGriffinJin/Search-R1"),
-    },
-    ("turn-fig4", "lambda 0.0", "NQ", "train"): {"task.search_penalty": (0.0, f"{P2} Sec. 6.3")},
-    ("turn-fig6", "MT-PPO", "NQ", "train"): {
-        "task.reward": ("judge_turn", f"{P2} C.4"),
-        "task.judge.max_tokens": (2048, f"{P2} C.4"),
-        "task.judge.concurrency": (64, "quanwei0/Search-R1"),
-        "task.judge.retries": (2, "quanwei0/Search-R1"),
-    },
-}
+WORDS = Path(__file__).parent / "words.json.gz"
+FACTS = yaml.safe_load((Path(__file__).parent / "facts.yaml").read_text(encoding="utf-8"))
 
 
-def config_of(table, row, column, command, scale="paper"):
-    spec = read_set(table)
-    words = words_of(spec, row, column, scale, command)
+@pytest.mark.parametrize("place", FACTS)
+def test_the_papers_facts(place):
+    name, row, column, command = place.split(" | ")
+    spec = read_set(name)
+    words = words_of(spec, row, column, "paper", command)
     if command == "eval" and not spec.rows[row].policy:
         words.append("policy=RUN")
-    return set_config(command, words, None)
-
-
-@pytest.mark.parametrize("place", FACTS, ids=lambda place: " ".join(map(str, place)))
-def test_the_papers_facts(place):
-    config = config_of(*place)
-    for key, (expected, where) in FACTS[place].items():
-        value = config
-        for part in key.split("."):
-            value = value[int(part)] if part.isdigit() else getattr(value, part)
-        assert value == expected, (key, where)
+    config = set_config(command, words, None)
+    for key, expected in FACTS[place].items():
+        assert attrgetter(key)(config) == as_tuples(expected), key
 
 
 def test_every_reported_value_is_there():
@@ -287,48 +114,24 @@ def test_every_config_of_a_shipped_set_composes(name):
                 composed.add(tuple(words))
                 config = set_config(command, [*words, *(["policy=tiny"] if command == "eval" else [])], None)
                 assert spec.scores or config.eval.items >= 200, "needed to say that it learns"
+                if name in TABLES and scale == "mini":
+                    assert config.task.data.dev == "mini" and config.hardware.name == "cpu"
+                    assert config.model.path.startswith("tiny")
+                    assert config.eval.items == (240 if command == "eval" else 24)
 
 
-def test_the_words_of_all_runs_are_those_of_the_two_readers_before():
-    """Frozen when comparisons and tables became sets: 827 lists of words, and 63 runs and stages."""
-    before = json.loads(gzip.decompress((Path(__file__).parent / "words_before.json.gz").read_bytes()))
-    compared = 0
-    read = functools.cache(read_set)
-    for place, words in before.items():
-        name, *rest = place.split("|")
-        spec = read(name)
-        if len(rest) == 4:
-            scale, row, column, command = rest
-            if command == "train0":
-                row = spec.rows[row].from_
-            now = words_of(spec, row, column, scale, command[:5] if command[0] == "t" else command)
-            compared += 1
-            if command == "train1" and scale == "mini":
-                # A run that starts from another one needs no words for a model of any path.
-                now, words = (set(some) & {"algo=ppo", "algo=grpo", "task.reward=outcome"} for some in (now, words))
-            if row == "BetterTogether" and command == "train":
-                words = stage_words(words, "mmgrpo")
-            if "task.retriever.name=colbert" in words:  # a server's work since
-                served = ["name=remote", "protocol=dspy", "url=http://127.0.0.1:8893/api/search"]
-                words = [word for word in words if word != "task.retriever.name=colbert"]
-                words += [f"task.retriever.{word}" for word in served]
-            assert sorted(now) == sorted(words), place
-            continue
-        task, row = rest
-        typed = next((word for word in words if word.startswith("stages=")), "")
-        stages = typed[8:-1].split(",") if typed else ["miprov2", "mmgrpo"] if row == "better_together" else [""]
-        for stage in reversed(stages):
-            compared += 1
-            now = words_of(spec, row, task, "", "train")
-            assert sorted(now) == sorted(stage_words(words, stage) if stage else words), place
-            row = spec.rows[row].from_
-    assert compared == 827 + 63
+def test_the_words_of_published_runs_stay_as_they_are():
+    """Frozen, in their order, by set, scale, row, column and command: a change of them is another experiment."""
+    for place, words in json.loads(gzip.decompress(WORDS.read_bytes())).items():
+        assert words_at(place) == words, f"{place}; if it is meant: python -m tests.sets.test_spec"
 
 
-def stage_words(words, stage):
-    """What a stage of `stages=[A,B]` had: the words of all, and its own."""
-    own = [word.removeprefix(f"stage.{stage}.") for word in words if word.startswith(f"stage.{stage}.")]
-    return [*(word for word in words if not word.startswith(("stages=", "stage.", "algo="))), f"algo={stage}", *own]
+READ = functools.cache(read_set)
+
+
+def words_at(place):
+    name, scale, row, column, command = place.split("|")
+    return words_of(READ(name), row, column, scale, command)
 
 
 def test_the_shipped_sets_run_every_task_of_the_mini_world_and_every_algorithm():
@@ -339,23 +142,6 @@ def test_the_shipped_sets_run_every_task_of_the_mini_world_and_every_algorithm()
     algos = {word[5:] for spec in own for row in spec.rows.values() for word in row.train if word.startswith("algo=")}
     assert tasks == {task for tasks in SHIPPED.values() for task in tasks}
     assert algos == {*ALGO_SCHEMAS, "miprov2", "sft"} and all(len(spec.seeds) >= 3 for spec in own)
-
-
-@pytest.mark.parametrize(
-    ("table", "row", "column", "command"),
-    [
-        ("mmgrpo-table1", "BetterTogether", "PAPILLON qwen3", "train"),
-        ("mhgpo-table1", "R1-Searcher(PPO)", "2Wiki", "train"),
-        ("mhgpo-table1", "LLM Qwen2.5-72B", "MuSiQue", "eval"),
-        ("turn-table2", "MT-PPO", "PopQA", "eval"),
-        ("turn-table5", "GRPO-MR", "TriviaQA", "train"),
-    ],
-)
-def test_the_same_tables_on_the_mini_world(table, row, column, command):
-    config = config_of(table, row, column, command, scale="mini")
-    assert config.task.data.dev == "mini" and config.hardware.name == "cpu"
-    assert config.model.path.startswith("tiny")
-    assert config.eval.items == (240 if command == "eval" else 24)
 
 
 SPEC = {
@@ -452,3 +238,8 @@ def test_an_evaluation_of_ones_own_is_not_trained(tmp_path, monkeypatch, capsys)
     assert "policy: unknown key" in capsys.readouterr().err
     assert main(["eval", "policy=tiny", "experiment=learn"]) == 2
     assert "Could not override 'algo'" in capsys.readouterr().err
+
+
+if __name__ == "__main__":  # writes the words of the same places again
+    now = {place: words_at(place) for place in json.loads(gzip.decompress(WORDS.read_bytes()))}
+    WORDS.write_bytes(gzip.compress(json.dumps(now, indent=0).encode(), mtime=0))

@@ -128,6 +128,18 @@ class Quiet:
         self.said.append((step, split, metrics["n"]))
 
 
+def evaluations(rundir, task, engine, quiet, examples, settings=SETTINGS):
+    """The evaluations of a run of two steps whose task and engine are fakes."""
+    collector = SimpleNamespace(
+        log=StepLog(rundir=rundir, progress=quiet, trackers=quiet),
+        config=SimpleNamespace(seed=0, eval=settings),
+        reward_set="outcome",
+        sync=lambda step: None,
+        environment=lambda settings, key: environment(task, engine, key=key),
+    )
+    return Evaluations(examples=examples, last_step=2, stage=collector)
+
+
 def test_the_evaluations_of_a_run_go_without_scores_where_too_much_failed_and_the_last_is_made_again(tmp_path):
     down = [False]
 
@@ -139,15 +151,7 @@ def test_the_evaluations_of_a_run_go_without_scores_where_too_much_failed_and_th
     task, engine = FakeTask(Chain(), tools={"echo": tool}), FakeEngine(seeded_letter)
     quiet = Quiet()
     with RunDir.create(tmp_path / "run", {"algo": {}}, []) as rundir:
-        log = StepLog(rundir=rundir, progress=quiet, trackers=quiet)
-        collector = SimpleNamespace(
-            log=log,
-            config=SimpleNamespace(seed=0, eval=SETTINGS),
-            reward_set="outcome",
-            sync=lambda step: None,
-            environment=lambda settings, key: environment(task, engine, key=key),
-        )
-        run = Evaluations(examples=task.examples("dev"), last_step=2, stage=collector)
+        run = evaluations(rundir, task, engine, quiet, task.examples("dev"))
         down[0] = True
         with pytest.raises(TooManyFailures, match=r"^evaluation before training: 100% of .*tool 16; the first"):
             run.baseline()

@@ -9,7 +9,7 @@ from mmrl.config import ALGO_SCHEMAS
 from mmrl.stages.step_metrics import TURNS, credit_metrics, forest_metrics, never_metrics
 from mmrl.tasks import TASKS
 from tests.helpers.forests import Grow
-from tests.helpers.trainer_cases import make_calls, make_trainer, sampled, with_changes
+from tests.helpers.trainer_cases import agreeing, trained
 
 
 def agent_forest():
@@ -76,16 +76,10 @@ def test_many_turns_do_not_make_many_metrics():
 
 
 def test_the_gap_is_told_by_module(tmp_path):
-    seen = {}
-    calls = make_calls(6, modules=("a", "b"))
-    trainer = make_trainer(tmp_path, calls=calls, on_step_end=lambda step, metrics: seen.update(metrics))
-    exact = trainer.forwards.policy_logprobs(sampled(calls))
-    shifts = {"a": 0.0, "b": 0.25}
-    shifted = [
-        with_changes(call, logprobs=tuple(value + shifts[call.call.module] for value in row))
-        for call, row in zip(calls, exact, strict=True)
-    ]
-    trainer = make_trainer(tmp_path / "b", calls=shifted, on_step_end=lambda step, metrics: seen.update(metrics))
-    trainer.train()
-    assert seen["module/a/logprob_gap_mean"] == pytest.approx(0.0, abs=1e-5)
-    assert seen["module/b/logprob_gap_mean"] == pytest.approx(0.25, abs=1e-5)
+    def shifted(trainer):
+        both = zip(agreeing(trainer), agreeing(trainer, -0.25), strict=True)
+        return [moved if exact.call.module == "b" else exact for exact, moved in both]
+
+    _, (metrics,) = trained(tmp_path, calls_of=shifted)
+    assert metrics["module/a/logprob_gap_mean"] == pytest.approx(0.0, abs=1e-5)
+    assert metrics["module/b/logprob_gap_mean"] == pytest.approx(0.25, abs=1e-5)

@@ -7,10 +7,9 @@ import pytest
 from mmrl.config import EvalConfig
 from mmrl.report.rundir import RunDir
 from mmrl.rollout.plans import fork_on
-from mmrl.stages.evaluate import Evaluations
-from mmrl.stages.step_log import StepLog
 from tests.config.effects.training import collector_of, config_of
-from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, seeded_letter
+from tests.helpers.programs import Chain, FakeEngine, FakeTask, seeded_letter
+from tests.stages.test_evaluate import Quiet, evaluations
 
 
 class Sometimes(Chain):
@@ -26,7 +25,7 @@ class Sometimes(Chain):
         return await super().run(example, ctx)
 
 
-PLACE = "(tests/stages/test_own_code.py, line 25, in run)"
+PLACE = "(tests/stages/test_own_code.py, line 24, in run)"
 
 
 @pytest.fixture
@@ -57,22 +56,12 @@ def test_healthy_rollouts_and_failures_of_the_model_print_nothing(collector):
 
 
 def test_an_evaluation_prints_it_too(tmp_path, monkeypatch):
-    task, notes = FakeTask(Sometimes({"q1"})), []
-    quiet = SimpleNamespace(
-        note=notes.append, status=lambda text: None, evaluation=lambda *_: None, log=lambda *_: None
-    )
+    task, quiet = FakeTask(Sometimes({"q1"})), Quiet()
+    settings = EvalConfig(max_failed_share=1.0, samples=2, temperature=1.0)
     with RunDir.create(tmp_path / "run", {"algo": {}}, []) as rundir:
-        settings = EvalConfig(max_failed_share=1.0, samples=2, temperature=1.0)
-        collector = SimpleNamespace(
-            log=StepLog(rundir=rundir, progress=quiet, trackers=quiet),
-            config=SimpleNamespace(seed=0, eval=settings),
-            reward_set="outcome",
-            sync=lambda step: None,
-            environment=lambda phase, key: environment(task, FakeEngine(seeded_letter), key=key),
-        )
-        examples = [example for example in task.examples("train") if example.id in ("q0", "q1")]
-        metrics = Evaluations(examples=examples, last_step=2, stage=collector).metrics(0)
-    (note,) = notes
+        run = evaluations(rundir, task, FakeEngine(seeded_letter), quiet, task.examples("train")[:2], settings)
+        metrics = run.metrics(0)
+    (note,) = [text for text in quiet.said if isinstance(text, str)]
     assert note.startswith("evaluation on dev at step 0: 50% of the rollouts") and PLACE in note
     assert metrics["eval/dev/failed/program"] == 0.5
 

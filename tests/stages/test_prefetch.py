@@ -19,10 +19,9 @@ from mmrl.errors import SyncFailure
 from mmrl.report.journal import decode_step, read_step
 from mmrl.report.rundir import RunDir
 from mmrl.stages.collect import Prefetch
-from mmrl.system.conf import later_wins
 from mmrl.trainer.checkpoint import saved_extra
-from scripts.chaos.compare import comparable
-from tests.helpers.runs import SMALL
+from tests.helpers import runs
+from tests.helpers.runs import SMALL, numbers
 
 STEPS = 4
 # A random model earns nothing, so that only the decay moves its weights.
@@ -66,24 +65,36 @@ class OwnWeights(TransformersEngine):
         super().close()
 
 
+def stand_in(patch: pytest.MonkeyPatch, name: str) -> None:
+    """A server without vLLM: a class of this module."""
+    EVENTS.clear()
+    patch.setattr("mmrl.engines.ENGINES", {"vllm_server": f"{__name__}:{name}", "transformers": "unused:x"})
+    patch.setattr("mmrl.engines.vllm.command.vllm_problems", lambda *_: [])
+
+
 @pytest.fixture(autouse=True)
 def _a_server_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    EVENTS.clear()
-    monkeypatch.setattr("mmrl.engines.ENGINES", {"vllm_server": f"{__name__}:OwnWeights", "transformers": "unused:x"})
-    monkeypatch.setattr("mmrl.engines.vllm.command.vllm_problems", lambda *_: [])
+    stand_in(monkeypatch, "OwnWeights")
+
+
+def fails_to_push_version_3(patch: pytest.MonkeyPatch, kind: type[OwnWeights]) -> None:
+    real = kind.set_version
+
+    def broken(self: Any, version: int, state: Any = None) -> None:
+        if version == 3:
+            raise SyncFailure("the server said no")
+        real(self, version, state)
+
+    patch.setattr(kind, "set_version", broken)
 
 
 def command(model: str, folder: Path, *overrides: str) -> list[str]:
-    words = [f"model.path={model}", f"run.dir={folder}", "train.steps=60", *SMALL, "engine=vllm_server", *overrides]
-    return ["train", *later_wins(words)]
+    words: list[str] = runs.command(model, folder, "engine=vllm_server", *overrides)
+    return words
 
 
 def versions(folder: Path, step: int) -> set[int | None]:
     return {call.policy_version for call in read_step(RunDir.read(folder), step)[0].calls.values()}
-
-
-def numbers(folder: Path) -> list[dict[str, float]]:
-    return [comparable(record) for record in RunDir.read(folder).history()]
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +102,7 @@ def stale(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     """A run of `STEPS` steps with an evaluation in its middle, and what its engine saw."""
     folder = tmp_path_factory.mktemp("stale") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmrl.engines.ENGINES", {"vllm_server": f"{__name__}:OwnWeights"})
-        patch.setattr("mmrl.engines.vllm.command.vllm_problems", lambda *_: [])
-        EVENTS.clear()
+        stand_in(patch, "OwnWeights")
         assert main(command(random_model, folder, *OPTIONS, f"train.steps={STEPS}")) == 0
     return folder, list(EVENTS)
 
@@ -160,16 +169,10 @@ def test_without_staleness_nothing_runs_beside_the_trainer(random_model: str, tm
 def test_a_stopped_run_goes_on_with_the_batch_that_it_had_sampled_ahead(
     stale: Any, random_model: str, tmp_path: Path, capsys: Any
 ) -> None:
-    folder, real = tmp_path / "run", OwnWeights.set_version
-
-    def broken(self: Any, version: int, state: Any = None) -> None:
-        if version == 3:
-            raise SyncFailure("the server said no")
-        real(self, version, state)
-
+    folder = tmp_path / "run"
     options = [*OPTIONS, f"train.steps={STEPS}", "train.save_every=10"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OwnWeights, "set_version", broken)
+        fails_to_push_version_3(patch, OwnWeights)
         assert main(command(random_model, folder, *options)) != 0
     said = capsys.readouterr().err
     assert "the server said no" in said and f"mmrl train resume={folder}" in said
@@ -213,32 +216,27 @@ class Versions(OwnWeights):
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_two_batches_ahead_come_each_from_one_version(random_model: str, tmp_path: Path, stops: bool) -> None:
+def test_two_batches_ahead_come_each_from_one_version(
+    random_model: str, tmp_path: Path, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of a run that a failed push has stopped: the checkpoint holds both batches."""
-    folder, real = tmp_path / "run", Versions.set_version
+    folder = tmp_path / "run"
     options = ["algo=mhgpo_fof", "train.staleness=2", "model.lora={r: 4}", "train.save_every=10", "train.lr=1e-3"]
     options += ["engine.urls=[http://127.0.0.1:1]"]
 
-    def broken(self: Any, version: int, state: Any = None) -> None:
-        if version == 3:
-            raise SyncFailure("the server said no")
-        real(self, version, state)
-
+    stand_in(monkeypatch, "Versions")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmrl.engines.ENGINES", {"vllm_server": f"{__name__}:Versions"})
         if stops:
-            patch.setattr(Versions, "set_version", broken)
+            fails_to_push_version_3(patch, Versions)
         code = main(command(random_model, folder, *options, "train.steps=5"))
-        if stops:
-            assert code != 0
-            ahead = saved_extra(folder / "checkpoints" / "checkpoint-3")["sampled_ahead"]
-            assert [decode_step(lines)[0].step for lines in ahead] == [4, 5]
-            patch.setattr(Versions, "set_version", real)
-            assert main(["train", f"resume={folder}"]) == 0
-        else:
-            assert code == 0
-            pushes = [event[1] for event in EVENTS if event[0] == "push"]
-            assert pushes == list(range(6))
+    if stops:
+        assert code != 0
+        ahead = saved_extra(folder / "checkpoints" / "checkpoint-3")["sampled_ahead"]
+        assert [decode_step(lines)[0].step for lines in ahead] == [4, 5]
+        assert main(["train", f"resume={folder}"]) == 0
+    else:
+        assert code == 0
+        assert [event[1] for event in EVENTS if event[0] == "push"] == list(range(6))
     assert [versions(folder, step) for step in range(1, 6)] == [{0}, {0}, {0}, {1}, {2}]
     assert [record["rollouts/policy_lag"] for record in RunDir.read(folder).history()[1:]] == [0, 1, 2, 2, 2]
     assert not [thread for thread in threading.enumerate() if thread.name == "mmrl-prefetch"]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import dspy
 import pytest
 
-from mmrl.config import DataConfig, PromptCommandConfig
+from mmrl.config import DataConfig
 from mmrl.config.tasks import PluginTaskConfig
 from mmrl.errors import EngineFailure, TooManyFailures
 from mmrl.report.console import show_run
@@ -24,7 +24,6 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
 from tests.helpers.stages import (
     MIPRO,
-    MODEL,
     OPTIMISERS,
     ScriptedEngine,
     banking,
@@ -33,6 +32,7 @@ from tests.helpers.stages import (
     labelled,
     lines,
     optimised,
+    prompt_command,
     prompt_stage,
     proposal,
     share,
@@ -216,22 +216,10 @@ def test_a_prompt_model_that_fails_ends_the_stage_and_is_no_proposal(tmp_path, t
     assert not (tmp_path / "run" / "prompts" / "proposals.jsonl").exists()
 
 
-def test_too_few_examples_are_refused_with_their_numbers(task):
+def test_too_few_examples_are_refused_with_their_numbers():
     def problems(items, **options):
-        stage = options.pop("algo", "miprov2")
         config, built = banking(items)
-        command = PromptCommandConfig.model_validate(
-            {
-                "task": config,
-                "model": MODEL,
-                "hardware": {"name": "cpu"},
-                "engine": {"name": "transformers"},
-                "eval": {},
-                "run": {},
-                "algo": {"name": stage, **options},
-            }
-        )
-        return prompt_problems(command, built)
+        return prompt_problems(prompt_command(config, "miprov2", **options), built)
 
     assert problems(24) == [] == problems(24, **MIPRO)
     (few,) = problems(1)

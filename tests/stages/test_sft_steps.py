@@ -131,8 +131,3 @@ def test_the_output_head_runs_once_for_loss_and_accuracy(tmp_path):
     _, seen = train(tmp_path, CALLS, steps=2, model=model, packing="trie")
     assert count["head"] == count["model"] >= 2 and len(seen) == 2
     assert all("train/token_accuracy" in metrics for metrics in seen)
-
-
-def test_it_learns(tmp_path):
-    _, seen = train(tmp_path, CALLS, steps=60, size=20)
-    assert seen[59]["train/loss"] < seen[0]["train/loss"] / 2

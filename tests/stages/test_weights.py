@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,8 +55,3 @@ def test_a_call_is_trained_once_with_all_its_entries_and_uncredited_calls_are_no
     (trained,) = train_calls(forest, Credit(algo="x", entries=entries), {"q1": 3})
     assert (trained.call.id, trained.minibatch, trained.call.completion_ids) == ("a", 3, (2, 3))
     assert [entry.advantages[0] for entry in trained.entries] == [1.0, -1.0]
-
-
-@pytest.mark.parametrize("step", [1, 7])
-def test_a_batch_may_be_the_whole_split(step):
-    assert {e.id for e in batch_of(EXAMPLES, 10, step, 0)} == {e.id for e in EXAMPLES}

@@ -33,23 +33,16 @@ def trainer(folder: Path, **algo: Any) -> Any:
     return make_trainer(folder, algo=PpoConfig(**{"name": "ppo", "beta": 0.0, "critic": "head", **algo}))
 
 
-def test_values_of_a_turn_are_read_in_its_own_context(tmp_path: Path) -> None:
-    made = trainer(tmp_path)
+@pytest.mark.parametrize(("obs", "end"), [("skip", 3), ("all", 5)])
+def test_values_of_a_turn_are_read_in_its_own_context(obs: str, end: int, tmp_path: Path) -> None:
+    """Observation tokens have values with `obs=all`."""
+    made = trainer(tmp_path, obs=obs)
     first, second = annotate(made.forwards, forest()).calls.values()
     whole = call(9, None, (5, 6), (7, 8, 9, 10, 11, 12, 13))
     (expected,) = made.forwards.values([whole])
-    assert first.values == pytest.approx(expected[:3], abs=1e-6)
+    assert first.values == pytest.approx(expected[:end], abs=1e-6)
     assert second.values == pytest.approx(expected[5:], abs=1e-6)
     assert first.ref_logprobs is None
-
-
-def test_observation_tokens_have_values_with_obs_all(tmp_path: Path) -> None:
-    made = trainer(tmp_path, obs="all")
-    first, second = annotate(made.forwards, forest()).calls.values()
-    whole = call(9, None, (5, 6), (7, 8, 9, 10, 11, 12, 13))
-    (expected,) = made.forwards.values([whole])
-    assert first.values == pytest.approx(expected[:5], abs=1e-6)
-    assert second.values == pytest.approx(expected[5:], abs=1e-6)
 
 
 def test_reference_logprobs_come_with_a_kl_term(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from mmrl.config import LoraConfig
 from mmrl.errors import CheckpointError
 from mmrl.models.policy import EXTRA, MARKER, checkpoint_step, is_complete, newest_checkpoint
 from mmrl.trainer import checkpoint
-from scripts.chaos.compare import comparable
 from tests.helpers.trainer_cases import LORA, changed, make_calls, make_trainer, resumable, weights_of
 
 
@@ -101,54 +100,40 @@ def test_extra_that_is_not_json_leaves_no_checkpoint(tmp_path: Path) -> None:
 # -- resuming --------------------------------------------------------------------------------------
 
 
-def calls_of(step: int) -> list[Any]:
-    return make_calls(6, seed=step, minibatches=2)
+def run(
+    folder: Path, resume: Path | None = None, ends: int = 6, **options: Any
+) -> tuple[dict[int, Any], dict[str, Any]]:
+    """Metrics by step, and the weights after six steps; killed after `ends`: nothing more is called or saved."""
 
-
-def run(folder: Path, steps: int, resume: Path | None = None, **kwargs: Any) -> tuple[dict[int, Any], dict[str, Any]]:
-    """Metrics by step, and the final weights."""
-    seen: dict[int, Any] = {}
-    trainer = make_trainer(
-        folder,
-        calls=calls_of,
-        on_step_end=lambda step, metrics: seen.update({step: comparable(metrics)}),
-        steps=6,
-        resume_from=resume,
-        algo={"beta": 0.1, "epochs": 2, "minibatches": 2},
-        schedule="cosine",
-        weight_decay=0.1,
-        **kwargs,
-    )
-    if steps < 6:
-        # A kill between steps: nothing more is called, nothing more is saved.
-        def stop(step: int) -> Any:
+    def calls(step: int) -> list[Any]:
+        if step > ends:
             raise KeyboardInterrupt
+        return make_calls(6, seed=step, minibatches=2)
 
-        ask = trainer.next_batch
-        trainer.next_batch = lambda step: stop(step) if step > steps else ask(step)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-    else:
-        trainer.train()
+    algo = {"beta": 0.1, "epochs": 2, "minibatches": 2}
+    seen, trainer = resumable(
+        folder, resume, calls=calls, steps=6, algo=algo, schedule="cosine", weight_decay=0.1, **options
+    )
     return seen, weights_of(trainer)
 
 
 @pytest.mark.parametrize("lora", [None, LORA.model_copy(update={"dropout": 0.3})], ids=["full", "lora with dropout"])
 def test_a_resumed_run_is_bit_equal(lora: LoraConfig | None, tmp_path: Path) -> None:
-    metrics, weights = run(tmp_path / "whole", 6, lora=lora, save_every=2)
-    run(tmp_path / "cut", 5, lora=lora, save_every=2)
+    metrics, weights = run(tmp_path / "whole", lora=lora, save_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", ends=5, lora=lora, save_every=2)
     found = newest_checkpoint(tmp_path / "cut")
     assert found is not None and found.name == "checkpoint-4"
     torch.manual_seed(99)  # whatever the process did before
     torch.rand(7)
-    resumed, resumed_weights = run(tmp_path / "cut", 6, found, lora=lora, save_every=2)
+    resumed, resumed_weights = run(tmp_path / "cut", found, lora=lora, save_every=2)
     assert resumed == {step: metrics[step] for step in (5, 6)}
     assert not changed(weights, resumed_weights)
 
 
 def test_resuming_a_finished_run_does_nothing(tmp_path: Path) -> None:
-    _, weights = run(tmp_path, 6)
-    seen, again = run(tmp_path, 6, newest_checkpoint(tmp_path))
+    _, weights = run(tmp_path)
+    seen, again = run(tmp_path, newest_checkpoint(tmp_path))
     assert seen == {}
     assert not changed(weights, again)
 

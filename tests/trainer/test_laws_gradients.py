@@ -1,7 +1,7 @@
 """The laws that reduce one algorithm to another, as far as they concern losses and gradients (1 to 4).
 
-Float64, one small model; tolerances 1e-10 on losses, 1e-8 on gradients. Law 1 against TRL is in test_trainer_trl,
-law 9 on gradients and law 11 in test_trainer_update, law 12 in test_trainer_adapters.
+Float64, one small model; tolerances 1e-10 on losses, 1e-8 on gradients. Law 1 against TRL is in test_trl, law 9
+on gradients and law 11 in test_update_loss, law 12 in test_adapters.
 """
 
 import random

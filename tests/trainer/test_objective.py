@@ -36,10 +36,6 @@ def test_worked_token_losses() -> None:
     assert found == pytest.approx(expected, abs=5e-7)
 
 
-def test_loss_is_a_weighted_sum_over_tokens() -> None:
-    assert worked(SEQ) + worked(2 * SEQ) == pytest.approx(worked(3 * SEQ), abs=1e-14)
-
-
 def test_without_beta_the_reference_only_reports() -> None:
     result = token_loss(LP, OLD, REF, ADVANTAGES, SEQ, 0.2, None, 0.0)
     assert float(result.loss) == worked(SEQ, ref=None, beta=0.0)
@@ -47,16 +43,24 @@ def test_without_beta_the_reference_only_reports() -> None:
     assert result.kl.tolist() == pytest.approx([0.00483742, 0.00517092, 0, 0.01873075, 0, 0], abs=1e-8)
 
 
-def test_gradient_stops_where_the_clipped_branch_is_active() -> None:
+@pytest.mark.parametrize(
+    ("kind", "high", "clipped", "gradient"),
+    [
+        # d/dlp of -r A is -r A where the unclipped branch is active, and 0 elsewhere.
+        ("clip", None, [True, False, False, True, False, False], [0, 1.3, -0.7, 0, -1.0, -1.1]),
+        # A bounded weight takes away no gradient.
+        ("cispo", 0.15, [True, True, True, True, False, False], [-1.15, 1.15, -0.8, 0.8, -1.0, -1.1]),
+    ],
+)
+def test_gradients_of_clipped_ratios(kind: str, high: float | None, clipped: list[bool], gradient: list[float]) -> None:
     ratio = torch.tensor([1.3, 1.3, 0.7, 0.7, 1.0, 1.1], dtype=torch.float64)
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0], dtype=torch.float64)
-    logprobs = ratio.log().requires_grad_()
-    result = token_loss(logprobs, torch.zeros(6), None, advantages, torch.ones(6, dtype=torch.float64), 0.2, None, 0.0)
+    logprobs, ones = ratio.log().requires_grad_(), torch.ones(6, dtype=torch.float64)
+    result = token_loss(logprobs, torch.zeros(6), None, advantages, ones, 0.2, high, 0.0, kind=kind)
     result.loss.backward()
-    assert result.clipped.tolist() == [True, False, False, True, False, False]
-    # d/dlp of -r A is -r A where the unclipped branch is active.
+    assert result.clipped.tolist() == clipped
     assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([0, 1.3, -0.7, 0, -1.0, -1.1])
+    assert logprobs.grad.tolist() == pytest.approx(gradient)
 
 
 def test_clip_high_moves_the_upper_bound_alone() -> None:
@@ -83,19 +87,6 @@ def test_gspo_has_one_ratio_for_a_call() -> None:
 def test_gspo_on_calls_of_one_token_is_the_clipped_ratio() -> None:
     single = token_loss(LP, OLD, REF, ADVANTAGES, SEQ, 0.2, None, 0.04, kind="gspo", calls=torch.arange(6))
     assert float(single.loss) == pytest.approx(worked(SEQ), abs=1e-12)
-
-
-def test_cispo_bounds_a_weight_and_takes_away_no_gradient() -> None:
-    ratio = torch.tensor([1.3, 1.3, 0.7, 0.7, 1.0, 1.1], dtype=torch.float64)
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0], dtype=torch.float64)
-    logprobs = ratio.log().requires_grad_()
-    result = token_loss(
-        logprobs, torch.zeros(6), None, advantages, torch.ones(6, dtype=torch.float64), 0.2, 0.15, 0.0, kind="cispo"
-    )
-    result.loss.backward()
-    assert result.clipped.tolist() == [True, True, True, True, False, False]
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([-1.15, 1.15, -0.8, 0.8, -1.0, -1.1])
 
 
 @pytest.mark.parametrize("kind", ["cispo", "gspo"])

@@ -62,8 +62,12 @@ def test_every_active_token_enters_once_per_entry_whatever_the_budget(
 
 @settings(deadline=None)
 @given(calls(), st.integers(1, 60))
-def test_scored_positions_come_right_before_their_targets(calls: list[TrainCall], budget: int) -> None:
-    for pack in make_packs(calls, budget, beta=0.1, modules=["a", "b"]):
+def test_a_token_is_scored_once_at_the_position_before_it(calls: list[TrainCall], budget: int) -> None:
+    """However many entries it has."""
+    packs = make_packs(calls, budget, beta=0.1, modules=["a", "b"])
+    scored = [int(token) for pack in packs for token in pack.targets]
+    assert len(scored) == len(set(scored))
+    for pack in packs:
         for position, target, module in zip(
             pack.positions.tolist(), pack.targets.tolist(), pack.modules.tolist(), strict=True
         ):
@@ -73,13 +77,6 @@ def test_scored_positions_come_right_before_their_targets(calls: list[TrainCall]
             assert pack.input_ids[row, : column + 1].tolist() == list(ids[: column + 1])
             assert ids[column + 1] == target
             assert call.call.module == "ab"[module]
-
-
-@settings(deadline=None)
-@given(calls(), st.integers(1, 60))
-def test_a_token_is_scored_once_however_many_entries_it_has(calls: list[TrainCall], budget: int) -> None:
-    scored = [token for pack in make_packs(calls, budget, beta=0.1, modules=["a", "b"]) for token in pack.targets]
-    assert len(scored) == len({int(token) for token in scored})
 
 
 def make(prompt: int, tokens: int, index: int = 0, weight: float = 1.0) -> TrainCall:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from safetensors.torch import load_file
 
 from tests.helpers.trainer_cases import LORA, make_calls, trained, two_processes
 
+COMMON: dict[str, Any] = {"steps": 3, "microbatch_tokens": 64, "algo": {"beta": 0.1, "epochs": 2}}
+OPTIONS = {"full": COMMON, "lora": COMMON | {"lora": LORA}}
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from tests.helpers.trainer_cases import LORA, make_calls, make_trainer, sampled
+from tests.helpers.trainer_cases import make_calls, make_trainer, sampled
+from tests.trainer.test_processes import OPTIONS
 
 def calls(step):
     # Before credit a process forwards what it sampled: another number of packs than the others, or none.
@@ -22,12 +26,9 @@ def calls(step):
         trainer.forwards.policy_logprobs(sampled(make_calls(2, seed=step)))
     return make_calls(7, seed=step)
 
-for kind in ("full", "lora"):
+for kind, options in OPTIONS.items():
     folder, seen = Path(sys.argv[1]) / kind, []
-    trainer = make_trainer(
-        folder, calls=calls, on_step_end=lambda s, m: seen.append(m), steps=3,
-        microbatch_tokens=64, lora=LORA if kind == "lora" else None, algo={"beta": 0.1, "epochs": 2},
-    )
+    trainer = make_trainer(folder, calls=calls, on_step_end=lambda s, m: seen.append(m), **options)
     trainer.train()
     if trainer.args.process_index == 0:
         (folder / "metrics.json").write_text(json.dumps(seen))
@@ -43,16 +44,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_two_processes_equal_one(kind: str, two: Path, tmp_path: Path) -> None:
-    _, seen = trained(
-        tmp_path,
-        calls=lambda step: make_calls(7, seed=step),
-        steps=3,
-        microbatch_tokens=64,
-        lora=LORA if kind == "lora" else None,
-        algo={"beta": 0.1, "epochs": 2},
-    )
+    _, seen = trained(tmp_path, calls=lambda step: make_calls(7, seed=step), **OPTIONS[kind])
     name = "adapter_model.safetensors" if kind == "lora" else "model.safetensors"
     mine, theirs = (load_file(folder / "checkpoint-3" / name) for folder in (tmp_path, two / kind))
     assert mine.keys() == theirs.keys()

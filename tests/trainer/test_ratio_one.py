@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from mmrl.errors import ConfigError
 from mmrl.trainer.objective import token_loss
-from tests.helpers.trainer_cases import make_calls, make_trainer, tiny_model
+from tests.helpers.trainer_cases import make_trainer, tiny_model
 
 
 def test_loss_and_gradient_are_those_of_the_plain_policy_gradient():
@@ -38,15 +37,3 @@ def test_several_optimizer_steps_keep_the_ratio_at_one(tmp_path):
     assert seen["one"]["train/ratio_mean"] == 1.0 and seen["one"]["train/clip_share"] == 0.0
     assert seen["papers"]["train/ratio_mean"] != 1.0 and seen["papers"]["train/clip_share"] > 0
     assert (seen["one frozen"], seen["papers frozen"]) == (0, 1), "no denominator is computed that nothing divides by"
-
-
-@pytest.mark.parametrize(
-    ("algo", "train", "says"),
-    [
-        ({"clip_high": 0.28}, {}, "algo.clip_high: got 0.28, which has no effect with algo.ratio_one=true"),
-        ({}, {"old_logprobs": "recompute"}, "train.old_logprobs: got recompute, which has no effect"),
-    ],
-)
-def test_what_a_ratio_of_one_leaves_without_effect_is_refused(algo, train, says, tmp_path):
-    with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
-        make_trainer(tmp_path, calls=make_calls(2), algo={"ratio_one": True, **algo}, **train)

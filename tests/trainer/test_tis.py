@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from mmrl.errors import ConfigError
 from mmrl.trainer.objective import token_loss, truncated_weights
-from tests.helpers.trainer_cases import gradients, make_calls, make_trainer, sampled, tiny_model, with_changes
+from tests.helpers.trainer_cases import agreeing, gradients, make_calls, make_trainer, tiny_model, trained, with_changes
 from tests.trainer.test_objective import ADVANTAGES, LP, OLD, REF, SEQ
 
 # The group of the worked example, as a sampler of other numerics would report it.
@@ -60,29 +61,12 @@ def test_law_weights_lie_between_0_and_the_cap_and_are_exact_below_it(pairs: Any
     assert torch.equal(found.truncated, plain > cap)
 
 
-def agreeing(trainer: Any, shift: float = 0.0) -> list[Any]:
-    """Calls whose sampler said what the trainer says, less `shift`."""
-    said = trainer.forwards.policy_logprobs(sampled(make_calls()))
-    return [with_changes(c, logprobs=tuple(v - shift for v in lp)) for c, lp in zip(make_calls(), said, strict=True)]
-
-
 @pytest.mark.parametrize("algo", [{}, {"epochs": 2}], ids=["one_update", "two"])
 def test_law_without_a_gap_the_option_changes_nothing(algo: dict[str, Any], tmp_path: Path) -> None:
     losses, weights = [], []
     for name, options in (("off", {}), ("on", {"tis": 2.0})):
-        seen: list[dict[str, float]] = []
-        trainer: Any = None
-        trainer = make_trainer(
-            tmp_path / name,
-            tiny_model(dtype=torch.float64),
-            calls=lambda step: agreeing(trainer),  # noqa: B023
-            algo={"beta": 0.05, **algo},
-            old_logprobs="recompute",
-            on_step_end=lambda step, metrics: seen.append(metrics),  # noqa: B023
-            steps=2,
-            **options,
-        )
-        trainer.train()
+        options |= {"algo": {"beta": 0.05, **algo}, "old_logprobs": "recompute", "steps": 2}
+        trainer, seen = trained(tmp_path / name, tiny_model(dtype=torch.float64), agreeing, **options)
         losses.append([metrics["train/loss"] for metrics in seen])
         weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
         assert ("train/tis_mean" in seen[0]) is (name == "on")
@@ -108,20 +92,10 @@ def test_a_gap_scales_the_policy_gradient_and_is_logged(
 
 def test_several_updates_are_corrected_by_the_weights_before_the_first(tmp_path: Path) -> None:
     """With a large learning rate the second epoch is far from the sampler; its correction stays the first one's."""
-    trainer: Any = None
-    seen: list[dict[str, float]] = []
-    trainer = make_trainer(
-        tmp_path,
-        calls=lambda step: agreeing(trainer, 0.5),
-        algo={"epochs": 3},
-        lr=1e-2,
-        tis=4.0,
-        old_logprobs="recompute",
-        on_step_end=lambda step, metrics: seen.append(metrics),
-    )
-    trainer.train()
-    assert seen[0]["train/tis_mean"] == pytest.approx(1.648721, rel=1e-4)
-    assert abs(seen[0]["train/ratio_mean"] - 1) > 1e-3
+    options = {"algo": {"epochs": 3}, "lr": 1e-2, "tis": 4.0, "old_logprobs": "recompute"}
+    _, (metrics,) = trained(tmp_path, calls_of=partial(agreeing, shift=0.5), **options)
+    assert metrics["train/tis_mean"] == pytest.approx(1.648721, rel=1e-4)
+    assert abs(metrics["train/ratio_mean"] - 1) > 1e-3
 
 
 def test_calls_whose_sampler_said_nothing_are_not_corrected(tmp_path: Path) -> None:
@@ -133,17 +107,15 @@ def test_calls_whose_sampler_said_nothing_are_not_corrected(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("algo", "train", "says"),
+    ("algo", "says"),
     [
-        ({}, {}, "with train.old_logprobs=sampler, whose ratio is against the sampler already"),
-        ({"ratio_one": True}, {}, "train.tis: got 2.0, which has no effect with algo.ratio_one=true"),
+        ({}, "with train.old_logprobs=sampler, whose ratio is against the sampler already"),
+        ({"ratio_one": True}, "train.tis: got 2.0, which has no effect with algo.ratio_one=true"),
     ],
 )
-def test_what_would_correct_twice_or_nothing_is_refused(
-    algo: dict[str, Any], train: dict[str, Any], says: str, tmp_path: Path
-) -> None:
+def test_what_would_correct_twice_or_nothing_is_refused(algo: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        make_trainer(tmp_path, algo=algo, tis=2.0, **train)
+        make_trainer(tmp_path, algo=algo, tis=2.0)
 
 
 def test_a_cap_below_1_is_refused(tmp_path: Path) -> None:

@@ -78,36 +78,28 @@ def _equals_one_masked_call(tree: PrefixTree, heads: int, groups: int) -> None:
         assert torch.allclose(one, two, atol=1e-11)
 
 
-@given(sequences(), st.integers(0, 20), st.integers(1, 6))
-def test_calls_of_the_kernel_cover_each_pair_once(rows: list[tuple[int, ...]], large: int, piece: int) -> None:
-    tree = tree_of([(*[7] * 12, *row) for row in rows])
-    seen = torch.zeros(tree.tokens, tree.tokens, dtype=torch.long)
-    met = torch.zeros(tree.tokens, dtype=torch.bool)
-    with patch.multiple(tree_attention, LARGE=large, PIECE=piece):
-        for queries, keys, causal, first in tree.kernel_calls():
-            assert bool(met[queries].any()) != first and (first or bool(met[queries].all()))
-            met[queries] = True
-            pairs = torch.ones_like(seen[queries, keys])
-            seen[queries, keys] += pairs.tril() if causal else pairs
-    assert torch.equal(seen, mask(tree).long())
+def test_a_long_trie_crosses_the_kernels_blocks() -> None:
+    rows = [(*[7] * 700, branch, *[branch] * (100 + 90 * branch)) for branch in range(4)]
+    _equals_one_masked_call(tree_of(rows), 1, 2)
 
 
 @given(sequences(), st.integers(0, 20), st.integers(1, 6), st.data())
-def test_calls_for_tokens_that_are_read_cover_each_of_their_pairs_once(
+def test_calls_of_the_kernel_cover_each_pair_once(
     rows: list[tuple[int, ...]], large: int, piece: int, data: st.DataObject
 ) -> None:
     tree = tree_of([(*[7] * 12, *row) for row in rows])
     tree.read = tuple(sorted(data.draw(st.sets(st.integers(0, tree.tokens - 1)))))
-    seen = torch.zeros(len(tree.read), tree.tokens, dtype=torch.long)
-    met = torch.zeros(len(tree.read), dtype=torch.bool)
-    with patch.multiple(tree_attention, LARGE=large, PIECE=piece):
-        for queries, keys, causal, first in tree.kernel_calls_read():
-            assert bool(met[queries].any()) != first and (first or bool(met[queries].all()))
-            met[queries] = True
-            pairs = torch.ones_like(seen[queries, keys])
-            assert pairs.numel()
-            seen[queries, keys] += pairs.tril() if causal else pairs
-    assert torch.equal(seen, mask(tree).long()[list(tree.read)])
+    for calls, queried in ((tree.kernel_calls, tuple(range(tree.tokens))), (tree.kernel_calls_read, tree.read)):
+        seen = torch.zeros(len(queried), tree.tokens, dtype=torch.long)
+        met = torch.zeros(len(queried), dtype=torch.bool)
+        with patch.multiple(tree_attention, LARGE=large, PIECE=piece):
+            for queries, keys, causal, first in calls():
+                assert bool(met[queries].any()) != first and (first or bool(met[queries].all()))
+                met[queries] = True
+                pairs = torch.ones_like(seen[queries, keys])
+                assert pairs.numel()
+                seen[queries, keys] += pairs.tril() if causal else pairs
+        assert torch.equal(seen, mask(tree).long()[list(queried)])
 
 
 class Layer(torch.nn.Module):
@@ -150,19 +142,6 @@ def test_joins_of_very_different_sizes_stay_finite() -> None:
         key[:, :, :40] *= 60
     found = TreeAttention.apply(query, key, value, tree.kernel_calls, 1.0)
     assert torch.allclose(found, masked(query, key, value, tree, 1.0).transpose(1, 2), atol=1e-4)
-
-
-def test_a_long_trie_crosses_the_kernels_blocks() -> None:
-    rows = [(*[7] * 700, branch, *[branch] * (100 + 90 * branch)) for branch in range(4)]
-    tree = tree_of(rows)
-    query, key, value = inputs(tree.tokens, 1, 2)
-    found = TreeAttention.apply(query, key, value, tree.kernel_calls, 0.3)
-    expected = masked(query, key, value, tree, 0.3).transpose(1, 2)
-    grad = torch.randn_like(expected)
-    assert torch.allclose(found, expected, atol=1e-12)
-    both = [torch.autograd.grad(out, (query, key, value), grad) for out in (found, expected)]
-    for one, two in zip(*both, strict=True):
-        assert torch.allclose(one, two, atol=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -57,9 +58,7 @@ def test_every_row_lies_on_a_path_of_one_pack(
 @settings(deadline=None)
 @given(rows=sequences())
 def test_each_distinct_prefix_is_forwarded_once(rows: list[tuple[int, ...]]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tries, "MERGE_COST", 0.0)
-        patch.setattr(tries, "NODE_COST", 0)
+    with patch.multiple(tries, MERGE_COST=0.0, NODE_COST=0):
         layout = flatten(build_tries(rows), rows)
     assert len(layout.ids) == len({row[: n + 1] for row in rows for n in range(len(row))})
 

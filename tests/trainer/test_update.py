@@ -17,6 +17,7 @@ from mmrl.trainer.objective import StepBatch, TrainCall
 from tests.helpers.trainer_cases import (
     LORA,
     SIZES,
+    agreeing,
     changed,
     gradients,
     make_calls,
@@ -114,12 +115,6 @@ def test_recomputed_old_logprobs_make_the_first_ratio_one(tmp_path: Path) -> Non
         assert metrics["train/logprob_gap_mean"] > 0.1  # the sampler's made-up numbers are still compared with
 
 
-def test_recomputed_old_logprobs_are_those_before_the_first_update(tmp_path: Path) -> None:
-    """The second epoch's ratio must be against the sampling weights, not against itself."""
-    _, (metrics,) = trained(tmp_path, old_logprobs="recompute", algo={"epochs": 3}, lr=1e-2)
-    assert abs(metrics["train/ratio_mean"] - 1) > 1e-3
-
-
 def test_calls_without_sampling_logprobs_are_recomputed(tmp_path: Path) -> None:
     calls = [with_changes(call, logprobs=None) for call in make_calls(4)]
     for epochs in (1, 2):
@@ -129,19 +124,7 @@ def test_calls_without_sampling_logprobs_are_recomputed(tmp_path: Path) -> None:
 
 
 def test_gap_between_sampler_and_trainer_is_zero_when_they_agree(tmp_path: Path) -> None:
-    seen: list[dict[str, float]] = []
-    trainer: Any = None
-    trainer = make_trainer(
-        tmp_path,
-        calls=lambda step: [
-            with_changes(c, logprobs=lp)
-            for c, lp in zip(make_calls(), trainer.forwards.policy_logprobs(sampled(make_calls())), strict=True)
-        ],
-        on_step_end=lambda s, m: seen.append(m),
-        algo={"temperature": 0.6},
-        steps=2,
-    )
-    trainer.train()
+    _, seen = trained(tmp_path, calls_of=agreeing, algo={"temperature": 0.6}, steps=2)
     for metrics in seen:
         assert metrics["train/logprob_gap_max"] < 1e-5
         assert metrics["train/ratio_mean"] == pytest.approx(1, abs=1e-5)
