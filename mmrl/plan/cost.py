@@ -39,11 +39,12 @@ class Device:
 
 # A data sheet's peak is never reached; plans made with it would be wrong by a third before anything else is.
 GPUS = {
-    "h200": Device(name="h200", flops=790e12, bandwidth=4.3e12, memory=139 * GIB, utilisation=0.45),
-    "h100": Device(name="h100", flops=790e12, bandwidth=3.0e12, memory=79 * GIB, utilisation=0.45),
-    "a100": Device(name="a100", flops=270e12, bandwidth=1.8e12, memory=79 * GIB, utilisation=0.45),
+    "h200": Device(name="h200", flops=790e12, bandwidth=4.3e12, memory=139 * GIB, utilisation=0.34),
+    "h100": Device(name="h100", flops=790e12, bandwidth=3.0e12, memory=79 * GIB, utilisation=0.34),
+    "a100": Device(name="a100", flops=270e12, bandwidth=1.8e12, memory=79 * GIB, utilisation=0.34),
 }
-"""bf16 products and traffic that are reached in practice, not the data sheet's peaks. Utilisation is an assumption."""
+"""bf16 products and traffic that are reached in practice, not the data sheet's peaks. Utilisation is that of LoRA on 8B
+on one H200 (docs/performance.md), assumed for all."""
 NAMES = ("cpu", *GPUS)
 
 
