@@ -48,7 +48,7 @@ COMMANDS = [name for name in command_lines.COMMANDS if " " not in name]
         ("train -m seed=1,2 run.dir=x", "run.dir: the runs of a sweep"),
         ("train run.dir=/dev/null", "run.dir: /dev/null is a file"),
         ("train --config-dir", "--config-dir/-cd: expected one argument"),
-        ("train seed=interval(0,3) -m", "seed=interval(0,3): "),
+        ("train -m hydra/sweeper=nothing seed=1,2", "Could not find 'hydra/sweeper/nothing'"),
         ("credit algo=mhgpo_fof", "rollouts: expected a file"),
         ("credit rollouts=x.json", "algo: missing"),
         ("credit algo=mhgpo_fo rollouts=x.json", "did you mean 'mhgpo_fof'?"),

@@ -72,6 +72,7 @@ MISTAKES = [
         "seed: given more than once",
         "experiment: given more than once",
     ),
+    ("train -m train.lr=interval(0,1)", "train.lr=interval(0,1): an interval is for a sweeper that searches"),
     ("train -m seed=1,2 seed=3", "seed: given more than once"),
     ("train -m hydra/launcher=1e3 seed=1,2", "these words cannot be composed (ValueError: "),
     (

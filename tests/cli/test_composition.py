@@ -23,7 +23,7 @@ from tests.helpers.lines import refused
 
 
 def test_names_in_yaml_registry_and_schema_are_the_same():
-    assert sorted(ALGO_SCHEMAS) == sorted(ALGORITHMS)
+    assert sorted(ALGO_SCHEMAS) == sorted(ALGORITHMS) == sorted(algorithm.name for algorithm in ALGORITHMS.values())
     raw = {name: composed("train", [f"algo={name}"]) for name in options("algo")}
     alone = [name for name in raw if not raw[name].get("stages")]
     assert alone == sorted([*ALGO_SCHEMAS, *PROMPT_SCHEMAS, SFT])
