@@ -22,6 +22,7 @@ from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import EngineFailure, SyncFailure
 from mmrl.models.load import load_tokenizer
 from mmrl.system.child_process import ChildProcess
+from tests.helpers.fake_vllm import adapter_in
 from tests.helpers.servers import Scripted, ScriptedServer, Seen, serving
 
 TINY = ModelConfig(name="tiny", path="tiny")
@@ -140,12 +141,8 @@ def fake(complete: Callable[[Seen], Scripted]) -> Callable[[Seen], Scripted]:
 
 def engine_at(url: str, tmp_path: Path, **settings: Any) -> VllmServerEngine:
     config = VllmServerConfig(name="vllm_server", urls=(url,), **settings)
-    folders = {"default": str(tmp_path / "adapter")}
-    (tmp_path / "adapter").mkdir(exist_ok=True)
-    (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 8}')
-    return VllmServerEngine(
-        None, load_tokenizer(TINY), config, EngineSetup(weights=TINY, folder=tmp_path, folders=folders)
-    )
+    setup = EngineSetup(weights=TINY, folder=tmp_path, folders=adapter_in(tmp_path))
+    return VllmServerEngine(None, load_tokenizer(TINY), config, setup)
 
 
 async def start_anew(engine: VllmServerEngine) -> None:
