@@ -67,59 +67,6 @@ def test_the_paper_values_come_back_with_another_model():
     assert (config.algo.beta, config.algo.clip, config.algo.top_p) == (0.001, 0.2, 0.9)
 
 
-def test_all_errors_come_at_once_in_the_words_of_the_command_line():
-    found = refused("algo=mhgpo_fo", "task=hotpot", "seed=abc", "train.lrr=3", "train.lr=x", "modl=tiny")
-    text = "\n".join(found)
-    for start in (
-        "algo: got 'mhgpo_fo'",
-        "task: got 'hotpot'",
-        "seed: got 'abc'",
-        "train.lrr: unknown key",
-        "train.lr: got 'x'",
-        "modl: unknown key",
-    ):
-        assert any(problem.startswith(start) for problem in found), (start, text)
-    assert "did you mean 'mhgpo_fof'?" in text
-    assert "did you mean 'lr'?" in text
-    assert len(found) == 6
-
-
-@pytest.mark.parametrize(
-    ("override", "starts", "says"),
-    [
-        ("algo.group_size=1", "algo.group_size: got 1", "2"),
-        ("algo.group_size=2.5", "algo.group_size: got 2.5", "integer"),
-        ("algo.fork_probs=[.5,.1,.1]", "algo.fork_probs: got [0.5, 0.1, 0.1]", "sum to 1"),
-        ("algo.clip=-1", "algo.clip: got -1", "greater than 0"),
-        ("train.steps=0", "train.steps: got 0", "1"),
-        ("train.steps=true", "train.steps: got True", "integer"),
-        ("eval.split=validation", "eval.split: got 'validation'", "'dev'"),
-        ("run.report_to=[comet]", "run.report_to.0: got 'comet'", "'wandb'"),
-        ("model.path=null", "model.path: got None", "string"),
-        ("train.lr=${nope}", "train.lr: Interpolation key 'nope' not found", ""),
-    ],
-)
-def test_a_wrong_value_is_named_with_what_was_expected(override, starts, says):
-    (problem,) = refused(override)
-    assert problem.startswith(starts)
-    assert says in problem
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["train.steps"], "expected key=value"),
-        (["=1"], "=1: expected key=value"),
-        (["--foo"], "unknown flag"),
-        (["algo={"], "not an override"),
-        (["seed=1,2"], "run a sweep with -m"),
-        (["--config-dir", "nowhere"], "no folder 'nowhere'"),
-    ],
-)
-def test_arguments_that_cannot_be_read(arguments, says):
-    assert any(says in problem for problem in refused(*arguments))
-
-
 def test_a_sweep_isvalidated_whole_before_anything_runs():
     found = train_configs(read_line(["-m", "algo=mhgpo_fof,mhgpo_rr", "seed=1,2"]))
     assert [(c.algo.name, c.seed) for c in found] == [

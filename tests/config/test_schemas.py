@@ -14,7 +14,6 @@ from mmrl.config.tasks import BUILT_IN, PluginTaskConfig, TaskConfig
 from mmrl.engines import ENGINES
 from mmrl.errors import ConfigError
 from mmrl.tasks import TASKS
-from tests.helpers.lines import refused
 
 
 @cache
@@ -66,27 +65,6 @@ def test_a_key_of_another_retriever_is_refused_by_name(name: str, key: str) -> N
     users = ", ".join(other for other, schema in RETRIEVER_SCHEMAS.items() if key in schema.model_fields)
     said = f"got 1, which has no effect with task.retriever.name={name}; it is an option of {users}"
     assert problem == f"task.retriever.{key}: {said}"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "starts"),
-    [
-        (["task.max_tokns=3"], "task.max_tokns: unknown key; did you mean 'max_tokens'? (valid here: corpus, "),
-        (["task.data.trian=x"], "task.data.trian: unknown key; did you mean 'train'? (valid here: dev, "),
-        (["task.retriever.top=3"], "task.retriever.top: unknown key; did you mean 'top_k'? (valid here: b, "),
-        (["engine.lop=hf"], "engine.lop: unknown key; did you mean 'loop'? (valid here: batch_tokens, "),
-        (["task=papillon", "task.judge.modl=x"], "task.judge.modl: unknown key; did you mean 'model'? (valid here: "),
-        (["engine.endpoint.url=http://x"], "engine.endpoint.url: got http://x, which has no effect with engine="),
-        (["task.retriever.name=bm26", "task.retriever.k1=2.0"], "task.retriever.name: got 'bm26', expected 'bm25', "),
-        (["task.retriever.name=remote"], "task.retriever.url: missing, a value is required"),
-        (["task.retriever={name: remote, url: x}"], "task.retriever.url: got 'x', expected http://HOST"),
-        (["engine.name=vlm"], "engine.name: got 'vlm', expected 'auto', "),
-        (["engine=vllm_server", "hardware.processes=x"], "hardware.processes: got 'x', expected"),
-    ],
-)
-def test_a_mistake_below_a_chosen_schema_has_one_sentence(arguments: list[str], starts: str) -> None:
-    (problem,) = refused(*arguments)
-    assert problem.startswith(starts)
 
 
 def test_schemas_have_the_names_of_what_they_configure() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import sys
 import threading
 import time
-import types
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -84,13 +83,13 @@ class FakeVllm:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
     made = FakeVllm()
-    vllm = types.ModuleType("vllm")
-    vllm.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
-    inputs, distributed = types.ModuleType("vllm.inputs"), types.ModuleType("vllm.distributed")
-    inputs.TokensPrompt = dict  # type: ignore[attr-defined]
-    distributed.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]
-    for name, module in (("vllm", vllm), ("vllm.inputs", inputs), ("vllm.distributed", distributed)):
-        monkeypatch.setitem(sys.modules, name, module)
+    contents = {
+        "vllm": {"SamplingParams": SimpleNamespace},
+        "vllm.inputs": {"TokensPrompt": dict},
+        "vllm.distributed": {"cleanup_dist_env_and_memory": lambda: None},
+    }
+    for name, content in contents.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
     monkeypatch.setattr(VllmColocatedEngine, "_start", lambda self: made)
     monkeypatch.setattr(VllmColocatedEngine, "_check_served", lambda self: None)
     monkeypatch.setattr("mmrl.engines.vllm.base.vllm_problems", lambda *_: [])

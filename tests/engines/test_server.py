@@ -24,6 +24,7 @@ from mmrl.models.load import load_tokenizer
 from mmrl.system.child_process import ChildProcess
 from tests.helpers.fake_vllm import adapter_in
 from tests.helpers.servers import Scripted, ScriptedServer, Seen, serving
+from tests.helpers.watch import running
 
 TINY = ModelConfig(name="tiny", path="tiny")
 HEALTHY = """
@@ -46,13 +47,6 @@ def process(tmp_path: Path, program: str, timeout_s: float = 30.0) -> ChildProce
         timeout_s=timeout_s,
         limit="engine.start_timeout_s",
     )
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_server_and_its_children_end_together(tmp_path: Path) -> None:
