@@ -92,7 +92,7 @@ def test_further_fields_and_headers_are_sent(monkeypatch: pytest.MonkeyPatch) ->
     more = {"extra_body": body, "omit": ("temperature",), "extra_headers": {"X-Title": "mmrl"}}
     with serving([chat_reply("x")]) as (url, server):
         ask(chat_at(url, **more, organization="org-1", project="proj-1"), temperature=0.0)
-        ask(chat_at(url))
+        ask(chat_at(url), seed=None)
     one, other = server.seen
     assert set(other.body) == {"model", "messages"}
     assert one.body["reasoning_effort"] == "low" and one.body["provider"] == {"order": ["a", "b"]}
