@@ -7,104 +7,136 @@ import pytest
 from mmrl.cli import main
 from mmrl.errors import unknown
 
-MISTAKES = {
-    "a group taken out": (["train", "~algo"], ["algo: got no name, expected one of ccpo, dr_mas, gigpo, grpo, "]),
-    "a doubled value of a sweep": (
-        ["train", "-m", "seed=1,2,1", "algo=grpo,grpo", "train.steps=x"],
-        ["seed: got 1 more than once, which would be the same run", "algo: got grpo more than once", "train.steps"],
+MISTAKES = [
+    (
+        "train algo=mhgpo_fo task=hotpot seed=abc train.lrr=3 train.lr=x modl=tiny",
+        "algo: got 'mhgpo_fo', expected one of ",
+        "task: got 'hotpot', expected one of ",
+        "seed: got 'abc', expected integer",
+        "train.lrr: unknown key; did you mean 'lr'?",
+        "train.lr: got 'x', expected number",
+        "modl: unknown key; did you mean 'model'?",
     ),
-    "a seed that numpy refuses": (
-        ["train", "seed=4294967296"],
-        ["seed: got 4294967296, expected less than or equal to 4294967295"],
+    ("train train.steps", "train.steps: expected key=value"),
+    ("train =1", "=1: expected key=value"),
+    ("train --foo", "--foo: unknown flag"),
+    ("train algo={", "algo={: not an override"),
+    ("train seed=1,2", "seed: got several values; run a sweep with -m"),
+    ("train --config-dir nowhere", "--config-dir: no folder 'nowhere'"),
+    ("train algo.group_size=1", "algo.group_size: got 1, expected greater than or equal to 2"),
+    ("train algo.group_size=2.5", "algo.group_size: got 2.5, expected integer"),
+    ("train algo.fork_probs=[.5,.1,.1]", "algo.fork_probs: got [0.5, 0.1, 0.1] (sum 0.7), expected non-negative"),
+    ("train algo.clip=-1", "algo.clip: got -1, expected greater than 0"),
+    ("train train.steps=0", "train.steps: got 0, expected greater than or equal to 1"),
+    ("train train.steps=true", "train.steps: got True, expected integer"),
+    ("train eval.split=validation", "eval.split: got 'validation', expected 'train', 'dev' or 'test'"),
+    ("train run.report_to=[comet]", "run.report_to.0: got 'comet', expected 'wandb'"),
+    ("train model.path=null", "model.path: got None, expected string"),
+    ("train train.lr=${nope}", "train.lr: Interpolation key 'nope' not found"),
+    ("train task.max_tokns=3", "task.max_tokns: unknown key; did you mean 'max_tokens'? (valid here: corpus, "),
+    ("train task.data.trian=x", "task.data.trian: unknown key; did you mean 'train'? (valid here: dev, "),
+    ("train task.retriever.top=3", "task.retriever.top: unknown key; did you mean 'top_k'? (valid here: b, "),
+    ("train engine.lop=hf", "engine.lop: unknown key; did you mean 'loop'? (valid here: batch_tokens, "),
+    ("train task=papillon task.judge.modl=x", "task.judge.modl: unknown key; did you mean 'model'? (valid here: "),
+    ("train engine.endpoint.url=http://x", "engine.endpoint.url: got http://x, which has no effect with engine="),
+    ("train task.retriever.name=bm26 task.retriever.k1=2.0", "task.retriever.name: got 'bm26', expected 'bm25', "),
+    ("train task.retriever.name=remote", "task.retriever.url: missing, a value is required"),
+    ("train task.retriever={name:remote,url:x}", "task.retriever.url: got 'x', expected http://HOST"),
+    ("train engine.name=vlm", "engine.name: got 'vlm', expected 'auto', "),
+    ("train engine=vllm_server hardware.processes=x", "hardware.processes: got 'x', expected"),
+    ("train ~algo", "algo: got no name, expected one of ccpo, dr_mas, gigpo, grpo, "),
+    ("train steps=10", "steps: unknown key; did you mean train.steps?"),
+    ("train --steps=10", "--steps: unknown flag; did you mean train.steps? Keys are typed as KEY=VALUE"),
+    ("train --group-size=4", "--group-size: unknown flag; did you mean algo.group_size?"),
+    ("train --nothing 10", "10: expected key=value", "--nothing: unknown flag (known: -m"),
+    ("train algo=null task=", "algo: got 'null'", "task: got ''"),
+    (
+        "train -m seed=1,2,1 algo=grpo,grpo train.steps=x",
+        "seed: got 1 more than once, which would be the same run",
+        "algo: got grpo more than once",
+        "train.steps",
     ),
-    "a seed of credit that no run has": (
-        ["credit", "algo=grpo", "rollouts=x", f"seed={2**64}"],
-        [f"seed: got '{2**64}', expected less than or equal to 4294967295"],
+    ("train seed=4294967296", "seed: got 4294967296, expected less than or equal to 4294967295"),  # numpy's largest
+    (
+        "credit algo=grpo rollouts=x seed=18446744073709551616",
+        "seed: got '18446744073709551616', expected less than or equal to 4294967295",
     ),
-    "a group without a choice": (["train", "algo=null", "task="], ["algo: got 'null'", "task: got ''"]),
-    "infinity": (["train", "train.lr=inf", "algo.beta=nan"], ["train.lr: got inf", "algo.beta: got nan"]),
-    "a section set to a value": (
-        [
-            "train",
-            "task=search_agent",
-            "task.data=mini",
-            "model.modules=5",
-            "run.report_to=wandb",
-            "task.em_needs_format=maybe",
-        ],
-        [
-            "task.data: got 'mini', expected a section: task.data.KEY=VALUE",
-            "model.modules: got 5, expected a section: model.modules.KEY=VALUE",
-            "run.report_to: got 'wandb', expected a list: run.report_to=[a,b]",
-            "task.em_needs_format: got 'maybe', expected boolean",
-        ],
+    ("train train.lr=inf algo.beta=nan", "train.lr: got inf", "algo.beta: got nan"),
+    (
+        "train task=search_agent task.data=mini model.modules=5 run.report_to=wandb task.em_needs_format=maybe",
+        "task.data: got 'mini', expected a section: task.data.KEY=VALUE",
+        "model.modules: got 5, expected a section: model.modules.KEY=VALUE",
+        "run.report_to: got 'wandb', expected a list: run.report_to=[a,b]",
+        "task.em_needs_format: got 'maybe', expected boolean",
     ),
-    "one line for each option without effect": (
-        ["train", "task.retriever.url=http://x", "task.retriever.encoder=e5", "seed=x"],
-        ["task.retriever.encoder: got e5", "task.retriever.url: got http://x", "seed: got 'x'"],
+    (
+        "train task.retriever.url=http://x task.retriever.encoder=e5 seed=x",
+        "task.retriever.encoder: got e5",
+        "task.retriever.url: got http://x",
+        "seed: got 'x'",
     ),
-    "several jobs to print": (["train", "-m", "seed=0,1", "--cfg", "job"], ["--cfg: prints one job, without -m"]),
-    "an element of a list": (["train", "algo=mmgrpo", "algo.teachers=[{name:a}]"], ["algo.teachers.0: got neither"]),
-    "an address": (
-        ["train", "task=search_agent", "algo=grpo", "task.reward=judge_turn", "task.judge.url=foo"],
-        ["task.judge.url: got 'foo', expected http://"],
+    ("train -m seed=0,1 --cfg job", "--cfg: prints one job, without -m"),
+    ("train --cfg=x", "argument --cfg/-c: invalid choice: 'x'"),
+    ("train --cfg", "argument --cfg/-c: expected one argument"),
+    ("train algo=mmgrpo algo.teachers=[{name:a}]", "algo.teachers.0: got neither"),
+    (
+        "train task=search_agent algo=grpo task.reward=judge_turn task.judge.url=foo",
+        "task.judge.url: got 'foo', expected http://",
     ),
-    "a missing variable": (["train", "train.steps=${oc.env:NOPE_NOPE}"], ["train.steps: KeyError raised"]),
-    "keys of training in an evaluation": (
-        ["eval", "policy=tiny", "train.steps=3", "algo=grpo", "seed=x"],
-        ["algo: has no effect on mmrl eval", "train.steps: has no effect on mmrl eval", "seed: got 'x'"],
+    ("train train.steps=${oc.env:NOPE_NOPE}", "train.steps: KeyError raised"),
+    (
+        "eval policy=tiny train.steps=3 algo=grpo seed=x",
+        "algo: has no effect on mmrl eval",
+        "train.steps: has no effect on mmrl eval",
+        "seed: got 'x'",
     ),
-    "more than credit takes": (
-        ["credit", "-m", "algo=mhgpo_rr", "rollouts=x", "task=hotpotqa", "train.steps=3", "seed=-1"],
-        [
-            "-m: has no effect on mmrl credit",
-            "task: has no effect on mmrl credit",
-            "train.steps: has no effect",
-            "seed: got '-1'",
-        ],
+    ("eval policy=tiny hardware=cpu2", "hardware: profile 'cpu2' has several processes, mmrl eval runs in one"),
+    (
+        "credit -m algo=mhgpo_rr rollouts=x task=hotpotqa train.steps=3 seed=-1",
+        "-m: has no effect on mmrl credit",
+        "task: has no effect on mmrl credit",
+        "train.steps: has no effect",
+        "seed: got '-1'",
     ),
-    "the same twice, to credit": (
-        ["credit", "algo=grpo", "algo=ppo", "rollouts=x", "rollouts=y", "algo.eps=1", "algo.eps=2"],
-        ["algo: given more than once", "rollouts: given more than once", "algo.eps: given more than once"],
+    (
+        "credit algo=grpo algo=ppo rollouts=x rollouts=y algo.eps=1 algo.eps=2",
+        "algo: given more than once",
+        "rollouts: given more than once",
+        "algo.eps: given more than once",
     ),
-    "the same twice, to train": (
-        ["train", "seed=1", "++seed=2", "experiment=null", "experiment=mine"],
-        ["seed: given more than once", "experiment: given more than once"],
+    (
+        "credit algo=grpo,mhgpo_rr algo.aggregate=max rollouts=x",
+        "algo.aggregate: has no effect with grpo; it is an option of mhgpo_fof",
     ),
-    "the same twice, to a sweep": (["train", "-m", "seed=1,2", "seed=3"], ["seed: given more than once"]),
-    "a launcher that is a number": (
-        ["train", "-m", "hydra/launcher=1e3", "seed=1,2"],
-        ["these words cannot be composed (ValueError: "],
+    (
+        "train seed=1 ++seed=2 experiment=null experiment=mine",
+        "seed: given more than once",
+        "experiment: given more than once",
     ),
-    "Hydra's own keys where Hydra drives nothing": (
-        ["plan", "hydra.run.dir=tiny", "hydra/launcher=basic"],
-        ["hydra.run.dir: has no effect here; a run's folder is run.dir=", "hydra/launcher: has no effect here"],
+    ("train -m train.lr=interval(0,1)", "train.lr=interval(0,1): an interval is for a sweeper that searches"),
+    ("train -m seed=1,2 seed=3", "seed: given more than once"),
+    ("train -m hydra/launcher=1e3 seed=1,2", "these words cannot be composed (ValueError: "),
+    (
+        "plan hydra.run.dir=tiny hydra/launcher=basic",
+        "hydra.run.dir: has no effect here; a run's folder is run.dir=",
+        "hydra/launcher: has no effect here",
     ),
-    "a choice at another place": (["train", "task@_global_=hotpotqa"], ["Could not override 'task@_global_'"]),
-    "what can be printed": (["train", "--cfg=x"], ["argument --cfg/-c: invalid choice: 'x'"]),
-    "nothing to print": (["train", "--cfg"], ["argument --cfg/-c: expected one argument"]),
-    "a secret in a config": (
-        ["train", "task.api_key=abcdefgh1"],
-        ["task.api_key: got a text that api_key says is a secret"],
-    ),
-    "an option of one of several algorithms": (
-        ["credit", "algo=grpo,mhgpo_rr", "algo.aggregate=max", "rollouts=x"],
-        ["algo.aggregate: has no effect with grpo; it is an option of mhgpo_fof"],
-    ),
-    "flags of show": (["show", "--text", "x"], ["--text: unknown flag"]),
-    "show that exports no step": (["show", "--json", "x"], ["--json: writes the rollouts of one step; give step=N"]),
-    "an empty run directory": (["train", "run.dir="], ["run.dir: got '', expected"]),
-    "a run directory below a file": (["train", "run.dir=notes.txt/run"], ["run.dir: notes.txt/run lies below"]),
-    "an unknown engine of the hardware": (["train", "hardware.engine=foo"], ["hardware.engine: got 'foo'"]),
-}
+    ("train task@_global_=hotpotqa", "Could not override 'task@_global_'"),
+    ("train task.api_key=abcdefgh1", "task.api_key: got a text that api_key says is a secret"),
+    ("show --text x", "--text: unknown flag"),
+    ("show --json step=1 example=x x", "--json: writes the rollouts of one step; give step=N, and no example"),
+    ("show --json x", "--json: writes the rollouts of one step; give step=N"),
+    ("train run.dir=", "run.dir: got '', expected"),
+    ("train run.dir=notes.txt/run", "run.dir: notes.txt/run lies below"),
+    ("train hardware.engine=foo", "hardware.engine: got 'foo'"),
+]
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_each_mistake_has_one_line_and_nothing_is_written(case, tmp_path, monkeypatch, capsys):
-    arguments, starts = MISTAKES[case]
+@pytest.mark.parametrize(("line", "starts"), [(line, starts) for line, *starts in MISTAKES])
+def test_each_mistake_has_one_line_and_nothing_is_written(line, starts, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
-    assert main(arguments) == 2
+    assert main(line.split()) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(starts), lines
     for start in starts:

@@ -22,14 +22,6 @@ def test_a_shell_gets_the_commands(line, expected, monkeypatch, capsys):
     assert sorted(capsys.readouterr().out.split()) == sorted(expected)
 
 
-def test_a_shell_is_told_how_it_asks(monkeypatch, capsys):
-    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
-    with pytest.raises(SystemExit) as end:
-        main(["--show-completion"])
-    assert end.value.code == 0
-    assert "_MMRL_COMPLETE=complete_bash" in capsys.readouterr().out
-
-
 def test_a_shell_without_completion_is_named(monkeypatch, capsys):
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("sh", "/bin/sh"))
     assert main(["--show-completion"]) == 1

@@ -18,18 +18,10 @@ def test_the_documented_task_trains_from_the_users_own_folder(tmp_path, random_m
     (tmp_path / "conf" / "task").mkdir(parents=True)
     (tmp_path / "conf" / "task" / "shout.yaml").write_text(yaml)
     assert len(code.splitlines()) < 50
-    arguments = [
-        "plugins=[shout]",
-        "task=shout",
-        "algo=mhgpo_fof",
-        "train.steps=1",
-        "train.batch_size=2",
-        "eval.items=2",
-    ]
-    arguments += ["model=hf", f"model.path={random_model}", "task.max_tokens=4", "run.dir=run"]
+    words = "plugins=[shout] task=shout algo=mhgpo_fof train.steps=1 train.batch_size=2 eval.items=2 task.max_tokens=4"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    code = main(["train", *arguments])
+    code = main(["train", *words.split(), "model=hf", f"model.path={random_model}", "run.dir=run"])
     said = capsys.readouterr()
     assert code == 0, said.err
     assert "loud" in said.out

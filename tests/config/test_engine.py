@@ -8,24 +8,16 @@ from pathlib import Path
 import pytest
 
 from mmrl import engines
-from mmrl.cli.configs import train_configs
-from mmrl.cli.overrides import read_line
-from mmrl.config import EngineConfig, TrainCommandConfig
+from mmrl.cli.configs import configured
+from mmrl.config import EngineConfig
 from mmrl.config.engines import TransformersConfig, VllmServerConfig
 from mmrl.config.rules import without_effect
 from mmrl.run.launch import replica_problems
 
-FACTS = "outcome"
-
-
-def config_of(*arguments: str) -> TrainCommandConfig:
-    (config,) = train_configs(read_line(arguments))
-    return config
-
 
 def test_what_starts_a_server_has_no_effect_on_a_given_one() -> None:
-    config = config_of("engine=vllm_server", "engine.urls=[http://h:1]", "engine.args=[--a]", "engine.restarts=1")
-    found = without_effect(config, {"engine.urls", "engine.args", "engine.restarts"}, FACTS)
+    config = configured(["engine=vllm_server", "engine.urls=[http://h:1]", "engine.args=[--a]", "engine.restarts=1"])
+    found = without_effect(config, {"engine.urls", "engine.args", "engine.restarts"}, "outcome")
     assert [problem.partition(":")[0] for problem in found] == ["engine.args", "engine.restarts"]
 
 
@@ -56,7 +48,7 @@ def test_several_servers_need_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_servers_share_the_gpus_equally() -> None:
     words = ("hardware=h100x8_split", "hardware.rollout_devices=4", "engine.replicas=3")
-    config = config_of(*words)
+    config = configured(words)
     (problem,) = replica_problems(config.hardware, config.engine.replicas)
     assert problem == "engine.replicas: got 3, expected a divisor of 4, the GPUs that serve"
 

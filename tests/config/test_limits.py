@@ -4,77 +4,54 @@ import json
 
 import pytest
 
-from mmrl.cli.configs import eval_configs
-from mmrl.cli.hydra import composed
-from mmrl.cli.overrides import read_line
-from mmrl.config import DataConfig, TrainCommandConfig, validate, validate_stored
-from mmrl.errors import ConfigError
+from mmrl.cli.configs import configured
+from mmrl.config import DataConfig, TrainCommandConfig, validate_stored
+from tests.helpers.lines import evaluation, refused
 
-PAPERS = {
-    # arXiv 2505.11821, 2508.04660, 2506.02718 (whose parent's code has 100), and our choice for its reasoning baselines
-    "search_agent": {"max_tokens": 500, "max_observation": 500, "max_context": 4096},
-    "tool_agent": {"max_tokens": 1024, "max_completion": 1024},
-    "banking77": {"max_tokens": 1032, "max_context": 32768},
-    "papillon": {"max_tokens": 1032, "max_context": 32768},
-    "hover": {"max_tokens": 1032, "max_context": 32768},
-    "dspy": {"max_tokens": 1032, "max_context": None},
-    "agent": {"max_tokens": 1024, "max_context": None},
-    "hotpotqa": {"max_tokens": 100, "max_context": None},
-    "2wiki": {"max_tokens": 100, "max_context": None},
-    "musique": {"max_tokens": 100, "max_context": None},
-    "qa_direct": {"max_tokens": 100},
-    "search_o1": {"max_tokens": 2048, "max_observation": 1024, "max_context": 32768},
-    "r1_searcher": {"max_tokens": 512, "max_observation": 1024, "max_context": 8192},
-}
-TINY = {  # the runs of README and docs/performance.md were made with these
-    "search_agent": {"max_tokens": 48, "max_observation": 500, "max_context": 4096},
-    "tool_agent": {"max_tokens": 64, "max_completion": 256, "max_observation": 500, "max_context": 4096},
-    "banking77": {"max_tokens": 64, "max_context": 4096},
-    "papillon": {"max_tokens": 100, "max_context": 4096},
-    "hover": {"max_tokens": 96, "max_context": 4096},
-    "dspy": {"max_tokens": 100, "max_context": None},
-    "agent": {"max_tokens": 100, "max_context": None},
-    "hotpotqa": {"max_tokens": 100, "max_context": None},
-    "2wiki": {"max_tokens": 100, "max_context": None},
-    "musique": {"max_tokens": 100, "max_context": None},
-    "qa_direct": {"max_tokens": 64},
-    "search_o1": {"max_tokens": 64, "max_observation": 500, "max_context": 4096},
-    "r1_searcher": {"max_tokens": 64, "max_observation": 500, "max_context": 4096},
+# Of a task, those of its paper and those of `tiny`, with which the runs of README and docs/performance.md were made.
+# The papers: arXiv 2505.11821, 2508.04660, 2506.02718 (whose parent's code has 100), and our choice for its reasoning
+# baselines.
+LIMITS = {
+    "search_agent": {"max_tokens": (500, 48), "max_observation": (500, 500), "max_context": (4096, 4096)},
+    "tool_agent": {
+        "max_tokens": (1024, 64),
+        "max_completion": (1024, 256),
+        "max_observation": (1024, 500),
+        "max_context": (4096, 4096),
+    },
+    "banking77": {"max_tokens": (1032, 64), "max_context": (32768, 4096)},
+    "papillon": {"max_tokens": (1032, 100), "max_context": (32768, 4096)},
+    "hover": {"max_tokens": (1032, 96), "max_context": (32768, 4096)},
+    "dspy": {"max_tokens": (1032, 100), "max_context": (None, None)},
+    "agent": {"max_tokens": (1024, 100), "max_context": (None, None)},
+    "hotpotqa": {"max_tokens": (100, 100), "max_context": (None, None)},
+    "2wiki": {"max_tokens": (100, 100), "max_context": (None, None)},
+    "musique": {"max_tokens": (100, 100), "max_context": (None, None)},
+    "qa_direct": {"max_tokens": (100, 64)},
+    "search_o1": {"max_tokens": (2048, 64), "max_observation": (1024, 500), "max_context": (32768, 4096)},
+    "r1_searcher": {"max_tokens": (512, 64), "max_observation": (1024, 500), "max_context": (8192, 4096)},
 }
 
 
-def train(*words):
-    return validate(TrainCommandConfig, composed("train", words))
-
-
-def evaluation(*words):
-    (config,) = eval_configs(read_line(words))
-    return config
-
-
-def limits(config, keys):
-    return {key: getattr(config.task, key) for key in keys}
-
-
-@pytest.mark.parametrize("task", PAPERS)
+@pytest.mark.parametrize("task", LIMITS)
 def test_limits_are_the_papers_and_the_tiny_model_shortens_them(task):
-    assert limits(train(f"task={task}", "model=hf", "model.path=a/b"), PAPERS[task]) == PAPERS[task]
-    assert limits(train(f"task={task}"), TINY[task]) == TINY[task]
+    paper, tiny = (configured([f"task={task}", *words]).task for words in (["model=hf", "model.path=a/b"], []))
+    assert {key: (getattr(paper, key), getattr(tiny, key)) for key in LIMITS[task]} == LIMITS[task]
 
 
 @pytest.mark.parametrize(("model", "lora", "lr"), [("smollm2_135m", 16, 2e-4), ("smollm2_135m_full", None, 1e-5)])
 def test_a_small_real_model_has_a_profile_and_limits_of_its_own(model, lora, lr):
-    config = train("task=hotpotqa", f"model={model}")
+    config = configured(["task=hotpotqa", f"model={model}"])
     assert (config.model.lora.r if config.model.lora else None, config.train.lr) == (lora, lr)
     assert (config.task.max_tokens, config.task.retriever.top_k, config.task.retriever.snippet_words) == (64, 5, 40)
     evaluated = evaluation(f"model={model}", "task=hotpotqa")
     assert evaluated.task == config.task and evaluated.policy == config.model.path
     assert evaluation("policy=smollm2_135m", "task=hotpotqa").task == config.task
-    assert train("task=banking77", f"model={model}").task.max_tokens == 100
+    assert configured(["task=banking77", f"model={model}"]).task.max_tokens == 100
 
 
 def test_a_typed_limit_wins_over_the_tiny_models():
-    assert train("task=search_agent", "++task.max_tokens=70").task.max_tokens == 70
+    assert configured(["task=search_agent", "++task.max_tokens=70"]).task.max_tokens == 70
 
 
 def test_a_users_own_model_may_have_limits_too(tmp_path, monkeypatch):
@@ -83,14 +60,15 @@ def test_a_users_own_model_may_have_limits_too(tmp_path, monkeypatch):
     (tmp_path / "conf/model/mine.yaml").write_text("# @package _global_\nmodel: {name: mine, path: a/b}\n")
     (tmp_path / "conf/limits/mine/search_agent.yaml").write_text("# @package _global_\ntask: {max_tokens: 77}\n")
     monkeypatch.chdir(tmp_path)
-    assert train("task=search_agent", "model=mine").task.max_tokens == 77
-    assert train("task=tool_agent", "model=mine").task.max_tokens == 1024
+    assert configured(["task=search_agent", "model=mine"]).task.max_tokens == 77
+    assert configured(["task=tool_agent", "model=mine"]).task.max_tokens == 1024
 
 
 @pytest.mark.parametrize("algo", ["mhgpo_rr", "mmgrpo", "mt_ppo", "grpo"])
 def test_nothing_of_the_tiny_model_is_in_another_one(algo):
     config, paper = (
-        train(f"algo={algo}", *words) for words in (("model=hf", "model.path=a/b"), ("model=llama31_8b_instruct",))
+        configured([f"algo={algo}", *words])
+        for words in (("model=hf", "model.path=a/b"), ("model=llama31_8b_instruct",))
     )
     assert (config.model.name, config.model.path, config.model.dtype) == ("hf", "a/b", "auto")
     assert config.model.gradient_checkpointing and config.model.lora is not None
@@ -101,21 +79,19 @@ def test_nothing_of_the_tiny_model_is_in_another_one(algo):
 
 @pytest.mark.parametrize("path", ["some/model", "./nowhere"])
 def test_other_weights_under_the_tiny_model_are_refused_with_what_to_type(path):
-    with pytest.raises(ConfigError) as caught:
-        train(f"++model.path={path}")
-    (problem,) = caught.value.problems
+    (problem,) = refused(f"++model.path={path}")
     assert problem.startswith(f"model.path: got '{path}'") and f"use model=hf model.path={path}" in problem
 
 
 def test_a_stored_run_with_other_weights_goes_on():
-    stored = train().model_dump(mode="json")
+    stored = configured([]).model_dump(mode="json")
     stored["model"]["path"] = "some/model"
     assert validate_stored(TrainCommandConfig, stored).model.path == "some/model"
 
 
 def test_the_neutral_model_wants_a_path():
-    with pytest.raises(ConfigError, match=r"model\.path: missing"):
-        train("model=hf")
+    (problem,) = refused("model=hf")
+    assert problem.startswith("model.path: missing")
 
 
 # --- the model of an evaluation

@@ -2,22 +2,11 @@
 
 import pytest
 
-from mmrl.cli.configs import eval_configs, train_configs
-from mmrl.cli.overrides import read_line
+from mmrl.cli.configs import configured
 from mmrl.config.engines import VllmServerConfig
 from mmrl.config.rules import RUNS, TYPED
-from mmrl.errors import ConfigError
 from mmrl.run import check as prepare
-
-
-def refused(*arguments, command="train"):
-    line = read_line(arguments)
-    try:
-        prepare.check_all(train_configs(line) if command == "train" else eval_configs(line), line.keys)
-    except ConfigError as error:
-        return error.problems
-    return []
-
+from tests.helpers.lines import refused
 
 AGENT, FOF, RR = "task=search_agent", "algo=mhgpo_fof", "algo=mhgpo_rr"
 CASES = [
@@ -76,39 +65,7 @@ CASES = [
 ]
 
 
-def sentence(word):
-    """How the refusal of a typed key begins."""
-    key, _, value = word.partition("=")
-    return f"{key}: {'' if value.startswith('{') else f'got {value}, which '}has no effect"
-
-
-@pytest.mark.parametrize(("word", "beside", "says", "cure"), CASES, ids=lambda value: str(value)[:40])
-def test_typed_keys_without_effect_are_refused_and_the_cure_works(word, beside, says, cure):
-    (problem,) = [problem for problem in refused(word, *beside) if problem.startswith(sentence(word))]
-    assert says in problem
-    if cure is not None:
-        changed = {argument.partition("=")[0] for argument in cure}
-        assert refused(*(words for words in [word, *beside] if words.partition("=")[0] not in changed), *cure) == []
-
-
-OF_MODULES = [
-    ("train_modules=[reranker]", "freeze_modules=[answerer]", "freeze_modules: got answerer", "train_modules=null"),
-    (
-        "freeze_modules=[reranker]",
-        "advantage_scale={reranker: 2.0}",
-        "advantage_scale.reranker: got 2.0",
-        "freeze_modules=[answerer]",
-    ),
-]
-
-
-@pytest.mark.parametrize(("trained", "idle", "starts", "cure"), OF_MODULES)
-def test_settings_of_modules_that_are_not_trained_are_refused(trained, idle, starts, cure):
-    (problem,) = refused(RR, f"algo.{trained}", f"algo.{idle}")
-    assert problem.startswith(f"algo.{starts}") and "no effect" in problem
-    assert refused(RR, f"algo.{cure}", f"algo.{idle}") == []
-
-
+# Whoever set them: a value that another one switches off.
 ALWAYS = [
     ("algo.penalty_scale={answerer: 2.0}", [FOF, "algo.penalties=false"], "penalties"),
     ("algo.loss_length=4", ["algo=grpo"], "loss_mean=seq"),
@@ -135,10 +92,41 @@ ALWAYS = [
 ]
 
 
-@pytest.mark.parametrize(("word", "beside", "says"), ALWAYS, ids=lambda value: str(value)[:40])
-def test_values_that_another_one_switches_off_are_refused_whoever_set_them(word, beside, says):
+def sentence(word):
+    """How the refusal of a typed key begins."""
+    key, _, value = word.partition("=")
+    return f"{key}: {'' if value.startswith('{') else f'got {value}, which '}has no effect"
+
+
+@pytest.mark.parametrize(
+    ("word", "beside", "says", "cure"),
+    [*CASES, *((*case, None) for case in ALWAYS)],
+    ids=lambda value: str(value)[:40],
+)
+def test_keys_without_effect_are_refused_and_the_cure_works(word, beside, says, cure):
     (problem,) = [problem for problem in refused(word, *beside) if problem.startswith(sentence(word))]
     assert says in problem
+    if cure is not None:
+        changed = {argument.partition("=")[0] for argument in cure}
+        assert refused(*(words for words in [word, *beside] if words.partition("=")[0] not in changed), *cure) == []
+
+
+OF_MODULES = [
+    ("train_modules=[reranker]", "freeze_modules=[answerer]", "freeze_modules: got answerer", "train_modules=null"),
+    (
+        "freeze_modules=[reranker]",
+        "advantage_scale={reranker: 2.0}",
+        "advantage_scale.reranker: got 2.0",
+        "freeze_modules=[answerer]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("trained", "idle", "starts", "cure"), OF_MODULES)
+def test_settings_of_modules_that_are_not_trained_are_refused(trained, idle, starts, cure):
+    (problem,) = refused(RR, f"algo.{trained}", f"algo.{idle}")
+    assert problem.startswith(f"algo.{starts}") and "no effect" in problem
+    assert refused(RR, f"algo.{cure}", f"algo.{idle}") == []
 
 
 def test_an_evaluation_may_take_the_hardware_of_a_training_run(tmp_path, monkeypatch):
@@ -278,27 +266,21 @@ def test_reward_set_of_a_task_with_a_judge_alone():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "problem"),
+    ("line", "problem"),
     [
-        (["algo=grpo", "algo.ddof=true"], "algo.ddof: got True, expected a whole number"),
-        (["algo=grpo", "algo.ddof=1.0"], "algo.ddof: got 1.0, expected a whole number"),
-        (["algo=grpo", "algo.ddof=2"], "algo.ddof: got 2, expected 0 or 1"),
-        (
-            ["task=tool_agent", "algo=grpo", "task.outcome_rewards=4.0"],
-            "task.outcome_rewards: got 4.0, expected a whole",
-        ),
-        (["algo=mmgrpo", "algo.failing_index=false"], "algo.failing_index: got False, expected 'zero' or 'true'"),
-        (
-            ["algo=mmgrpo", "algo.format_failure_score=1e200"],
-            "algo.format_failure_score: got 1e+200, expected less than",
-        ),
-        (["algo=mmgrpo", "algo.rollouts=100001"], "algo.rollouts: got 100001, expected less than"),
-        (["algo=grpo", "algo.loss_mean=constant", f"algo.loss_length={10**400}"], "algo.loss_length: got 1000"),
-        ([FOF, "algo.penalty_scale={answerer: 1e300}"], "algo.penalty_scale.answerer: got 1e+300, expected a finite"),
+        ("algo=grpo algo.ddof=true", "algo.ddof: got True, expected a whole number"),
+        ("algo=grpo algo.ddof=1.0", "algo.ddof: got 1.0, expected a whole number"),
+        ("algo=grpo algo.ddof=2", "algo.ddof: got 2, expected 0 or 1"),
+        ("task=tool_agent algo=grpo task.outcome_rewards=4.0", "task.outcome_rewards: got 4.0, expected a whole"),
+        ("algo=mmgrpo algo.failing_index=false", "algo.failing_index: got False, expected 'zero' or 'true'"),
+        ("algo=mmgrpo algo.format_failure_score=1e200", "algo.format_failure_score: got 1e+200, expected less than"),
+        ("algo=mmgrpo algo.rollouts=100001", "algo.rollouts: got 100001, expected less than"),
+        (f"algo=grpo algo.loss_mean=constant algo.loss_length={10**400}", "algo.loss_length: got 1000"),
+        (f"{FOF} algo.penalty_scale={{answerer:1e300}}", "algo.penalty_scale.answerer: got 1e+300, expected a finite"),
     ],
 )
-def test_values_that_python_or_arithmetic_would_confuse(arguments, problem):
-    assert [found for found in refused(*arguments) if found.startswith(problem)]
+def test_values_that_python_or_arithmetic_would_confuse(line, problem):
+    assert [found for found in refused(*line.split()) if found.startswith(problem)]
 
 
 def test_a_penalty_that_is_passed_on_has_an_effect_where_its_module_is_frozen():
@@ -308,5 +290,4 @@ def test_a_penalty_that_is_passed_on_has_an_effect_where_its_module_is_frozen():
 
 def test_the_word_true_may_be_typed_as_it_is():
     arguments = ["algo=mmgrpo", "task=hover", "algo.padding_mode=ragged", "algo.failing_index=true"]
-    (config,) = train_configs(read_line(arguments))
-    assert config.algo.failing_index == "true" and refused(*arguments) == []
+    assert configured(arguments).algo.failing_index == "true" and refused(*arguments) == []

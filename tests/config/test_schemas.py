@@ -8,32 +8,21 @@ from typing import Any
 
 import pytest
 
-from mmrl.cli.configs import train_configs
 from mmrl.cli.hydra import composed
-from mmrl.cli.overrides import read_line
-from mmrl.config import (
-    ALGO_SCHEMAS,
-    ENGINE_SCHEMAS,
-    RETRIEVER_SCHEMAS,
-    TASK_SCHEMAS,
-    EvalCommandConfig,
-    TrainCommandConfig,
-    validate,
-)
+from mmrl.config import ENGINE_SCHEMAS, RETRIEVER_SCHEMAS, TASK_SCHEMAS, TrainCommandConfig, validate
 from mmrl.config.tasks import BUILT_IN, PluginTaskConfig, TaskConfig
 from mmrl.engines import ENGINES
 from mmrl.errors import ConfigError
-from mmrl.system.conf import options
 from mmrl.tasks import TASKS
 
 
 @cache
-def composed_once(command: str, arguments: tuple[str, ...]) -> dict[str, Any]:
-    return composed(command, list(arguments))
+def composed_once() -> dict[str, Any]:
+    return composed("train", [])
 
 
-def raw_of(*arguments: str, command: str = "train") -> dict[str, Any]:
-    return deepcopy(composed_once(command, arguments))
+def raw_of() -> dict[str, Any]:
+    return deepcopy(composed_once())
 
 
 def problems_of(raw: dict[str, Any]) -> list[str]:
@@ -76,50 +65,6 @@ def test_a_key_of_another_retriever_is_refused_by_name(name: str, key: str) -> N
     users = ", ".join(other for other, schema in RETRIEVER_SCHEMAS.items() if key in schema.model_fields)
     said = f"got 1, which has no effect with task.retriever.name={name}; it is an option of {users}"
     assert problem == f"task.retriever.{key}: {said}"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "starts"),
-    [
-        (["task.max_tokns=3"], "task.max_tokns: unknown key; did you mean 'max_tokens'? (valid here: corpus, "),
-        (["task.data.trian=x"], "task.data.trian: unknown key; did you mean 'train'? (valid here: dev, "),
-        (["task.retriever.top=3"], "task.retriever.top: unknown key; did you mean 'top_k'? (valid here: b, "),
-        (["engine.lop=hf"], "engine.lop: unknown key; did you mean 'loop'? (valid here: batch_tokens, "),
-        (["task=papillon", "task.judge.modl=x"], "task.judge.modl: unknown key; did you mean 'model'? (valid here: "),
-        (["engine.endpoint.url=http://x"], "engine.endpoint.url: got http://x, which has no effect with engine="),
-        (["task.retriever.name=bm26", "task.retriever.k1=2.0"], "task.retriever.name: got 'bm26', expected 'bm25', "),
-        (["task.retriever.name=remote"], "task.retriever.url: missing, a value is required"),
-        (["task.retriever={name: remote, url: x}"], "task.retriever.url: got 'x', expected http://HOST"),
-        (
-            ["task.retriever.retries=9"],
-            "task.retriever.retries: got 9, which has no effect with task.retriever.name=bm25",
-        ),
-        (["engine.name=vlm"], "engine.name: got 'vlm', expected 'auto', "),
-        (["engine=vllm_server", "hardware.processes=x"], "hardware.processes: got 'x', expected"),
-    ],
-)
-def test_a_mistake_below_a_chosen_schema_has_one_sentence(arguments: list[str], starts: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        train_configs(read_line(arguments))
-    (problem,) = caught.value.problems
-    assert problem.startswith(starts)
-
-
-@pytest.mark.parametrize(
-    ("task", "algo"), [(task, "grpo") for task in options("task")] + [("hotpotqa", algo) for algo in ALGO_SCHEMAS]
-)
-def test_every_task_and_every_algorithm_composes(task: str, algo: str) -> None:
-    config = validate(TrainCommandConfig, raw_of(f"task={task}", f"algo={algo}"))
-    assert type(config.task) is TASK_SCHEMAS[config.task.name]
-    assert type(config.algo) is ALGO_SCHEMAS[config.algo.name]
-
-
-@pytest.mark.parametrize("group", ["model", "hardware", "engine"])
-def test_every_choice_of_a_group_composes(group: str) -> None:
-    for choice in options(group):
-        path = ("++model.path=a/b",) if choice == "hf" else ()  # the one that leaves it to the user
-        validate(TrainCommandConfig, raw_of(f"{group}={choice}", *path))
-        validate(EvalCommandConfig, raw_of(f"{group}={choice}", "policy=tiny", command="eval"))
 
 
 def test_schemas_have_the_names_of_what_they_configure() -> None:

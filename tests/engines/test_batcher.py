@@ -192,12 +192,6 @@ def test_a_program_that_leaves_lets_the_others_go(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["deterministic", "greedy"])
-def test_no_live_program_is_needed(schedule: str) -> None:
-    batcher = Batcher(Counter(), schedule)
-    assert len(asyncio.run(batcher.generate(ask((0,), 4))).ids) == 4
-
-
-@pytest.mark.parametrize("schedule", ["deterministic", "greedy"])
 @pytest.mark.parametrize("bad", [13, 14])
 def test_a_broken_batch_fails_its_rows_and_later_ones_succeed(schedule: str, bad: int) -> None:
     decoder = Counter()

@@ -6,7 +6,6 @@ import asyncio
 import sys
 import threading
 import time
-import types
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -24,7 +23,7 @@ from mmrl.engines.vllm.colocated import VllmColocatedEngine
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.run.launch import hardware_problems
-from tests.helpers.runs import SMALL
+from tests.helpers.runs import command
 
 TINY = ModelConfig(name="tiny", path="tiny")
 
@@ -84,13 +83,13 @@ class FakeVllm:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
     made = FakeVllm()
-    vllm = types.ModuleType("vllm")
-    vllm.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
-    inputs, distributed = types.ModuleType("vllm.inputs"), types.ModuleType("vllm.distributed")
-    inputs.TokensPrompt = dict  # type: ignore[attr-defined]
-    distributed.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]
-    for name, module in (("vllm", vllm), ("vllm.inputs", inputs), ("vllm.distributed", distributed)):
-        monkeypatch.setitem(sys.modules, name, module)
+    contents = {
+        "vllm": {"SamplingParams": SimpleNamespace},
+        "vllm.inputs": {"TokensPrompt": dict},
+        "vllm.distributed": {"cleanup_dist_env_and_memory": lambda: None},
+    }
+    for name, content in contents.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
     monkeypatch.setattr(VllmColocatedEngine, "_start", lambda self: made)
     monkeypatch.setattr(VllmColocatedEngine, "_check_served", lambda self: None)
     monkeypatch.setattr("mmrl.engines.vllm.base.vllm_problems", lambda *_: [])
@@ -115,14 +114,20 @@ async def one(engine: Any, prompt: tuple[int, ...] = (5, 6), **settings: Any) ->
     return await engine.generate(Request(prompt_ids=prompt, sampling=sampling, module="m"))
 
 
+def together(engine: Any, *limits: int) -> list[Any]:
+    """Completions, or what was raised, of requests of so many tokens at once."""
+
+    async def all_of_them() -> list[Any]:
+        asked = asyncio.gather(*[one(engine, max_tokens=count) for count in limits], return_exceptions=True)
+        return await asyncio.wait_for(asked, 10)
+
+    return asyncio.run(all_of_them())
+
+
 def test_concurrent_requests_share_steps_and_come_back_to_whoever_asked(fake: FakeVllm, tmp_path: Path) -> None:
     engine = build(tmp_path)
     engine.set_version(4)
-
-    async def several() -> list[Completion]:
-        return await asyncio.gather(*[one(engine, max_tokens=count) for count in (1, 2, 3, 8)])
-
-    made = asyncio.run(several())
+    made = together(engine, 1, 2, 3, 8)
     assert [len(completion.ids) for completion in made] == [1, 2, 3, 3]
     assert {completion.policy_version for completion in made} == {4}
     assert all(set(completion.logprobs or ()) == {-0.5} for completion in made)
@@ -175,11 +180,7 @@ def test_failures_are_told_with_vllms_words_and_hang_nobody(fake: FakeVllm, engi
     with pytest.raises(EngineFailure, match="vLLM refused the request: ValueError: unlucky"):
         asyncio.run(one(engine, (13,)))
     fake.broken = True
-
-    async def several() -> list[Any]:
-        return await asyncio.gather(*[one(engine) for _ in range(3)], return_exceptions=True)
-
-    assert [str(failure) for failure in asyncio.run(several())] == ["vLLM failed: RuntimeError: out of memory"] * 3
+    assert [str(failure) for failure in together(engine, 8, 8, 8)] == ["vLLM failed: RuntimeError: out of memory"] * 3
     fake.collective_rpc = lambda *args, **kwargs: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(SyncFailure, match="policy version 2 was not taken by vLLM: ZeroDivisionError"):
         engine.set_version(2)
@@ -199,12 +200,7 @@ def test_a_reply_that_cannot_be_read_fails_its_call_and_no_other(fake: FakeVllm,
         return made
 
     fake.step = step  # type: ignore[method-assign]
-
-    async def several() -> list[Any]:
-        asked = asyncio.gather(*[one(engine, max_tokens=1 + number) for number in range(3)], return_exceptions=True)
-        return await asyncio.wait_for(asked, 10)
-
-    first, second, third = asyncio.run(several())
+    first, second, third = together(engine, 1, 2, 3)
     assert isinstance(first, EngineFailure) and "log-probability of nan" in str(first)
     assert isinstance(second, EngineFailure) and "KeyError" in str(second)
     assert third.ids == (7, 7, 7)
@@ -262,10 +258,6 @@ def test_what_it_cannot_do_is_refused_before_anything_loads(
     assert problem.startswith("engine: vllm_colocated runs in one process, profile 'two' has 2")
     with pytest.raises(ConfigError):
         build(tmp_path, device="cpu", sleep=True)
-    command = ["train", f"model.path={random_model}", *SMALL, "engine=vllm_colocated", "train.staleness=1"]
-    assert main([*command, f"run.dir={tmp_path / 'run'}"]) == 2
+    assert main(command(random_model, tmp_path / "run", "engine=vllm_colocated", "train.staleness=1")) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "train.staleness: got 1 with engine=vllm_colocated" in said
-    assert main([*command, "engine.urls=[http://h:1]", f"run.dir={tmp_path / 'run'}"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "engine.urls: got [http://h:1], which has no effect with engine=vllm_colocated" in said

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,14 @@ from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import EngineFailure, SyncFailure
 from mmrl.models.load import load_model, load_tokenizer
 from tests.engines.test_server import TINY, fake, probe_reply, reply
-from tests.helpers.fake_vllm import fake_vllm
+from tests.helpers.fake_vllm import adapter_in, fake_vllm
 from tests.helpers.servers import Scripted, ScriptedServer, Seen, serving
 
 pytest.importorskip("vllm_router", reason="needs vllm-router, whose wheels are for Linux on x86_64")
 
 
 def fleet(tmp_path: Path, bundle: dict[str, float] | None = None, **settings: Any) -> VllmServerEngine:
-    (tmp_path / "adapter").mkdir(exist_ok=True)
-    (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 8}')
-    adapter = {"default": str(tmp_path / "adapter")}
-    setup = EngineSetup(weights=TINY, folder=tmp_path, folders=adapter, bundle=bundle)
+    setup = EngineSetup(weights=TINY, folder=tmp_path, folders=adapter_in(tmp_path), bundle=bundle)
     return VllmServerEngine(None, load_tokenizer(TINY), VllmServerConfig(name="vllm_server", **settings), setup)
 
 
@@ -80,8 +78,7 @@ def test_requests_of_a_session_meet_and_weights_reach_every_server(tmp_path: Pat
 
 
 def test_a_server_killed_under_way_costs_no_request_and_comes_back_with_the_newest_weights(tmp_path: Path) -> None:
-    engine = started(tmp_path)
-    try:
+    with closing(started(tmp_path)) as engine:
         engine.set_version(0)
         engine.set_version(1)
         victim = engine.replicas[0].process
@@ -98,8 +95,6 @@ def test_a_server_killed_under_way_costs_no_request_and_comes_back_with_the_newe
         assert engine.metrics() == {"engine/restarts": 1.0, "engine/servers": 2.0}
         assert victim.url == before  # other processes may know it
         log = [json.loads(line) for line in (tmp_path / f"asked-{victim.pid}.jsonl").read_text().splitlines()]
-    finally:
-        engine.close()
     asked = [(path, name and name[:2]) for path, session, name in log if session or name]
     assert asked[:1] == [("/v1/load_lora_adapter", "v1")]
     assert ("/v1/load_lora_adapter", "v2") in asked and ("/v1/completions", None) in asked
@@ -109,8 +104,7 @@ def test_a_server_killed_under_way_costs_no_request_and_comes_back_with_the_newe
 def test_a_server_that_ends_too_often_stays_out_and_the_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = started(tmp_path, restarts=0)
-    try:
+    with closing(started(tmp_path, restarts=0)) as engine:
         engine.set_version(0)
         victim = engine.replicas[1].process
         assert victim is not None and victim.pid is not None
@@ -127,8 +121,6 @@ def test_a_server_that_ends_too_often_stays_out_and_the_others_go_on(
             asyncio.run(ask(engine, sessions=8))
         with pytest.raises(SyncFailure, match=r"ended again after engine\.restarts=0 starts"):
             engine.set_version(2)
-    finally:
-        engine.close()
 
 
 def test_a_server_of_others_that_goes_is_left_out_and_taken_back_with_the_newest_weights(tmp_path: Path) -> None:

@@ -12,44 +12,30 @@ from mmrl.cli import main
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.engines.openai import OpenAIChat, described
 from mmrl.errors import EngineFailure
+from tests.engines.test_openai import ASK, ask
 from tests.helpers.servers import Scripted, Seen, chat_reply, serving
 
-ASK = [{"role": "user", "content": "Where is Porto?"}]
-# As OpenAI's reasoning models answer.
-OTHER_LIMIT = Scripted(
-    {
-        "error": {
-            "message": "Unsupported parameter: 'max_tokens' is not supported with this model. "
-            "Use 'max_completion_tokens' instead.",
-            "type": "invalid_request_error",
-            "param": "max_tokens",
-            "code": "unsupported_parameter",
-        }
-    },
-    400,
+
+def unsupported(message: str, **error: str) -> Scripted:
+    """As OpenAI's reasoning models answer."""
+    return Scripted({"error": {"message": message, **error}}, 400)
+
+
+OTHER_LIMIT = unsupported(
+    "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead.",
+    param="max_tokens",
+    code="unsupported_parameter",
 )
-NO_TEMPERATURE = Scripted(
-    {
-        "error": {
-            "message": "Unsupported value: 'temperature' does not support 0.0 with this model. "
-            "Only the default (1) value is supported.",
-            "param": "temperature",
-            "code": "unsupported_value",
-        }
-    },
-    400,
+NO_TEMPERATURE = unsupported(
+    "Unsupported value: 'temperature' does not support 0.0 with this model. Only the default (1) value is supported.",
+    param="temperature",
+    code="unsupported_value",
 )
+SHORT = unsupported("Could not finish the message because max_tokens or model output limit was reached.")
 
 
 def chat_at(url: str, path: str = "engine.endpoint", **settings: Any) -> OpenAIChat:
     return OpenAIChat(EndpointConfig(**{"url": url, "model": "big", "key_env": None, "attempts": 1} | settings), path)
-
-
-def ask(chat: OpenAIChat, **options: Any) -> str:
-    try:
-        return asyncio.run(chat.complete(ASK, **options))
-    finally:
-        chat.close()
 
 
 def reasoning_model(seen: Seen) -> Scripted:
@@ -103,25 +89,17 @@ def test_further_fields_and_headers_are_sent(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("OPENAI_ORG_ID", "somebody-else")
     monkeypatch.setenv("OPENAI_PROJECT_ID", "somebody-else")
     body = {"reasoning_effort": "low", "provider": {"order": ("a", "b")}, "temperature": 1.0}
+    more = {"extra_body": body, "omit": ("temperature",), "extra_headers": {"X-Title": "mmrl"}}
     with serving([chat_reply("x")]) as (url, server):
-        chat = chat_at(
-            url,
-            extra_body=body,
-            omit=("temperature",),
-            extra_headers={"X-Title": "mmrl"},
-            organization="org-1",
-            project="proj-1",
-        )
-        ask(chat, temperature=0.0)
-        ask(chat_at(url))
+        ask(chat_at(url, **more, organization="org-1", project="proj-1"), temperature=0.0)
+        ask(chat_at(url), seed=None)
     one, other = server.seen
+    assert set(other.body) == {"model", "messages"}
     assert one.body["reasoning_effort"] == "low" and one.body["provider"] == {"order": ["a", "b"]}
     assert one.body["temperature"] == 1.0
-    assert (one.headers["X-Title"], one.headers["OpenAI-Organization"], one.headers["OpenAI-Project"]) == (
-        *("mmrl", "org-1"),
-        "proj-1",
-    )
-    assert not {"x-title", "openai-organization", "openai-project"} & {name.lower() for name in other.headers}
+    names = ("x-title", "openai-organization", "openai-project")
+    assert [one.headers[name] for name in names] == ["mmrl", "org-1", "proj-1"]
+    assert not set(names) & {name.lower() for name in other.headers}
 
 
 def thinking(content: Any, finish: str = "stop", **message: Any) -> Scripted:
@@ -198,13 +176,8 @@ def test_the_cache_is_counted_as_servers_say_it(details: dict[str, Any], cached:
 
 
 def test_a_reasoning_model_is_found_by_the_probe() -> None:
-    short = Scripted(
-        {"error": {"message": "Could not finish the message because max_tokens or model output limit was reached."}},
-        400,
-    )
-
     def probed(seen: Seen) -> Scripted:
-        return OTHER_LIMIT if "max_tokens" in seen.body else short
+        return OTHER_LIMIT if "max_tokens" in seen.body else SHORT
 
     with serving(probed) as (url, server):
         assert chat_at(url).unreachable() == []

@@ -22,7 +22,9 @@ from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import EngineFailure, SyncFailure
 from mmrl.models.load import load_tokenizer
 from mmrl.system.child_process import ChildProcess
+from tests.helpers.fake_vllm import adapter_in
 from tests.helpers.servers import Scripted, ScriptedServer, Seen, serving
+from tests.helpers.watch import running
 
 TINY = ModelConfig(name="tiny", path="tiny")
 HEALTHY = """
@@ -45,13 +47,6 @@ def process(tmp_path: Path, program: str, timeout_s: float = 30.0) -> ChildProce
         timeout_s=timeout_s,
         limit="engine.start_timeout_s",
     )
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_server_and_its_children_end_together(tmp_path: Path) -> None:
@@ -140,12 +135,8 @@ def fake(complete: Callable[[Seen], Scripted]) -> Callable[[Seen], Scripted]:
 
 def engine_at(url: str, tmp_path: Path, **settings: Any) -> VllmServerEngine:
     config = VllmServerConfig(name="vllm_server", urls=(url,), **settings)
-    folders = {"default": str(tmp_path / "adapter")}
-    (tmp_path / "adapter").mkdir(exist_ok=True)
-    (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 8}')
-    return VllmServerEngine(
-        None, load_tokenizer(TINY), config, EngineSetup(weights=TINY, folder=tmp_path, folders=folders)
-    )
+    setup = EngineSetup(weights=TINY, folder=tmp_path, folders=adapter_in(tmp_path))
+    return VllmServerEngine(None, load_tokenizer(TINY), config, setup)
 
 
 async def start_anew(engine: VllmServerEngine) -> None:

@@ -30,7 +30,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.system.conf import later_wins
 from mmrl.system.processes import Processes
 from tests.engines.test_server import TINY, answering, asked, reply
-from tests.helpers.fake_vllm import fake_vllm
+from tests.helpers.fake_vllm import adapter_in, fake_vllm
 from tests.helpers.servers import Scripted, Seen, serving
 
 
@@ -71,13 +71,10 @@ def both(work: Callable[[Any], Any], *items: Any) -> list[Any]:
 
 
 def engines_in(folder: Path, **settings: Any) -> list[Any]:
-    (folder / "adapter").mkdir(exist_ok=True)
-    (folder / "adapter" / "adapter_config.json").write_text('{"r": 8}')
     config = VllmServerConfig(name="vllm_server", **settings)
 
     def build(processes: Processes) -> Any:
-        folders = {"default": str(folder / "adapter")}
-        setup = EngineSetup(weights=TINY, folder=folder, folders=folders, processes=processes)
+        setup = EngineSetup(weights=TINY, folder=folder, folders=adapter_in(folder), processes=processes)
         return build_engine(config, None, load_tokenizer(TINY), setup)
 
     return [build(process) for process in Thread.pair()]

@@ -12,7 +12,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from mmrl.config.engines import TransformersConfig
-from mmrl.engines import engine_class
 from mmrl.engines.base import Completion, EngineSetup, Request
 from mmrl.engines.embedded import architecture
 from mmrl.engines.embedded.hf_loop import HFLoop
@@ -293,7 +292,3 @@ def test_a_new_version_in_mid_batch_is_refused() -> None:
         task.cancel()
 
     asyncio.run(clash())
-
-
-def test_registry() -> None:
-    assert engine_class("transformers") is TransformersEngine

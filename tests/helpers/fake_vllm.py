@@ -66,3 +66,11 @@ def fake_vllm(folder: Path, context: int = 64, probe: Sequence[float] = ()) -> s
     program.write_text(SERVER.format(python=sys.executable, context=context, probe=json.dumps(list(probe))))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return str(program)
+
+
+def adapter_in(folder: Path) -> dict[str, str]:
+    """Folders of adapters, with one of rank 8, as an engine without a model is given them."""
+    adapter = folder / "adapter"
+    adapter.mkdir(exist_ok=True)
+    (adapter / "adapter_config.json").write_text('{"r": 8}')
+    return {"default": str(adapter)}

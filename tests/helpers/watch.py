@@ -1,10 +1,11 @@
-"""A watch over code that must not take time that grows with the square of its input."""
+"""Watches over code whose time must not grow with the square of its input, and over processes."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 LIMIT_S = 60
@@ -28,3 +29,11 @@ def terminates() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+
+
+def running(pid: int) -> bool:
+    """Whether a process has not ended, though nobody may have asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -131,32 +131,9 @@ def test_two_nodes_train_and_four_serve(capsys: Any) -> None:
 
 
 def test_measured_times_and_lengths_take_the_place_of_assumed_ones(capsys: Any) -> None:
-    slow = planned(capsys, *SPLIT, "replicas=32", "token_ms=50", "train.batch_size=8")["fleet"]["step"]["rollouts"][
-        "seconds"
-    ]
-    fast = planned(capsys, *SPLIT, "replicas=32", "token_ms=25", "train.batch_size=8")["fleet"]["step"]["rollouts"][
-        "seconds"
-    ]
-    assert 1.7 < slow / fast < 2.0
+    words = (*SPLIT, "replicas=32", "train.batch_size=8")
+    slow, fast = (planned(capsys, *words, f"token_ms={pace}")["fleet"]["step"]["rollouts"] for pace in (50, 25))
+    assert 1.7 < slow["seconds"] / fast["seconds"] < 2.0
     assert main(["plan", "dry=0", *SPLIT, "replicas=32"]) == 0
     text = capsys.readouterr().out
     assert "rollouts on 32 servers of a device each" in text and "least idle:" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["replicas=2"], "replicas: got 2 with engine=transformers, expected vllm_server"),
-        (["replicas=0"], "replicas: got '0'"),
-        (["token_ms=5"], "token_ms: got 5.0, which has no effect with replicas=null"),
-        (["run=/nowhere"], "run: /nowhere: no such run directory"),
-        (["run=RUN", "dry=2"], "run: got RUN, which has no effect with dry=2"),
-        (["run=RUN", "lengths=rewriter:1/1"], "run: got RUN, which has no effect beside lengths="),
-        (["run=RUN", "task=search_agent"], "run: RUN has modules"),
-    ],
-)
-def test_bad_input_is_refused(tmp_path: Path, capsys: Any, words: list[str], expected: str) -> None:
-    fake_run(tmp_path / "run", steps=1)
-    place = str(tmp_path / "run")
-    assert main(["plan", *(word.replace("RUN", place) for word in words)]) == 2
-    assert expected.replace("RUN", place) in capsys.readouterr().err

@@ -12,10 +12,11 @@ from mmrl.cli.configs import configured
 from mmrl.errors import ConfigError
 from mmrl.plan.cost import GIB, GPUS, Device, Gpu, device, evaluation_seconds, known_gpu
 from mmrl.plan.shapes import KNOWN, Shape, read_shape
-from mmrl.plan.workload import Lengths, Load, declared_rollout, mean_rollout, parse_lengths, unique_tokens
+from mmrl.plan.workload import Lengths, Load, declared_rollout, mean_rollout, unique_tokens
 from mmrl.records import Call, Forest, Rollout
 from mmrl.sets.words import read_set, words_of
 from mmrl.system.conf import later_wins
+from tests.helpers.runs import fake_run
 
 
 def planned(capsys, *arguments):
@@ -233,34 +234,36 @@ def test_lengths_need_no_data_not_even_a_file_of_labels(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("words", "expected"),
     [
-        (["dry=many"], "dry: got 'many'"),
-        (["device=h2000"], "device"),
-        (["lengths=rewriter:10"], "lengths: got 'rewriter:10'"),
-        (["lengths=writer:10/2"], "no module writer"),
-        (["dry=2", LENGTHS], "leave one of the two out"),
-        (["hardware=h100x8", "device=cpu"], "hardware.sharding: got fsdp2, which accelerate does not do on a CPU"),
-        (["dry=3000"], "dry: got 3000, the train split has 2400 examples"),
-        (["dry=0", "train.staleness=1"], "train.staleness: got 1 with engine=transformers"),
-        (["dry=0", "train.warmup_steps=3"], "no effect with train.schedule=constant"),
-        (["dry=0", "model.lora={r: 8, targets: [q_proj, lm_head]}"], "model.lora.targets: got lm_head"),
-        (["model=qwen3_8b", "dry=2"], "not on this machine"),
-        (["model=hf", "model.path=someone/unknown-model"], "does not know the sizes"),
-        (["algo.group_size=1"], "algo.group_size"),
-        (["-m", "seed=1,2"], "-m: not for mmrl plan"),
+        ("dry=many", "dry: got 'many'"),
+        ("device=h2000", "device"),
+        ("lengths=rewriter:10", "lengths: got 'rewriter:10'"),
+        ("lengths=writer:10/2", "no module writer"),
+        (f"dry=2 {LENGTHS}", "leave one of the two out"),
+        ("hardware=h100x8 device=cpu", "hardware.sharding: got fsdp2, which accelerate does not do on a CPU"),
+        ("dry=3000", "dry: got 3000, the train split has 2400 examples"),
+        ("dry=0 train.staleness=1", "train.staleness: got 1 with engine=transformers"),
+        ("dry=0 train.warmup_steps=3", "no effect with train.schedule=constant"),
+        ("dry=0 model.lora={r:8,targets:[q_proj,lm_head]}", "model.lora.targets: got lm_head"),
+        ("model=qwen3_8b dry=2", "not on this machine"),
+        ("model=hf model.path=someone/unknown-model", "does not know the sizes"),
+        ("algo.group_size=1", "algo.group_size"),
+        ("-m seed=1,2", "-m: not for mmrl plan"),
+        ("replicas=2", "replicas: got 2 with engine=transformers, expected vllm_server"),
+        ("replicas=0", "replicas: got '0'"),
+        ("token_ms=5", "token_ms: got 5.0, which has no effect with replicas=null"),
+        ("run=/nowhere", "run: /nowhere: no such run directory"),
+        ("run=RUN dry=2", "run: got RUN, which has no effect with dry=2"),
+        ("run=RUN lengths=rewriter:1/1", "run: got RUN, which has no effect beside lengths="),
+        ("run=RUN task=search_agent", "run: RUN has modules"),
     ],
 )
-def test_bad_input_is_refused(capsys, arguments, expected):
-    assert main(["plan", *arguments]) == 2
-    assert expected in capsys.readouterr().err
-
-
-def test_lengths_are_read():
-    assert parse_lengths("a:1/2,b:3/4/5x6") == {
-        "a": Lengths(prompt=1, completion=2),
-        "b": Lengths(prompt=3, completion=4, observation=5, calls=6),
-    }
+def test_bad_input_is_refused(tmp_path, capsys, words, expected):
+    fake_run(tmp_path / "run", steps=1)
+    place = str(tmp_path / "run")
+    assert main(["plan", *words.replace("RUN", place).split()]) == 2
+    assert expected.replace("RUN", place) in capsys.readouterr().err
 
 
 def test_a_config_without_sizes_is_refused():

@@ -74,30 +74,31 @@ def test_continuing_a_run_names_its_code_before_it_is_imported(run, said_in):
     assert said.index("config.yaml names code that is imported and run now: plugins=evil") < said.index("step 2/2")
 
 
-def test_an_interpreter_that_a_run_would_start_is_named(run, said_in):
+def stored_with(run, **sections):
+    """Put sections into the config of a run; the data stay."""
     path = run / "config.yaml"
     stored = yaml.safe_load(path.read_text())
-    stored["engine"] = {"name": "vllm_server", "python": "./evil"}
-    path.write_text(yaml.safe_dump({**stored, "plugins": []}))
-    named = "config.yaml names code that is imported and run now: engine.python=./evil"
-    assert named in said_in(run, "train", "resume=.", "train.steps=+1")[1]
-    assert named not in said_in(run, "credit", "run=.", "step=1")[1]
+    if "task" in sections:
+        sections["task"]["data"] = stored["task"]["data"]
+    path.write_text(yaml.safe_dump({**stored, **sections}))
 
 
-def test_a_command_that_a_run_would_start_is_named(run, said_in):
-    path = run / "config.yaml"
-    stored = yaml.safe_load(path.read_text())
-    stored["task"] = {"name": "agent", "command": "sh ./evil", "data": stored["task"]["data"]}
-    path.write_text(yaml.safe_dump({**stored, "plugins": []}))
-    named = "config.yaml names code that is imported and run now: task.command=sh ./evil"
-    assert named in said_in(run, "train", "resume=.", "train.steps=+1")[1]
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        ({"engine": {"name": "vllm_server", "python": "./evil"}}, "engine.python=./evil"),
+        ({"task": {"name": "agent", "command": "sh ./evil"}}, "task.command=sh ./evil"),
+    ],
+)
+def test_a_program_that_a_run_would_start_is_named(section, named, run, said_in):
+    stored_with(run, plugins=[], **section)
+    said = f"config.yaml names code that is imported and run now: {named}"
+    assert said in said_in(run, "train", "resume=.", "train.steps=+1")[1]
+    assert said not in said_in(run, "credit", "run=.", "step=1")[1]
 
 
 def test_an_unknown_name_needs_its_plugin(run, said_in):
-    path = run / "config.yaml"
-    stored = yaml.safe_load(path.read_text())
-    stored["task"] = {"name": "mine", "data": stored["task"]["data"]}
-    path.write_text(yaml.safe_dump(stored))
+    stored_with(run, task={"name": "mine"})
     code, said = said_in(run, "credit", "run=.", "step=1")
     assert (code, (run / "ran").exists()) == (0, True)
     assert "names code that is imported and run now: plugins=evil" in said
@@ -158,21 +159,18 @@ def test_a_users_modules_lie_in_the_current_folder(written, random_model, said_i
 
 
 @pytest.mark.parametrize(
-    ("names", "says"),
+    ("program", "says"),
     [
+        ("mine:Answerr", "task.program: 'mine' has no 'Answerr'; did you mean 'Answerer'?"),
         (
-            ["task.program=mine:Answerr", "task.metric=mine:metric"],
-            "task.program: 'mine' has no 'Answerr'; did you mean 'Answerer'?",
-        ),
-        (
-            ["task.program=mime:Answerer", "task.metric=mine:metric"],
+            "mime:Answerer",
             "task.program: cannot import 'mime': ModuleNotFoundError: No module named 'mime'; it is neither installed "
             "nor in {folder}; did you mean 'mine'?",
         ),
     ],
 )
-def test_a_wrong_name_gets_the_near_one(written, random_model, said_in, names, says):
-    code, said = said_in(written, *training(random_model, *names))
+def test_a_wrong_name_gets_the_near_one(written, random_model, said_in, program, says):
+    code, said = said_in(written, *training(random_model, f"task.program={program}", "task.metric=mine:metric"))
     assert code == 2 and says.format(folder=written) in said, said
 
 
@@ -191,19 +189,3 @@ def test_supervised_runs_are_extended_and_have_no_credit(random_model, tmp_path,
     for command_line in (["credit", f"run={tmp_path / 'long'}", "step=1"], ["credit", f"run={tmp_path / 'long'}"]):
         assert main(command_line) == 2
         assert "this run is supervised (algo=sft), so its calls have no credit" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["steps=10"], ["steps: unknown key; did you mean train.steps?"]),
-        (["--steps=10"], ["--steps: unknown flag; did you mean train.steps? Keys are typed as KEY=VALUE"]),
-        (["--group-size=4"], ["--group-size: unknown flag; did you mean algo.group_size?"]),
-        (["--nothing", "10"], ["10: expected key=value", "--nothing: unknown flag (known: -m"]),
-    ],
-)
-def test_a_key_without_its_section_names_the_whole_key(words, says, capsys):
-    assert main(["train", *words]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(says)
-    assert all(line.startswith(f"error: {said}") for line, said in zip(lines, says, strict=True)), lines

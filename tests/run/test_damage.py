@@ -17,7 +17,7 @@ from mmrl.run.settle import stored_config
 from mmrl.sets.sweep import job_state
 from mmrl.system import files
 from mmrl.trainer import checkpoint
-from tests.helpers.runs import contents
+from tests.helpers.runs import EVAL, contents
 
 
 @pytest.fixture
@@ -50,8 +50,7 @@ def test_what_is_missing_of_a_finished_run_is_completed(left, whole, tmp_path, c
     marker = run / "checkpoints" / "checkpoint-1" / "complete.json"
     marker.write_text(json.dumps(json.loads(marker.read_text()) | {"step": 1}))
     (run / "eval" / ".step-000003-dev.jsonl.7.tmp").write_text("half")
-    steps = []
-    assert main(["train", f"resume={run}"]) == 0, steps
+    assert main(["train", f"resume={run}"]) == 0
     assert contents(run) == contents(whole)
     assert job_state(run, config) == "finished"
     capsys.readouterr()
@@ -278,8 +277,7 @@ def test_a_damaged_older_checkpoint_is_named_and_the_newest_taken(run, capsys):
 @pytest.fixture(scope="module")
 def evaluation(random_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluated") / "eval"
-    small = ["task.max_tokens=6", "task.retriever.top_k=2", "eval.items=4", "hardware=cpu", "hardware.threads=1"]
-    assert main(["eval", f"policy={random_model}", f"run.dir={folder}", *small]) == 0
+    assert main(["eval", f"policy={random_model}", f"run.dir={folder}", *EVAL]) == 0
     return folder
 
 

@@ -6,7 +6,6 @@ import functools
 import json
 import re
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,10 @@ from mmrl.models.save import write_tokenizer
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
 from mmrl.system.files import digest
-from mmrl.tasks.base import Score
 from mmrl.tasks.search_program.task import MultihopQaTask
 from mmrl.trainer.checkpoint import commit, temporary_folder
-from tests.helpers.runs import command
+from tests.helpers.runs import EVAL, command, score_of_texts
 
-EVAL = ["eval.items=4", "task.max_tokens=6", "task.retriever.top_k=2", "hardware=cpu", "hardware.threads=1"]
 LORA = ["model.lora.r=4", "model.lora.alpha=8"]
 MODULES = ("rewriter", "reranker", "answerer")
 
@@ -35,12 +32,8 @@ MODULES = ("rewriter", "reranker", "answerer")
 def trained(model: str, folder: Path, *extra: str) -> Path:
     """A run of two steps that move the greedy texts, so that the wrong weights say something else."""
 
-    def score(self: Any, example: Any, prediction: Any, path: Any, reward_set: str) -> Score:
-        reward = (zlib.crc32("".join(call.text for call in path).encode()) % 97) / 97
-        return Score(reward=reward, metrics={"f1": reward, "em": 0.0, "accuracy": 0.0})
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MultihopQaTask, "score", score)
+        patch.setattr(MultihopQaTask, "score", score_of_texts)
         assert main(command(model, folder, "algo=mhgpo_fof", "train.steps=2", "train.lr=0.1", *extra)) == 0
     return folder
 
@@ -145,11 +138,9 @@ def test_a_base_in_bfloat16_stays_in_bfloat16(
     """The run computed in float32; what is merged has the type of the base's own files."""
     from transformers import AutoModelForCausalLM
 
-    other = tmp_path / "base"
-    shutil.copytree(random_model, other)
+    other = shutil.copytree(random_model, tmp_path / "base")
     AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.bfloat16).save_pretrained(other)
-    run = tmp_path / "run"
-    shutil.copytree(shared, run)
+    run = shutil.copytree(shared, tmp_path / "run")
     config = (run / "config.yaml").read_text().replace(random_model, str(other))
     (run / "config.yaml").write_text(config)
     out = exported(run, tmp_path / "out")
@@ -187,8 +178,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(
 
 def test_damage_is_refused_by_file(by_module: Path, tmp_path: Path, capsys: Any) -> None:
     """A flipped bit of the weights, and numbers of the card that the run has not written."""
-    run = tmp_path / "run"
-    shutil.copytree(by_module, run)
+    run = shutil.copytree(by_module, tmp_path / "run")
     weights = run / "checkpoints" / "checkpoint-2" / "answerer" / "adapter_model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -204,8 +194,7 @@ def test_damage_is_refused_by_file(by_module: Path, tmp_path: Path, capsys: Any)
 
 def test_best_is_the_best_evaluated_step(by_module: Path, tmp_path: Path, capsys: Any) -> None:
     """Evaluated by the main metric; of a better step whose checkpoint is gone the user hears."""
-    run = tmp_path / "run"
-    shutil.copytree(by_module, run)
+    run = shutil.copytree(by_module, tmp_path / "run")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line, f1 in zip([line for line in lines if "eval/dev/f1" in line], (0.1, 0.9, 0.3), strict=True):
         line["eval/dev/f1"] = f1
@@ -221,8 +210,7 @@ def test_best_is_the_best_evaluated_step(by_module: Path, tmp_path: Path, capsys
 
 def test_a_template_that_renders_other_ids_is_not_exported(shared: Path, tmp_path: Path, capsys: Any) -> None:
     """The checkpoint's template is another one than the config trained with (both whole, by their digests)."""
-    run = tmp_path / "run"
-    shutil.copytree(shared, run)
+    run = shutil.copytree(shared, tmp_path / "run")
     checkpoint = run / "checkpoints" / "checkpoint-2"
     template = checkpoint / "chat_template.jinja"
     template.write_text(template.read_text().replace("{{ m.content }}", "{{ m.content | trim }}"))
@@ -239,8 +227,7 @@ def test_a_template_without_a_system_role_gets_one(random_model: str, tmp_path: 
     """The system text opens the user's turn; a conversation without one is rendered as before."""
     from transformers import AutoTokenizer
 
-    base = tmp_path / "base"
-    shutil.copytree(random_model, base)
+    base = shutil.copytree(random_model, tmp_path / "base")
     template = (base / "chat_template.jinja").read_text()
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     (base / "chat_template.jinja").write_text(refusing + template)

@@ -5,19 +5,14 @@ import json
 import pytest
 
 from mmrl.cli import main
-from mmrl.cli.configs import eval_configs, train_configs
-from mmrl.cli.overrides import read_line
-from mmrl.models.chat import render_prompt
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, evaluated
-from mmrl.run.check import check
 from mmrl.run.eval import unsuited
 from tests.helpers.gguf import llama_like
+from tests.helpers.lines import evaluation, refused
 from tests.helpers.programs import saved
 from tests.models.test_templates import RAISING
 from tests.tasks.test_data import record
-
-HF = ("model=hf", "model.path=a/b")
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +24,8 @@ def random_llama(random_model, tmp_path_factory):
 def test_any_causal_model_is_trained_and_evaluated_by_its_path_alone(random_llama, tmp_path, capsys):
     small = ["task=qa_direct", "eval.items=2", "hardware=cpu", "hardware.threads=1", "task.max_tokens=6"]
     run, evaluation = tmp_path / "run", tmp_path / "eval"
-    sizes = [
-        "algo=grpo",
-        "train.warmup_steps=0",
-        "train.steps=1",
-        "train.batch_size=2",
-        "algo.group_size=2",
-        "algo.beta=0.001",
-    ]
-    assert main(["train", "model=hf", f"model.path={random_llama}", f"run.dir={run}", *sizes, *small]) == 0
+    sizes = "algo=grpo train.warmup_steps=0 train.steps=1 train.batch_size=2 algo.group_size=2 algo.beta=0.001"
+    assert main(["train", "model=hf", f"model.path={random_llama}", f"run.dir={run}", *sizes.split(), *small]) == 0
     (checkpoint,) = (run / "checkpoints").glob("checkpoint-*")
     adapter = json.loads((checkpoint / "adapter_config.json").read_text())
     layers = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"}
@@ -49,64 +37,34 @@ def test_any_causal_model_is_trained_and_evaluated_by_its_path_alone(random_llam
     assert metrics["f1"] == before["eval/dev/f1"]
 
 
-def test_what_an_engine_renders_is_what_the_trainer_renders(random_llama):
-    from mmrl.config import ModelConfig
-    from mmrl.models.load import load_tokenizer
-
-    tokenizer = load_tokenizer(ModelConfig(name="hf", path=random_llama))
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
-    text = tokenizer.decode(render_prompt(tokenizer, messages))
-    assert text == "<|im_start|>user\nBe brief.\n\nWho?<|im_end|>\n<|im_start|>model\n"
-
-
 # --- data of one's own
-
-
-def problems(command, *words):
-    line = read_line(words)
-    (config,) = train_configs(line) if command == "train" else eval_configs(line)
-    return check(config, line.keys)
 
 
 def test_an_absent_split_is_refused_by_name_where_it_is_needed(tmp_path):
     path = saved(tmp_path / "data.json", [record(number) for number in range(4)])
-    small = ("train.batch_size=2",)
-    assert (
-        problems("train", *HF, *small, f"task.data.train={path}", f"task.data.dev={path}", "task.data.test=null") == []
-    )
-    (problem,) = problems("train", *HF, *small, f"task.data.train={path}")
-    assert problem == (
+    hf = ("model=hf", "model.path=a/b", "train.batch_size=2")
+    train, dev = f"task.data.train={path}", f"task.data.dev={path}"
+    assert refused(*hf, train, dev, "task.data.test=null") == refused(*hf, train, "eval.split=train") == []
+    assert refused(*hf, train) == [
         "eval.split: got dev, and there is no such split (task.data.dev=null); set task.data.dev, or eval.split=train"
-    )
-    assert problems("train", *HF, *small, f"task.data.train={path}", "eval.split=train") == []
-    (problem,) = problems("train", *HF, *small, f"task.data.dev={path}")
+    ]
+    (problem,) = refused(*hf, dev)
     assert problem.startswith("task.data.train: got train, and there is no such split (task.data.train=null)")
-    (problem,) = problems(
-        "train", *HF, *small, f"task.data.train={path}", f"task.data.dev={path}", "task.data.test_items=2"
-    )
+    (problem,) = refused(*hf, train, dev, "task.data.test_items=2")
     assert problem.startswith("task.data.test_items: got 2, which has no effect with task.data.test=null")
-    tiny = ("policy=tiny", f"task.data.dev={path}")
-    assert problems("eval", *tiny) == []
-    (problem,) = problems("eval", *tiny, "split=test")
+    assert refused("policy=tiny", dev, command="eval") == []
+    (problem,) = refused("policy=tiny", dev, "split=test", command="eval")
     assert problem.startswith("split: got test, and there is no such split (task.data.test=null)")
     assert "split=dev" in problem
 
 
-def sorted_by_label(tmp_path, copies=20):
-    lines = [
-        f'{{"text": "query {n} about {label}", "label": "{label}"}}' for label in ("a", "b", "c") for n in range(copies)
-    ]
-    path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return path
-
-
 def test_some_items_of_a_file_are_drawn_the_same_ones_in_every_run(tmp_path):
-    path = sorted_by_label(tmp_path)
+    rows = [{"text": f"query {n} about {label}", "label": label} for label in "abc" for n in range(20)]
+    path = saved(tmp_path / "data.jsonl", rows)
     words = ("policy=tiny", "task=banking77", f"task.data.dev={path}", "task.sample=all")
 
     def drawn(*more):
-        (config,) = eval_configs(read_line([*words, *more]))
+        config = evaluation(*words, *more)
         task = build_task(config.task, config.seed)
         examples, facts = evaluated(task, config, "dev")
         return examples[: config.eval.items], facts
@@ -121,7 +79,7 @@ def test_some_items_of_a_file_are_drawn_the_same_ones_in_every_run(tmp_path):
 
 
 def test_the_first_items_of_the_mini_world_stay_the_first():
-    (config,) = eval_configs(read_line(["policy=tiny", "eval.items=7"]))
+    config = evaluation("policy=tiny", "eval.items=7")
     task = build_task(config.task, config.seed)
     examples, facts = evaluated(task, config, "dev")
     assert (list(examples[:7]), facts) == (list(task.examples("dev")[:7]), {})

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -27,7 +26,10 @@ from mmrl.run.launch import environment, hardware_problems, missing_packages, wr
 from mmrl.system.conf import later_wins
 from mmrl.system.processes import ALONE, Processes, join, merge_forests
 from scripts.chaos.compare import comparable
+from tests.helpers import TOP
 from tests.helpers.forests import Grow
+from tests.helpers.runs import command
+from tests.helpers.watch import running
 
 SMALL = (
     "train.steps=2",
@@ -169,18 +171,8 @@ def test_accelerate_reads_the_variables_of_fsdp2(monkeypatch):
         ({"cpu_offload": True}, "transformers", {}, "hardware.cpu_offload"),
         ({"rollout_devices": 1}, "transformers", {}, "hardware.rollout_devices"),
         ({"processes": 2}, "transformers", {"modules": True}, "weights per module"),
-        (
-            {"processes": 8, "sharding": "zero3"},
-            "vllm_server",
-            {"critic": "separate"},
-            "got zero3, which DeepSpeed cannot",
-        ),
-        (
-            {"processes": 8},
-            "vllm_server",
-            {"critic": "adapter"},
-            "algo.critic: got adapter, which needs one process or",
-        ),
+        ({"processes": 8, "sharding": "zero3"}, "vllm_server", {"critic": "separate"}, "got zero3, which DeepSpeed"),
+        ({"processes": 8}, "vllm_server", {"critic": "adapter"}, "algo.critic: got adapter, which needs one process"),
         *(
             ({"processes": 8, "sharding": "fsdp2"}, "vllm_server", {"critic": kind}, "")
             for kind in (None, "separate", "adapter", "head")
@@ -228,10 +220,7 @@ def test_packages_that_a_profile_s_engine_needs_are_asked_for_too(monkeypatch, c
         (["hardware.processes=[1,4]"], "hardware.processes: got [1,4], expected integer"),
         (["hardware.nodes=1-4"], "hardware.nodes: got '1-4', expected integer"),
         (["hardware.ray.address=ray://head:10001"], "hardware.ray.address: got 'ray://head:10001', expected"),
-        (
-            ["algo=sft", "hardware.processes=1"],
-            "hardware.ray: has no effect with algo=sft, which trains in one process",
-        ),
+        (["algo=sft", "hardware.processes=1"], "hardware.ray: has no effect with algo=sft, which trains in one"),
     ],
 )
 def test_ray_that_is_missing_and_numbers_of_processes_that_would_change(words, said, monkeypatch, capsys, tmp_path):
@@ -256,25 +245,20 @@ def test_several_nodes_are_started_by_a_launcher(capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_evaluation_runs_in_one_process(capsys):
-    assert main(["eval", "policy=tiny", "hardware=cpu2"]) == 2
-    assert "mmrl eval runs in one" in capsys.readouterr().err
-
-
 def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
     monkeypatch.setattr("mmrl.models.load.load_tokenizer", None)
     where = f"run.dir={tmp_path / 'run'}"
-    for arguments, said in (
+    monkeypatch.setattr("mmrl.engines.vllm.command._has_vllm", lambda python: True)
+    for line, said in (
         (
-            ["hardware=h100x2", "hardware.processes=8"],
-            "asks for 8 GPUs to train and 0 to serve rollouts, this machine has 7",
+            "hardware=h100x2 hardware.processes=8",
+            "8 GPUs to train and 0 to serve rollouts, this machine has 7",
         ),
-        (["hardware=h100x8_split", "engine.python=python"], "asks for 7 GPUs to train and 1 to serve rollouts, this"),
+        ("hardware=h100x8_split engine.python=python", "asks for 7 GPUs to train and 1 to serve rollouts, this"),
     ):
-        monkeypatch.setattr("mmrl.engines.vllm.command._has_vllm", lambda python: True)
-        assert main(["train", *arguments, where]) == 2
+        assert main(["train", *line.split(), where]) == 2
         shown = " ".join(capsys.readouterr().err.split())
         assert "hardware.processes: profile" in shown and said in shown
     assert not (tmp_path / "run").exists()
@@ -285,51 +269,9 @@ import sys
 from mmrl.config import HardwareConfig
 from mmrl.run import launch
 sys.executable = sys.argv[1]
-launch.start({}, HardwareConfig(name="two", device="cpu", processes=2), "run")
+sys.exit(launch.start({}, HardwareConfig(name="two", device="cpu", processes=2), "run"))
 """
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")
-def test_processes_end_when_who_started_them_is_killed_outright(tmp_path):
-    worker, pids = tmp_path / "worker", tmp_path / "pids"
-    worker.write_text(f"#!/bin/sh\necho $$ >> {pids}\nexec sleep 600\n")
-    worker.chmod(0o755)
-    process = subprocess.Popen(
-        [sys.executable, "-c", STARTER, str(worker)], env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    )
-    deadline = time.monotonic() + 60
-    while not pids.exists() or len(pids.read_text().split()) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    left = [int(pid) for pid in pids.read_text().split()]
-    try:
-        while any(alive(pid) for pid in left) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not any(alive(pid) for pid in left)
-    finally:
-        for pid in filter(alive, left):
-            os.kill(pid, signal.SIGKILL)
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def started(*words):
-    """A command in processes of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "mmrl", *words],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+ENV = {**os.environ, "PYTHONPATH": str(TOP)}
 
 
 def wait_until(ready, process):
@@ -337,6 +279,43 @@ def wait_until(ready, process):
     while not ready():
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
+
+
+def workers_of(folder, script):
+    """A process that has started two others, which run `script`; and these, by what each has added to PIDS."""
+    worker, pids = folder / "worker", folder / "pids"
+    worker.write_text(script.replace("PIDS", str(pids)))
+    worker.chmod(0o755)
+    process = subprocess.Popen([sys.executable, "-c", STARTER, str(worker)], env=ENV, start_new_session=True)
+    wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2, process)
+    return process, [int(pid) for pid in pids.read_text().split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")
+def test_processes_end_when_who_started_them_is_killed_outright(tmp_path):
+    process, left = workers_of(tmp_path, "#!/bin/sh\necho $$ >> PIDS\nexec sleep 600\n")
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    try:
+        while any(running(pid) for pid in left) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(running(pid) for pid in left)
+    finally:
+        for pid in filter(running, left):
+            os.kill(pid, signal.SIGKILL)
+
+
+def started(*words):
+    """A command in processes of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "mmrl", *words],
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def assert_numbers_of_one(two, *words):
@@ -388,24 +367,13 @@ def test_a_killed_process_ends_the_run_and_it_continues_to_the_numbers_of_one(tm
 
 def test_a_run_resumed_where_its_gpu_is_not_is_refused(random_model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("mmrl.run.session.build_stage", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert (
-        main(
-            [
-                "train",
-                "model=hf",
-                f"model.path={random_model}",
-                "train.batch_size=8",
-                "hardware=cpu",
-                f"run.dir={tmp_path / 'run'}",
-            ]
-        )
-        == 130
-    )
-    config = tmp_path / "run" / "config.yaml"
+    run = tmp_path / "run"
+    assert main(command(random_model, run)) == 130
+    config = run / "config.yaml"
     stored = yaml.safe_load(config.read_text())
     stored["hardware"]["device"] = "cuda"
     config.write_text(yaml.safe_dump(stored))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     capsys.readouterr()
-    assert main(["train", f"resume={tmp_path / 'run'}"]) == 2
+    assert main(["train", f"resume={run}"]) == 2
     assert "hardware.device: got cuda" in capsys.readouterr().err

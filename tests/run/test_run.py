@@ -1,10 +1,10 @@
 """Whole runs through the command line, with a really small random model: the line from config to report."""
 
+import itertools
 import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +16,8 @@ from mmrl.cli import main
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
-from tests.helpers.runs import SMALL, command, numbers
+from mmrl.tasks.search_tool import SearchTool
+from tests.helpers.runs import EVAL, SMALL, command, numbers
 
 
 @pytest.mark.parametrize("algo", ["mhgpo_is", "mhgpo_fof", "mhgpo_rr", "mhgpo_fof_os"])
@@ -51,21 +52,6 @@ def test_show_prints_the_curve_and_the_tree_of_an_example(whole, capsys):
     assert "advantage" in shown
 
 
-def test_the_journal_exports_the_form_that_credit_reads(whole, tmp_path, capsys):
-    exported = tmp_path / "forest.json"
-    assert main(["show", str(whole), "step=1", "--json"]) == 0
-    exported.write_text(capsys.readouterr().out)
-    assert json.loads(exported.read_text())["version"] == 1
-    found = []
-    for path in (exported, RunDir.read(whole).journal_path(1, None)):
-        assert main(["credit", "algo=mhgpo_rr,grpo", f"rollouts={path}", "--json"]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    assert found[0] == found[1] and len(found[0][0]["calls"]) > 4
-    for wrong in (["--json"], ["step=1", "example=x", "--json"]):
-        assert main(["show", str(whole), *wrong]) == 2
-        assert "--json: writes the rollouts of one step; give step=N" in capsys.readouterr().err
-
-
 def test_the_same_command_gives_the_same_numbers(random_model, tmp_path, capsys):
     # A look at a few examples before the first step changes nothing of what the run samples.
     for name, looked in (("a", "false"), ("b", "true")):
@@ -95,36 +81,35 @@ def test_killed_at_a_random_instant_and_resumed_a_run_gives_bit_equal_numbers(ra
     assert numbers(tmp_path / "whole") == numbers(killed)
 
 
-def test_a_finished_run_is_not_continued(whole, tmp_path, capsys):
-    shutil.copytree(whole, tmp_path / "run")
-    assert main(["train", f"resume={tmp_path / 'run'}"]) == 2
-    assert "finished" in capsys.readouterr().err
-
-
 def test_eval_of_a_run_agrees_with_the_runs_own_last_evaluation(whole, tmp_path, capsys):
     after = RunDir.read(whole).history()[-1]
-    arguments = ["eval.items=4", "task.max_tokens=6", "task.retriever.top_k=2", "hardware=cpu", "hardware.threads=1"]
-    assert main(["eval", f"policy={whole}", f"run.dir={tmp_path / 'eval'}", *arguments]) == 0
+    assert main(["eval", f"policy={whole}", f"run.dir={tmp_path / 'eval'}", *EVAL]) == 0
     metrics = RunDir.read(tmp_path / "eval").summary["metrics"]
     for name in ("em", "f1", "accuracy"):
         assert metrics[name] == after[f"eval/dev/{name}"]
     assert "95 % interval" in capsys.readouterr().out
 
 
-def test_too_many_outside_failures_stop_the_run_with_its_state_saved(random_model, tmp_path, capsys, monkeypatch):
-    from mmrl.tasks.search_tool import SearchTool
+@pytest.fixture
+def outage(monkeypatch):
+    """From now on a search fails where `fails` says so of its number."""
 
-    searches = {"n": 0}
-    works = SearchTool.use
+    def begin(fails):
+        works, numbers = SearchTool.use, itertools.count(1)
 
-    def breaks(self, *arguments):
-        searches["n"] += 1
-        if searches["n"] > 30:
-            raise OSError("retriever down")
-        return works(self, *arguments)
+        def breaks(self, *arguments):
+            if fails(next(numbers)):
+                raise OSError("retriever down")
+            return works(self, *arguments)
 
-    monkeypatch.setattr("mmrl.run.build._TASKS", {})
-    monkeypatch.setattr(SearchTool, "use", breaks)
+        monkeypatch.setattr("mmrl.run.build._TASKS", {})
+        monkeypatch.setattr(SearchTool, "use", breaks)
+
+    return begin
+
+
+def test_too_many_outside_failures_stop_the_run_with_its_state_saved(random_model, tmp_path, capsys, outage):
+    outage(lambda number: number > 30)
     code = main(command(random_model, tmp_path / "run", "algo=mhgpo_fof", "train.steps=50", "eval.every=0"))
     captured = capsys.readouterr()
     assert code == 1
@@ -134,43 +119,26 @@ def test_too_many_outside_failures_stop_the_run_with_its_state_saved(random_mode
 
 
 def test_an_outage_before_training_stops_the_run_which_then_measures_its_start_again(
-    random_model, tmp_path, capsys, monkeypatch
+    random_model, tmp_path, capsys, outage
 ):
-    from mmrl.tasks.search_tool import SearchTool
-
-    run, works = tmp_path / "run", SearchTool.use
-
-    def breaks(self, *arguments):
-        raise OSError("retriever down")
-
-    monkeypatch.setattr("mmrl.run.build._TASKS", {})
-    monkeypatch.setattr(SearchTool, "use", breaks)
+    run, down = tmp_path / "run", [True]
+    outage(lambda number: down[0])
     assert main(command(random_model, run, "train.steps=2")) == 1
     said = capsys.readouterr().err
     failed = r"before training: 100% of the rollouts failed .*\(tool 4; the first, .*retriever down \(.*in breaks\)"
     assert re.search(failed, said), said
     assert f"resume={run}" in said
     assert not list((run / "eval").iterdir())
-    monkeypatch.setattr(SearchTool, "use", works)
+    down[0] = False
     assert main(["train", f"resume={run}"]) == 0
     assert RunDir.read(run).history()[0]["eval/dev/failed_share"] == 0
     assert "failed from outside" not in capsys.readouterr().out
 
 
-def test_an_evaluation_tells_its_outages_and_asks_again_on_resume(random_model, tmp_path, capsys, monkeypatch):
-    from mmrl.tasks.search_tool import SearchTool
-
-    folder, works, searches = tmp_path / "eval", SearchTool.use, iter([False, True])
-
-    def breaks(self, *arguments):
-        if next(searches, False):
-            raise OSError("retriever down")
-        return works(self, *arguments)
-
-    monkeypatch.setattr("mmrl.run.build._TASKS", {})
-    monkeypatch.setattr(SearchTool, "use", breaks)
-    small = ["task.max_tokens=6", "task.retriever.top_k=2", "eval.items=4", "hardware=cpu", "hardware.threads=1"]
-    assert main(["eval", f"policy={random_model}", f"run.dir={folder}", *small]) == 0
+def test_an_evaluation_tells_its_outages_and_asks_again_on_resume(random_model, tmp_path, capsys, outage):
+    folder = tmp_path / "eval"
+    outage(lambda number: number == 2)
+    assert main(["eval", f"policy={random_model}", f"run.dir={folder}", *EVAL]) == 0
     said = capsys.readouterr().out
     assert "25.0% of the rollouts failed from outside causes" in said
     assert "dev items" in said and "train items" not in said and "test items" not in said

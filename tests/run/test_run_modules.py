@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,17 @@ from mmrl.errors import ConfigError
 from mmrl.models.policy import resolve
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
-from mmrl.tasks.base import Score
 from mmrl.tasks.search_program.task import MultihopQaTask
-from tests.helpers.runs import command, numbers
+from tests.helpers.runs import EVAL, command, numbers, score_of_texts
 
 MODULES = ("rewriter", "reranker", "answerer")
 LORA = ["model.lora.r=4", "model.lora.alpha=8"]
-EVAL = ["eval.items=4", "task.max_tokens=6", "task.retriever.top_k=2", "hardware=cpu", "hardware.threads=1"]
 
 
 @pytest.fixture
 def varied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewards that a random model's texts differ in: what it learns from does not matter here."""
-
-    def score(self: Any, example: Any, prediction: Any, path: Any, reward_set: str) -> Score:
-        reward = (zlib.crc32("".join(call.text for call in path).encode()) % 97) / 97
-        return Score(reward=reward, metrics={"f1": reward, "em": 0.0, "accuracy": 0.0})
-
-    monkeypatch.setattr(MultihopQaTask, "score", score)
+    """Rewards that texts differ in: what a random model learns from does not matter here."""
+    monkeypatch.setattr(MultihopQaTask, "score", score_of_texts)
 
 
 def checkpoint(run: Path, step: int = 2) -> Path:

@@ -3,10 +3,8 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,7 @@ from mmrl.stages.collect import Collector
 from mmrl.system.stop import quiet_loops, stoppable
 from mmrl.trainer.trl_trainer import MmrlTrainer
 from tests.helpers.runs import command, numbers
-from tests.run.test_processes import STARTER
+from tests.run.test_processes import workers_of
 
 
 def small(random_model, folder):
@@ -110,22 +108,11 @@ def test_a_stop_waits_where_it_is_held_and_is_raised_once():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_the_process_that_starts_others_passes_a_stop_on(number, code, tmp_path):
-    worker, pids = tmp_path / "worker", tmp_path / "pids"
-    worker.write_text(
+    script = (
         f"#!{sys.executable}\nimport os, signal, sys, time\n"
         f"signal.signal({int(number)}, lambda *_: sys.exit({code}))\n"
-        f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(600)\n"
+        "open('PIDS', 'a').write(f'{os.getpid()}\\n')\ntime.sleep(600)\n"
     )
-    worker.chmod(0o755)
-    starter = STARTER.replace("launch.start(", "sys.exit(launch.start(").replace('"run")', '"run"))')
-    process = subprocess.Popen(
-        [sys.executable, "-c", starter, str(worker)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 60
-    while not pids.exists() or len(pids.read_text().split()) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    process, _ = workers_of(tmp_path, script)
     process.send_signal(number)
     assert process.wait(30) == code

@@ -9,6 +9,7 @@ config itself. `test_no_silent_option.py` runs all of them, and fails for a leaf
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -134,8 +135,8 @@ def same_code(leaf: tuple[str, str]) -> object:
     if isinstance(effect, Acts) and effect.shared:
         first = key.partition(".")[0]
         schema = next(kind for kind in reversed(schema.__mro__) if first in get_annotations(kind))
-        return id(effect), schema
-    return id(effect), schema, TASKS[name] if group == "task" else section
+        return id(effect), key, schema
+    return id(effect), key, schema, TASKS[name] if group == "task" else section
 
 
 def refused(sections: str, keys: str, value: str, says: str, typed: str = "", starts: str = "") -> None:
@@ -187,6 +188,25 @@ class Body(httpx.AsyncByteStream):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         yield self.content
+
+
+@dataclass
+class Busy:
+    """How many requests are under way at a server; whether each takes its time is what shows what `key` does."""
+
+    key: str
+    in_flight: int = 0
+    most: int = 0
+
+    async def wait(self) -> None:
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        await asyncio.sleep(0.2 if self.key == "timeout_s" else 0)
+        for _ in range(30 if self.key == "concurrency" else 0):  # until another one is under way too
+            if self.most > 1:
+                break
+            await asyncio.sleep(0.01)
+        self.in_flight -= 1
 
 
 def records_of(name: str, start: int) -> list[dict[str, Any]]:

@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import ssl
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,36 +25,27 @@ from mmrl.errors import MmrlError
 from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.run.build import _load_teachers
 from mmrl.tasks.agents.judge import JudgedTurn
-from tests.config.effects import Body, Options, acts, refused
+from tests.config.effects import Body, Busy, Options, acts, refused
 from tests.config.effects.task import built
 from tests.helpers.engines import tokenizer
 from tests.helpers.programs import FakeEngine
 
 CERTIFICATES = ssl.create_default_context()
 KEYS = {"KEY_OF_A_TEST": "one", "OPENAI_API_KEY": "default"}
-Sent = list[tuple[str, list[str | None], Any]]
 
 
-class Server:
+@dataclass
+class Server(Busy):
     """Stands where httpx sends: answers every request in the way that shows what `key` does."""
 
-    def __init__(self, key: str, text: str = "fine"):
-        self.key, self.text = key, text
-        self.sent: Sent = []
-        self.in_flight = self.most = 0
+    text: str = "fine"
+    sent: list[tuple[str, list[str | None], Any]] = field(default_factory=list)
 
     async def send(self, client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
         kept = ("authorization", "openai-organization", "openai-project", "x-title")
         headers = [request.headers.get(name) for name in kept]
         self.sent.append((str(request.url), headers, json.loads(request.content)))
-        self.in_flight += 1
-        self.most = max(self.most, self.in_flight)
-        await asyncio.sleep(0.2 if self.key == "timeout_s" else 0)
-        for _ in range(30 if self.key == "concurrency" else 0):  # until another one is under way too
-            if self.most > 1:
-                break
-            await asyncio.sleep(0.01)
-        self.in_flight -= 1
+        await self.wait()
         if self.key == "attempts":
             return httpx.Response(500, stream=Body(b"broken"), request=request)
         if self.key == "max_wait_s":
@@ -66,14 +59,20 @@ class Server:
 
 
 @contextmanager
-def answering(server: Server) -> Any:
+def answering(section: str, options: Options, text: str = "fine") -> Iterator[tuple[Options, Server]]:
+    """The options of the endpoint in a section, with short waits, or a test would have to; and its server."""
+    own = {path.removeprefix(f"{section}."): value for path, value in options.items() if path.startswith(f"{section}.")}
+    server = Server(next(iter(own)), text=text)
+    base: Options = {"url": "http://host/v1", "model": "m", "key_env": None, "max_wait_s": 0.001}
+    base["attempts"] = 1 if server.key == "timeout_s" else 2
+
     async def send(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
         return await server.send(client, request, **options)
 
     # certificates take longer to read than all else here
     unsafe = patch.object(ssl, "create_default_context", lambda *given, **more: CERTIFICATES)
     with patch.object(httpx.AsyncClient, "send", send), patch.dict(os.environ, KEYS), unsafe:
-        yield
+        yield base | own, server
 
 
 def _traced(chat: OpenAIChat, server: Server) -> object:
@@ -102,21 +101,9 @@ def _traced(chat: OpenAIChat, server: Server) -> object:
     return sorted(map(str, server.sent)), found, chat.usage.cost
 
 
-def _given(section: str, options: Options) -> tuple[str, Options]:
-    """The key that is changed, and the endpoint's options; short waits, or a test would have to."""
-    own = {path.removeprefix(f"{section}."): value for path, value in options.items() if path.startswith(f"{section}.")}
-    key = next(iter(own))
-    base: Options = {"url": "http://host/v1", "model": "m", "key_env": None, "attempts": 2, "max_wait_s": 0.001}
-    if key == "timeout_s":
-        base["attempts"] = 1
-    return key, base | own
-
-
 def of_judge(name: str, options: Options, folder: Path) -> object:
     """The judge's client."""
-    key, given = _given("judge", options)
-    server = Server(key)
-    with answering(server):
+    with answering("judge", options) as (given, server):
         chosen: Options = {f"judge.{option}": value for option, value in given.items()}
         task = built(name, chosen if name == "papillon" else {"reward": "judge_outcome", **chosen}, folder)
         return _traced(task.judges.chat if name == "papillon" else task.judge.chat, server)
@@ -124,9 +111,7 @@ def of_judge(name: str, options: Options, folder: Path) -> object:
 
 def asked(name: str, options: Options, folder: Path) -> object:
     """What a judge is sent for one rollout when none of its replies can be read, and what it says then."""
-    key, given = _given("judge", options)
-    server = Server(key, text="nonsense")
-    with answering(server):
+    with answering("judge", options, text="nonsense") as (given, server):
         chosen: Options = {f"judge.{option}": value for option, value in given.items()}
         if name == "papillon":
             judges = built(name, chosen, folder).judges
@@ -146,18 +131,14 @@ def asked(name: str, options: Options, folder: Path) -> object:
 
 def of_external(name: str, options: Options, folder: Path) -> object:
     """The client of the external model."""
-    key, given = _given("external", options)
-    server = Server(key)
-    with answering(server):
+    with answering("external", options) as (given, server):
         task = built(name, {f"external.{option}": value for option, value in given.items()}, folder)
         return _traced(task.external, server)
 
 
 def of_request(name: str, options: Options, folder: Path) -> object:
     """What the external model is sent."""
-    key, given = _given("external", options)
-    server = Server(key)
-    with answering(server):
+    with answering("external", options) as (given, server):
         task = built(name, {f"external.{option}": value for option, value in given.items()}, folder)
         asyncio.run(task.ask_external("a request"))
         task.external.close()
@@ -166,9 +147,7 @@ def of_request(name: str, options: Options, folder: Path) -> object:
 
 def of_module(name: str, options: Options, folder: Path) -> object:
     """The client of an endpoint that answers for a module."""
-    key, given = _given("endpoints", options)
-    server = Server(key)
-    with answering(server):
+    with answering("endpoints", options) as (given, server):
         config = ENGINE_SCHEMAS[name].model_validate({"name": name, "endpoints": {"one": given}})
         router: Any = with_endpoints(FakeEngine(lambda request: "x"), config, tokenizer())
         return _traced(router.endpoints["one"].chat, server)
@@ -176,10 +155,8 @@ def of_module(name: str, options: Options, folder: Path) -> object:
 
 def of_engine(name: str, options: Options, folder: Path) -> object:
     """The client of `engine=openai`."""
-    key, given = _given("endpoint", options)
-    del given["model"]
-    server = Server(key)
-    with answering(server):
+    with answering("endpoint", options) as (given, server):
+        del given["model"]
         config = ENGINE_SCHEMAS[name].model_validate({"name": name, "endpoint": given})
         engine = build_engine(config, None, tokenizer(), EngineSetup(served="m"))
         assert isinstance(engine, EndpointEngine)
@@ -188,9 +165,7 @@ def of_engine(name: str, options: Options, folder: Path) -> object:
 
 def of_teacher(name: str, options: Options, folder: Path) -> object:
     """The client of a teacher behind an endpoint."""
-    key, given = _given("teachers.endpoint", options)
-    server = Server(key)
-    with answering(server):
+    with answering("teachers.endpoint", options) as (given, server):
         teacher = TeacherConfig(name="t", endpoint=EndpointConfig(**given))
         student: Any = LoadedTeacher(
             task=None,  # type: ignore[arg-type]

@@ -6,9 +6,9 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -149,11 +149,7 @@ def _vllm_package(seen: list[list[str]]) -> Iterator[None]:
         "vllm.v1.engine": {},
         "vllm.v1.engine.llm_engine": {"LLMEngine": SimpleNamespace(from_engine_args=lambda arguments: loaded)},
     }
-    with ExitStack() as stack:
-        for name, contents in modules.items():
-            module = ModuleType(name)
-            module.__dict__.update(contents)
-            stack.enter_context(patch.dict(sys.modules, {name: module}))
+    with patch.dict(sys.modules, {name: SimpleNamespace(**contents) for name, contents in modules.items()}):
         yield
 
 

@@ -11,8 +11,7 @@ from unittest.mock import patch
 import dspy
 
 from mmrl.config.other_stages import PROMPT_SCHEMAS, PromptConfig
-from mmrl.engines.base import Completion, Request
-from mmrl.errors import ParseFailure, ToolFailure, TooManyFailures
+from mmrl.errors import ParseFailure, TooManyFailures
 from mmrl.records import Example
 from mmrl.run.build import build_stage
 from mmrl.stages.prompts import optimisers
@@ -20,15 +19,12 @@ from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.rollouts import Loop
 from mmrl.stages.prompts.split import split
 from tests.config.effects import Options, acts, nested, refused
-from tests.config.effects.endpoints import VALUES, Server, _given, _traced, answering
+from tests.config.effects.endpoints import VALUES, _traced, answering
+from tests.config.effects.training import Failing
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, seeded_letter
 from tests.helpers.stages import CHAT, OWN, ScriptedEngine, Teachable, banking, config_of, prompt_stage, run, stage_of
 
-CLASSES = {
-    "miprov2": "_Mipro",
-    "bootstrap_fewshot": "BootstrapFewShotWithRandomSearch",
-    "gepa": "GEPA",
-}
+CLASSES = {"miprov2": "_Mipro", "bootstrap_fewshot": "BootstrapFewShotWithRandomSearch", "gepa": "GEPA"}
 ALL = "prompts.*"
 WRITING = "prompts.miprov2;prompts.gepa"
 BOOTSTRAPPING = "prompts.miprov2;prompts.bootstrap_fewshot"
@@ -93,13 +89,7 @@ def parts(name: str, options: Options, folder: Path) -> object:
 
 def requests(name: str, options: Options, folder: Path) -> object:
     """What the policy is sent as the prompt model."""
-
-    class Engine(FakeEngine):
-        async def generate(self, request: Request) -> Completion:
-            self.requests.append(request)
-            return Completion(ids=(5, 6), logprobs=None, finish="length")
-
-    engine = Engine(lambda request: "")
+    engine = FakeEngine(lambda request: "x")
     stage = prompt_stage(folder / "run", banking(4), engine, name, **options)
     with stage.rundir:
         writer = stage._make_writer(folder, loop := Loop())
@@ -110,9 +100,7 @@ def requests(name: str, options: Options, folder: Path) -> object:
 
 def endpoint(name: str, options: Options, folder: Path) -> object:
     """The client of the prompt model."""
-    key, given = _given("prompt_model", options)
-    server = Server(key)
-    with answering(server):
+    with answering("prompt_model", options) as (given, server):
         stage = prompt_stage(folder / "run", banking(4), ScriptedEngine(None), name, prompt_model=given)
         with stage.rundir:
             writer = stage._make_writer(folder, Loop())
@@ -120,25 +108,20 @@ def endpoint(name: str, options: Options, folder: Path) -> object:
             return _traced(writer.endpoint, server)
 
 
-acts(BOOTSTRAPPING + ";prompts.gepa", "validation", parts, 0.5, 0.75)
-acts(BOOTSTRAPPING + ";prompts.gepa", "validation_items", parts, None, 7)
+acts(ALL, "validation", parts, 0.5, 0.75)
+acts(ALL, "validation_items", parts, None, 7)
 acts(BOOTSTRAPPING, "max_bootstrapped_demos max_labeled_demos", received, 3, 5)
 acts(BOOTSTRAPPING, "metric_threshold", metric, None, 0.5)
 acts(WRITING, "prompt_max_tokens", requests, 64, 65, shared=True)
 for key, (one, other) in VALUES.items():
     acts(WRITING, f"prompt_model.{key}", endpoint, one, other, shared=True)
-acts("prompts.miprov2;prompts.gepa", "auto", received, "light", "medium")
+acts(WRITING, "auto", received, "light", "medium")
 acts("prompts.miprov2", "num_candidates num_trials", received, 4, 5, **BY_HAND)
 acts("prompts.miprov2", "num_instruct_candidates", received, None, 3, **BY_HAND)
 acts("prompts.miprov2", "minibatch", received, None, False, **BY_HAND)
 acts("prompts.miprov2", "minibatch_size minibatch_full_eval_steps", received, 3, 4)
-acts(
-    "prompts.miprov2",
-    "program_aware_proposer data_aware_proposer tip_aware_proposer fewshot_aware_proposer",
-    received,
-    True,
-    False,
-)
+proposers = "program_aware_proposer data_aware_proposer tip_aware_proposer fewshot_aware_proposer"
+acts("prompts.miprov2", proposers, received, True, False)
 acts("prompts.miprov2", "init_temperature", received, 1.0, 0.5)
 acts("prompts.bootstrap_fewshot", "max_rounds num_candidate_programs", received, 1, 2)
 acts("prompts.gepa", "max_full_evals max_metric_calls", received, 4, 5, auto=None)
@@ -186,21 +169,11 @@ def requested(name: str, options: Options, folder: Path) -> object:
     return sorted(str(request.sampling) for request in engine.requests)
 
 
-class _Failing(FakeEngine):
-    """Every other rollout meets a tool that is down."""
-
-    async def generate(self, request: Request) -> Completion:
-        self.requests.append(request)
-        if len(self.requests) % 2:
-            raise ToolFailure("down")
-        return Completion(ids=(100,), logprobs=(-0.5,), finish="eos")
-
-
 def stopped(name: str, options: Options, folder: Path) -> object:
     """Whether failed rollouts stop the stage."""
     own = {**OWN, "algo.min_reward": 0.0, **{f"train.{key}": value for key, value in options.items()}}
     try:
-        stage_of(folder / "run", own, engine=_Failing(seeded_letter))[0]._sampled()
+        stage_of(folder / "run", own, engine=Failing(seeded_letter))[0]._sampled()
     except TooManyFailures as error:
         return str(error)
     return ""
@@ -234,8 +207,7 @@ acts(ALGO, "modules", sequences, None, {"b": 1.0})
 acts(ALGO, "rollouts", sequences, 1, 2, source="rollouts", per_example=None)
 acts(ALGO, "min_reward", sequences, 1.0, 3.0, source="rollouts", per_example=None)
 acts(ALGO, "per_example", sequences, 1, 2, source="rollouts", rollouts=2)
-acts(ALGO, "temperature", requested, 1.0, 0.5)
-acts(ALGO, "top_p", requested, 1.0, 0.5)
+acts(ALGO, "temperature top_p", requested, 1.0, 0.5)
 acts(ALGO, "top_k", requested, 0, 5)
 acts(ALGO, "parse_retries", requested, 0, 2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from mmrl.retrieval import remote
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.index_folder import spec_of
 from mmrl.retrieval.select import open_retriever
-from tests.config.effects import Body, Options, acts
+from tests.config.effects import Body, Busy, Options, acts
 from tests.config.effects.task import played, searched
 from tests.helpers.programs import DOCUMENTS
 
@@ -81,24 +82,15 @@ def opened(name: str, options: Options, folder: Path) -> object:
         return shown, [call.kwargs for call in calls]
 
 
-class _Server:
+@dataclass
+class _Server(Busy):
     """Stands where httpx sends to a retrieval server."""
 
-    def __init__(self, key: str):
-        self.key = key
-        self.seen: list[tuple[str, str, str | None]] = []
-        self.in_flight = self.most = 0
+    seen: list[tuple[str, str, str | None]] = field(default_factory=list)
 
     async def send(self, request: httpx.Request) -> httpx.Response:
         self.seen.append((request.method, str(request.url), request.headers.get("authorization")))
-        self.in_flight += 1
-        self.most = max(self.most, self.in_flight)
-        await asyncio.sleep(0.2 if self.key == "timeout_s" else 0)
-        for _ in range(30 if self.key == "concurrency" else 0):  # until another one is under way too
-            if self.most > 1:
-                break
-            await asyncio.sleep(0.01)
-        self.in_flight -= 1
+        await self.wait()
         if self.key == "retries":
             return httpx.Response(500, stream=Body(b"broken"), request=request)
         if request.method == "GET":

@@ -41,7 +41,10 @@ from tests.helpers.programs import (
     spelled,
 )
 
-QA = "task.hotpotqa;task.2wiki;task.musique;task.search_agent;task.tool_agent;task.search_o1;task.r1_searcher"
+CHAINS = "task.hotpotqa;task.2wiki;task.musique"
+TURNS = "task.search_agent;task.search_o1;task.r1_searcher"
+"""Tasks whose model searches in turns of one context."""
+QA = f"{CHAINS};{TURNS};task.tool_agent"
 SEARCH = f"{QA};task.hover"
 PROGRAM = """
 import json, os, time, urllib.request
@@ -267,7 +270,6 @@ def searched(name: str, options: Options, folder: Path) -> object:
 
 for split in SPLITS:
     acts("task.*", f"data.{split}", examples, AS_BEFORE, OTHER_FILE)
-for split in SPLITS:
     acts("task.*", f"data.{split}_items", examples, None, 3)
 acts("task.*", "max_tokens", limited, 100, 7)
 acts("task.*", "max_context", limited, 4096, 20)
@@ -276,43 +278,20 @@ acts("task.*", "failure_score", failed, 0.0, -0.5)
 acts("task.[!a]*", "prompts", prompted, None, "MINE")
 acts(f"{QA};task.qa_direct", "punctuation", answered, "delete", "space")
 acts(SEARCH, "corpus", searched, None, OTHER_CORPUS)
-acts(
-    "task.hotpotqa;task.2wiki;task.musique;task.qa_direct;task.search_o1",
-    "dataset",
-    mini_examples,
-    "hotpotqa",
-    "musique",
-)
+acts(f"{CHAINS};task.qa_direct;task.search_o1", "dataset", mini_examples, "hotpotqa", "musique")
 acts("task.r1_searcher", "dataset", mini_examples, "hotpotqa", "nq")
 acts("task.search_agent;task.tool_agent", "dataset", examples, "hotpotqa", "musique")
 acts(QA, "retriever.top_k", searched, 3, 1)
-acts("task.hotpotqa;task.2wiki;task.musique", "retriever.dedup", searched, False, True, retriever__top_k=4)
-refused(
-    "task.search_agent;task.search_o1;task.r1_searcher;task.tool_agent;task.hover",
-    "retriever.dedup",
-    "true",
-    "no effect",
-)
+acts(CHAINS, "retriever.dedup", searched, False, True, retriever__top_k=4)
+refused(f"{TURNS};task.tool_agent;task.hover", "retriever.dedup", "true", "no effect")
 refused("task.tool_agent;task.hover", "retriever.snippet_words", "5", "no effect")
 refused("task.hover", "retriever.top_k", "5", "use task.hop_top_k")
-acts(
-    "task.hotpotqa;task.2wiki;task.musique;task.search_agent;task.search_o1;task.r1_searcher",
-    "retriever.snippet_words",
-    played,
-    100,
-    2,
-)
-acts("task.search_agent", "reward", played, "outcome", "turn")
-acts("task.tool_agent", "reward", played, "outcome", "turn")
+acts(f"{CHAINS};{TURNS}", "retriever.snippet_words", played, 100, 2)
+acts("task.search_agent;task.tool_agent", "reward", played, "outcome", "turn")
 acts("task.r1_searcher", "reward", played, "outcome", "stage1")
-refused(
-    "task.hotpotqa;task.2wiki;task.musique;task.qa_direct;task.search_o1;task.banking77;task.papillon",
-    "reward",
-    "turn",
-    "expected",
-)
-acts("task.search_agent;task.tool_agent;task.search_o1;task.r1_searcher", "max_observation", played, 500, 16)
-acts("task.search_agent;task.search_o1;task.r1_searcher", "max_turns", played, 3, 1)
+refused(f"{CHAINS};task.qa_direct;task.search_o1;task.banking77;task.papillon", "reward", "turn", "expected")
+acts(f"{TURNS};task.tool_agent", "max_observation", played, 500, 16)
+acts(TURNS, "max_turns", played, 3, 1)
 acts("task.search_agent", "count_final_call", played, False, True, max_turns=2)
 acts("task.search_agent", "search_penalty", played, 0.1, 0.3, reward="turn")
 acts("task.search_agent", "final_penalty", played, -1.0, -0.5, reward="turn")
@@ -332,11 +311,8 @@ def drawn(name: str, options: Options, folder: Path) -> object:
     """The training examples of a long file."""
     with patch("tests.config.effects.records_of", lambda kind, start: _many(kind)):
         source = file_of(name, folder, 0)
-    task = built(name, {"data.train": source, **options}, folder) if name != "hover" else None
-    if task is None:
-        (folder / "corpus.json").write_text(json.dumps(list(DOCUMENTS)), encoding="utf-8")
-        given = {"corpus": str(folder / "corpus.json"), "claim_hops": None}
-        task = built(name, {"data.train": source, **given, **options}, folder)
+    more = {"corpus": OTHER_CORPUS, "claim_hops": None} if name == "hover" else {}
+    task = built(name, {"data.train": source, **more, **options}, folder)
     return [example.id for example in task.examples("train")]
 
 
@@ -463,11 +439,10 @@ acts("task.banking77", "prompt_layout", classes, "dspy", "shared_first")
 acts("task.papillon;task.hover;task.dspy", "prompt_layout", system_message, "dspy", "shared_first")
 acts("task.hover", "claim_hops", examples, None, 3)
 acts("task.hover", "search_hops", hops, 2, 3)
-acts("task.hover", "hop_top_k", hops, 1, 2, search_hops=2)
-acts("task.hover", "last_top_k", hops, 1, 2, search_hops=2)
+acts("task.hover", "hop_top_k last_top_k", hops, 1, 2, search_hops=2)
 acts("task.hover", "passages", hops, 100, 1, search_hops=2)
 acts("task.hover", "reward", hops, "outcome", "strict", search_hops=2)
-acts("task.dspy", "reward", offered, None, "turn")
+acts("task.dspy;task.agent", "reward", offered, None, "turn")
 acts("task.dspy", "program", own, "program_of_a_test:Answerer", "program_of_a_test:Other")
 acts("task.dspy", "metric", own, "program_of_a_test:right", "program_of_a_test:wrong")
 PLAIN = "program_of_a_test:plain"
@@ -476,7 +451,6 @@ acts("task.dspy", "modules", own, ("one",), ("two", "one"), program=PLAIN)
 acts("task.dspy", "caught_parse_penalty", caught, 0.0, -0.25)
 
 
-acts("task.agent", "reward", offered, None, "turn")
 acts("task.agent", "agent", asked, "program_of_a_test:agent", "program_of_a_test:other_agent")
 acts("task.agent", "command", asked, "A SCRIPT", "sh -c 'exit 3'")
 acts("task.agent", "client_env", asked, False, True, command="A SCRIPT")

@@ -59,7 +59,7 @@ def root(name: str, options: Options) -> Any:
 # --- training
 
 
-class _Failing(FakeEngine):
+class Failing(FakeEngine):
     """Every other rollout meets a tool that is down."""
 
     async def generate(self, request: Request) -> Completion:
@@ -101,7 +101,7 @@ def collected(name: str, options: Options, folder: Path) -> object:
     """Examples and replies of a first step; and whether the second is under way then."""
     config = config_of({"train.batch_size": 2, "algo.group_size": 2, **options})
     collector = collector_of(
-        config, _Failing(seeded_letter) if "train.max_failed_share" in options else FakeEngine(seeded_letter)
+        config, Failing(seeded_letter) if "train.max_failed_share" in options else FakeEngine(seeded_letter)
     )
     with patch("mmrl.stages.collect.annotate", lambda forwards, forest: forest):
         try:
