@@ -56,16 +56,18 @@ def team(model):
 
 async def run(example, base_url, api_key):  # changed: the address and the key are arguments
     """Answer a question: a plan, then searches, then the answer."""
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key)  # changed
-    planner, worker = team(
-        lambda module: OpenAIChatCompletionsModel(model=f"policy/{module}", openai_client=client)  # changed: modules
-    )
-    try:
-        result = await Runner.run(planner, example["question"], max_turns=6)
-        if result.last_agent is planner:  # no plan: the worker goes on alone
-            result = await Runner.run(worker, example["question"], max_turns=5)
-    except AgentsException:  # a call of no tool, or no end: the model's doing, and no answer
-        return ""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:  # changed
+
+        def model(module):
+            return OpenAIChatCompletionsModel(model=f"policy/{module}", openai_client=client)  # changed: each a module
+
+        planner, worker = team(model)
+        try:
+            result = await Runner.run(planner, example["question"], max_turns=6)
+            if result.last_agent is planner:  # no plan: the worker goes on alone
+                result = await Runner.run(worker, example["question"], max_turns=5)
+        except AgentsException:  # a call of no tool, or no end: the model's doing, and no answer
+            return ""
     return result.final_output
 
 
