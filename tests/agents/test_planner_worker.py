@@ -14,7 +14,7 @@ from docs.agents import planner_worker
 from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.cli import main
 from mmrl.config import ALGO_SCHEMAS, ModelConfig
-from mmrl.models.load import load_tokenizer
+from mmrl.models.load import load_model, load_tokenizer
 from mmrl.records import Example
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
@@ -24,17 +24,21 @@ from mmrl.stages.sft import encode
 from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.mini.teach import demonstrations
 from scripts.chaos.compare import differences
+from scripts.tiny_model import build
+from scripts.tiny_model.mini.world import WORLD_SEED
+from scripts.tiny_model.recipes import RECIPES
 from scripts.tiny_model.traces import call, traced
 from tests.helpers import TOP
 from tests.helpers.gateway import Scripted, agent_task, one, rolled_out
 
+TINY_AGENT = ModelConfig(name="tiny", path="tiny_agent")
 MODULES = ("planner", "worker")
 QUESTION = Example(id="q0", inputs={"question": "What is played?"}, metadata={"answers": ["harp"]})
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(ModelConfig(name="tiny", path="tiny_agent"))
+    return load_tokenizer(TINY_AGENT)
 
 
 def of_two(**options):
@@ -96,13 +100,20 @@ def test_a_fork_at_the_worker_asks_the_planner_once(tokenizer):
     assert len(forest.rollouts) == 3 and not any(rollout.error for rollout in forest.rollouts)
 
 
+def test_tiny_agent_calls_its_tools_and_leaves_room_to_learn(tokenizer):
+    (task,) = build.build_tasks(("agent",), WORLD_SEED)
+    assert set(task.program.modules) <= set(RECIPES["tiny_agent"].phases[0].mix)
+    found = build.play(load_model(TINY_AGENT, "cpu").eval(), tokenizer, task, 30)
+    assert 0.05 < found["score"] < 0.6, found
+
+
 def words(*more):
     """A short run as docs/agents.md has it."""
     names = {"agent": "run", "metric": "metric", "data.train": "TRAIN", "data.dev": "DEV"}
     return [
         *("train", "task=agent", "task.inputs=[question]", "task.modules=[planner,worker]", "model.path=tiny_agent"),
         *(f"task.{key}={planner_worker.__name__}:{name}" for key, name in names.items()),
-        *("hardware.threads=1", "run.dir=run", "run.doctor=false", "train.batch_size=2", "eval.items=4", *more),
+        *("hardware.threads=1", "run.dir=run", "run.doctor=false", "eval.items=4", *more),
     ]
 
 
@@ -121,7 +132,7 @@ def test_tiny_agent_is_credited_by_agent(tmp_path, monkeypatch, capsys):
 
 def test_a_killed_run_with_a_fork_at_the_worker_continues_to_the_same_numbers(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(TOP))
-    typed = words("algo=mhgpo_rr", "algo.fork_probs=[0,1]", "algo.group_size=3", "train.steps=3")
+    typed = words("algo=mhgpo_rr", "algo.fork_probs=[0,1]", "algo.group_size=3", "train.steps=3", "train.batch_size=2")
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "whole")
