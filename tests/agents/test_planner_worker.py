@@ -1,4 +1,4 @@
-"""The planner and worker of docs/agents/planner_worker.py: by scripted replies, and trained as `tiny_agent` plays them."""
+"""The planner and worker of docs/agents/planner_worker.py: by scripted replies, and trained with `tiny_agent`."""
 
 import os
 import signal
