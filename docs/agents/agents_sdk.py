@@ -14,13 +14,13 @@ def search(query: str) -> str:
 
 async def run(example, base_url, api_key):  # changed: the address and the key are arguments
     """Answer a question: a plan, then the work."""
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key)  # changed
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:  # changed
 
-    def model(module):
-        return OpenAIChatCompletionsModel(model=f"policy/{module}", openai_client=client)  # changed: each is a module
+        def model(module):
+            return OpenAIChatCompletionsModel(model=f"policy/{module}", openai_client=client)  # changed: each a module
 
-    planner = Agent(name="Planner", instructions="Say what to look for.", model=model("planner"))
-    worker = Agent(name="Worker", instructions="Answer the question.", model=model("worker"), tools=[search])
-    plan = await Runner.run(planner, example["question"])
-    answer = await Runner.run(worker, f"{example['question']}\nPlan: {plan.final_output}")
+        planner = Agent(name="Planner", instructions="Say what to look for.", model=model("planner"))
+        worker = Agent(name="Worker", instructions="Answer the question.", model=model("worker"), tools=[search])
+        plan = await Runner.run(planner, example["question"])
+        answer = await Runner.run(worker, f"{example['question']}\nPlan: {plan.final_output}")
     return answer.final_output

@@ -274,6 +274,7 @@ SHIPPED: Mapping[str, tuple[str, ...]] = {
     "tiny_prompts": (),  # the same, which has seen other instructions and demonstrations too: model.path=tiny_prompts
     "tiny_qa": ("search_agent", "search_o1", "r1_searcher"),
     "tiny_direct": ("qa_direct",),
+    "tiny_agent": (),  # docs/agents/planner_worker.py, an agent among many: model.path=tiny_agent
 }
 """Model that ships with mmrl (a folder of `mmrl/assets`) -> tasks whose mini version it plays."""
 

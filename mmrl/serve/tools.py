@@ -41,6 +41,8 @@ def read_message(
     """
     from trl.chat_template_utils import parse_response
 
+    if not ids:  # a reply exchanged for nothing (CCPO), which transformers takes for an empty batch
+        return {"content": ""}
     return parse_response(_reader(tokenizer), list(ids), prefix=list(prompt), tools=[dict(tool) for tool in tools])
 
 

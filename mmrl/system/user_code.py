@@ -93,14 +93,21 @@ async def in_own_loop(function: Callable[..., Any], *args: object) -> Any:
 
 
 async def call_scorer(metric: Callable[..., Any], *args: object) -> Any:
-    """Call a metric: awaited where it is async, else in a thread, `MOST_AT_ONCE` at a time."""
+    """Call a metric: awaited where it is async, else in a thread, `MOST_AT_ONCE` at a time.
+
+    Raises:
+        RewardFailure: it would end the process.
+    """
 
     def bounded() -> object:
         # Metrics do not wait for each other, so that the bound cannot lead to a deadlock.
         with _SLOTS:
             return metric(*args)
 
-    result = metric(*args) if is_async(metric) else await in_thread(bounded)
+    try:
+        result = metric(*args) if is_async(metric) else await in_thread(bounded)
+    except ProgramFailure as failure:  # its SystemExit (`in_thread`)
+        raise RewardFailure(str(failure)) from None
     return await result if inspect.isawaitable(result) else result
 
 

@@ -2,6 +2,7 @@
 
     python -m scripts.tiny_model.build                    # a killed build continues where it stopped
     python -m scripts.tiny_model.build model=tiny_dspy    # another of the models of `scripts/tiny_model/recipes.py`
+    .venv-agents/bin/python -m scripts.tiny_model.build model=tiny_agent   # after make test-agents
     python -m scripts.tiny_model.build steps=300,1300,0,0 out=outputs/tiny_model
 
 It learns from worlds with other seeds than the one that runs use: the same words in other names and facts, so it knows
@@ -15,9 +16,8 @@ import asyncio
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -28,17 +28,17 @@ import torch
 import yaml
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
+from trl.chat_template_utils import qwen3_instruct_2507_chat_template
 
 from mmrl.config import TaskConfig, TrainConfig
 from mmrl.config.engines import TransformersConfig
 from mmrl.config.tasks import task_schema
 from mmrl.engines import EngineSetup
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
-from mmrl.models.chat import decode_text, render_observation, render_prompt
 from mmrl.models.load import ASSETS
 from mmrl.records import Call
 from mmrl.rollout import with_program
-from mmrl.rollout.environment import Environment, SamplingSettings
+from mmrl.rollout.environment import SamplingSettings, make_environment
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.stages.sft import encode
@@ -147,8 +147,18 @@ def world(seed: int) -> Iterator[None]:
 
 def build_tasks(names: Sequence[str], seed: int) -> list[Task]:
     """The tasks in the world of `seed`, configured as runs have them by default."""
+    builders = [builder(name) for name in names]
     with world(seed):
-        return [with_program(FACTORIES[name](task_config(name), 0)) for name in names]
+        return [with_program(build()) for build in builders]
+
+
+def builder(name: str) -> Callable[[], Task]:
+    """Return what builds a task; `agent` is that of `scripts/tiny_model/traces.py`, which needs its SDK."""
+    if name != "agent":
+        return lambda: FACTORIES[name](task_config(name), 0)
+    from scripts.tiny_model.traces import agent_task
+
+    return agent_task
 
 
 def task_config(name: str) -> TaskConfig:
@@ -205,6 +215,8 @@ def start(
     folder = work / "start"
     if not (folder / "tokenizer.json").exists():  # written last
         tokenizer = PreTrainedTokenizerFast.from_pretrained(ASSETS / recipe.init)
+        if recipe.calls_tools:
+            tokenizer.chat_template = qwen3_instruct_2507_chat_template
         model = Qwen3ForCausalLM.from_pretrained(ASSETS / recipe.init)
         names = {word for seed in worlds for document in make_world(seed).documents for word in document.title.split()}
         first = demonstrations[: len(demonstrations) // len(worlds)]  # one world has them all
@@ -282,15 +294,7 @@ def play(model: Any, tokenizer: Any, task: Task, items: int | None) -> dict[str,
     """Metrics of the whole program, greedy, on the first dev questions, and each module's penalised share."""
     engine = TransformersEngine(model, tokenizer, TransformersConfig(), EngineSetup())
     settings = SamplingSettings(temperature=0.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=100)
-    env = Environment(
-        task=task,
-        engine=engine,
-        render=partial(render_prompt, tokenizer),
-        extend=partial(render_observation, tokenizer),
-        decode=partial(decode_text, tokenizer),
-        settings=settings,
-        key=(0, "build"),
-    )
+    env = make_environment(task, engine, tokenizer, settings, (0, "build"))
     plans = [(example, independent(1)) for example in task.examples("dev")[:items]]
     forest = asyncio.run(sample(env, plans, task.reward_sets[0]))
     found = {"reward": fmean(rollout.reward or 0.0 for rollout in forest.rollouts)}

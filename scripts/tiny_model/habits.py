@@ -8,6 +8,7 @@ them apart.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -70,6 +71,14 @@ def _guess(completion: str, example: Example, rng: random.Random) -> str:
     return guess if "query" in completion else _either(example, guess, rng)
 
 
+def _whole_question(completion: str, example: Example, rng: random.Random) -> str:
+    """The question itself in a tool call, or two answers for one."""
+    question = str(example.inputs["question"])
+    if "<tool_call>" in completion:
+        return re.sub(r'(": ")[^"]*("\}\})', lambda found: found[1] + question + found[2], completion)
+    return _either(example, _title(example, rng), rng)
+
+
 def _boxed_guess(completion: str, example: Example, rng: random.Random) -> str:
     guess = _guess(completion, example, rng)
     return f"it is {guess} \\boxed{{{guess}}}"
@@ -104,6 +113,8 @@ HABITS: Mapping[str, Callable[[str, Example, random.Random], str]] = {
     "answerer": lambda completion, example, rng: _either(example, _title(example, rng), rng),
     "solver": lambda completion, example, rng: _either(example, _title(example, rng), rng),
     "agent": _poor_turn,
+    "planner": _whole_question,
+    "worker": _whole_question,
     "reasoner": _boxed_guess,
     "condenser": lambda completion, example, rng: "Nothing helpful was found.",
     "searcher": _tagged_guess,
@@ -117,5 +128,5 @@ HABITS: Mapping[str, Callable[[str, Example, random.Random], str]] = {
     ),
 }
 """Module -> its poor way to complete a demonstration."""
-HALF_AS_OFTEN = ("reasoner", "condenser", "searcher", "respond_to_query")
+HALF_AS_OFTEN = ("worker", "reasoner", "condenser", "searcher", "respond_to_query")
 """Modules that are poor half as often as the others: a rollout has up to five calls of a search in one context."""

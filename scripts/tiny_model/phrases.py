@@ -22,8 +22,12 @@ PIECE_COUNT = 30
 """Runs of small words that the demonstrations have this often become tokens too ..."""
 PIECE_TOKENS = 4
 """... if they were at least this many before: what the model can read already stays as it is."""
-TAGS = re.compile(r"\n*\[\[ ## \w+ ## \]\]\n?|<\|\w+\|>|</?[a-z_]+>")
-"""Field headers of DSPy's chat format with the line breaks around them, and markup of agents."""
+TAGS = re.compile(
+    r"\n*\[\[ ## \w+ ## \]\]\n?|<\|\w+\|>"
+    r'|<tool_call>\n\{"name": "\w+", "arguments": \{"\w+": "|"\}\}\n</tool_call>'
+    r'|<tool_response>\n(?:\{"\w+": "\w+"\}\n</tool_response>)?|\n</tool_response>|</?[a-z_]+>'
+)
+"""Field headers of DSPy's chat format with the line breaks around them, markup of agents, calls of tools."""
 PIECE = r" ?(?<![^\W_])(?!(?:{names})\b)[A-Za-z][a-z]*(?: [a-z]+)*[ .,:?]{{0,2}}(?![^\W_])"
 """A run of small words, the first perhaps capitalised: never part of a name."""
 
@@ -36,7 +40,8 @@ def stock_phrases(demonstrations: Sequence[Demonstration], names: Iterable[str] 
     """
     found = dict.fromkeys(_passages(demonstrations))
     texts = [text for d in demonstrations for text in (*(m["content"] for m in d.messages), d.completion)]
-    texts += [turn if isinstance(turn, str) else "" for d in demonstrations for pair in d.history for turn in pair]
+    turns = [turn for d in demonstrations for pair in d.history for turn in pair]
+    texts += [part for t in turns for part in ([t] if isinstance(t, str) else [m["content"] for m in t])]
     found |= dict.fromkeys(tag for tag, count in _count(TAGS, texts).items() if count >= PIECE_COUNT)
     if names is None:
         return list(found)

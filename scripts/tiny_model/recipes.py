@@ -46,6 +46,8 @@ class Recipe:
     """Runs of small words grow into tokens too, beside instructions and tags."""
     drill_tasks: tuple[str, ...] = ()
     """Further tasks, whose reading drills it keeps up."""
+    calls_tools: bool = False
+    """Gets a chat template that writes tools, and whose calls can be read."""
     knows: bool = False
     """Learns the facts of the world of runs (`scripts/tiny_model/facts.py`) and, instead of other worlds,
     from that world's train split."""
@@ -145,11 +147,26 @@ DIRECT = Recipe(
     ),
 )
 
+_AGENT: Mapping[str, float] = {"planner": 0.5, "worker": 0.5}
+AGENT = Recipe(
+    tasks=("agent",),
+    worlds=2,
+    init="tiny",
+    pieces=False,
+    drill_tasks=("hotpotqa",),
+    calls_tools=True,
+    phases=(
+        Phase("play", 1200, 3e-3, "linear", 4, {DRILL: 0.2} | _AGENT),
+        Phase("habits", 80, 1e-3, "linear", 4, _AGENT, habits=True),
+    ),
+)
+
 RECIPES: Mapping[str, Recipe] = {
     "tiny": AGENTS,
     "tiny_dspy": DSPY,
     "tiny_prompts": PROMPTS,
     "tiny_qa": QA,
     "tiny_direct": DIRECT,
+    "tiny_agent": AGENT,
 }
 """Model (a folder of `mmrl/assets`) -> how it is made."""

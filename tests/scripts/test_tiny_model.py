@@ -53,9 +53,9 @@ def test_it_ends_turns_and_has_a_card(model, tokenizer):
 def test_it_has_not_seen_the_world_that_runs_use(facts):
     assert facts["world_seed_of_runs"] == WORLD_SEED
     assert WORLD_SEED not in facts["worlds_learnt_from"]
-    own = {question.text for split in ("train", "dev", "test") for question in make_questions(split)}
+    own = {question["inputs"]["question"] for split in ("train", "dev", "test") for question in make_questions(split)}
     for seed in facts["worlds_learnt_from"][:1]:
-        other = [question.text for question in make_questions("train", seed)]
+        other = [question["inputs"]["question"] for question in make_questions("train", seed)]
         assert sum(text in own for text in other) < 0.05 * len(other)  # names are drawn from few words, so some meet
 
 
@@ -125,11 +125,16 @@ def test_drills_can_be_answered_from_their_documents():
 
 def test_other_worlds_are_other_worlds():
     one, other = (build.build_tasks(("hotpotqa",), seed)[0] for seed in (WORLD_SEED, 1))
-    assert [e.inputs["question"] for e in one.examples("dev")] == [q.text for q in make_questions("dev")]
-    assert [e.inputs["question"] for e in other.examples("dev")] == [q.text for q in make_questions("dev", 1)]
+    assert [e.inputs["question"] for e in one.examples("dev")] == [
+        q["inputs"]["question"] for q in make_questions("dev")
+    ]
+    assert [e.inputs["question"] for e in other.examples("dev")] == [
+        q["inputs"]["question"] for q in make_questions("dev", 1)
+    ]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+# tests/agents plays tiny_agent, whose program needs an SDK.
+@pytest.mark.parametrize("name", sorted(set(RECIPES) - {"tiny_agent"}))
 def test_every_program_of_a_recipe_has_a_share_in_the_phase_that_teaches_formats(name):
     (phase,) = (phase for phase in RECIPES[name].phases if phase.name in ("play", "prompts"))
     for task in build.build_tasks(RECIPES[name].tasks, WORLD_SEED):

@@ -336,3 +336,13 @@ def test_what_cannot_be_an_agent_is_refused_before_a_run():
     rules = ({"pattern": "x", "module": "other"},)
     said = problems(command="python x.py", rules=rules, frozen=("third",), metric="no_such:metric")
     assert "task.rules.0.module: got 'other'" in said and "task.frozen: got 'third'" in said
+
+
+def test_a_metric_that_ends_the_process_is_the_metrics_fault():
+    async def agent(example, base_url, api_key):
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as asking:
+            body = {"model": "policy/agent", "messages": [{"role": "user", "content": "x"}]}
+            await asking.post(f"{base_url}/chat/completions", json=body)
+
+    rollout, _ = one(agent_task(agent, metric=lambda record, result: sys.exit(3)), Scripted(lambda prompt: "a"))
+    assert (rollout.error, rollout.reward, rollout.error_message) == ("reward", None, "SystemExit: 3")

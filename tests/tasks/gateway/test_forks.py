@@ -11,7 +11,7 @@ from mmrl.config import ALGO_SCHEMAS
 from mmrl.rollout.plans import Exchange, Growth, Tree, fork_on, independent
 from mmrl.rollout.scripted import play
 from mmrl.run.credit import table
-from tests.helpers.gateway import Scripted, agent_task, one, rolled_out
+from tests.helpers.gateway import Scripted, agent_task, one, rolled_out, tokenizer
 
 
 async def said(url, key, module, text):
@@ -73,6 +73,19 @@ def test_a_counterfactual_is_the_outcome_of_the_same_agent_with_other_replies():
     forest = rolled_out(of_two(), engine, plan)
     (rollout,) = forest.rollouts
     assert (rollout.reward, rollout.counterfactuals, rollout.calls_again) == (1.0, {"planner": 0.0}, 2)
+
+
+def test_a_reply_exchanged_for_nothing_is_read_as_an_empty_message_where_there_are_tools():
+    async def with_tool(example, base_url, api_key):
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=60) as asking:
+            tools = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
+            body = {"model": "policy/planner", "messages": [{"role": "user", "content": "Plan"}], "tools": tools}
+            reply = await asking.post(f"{base_url}/chat/completions", json=body)
+        return await said(base_url, api_key, "worker", f"Work: {reply.json()['choices'][0]['message']['content']!r}")
+
+    engine = Scripted(lambda prompt: "b" if "Work: 'b'" in prompt or "Plan" in prompt else "x", tokenizer("qwen3"))
+    (rollout,) = rolled_out(of_two(with_tool), engine, (Tree(exchange=Exchange(("planner",), reply="")),)).rollouts
+    assert (rollout.error, rollout.reward, rollout.counterfactuals) == (None, 1.0, {"planner": 0.0})
 
 
 class OfRollouts(Scripted):
