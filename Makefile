@@ -98,7 +98,7 @@ chaos: $(STAMP) ## kill, starve and damage runs, continue them, compare bit for 
 	$(BIN)/python -m scripts.chaos $(ARGS)
 
 fuzz: $(STAMP) ## bad inputs of every kind: refused in words, in bounded time (20 minutes); FUZZ=1000 of each kind, ARGS='-k data'
-	FUZZ=$(or $(FUZZ),30000) $(BIN)/python -m pytest -n 2 tests/scripts/test_fuzz.py tests/cli/test_random_lines.py \
+	FUZZ=$(or $(FUZZ),30000) $(BIN)/python -m pytest -n 2 tests/fuzz/test_fuzz.py tests/cli/test_random_lines.py \
 		tests/tasks/test_agents.py tests/tasks/test_forged_text.py tests/tasks/test_judge.py $(ARGS)
 
 soak: $(STAMP) ## a run of 2000 steps, watched: memory, files, threads, journal, speed (15 minutes); ARGS='steps=200'

@@ -22,7 +22,7 @@ from scripts.bench.common import Bar, Measured
 OPTIONS = {"steps": "8", "repeats": "3"}
 OVERHEAD_BAR, HELP_BAR = 5.0, 0.5
 """Percent of a step; seconds."""
-FOREST = Path(__file__).parents[1] / "forests" / "program.json"
+FOREST = Path(__file__).parents[2] / "docs" / "forests" / "program.json"
 TASK = """
 from mmrl.run import check as prepare
 from mmrl.cli.configs import train_configs

@@ -1,4 +1,4 @@
-"""docs/algorithms.md, docs/credits.md: every command is run and prints what they say; the files are scripts/forests."""
+"""docs/algorithms.md, docs/credits.md: every command is run and prints what they say; the files are docs/forests."""
 
 import re
 
@@ -10,7 +10,7 @@ from mmrl.report.forest import parse_forest
 from tests.helpers import TOP
 from tests.helpers.forests import documented
 
-DOCS, FORESTS = TOP / "docs", TOP / "scripts" / "forests"
+DOCS, FORESTS = TOP / "docs", TOP / "docs" / "forests"
 PAGE = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("algorithms.md", "credits.md"))
 FILES = re.findall(r"```json (\S+)\n(.*?)```", PAGE, re.S)
 BLOCKS = re.findall(r"```console\n(.*?)```", PAGE, re.S)

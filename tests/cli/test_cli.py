@@ -18,7 +18,7 @@ from mmrl.config.retriever import IndexInfoArguments, SearchIndexArguments, Serv
 from mmrl.report.rundir import RunDir
 from mmrl.run.export import ExportArguments
 from mmrl.sets.command import SetKeys
-from scripts.fuzz import command_lines
+from tests.fuzz import command_lines
 from tests.helpers import TOP
 
 COMMANDS = [name for name in command_lines.COMMANDS if " " not in name]
@@ -131,7 +131,7 @@ code = main(sys.argv[1:])
 print(*sys.modules, file=sys.stderr)
 sys.exit(code)
 """
-CREDIT = f"credit algo=mhgpo_fof,mhgpo_rr,mmgrpo rollouts={TOP}/scripts/forests/agents.json --json"
+CREDIT = f"credit algo=mhgpo_fof,mhgpo_rr,mmgrpo rollouts={TOP}/docs/forests/agents.json --json"
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from scripts.fuzz.command_lines import command_lines
-from scripts.fuzz.in_process import call, run
+from tests.fuzz.command_lines import command_lines
+from tests.fuzz.in_process import call, run
 
 LINES = int(os.environ.get("FUZZ", "5000")) // 25
 """A line takes some hundred times as long as another bad input (`make fuzz`)."""

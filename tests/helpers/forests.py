@@ -80,7 +80,7 @@ def credit(
 
 def documented(name: str) -> Forest:
     """A worked example of docs/algorithms.md."""
-    return parse_forest((TOP / "scripts" / "forests" / f"{name}.json").read_text(encoding="utf-8"), name)
+    return parse_forest((TOP / "docs" / "forests" / f"{name}.json").read_text(encoding="utf-8"), name)
 
 
 def singles(*examples: Sequence[float | None], tokens: Sequence[int] = (2, 2, 2, 2)) -> Forest:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrl.cli import main
-from scripts.fuzz.run_dirs import finding
+from tests.fuzz.run_dirs import finding
 from tests.helpers.runs import fake_run
 
 

@@ -69,7 +69,7 @@ def test_advantages_of_several_algorithms_stand_side_by_side_before_a_table_of_e
 
 
 def test_the_command_takes_several_algorithms_and_prints_json_alone(capsys):
-    line = f"credit algo=grpo,grpo_mr,mt_grpo rollouts={TOP}/scripts/forests/turns.json algo.eps=1e-4 --json"
+    line = f"credit algo=grpo,grpo_mr,mt_grpo rollouts={TOP}/docs/forests/turns.json algo.eps=1e-4 --json"
     assert main(line.split()) == 0
     shown = capsys.readouterr()
     assert shown.err == ""

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import scripts
 from mmrl.algorithms import ALGORITHMS, assign_credit, minibatches
 from mmrl.config import ALGO_SCHEMAS, AlgoConfig, EvalConfig, LoraConfig, ModelConfig, TaskConfig
 from mmrl.config.algo import CriticConfig
@@ -21,6 +20,7 @@ from mmrl.rollout.sample import sample
 from mmrl.run.build import separate_teachers, teacher_policy, teacher_prompts
 from mmrl.trainer.critic import Critic
 from tests.config.effects import Options, acts, refused
+from tests.helpers import TOP
 from tests.helpers.forests import Grow
 from tests.helpers.programs import FakeEngine, FakeTask, environment
 from tests.helpers.trainer_cases import (
@@ -34,7 +34,7 @@ from tests.helpers.trainer_cases import (
 )
 
 AGENTS = ("writer", "ranker", "answerer")
-FORESTS = Path(scripts.__file__).parent / "forests"
+FORESTS = TOP / "docs" / "forests"
 NEWER = "algo.dr_mas;algo.gigpo;algo.igpo;algo.tree_grpo;algo.ccpo"
 GROUPS = f"algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mmgrpo;algo.mt_grpo*;{NEWER}"
 CRITICS = "algo.ppo;algo.mt_ppo;algo.mappo"

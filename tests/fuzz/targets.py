@@ -1,4 +1,4 @@
-"""Bad input (tests/scripts/test_fuzz.py, `make fuzz`): for each target a strategy of inputs, and what reads them.
+"""Bad input (tests/fuzz/test_fuzz.py, `make fuzz`): for each target a strategy of inputs, and what reads them.
 
 An `MmrlError` is never wrong: it is what bad input should get.
 """
@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.errors import MmrlError
-from scripts.fuzz import data
-from scripts.fuzz.in_process import TooLong, time_limit
-from scripts.fuzz.values import JSON, spoilt, spoilt_bytes
+from tests.fuzz import data
+from tests.fuzz.in_process import TooLong, time_limit
+from tests.fuzz.values import JSON, spoilt, spoilt_bytes
+from tests.helpers import TOP
 
-FORESTS = Path(__file__).parents[1] / "forests"
+FORESTS = TOP / "docs" / "forests"
 
 
 LIMIT_S = 5.0

@@ -17,8 +17,8 @@ import yaml
 from hypothesis import strategies as st
 
 from scripts.chaos.damage import damage_file
-from scripts.fuzz.in_process import call
-from scripts.fuzz.values import spoilt
+from tests.fuzz.in_process import call
+from tests.fuzz.values import spoilt
 
 COMMANDS = (
     ("show", "{run}"),

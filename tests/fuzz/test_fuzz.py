@@ -16,8 +16,8 @@ from mmrl.plan.workload import parse_lengths
 from mmrl.run.plan import PlanArguments
 from mmrl.system.files import user_path
 from mmrl.tasks.data.rows import Source
-from scripts.fuzz import targets
-from scripts.fuzz.targets import TARGETS, outcome
+from tests.fuzz import targets
+from tests.fuzz.targets import TARGETS, outcome
 
 MANY = int(os.environ.get("FUZZ", "0"))
 """Inputs of each target; 0: the few of the suite (`make fuzz` has many)."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from scripts.fuzz.values import spoilt, spoilt_bytes
+from tests.fuzz.values import spoilt, spoilt_bytes
 
 RECORDS: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("records.json").read_text("utf-8"))
 """Data set, or `corpus` -> records as official files have them."""
