@@ -1,0 +1,62 @@
+"""Keeps what a finished run has shown: `python -m scripts.evidence RUN_DIR...` writes docs/evidence/NAME.json of each.
+
+A record has the command, machine and versions, the comparison before and after, the main metric of each item before and
+after, and the digests of the run's files, so that whoever runs the command again can compare.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmrl.report.rundir import RunDir
+from mmrl.system.files import read_jsonl
+
+FOLDER = Path(__file__).parents[1] / "docs" / "evidence"
+VERSIONS = ("mmrl", "torch", "transformers", "peft", "trl", "numpy")
+
+
+def record(folder: Path) -> dict[str, Any]:
+    """Return the record of a run.
+
+    Raises:
+        SystemExit: the run is not finished.
+    """
+    summary = RunDir.read(folder).summary
+    if "finished" not in summary:
+        raise SystemExit(f"{folder}: the run is not finished")
+    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    evaluations = [read_jsonl(path) for path in sorted((folder / "eval").glob("*.jsonl"))]
+    metric = summary["main_metric"]
+    items = {item["id"]: [item["metrics"][metric]] for item in evaluations[0]}
+    for item in evaluations[-1]:
+        items[item["id"]].append(item["metrics"][metric])
+    digests = {line["file"]: line["sha256"] for line in read_jsonl(folder / "digests.jsonl")}
+    return {
+        "command": environment["command"],
+        "machine": {name: environment[name] for name in ("cpu", "cores", "python")},
+        "versions": {name: environment["versions"].get(name) for name in VERSIONS},
+        "git": environment.get("git"),
+        "summary": {name: value for name, value in summary.items() if name not in ("what", "name")},
+        "items": items,
+        "digests": digests,
+    }
+
+
+def main(folders: Sequence[str]) -> int:
+    """Write the records."""
+    FOLDER.mkdir(exist_ok=True)
+    for folder in folders:
+        kept = record(Path(folder))
+        summary = kept["summary"]
+        path = FOLDER / f"{summary['task']}-{summary['algo']}-s{summary['seed']}.json"
+        path.write_text(json.dumps(kept, separators=(",", ":")) + "\n", encoding="utf-8")
+        print(f"{path.name}: {path.stat().st_size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
