@@ -122,11 +122,12 @@ def test_gpu_check_runs_end_to_end_on_the_cpu(tmp_path: Path, monkeypatch: Any) 
     monkeypatch.setenv("OUT", str(tmp_path))
     assert gpu_check.main(["device=cpu", "tiny=1", "repeats=1"]) == 0
     found = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert len(found["parts"]) == 4
+    assert len(found["parts"]) == 5
     for name, part in found["parts"].items():
-        assert part["max_logprob_difference"] < 1e-4 and part["cosine_padded"] > 0.9999 and part["cosine_trl"] > 0.9999
+        assert part["max_logprob_difference"] < 1e-4 and part["cosine_padded"] > 0.9999
         assert (part["tokens"]["unique"] < part["tokens"]["real"] * 0.7) == name.endswith("is")
-        assert part["seconds"] > 0 and part["trl_seconds"] > 0 and 0 < part["mfu_percent"] < 100
+        assert part["seconds"] > 0 and 0 < part["mfu_percent"] < 100
+        assert name.endswith("long") or (part["cosine_trl"] > 0.9999 and part["trl_seconds"] > 0)
 
 
 def test_tries_of_rollouts_count_each_query_and_key_once() -> None:

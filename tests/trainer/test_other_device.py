@@ -45,7 +45,10 @@ def test_decoding_stays_on_the_models_device(name: str, least: int, monkeypatch:
 def test_an_update_of_tries_stays_on_the_models_device(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to FlexAttention's kernel, which is not for `meta`; what it is given is."""
 
-    def kernel(query: Any, key: Any, value: Any, block_mask: Any, scale: float, enable_gqa: bool) -> torch.Tensor:
+    def kernel(
+        query: Any, key: Any, value: Any, block_mask: Any, scale: float, enable_gqa: bool, kernel_options: Any
+    ) -> torch.Tensor:
+        assert kernel_options == {"FORCE_USE_FLEX_ATTENTION": True}  # the other kernel failed on an H200
         assert block_mask.kv_indices.device == query.device == key.device == value.device == META
         assert query.dtype == key.dtype == value.dtype == dtype
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
