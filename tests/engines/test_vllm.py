@@ -69,7 +69,7 @@ def test_vllms_parser_reads_what_a_server_on_gpus_is_started_with(devices: tuple
     setup = replace(setup_in(tmp_path), device="cuda", devices=devices)
     words = server_arguments(config(args=("--max-num-seqs=4",)), setup, str(tmp_path), "processed", 2, 9)
     code = (
-        "import sys; from vllm.entrypoints.openai.cli_args import make_arg_parser; "
+        "import sys; from vllm.entrypoints.launchers.cli_args import make_arg_parser; "
         "from vllm.utils.argparse_utils import FlexibleArgumentParser; "
         "make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])"
     )
