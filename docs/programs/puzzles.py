@@ -1,7 +1,7 @@
 """Puzzles of reasoning-gym, which makes and marks them (`pip install reasoning-gym`; no file and no hub).
 
 `python puzzles.py letter_counting max_words=8` writes letter_counting.train.jsonl and letter_counting.dev.jsonl: 4,000
-and 400 puzzles of the same generator under two seeds, the same on every machine. docs/real.md has a command that trains.
+and 400 puzzles of the same generator under two seeds, the same on every machine. docs/real.md trains on them.
 """
 
 import json
