@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -162,6 +163,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Per test anew: compiled for a second length, torch 2.13 writes C++ that g++ refuses (`cur_qSplitSize`).
     torch.compiler.reset()
     kernel = tree_attention._flex_kernel.__wrapped__(True)
+    if sys.version_info < (3, 12):  # setuptools, which inductor imports, refuses a distutils that is loaded already
+        monkeypatch.setenv("SETUPTOOLS_USE_DISTUTILS", "stdlib")
     monkeypatch.setattr(tree_attention, "_flex_kernel", lambda on_cuda: kernel)
     yield
     torch.compiler.reset()
