@@ -40,7 +40,8 @@ def record(folder: Path) -> dict[str, Any]:
         "machine": {name: environment[name] for name in ("cpu", "cores", "python")},
         "versions": {name: environment["versions"].get(name) for name in VERSIONS},
         "git": environment.get("git"),
-        "summary": {name: value for name, value in summary.items() if name not in ("what", "name")},
+        # Not `facts` and `what`: they have paths of this machine; the command names the data.
+        "summary": {name: value for name, value in summary.items() if name not in ("facts", "what", "name")},
         "items": items,
         "digests": digests,
     }
