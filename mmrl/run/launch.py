@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import psutil
 
 from mmrl.config import HardwareConfig
+from mmrl.config.engines import EngineConfig
 from mmrl.errors import ConfigError, ProcessLost
 from mmrl.system.child_process import end_with_parent, free_port
 from mmrl.system.files import JsonObject
@@ -212,6 +213,14 @@ def replica_problems(hardware: HardwareConfig, replicas: int) -> list[str]:
     if hardware.device == "cpu" or hardware.ray is not None or devices == 1 or not devices % replicas:
         return []
     return [f"engine.replicas: got {replicas}, expected a divisor of {devices}, the GPUs that serve"]
+
+
+def push_problems(hardware: HardwareConfig, engine: EngineConfig) -> list[str]:
+    """Return the problem of weights for a server on a GPU that trains: NCCL takes one process for each GPU."""
+    elsewhere = engine.servers or hardware.rollout_devices or hardware.ray is not None
+    if getattr(engine, "push", "disk") == "disk" or elsewhere:
+        return []
+    return ["engine.push: got nccl with servers on the GPUs that train; expected disk, or hardware.rollout_devices=N"]
 
 
 def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:

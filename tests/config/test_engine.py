@@ -12,7 +12,7 @@ from mmrl.cli.configs import configured
 from mmrl.config import EngineConfig
 from mmrl.config.engines import TransformersConfig, VllmServerConfig
 from mmrl.config.rules import without_effect
-from mmrl.run.launch import replica_problems
+from mmrl.run.launch import push_problems, replica_problems
 
 
 def test_what_starts_a_server_has_no_effect_on_a_given_one() -> None:
@@ -51,6 +51,36 @@ def test_servers_share_the_gpus_equally() -> None:
     config = configured(words)
     (problem,) = replica_problems(config.hardware, config.engine.replicas)
     assert problem == "engine.replicas: got 3, expected a divisor of 4, the GPUs that serve"
+
+
+def test_weights_go_from_gpu_to_gpu_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = VllmServerConfig(urls=("http://a:1",), push="nccl")
+    assert engines.problems(nccl, "vllm_server", training=True, device="cpu") == [
+        "engine.push: got nccl, which is for GPUs; with device cpu, expected disk"
+    ]
+    assert engines.problems(nccl, "vllm_server", training=True, device="cuda", rank=8) == [
+        "engine.push: got nccl with an adapter (model.lora), which goes through disk; expected disk"
+    ]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = engines.problems(nccl, "vllm_server", training=True, device="cuda")
+    assert problem.startswith("engine.push: got nccl, which needs vLLM beside the trainer too")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert engines.problems(nccl, "vllm_server", training=True, device="cuda") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "problems"),
+    [
+        (["hardware=h100x8"], 1),
+        (["hardware=h100x8", "engine.push=disk"], 0),
+        (["hardware=h100x8_split"], 0),
+        (["hardware=h100x8", "engine.urls=[http://a:1]"], 0),
+    ],
+    ids=["the GPUs that train", "disk", "GPUs of their own", "elsewhere"],
+)
+def test_no_weights_by_nccl_to_a_server_on_the_gpu_that_trains(words: list[str], problems: int) -> None:
+    config = configured(["engine=vllm_server", "engine.push=nccl", *words[:1], *words[1:]])
+    assert len(push_problems(config.hardware, config.engine)) == problems
 
 
 def test_an_unknown_engine_of_a_profile() -> None:

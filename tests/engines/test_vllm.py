@@ -67,7 +67,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]
 def test_vllms_parser_reads_what_a_server_on_gpus_is_started_with(devices: tuple[int, ...], tmp_path: Path) -> None:
     """Only parsed: no GPU is here."""
     setup = replace(setup_in(tmp_path), device="cuda", devices=devices)
-    words = server_arguments(config(args=("--max-num-seqs=4",)), setup, str(tmp_path), "processed", 2, 9)
+    words = server_arguments(config(args=("--max-num-seqs=4",), push="nccl"), setup, str(tmp_path), "processed", 2, 9)
     code = (
         "import sys; from vllm.entrypoints.launchers.cli_args import make_arg_parser; "
         "from vllm.utils.argparse_utils import FlexibleArgumentParser; "
