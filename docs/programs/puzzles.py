@@ -1,7 +1,8 @@
 """Puzzles of reasoning-gym, which makes and marks them (`pip install reasoning-gym`; no file and no hub).
 
-`python puzzles.py letter_counting max_words=8` writes letter_counting.train.jsonl and letter_counting.dev.jsonl: 4,000
-and 400 puzzles of the same generator under two seeds, the same on every machine. docs/real.md trains on them.
+`python puzzles.py chain_sum min_terms=2 max_terms=2 min_digits=1 max_digits=2` writes chain_sum.dev.jsonl, 400 puzzles of
+which repeated ones are left out, and chain_sum.train.jsonl, 4,000 without those of dev; the same on every machine.
+docs/real.md trains on them.
 """
 
 import json
@@ -9,15 +10,20 @@ import sys
 
 import reasoning_gym
 
-SPLITS = {"train": (4000, 1), "dev": (400, 2)}
-"""Split -> its number of puzzles and the seed of the generator."""
+SPLITS = {"dev": (400, 1_000_001), "train": (4000, 1)}
+"""Split -> its number of puzzles and their seed. Far apart: reasoning-gym seeds puzzle i of a set with seed + i."""
 BRIEF = {"role": "system", "content": "Reply with the answer alone."}
 
 
+def answer(reply):
+    """Return what follows the last "=": the verifier wants the number alone, and models write equations."""
+    return reply.text.rpartition("=")[2].strip()
+
+
 async def solve(example, ctx):
-    """One module: the reply is the answer."""
+    """One module: its reply is the answer."""
     question = {"role": "user", "content": example.inputs["question"]}
-    return (await ctx.call("solver", [BRIEF, question])).text.strip()
+    return answer(await ctx.call("solver", [BRIEF, question]))
 
 
 async def draft_and_check(example, ctx):
@@ -25,7 +31,7 @@ async def draft_and_check(example, ctx):
     question = example.inputs["question"]
     draft = await ctx.call("solver", [BRIEF, {"role": "user", "content": question}])
     check = {"role": "user", "content": f"{question}\nSomebody answered: {draft.text.strip()}\nWhat is the answer?"}
-    return (await ctx.call("checker", [BRIEF, check])).text.strip()
+    return answer(await ctx.call("checker", [BRIEF, check]))
 
 
 def metric(record, prediction):
@@ -37,9 +43,14 @@ def metric(record, prediction):
 def main(name, *settings):
     """Write the files of a generator."""
     options = {key: int(value) for key, _, value in (setting.partition("=") for setting in settings)}
+    asked = set()
     for split, (size, seed) in SPLITS.items():
         with open(f"{name}.{split}.jsonl", "w", encoding="utf-8") as file:
             for entry in reasoning_gym.create_dataset(name, size=size, seed=seed, **options):
+                if entry["question"] in asked:
+                    continue
+                if split == "dev":
+                    asked.add(entry["question"])
                 record = {"question": entry["question"], "puzzle": name, "entry": json.dumps(entry)}
                 file.write(json.dumps(record) + "\n")
 
