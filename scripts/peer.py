@@ -1,0 +1,179 @@
+"""TRL's GRPOTrainer on a task of mmrl's: `python -m scripts.peer FOLDER [micro=8] [key=value of mmrl train ...]`.
+
+For programs of one call under `algo=grpo`: the examples of each step, their prompts, rewards, model and settings are
+those of `mmrl train` with the same words; rendering, sampling, batches and update are TRL's. FOLDER gets `steps.jsonl`
+(reward, wall-clock and CPU seconds of each step) and the policy, which `mmrl eval policy=FOLDER/policy` evaluates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+import transformers
+import trl
+from datasets import Dataset
+
+from mmrl.cli.configs import configured
+from mmrl.config import TrainCommandConfig
+from mmrl.engines.base import Completion, Engine, Request
+from mmrl.models.load import load_policy
+from mmrl.models.policy import Policy
+from mmrl.records import Example
+from mmrl.rollout.environment import make_environment, sampling_settings
+from mmrl.rollout.plans import independent
+from mmrl.rollout.sample import sample
+from mmrl.run.build import build_task, reward_set
+from mmrl.run.settle import settle
+from mmrl.stages.collect import batch_of
+from mmrl.trainer.settings import Settings
+
+NOTHING = "-"
+
+
+class Replies(Engine):
+    """Completions that are there already, by the example's id; keeps each request's messages."""
+
+    def __init__(self, completions: Mapping[str, Sequence[int]], end: int):
+        self.completions, self.end = completions, end
+        self.messages: dict[str, list[Mapping[str, str]]] = {}
+
+    async def generate(self, request: Request) -> Completion:
+        """See `Engine.generate`."""
+        assert request.messages is not None
+        self.messages[request.session] = list(request.messages)
+        ids = tuple(self.completions[request.session])
+        return Completion(ids=ids, logprobs=None, finish="eos" if ids[-1] == self.end else "length")
+
+
+class Peer:
+    """A task of mmrl's as TRL wants it: a dataset of prompts, and a reward function."""
+
+    def __init__(self, config: TrainCommandConfig, tokenizer: Any):
+        self.config, self.tokenizer = config, tokenizer
+        self.task = build_task(config.task, config.seed)
+        batch, examples = config.train.batch_size, self.task.examples("train")
+        steps = range(1, config.train.steps + 1)
+        self.examples = [example for step in steps for example in batch_of(examples, batch, step, config.seed)]
+
+    def play(self, examples: Sequence[Example], completions: Sequence[Sequence[int]]) -> tuple[Replies, list[float]]:
+        """Run the program of each example with its completion; return the engine, and each reward."""
+        named = [replace(example, id=str(number)) for number, example in enumerate(examples)]
+        replies = Replies({example.id: ids for example, ids in zip(named, completions, strict=True)}, self._end)
+        settings = sampling_settings(self.config.algo, self.config.task)
+        env = make_environment(self.task, replies, self.tokenizer, settings, (self.config.seed, "peer"))
+        rewards = reward_set(self.task, self.config.task.reward)
+        forest = asyncio.run(sample(env, [(example, independent(1)) for example in named], rewards))
+        return replies, [rollout.reward for rollout in forest.rollouts]
+
+    def dataset(self) -> Dataset:
+        """Return prompt and number of each example, in the order of the steps."""
+        end = (self._end,)
+        replies, _ = self.play(self.examples, [end] * len(self.examples))
+        prompts = [replies.messages[str(number)] for number in range(len(self.examples))]
+        return Dataset.from_dict({"prompt": prompts, "number": list(range(len(prompts)))})
+
+    def reward(self, *, number: Sequence[int], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        """Return the reward of each completion."""
+        return self.play([self.examples[one] for one in number], completion_ids)[1]
+
+    @property
+    def _end(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+
+class Clock(transformers.TrainerCallback):
+    """Writes a line for each step: optimizer steps that share rollouts are one."""
+
+    def __init__(self, file: Path, updates: int):
+        self.file, self.updates, self.rewards = file, updates, list[float]()
+        self.since = (time.perf_counter(), time.process_time())
+
+    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        """Write the line."""
+        if state.global_step % self.updates:
+            return
+        now = (time.perf_counter(), time.process_time())
+        wall, cpu = (round(after - before, 3) for after, before in zip(now, self.since, strict=True))
+        line = {"step": state.global_step // self.updates, "reward": fmean(self.rewards), "wall_s": wall, "cpu_s": cpu}
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(line, flush=True)
+        self.since, self.rewards = now, []
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train."""
+    folder, *words = arguments
+    micro = next((int(word.removeprefix("micro=")) for word in words if word.startswith("micro=")), 8)
+    config = settle(
+        cast(TrainCommandConfig, configured(["algo=grpo", *(word for word in words if not word.startswith("micro="))]))
+    )
+    algo, train = cast(Any, config.algo), config.train
+    transformers.set_seed(config.seed)
+    model, tokenizer, _ = load_policy(Policy(base=config.model.path), config.model, config.hardware.device)
+    peer, rows = Peer(config, tokenizer), train.batch_size * algo.group_size
+    settings = Settings(train=train, algo=config.algo, model=config.model, seed=config.seed)
+    Path(folder).mkdir(parents=True)
+    clock = Clock(Path(folder) / "steps.jsonl", algo.epochs)
+
+    def reward(**facts: Any) -> list[float]:
+        rewards = peer.reward(**facts)
+        clock.rewards += rewards
+        return rewards
+
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        train_dataset=peer.dataset(),
+        processing_class=tokenizer,
+        peft_config=settings.lora(model),
+        callbacks=[clock],
+        args=trl.GRPOConfig(
+            output_dir=str(Path(folder) / "trl"),
+            seed=config.seed,
+            max_steps=train.steps * algo.epochs,
+            learning_rate=train.lr,
+            lr_scheduler_type=train.schedule,
+            warmup_steps=train.warmup_steps,
+            max_grad_norm=train.grad_clip,
+            adam_beta1=train.adam_beta1,
+            adam_beta2=train.adam_beta2,
+            weight_decay=train.weight_decay,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=rows // micro,
+            num_generations=algo.group_size,
+            num_iterations=algo.epochs,
+            temperature=algo.temperature,
+            top_p=algo.top_p,
+            top_k=algo.top_k,
+            max_completion_length=config.task.max_tokens,
+            beta=algo.beta,
+            epsilon=algo.clip,
+            loss_type="grpo",
+            shuffle_dataset=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            disable_tqdm=True,
+            logging_strategy="no",
+            save_strategy="no",
+        ),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    trainer.save_model(str(Path(folder) / "policy"))
+    tokenizer.save_pretrained(Path(folder) / "policy")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
