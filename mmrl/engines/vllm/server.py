@@ -189,6 +189,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
 
     def _replace(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
         """Replace the weights from GPU to GPU, or through disk."""
+        if version == 0 and not self.config.urls:
+            return  # the servers were started with them, as the check that follows tells
         if self._transfer is not None and self.model is not None:
             tensors = dict(self.model.named_parameters()) if state is None else state
             self._transfer.send([replica.api for replica in self._serving], tensors, self._deadline)
