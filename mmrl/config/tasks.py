@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from mmrl.config.algo import FACTOR
 from mmrl.config.base import MINI, SPLITS, Idle, Section, by_name, no_lookalike
@@ -242,6 +242,15 @@ class HoverConfig(SampleConfig, CorpusConfig, DspyPromptConfig):
     ]
 
 
+def _in_names_of_files_and_metrics(names: tuple[str, ...]) -> tuple[str, ...]:
+    if wrong := [name for name in names if re.fullmatch(r"\w[\w.-]*", name) is None]:
+        raise ValueError(f"got {', '.join(map(repr, wrong))}, expected a letter, digit or '_', then those, '.' and '-'")
+    return names
+
+
+ModuleNames = Annotated[tuple[str, ...], AfterValidator(_in_names_of_files_and_metrics)]
+
+
 class DspyProgramConfig(DspyPromptConfig):
     """A program of the user's, in DSPy or plain async code (`task=dspy`)."""
 
@@ -251,7 +260,7 @@ class DspyProgramConfig(DspyPromptConfig):
     )
     metric: str | None = Field(None, description="package.module:name of (record, prediction) -> number")
     inputs: tuple[str, ...] = Field((), description="fields of a record that the program gets")
-    modules: tuple[str, ...] = Field((), description="modules of a program that is an async function")
+    modules: ModuleNames = Field((), description="modules of a program that is an async function")
     caught_parse_penalty: float = Field(
         0.0,
         le=0,
@@ -293,7 +302,7 @@ class AnyAgentConfig(TaskConfig):
         None, description="package.module:name of (record, result) -> number; null: the result is, or has, the score"
     )
     inputs: tuple[str, ...] = Field((), description="fields of a record that the agent gets")
-    modules: tuple[str, ...] = Field(("agent",), min_length=1, description="names of its parts")
+    modules: ModuleNames = Field(("agent",), description="names of its parts")
     rules: tuple[CallRule, ...] = Field((), description="requests that do not name their module; the first that fits")
     frozen: tuple[str, ...] = Field((), description="modules that act with the policy and are left out of the loss")
     client_env: bool = Field(

@@ -67,6 +67,14 @@ def test_a_key_of_another_retriever_is_refused_by_name(name: str, key: str) -> N
     assert problem == f"task.retriever.{key}: {said}"
 
 
+@pytest.mark.parametrize("name", ["agent", "dspy"])
+def test_names_of_modules_fit_into_names_of_files_and_metrics(name: str) -> None:
+    raw = raw_of()
+    raw["task"] = {"name": name, "modules": ["a b", "planner", "x/y", "..", "step_1.read-only"]}
+    expected = "expected a letter, digit or '_', then those, '.' and '-'"
+    assert f"task.modules: got 'a b', 'x/y', '..', {expected}" in problems_of(raw)
+
+
 def test_schemas_have_the_names_of_what_they_configure() -> None:
     assert set(BUILT_IN) <= set(TASKS) and set(ENGINE_SCHEMAS) == set(ENGINES)
 

@@ -132,8 +132,9 @@ class AgentTask(RecordTask):
             problems.append("task.agent: expected package.module:name of a function, or task.command, and not both")
         if not config.inputs:
             problems.append("task.inputs: missing; expected the fields of a record that the agent gets")
-        if len(set(config.modules)) < len(config.modules):
-            problems.append(f"task.modules: got {', '.join(config.modules)}, expected each name once")
+        if len(set(config.modules)) < len(config.modules) or not config.modules:
+            names = ", ".join(config.modules) or "[]"
+            problems.append(f"task.modules: got {names}, expected at least one name, and each once")
         if config.client_env and config.command is None:
             problems.append("task.client_env: has no effect without task.command; leave it out")
         if config.prompts is not None:

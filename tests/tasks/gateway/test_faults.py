@@ -329,7 +329,9 @@ def test_what_cannot_be_an_agent_is_refused_before_a_run():
 
     assert "task.agent: expected package.module:name of a function, or task.command" in problems()
     assert "task.inputs: missing" in problems(agent=right, inputs=())
-    assert "task.modules: got a, a, expected each name once" in problems(agent=right, modules=("a", "a"))
+    for modules, shown in ((("a", "a"), "a, a"), ((), "[]")):
+        problem = f"task.modules: got {shown}, expected at least one name, and each once"
+        assert problem in problems(agent=right, modules=modules)
     assert "expected a function (example, base_url, api_key)" in problems(agent=right)
     assert "there is no executable program 'no-such-program'" in problems(command="no-such-program x")
     assert "no command line" in problems(command="'")
