@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
+import torch
 import transformers
 import trl
 from datasets import Dataset
@@ -117,6 +118,7 @@ def main(arguments: Sequence[str]) -> int:
         cast(TrainCommandConfig, configured(["algo=grpo", *(word for word in words if not word.startswith("micro="))]))
     )
     algo, train = cast(Any, config.algo), config.train
+    torch.set_num_threads(config.hardware.threads or 1)
     transformers.set_seed(config.seed)
     model, tokenizer, _ = load_policy(Policy(base=config.model.path), config.model, config.hardware.device)
     peer, rows = Peer(config, tokenizer), train.batch_size * algo.group_size
