@@ -117,6 +117,14 @@ def test_a_push_changes_the_policy_and_no_stale_prefix_is_served(served: Any, to
     assert len(engine._api.io.wait(engine._api.models())) == 1 + 2  # the base and two versions
 
 
+def test_a_server_says_how_many_processes_hold_its_weights(served: Any) -> None:
+    """The one part of `engine.push=nccl` that a real server on the CPU can play."""
+    pytest.importorskip("vllm")
+    from mmrl.engines.vllm.transfer import Control
+
+    assert Control([served[0]._api], time.monotonic() + 10).sizes == [1]
+
+
 def test_a_push_that_the_server_refuses_stops_with_its_words(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = served
     monkeypatch.setattr("mmrl.engines.vllm.base.save_weights", lambda *_: {"default": Path("/no/such/adapter")})
