@@ -63,20 +63,6 @@ def test_a_mistake_ends_with_one_line_and_exit_code_2_and_writes_nothing(line, s
     assert list(tmp_path.iterdir()) == [], "nothing may be written before the input is known to be right"
 
 
-def test_a_profile_for_a_gpu_is_refused_where_there_is_none(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["train", "hardware=gpu1"]) == 2
-    assert "this machine has no CUDA device" in capsys.readouterr().err
-
-
-def test_a_run_directory_in_use_is_never_overwritten(tmp_path, capsys):
-    (tmp_path / "precious.txt").write_text("mine")
-    assert main(["train", f"run.dir={tmp_path}"]) == 2
-    assert "run.dir" in capsys.readouterr().err
-    assert (tmp_path / "precious.txt").read_text() == "mine"
-
-
 def test_a_job_that_a_launcher_lost_is_counted_as_not_finished(monkeypatch, tmp_path, capsys):
     """Jobs may run in other processes (submitit): what they leave behind is files, and they are pickled."""
     from mmrl.cli import configs

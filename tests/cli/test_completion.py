@@ -20,9 +20,3 @@ def test_a_shell_gets_the_commands(line, expected, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main([])
     assert sorted(capsys.readouterr().out.split()) == sorted(expected)
-
-
-def test_a_shell_without_completion_is_named(monkeypatch, capsys):
-    monkeypatch.setattr("shellingham.detect_shell", lambda: ("sh", "/bin/sh"))
-    assert main(["--show-completion"]) == 1
-    assert "Shell sh not supported." in capsys.readouterr().err

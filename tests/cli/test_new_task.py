@@ -1,6 +1,5 @@
 """`mmrl new-task` writes a package whose own test passes and which trains, from a folder that is not mmrl's."""
 
-import json
 import os
 import subprocess
 import sys
@@ -43,11 +42,6 @@ def test_it_trains_and_evaluates_by_its_name_alone(name, written, random_model, 
     assert main(["train", f"task={name}", "algo=mmgrpo", *small, *sizes]) == 0, capsys.readouterr()
     config = (written / f"run_{name}" / "config.yaml").read_text()
     assert name in config and f"{name}/train.jsonl" in config
-
-
-def test_the_users_code_is_under_fifty_lines(written):
-    for name in ("route_plain", "route_dspy"):
-        assert len((written / name / "__init__.py").read_text().splitlines()) < 50
 
 
 def test_the_next_commands_are_printed(tmp_path, monkeypatch, capsys):
@@ -95,14 +89,3 @@ def test_nothing_is_overwritten(taken, tmp_path, monkeypatch, capsys):
     assert main(["new-task", "route"]) == 2
     assert "exists, and nothing is overwritten" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / taken).read_text() == "mine"
-
-
-def test_the_toy_records_are_balanced_and_their_splits_apart():
-    rows = {
-        split: [json.loads(line) for line in (TOP / f"mmrl/assets/new_task/{split}.jsonl").read_text().splitlines()]
-        for split in ("train", "dev")
-    }
-    for split in rows.values():
-        counts = [sum(row["department"] == name for row in split) for name in ("billing", "delivery", "repair")]
-        assert len(set(counts)) == 1
-    assert not {row["message"] for row in rows["train"]} & {row["message"] for row in rows["dev"]}

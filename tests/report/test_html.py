@@ -22,9 +22,9 @@ from mmrl.report.html import report_run
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import BLOCKS
-from mmrl.report.trees import coloured, read_tokenizer, shade, telling_examples, token_texts
+from mmrl.report.trees import coloured, read_tokenizer, shade, token_texts
 from mmrl.system.files import append_jsonl
-from tests.helpers.runs import CONFIG, fake_run, forest, items, metrics
+from tests.helpers.runs import CONFIG, fake_run, items, metrics
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 EVIL = '"><script>alert(1)</script>'
@@ -130,10 +130,6 @@ def test_a_damaged_journal_is_said_on_the_page(tmp_path):
     run = fake_run(tmp_path / "run", steps=3)
     run.journal_path(3).write_bytes(b"nonsense")
     assert "damaged journal" in report_run(run.path).read_text()
-
-
-def test_telling_examples_differ():
-    assert telling_examples(forest(1)[0], 3) == ["q0", "q2", "q1"] and telling_examples(forest(1)[0], 1) == ["q0"]
 
 
 def test_curves_without_values_are_empty():

@@ -147,13 +147,6 @@ def test_an_encoding_without_blocks_gets_ascii():
     assert drawn(progress, 80, "ascii").isascii()
 
 
-def test_no_color_is_obeyed(monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    played(console)
-    assert not re.search(r"\x1b\[(?:\d+;)*3[1-7]m", written(console))
-
-
 def test_an_alarm_is_said_once():
     console = pipe()
     with Progress(total=50, console=console) as progress:

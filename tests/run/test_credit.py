@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -175,12 +174,6 @@ def test_a_journal_that_was_changed_is_checked_like_a_file(record, change, says,
     assert caught.value.problems[0].startswith(f"{path}: {says}")
 
 
-def test_an_empty_forest_prints_a_head_only():
-    assert credit_report([section("mhgpo_fof")], Grow(("a",)).forest, seed=0, as_json=False).startswith(
-        "mhgpo_fof: 0 entries"
-    )
-
-
 def test_a_table_shows_what_a_critic_estimates_and_what_padding_repeats():
     grow = Grow(("a", "b"))
     grow.call("q/0", None, "a", 2, values=(0.25, 0.5))
@@ -251,18 +244,6 @@ def test_mini_batches_split_the_examples_in_order_and_weigh_each_by_itself():
     assert [line.split()[2] for line in text.splitlines()[2:]] == ["0", "0", "0", "0", "1", "1"]
     with pytest.raises(ConfigError, match=r"algo\.minibatches: got 4, expected at most 3, the number of examples"):
         credit_report([section("grpo", minibatches=4)], grow.forest, seed=0, as_json=False)
-
-
-@pytest.mark.parametrize("regroup", ["alg3", "agent_chunks"])
-def test_the_step_takes_part_in_the_draw_of_groups(regroup):
-    grow = Grow(("a", "b"))
-    for example in range(5):
-        grow.call(f"q{example}/a", None, "a")
-        for branch in range(2):
-            grow.end(grow.call(f"q{example}/{branch}", f"q{example}/a", "b"), float((example + branch) % 3), fork="b")
-    algo = section("mhgpo_rr", group_size=2, regroup=regroup)
-    reports = [credit_report([algo], replace(grow.forest, step=step), seed=0, as_json=True) for step in range(7)]
-    assert len({json.dumps([call["group"] for call in json.loads(text)["calls"]]) for text in reports}) > 1
 
 
 def test_a_table_wider_than_the_terminal_goes_on_below_with_its_calls(forest):

@@ -286,18 +286,3 @@ def test_mistakes(line, says, run, capsys):
     assert main(["credit", *line.format(run=run).split()]) == 2
     shown = capsys.readouterr()
     assert says.format(run=run) in shown.err and not shown.out and "Traceback" not in shown.err
-
-
-def test_an_evaluation_trains_nothing(tmp_path, capsys):
-    RunDir.create(tmp_path / "eval", {"policy": "tiny", "task": {}}, ["mmrl", "eval"]).close()
-    assert main(["credit", f"run={tmp_path / 'eval'}", "step=1"]) == 2
-    assert "this is a run of mmrl eval" in capsys.readouterr().err
-
-
-def test_a_run_of_several_steps_names_them(run, tmp_path, capsys):
-    several = shutil.copytree(run, tmp_path / "run")
-    journal = RunDir.read(several).journal_path
-    for step in (1, 2, 9):
-        shutil.copy(journal(STEP), journal(step))
-    assert main(["credit", f"run={several}", "step=5"]) == 2
-    assert "has a journal of: 1 to 9" in capsys.readouterr().err

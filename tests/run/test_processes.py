@@ -151,17 +151,6 @@ def test_accelerate_launch_sets_the_same_variables(sharding, offload):
     assert {name: found.get(name) for name in expected} == expected
 
 
-def test_accelerate_reads_the_variables_of_fsdp2(monkeypatch):
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    for name, value in wrapping(profile(processes=2, sharding="fsdp2", cpu_offload=True)).items():
-        monkeypatch.setenv(name, value)
-    plugin = FullyShardedDataParallelPlugin()
-    assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward is True
-    assert plugin.cpu_offload
-
-
 @pytest.mark.parametrize(
     ("values", "engine", "more", "expected"),
     [

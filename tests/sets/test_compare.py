@@ -40,12 +40,6 @@ def test_missing_runs_start_and_finished_ones_are_kept(calls, capsys):
     assert capsys.readouterr().out.count("finished before, kept") == 4
 
 
-def test_every_run_failing_is_an_error_without_a_comparison(calls, capsys, monkeypatch):
-    monkeypatch.setenv("BREAKS", "mhgpo_fof")
-    assert main(["compare", "algo=mhgpo_fof", "seed=0", "name=x"]) == 1
-    assert "error: train mhgpo_fof, seed 0: exit code 1" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_comparison_leaves_no_run_behind_and_continues(how, calls, capsys):
     code = (
