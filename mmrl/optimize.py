@@ -177,10 +177,10 @@ class MMRL(Teleprompter):
         # Its task may have been built in this process already, from the objects of before.
         forget_task(config.task, config.seed)
         if in_turn:
-            from mmrl.cli.configs import stored_chain
+            from mmrl.cli.configs import set_config
             from mmrl.sets.chain import go_on
 
-            code = go_on(folder, stored_chain(folder), in_process=True)
+            code = go_on(folder, set_config, in_process=True)
         else:
             code = resume(folder)
         _refuse_failure(code, str(folder))

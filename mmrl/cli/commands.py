@@ -104,7 +104,7 @@ def train(context: typer.Context) -> int:
         if (folder / SET).is_file():
             from mmrl.sets.chain import go_on
 
-            return go_on(folder, configs.stored_chain(folder))
+            return go_on(folder, configs.set_config)
         return session.resume(folder)
     if line.prints:
         hydra.print_job("train", line)

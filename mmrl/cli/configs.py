@@ -194,30 +194,10 @@ def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | No
             rows.append(row)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    return _staged(stages, rows, config_dir)
-
-
-def _staged(
-    stages: Sequence[StageConfig], words: Sequence[Sequence[str]], config_dir: str | None
-) -> StagedCommandConfig:
     shared = {name: getattr(stages[0], name) for name in RootConfig.model_fields}
     method = {"name": "+".join(stage.algo.name for stage in stages)}
-    row_words = tuple(map(tuple, words))
-    rows = {"stages": tuple(stages), "words": row_words, "config_dir": config_dir}
-    return StagedCommandConfig.model_validate({**shared, "algo": method, **rows})
-
-
-def stored_chain(folder: Path) -> StagedCommandConfig:
-    """Return the runs of `folder/set.yaml`, which `mmrl train stages=[A,B]` has written.
-
-    Raises:
-        ConfigError: every problem of the file, or of its words.
-    """
-    from mmrl.sets.chain import read_rows
-
-    rows, config_dir = read_rows(folder)
-    stages = [configured(words, config_dir) for words in rows]
-    return _staged(stages, rows, config_dir).in_folder(str(folder))
+    chain = {"stages": tuple(stages), "words": tuple(map(tuple, rows)), "config_dir": config_dir}
+    return StagedCommandConfig.model_validate({**shared, "algo": method, **chain})
 
 
 def _stage(sections: Mapping[str, object], user_keys: Collection[str]) -> StageConfig:

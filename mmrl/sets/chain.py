@@ -8,7 +8,7 @@ RUN/set.html, …           the set's page
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
@@ -20,11 +20,11 @@ from mmrl.report.overview import damage_named
 from mmrl.report.rundir import refuse_full, rows_of
 from mmrl.run import session
 from mmrl.run.settle import run_folder
-from mmrl.sets.cells import SetResult
 from mmrl.sets.found import found_set
 from mmrl.sets.page import SetPage, redraw
-from mmrl.sets.plan import Planner
+from mmrl.sets.plan import Config, Planner
 from mmrl.sets.queue import RunQueue, SetRun, State, state_of
+from mmrl.sets.spec import Command
 from mmrl.sets.words import read_file
 from mmrl.system.conf import later_wins
 from mmrl.system.files import JsonObject, atomic_write, read_yaml
@@ -32,6 +32,8 @@ from mmrl.system.stop import stoppable
 
 SET_KEYS = ("seed", "run.dir")
 """Keys of its words that the set itself says for each run."""
+Compose = Callable[[Command, Sequence[str], str | None], Config]
+"""Overrides of a command, and a folder of configs, to a validated config; raises `ConfigError`."""
 
 
 def begin(config: StageConfig, command: Sequence[str], *, in_process: bool = False) -> int:
@@ -47,12 +49,18 @@ def begin(config: StageConfig, command: Sequence[str], *, in_process: bool = Fal
     with storage(folder):
         folder.mkdir(parents=True, exist_ok=True)
         atomic_write(folder / SET, yaml.safe_dump(_written(config), sort_keys=False, allow_unicode=True, width=1000))
-    return go_on(folder, config, command, in_process=in_process)
+    return go_on(folder, _composed(config), command, in_process=in_process)
 
 
 def resume(folder: Path, config: StageConfig) -> int:
     """Continue a run or chain of runs that was stopped. Returns the exit code."""
-    return go_on(folder, config) if isinstance(config, StagedCommandConfig) else session.resume(folder)
+    return go_on(folder, _composed(config)) if isinstance(config, StagedCommandConfig) else session.resume(folder)
+
+
+def _composed(config: StagedCommandConfig) -> Compose:
+    """Return the configs of the rows in their order, which are composed already."""
+    stages = iter(config.stages)
+    return lambda command, words, config_dir: next(stages)
 
 
 def differs(folder: Path, config: StagedCommandConfig) -> bool:
@@ -72,25 +80,6 @@ def _written(config: StagedCommandConfig) -> JsonObject:
     return {"shows": f"{config.algo.name} on {config.task.name}", "seeds": [config.seed], **folder, "rows": rows}
 
 
-def read_rows(folder: Path) -> tuple[list[list[str]], str | None]:
-    """Return the words of each row of a chain, and the folder of configs that they need.
-
-    Raises:
-        ConfigError: every problem of the file.
-    """
-    spec = read_file(folder / SET)
-    words = [[*row.train, f"seed={spec.seeds[0]}"] for row in spec.rows.values()]
-    return words, spec.config_dir
-
-
-def chain_plan(folder: Path, config: StagedCommandConfig) -> SetResult:
-    """Plan the runs of a chain."""
-    spec = read_file(folder / SET)
-    configs = iter(config.stages)
-    planner = Planner(spec, "", lambda command, words: next(configs), (), folder=folder)
-    return planner.plan(folder.name, [*spec.rows], [*spec.columns], ())
-
-
 def chain_page(folder: Path) -> SetPage:
     """Return the page of the started runs of a chain.
 
@@ -105,14 +94,16 @@ def chain_page(folder: Path) -> SetPage:
         return SetPage(found_set(folder.resolve().name, started, shows))
 
 
-def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = (), *, in_process: bool = False) -> int:
+def go_on(folder: Path, compose: Compose, command: Sequence[str] = (), *, in_process: bool = False) -> int:
     """Run what is missing of a chain, one run after the other. Returns the exit code of the one that failed.
 
     Raises:
         CheckpointError: it is finished.
-        ConfigError: a row's folder holds something else.
+        ConfigError: every problem of the file or of its words; a row's folder holds something else.
     """
-    plan = chain_plan(folder, config)
+    spec = read_file(folder / SET)
+    planner = Planner(spec, "", lambda command, words: compose(command, words, spec.config_dir), (), folder=folder)
+    plan = planner.plan(folder.name, [*spec.rows], [*spec.columns], ())
     if all(state_of(run.path) == "finished" for run in plan.queue):
         raise CheckpointError(f"{folder}: this set is finished; look at it with: mmrl show {folder}")
 
@@ -121,7 +112,7 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
         with storage(folder):
             # After every run, so that a chain killed between two runs can still be evaluated and exported.
             policy = str(finished[-1])
-            write_policy(folder, weights=policy, prompts=prompts_of(policy)[1], task=config.task.name)
+            write_policy(folder, weights=policy, prompts=prompts_of(policy)[1], task=plan.queue[0].config.task.name)
         redraw(lambda: chain_page(folder), folder)
 
     if in_process:
@@ -132,7 +123,7 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
             ended()
     else:
         with stoppable():
-            RunQueue(plan.queue, 1, config.config_dir, on_done=ended, attached=True).run()
+            RunQueue(plan.queue, 1, spec.config_dir, on_done=ended, attached=True).run()
     code = next((run.code for run in plan.queue if run.code), 0)
     if not code:
         hints = f"page           {folder / 'set.html'}\nevaluate       mmrl eval policy={folder}"
