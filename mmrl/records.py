@@ -205,10 +205,9 @@ class Forest:
     def path(self, rollout: Rollout) -> tuple[Call, ...]:
         """Return the calls of `rollout`, root first; empty if it failed before its first call."""
         # Calls know their parents alone: a call may have many successors, but lies on one way up.
-        return tuple(reversed(list(self._ancestors(rollout.leaf))))
-
-    def _ancestors(self, call_id: str | None) -> Iterator[Call]:
+        upwards: list[Call] = []
+        call_id = rollout.leaf
         while call_id is not None:
-            call = self.calls[call_id]
-            yield call
-            call_id = call.parent
+            upwards.append(self.calls[call_id])
+            call_id = upwards[-1].parent
+        return tuple(reversed(upwards))

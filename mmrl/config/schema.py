@@ -254,11 +254,6 @@ class StageConfig(RootConfig):
     start: StartConfig | None = Field(None, description="written by from=RUN")
     algo: SerializeAsAny[MethodConfig]
 
-    @property
-    def in_turn(self) -> tuple[StageConfig, ...]:
-        """The stages that the run goes through: mostly itself alone."""
-        return (self,)
-
 
 class WeightsConfig(StageConfig):
     """Sections of stages that train weights."""
@@ -316,11 +311,6 @@ class StagedCommandConfig(StageConfig):
     stages: tuple[SerializeAsAny[StageConfig], ...] = Field(min_length=1)
     words: tuple[tuple[str, ...], ...] = Field(description="of each stage: the overrides that compose it")
     config_dir: str | None = Field(None, description="of the words")
-
-    @property
-    def in_turn(self) -> tuple[StageConfig, ...]:
-        """The stages."""
-        return self.stages
 
 
 class EvalCommandConfig(RootConfig):

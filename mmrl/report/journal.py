@@ -114,10 +114,10 @@ def encode_step(forest: Forest, entries: Sequence[object]) -> list[JsonObject]:
         if prompt not in prompts:
             prompts[prompt] = len(prompts)
             lines.append({"line": "prompt", "ids": call.prompt_ids, "text": call.prompt_text})
-        lines.append({"line": "call", "prompt": prompts[prompt], **_fields(call, leave_out=_PROMPT)})
-    lines += [{"line": "rollout", **_fields(rollout)} for rollout in forest.rollouts]
+        lines.append({"line": "call", "prompt": prompts[prompt], **fields_of(call, leave_out=_PROMPT)})
+    lines += [{"line": "rollout", **fields_of(rollout)} for rollout in forest.rollouts]
     # Entries come as dataclasses of `credit`, a layer that this one must not import.
-    lines += [{"line": "entry", **_fields(entry)} for entry in entries]
+    lines += [{"line": "entry", **fields_of(entry)} for entry in entries]
     return lines
 
 
@@ -165,7 +165,7 @@ def _tuples(record: JsonObject) -> JsonObject:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
 
 
-def _fields(record: object, leave_out: Sequence[str] = ()) -> JsonObject:
+def fields_of(record: object, leave_out: Sequence[str] = ()) -> JsonObject:
     """Return the fields of a dataclass or mapping, without those that equal their default."""
     if isinstance(record, Mapping):
         return dict(record)

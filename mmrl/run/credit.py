@@ -22,7 +22,7 @@ from mmrl.credit.entries import Credit, Entry
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Forest
 from mmrl.report.forest import VERSION, check_forest
-from mmrl.report.journal import encode_step, load_rollouts, read_step
+from mmrl.report.journal import fields_of, load_rollouts, read_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.text import align, clean, filled
 from mmrl.system.files import JsonObject, dumps
@@ -173,9 +173,7 @@ def credit_all(
 
 def unlike_journal(credit: Credit, recorded: Sequence[JsonObject]) -> str:
     """Compare a credit with the journal's entries, to the bit: the difference in a sentence, empty without any."""
-    nothing = Forest(calls={}, rollouts=(), modules=())
-    _, *lines = encode_step(nothing, credit.entries)
-    derived = [{key: value for key, value in line.items() if key != "line"} for line in lines]
+    derived = [fields_of(entry) for entry in credit.entries]
     if len(derived) != len(recorded):
         return f"{len(derived)} entries, the journal has {len(recorded)}; another version of mmrl may have written it"
     other = [str(new["call"]) for new, old in zip(derived, recorded, strict=True) if dumps(new) != dumps(old)]

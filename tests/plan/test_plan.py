@@ -241,7 +241,7 @@ def test_lengths_need_no_data_not_even_a_file_of_labels(capsys):
         ("dry=0 model.lora={r:8,targets:[q_proj,lm_head]}", "model.lora.targets: got lm_head"),
         ("model=qwen3_8b dry=2", "not on this machine"),
         ("model=hf model.path=someone/unknown-model", "does not know the sizes"),
-        ("algo.group_size=1", "algo.group_size"),
+        ("algo=sft", "algo: got sft, and mmrl plan counts one stage of reinforcement learning"),
         ("-m seed=1,2", "-m: not for mmrl plan"),
         ("replicas=2", "replicas: got 2 with engine=transformers, expected vllm_server"),
         ("replicas=0", "replicas: got '0'"),

@@ -80,10 +80,3 @@ def test_a_step_that_was_trained_otherwise_is_named(run, tmp_path, capsys):
         shown.err.startswith(f"error: {changed}: step 8: 1 of {len(entries)} entries differ")
         and shown.err.count("error") == 1
     )
-
-
-def test_what_an_algorithm_lacks_is_said(run, capsys):
-    """Other mistakes: test_credit_of_runs.py."""
-    assert main(["credit", f"run={run}", "algo=ppo"]) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("error: algo=ppo: call ") and "Traceback" not in shown.err and not shown.out

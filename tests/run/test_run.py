@@ -1,7 +1,6 @@
 """Whole runs through the command line, with a really small random model: the line from config to report."""
 
 import itertools
-import json
 import os
 import random
 import re
@@ -34,22 +33,6 @@ def test_a_run_ends_with_a_table_and_a_report(algo, random_model, tmp_path, caps
     for record in run.history()[1:]:
         assert record["train/logprob_gap_max"] < 1e-4
         assert record["rollouts/failed_share"] == 0
-
-
-def test_show_prints_the_curve_and_the_tree_of_an_example(whole, capsys):
-    assert main(["show", str(whole)]) == 0
-    assert "reward" in capsys.readouterr().out
-    example = json.loads((whole / "eval" / "step-000000-dev.jsonl").read_text().splitlines()[0])["id"]
-    assert main(["show", str(whole), f"example={example}"]) == 0, "a dev item has its scores"
-    shown = capsys.readouterr().out
-    assert example in shown and "f1" in shown
-    assert main(["show", str(whole), "example=nobody"]) == 2
-    assert "nobody" in capsys.readouterr().err
-    trained = next(iter(read_step(RunDir.read(whole), 1)[0].examples))
-    assert main(["show", str(whole), f"example={trained}", "step=1"]) == 0
-    shown = capsys.readouterr().out
-    assert all(module in shown for module in ("rewriter", "reranker", "answerer"))
-    assert "advantage" in shown
 
 
 def test_the_same_command_gives_the_same_numbers(random_model, tmp_path, capsys):

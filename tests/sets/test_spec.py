@@ -166,7 +166,6 @@ SPEC = {
         ({"means": {"AVG": ["F2"]}}, "means.AVG: got 'F2'"),
         ({"means": {"A": ["F1"]}}, "columns, scores, means: A is the name of two of them"),
         ({"set": ["task"]}, "set: got task, expected KEY=VALUE"),
-        ({"sores": {}}, "sores: unknown key"),
         ({"rows": {"one": {"from": "tow"}, "two": {}}}, "rows.one.from: got 'tow'"),
         (
             {"rows": {"one": {"from": "two"}, "two": {"from": "one"}}},

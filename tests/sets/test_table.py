@@ -217,7 +217,6 @@ def test_agreement_is_judged_at_the_papers_scale_alone(calls, capsys):
     ("words", "said"),
     [
         (["own", "do=look"], "do: got 'look', expected 'run', 'plan' or 'show'"),
-        (["own", "scale=large"], "scale: got large, and own has words for paper, mini alone"),
         (["own", "scale=real"], "scale: got real, and own has words for paper, mini alone"),
         (["own", "rows=QR"], "rows: got 'QR', expected one of FoF, RR, RR again, untrained"),
         (["own", "seed=x"], "seed.0: got 'x', expected integer"),
