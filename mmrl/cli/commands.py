@@ -281,8 +281,7 @@ def _set_request(context: typer.Context, keys: Sequence[str]) -> tuple[SetReques
 
     single = f"mmrl {context.info_name}, which takes lists as they are: seed=0,1"
     line = overrides.read_line(context.args, command_keys=keys, names=True, single=single)
-    request = SetRequest(line.names, line.section(SetKeys), line.words, line.config_dir)
-    return request, lambda command, words: configs.set_config(command, words, line.config_dir)
+    return SetRequest(line.names, line.section(SetKeys), line.words, line.config_dir), configs.set_config
 
 
 @app.command(

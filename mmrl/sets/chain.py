@@ -8,7 +8,7 @@ RUN/set.html, …           the set's page
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -22,9 +22,8 @@ from mmrl.run import session
 from mmrl.run.settle import run_folder
 from mmrl.sets.found import found_set
 from mmrl.sets.page import SetPage, redraw
-from mmrl.sets.plan import Config, Planner
+from mmrl.sets.plan import Compose, Planner
 from mmrl.sets.queue import RunQueue, SetRun, State, state_of
-from mmrl.sets.spec import Command
 from mmrl.sets.words import read_file
 from mmrl.system.conf import later_wins
 from mmrl.system.files import JsonObject, atomic_write, read_yaml
@@ -32,8 +31,6 @@ from mmrl.system.stop import stoppable
 
 SET_KEYS = ("seed", "run.dir")
 """Keys of its words that the set itself says for each run."""
-Compose = Callable[[Command, Sequence[str], str | None], Config]
-"""Overrides of a command, and a folder of configs, to a validated config; raises `ConfigError`."""
 
 
 def begin(config: StageConfig, command: Sequence[str], *, in_process: bool = False) -> int:
@@ -102,7 +99,7 @@ def go_on(folder: Path, compose: Compose, command: Sequence[str] = (), *, in_pro
         ConfigError: every problem of the file or of its words; a row's folder holds something else.
     """
     spec = read_file(folder / SET)
-    planner = Planner(spec, "", lambda command, words: compose(command, words, spec.config_dir), (), folder=folder)
+    planner = Planner(spec, "", compose, (), config_dir=spec.config_dir, folder=folder)
     plan = planner.plan(folder.name, [*spec.rows], [*spec.columns], ())
     if all(state_of(run.path) == "finished" for run in plan.queue):
         raise CheckpointError(f"{folder}: this set is finished; look at it with: mmrl show {folder}")

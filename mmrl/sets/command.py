@@ -178,7 +178,8 @@ def _run_set(request: SetRequest, name: str, spec: SetSpec, compose: Compose) ->
     through = shlex.split(keys.through or "")
     # Side by side on this machine; a scheduler gives each run what it asks for.
     single = ["hardware.threads=1"] if keys.jobs > 1 and not through else []
-    plan = Planner(spec, scale, compose, [*single, *request.overrides]).plan(name, rows, columns, keys.seed)
+    planner = Planner(spec, scale, compose, [*single, *request.overrides], config_dir=request.config_dir)
+    plan = planner.plan(name, rows, columns, keys.seed)
     if keys.do == "plan":
         print(_plan_text(plan, f"{keys.through} " if through else ""))
         return 0

@@ -24,8 +24,8 @@ RUNS = TOP / "runs"
 MACHINE_SECTIONS = ("run", "hardware", "engine")
 """Sections that say where a run lies and what it runs on: the rest is what it is."""
 Config = StageConfig | EvalCommandConfig
-Compose = Callable[[Command, Sequence[str]], Config]
-"""Overrides of a command to a validated config; raises `ConfigError`. Hydra is not known here."""
+Compose = Callable[[Command, Sequence[str], str | None], Config]
+"""Overrides of a command, and a folder of configs, to a validated config. Raises `ConfigError`. Hydra is not known."""
 
 
 @dataclass(slots=True)
@@ -34,6 +34,7 @@ class Planner:
 
     Args:
         overrides: overrides of every run, as typed; an evaluation has those that it can take.
+        config_dir: a folder of configs that the words need.
         folder: of the rows' runs, by their names; None: `RUNS`, by task, algorithm and digest.
     """
 
@@ -41,6 +42,7 @@ class Planner:
     scale: str
     compose: Compose
     overrides: Sequence[str]
+    config_dir: str | None = None
     folder: Path | None = None
     runs: dict[Path, SetRun] = field(default_factory=dict)
     composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
@@ -125,7 +127,7 @@ class Planner:
     def _config(self, command: Command, words: Sequence[str], seed: int) -> Config:
         key = (command, *words)
         if key not in self.composed:
-            self.composed[key] = self.compose(command, words)
+            self.composed[key] = self.compose(command, words, self.config_dir)
         return self.composed[key].model_copy(update={"seed": seed})
 
 

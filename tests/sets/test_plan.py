@@ -15,7 +15,7 @@ from mmrl.sets.words import read_set
 
 def planned(table, row, column=None, scale="paper", typed=()):
     spec = read_set(table)
-    planner = Planner(spec, scale, lambda command, words: set_config(command, words, None), typed)
+    planner = Planner(spec, scale, set_config, typed)
     return planner.plan(table, [row], [column] if column else [*spec.columns], (0,))
 
 
