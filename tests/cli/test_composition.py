@@ -61,12 +61,6 @@ def test_the_tiny_model_scales_every_algorithm_down():
         assert config.model.lora is None
 
 
-def test_the_paper_values_come_back_with_another_model():
-    config = configured(["algo=mhgpo_rr", "model=llama31_8b_instruct"])
-    assert (config.train.lr, config.train.batch_size, config.train.steps) == (5e-7, 512, 176)
-    assert (config.algo.beta, config.algo.clip, config.algo.top_p) == (0.001, 0.2, 0.9)
-
-
 def test_a_sweep_isvalidated_whole_before_anything_runs():
     found = train_configs(read_line(["-m", "algo=mhgpo_fof,mhgpo_rr", "seed=1,2"]))
     assert [(c.algo.name, c.seed) for c in found] == [

@@ -7,7 +7,7 @@ import torch
 
 from mmrl.config import ModelConfig
 from mmrl.config.base import SHIPPED, shipped_for
-from mmrl.models.chat import decode_text, encode_text, render_prompt
+from mmrl.models.chat import decode_text, encode_text
 from mmrl.models.load import ASSETS, TINY, load_model, load_tokenizer
 from mmrl.tasks.base import Demonstration
 from scripts.tiny_model import build
@@ -78,13 +78,6 @@ def test_a_name_is_the_same_tokens_wherever_it_stands(tokenizer):
     for text in (f"Who is {name}?", f"Document3: {name} | {name}, born in 1920", f"the film {name}\n"):
         found = encode_text(tokenizer, text)
         assert any(found[start : start + len(ids)] == ids for start in range(len(found))), text
-
-
-def test_prompts_are_those_of_the_chat_template(tokenizer, hotpotqa):
-    for demonstration in build.demonstrate(hotpotqa, "dev", 5):
-        messages = [dict(message) for message in demonstration.messages]
-        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert list(render_prompt(tokenizer, messages)) == expected
 
 
 @pytest.mark.parametrize(
