@@ -36,11 +36,6 @@ def facts():
     return json.loads((TINY / "build.json").read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def hotpotqa():
-    return build.build_tasks(("hotpotqa",), WORLD_SEED)[0]
-
-
 def test_it_ends_turns_and_has_a_card(model, tokenizer):
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.max_position_embeddings == 4096
