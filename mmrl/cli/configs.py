@@ -194,10 +194,10 @@ def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | No
             rows.append(row)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    shared = {name: getattr(stages[0], name) for name in RootConfig.model_fields}
+    sections = {name: getattr(stages[0], name) for name in RootConfig.model_fields}
     method = {"name": "+".join(stage.algo.name for stage in stages)}
     chain = {"stages": tuple(stages), "words": tuple(map(tuple, rows)), "config_dir": config_dir}
-    return StagedCommandConfig.model_validate({**shared, "algo": method, **chain})
+    return StagedCommandConfig.model_validate({**sections, "algo": method, **chain})
 
 
 def _stage(sections: Mapping[str, object], user_keys: Collection[str]) -> StageConfig:
