@@ -6,10 +6,10 @@ the trainer is what the command has to print.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import pytest
 
@@ -22,17 +22,13 @@ from mmrl.records import Example
 from mmrl.report.journal import read_step, write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Trackers
-from mmrl.rollout.sample import sample
 from mmrl.run.settle import module_assignment
-from mmrl.stages.collect import SampledBatch, dynamic_sampling
-from mmrl.stages.step_log import StepLog
-from mmrl.stages.weights import WeightStage
 from mmrl.tasks.base import Score
-from tests.helpers.programs import FakeEngine, FakeTask, environment
+from tests.config.effects.training import collector_of
+from tests.helpers.programs import FakeEngine, FakeTask
 
 STEP = 7
 POOL = [Example(id=f"q{number}", inputs={"text": f"t{number}"}) for number in range(12)]
-EXAMPLES = POOL[:5]
 
 
 @dataclass
@@ -89,36 +85,16 @@ def with_numbers(forest, critic):
 
 def trained(folder, *options):
     """A run directory with the journal of one step, and what the trainer was given."""
-    config = configured([*options, "train.batch_size=5"]).in_folder(str(folder))
-    task = Turns(Agents())
-
-    def roll_out(examples):
-        key = (config.seed, STEP)
-        plan = ALGORITHMS[config.algo.name].plan
-        plans = [(e, plan(config.algo, task.program.modules, (*key, e.id))) for e in examples]
-        forest = asyncio.run(sample(environment(task, FakeEngine(letters_of), key=key), plans, "outcome", STEP))
-        return with_numbers(forest, ALGORITHMS[config.algo.name].needs_critic)
-
-    def collect(step, credit):
-        if getattr(config.algo, "zero_variance", "keep") == "refill":
-            return dynamic_sampling(EXAMPLES, POOL, roll_out, credit, rounds=3, key=(config.seed, STEP))
-        return SampledBatch(examples=tuple(EXAMPLES), forest=roll_out(EXAMPLES))
-
-    frozen = module_assignment(config, task.program.modules).frozen
-    with RunDir.create(folder, config.model_dump(mode="json"), ["mmrl", "train"]) as run:
-        stage = WeightStage(
-            config=config,
-            task=task,
-            engine=None,
-            tokenizer=None,
-            reward_set="outcome",
-            log=StepLog(rundir=run, progress=None, trackers=Trackers({})),
-            trainer=None,
-            examples=(),
-            engines=[],
-            frozen=frozen,
-        )
-        stage.collect = collect
+    config = configured([*options, "train.batch_size=6"]).in_folder(str(folder))
+    critic = ALGORITHMS[config.algo.name].needs_critic
+    stage = collector_of(config, FakeEngine(letters_of))
+    stage.task, stage.examples = Turns(Agents()), POOL
+    stage.frozen = module_assignment(config, stage.task.program.modules).frozen
+    with (
+        RunDir.create(folder, config.model_dump(mode="json"), ["mmrl", "train"]) as run,
+        patch("mmrl.stages.collect.annotate", lambda forwards, forest: with_numbers(forest, critic)),
+    ):
+        stage.log.rundir, stage.log.trackers = run, Trackers({})
         batch = stage.next_batch(STEP)
         stage.close()
     assert batch.calls
@@ -276,8 +252,8 @@ def test_a_step_that_is_not_what_its_journal_says_is_told(run, tmp_path, capsys)
         ("run={run} step=7 algo.rollouts=1", "algo.rollouts: got 1"),
         ("run={run} step=7 algo.eps=1,2", "algo.eps: got several values"),
         ("run={run} step=7 ~algo.eps", "algo.eps: got None, expected"),
-        ("run={run} step=7 algo.minibatches=9", "algo.minibatches: got 9, expected at most 5"),
-        ("run={run} step=7 algo=ppo", "algo=ppo: call 'q0/0#0': values: missing"),
+        ("run={run} step=7 algo.minibatches=9", "algo.minibatches: got 9, expected at most 6"),
+        ("run={run} step=7 algo=ppo", "/0#0': values: missing"),
         ("run={run} step=7 seed=-1", "seed: got '-1', expected greater than or equal to 0"),
         ("run={run} step=7 run.name=x task=hover", "run.name: has no effect on mmrl credit"),
     ],
