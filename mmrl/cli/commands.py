@@ -412,14 +412,11 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
       mmrl plan model=llama31_8b_instruct device=h100 lengths=rewriter:300/40
     """
     from mmrl.cli import configs, overrides
-    from mmrl.run.plan import PlanArguments, make_plan
+    from mmrl.run.plan import PlanArguments, planned
 
     line = overrides.read_line(context.args, command_keys=tuple(PlanArguments.model_fields), single="mmrl plan")
     (config,) = configs.train_configs(line)
-    if not config.kind.credit:
-        raise ConfigError(f"algo: got {config.algo.name}, and mmrl plan counts one stage of reinforcement learning")
-    counted = make_plan(cast("TrainCommandConfig", config), line.section(PlanArguments))
-    print(counted.as_json() if as_json else counted.text())
+    print(planned(config, line.section(PlanArguments), as_json=as_json))
     return 0
 
 

@@ -1,19 +1,29 @@
-"""`mmrl plan`: work and cost of a checked training run, counted without starting it."""
+"""`mmrl plan`: work and cost of a checked training run, counted without starting it, as text or as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from pydantic import Field
 
-from mmrl.config import EvalCommandConfig, HardwareConfig, RootConfig, TaskConfig, TrainCommandConfig
+from mmrl.config import (
+    EvalCommandConfig,
+    HardwareConfig,
+    PromptCommandConfig,
+    RootConfig,
+    SftCommandConfig,
+    StageConfig,
+    TaskConfig,
+    TrainCommandConfig,
+)
 from mmrl.config.base import MINI, SPLITS, Idle, Section
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.tasks import BUILT_IN
-from mmrl.errors import CheckpointError, ConfigError, unknown
+from mmrl.errors import CheckpointError, ConfigError, gathered, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
 from mmrl.plan.cost import Device, evaluation_seconds, gpus, known_gpu, training_processes
@@ -41,6 +51,8 @@ from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, evaluation_devices, reward_set
 from mmrl.run.check import plan_problems, process_problems
 from mmrl.run.settle import settle
+from mmrl.stages.prompts.split import prompt_problems, split
+from mmrl.stages.sft_data import sft_problems
 
 ONE_GPU = ("auto", "gpu1")
 """Profiles of one GPU, whichever there is."""
@@ -63,6 +75,57 @@ class PlanArguments(Section):
     replicas: int | None = Field(None, ge=1, description="vLLM servers on GPUs of their own, on any machines")
     token_ms: float | None = Field(None, gt=0, description="measured milliseconds of a token of a call at a server")
     device: str | None = None
+
+
+def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> str:
+    """Plan a run of any kind of stages: what it will do and cost, as text or as JSON.
+
+    Raises:
+        ConfigError: as `make_plan`, of every stage.
+    """
+    if config.kind.credit:
+        plan = make_plan(cast("TrainCommandConfig", config), request)
+        return plan.as_json() if as_json else plan.text()
+    texts: list[str] = []
+    objects: list[object] = []
+    problems: list[str] = []
+    for number, stage in enumerate(config.in_turn, start=1):
+        with gathered(problems, f"stage {number}: "):
+            if stage.kind.credit:
+                plan = make_plan(cast("TrainCommandConfig", stage), request)
+                text, facts = plan.text(), json.loads(plan.as_json())
+            else:
+                facts = COUNTED[stage.kind.name](stage)
+                counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in facts.items())
+                text = f"{stage.algo.name} on {stage.task.name} with {stage.model.path}: {counts}"
+            texts.append(f"stage {number}: {text}")
+            objects.append({"stage": number, **facts})
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return json.dumps({"version": 1, "stages": objects}, indent=1) if as_json else "\n\n".join(texts)
+
+
+def _count_sft(config: SftCommandConfig) -> dict[str, int]:
+    if problems := sft_problems(config, build_task(config.task, config.seed)):
+        raise ConfigError(problems)
+    return {"steps": config.train.steps, "sequences": config.train.steps * config.train.batch_size}
+
+
+def _count_prompts(config: PromptCommandConfig) -> dict[str, int]:
+    task = build_task(config.task, config.seed)
+    if problems := prompt_problems(config, task):
+        raise ConfigError(problems)
+    train, validation = map(len, split(config.algo, task.examples("train"), config.seed))
+    counts = {"train_examples": train, "validation_examples": validation}
+    # Without a number of trials it makes as many rollouts as its budget says (`algo.max_metric_calls`, ...).
+    if trials := config.algo.expected_trials(len(task.program.modules), validation):
+        # An upper bound: rollouts of a candidate that was tried before come from the store.
+        counts |= {"trials": trials, "rollouts_at_most": trials * validation + train}
+    return counts
+
+
+COUNTED: Mapping[str, Callable[[Any], dict[str, int]]] = {"sft": _count_sft, "prompts": _count_prompts}
+"""Kind of a stage (`config.schema.Kind`) without credit -> what it does."""
 
 
 def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
