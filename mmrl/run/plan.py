@@ -17,6 +17,7 @@ from mmrl.config import (
     RootConfig,
     SftCommandConfig,
     StageConfig,
+    StagedCommandConfig,
     TaskConfig,
     TrainCommandConfig,
 )
@@ -89,7 +90,8 @@ def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> st
     texts: list[str] = []
     objects: list[object] = []
     problems: list[str] = []
-    for number, stage in enumerate(config.in_turn, start=1):
+    stages = config.stages if isinstance(config, StagedCommandConfig) else (config,)
+    for number, stage in enumerate(stages, start=1):
         with gathered(problems, f"stage {number}: "):
             if stage.kind.credit:
                 plan = make_plan(cast("TrainCommandConfig", stage), request)

@@ -241,7 +241,7 @@ def test_lengths_need_no_data_not_even_a_file_of_labels(capsys):
         ("dry=0 model.lora={r:8,targets:[q_proj,lm_head]}", "model.lora.targets: got lm_head"),
         ("model=qwen3_8b dry=2", "not on this machine"),
         ("model=hf model.path=someone/unknown-model", "does not know the sizes"),
-        ("algo=sft", "algo: got sft, and mmrl plan counts one stage of reinforcement learning"),
+        ("algo.group_size=1", "algo.group_size"),
         ("-m seed=1,2", "-m: not for mmrl plan"),
         ("replicas=2", "replicas: got 2 with engine=transformers, expected vllm_server"),
         ("replicas=0", "replicas: got '0'"),
@@ -471,3 +471,15 @@ def test_no_room_for_a_call_is_said(capsys):
     assert evaluation_seconds(spread, KNOWN["meta-llama/Llama-3.1-8B-Instruct"], rollout, 10, GPUS["h100"], 8) > 0
     plan = planned(capsys, *words)
     assert plan["evaluations"] is None and any("engine.gpu_memory" in warning for warning in plan["warnings"])
+
+
+def test_stages_are_planned_in_turn(capsys):
+    chain = planned(capsys, "algo=better_together", "task=banking77")["stages"]
+    assert [stage["stage"] for stage in chain] == [1, 2]
+    assert chain[0]["rollouts_at_most"] == chain[0]["trials"] * chain[0]["validation_examples"] + 240
+    alone = planned(capsys, "algo=mmgrpo", "task=banking77")
+    assert chain[1]["calls"] == alone["calls"] and chain[1]["memory_bytes"] == alone["memory_bytes"]
+    (sft,) = planned(capsys, "algo=sft", "task=banking77", "train.steps=3", "train.batch_size=4")["stages"]
+    assert sft == {"stage": 1, "steps": 3, "sequences": 12}
+    assert main(["plan", "algo=sft", "task=banking77"]) == 0
+    assert "steps" in capsys.readouterr().out
