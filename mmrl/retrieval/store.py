@@ -116,12 +116,6 @@ class PassageStore(Sequence[Document]):
         name, title, text = json.loads(line)
         return Document(id=name, title=title, text=text)
 
-    def identity(self) -> bytes:
-        """Return a text that changes with the passages (lengths and titles, which is enough to tell corpora apart)."""
-        state = hashlib.blake2b(self._offsets.tobytes(), digest_size=16)
-        state.update(self._titles.tobytes())
-        return state.digest()
-
     def has_title(self, title: str) -> bool:
         """True where a passage has this title."""
         key = np.uint64(short_hash(title))
