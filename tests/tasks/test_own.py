@@ -102,7 +102,7 @@ def test_bad_records_name_file_and_line(tmp_path):
 
 
 def test_without_data_it_says_what_is_expected():
-    with pytest.raises(ConfigError, match=r"no data for task shout, expected task.data.train"):
+    with pytest.raises(ConfigError, match="task shout has no mini world; expected files"):
         PARTS(PluginTaskConfig(name="shout"), 0)
 
 
@@ -112,30 +112,12 @@ def test_options_that_no_one_reads_are_refused_all_at_once(tmp_path):
         assert part in said
 
 
-def test_what_is_no_program_is_refused(tmp_path):
-    def plain(example, ctx):
-        return ""
-
-    def parts(program, **more):
-        return OwnTask(program, loud, inputs=["word"], **more)
-
-    assert "OwnTask(modules=...): missing" in problems(tmp_path, parts=parts(shout))
-    assert "OwnTask(program=...): plain() raised TypeError: " in problems(tmp_path, parts=parts(plain))
-    assert "plain, which is no async function" in problems(tmp_path, parts=parts(plain, modules=["a"]))
-
-
-def test_a_reward_and_inputs_that_do_not_fit_are_refused(tmp_path):
+def test_what_does_not_fit_is_refused_by_its_part(tmp_path):
+    """What is refused else, and why: test_own_imported."""
+    modules = problems(tmp_path, parts=OwnTask(shout, loud, inputs=["word"]))
+    assert modules == "task shout: OwnTask(modules=...): missing; expected the names that shout passes to ctx.call"
     said = problems(tmp_path, parts=OwnTask(Answer, lambda prediction: 1.0, inputs=["word"])).splitlines()
     assert said == [
         "task shout: OwnTask(reward=...): takes (prediction), expected a function (record, prediction) -> number",
         "task shout: OwnTask(inputs=...): got word, but Answer.forward takes (text)",
     ]
-
-
-def test_subsets_of_train_follow_the_seed(tmp_path):
-    rows = [{"word": f"w{i}", "end": ""} for i in range(30)]
-    data = DataConfig(train=saved(tmp_path / "train.jsonl", rows), train_items=5)
-    first, again, other = (
-        [e.id for e in PARTS(PluginTaskConfig(name="shout", data=data), seed).examples("train")] for seed in (0, 0, 1)
-    )
-    assert first == again != other and len(first) == 5

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +20,7 @@ from mmrl.records import EMPTY, LARGEST, Call, Example
 from mmrl.system.objects import imported, readable
 from mmrl.system.user_code import as_async, as_number, call_scorer, located
 from mmrl.tasks.base import Context, Score, Task, Tool
-from mmrl.tasks.data.rows import FORMATS, check_unique, record_id
+from mmrl.tasks.data.rows import check_unique, record_id
 from mmrl.tasks.dspy.arguments import inputs_problem, metric_problem, refusing_signature, required_arguments
 from mmrl.tasks.dspy.base import DspyTask, is_dspy_module
 
@@ -121,9 +120,16 @@ class RecordTask(DspyTask):
         if problems:
             raise ConfigError(problems)
 
-    @abstractmethod
+    def mini(self, split: str) -> Sequence[Example]:
+        """Refuse a config without any data."""
+        raise ConfigError(
+            f"task.data: task {self.name} has no mini world; expected files or hub ids, such as "
+            "task.data.train=train.jsonl"
+        )
+
     def metadata(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the metadata of a record, for the reward."""
+        """Return the metadata of a record, for the reward: the whole record."""
+        return dict(record)
 
     def make_program(self) -> object:
         """See `DspyTask.make_program`."""
@@ -157,13 +163,6 @@ class _PluginTask(RecordTask):
         name = getattr(parts.program, "__name__", type(parts.program).__name__)
         super().__init__(parts, config, seed, key=key, name=name, reward=f"{key('reward')}:", extra_arguments=False)
         self.tools = {name: as_async(tool) for name, tool in parts.tools.items()}
-
-    def mini(self, split: str) -> Sequence[Example]:
-        """Refuse a config without any data."""
-        raise DataError(
-            f"task.data: no data for task {self.name}, expected task.data.train and task.data.dev, each a "
-            f"{', '.join(FORMATS)} file or a hub id"
-        )
 
     def option_problems(self) -> list[str]:
         """Report options that were set and that no such task reads."""
@@ -214,14 +213,6 @@ class ImportedTask(RecordTask):
         parts = OwnTask(imported("task.program", path), metric, config.inputs, config.modules, main_metric="score")
         reward = f"task.metric: {config.metric}"
         super().__init__(parts, config, seed, key="task.{}".format, name=path, reward=reward, extra_arguments=True)
-
-    def mini(self, split: str) -> Sequence[Example]:
-        """Refuse a config without any data."""
-        raise ConfigError("task.data: task dspy has no mini world; expected files, such as task.data.train=train.jsonl")
-
-    def metadata(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the whole record."""
-        return dict(record)
 
     async def score(self, example: Example, prediction: object, path: Sequence[Call], reward_set: str) -> Score:
         """Return the metric's number, or its `score` beside other numbers, which are reported.

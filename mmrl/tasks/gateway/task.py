@@ -158,16 +158,6 @@ class AgentTask(RecordTask):
         reward = f"task.metric: {config.metric}"
         super().__init__(parts, config, seed, key="task.{}".format, name=name, reward=reward, extra_arguments=False)
 
-    def mini(self, split: str) -> Sequence[Example]:
-        """Refuse a config without any data."""
-        raise ConfigError(
-            "task.data: task agent has no mini world; expected files, such as task.data.train=train.jsonl"
-        )
-
-    def metadata(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the whole record."""
-        return dict(record)
-
     async def score(self, example: Example, prediction: Outcome, path: Sequence[Call], reward_set: str) -> Score:
         """Return the metric's number, or its `score` beside other numbers, which are reported.
 
