@@ -22,8 +22,8 @@ from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Judge, build_judge
 from mmrl.tasks.base import Passage, Program, Score, Task, Tool
-from mmrl.tasks.data.corpus import label, warn_of_gaps
-from mmrl.tasks.data.layouts import LAYOUTS, Record, load_records, merge_paragraphs, subset, to_example
+from mmrl.tasks.data.corpus import coverage, label, warn_of_gaps
+from mmrl.tasks.data.layouts import LAYOUTS, Record, load_records, merge_paragraphs, subset_of, to_example
 from mmrl.tasks.data.rows import Source, same_rows
 from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.prompts import Prompts, Shot, Templates, load_prompts, prompts_file, shot_of
@@ -119,11 +119,6 @@ class OpenQaTask(Task):
         return shot_of(path, module)
 
     @property
-    def corpus(self) -> str | None:
-        """`task.corpus`, for tasks that search."""
-        return getattr(self.config, "corpus", None)
-
-    @property
     def retriever(self) -> RetrieverConfig:
         """`task.retriever`, for tasks that search; the others have a search tool without documents."""
         return getattr(self.config, "retriever", None) or Bm25Config()
@@ -135,7 +130,7 @@ class OpenQaTask(Task):
         Raises:
             ConfigError: nothing to search for the files' questions.
         """
-        corpora = named_corpus(self.retriever, self.corpus)
+        corpora = named_corpus(self.retriever, getattr(self.config, "corpus", None))
         if corpora:
             return corpora
         # one split with paragraphs is enough
@@ -164,9 +159,7 @@ class OpenQaTask(Task):
             examples = [
                 to_example(replace(record, question=self.as_asked(record.question)), corpus) for record in records
             ]
-        # dev and test subsets are the same for every seed, so that runs can be compared item by item
-        key = (split, seed) if split == "train" else (split,)
-        return subset(examples, self.config.data.items_of(split), *key)
+        return subset_of(examples, split, seed, self.config.data.items_of(split))
 
     def _warn(self) -> None:
         sources = self.config.data.files
@@ -183,7 +176,7 @@ class OpenQaTask(Task):
         """Split -> share of its questions that the corpus can answer (see `tasks.coverage`); absent where not known."""
         if not self.searches:
             return {}
-        return self.search_tool.coverage(self._examples)
+        return coverage(self._examples, self.search_tool.corpora)
 
     def examples(self, split: str) -> Sequence[Example]:
         """See `mmrl.tasks.base.Task.examples`."""

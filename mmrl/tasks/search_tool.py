@@ -10,10 +10,8 @@ from typing import TypeVar
 
 from mmrl.config.retriever import RetrieverConfig
 from mmrl.errors import ConfigError
-from mmrl.records import Example
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.select import open_index_corpus, open_retriever
-from mmrl.tasks.data.corpus import coverage
 from mmrl.tasks.data.layouts import load_corpus
 from mmrl.tasks.mini.examples import mini_corpus
 
@@ -87,10 +85,6 @@ class SearchTool:
         retrievers, self.retrievers = self.retrievers, {}
         for retriever in retrievers.values():
             retriever.close()
-
-    def coverage(self, splits: Mapping[str, Sequence[Example]]) -> dict[str, float]:
-        """Return each split's share of examples that the corpus can answer; a split is absent if that is not known."""
-        return coverage(splits, self.corpora)
 
     def describe(self) -> str:
         """Describe the retriever, its budget, and what it searches."""

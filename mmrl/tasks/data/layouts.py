@@ -242,6 +242,12 @@ def passage(source: Source, row: Row, number: int) -> Document:
     return Document(id=str(number if name is None else name), title=fields.title, text=fields.text)
 
 
+def subset_of(examples: Sequence[Example], split: str, seed: int, items: int | None) -> list[Example]:
+    """Return a task's subset of a split, drawn by the run's seed for `train` alone."""
+    # dev and test subsets are the same for every seed, so that runs can be compared item by item
+    return subset(examples, items, split, *((seed,) if split == "train" else ()))
+
+
 def subset(examples: Sequence[Example], items: int | None, *key: int | str) -> list[Example]:
     """Return the first `items` after a shuffle keyed by `key`; without a limit, all in their order."""
     if items is None or items >= len(examples):

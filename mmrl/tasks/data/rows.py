@@ -246,13 +246,10 @@ class Source:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             why = "the hub does not answer, and it is not in the local cache" if offline else reason
             raise DataError(f"{self.key}: cannot load '{self.spec}' (split {hub_split}) from the hub: {why}") from None
-        number = 0
         try:
-            for values in table:
-                yield Row(f"{self.spec} row {number}", values)
-                number += 1
-        except _undecodable() as error:
-            raise DataError(f"{self.key}: {self.spec} row {number}: cannot be read: {error}") from None
+            yield from _numbered(table, self.spec)
+        except ValueError as error:
+            raise DataError(f"{self.key}: {error}") from None
 
 
 @contextmanager
@@ -349,19 +346,19 @@ def _parquet(path: Path) -> Iterator[Row]:
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from None
     _refuse_repeated(table.schema_arrow.names, str(path))
-    number = 0
-    try:
-        # batch by batch: a corpus may be larger than memory
-        for batch in table.iter_batches():
-            for values in batch.to_pylist():
-                yield Row(f"{path} row {number}", values)
-                number += 1
-    except _undecodable() as error:
-        raise ValueError(f"{path} row {number}: cannot be read: {error}") from None
+    # batch by batch: a corpus may be larger than memory
+    yield from _numbered((values for batch in table.iter_batches() for values in batch.to_pylist()), str(path))
 
 
-def _undecodable() -> tuple[type[Exception], ...]:
-    """Return pyarrow's exceptions for data that it cannot read, or that Python has no value for."""
+def _numbered(records: Iterable[Any], source: str) -> Iterator[Row]:
+    """Yield the records of a table, each with its number; what pyarrow cannot read, or Python has no value for, is a
+    `ValueError`."""
     import pyarrow
 
-    return OSError, ValueError, OverflowError, pyarrow.ArrowException
+    number = 0
+    try:
+        for values in records:
+            yield Row(f"{source} row {number}", values)
+            number += 1
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{source} row {number}: cannot be read: {error}") from None

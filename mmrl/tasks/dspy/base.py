@@ -20,7 +20,7 @@ from mmrl.records import Example
 from mmrl.system.files import user_path
 from mmrl.system.objects import readable
 from mmrl.tasks.base import Task, Tool
-from mmrl.tasks.data.layouts import subset
+from mmrl.tasks.data.layouts import subset_of
 from mmrl.tasks.data.rows import Row, Source, same_rows
 from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.prompts import PAPER, Template, load_prompts, prompts_file
@@ -67,9 +67,7 @@ class DspyTask(Task):
         with gathered(problems):
             loaded = self.load()
             for split in SPLITS:
-                # dev and test subsets are the same for every seed, so that runs can be compared item by item
-                key = (split, seed) if split == "train" else (split,)
-                self._examples[split] = subset(loaded[split], config.data.items_of(split), *key)
+                self._examples[split] = subset_of(loaded[split], split, seed, config.data.items_of(split))
         if problems:
             raise ConfigError(problems)
         # `make_program` may need what `load` has read (labels), so it comes last.

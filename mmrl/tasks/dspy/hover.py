@@ -10,7 +10,7 @@ import html
 import random
 import unicodedata
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypedDict
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictInt
 
@@ -21,7 +21,7 @@ from mmrl.retrieval.base import Document
 from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.base import Score
-from mmrl.tasks.data.corpus import label, warn_of_gaps
+from mmrl.tasks.data.corpus import coverage, label, warn_of_gaps
 from mmrl.tasks.data.rows import Text, check_unique, read_as
 from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.mini.examples import mini_corpus, mini_records
@@ -62,14 +62,6 @@ class Claim(BaseModel):
     label: Any = ""
 
 
-class HoverPrediction(TypedDict):
-    """Result of the program."""
-
-    key_facts: list[str]
-    retrieved_docs: list[str]
-    """`title | text`, best first within a hop."""
-
-
 class HoverTask(DspyTask):
     """Implements `mmrl.tasks.base.Task`; see `DspyTask` for arguments and errors."""
 
@@ -93,7 +85,7 @@ class HoverTask(DspyTask):
         self.documents = documents
         self.search_tool = SearchTool(config.retriever, {CORPUS: documents})
         self.tools = {"search": self.search}
-        self.gold_shares = self.search_tool.coverage(self._examples)
+        self.gold_shares = coverage(self._examples, self.search_tool.corpora)
         """Split -> share of its claims whose gold titles are all in the corpus; absent where that is not known."""
         warn_of_gaps(self.gold_shares, "claims have all gold titles in the corpus")
 
@@ -170,7 +162,7 @@ class HoverTask(DspyTask):
         """See `mmrl.tasks.base.Task`."""
         self.search_tool.close()
 
-    def score(self, example: Example, prediction: HoverPrediction, path: Sequence[Call], reward_set: str) -> Score:
+    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
         """Score `recall` (share of gold titles among the passages) and `all_titles` (1 if all are there)."""
         # The program returns texts, not documents; the title is what stands before the first bar.
         retrieved = {same_title(text.split(" | ")[0]) for text in prediction["retrieved_docs"][: self.config.passages]}
