@@ -1,4 +1,7 @@
-"""What a program of the suite is, and how it is run: two rollouts with scripted replies, and forks of them."""
+"""What a program of the suite is, and how it is run: two rollouts with scripted replies, and forks of them.
+
+A comment in each names where DSPy shows such a program: in its documentation (docs/docs) or its tests.
+"""
 
 from __future__ import annotations
 
@@ -38,28 +41,34 @@ class Works:
     """A program that trains."""
 
     name: str
-    source: str
-    """Where DSPy shows such a program, in its documentation (docs/docs) or in its tests."""
     make: Callable[[], dspy.Module]
     inputs: Mapping[str, Any]
     good: Sequence[Reply]
     """Replies of a rollout that solves its task, in the order of its calls."""
     bad: Sequence[Reply]
     """Of one that does not."""
-    solved: Callable[[Any], bool]
-    """Of the prediction, which is DSPy's own object."""
     calls: Mapping[str, int]
     """Module -> calls of the good rollout."""
+    solved: Callable[[Any], bool] | None = None
+    """Of the prediction, which is DSPy's own object; None: it has the fields of the last of the good replies."""
     bad_calls: Mapping[str, int] = field(default_factory=dict)
     """Of the bad one, where they are others."""
     adapter: Any = None
     says: str = ""
     """For the table: what to know of it."""
 
+    def score(self, prediction: Any) -> float:
+        """The reward of a prediction."""
+        if self.solved is not None:
+            return float(self.solved(prediction))
+        last = self.good[-1]
+        assert isinstance(last, Mapping)
+        return float(all(prediction[name] == value for name, value in last.items()))
+
     def play(self, plans: Sequence[Any]) -> tuple[Forest, Scripted]:
         """The forest of these trees: the first tree is told the good replies, all others the bad ones."""
         with dspy.context(adapter=self.adapter) if self.adapter else nullcontext():
-            task = with_program(FakeTask(self.make(), reward=lambda prediction: float(self.solved(prediction))))
+            task = with_program(FakeTask(self.make(), reward=self.score))
             engine = Scripted(answer=lambda request: "", case=self, program=task.program)
             env = environment(task, engine)
             forest = forest_of(env, [Example(id="q", inputs=dict(self.inputs))], plans)
@@ -91,7 +100,6 @@ class Refused:
     """A program that cannot be trained as it is: said before a model loads, or by its rollouts where a run shows it."""
 
     name: str
-    source: str
     make: Callable[[], dspy.Module]
     sentence: str
     """How what the user is told begins, after `task.program: `."""

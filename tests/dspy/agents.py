@@ -143,7 +143,7 @@ def square(n: int) -> int:
 REACT = {"react": 2, "extract.predict": 1}
 WEATHER = Works(
     name="`dspy.ReAct` with a function as tool",
-    source="tutorials/agents",
+    # tutorials/agents
     make=lambda: dspy.ReAct("question -> answer", tools=[get_weather]),
     inputs={"question": "Weather in Rome?"},
     good=[step("get_weather", city="Rome"), step("finish"), {**SO, "answer": "sunny"}],
@@ -155,7 +155,7 @@ AGENTS = [
     WEATHER,
     Works(
         name="`dspy.ReAct` with an async tool, as MCP's are",
-        source="tutorials/mcp",
+        # tutorials/mcp
         make=lambda: dspy.ReAct("question -> answer", tools=[remote_weather]),
         inputs={"question": "Weather in Rome?"},
         good=[step("remote_weather", city="Rome"), step("finish"), {**SO, "answer": "sunny"}],
@@ -166,7 +166,7 @@ AGENTS = [
     ),
     Works(
         name="`dspy.ReAct` with pydantic models as arguments and results of tools",
-        source="tutorials/customer_service_agent",
+        # tutorials/customer_service_agent
         make=lambda: dspy.ReAct(Booking, tools=[find_guest, book]),
         inputs={"request": "A room for Ada."},
         good=[
@@ -182,7 +182,7 @@ AGENTS = [
     ),
     Works(
         name="`dspy.ReAct` with a tool that raises, which its model sees",
-        source="tests/predict/test_react.py",
+        # tests/predict/test_react.py
         make=lambda: dspy.ReAct("question -> answer", tools=[divide]),
         inputs={"question": "1/0?"},
         good=[step("divide", a=1.0, b=0.0), step("finish"), {**SO, "answer": "undefined"}],
@@ -192,12 +192,11 @@ AGENTS = [
     ),
     Works(
         name="`dspy.ReAct` with a tool whose answers are never the same",
-        source="tutorials/mem0_react_agent",
+        # tutorials/mem0_react_agent
         make=lambda: dspy.ReAct("request -> answer", tools=[ticket]),
         inputs={"request": "A new ticket."},
         good=[step("ticket", kind="new"), step("finish"), {**SO, "answer": "done"}],
         bad=[step("finish"), {**SO, "answer": "no"}],
-        solved=lambda p: p.answer == "done",
         calls=REACT,
         bad_calls={"react": 1, "extract.predict": 1},
         says="tools' results are recorded; forks get the same ones",
@@ -205,12 +204,12 @@ AGENTS = [
     replace(
         WEATHER,
         name="`dspy.ReAct` under `JSONAdapter`",
-        source="tests/predict/test_react.py",
+        # tests/predict/test_react.py
         adapter=dspy.JSONAdapter(),
     ),
     Works(
         name="`dspy.ReActV2`",
-        source="tests/predict/test_react_v2.py",
+        # tests/predict/test_react_v2.py
         make=lambda: dspy.ReActV2("question -> answer", tools=[get_weather, ticket]),
         inputs={"question": "Weather in Rome?"},
         good=[
@@ -224,7 +223,7 @@ AGENTS = [
     ),
     Works(
         name="An agent as a tool of another",
-        source="tutorials/tool_use",
+        # tutorials/tool_use
         make=Team,
         inputs={"question": "What next?"},
         good=[
@@ -241,28 +240,26 @@ AGENTS = [
     ),
     Works(
         name="`dspy.ToolCalls` carried out by the program",
-        source="learn/programming/tools.md",
+        # learn/programming/tools.md
         make=ByHand,
         inputs={"question": "Weather in Rome?"},
         good=[{"outputs": {"tool_calls": [{"name": "get_weather", "args": {"city": "Rome"}}]}}, {"answer": "sunny"}],
         bad=[{"outputs": {"tool_calls": []}}, {"answer": "rain"}],
-        solved=lambda p: p.answer == "sunny",
         calls={"choose": 1, "answer": 1},
     ),
     Works(
         name="`dspy.ProgramOfThought` with an interpreter that is here",
-        source="tutorials/program_of_thought",
+        # tutorials/program_of_thought
         make=lambda: dspy.ProgramOfThought("question -> answer: int", interpreter_factory=InProcess),
         inputs={"question": "2+2?"},
         good=[{**SO, "generated_code": "```python\nprint(2 + 2)\n```"}, {**SO, "answer": 4}],
         bad=[{**SO, "generated_code": "```python\nprint(5)\n```"}, {**SO, "answer": 5}],
-        solved=lambda p: p.answer == 4,
         calls={"code_generate.predict": 1, "generate_output.predict": 1},
         says="needs Deno, or an `interpreter_factory`",
     ),
     Works(
         name="`dspy.CodeAct` with an interpreter that is here",
-        source="api/modules/CodeAct.md",
+        # api/modules/CodeAct.md
         make=lambda: dspy.CodeAct("n: int -> answer: int", tools=[square], interpreter_factory=InProcess),
         inputs={"n": 3},
         good=[{"generated_code": "```python\nprint(square(3))\n```", "finished": True}, {**SO, "answer": 9}],

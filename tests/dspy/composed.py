@@ -192,50 +192,46 @@ class Outer(dspy.Module):
 
 RAG = Works(
     name="Retrieval, then an answer (RAG)",
-    source="tutorials/rag",
+    # tutorials/rag
     make=Rag,
     inputs={"question": "On which river lies Rome?"},
     good=[{**SO, "response": "Tiber"}],
     bad=[{**SO, "response": "Seine"}],
-    solved=lambda prediction: prediction.response == "Tiber",
     calls={"respond.predict": 1},
 )
 PARALLEL = Works(
     name="`dspy.Parallel`",
-    source="api/modules/Parallel.md",
+    # api/modules/Parallel.md
     make=InParallel,
     inputs={"parts": ["one", "two", "three"]},
     good=[*({"summary": part} for part in "123"), {"text": "123"}],
     bad=[*({"summary": part} for part in "000"), {"text": "000"}],
-    solved=lambda prediction: prediction.text == "123",
     calls={"summarise": 3, "join": 1},
     says="one after another inside a rollout, in order",
 )
 ASYNC = Works(
     name="`aforward` with `acall`",
-    source="tutorials/async",
+    # tutorials/async
     make=Async,
     inputs={"question": "2+2?"},
     good=[{**SO, "draft": "four"}, {**SO, "answer": "4"}],
     bad=[{**SO, "draft": "five"}, {**SO, "answer": "5"}],
-    solved=lambda prediction: prediction.answer == "4",
     calls={"draft.predict": 1, "answer.predict": 1},
 )
 COMPOSED = [
     RAG,
     Works(
         name="Retrieval by `dspy.Embeddings`",
-        source="tutorials/rag",
+        # tutorials/rag
         make=EmbeddingRag,
         inputs={"question": "river of Rome"},
         good=[{"response": "Tiber"}],
         bad=[{"response": "fjord"}],
-        solved=lambda prediction: prediction.response == "Tiber",
         calls={"respond": 1},
     ),
     Works(
         name="Two predictors by turns over hops",
-        source="tutorials/multihop_search",
+        # tutorials/multihop_search
         make=Hops,
         inputs={"claim": "Rome and Paris lie on rivers."},
         good=[
@@ -250,17 +246,16 @@ COMPOSED = [
     ),
     Works(
         name="A predictor for each hop, in lists and mappings",
-        source="tutorials/rl_multihop",
+        # tutorials/rl_multihop
         make=HopsInAList,
         inputs={"question": "Which river?"},
         good=[{**SO, "query": "Rome"}, {**SO, "query": "Tiber"}, {"answer": "Tiber"}],
         bad=[{**SO, "query": "Oslo"}, {**SO, "query": "fjord"}, {"answer": "none"}],
-        solved=lambda prediction: prediction.answer == "Tiber",
         calls={"queries[0].predict": 1, "queries[1].predict": 1, "answers['final']": 1},
     ),
     Works(
         name="Private requests to an external model (PAPILLON)",
-        source="tutorials/rl_papillon",
+        # tutorials/rl_papillon
         make=Private,
         inputs={"user_query": "I am Ada: write a poem."},
         good=[{**SO, "llm_request": "a poem"}, {"response": "roses"}],
@@ -271,7 +266,7 @@ COMPOSED = [
     ),
     Works(
         name="Mail in four steps, one of them skipped at times",
-        source="tutorials/email_extraction",
+        # tutorials/email_extraction
         make=Mail,
         inputs={"subject": "Server", "body": "It is down."},
         good=[
@@ -286,11 +281,12 @@ COMPOSED = [
         bad_calls={"classify.predict": 1, "extract.predict": 1, "summarise.predict": 1},
     ),
     PARALLEL,
-    replace(PARALLEL, name="`module.batch`", source="api/modules/Predict.md", make=InBatches),
+    # api/modules/Predict.md
+    replace(PARALLEL, name="`module.batch`", make=InBatches),
     ASYNC,
     Works(
         name="`asyncio.gather` of strands with several calls",
-        source="tutorials/async",
+        # tutorials/async
         make=Gathered,
         inputs={"topic": "rain"},
         good=[
@@ -301,19 +297,19 @@ COMPOSED = [
             {"verdict": True},
         ],
         bad=[{**SO, "argument": ""}, {**SO, "argument": ""}, {"line": "-"}, {"line": "-"}, {"verdict": False}],
-        solved=lambda prediction: prediction.verdict,
         calls={"pro.predict": 1, "contra.predict": 1, "shorten": 2, "judge": 1},
     ),
-    replace(RAG, name="`dspy.asyncify`", source="tutorials/async", make=InThreads, calls={"rag.respond.predict": 1}),
+    # tutorials/async
+    replace(RAG, name="`dspy.asyncify`", make=InThreads, calls={"rag.respond.predict": 1}),
     replace(
         ASYNC,
         name="`dspy.syncify`",
-        source="tests/utils/test_syncify.py",
+        # tests/utils/test_syncify.py
         make=lambda: dspy.syncify(Async()),
     ),
     Works(
         name="Modules in modules, one of them called twice",
-        source="tutorials/custom_module",
+        # tutorials/custom_module
         make=Outer,
         inputs={"question": "On which river lies Rome?"},
         good=[{**SO, "response": "Tiber"}, {"fine": True}],

@@ -72,21 +72,21 @@ def with_own_model() -> dspy.Module:
 REFUSED = [
     Refused(
         name="`temperature` of a predictor",
-        source="learn/programming/modules.md",
+        # learn/programming/modules.md
         make=lambda: dspy.Predict("question -> answer", temperature=0.7),
         sentence=f"predictor 'self' sets temperature; {SAMPLING}",
         why="sampling is `algo.*` and `eval.*`; leave it out",
     ),
     Refused(
         name="Several completions of one request (`n=3`)",
-        source="learn/programming/modules.md",
+        # learn/programming/modules.md
         make=lambda: dspy.ChainOfThought("question -> answer", n=3),
         sentence=f"predictor 'predict' sets n; {SAMPLING}",
         why="a call is one completion; call the predictor three times, as with `majority` above",
     ),
     Refused(
         name='Options of one request (`config={"temperature": …}`)',
-        source="learn/programming/language_models.md",
+        # learn/programming/language_models.md
         make=Warmer,
         sentence=f"predictor 'answer' sets temperature; {SAMPLING}",
         runs=True,
@@ -94,14 +94,14 @@ REFUSED = [
     ),
     Refused(
         name="`dspy.MultiChainComparison`",
-        source="api/modules/MultiChainComparison.md",
+        # api/modules/MultiChainComparison.md
         make=lambda: dspy.MultiChainComparison("question -> answer"),
         sentence=f"predictor 'predict' sets temperature; {SAMPLING}, and a call is one completion",
         why="it sets a temperature; empty it as above",
     ),
     Refused(
         name="A predictor made in `forward`",
-        source="tutorials/custom_module",
+        # tutorials/custom_module
         make=Made,
         sentence="none of the program's predictors (first)",
         runs=True,
@@ -109,7 +109,7 @@ REFUSED = [
     ),
     Refused(
         name="`dspy.context(lm=…)` in `forward`",
-        source="learn/programming/language_models.md",
+        # learn/programming/language_models.md
         make=OtherModel,
         sentence="a predictor was called with an LM of its own (DummyLM)",
         runs=True,
@@ -117,7 +117,7 @@ REFUSED = [
     ),
     Refused(
         name="`dspy.context(adapter=…)` in `forward`",
-        source="learn/programming/adapters.md",
+        # learn/programming/adapters.md
         make=OtherAdapter,
         sentence="bypassed the adapter",
         runs=True,
@@ -125,14 +125,14 @@ REFUSED = [
     ),
     Refused(
         name="A predictor with a model of its own (`set_lm`)",
-        source="learn/programming/language_models.md",
+        # learn/programming/language_models.md
         make=with_own_model,
         sentence="predictor 'answer.predict' has an LM of its own, whose calls would not be recorded",
         why="its calls would not be recorded; make it a tool of the task, or freeze it (`model.modules`)",
     ),
     Refused(
         name="`TwoStepAdapter`",
-        source="learn/programming/adapters.md",
+        # learn/programming/adapters.md
         make=lambda: dspy.Predict("question -> answer"),
         adapter=dspy.TwoStepAdapter(DummyLM([{"answer": "x"}])),
         sentence="TwoStepAdapter asks a second model to read each reply, whose calls would not be recorded",
@@ -140,21 +140,21 @@ REFUSED = [
     ),
     Refused(
         name="Modules that are marked as compiled",
-        source="tutorials/saving",
+        # tutorials/saving
         make=Frozen,
         sentence="rag.respond.predict would not be trained: DSPy does not list predictors of modules that are marked",
         why="they would not be trained; set `_compiled = False`",
     ),
     Refused(
         name="Predictors in lists within lists",
-        source="tests/primitives/test_base_module.py",
+        # tests/primitives/test_base_module.py
         make=Table,
         sentence="rows[0][0] would not be trained: DSPy does not list predictors",
         why="DSPy does not list their predictors; keep them in one list",
     ),
     Refused(
         name="A module without predictors",
-        source="tests/primitives/test_base_module.py",
+        # tests/primitives/test_base_module.py
         make=dspy.Module,
         sentence="Module has no predictors (dspy.Predict), nothing to train",
         why="nothing to train",

@@ -64,7 +64,7 @@ def with_demos() -> dspy.Module:
 HISTORY = dspy.History(messages=[{"question": "Capital of France?", "answer": "Paris"}])
 
 
-def simple(name: str, source: str, signature: Any, output: str, right: object, wrong: object, **more: Any) -> Works:
+def simple(name: str, signature: Any, output: str, right: object, wrong: object, **more: Any) -> Works:
     """A single predictor, right where its field `output` is `right`."""
     rest = more.pop("rest", {})
     kind, module = dspy.Predict, "self"
@@ -73,11 +73,9 @@ def simple(name: str, source: str, signature: Any, output: str, right: object, w
     return Works(
         **{
             "name": name,
-            "source": source,
             "make": lambda: kind(signature),
             "good": [{**rest, output: right}],
             "bad": [{**rest, output: wrong}],
-            "solved": lambda prediction: prediction[output] == right,
             "calls": {module: 1},
             **more,
         }
@@ -87,7 +85,7 @@ def simple(name: str, source: str, signature: Any, output: str, right: object, w
 SIMPLE = [
     simple(
         "A predictor with a typed output (`sentence -> sentiment: bool`)",
-        "learn/programming/signatures.md",
+        # learn/programming/signatures.md
         "sentence -> sentiment: bool",
         "sentiment",
         True,
@@ -96,7 +94,7 @@ SIMPLE = [
     ),
     simple(
         "A label out of a `Literal`",
-        "tutorials/classification",
+        # tutorials/classification
         Feeling,
         "feeling",
         "joy",
@@ -106,7 +104,7 @@ SIMPLE = [
     ),
     simple(
         "Summaries with `ChainOfThought`",
-        "learn/programming/signatures.md",
+        # learn/programming/signatures.md
         "document -> summary",
         "summary",
         "short",
@@ -116,7 +114,7 @@ SIMPLE = [
     ),
     simple(
         "A class signature with a mapping of lists",
-        "learn/programming/signatures.md",
+        # learn/programming/signatures.md
         Grounds,
         "faithful",
         False,
@@ -126,7 +124,7 @@ SIMPLE = [
     ),
     simple(
         "Several outputs, lists as inputs",
-        "learn/programming/signatures.md",
+        # learn/programming/signatures.md
         "question, choices: list[str] -> why: str, selection: int",
         "selection",
         1,
@@ -136,7 +134,7 @@ SIMPLE = [
     ),
     simple(
         "A pydantic model as output, read by the metric as an object (`pred.entity.born`)",
-        "learn/programming/signatures.md",
+        # learn/programming/signatures.md
         dspy.Signature("text -> entity").with_updated_fields("entity", type_=Person),
         "entity",
         Person(name="Ada", born=1815),
@@ -146,7 +144,7 @@ SIMPLE = [
     ),
     simple(
         "A list of pydantic models (extraction of people)",
-        "tutorials/entity_extraction",
+        # tutorials/entity_extraction
         dspy.Signature("tokens: list[str] -> people").with_updated_fields("people", type_=list[Person]),
         "people",
         [Person(name="Ada")],
@@ -157,7 +155,7 @@ SIMPLE = [
     ),
     simple(
         "`Enum`, `set` and `date` as outputs",
-        "tests/adapters/test_chat_adapter.py",
+        # tests/adapters/test_chat_adapter.py
         Ticket,
         "urgency",
         "high",
@@ -168,7 +166,7 @@ SIMPLE = [
     ),
     simple(
         "A pydantic model as input",
-        "tests/predict/test_predict.py",
+        # tests/predict/test_predict.py
         dspy.Signature("offer, wish -> choice").with_updated_fields("offer", type_=Options),
         "choice",
         "tea",
@@ -177,7 +175,7 @@ SIMPLE = [
     ),
     simple(
         "`dspy.Code` as output",
-        "api/primitives/Code.md",
+        # api/primitives/Code.md
         dspy.Signature("question -> code").with_updated_fields("code", type_=dspy.Code["python"]),
         "code",
         "```python\nprint(2)\n```",
@@ -187,7 +185,7 @@ SIMPLE = [
     ),
     simple(
         "`dspy.Reasoning` as output",
-        "api/primitives/Reasoning.md",
+        # api/primitives/Reasoning.md
         dspy.Signature("question -> thoughts, answer").with_updated_fields("thoughts", type_=dspy.Reasoning),
         "answer",
         "4",
@@ -198,7 +196,7 @@ SIMPLE = [
     ),
     simple(
         "Demonstrations (`predictor.demos`)",
-        "learn/optimization/overview.md",
+        # learn/optimization/overview.md
         "question -> answer",
         "answer",
         "6",
@@ -208,7 +206,7 @@ SIMPLE = [
     ),
     simple(
         "`dspy.History` of a conversation",
-        "tutorials/conversation_history",
+        # tutorials/conversation_history
         dspy.Signature("history, question -> answer").with_updated_fields("history", type_=dspy.History),
         "answer",
         "Rome",
@@ -217,7 +215,7 @@ SIMPLE = [
     ),
     simple(
         "`JSONAdapter`",
-        "learn/programming/adapters.md",
+        # learn/programming/adapters.md
         "question -> answer: int",
         "answer",
         4,
@@ -227,7 +225,7 @@ SIMPLE = [
     ),
     simple(
         "`XMLAdapter`",
-        "learn/programming/adapters.md",
+        # learn/programming/adapters.md
         "question -> answer, unit",
         "answer",
         "4",
@@ -238,7 +236,7 @@ SIMPLE = [
     ),
     simple(
         "`BAMLAdapter`",
-        "tests/adapters/test_baml_adapter.py",
+        # tests/adapters/test_baml_adapter.py
         dspy.Signature("text -> entity").with_updated_fields("entity", type_=Person),
         "entity",
         Person(name="Ada", born=1815),
@@ -293,12 +291,11 @@ class Checked(dspy.Module):
 ADVICE = {"discussion": "too long", "advice": {"predict": "one word"}}
 BEST = Works(
     name="`dspy.BestOfN`",
-    source="tutorials/output_refinement",
+    # tutorials/output_refinement
     make=lambda: attempts(dspy.BestOfN),
     inputs={"question": "Capital of Italy?"},
     good=[{**SO, "answer": "it is Rome"}, {**SO, "answer": "Rome"}],
     bad=[{**SO, "answer": "Oslo"}],
-    solved=lambda prediction: prediction.answer == "Rome",
     calls={"module.predict": 2},
     bad_calls={"module.predict": 1},
     says="all attempts are calls of the module that is tried; sampled as `algo.*` says",
@@ -306,23 +303,21 @@ BEST = Works(
 ATTEMPTS = [
     Works(
         name="`dspy.majority` of several calls",
-        source="learn/programming/modules.md",
+        # learn/programming/modules.md
         make=Votes,
         inputs={"question": "2+2?"},
         good=[{**SO, "answer": answer} for answer in ("4", "5", "4")],
         bad=[{**SO, "answer": answer} for answer in ("5", "5", "4")],
-        solved=lambda prediction: prediction.answer == "4",
         calls={"vote.predict": 3},
         says="calls instead of `n=3`",
     ),
     Works(
         name="`dspy.MultiChainComparison` with `module.predict.config = {}`",
-        source="api/modules/MultiChainComparison.md",
+        # api/modules/MultiChainComparison.md
         make=compared,
         inputs={"completions": CHAINS, "question": "2+2?"},
         good=[{"rationale": "so", "answer": "4"}],
         bad=[{"rationale": "so", "answer": "5"}],
-        solved=lambda prediction: prediction.answer == "4",
         calls={"predict": 1},
     ),
     BEST,
