@@ -1,10 +1,7 @@
 """Tools and metrics of users: in threads, on the tape, with DSPy's objects; exceptions told with file and line."""
 
-import asyncio
 import threading
-import time
 
-import dspy
 import pytest
 
 from mmrl.config import DataConfig
@@ -15,7 +12,6 @@ from mmrl.rollout.plans import fork_on
 from mmrl.system import user_code
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
-from mmrl.tasks.dspy.tools import use_tool
 from tests.dspy import Answer, agents
 from tests.helpers.programs import filled, make_dspy, play_dspy, run_program, saved
 
@@ -23,7 +19,6 @@ ROWS = [{"question": "When?", "gold": "2026-01-02"}, {"question": "Then?", "gold
 OWN = """
 import datetime
 
-import dspy
 
 
 class Dated(dspy.Signature):
@@ -171,66 +166,3 @@ def test_the_tools_of_an_agent_run_once_for_all_forks():
     assert [rollout.error for rollout in forest.rollouts] == [None] * 3
     assert next(agents.used) == before + 2, "one use for three rollouts"
     assert len({rollout.prediction["trajectory"]["observation_0"]["number"] for rollout in forest.rollouts}) == 1
-
-
-class Racing(dspy.Module):
-    """Two strands; the tool of the first takes longer in half of the runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.one = dspy.Predict("text -> answer")
-        self.two = dspy.Predict("text -> answer")
-        self.last = dspy.Predict("left, right -> answer")
-
-    async def strand(self, predictor, tool, text):
-        found = await use_tool(tool, text=text)
-        return (await predictor.acall(text=found)).answer
-
-    async def aforward(self, text):
-        left, right = await asyncio.gather(self.strand(self.one, "left", text), self.strand(self.two, "right", text))
-        return await self.last.acall(left=left, right=right)
-
-
-@pytest.mark.parametrize("module", ["one", "two", "last"])
-def test_strands_are_numbered_by_their_requests_whichever_tool_is_faster(module):
-    def run(slow):
-        def tool(name):
-            def used(text):
-                time.sleep(0.02 if name == slow else 0)
-                return text + name
-
-            return user_code.as_async(used)
-
-        def answer(request):
-            return filled(answer=str(request.sampling.seed % 1000))
-
-        tools = {name: tool(name) for name in ("left", "right")}
-        forest, _ = run_program(Racing(), fork_on(module, 3), answer, examples=3, tools=tools)
-        assert not [r.error_message for r in forest.rollouts if r.error]
-        return forest
-
-    fast, slow = run("left"), run("right")
-    assert fast.calls == slow.calls and fast.rollouts == slow.rollouts
-    assert all([c.module for c in fast.path(r)] == ["one", "two", "last"] for r in fast.rollouts)
-
-
-class Shrinking(dspy.Module):
-    """Asks three times when it runs for the first time, and once afterwards."""
-
-    runs = 0
-
-    def __init__(self):
-        super().__init__()
-        self.asked = [dspy.Predict("text -> answer") for _ in range(3)]
-
-    async def aforward(self, text):
-        type(self).runs += 1
-        for predictor in self.asked[: 3 if self.runs == 1 else 1]:
-            made = await predictor.acall(text=text)
-        return made
-
-
-def test_a_program_that_ends_before_its_tape_does_is_an_error():
-    first, second = run_program(Shrinking(), fork_on("asked[2]", 2), answered)[0].rollouts
-    assert (first.error, second.error, second.reward) == (None, "replay", None)
-    assert "the program ended without call 'asked[1]', its request 2" in second.error_message

@@ -11,7 +11,7 @@ import pytest
 
 from mmrl.errors import ConfigError
 from mmrl.rollout import with_program
-from mmrl.rollout.plans import fork_on, fork_on_first, independent
+from mmrl.rollout.plans import fork_on_first, independent
 from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.dspy.tools import use_tool, use_tool_sync
 from tests.dspy import Answer
@@ -84,18 +84,6 @@ def test_each_predictor_is_a_module_and_prompts_are_byte_for_byte_what_dspy_rend
     assert len(expected) == 6, "instructions, two demonstrations of two messages each, the request"
     assert spelled(engine.requests[1].prompt_ids) == "|".join(m["content"] for m in expected)
     assert "Be brief." in forest.path(only(forest))[1].prompt_text
-
-
-@pytest.mark.parametrize("module", [TwoSteps, Blocking])
-@pytest.mark.parametrize(("plan", "calls"), [("draft.predict", 4), ("final", 3)])
-def test_forks_at_each_module_replay_what_comes_before(module, plan, calls):
-    forest, engine = run(module(), fork_on(plan, 2))
-    assert [rollout.error for rollout in forest.rollouts] == [None, None]
-    assert len(engine.requests) == len(forest.calls) == calls
-    forked = [call for call in forest.calls.values() if call.module == plan]
-    assert len(forked) == 2 and len({call.prompt_ids for call in forked}) == 1
-    assert len({call.parent for call in forked}) == 1
-    assert len({call.text for call in forked}) == 2, "each branch samples with a seed of its own"
 
 
 @pytest.mark.parametrize("module", [TwoSteps, Blocking])

@@ -374,26 +374,29 @@ def test_numbers_of_arrays_become_plain_ones():
 
 
 class Fickle:
-    """Asks for something else each time it is run: it depends on more than its example and ctx."""
+    """Asks for something else, or for less, when it is run again: it depends on more than its example and ctx."""
 
     modules = ("a", "b")
 
-    def __init__(self):
-        self.runs = 0
+    def __init__(self, ends):
+        self.ends, self.runs = ends, 0
 
     async def run(self, example, ctx):
         self.runs += 1
-        await ctx.call("a", [{"role": "user", "content": f"run {self.runs}"}])
-        await ctx.call("b", [{"role": "user", "content": "x"}])
+        if not self.ends or self.runs == 1:
+            await ctx.call("a", [{"role": "user", "content": f"run {self.runs}"}])
+            await ctx.call("b", [{"role": "user", "content": "x"}])
         return "a"
 
 
-def test_a_program_that_diverges_from_its_tape_is_an_error_that_says_where():
-    forest, _ = run_program(Fickle(), fork_on("b", 2))
-    diverged = [r for r in forest.rollouts if r.error == "replay"]
-    assert len(diverged) == 1
-    assert "as its request 1;" in diverged[0].error_message
-    assert "'a'" in diverged[0].error_message
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [(False, "made call 'a' with other input as its request 1;"), (True, "ended without call 'a', its request 1;")],
+)
+def test_a_program_that_diverges_from_its_tape_is_an_error_that_says_where(ends, says):
+    forest, _ = run_program(Fickle(ends), fork_on("b", 2))
+    (diverged,) = [r for r in forest.rollouts if r.error]
+    assert (diverged.error, diverged.reward) == ("replay", None) and says in diverged.error_message
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What holds for every agent: hostile text from its tools and from its policy, and demonstrations that earn it all."""
+"""What holds for every agent: hostile text from its tools and from its policy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmrl.tasks import TASKS
 from mmrl.tasks.agents import r1_searcher, search_o1
 from mmrl.tasks.agents.rewards import SEARCH_TAGS
 from mmrl.tasks.agents.tags import disarm, disarm_markers, tag_sequence
 from mmrl.tasks.agents.tool_agent import TAGS
 from mmrl.tasks.base import Task
-from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.programs import default_config, make, play
+from tests.helpers.programs import make, play
 from tests.helpers.watch import terminates
 from tests.tasks import test_r1_searcher as r1
 from tests.tasks import test_search_agent as search
@@ -190,32 +188,3 @@ def test_long_runs_of_spaces_are_read_once():
         for text in ("<" + " " * n, "< " * n, "<" + " " * n + "/" + " " * n + "think>", "<think " * n):
             assert tag_sequence(disarm(text, SEARCH_TAGS), SEARCH_TAGS) == []
     assert disarm("<  /  think >", SEARCH_TAGS) == "(  /  think )"
-
-
-ROOM = {"max_observation": 4000, "max_context": 9000, "max_tokens": 400}
-
-
-@pytest.mark.parametrize(
-    ("name", "reward_set", "best", "options"),
-    [
-        ("search_o1", "outcome", 1.0, ROOM),
-        ("r1_searcher", "outcome", 1.0, ROOM),
-        ("r1_searcher", "stage1", 2.0, ROOM),
-        ("qa_direct", "outcome", 1.0, {"max_tokens": 900, "chain_of_thought": False}),
-        ("qa_direct", "outcome", 1.0, {"max_tokens": 900, "chain_of_thought": True}),
-    ],
-)
-def test_demonstrations_have_the_prompts_of_a_run_and_earn_everything(name, reward_set, best, options):
-    task = TASKS[name](default_config(name, **options), 0)
-    shown = [(example, demonstrations(task, example)) for example in task.examples("dev")[:20]]
-    if name == "qa_direct":  # one of each kind
-        shown = [(example, several[options["chain_of_thought"] :][:1]) for example, several in shown]
-    assert sum(map(bool, (several for _, several in shown))) >= 18
-    for example, several in shown:
-        if several:
-            rollout, calls, _ = play(task, [d.completion for d in several], reward_set, example)
-            assert [call.module for call in calls] == [d.module for d in several]
-            assert rollout.reward == best and rollout.metrics.get("gold_retrieved", 1) == 1
-            for call, one in zip(calls, several, strict=True):
-                expected = "\n".join(f"[{m['role']}] {m['content']}" for m in one.messages)
-                assert call.prompt_text.startswith(one.history[-1][1] if one.history else expected)

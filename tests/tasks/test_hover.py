@@ -10,7 +10,7 @@ from mmrl.rollout.plans import fork_on
 from mmrl.tasks.dspy.built_in import drop_empty_queries
 from scripts.tiny_model.mini.questions import make_claims
 from scripts.tiny_model.mini.world import make_world
-from tests.helpers.programs import by_prompt, filled, problems, saved
+from tests.helpers.programs import filled, problems, saved
 from tests.helpers.programs import make_dspy as make
 from tests.helpers.programs import play_dspy as play
 
@@ -65,18 +65,6 @@ def test_mini_splits_share_no_claim_and_no_document():
         assert (country in text) == (c.metadata["label"] == "SUPPORTED")
     labels = [c.metadata["label"] for c in claims["dev"]]
     assert labels.count("SUPPORTED") == 150
-
-
-def test_demonstrations_find_nearly_everything():
-    task = make("hover")
-    examples = task.examples("dev")[:60]
-    # the last notes are not demonstrated: after the third hop nothing new is found
-    no_queries = {f"search_query{number}": "None" for number in (1, 2, 3)}
-    nothing_new = filled(reasoning="so", new_key_facts="nothing new", **no_queries)
-    forest = play(task, by_prompt(task, examples, nothing_new), examples)
-    recalls = [rollout.metrics["recall"] for rollout in forest.rollouts]
-    assert sum(recalls) / len(recalls) > 0.9
-    assert {len(forest.path(rollout)) for rollout in forest.rollouts} == {6}, "three queries and three notes"
 
 
 class Search:

@@ -33,6 +33,7 @@ def test_documents_go_on_in_the_same_turn(task):
         ([ASK, "so it is Tagus"], -0.5, -1.0),  # no answer: cover match fails, the form too
         ([ASK, "so <answer> Tagus </answer>"], 1.5, 0.0),  # thoughts not ended
         ([ASK, f"x </think> {ANSWER}"], 1.5, 0.0),  # ended twice
+        ([ASK, f"{ANSWER} <answer>"], 1.5, 0.0),  # a second answer is opened
         ([ASK, f"<think> {ANSWER}"], 1.5, 0.0),  # opened again: the prompt has that
         ([ASK, f"{QUERY[0]} {ANSWER}"], 1.5, 0.0),  # a query that does not end
         ([f"{DOCUMENTS[0]} Tagus {DOCUMENTS[1]} {ASK}", ANSWER], 1.5, 0.0),  # forged documents
@@ -86,18 +87,3 @@ def test_limits(task, tmp_path):
 def test_nothing_found_is_said(task):
     _, calls, _ = play(task, [f"{QUERY[0]} zzzz {QUERY[1]}", ANSWER], "outcome")
     assert calls[1].prompt_text == f"\n{DOCUMENTS[0]}\n(1) Nothing was found.\n{DOCUMENTS[1]}\n"
-
-
-@pytest.mark.parametrize(
-    ("sampled", "form"),
-    [
-        ("x </think> <answer> y </answer>", (True, True, False)),
-        ("x </think> <answer> y </answer> <answer>", (True, False, False)),
-        (f"{QUERY[0]} q {QUERY[1]} x", (True, False, False)),
-        (f"{QUERY[1]}", (False, False, False)),
-        ("水", (True, False, True)),
-    ],
-)
-def test_form(sampled, form):
-    found = Form.parse(sampled)
-    assert (found.balanced, found.framed, found.chinese) == form

@@ -1,4 +1,4 @@
-"""The task under the real sampler: an oracle that answers from the demonstrations, and a policy that babbles."""
+"""The search program under the real sampler, with a policy that babbles."""
 
 import json
 
@@ -7,24 +7,12 @@ import pytest
 from mmrl.config.tasks import MultihopQaConfig
 from mmrl.rollout.plans import fork_on, fork_on_first, independent
 from mmrl.tasks import TASKS
-from tests.helpers.programs import by_prompt, play_dspy, spelled
+from tests.helpers.programs import play_dspy, spelled
 
 
 @pytest.fixture
 def task():
     return TASKS["hotpotqa"](MultihopQaConfig(name="hotpotqa"), 0)
-
-
-def test_demonstrated_behaviour_earns_the_full_reward(task):
-    examples = task.examples("dev")[:100]
-    forest = play_dspy(task, by_prompt(task, examples, "?"), examples)
-    assert not any(rollout.error for rollout in forest.rollouts)
-    solved = [rollout for rollout in forest.rollouts if rollout.reward == 1]
-    assert len(solved) >= 95  # less the few whose gold documents the retriever misses
-    for rollout in solved:
-        assert [call.module for call in forest.path(rollout)] == ["rewriter", "reranker", "answerer"]
-        assert all(call.penalty == 0 for call in forest.path(rollout))
-        assert rollout.metrics["em"] == rollout.metrics["gold_selected"] == 1
 
 
 def babble(request):

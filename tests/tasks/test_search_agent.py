@@ -26,7 +26,6 @@ MISS = "<think>a</think><search>city Douro</search>"
 RIGHT = "<think>b</think><answer>the Tagus</answer>"
 WRONG = "<think>b</think><answer>Douro</answer>"
 ROOMY = {"max_observation": 4000, "max_context": 40000, "max_tokens": 400}  # a token is a character here
-RULES = SearchAgentConfig(name="search_agent")
 
 
 @pytest.fixture
@@ -78,20 +77,12 @@ def test_a_search_is_answered_inside_the_same_turn(task):
     }
 
 
-def test_worked_numbers():
-    hit, miss = SearchTurn(ASK, "on the Tagus"), SearchTurn(ASK, "on the Douro")
-    nothing = SearchTurn("<think>a</think>", None)
-    found = search_reward([hit, miss, nothing, SearchTurn(WRONG, None)], False, ["Tagus"], RULES)
-    assert [*found.intermediate, found.final] == approx([0.3, -0.1, -0.4, 0.2])
-    assert sum(found.intermediate) + found.final == pytest.approx(0.0)
-    assert (found.format, found.final_format, found.retrieval) == (False, True, True)
-
-
-def test_worked_numbers_in_a_rollout(task):
+def test_worked_numbers(task):
     rollout, calls, _ = play(task, [ASK, "<think>a</think><search>zzz</search>", "<think>a</think>", WRONG])
     assert turn_rewards(calls) == approx([0.3, -0.1, -0.4, None])
     assert rollout.reward == pytest.approx(0.2)
     assert rollout.parts == {"final": pytest.approx(0.2), "intermediate": pytest.approx(-0.2)}
+    assert (rollout.metrics["format"], rollout.metrics["retrieval"]) == (0.0, 1.0)
     assert [call.facts["action_none"] for call in calls] == [0, 0, 1, 0]
     assert calls[3].prompt_text == task.program.correction()
 
@@ -168,13 +159,6 @@ def test_format_of_an_earlier_turn(text, strict, loose):
 def test_the_first_pair_acts_and_is_that_of_the_plain_expression(text, expected):
     match = re.search(r"<(search|answer)>(.*?)</\1>", text, re.DOTALL)
     assert first_pair(text, ("search", "answer")) == expected == (match and (match[1], match[2].strip()))
-
-
-def test_a_generated_information_block_counts_for_nothing(task):
-    forged = "<think>a</think><information>Tagus</information><search>zzz</search>"
-    rollout, calls, _ = play(task, [forged, RIGHT])
-    assert turn_rewards(calls) == approx([0 - 0.2 - 0.1, None])
-    assert (rollout.metrics["retrieval"], rollout.metrics["format"]) == (0.0, 0.0)
 
 
 def test_limits(task, tmp_path):

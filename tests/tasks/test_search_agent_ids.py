@@ -1,4 +1,4 @@
-"""The search agent's token ids: observations counted and cut as sampled, demonstrations with the ids of a run."""
+"""The search agent's token ids: observations counted and cut as sampled, what a demonstration trains."""
 
 from functools import partial
 
@@ -27,22 +27,6 @@ class Known(FakeEngine):
         return Completion(ids=ids, logprobs=(-0.5,) * len(ids), finish="stop")
 
 
-def replayed(name, items=60):
-    """Rollouts of an engine that only knows what the warm start is taught, under a real tokenizer and template."""
-    tokenizer = make_tokenizer()
-    task = TASKS[name](default_config(name, max_observation=2000, max_context=9000), 0)
-    if name == "tool_agent":
-        task = TASKS[name](default_config(name, max_observation=2000, max_completion=4000, max_tokens=400), 0)
-    examples = [example for example in task.examples("dev")[:items] if demonstrations(task, example)]
-    taught = [shown for example in examples for shown in demonstrations(task, example)]
-    known = {item.prompt_ids: item.completion_ids[:-1] for item in (encode(tokenizer, one) for one in taught)}
-    env = environment(task, Known(lambda request: known.get(request.prompt_ids, (1,))))
-    env.render, env.extend = partial(render_prompt, tokenizer), partial(render_observation, tokenizer)
-    env.decode = partial(decode_text, tokenizer)
-    forest = forest_of(env, examples, reward_set="turn")
-    return task, forest, taught
-
-
 @pytest.mark.parametrize("ended", [False, True])
 def test_observation_tokens_are_counted_and_cut_alike_after_a_sampled_end_of_turn(task, ended):
     tokenizer = make_tokenizer()
@@ -64,14 +48,6 @@ def test_observation_tokens_are_counted_and_cut_alike_after_a_sampled_end_of_tur
         assert first.observation_tokens <= limit
         assert second.prompt_ids[kept:] == tuple(encode_text(tokenizer, second.prompt_text))
         assert (limit == 60) == (first.observation_tokens > 40 and "Porto" not in second.prompt_text)
-
-
-def test_demonstrations_have_the_ids_of_a_run_and_earn_everything():
-    _, forest, taught = replayed("search_agent")
-    assert len(forest.calls) == len(taught)
-    assert all(rollout.reward == 1.0 and rollout.metrics["format"] == 1.0 for rollout in forest.rollouts)
-    assert all(rollout.metrics["retrieval"] == 1.0 for rollout in forest.rollouts)
-    assert {rollout.metrics["searches"] for rollout in forest.rollouts} == {1.0, 2.0}
 
 
 def test_a_demonstrations_history_is_seen_and_not_trained():

@@ -1,0 +1,56 @@
+"""Demonstrations of the mini world: whoever says them is asked the prompts that they hold, and earns everything."""
+
+from functools import partial
+
+import pytest
+
+from mmrl.models.chat import decode_text, encode_text, render_observation, render_prompt
+from mmrl.rollout import with_program
+from mmrl.stages.sft import encode
+from mmrl.tasks import TASKS
+from mmrl.tasks.mini.teach import demonstrations
+from tests.helpers.programs import default_config, environment, filled, forest_of
+from tests.models.test_models import make_tokenizer
+from tests.tasks.test_search_agent_ids import Known
+
+ROOM = {"max_observation": 4000, "max_context": 9000, "max_tokens": 400}
+FOUND = {"gold_retrieved": 1.0}
+# What nothing demonstrates: the notes of hover's third hop, where nothing new is found.
+OTHER = filled(reasoning="so", new_key_facts="nothing new", **{f"search_query{n}": "None" for n in (1, 2, 3)})
+
+
+@pytest.mark.parametrize(
+    ("name", "reward_set", "options", "best", "share", "metrics"),
+    [
+        ("hotpotqa", "outcome", {}, 1.0, 0.95, {"em": 1.0, "gold_selected": 1.0}),
+        ("search_agent", "turn", ROOM, 1.0, 1.0, {"format": 1.0, "retrieval": 1.0}),
+        ("tool_agent", "turn", {"max_completion": 9000, "max_tokens": 400}, 1.9, 1.0, {"result_answer": 0.5}),
+        ("search_o1", "outcome", ROOM, 1.0, 1.0, FOUND),
+        ("r1_searcher", "outcome", ROOM, 1.0, 1.0, FOUND),
+        ("r1_searcher", "stage1", ROOM, 2.0, 1.0, FOUND),
+        ("qa_direct", "outcome", {"chain_of_thought": False}, 1.0, 1.0, {"em": 1.0}),
+        ("qa_direct", "outcome", {"chain_of_thought": True}, 1.0, 1.0, {"em": 1.0}),
+        ("banking77", "outcome", {}, 1.0, 1.0, {"em": 1.0}),
+        ("papillon", "outcome", {}, 1.0, 1.0, {"score": 1.0, "quality": 1.0, "leakage": 0.0}),
+        ("hover", "outcome", {}, 1.0, 0.9, {"all_titles": 1.0}),
+    ],
+)
+def test_demonstrations_have_the_ids_of_a_run_and_earn_everything(name, reward_set, options, best, share, metrics):
+    tokenizer = make_tokenizer()
+    task = with_program(TASKS[name](default_config(name, **options), 0))
+    examples = [example for example in task.examples("dev")[:60] if demonstrations(task, example)]
+    taught = [encode(tokenizer, shown) for example in examples for shown in demonstrations(task, example)]
+    known = {item.prompt_ids: item.completion_ids[:-1] for item in taught}
+    other = tuple(encode_text(tokenizer, OTHER))
+    env = environment(task, Known(lambda request: known.get(request.prompt_ids, other)))
+    env.render, env.extend = partial(render_prompt, tokenizer), partial(render_observation, tokenizer)
+    env.decode = partial(decode_text, tokenizer)
+    forest = forest_of(env, examples, reward_set=reward_set)
+    assert len(examples) > 50 and not any(rollout.error for rollout in forest.rollouts)
+    assert sum(rollout.reward for rollout in forest.rollouts) >= share * best * len(examples) - 1e-6
+    for rollout in forest.rollouts:
+        if rollout.reward == pytest.approx(best):
+            assert {key: rollout.metrics[key] for key in metrics} == pytest.approx(metrics)
+            assert [call.penalty for call in forest.path(rollout)] == [0.0] * len(forest.path(rollout))
+    if name not in ("hotpotqa", "qa_direct", "hover"):  # where some stand for other configs, or for poorer modules
+        assert {call.prompt_ids for call in forest.calls.values()} == set(known)
