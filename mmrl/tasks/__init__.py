@@ -15,7 +15,7 @@ from mmrl.tasks.dspy.hover import HoverTask
 from mmrl.tasks.dspy.own import ImportedTask
 from mmrl.tasks.dspy.papillon import PapillonTask
 from mmrl.tasks.gateway.task import AgentTask
-from mmrl.tasks.search_program.task import MultihopQaTask
+from mmrl.tasks.search_program import MultihopQaTask
 
 TASKS: dict[str, Callable[..., Task]] = {
     "hotpotqa": MultihopQaTask,

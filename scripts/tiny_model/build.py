@@ -47,7 +47,7 @@ from mmrl.tasks.agents.qa_direct import DirectQaTask
 from mmrl.tasks.base import Demonstration, Task
 from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.mini import teach
-from mmrl.tasks.search_program.task import MultihopQaTask
+from mmrl.tasks.search_program import MultihopQaTask
 from scripts import expect_some_of, key_values
 from scripts.tiny_model.card import build_facts, ship
 from scripts.tiny_model.drills import drills

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from mmrl.tasks.base import Demonstration
 from mmrl.tasks.mini.draws import Draws
-from mmrl.tasks.search_program.task import MultihopQaTask
+from mmrl.tasks.search_program import MultihopQaTask
 from scripts.tiny_model.mini.questions import ASKS, BRIDGES, ROLES
 from scripts.tiny_model.mini.world import Entity, World, make_world
 

@@ -9,7 +9,7 @@ import httpx
 
 from mmrl.tasks.metrics import f1
 from mmrl.tasks.mini.examples import mini_corpus, mini_multihop
-from mmrl.tasks.search_program.program import TEMPLATES, parse_answer, parse_queries
+from mmrl.tasks.search_program import TEMPLATES, parse_answer, parse_queries
 
 TRAIN = [
     {"id": example.id, **example.inputs, "answers": example.metadata["answers"]} for example in mini_multihop("train")

@@ -9,7 +9,7 @@ from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.rollout.sample import reserialised
 from mmrl.tasks.base import Canonical
 from mmrl.tasks.prompts import load_prompts
-from mmrl.tasks.search_program.program import TEMPLATES, SearchProgram, parse_answer, parse_queries, parse_selection
+from mmrl.tasks.search_program import TEMPLATES, SearchProgram, parse_answer, parse_queries, parse_selection
 from tests.helpers.forests import Grow
 from tests.helpers.programs import Chain, letters
 

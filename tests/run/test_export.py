@@ -21,7 +21,7 @@ from mmrl.models.save import write_tokenizer
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
 from mmrl.system.files import digest
-from mmrl.tasks.search_program.task import MultihopQaTask
+from mmrl.tasks.search_program import MultihopQaTask
 from mmrl.trainer.checkpoint import commit, temporary_folder
 from tests.helpers.runs import EVAL, command, score_of_texts
 

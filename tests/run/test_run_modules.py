@@ -16,7 +16,7 @@ from mmrl.errors import ConfigError
 from mmrl.models.policy import resolve
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
-from mmrl.tasks.search_program.task import MultihopQaTask
+from mmrl.tasks.search_program import MultihopQaTask
 from tests.helpers.runs import EVAL, command, numbers, score_of_texts
 
 MODULES = ("rewriter", "reranker", "answerer")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrl.tasks.search_program.program import parse_answer
+from mmrl.tasks.search_program import parse_answer
 from scripts.tiny_model import build
 from scripts.tiny_model.facts import LISTS, STEPS
 from scripts.tiny_model.mini.world import WORLD_SEED, make_world

@@ -8,7 +8,7 @@ import pytest
 from mmrl.tasks.agents.r1_searcher import Form
 from mmrl.tasks.agents.search_o1 import extract_boxed
 from mmrl.tasks.mini.teach import demonstrations
-from mmrl.tasks.search_program.program import parse_answer
+from mmrl.tasks.search_program import parse_answer
 from scripts.tiny_model import build
 from scripts.tiny_model.habits import poor
 

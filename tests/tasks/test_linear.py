@@ -11,12 +11,11 @@ import pytest
 from dspy.utils.exceptions import AdapterParseError
 
 from mmrl.rollout.dspy.dspy_program import DspyProgram
-from mmrl.tasks import metrics
+from mmrl.tasks import metrics, search_program
 from mmrl.tasks.agents import judge, r1_searcher, rewards, search_o1, tags, tool_agent
 from mmrl.tasks.dspy import built_in, hover, papillon
 from mmrl.tasks.dspy.fields import within_bounds
 from mmrl.tasks.mini.examples import make_external
-from mmrl.tasks.search_program import program
 
 SHORT, LONG = 50_000, 200_000
 MOST = 8.0
@@ -53,9 +52,9 @@ READERS: dict[str, Callable[[str], object]] = {
     "read_command": tool_agent.read_command,
     "form": r1_searcher.Form.parse,
     "boxed": search_o1.extract_boxed,
-    "parse_queries": program.parse_queries,
-    "parse_selection": lambda text: program.parse_selection(text, 10),
-    "parse_answer": program.parse_answer,
+    "parse_queries": search_program.parse_queries,
+    "parse_selection": lambda text: search_program.parse_selection(text, 10),
+    "parse_answer": search_program.parse_answer,
     "f1": lambda text: metrics.f1(text, text[::-1]),
     "accuracy": lambda text: metrics.accuracy(text, "a" * 60 + "b"),
     "answer_shape": metrics.answer_shape,

@@ -12,7 +12,7 @@ from mmrl.records import Call, Example
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
-from mmrl.tasks.search_program.program import parse_queries, parse_selection
+from mmrl.tasks.search_program import parse_queries, parse_selection
 from tests.helpers.programs import saved
 
 

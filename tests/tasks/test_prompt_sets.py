@@ -13,7 +13,7 @@ from mmrl.records import Call
 from mmrl.tasks import TASKS
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Prompts, Shot, Template, last_user, load_prompts
-from mmrl.tasks.search_program.program import TEMPLATES, SearchProgram
+from mmrl.tasks.search_program import TEMPLATES, SearchProgram
 from tests.helpers.programs import EXAMPLE, Script, default_config, environment, forest_of, make, play, saved
 
 PROMPTED = {

@@ -2,7 +2,7 @@ import pytest
 
 from mmrl.errors import ConfigError
 from mmrl.tasks.prompts import load_prompts
-from mmrl.tasks.search_program.program import TEMPLATES, SearchProgram
+from mmrl.tasks.search_program import TEMPLATES, SearchProgram
 from tests.helpers.programs import saved
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.records import Example
-from mmrl.tasks.search_program.program import TEMPLATES, Selection, parse_answer, parse_queries, parse_selection
+from mmrl.tasks.search_program import TEMPLATES, Selection, parse_answer, parse_queries, parse_selection
 from tests.helpers.programs import make, play
 
 

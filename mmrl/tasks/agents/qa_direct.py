@@ -14,7 +14,7 @@ from mmrl.tasks.base import Context, ModuleScore
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import Prompts, Template, Templates
-from mmrl.tasks.search_program.program import parse_answer
+from mmrl.tasks.search_program import parse_answer
 
 MODULE = "solver"
 _QUESTION = frozenset({"question"})

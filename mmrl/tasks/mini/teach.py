@@ -25,7 +25,7 @@ from mmrl.tasks.dspy.hover import HoverTask
 from mmrl.tasks.dspy.papillon import PapillonTask
 from mmrl.tasks.mini.draws import Draws
 from mmrl.tasks.open_qa import OpenQaTask
-from mmrl.tasks.search_program.task import MultihopQaTask
+from mmrl.tasks.search_program import MultihopQaTask
 
 History = tuple[tuple[str, str | Sequence[Message]], ...]
 

@@ -1,1 +1,0 @@
-"""The three-agent search program of MHGPO and the multi-hop tasks that it answers."""
