@@ -48,6 +48,15 @@ class Template:
         return [f"{where}: misses {', '.join(missing)}"] if missing else []
 
 
+QUESTION = frozenset({"question"})
+"""The placeholder that most texts have, or may have."""
+
+
+def document_template(text: str) -> Template:
+    """Return the role `document`, which writes one retrieved document."""
+    return Template(text, required=frozenset({"text"}), optional=frozenset({"index", "title"}))
+
+
 def fill(text: str, values: Mapping[str, object]) -> str:
     """Return a text with its placeholders filled in."""
     return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), text)

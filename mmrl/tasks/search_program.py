@@ -17,7 +17,7 @@ from mmrl.records import Call, Example
 from mmrl.tasks.base import Context, ModuleScore, Passage
 from mmrl.tasks.mini.examples import mini_multihop
 from mmrl.tasks.open_qa import OpenQaTask, gold_share
-from mmrl.tasks.prompts import Prompts, Template, Templates
+from mmrl.tasks.prompts import QUESTION, Prompts, Template, Templates, document_template
 
 MODULES = ("rewriter", "reranker", "answerer")
 USED_QUERIES = 4
@@ -27,25 +27,22 @@ LONG_ANSWER_WORDS = 30
 """An answerer's output of more whitespace words is penalised."""
 PENALTIES: Mapping[str, float] = {"rewriter": -0.5, "reranker": -0.5, "answerer": -1.0}
 
-_QUESTION = frozenset({"question"})
 _WITH_DOCUMENTS = frozenset({"question", "documents"})
-_DOCUMENT = Template(
-    "Document{index}: {title} | {text}", required=frozenset({"text"}), optional=frozenset({"index", "title"})
-)
+_DOCUMENT = document_template("Document{index}: {title} | {text}")
 TEMPLATES: Templates = {
     "rewriter": {
         "system": Template(
             "Split the question into at most four simple sub-questions for a search engine. Each must help with the "
             "next, none may repeat another. Output only: ### sub-question 1; sub-question 2 ###",
-            optional=_QUESTION,
+            optional=QUESTION,
             instructions=True,
         ),
-        "user": Template("Question: {question}", required=_QUESTION),
+        "user": Template("Question: {question}", required=QUESTION),
     },
     "reranker": {
         "system": Template(
             "Choose the documents that help to answer the question. Output their numbers, the most helpful first.",
-            optional=_QUESTION,
+            optional=QUESTION,
             instructions=True,
         ),
         "user": Template(
@@ -56,11 +53,11 @@ TEMPLATES: Templates = {
     "answerer": {
         "system": Template(
             "Answer the question from the documents, as briefly as possible. If you do not know, say so.",
-            optional=_QUESTION,
+            optional=QUESTION,
             instructions=True,
         ),
         "user": Template("Question: {question}\n{documents}\nNow answer: {question}", required=_WITH_DOCUMENTS),
-        "user_without_documents": Template("Question: {question}", required=_QUESTION),
+        "user_without_documents": Template("Question: {question}", required=QUESTION),
         "document": _DOCUMENT,
     },
 }

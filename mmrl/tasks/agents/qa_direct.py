@@ -13,22 +13,21 @@ from mmrl.records import Call, Example
 from mmrl.tasks.base import Context, ModuleScore
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask
-from mmrl.tasks.prompts import Prompts, Template, Templates
+from mmrl.tasks.prompts import QUESTION, Prompts, Template, Templates
 from mmrl.tasks.search_program import parse_answer
 
 MODULE = "solver"
-_QUESTION = frozenset({"question"})
 TEMPLATES: Templates = {
     MODULE: {
         "system": Template(
-            "Answer the question as briefly as possible. Write the answer alone.", optional=_QUESTION, instructions=True
+            "Answer the question as briefly as possible. Write the answer alone.", optional=QUESTION, instructions=True
         ),
         "system_chain_of_thought": Template(
             "Think step by step, then write the answer as briefly as possible on a last line that begins with Answer:",
-            optional=_QUESTION,
+            optional=QUESTION,
             instructions=True,
         ),
-        "user": Template("Question: {question}", required=_QUESTION),
+        "user": Template("Question: {question}", required=QUESTION),
     }
 }
 """`system_chain_of_thought` takes the place of `system` with `task.chain_of_thought`."""

@@ -25,7 +25,7 @@ from mmrl.tasks.agents.turns import (
     search_passages,
 )
 from mmrl.tasks.base import Context, ModuleScore, Passage, Score
-from mmrl.tasks.prompts import Prompts, Template, Templates
+from mmrl.tasks.prompts import QUESTION, Prompts, Template, Templates, document_template
 
 MODULE = "searcher"
 QUERY = ("<|begin_of_query|>", "<|end_of_query|>")
@@ -40,20 +40,17 @@ CHINESE = re.compile(
 """Han characters of every block (radicals, extensions, compatibility and enclosed forms), and bopomofo."""
 TAGS = ("think", "answer")
 
-_QUESTION = frozenset({"question"})
 TEMPLATES: Templates = {
     MODULE: {
-        "system": Template("", optional=_QUESTION, instructions=True),
+        "system": Template("", optional=QUESTION, instructions=True),
         "user": Template(
             "Think about the question, end your thoughts with </think>, then write the answer alone, such as "
             f"<answer> Beijing </answer>. While you think you may look things up: write {QUERY[0]} query {QUERY[1]} "
             f"and what is found comes back in {DOCUMENTS[0]} {DOCUMENTS[1]}.\n"
             "Question: {question}\n<think>",
-            required=_QUESTION,
+            required=QUESTION,
         ),
-        "document": Template(
-            "({index}) {title} | {text}", required=frozenset({"text"}), optional=frozenset({"index", "title"})
-        ),
+        "document": document_template("({index}) {title} | {text}"),
         "nothing": Template("(1) Nothing was found."),
     }
 }

@@ -21,31 +21,28 @@ from mmrl.tasks.agents.turns import Addition, TurnAgent, Turns, action_facts, jo
 from mmrl.tasks.base import Context, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_search
 from mmrl.tasks.open_qa import OpenQaTask
-from mmrl.tasks.prompts import Prompts, Template, Templates
+from mmrl.tasks.prompts import QUESTION, Prompts, Template, Templates, document_template
 
 MODULE = "agent"
 STOP = ("</search>", "</answer>")
 ACTIONS = ("search", "answer")
 OPEN, CLOSE = "\n\n<information>", "</information>\n\n"
 
-_QUESTION = frozenset({"question"})
 TEMPLATES: Templates = {
     MODULE: {
-        "system": Template("", optional=_QUESTION, instructions=True),
+        "system": Template("", optional=QUESTION, instructions=True),
         "user": Template(
             "Answer the question. Think first, inside <think> and </think>. To look something up, write "
             "<search> query </search>; what is found comes back inside <information> and </information>. Search as "
             "often as you need to. Then write the answer alone, such as <answer> Beijing </answer>.\n"
             "Question: {question}",
-            required=_QUESTION,
+            required=QUESTION,
         ),
         "correction": Template(
             "\nThat was neither a search nor an answer. I must write a query inside <search> and </search>, or the "
             "answer inside <answer> and </answer>.\n"
         ),
-        "document": Template(
-            "Doc {index}(Title: {title}) {text}\n", required=frozenset({"text"}), optional=frozenset({"index", "title"})
-        ),
+        "document": document_template("Doc {index}(Title: {title}) {text}\n"),
     },
     "judge": JUDGE_TEMPLATES,
 }

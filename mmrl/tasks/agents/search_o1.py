@@ -22,7 +22,7 @@ from mmrl.tasks.agents.turns import (
     search_passages,
 )
 from mmrl.tasks.base import Context, ModuleScore, Passage
-from mmrl.tasks.prompts import Prompts, Template, Templates
+from mmrl.tasks.prompts import QUESTION, Prompts, Template, Templates, document_template
 
 REASONER, CONDENSER = "reasoner", "condenser"
 QUERY = ("<|begin_search_query|>", "<|end_search_query|>")
@@ -30,15 +30,14 @@ RESULT = ("<|begin_search_result|>", "<|end_search_result|>")
 OPEN, CLOSE = f"\n{RESULT[0]} ", f" {RESULT[1]}\n"
 BOX = "\\boxed{"
 
-_QUESTION = frozenset({"question"})
 TEMPLATES: Templates = {
     REASONER: {
-        "system": Template("", optional=_QUESTION, instructions=True),
+        "system": Template("", optional=QUESTION, instructions=True),
         "user": Template(
             "Reason step by step to answer the question. To look something up, write "
             f"{QUERY[0]} query {QUERY[1]}; what helps comes back in {RESULT[0]} {RESULT[1]}. "
             "You may search {searches} times. Write the answer alone as \\boxed{answer}.\nQuestion: {question}",
-            required=_QUESTION,
+            required=QUESTION,
             optional=frozenset({"searches"}),
         ),
         "nothing": Template("Nothing helpful was found."),
@@ -52,9 +51,7 @@ TEMPLATES: Templates = {
             required=frozenset({"query", "documents"}),
             optional=frozenset({"reasoning"}),
         ),
-        "document": Template(
-            "Document{index}: {title} | {text}", required=frozenset({"text"}), optional=frozenset({"index", "title"})
-        ),
+        "document": document_template("Document{index}: {title} | {text}"),
     },
 }
 """`nothing` stands for an empty result; `limit` answers a search beyond `task.max_turns`."""

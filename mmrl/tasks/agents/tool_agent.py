@@ -20,7 +20,7 @@ from mmrl.tasks.agents.tags import disarm, first_pair, fit_observation, has_word
 from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_single
 from mmrl.tasks.open_qa import OpenQaTask
-from mmrl.tasks.prompts import Prompts, Shot, Template, Templates
+from mmrl.tasks.prompts import QUESTION, Prompts, Shot, Template, Templates, document_template
 
 MODULE = "agent"
 STOP = ("</tool>", "</answer>")
@@ -31,7 +31,6 @@ TOOL = "wiki_search"
 TOOL_CALLS = 2
 """The rollout ends with this many tool calls; the last of them is not executed."""
 
-_QUESTION = frozenset({"question"})
 TEMPLATES: Templates = {
     MODULE: {
         "system": Template(
@@ -44,12 +43,12 @@ TEMPLATES: Templates = {
             "4. Think about it inside <reasoning> tags.\n"
             "5. Write the answer alone inside <answer> tags.\n"
             "Call the tool once, even if its output does not help.",
-            optional=_QUESTION,
+            optional=QUESTION,
             instructions=True,
         ),
-        "user": Template("{question}", required=_QUESTION),
+        "user": Template("{question}", required=QUESTION),
         "correction": Template("Error: no tool call or answer could be read. Check your tags."),
-        "document": Template("{title}. {text}", required=frozenset({"text"}), optional=frozenset({"index", "title"})),
+        "document": document_template("{title}. {text}"),
     },
     "judge": {"judge_outcome": OUTCOME},
 }
