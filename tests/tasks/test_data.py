@@ -68,65 +68,50 @@ POPQA = {"id": 1, "question": "Who?", "possible_answers": '["Ada"]', "paragraphs
 
 
 @pytest.mark.parametrize(
-    ("layout", "row", "expected"),
+    ("layout", "rows", "expected"),
     [
-        ("nq", {"question": "Q?"}, "answers: Field required"),
-        ("nq", {"answer": "a"}, "question: Field required"),
-        ("nq", {"question": "Q?", "answer": []}, "answers: List should have at least 1 item"),
-        ("nq", {"question": "Q?", "answer": [" "]}, "answers.0: is empty"),
-        ("nq", {"question": "Q?", "answer": 1.5}, "answers: Input should be a valid list"),
-        ("nq", {"question": "Q?", "answer": [None]}, "answers.0: Input should be a valid string"),
-        ("nq", {"question": "Q?", "possible_answers": "a, b"}, ""),
+        ("nq", [{"question": "Q?"}], "record 0: answers: Field required"),
+        ("nq", [{"answer": "a"}], "record 0: question: Field required"),
+        ("nq", [{"question": "Q?", "answer": []}], "record 0: answers: List should have at least 1 item"),
+        ("nq", [{"question": "Q?", "answer": 1.5}], "record 0: answers: Input should be a valid list"),
+        ("nq", [{"question": "Q?", "answer": [None]}], "record 0: answers.0: Input should be a valid string"),
+        ("nq", [{"question": "Q?", "possible_answers": "a, b"}], "record 0: "),
         # an empty alias would be matched by every answer that normalises to nothing, a text by its letters
-        ("musique", MUSIQUE | {"answer_aliases": [""]}, "answer_aliases.0: is empty"),
-        ("musique", MUSIQUE | {"answer_aliases": [None]}, "answer_aliases.0: Input should be a valid string"),
-        ("musique", MUSIQUE | {"answer_aliases": "Ada"}, "answer_aliases: Input should be a valid list"),
-        ("musique", MUSIQUE | {"paragraphs": [PARAGRAPH | {"title": None}]}, "paragraphs.0.title: Input should"),
-        ("musique", MUSIQUE | {"paragraphs": [PARAGRAPH | {"paragraph_text": None}]}, "paragraphs.0.paragraph_text"),
-        ("hotpotqa", record(context=[[None, ["x"]]]), "context.0.0: Input should be a valid string"),
-        ("hotpotqa", record(context=[["Thing", [None]]]), "context.0.1.0: Input should be a valid string"),
-        ("hotpotqa", record(supporting_facts=[[None, 0]]), "supporting_facts.0.0: Input should be a valid string"),
-        ("popqa", POPQA | {"paragraphs": [{"title": None, "text": "x"}]}, "paragraphs.0.title: Input"),
-        ("popqa", POPQA | {"paragraphs": [{"title": "Thing", "text": 7}]}, "paragraphs.0.text: Input"),
-        ("popqa", POPQA | {"possible_answers": DEEP}, "recursion"),
-    ],
-)
-def test_what_is_missing_or_no_text_is_refused_and_never_becomes_the_text_none(tmp_path, layout, row, expected):
-    path = saved(tmp_path / "data.json", [row])
-    with pytest.raises(DataError) as caught:
-        load(path, layout)
-    assert f"task.data.dev: {path} record 0: {expected}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        ([record(0), record(1, answer=...)], "record 1: answers: Field required"),
-        ([record(0, context=...)], "record 0: context: Field required"),
-        ([record(0), record(0, question="other")], "record 1: duplicate id 'r0'"),
-        ([record(0, answer=" ")], "record 0: answers.0: is empty"),
-        ([record(0, question="")], "record 0: question: is empty"),
-        ([record(0, context=None)], "record 0: context: Input should be a valid list"),
-        ([record(0, context=[["T", "text"]])], "record 0: context.0.1: Input should be a valid list"),
-        ([record(0, supporting_facts=["T"])], "record 0: supporting_facts.0: Input should be a valid tuple"),
+        ("musique", [MUSIQUE | {"answer_aliases": [""]}], "answer_aliases.0: is empty"),
+        ("musique", [MUSIQUE | {"answer_aliases": [None]}], "answer_aliases.0: Input should be a valid string"),
+        ("musique", [MUSIQUE | {"answer_aliases": "Ada"}], "answer_aliases: Input should be a valid list"),
+        ("musique", [MUSIQUE | {"paragraphs": [PARAGRAPH | {"title": None}]}], "paragraphs.0.title: Input should"),
+        ("musique", [MUSIQUE | {"paragraphs": [PARAGRAPH | {"paragraph_text": None}]}], "paragraphs.0.paragraph_text"),
+        ("popqa", [POPQA | {"paragraphs": [{"title": None, "text": "x"}]}], "paragraphs.0.title: Input"),
+        ("popqa", [POPQA | {"paragraphs": [{"title": "Thing", "text": 7}]}], "paragraphs.0.text: Input"),
+        ("popqa", [POPQA | {"possible_answers": DEEP}], "recursion"),
+        ("hotpotqa", [record(context=[[None, ["x"]]])], "context.0.0: Input should be a valid string"),
+        ("hotpotqa", [record(context=[["Thing", [None]]])], "context.0.1.0: Input should be a valid string"),
+        ("hotpotqa", [record(context=[["T", "text"]])], "context.0.1: Input should be a valid list"),
+        ("hotpotqa", [record(context=None)], "record 0: context: Input should be a valid list"),
+        ("hotpotqa", [record(context=...)], "record 0: context: Field required"),
+        ("hotpotqa", [record(supporting_facts=[[None, 0]])], "supporting_facts.0.0: Input should be a valid string"),
+        ("hotpotqa", [record(supporting_facts=["T"])], "supporting_facts.0: Input should be a valid tuple"),
         (
-            [record(0, supporting_facts={"title": "AB", "sent_id": "01"})],
+            "hotpotqa",
+            [record(supporting_facts={"title": "AB", "sent_id": "01"})],
             "record 0: supporting_facts: expected lists in its columns title and sent_id",
         ),
-        ([["not", "a", "record"]], "record 0: Input should be a valid dictionary"),
-        ([], "has no records"),
-        ({"data": []}, "got dict, expected a JSON list"),
+        ("hotpotqa", [record(0), record(1, answer=...)], "record 1: answers: Field required"),
+        ("hotpotqa", [record(0), record(0, question="other")], "record 1: duplicate id 'r0'"),
+        ("hotpotqa", [record(answer=" ")], "record 0: answers.0: is empty"),
+        ("hotpotqa", [record(question="")], "record 0: question: is empty"),
+        ("hotpotqa", [["not", "a", "record"]], "record 0: Input should be a valid dictionary"),
+        ("hotpotqa", [], "has no records"),
+        ("hotpotqa", {"data": []}, "got dict, expected a JSON list"),
     ],
 )
-def test_bad_records_name_file_and_record(tmp_path, rows, expected):
+def test_bad_records_name_file_and_record_and_nothing_becomes_the_text_none(tmp_path, layout, rows, expected):
     path = saved(tmp_path / "data.json", rows)
     with pytest.raises(DataError) as caught:
-        load(path)
+        load(path, layout)
     message = str(caught.value)
-    assert message.startswith("task.data.dev: ")
-    assert path in message
-    assert expected in message
-    assert "\n" not in message
+    assert message.startswith(f"task.data.dev: {path}") and expected in message and "\n" not in message
 
 
 @pytest.mark.parametrize(
