@@ -57,12 +57,6 @@ class InAPool(Answer):
             return next(pool.map(lambda n: self.answer(text=f"{text}{n}"), range(3)))  # place
 
 
-class Handed(Answer):
-    def forward(self, text):
-        with ThreadPoolExecutor(3) as pool:
-            return pool.submit(self.answer, text=text).result()
-
-
 class Caught(Answer):
     def forward(self, text):
         def look():
@@ -117,7 +111,7 @@ def answered(request):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("kind", [InAPool, Handed, Caught, Forgotten, Awaited, Refined])
+@pytest.mark.parametrize("kind", [InAPool, Caught, Forgotten, Awaited, Refined])
 def test_a_request_from_a_programs_own_thread_ends_the_run_with_its_place(kind, other):
     before, threads = dspy.settings.lm, set(threading.enumerate())
     with pytest.raises(ConfigError) as caught:

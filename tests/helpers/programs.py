@@ -241,14 +241,14 @@ def play_dspy(task, answer, examples, plans=ONCE, **fields):
     return forest_of(environment(task, FakeEngine(answer), **fields), examples, plans, task.reward_sets[0])
 
 
-def by_prompt(task, examples, other=None):
-    """Answers each request as the demonstrations of `examples` do; `other`: what is said to any other prompt."""
+def by_prompt(task, examples):
+    """Answers each request as the demonstrations of `examples` do."""
     shown = {
         (d.module, "|".join(m["content"] for m in d.messages)): d.completion
         for example in examples
         for d in demonstrations(task, example)
     }
-    return lambda request: shown.get((request.module, spelled(request.prompt_ids)), other)
+    return lambda request: shown[request.module, spelled(request.prompt_ids)]
 
 
 def saved(path: Path, content):

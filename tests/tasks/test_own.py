@@ -8,7 +8,7 @@ from mmrl.config import DataConfig
 from mmrl.config.tasks import PluginTaskConfig
 from mmrl.errors import ConfigError, ParseFailure
 from mmrl.rollout.scripted import play
-from mmrl.tasks.base import Score, Task
+from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
 from tests.dspy import Answer
 from tests.helpers.programs import saved
@@ -39,7 +39,6 @@ def problems(tmp_path, **options):
 
 def test_the_program_sees_the_inputs_and_the_reward_sees_the_rest(tmp_path):
     task = make(tmp_path)
-    assert isinstance(task, Task)
     (example,) = task.examples("train")
     assert (example.inputs, example.metadata, example.id) == ({"word": "hey"}, {"end": "!"}, "train-0")
     assert play(task, example, ["HEY"]).reward == 1.0
