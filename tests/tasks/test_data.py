@@ -4,8 +4,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mmrl.config import DataConfig
-from mmrl.config.retriever import Bm25Config
 from mmrl.config.tasks import MultihopQaConfig
 from mmrl.errors import DataError
 from mmrl.tasks import TASKS
@@ -194,28 +192,6 @@ def test_subset_is_stable_and_seeded():
     assert subset(examples, None, "train", 1) == examples
 
 
-@pytest.mark.data
-@pytest.mark.parametrize(
-    ("dataset", "file", "count", "share"),
-    [
-        ("hotpotqa", "hotpotqa/hotpot_train_sample.json", 800, 1.0),
-        ("hotpotqa", "hotpotqa/hotpot_dev_distractor_sample.json", 565, 1.0),
-        ("hotpotqa", "hotpotqa/hotpot_dev_fullwiki_sample.json", 916, 0.2),
-        ("2wiki", "2wikimultihopqa/dev_sample.json", 657, 1.0),
-        ("musique", "musique/dev_sample.jsonl", 200, 1.0),
-    ],
-)
-def test_official_files(data_dir, dataset, file, count, share):
-    task = make(dataset=dataset, data=DataConfig(dev=str(data_dir / file)), retriever=Bm25Config(top_k=10))
-    examples = task.examples("dev")
-    assert len(examples) == count
-    assert task.gold_shares["dev"] >= share
-    example = examples[0]
-    prediction = {"answer": example.metadata["answers"][0], "candidates": [], "selected": []}
-    assert task.score(example, prediction, (), "outcome").metrics["em"] == 1
-    assert len(task.search([example.inputs["question"]], example.inputs["corpus"])) == 10
-
-
 @pytest.mark.parametrize(
     ("layout", "row", "answers"),
     [
@@ -266,6 +242,11 @@ def test_dpr_topics(tmp_path):
         ("triviaqa", "triviaqa/topics.dpr.trivia.dev.txt", 8837),
         ("popqa", "popqa/test.jsonl", 14267),
         ("popqa", "popqa/popqa.json", 1000),
+        ("hotpotqa", "hotpotqa/hotpot_train_sample.json", 800),
+        ("hotpotqa", "hotpotqa/hotpot_dev_distractor_sample.json", 565),
+        ("hotpotqa", "hotpotqa/hotpot_dev_fullwiki_sample.json", 916),
+        ("2wiki", "2wikimultihopqa/dev_sample.json", 657),
+        ("musique", "musique/dev_sample.jsonl", 200),
         ("hotpotqa", "hotpotqa/hotpot_dev_v1_simplified.json", 7105),
         ("2wiki", "2wikimultihopqa/dev_qa.jsonl", 12576),
         ("musique", "musique/dev_qa.jsonl", 2417),

@@ -209,22 +209,15 @@ def test_a_result_that_is_none_is_a_failure(result, says):
     assert rollout.error in ("program", "reward") and rollout.reward is None and says in rollout.error_message
 
 
-FAULTS = (
-    *(
-        "never",
-        "crash",
-        "hang",
-        "garbage",
-        "streams",
-        "many",
-        "images",
-        "unknown",
-        "stolen",
-        "late",
-        "large",
-        "swallow",
-    ),
-)
+PICTURE = {"type": "image_url", "image_url": {"url": "data:x"}}
+BAD = {
+    "many": {"n": 64},
+    "images": {"messages": [{"role": "user", "content": [PICTURE]}]},
+    "unknown": {"frobnicate": 1},
+    "large": {"messages": [{"role": "user", "content": "x" * (5 << 20)}]},
+}
+"""Requests that are refused."""
+FAULTS = ("never", "crash", "hang", "garbage", "streams", "stolen", "late", "swallow", *BAD)
 
 
 class Faulty:
@@ -260,21 +253,14 @@ class Faulty:
                         body = {**BODY, "stream": True}
                         async with asking.stream("POST", "/chat/completions", json=body, headers=headers):
                             pass
-                case "many":
-                    (await asked(n=64)).raise_for_status()
-                case "images":
-                    picture = {"type": "image_url", "image_url": {"url": "data:x"}}
-                    (await asked(messages=[{"role": "user", "content": [picture]}])).raise_for_status()
-                case "unknown":
-                    (await asked(frobnicate=1)).raise_for_status()
                 case "stolen":
                     (await asked(key=self.old[0] if self.old else "mmrl-none")).raise_for_status()
                 case "late":
                     self.done[number] = asyncio.create_task(self._later(base_url, api_key))
-                case "large":
-                    (await asked(messages=[{"role": "user", "content": "x" * (5 << 20)}])).raise_for_status()
                 case "swallow":
                     await asked(messages=[{"role": "user", "content": "BREAK"}])
+                case _ if fault in BAD:
+                    (await asked(**BAD[fault])).raise_for_status()
             answer = (await asked()).json()["choices"][0]["message"]["content"]
         self.old.append(api_key)
         return answer
@@ -305,7 +291,7 @@ def test_two_hundred_rollouts_with_every_fault():
     forest = rolled_out(agent_task(agent), engine, independent(1), examples, timeout_s=15.0)
     assert time.monotonic() - started < 60
     expected = {
-        **dict.fromkeys(("never", "crash", "garbage", "many", "images", "unknown", "stolen", "large"), "program"),
+        **dict.fromkeys(("never", "crash", "garbage", "stolen", *BAD), "program"),
         "hang": "timeout",
         "swallow": "engine",
     }
