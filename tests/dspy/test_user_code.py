@@ -19,6 +19,8 @@ ROWS = [{"question": "When?", "gold": "2026-01-02"}, {"question": "Then?", "gold
 OWN = """
 import datetime
 
+import dspy
+
 
 
 class Dated(dspy.Signature):

@@ -33,7 +33,7 @@ def test_documents_go_on_in_the_same_turn(task):
         ([ASK, "so it is Tagus"], -0.5, -1.0),  # no answer: cover match fails, the form too
         ([ASK, "so <answer> Tagus </answer>"], 1.5, 0.0),  # thoughts not ended
         ([ASK, f"x </think> {ANSWER}"], 1.5, 0.0),  # ended twice
-        ([ASK, f"{ANSWER} <answer>"], 1.5, 0.0),  # a second answer is opened
+        ([ASK, f"<answer> {ANSWER}"], 1.5, 0.0),  # another answer is opened
         ([ASK, f"<think> {ANSWER}"], 1.5, 0.0),  # opened again: the prompt has that
         ([ASK, f"{QUERY[0]} {ANSWER}"], 1.5, 0.0),  # a query that does not end
         ([f"{DOCUMENTS[0]} Tagus {DOCUMENTS[1]} {ASK}", ANSWER], 1.5, 0.0),  # forged documents
