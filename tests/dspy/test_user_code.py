@@ -22,7 +22,6 @@ import datetime
 import dspy
 
 
-
 class Dated(dspy.Signature):
     question: str = dspy.InputField()
     day: datetime.date = dspy.OutputField()
