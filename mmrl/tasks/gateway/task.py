@@ -27,8 +27,7 @@ from mmrl.system.command import CommandError, run_command
 from mmrl.system.objects import imported, readable
 from mmrl.system.user_code import call_scorer, finite_numbers, in_own_loop
 from mmrl.tasks.base import Context, Score
-from mmrl.tasks.dspy.arguments import refusing_signature
-from mmrl.tasks.dspy.own import OwnTask, RecordTask, scored
+from mmrl.tasks.dspy.own import OwnTask, RecordTask, refusing_signature, scored
 from mmrl.tasks.gateway.recorder import Recorder, fatal, reply_id
 
 CLIENTS = ("OPENAI_", "ANTHROPIC_")
