@@ -45,7 +45,6 @@ class Batches:
         self._waiting: list[tuple[str, int, asyncio.Future[list[Document]]]] = []
         self._driver: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mmrl-search")
-        """Searches, and queries searched."""
 
     # No lock: everything but the search itself runs on the server's one event loop.
     async def search(self, queries: Sequence[str], k: int) -> list[list[Document]]:

@@ -1,6 +1,6 @@
 """Sampling of one step: examples × trees of forks -> a forest. All rollouts run at once, with no barrier per module.
 
-Called by `stages.weights` and by evaluation. A failed rollout becomes data here and nowhere else.
+Called by `stages.collect` and by evaluation. A failed rollout becomes data here and nowhere else.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class OpenQaTask(Task):
 
     @cached_property
     def gold_shares(self) -> dict[str, float]:
-        """Split -> share of its questions that the corpus can answer (see `tasks.coverage`); absent where not known."""
+        """Split -> share of its questions that the corpus can answer (see `coverage`); absent where not known."""
         if not self.searches:
             return {}
         return coverage(self._examples, self.search_tool.corpora)
