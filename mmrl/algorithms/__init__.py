@@ -7,9 +7,8 @@ A user's own package (`plugins=[pkg]`) adds an algorithm by writing its instance
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Protocol
 
-from mmrl import rng
+from mmrl.algorithms.base import Algorithm
 from mmrl.algorithms.ccpo import Ccpo
 from mmrl.algorithms.checks import scale_problems, turn_problems
 from mmrl.algorithms.dr_mas import DrMas
@@ -24,36 +23,6 @@ from mmrl.algorithms.tree_grpo import TreeGrpo
 from mmrl.config import AlgoConfig
 from mmrl.credit.entries import Credit, Group
 from mmrl.records import Forest
-from mmrl.rollout.plans import Tree
-
-
-class Algorithm(Protocol):
-    """Four named choices: plan, rewards, groups, advantages (and the weights of the loss mean).
-
-    Stateless and pure: no torch, no engine. `plan` says who is sampled how; `credit` turns a forest into entries.
-    """
-
-    # Attributes of the algorithm, whatever its config says: checks and `mmrl plan` read them before anything is built.
-    name: str
-    needs_turn_rewards: bool
-    needs_critic: bool
-
-    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Return problems of this algorithm with a program's modules and a task's reward sets, one sentence each."""
-        ...
-
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[Tree, ...]:
-        """Return the trees to sample for one example. `key` = (run seed, step, example id): the source of any draw."""
-        ...
-
-    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """Compute rewards -> groups -> advantages and weights.
-
-        Args:
-            minibatch: example id -> mini-batch index; weights are normalised within each. None: one mini-batch.
-        """
-        ...
-
 
 ALGORITHMS: dict[str, Algorithm] = {
     "ccpo": Ccpo(),

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from mmrl import rng
+from mmrl.algorithms.base import Algorithm
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import CcpoConfig
 from mmrl.credit.entries import Credit, Group, Member, Reward
@@ -30,12 +31,10 @@ from mmrl.records import Forest
 from mmrl.rollout import plans
 
 
-class Ccpo:
+class Ccpo(Algorithm):
     """A group per example and module; rewards that tell what the module changed."""
 
     name = "ccpo"
-    needs_turn_rewards = False
-    needs_critic = False
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
         """Return unknown names in `exchanged`, or no module left to exchange."""

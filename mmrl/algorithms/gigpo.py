@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from mmrl import rng
+from mmrl.algorithms.base import Algorithm
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import GigpoConfig
 from mmrl.credit.backward import discounted
@@ -22,23 +22,12 @@ from mmrl.credit.entries import Credit, Entry, Group, Member, Reward
 from mmrl.credit.groups import compare, weigh
 from mmrl.credit.scored import ScoredRollout, by_example
 from mmrl.records import Call, Forest
-from mmrl.rollout import plans
 
 
-class Gigpo:
+class Gigpo(Algorithm):
     """Advantages of a rollout and of its calls' states, added."""
 
     name = "gigpo"
-    needs_turn_rewards = False
-    needs_critic = False
-
-    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Return no problems: it fits every program."""
-        return []
-
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """Plan G independent rollouts."""
-        return plans.independent(GigpoConfig.narrow(algo).group_size)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
@@ -101,14 +90,5 @@ def _episodes(example: str, rollouts: Sequence[ScoredRollout], count: str) -> Gr
 
 def _entry(call: Call, episodes: Group, sequence: Member, episode: float, step: Member, coef: float) -> Entry:
     parts = {**sequence.reward.parts, **step.reward.parts, "episode": episode, "step": step.advantage}
-    return Entry(
-        call=call.id,
-        reward=sequence.reward.total,
-        parts=parts,
-        group=episodes.id,
-        group_size=len(episodes.members),
-        mean=episodes.mean,
-        std=episodes.std,
-        advantages=(episode + coef * step.advantage,) * call.completion_tokens,
-        weights=(sequence.weight,) * call.completion_tokens,
-    )
+    reward = Reward(sequence.reward.total, parts)
+    return episodes.entry(call, reward, episode + coef * step.advantage, sequence.weight)

@@ -9,35 +9,24 @@ on any task; `grpo_mr` where a task has turn rewards but credit per turn is not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from mmrl import rng
+from mmrl.algorithms.base import Algorithm
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Credit, Group, Member
 from mmrl.credit.groups import compare, weigh
 from mmrl.credit.scored import by_example
 from mmrl.records import Forest
-from mmrl.rollout import plans
 
 
-class Grpo:
+class Grpo(Algorithm):
     """Group-relative advantage per rollout; `merge` adds turn rewards to the outcome."""
-
-    needs_critic = False
 
     def __init__(self, name: str, merge: bool):
         self.name = name
         self.merge = merge
         self.needs_turn_rewards = merge
-
-    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Return no problems: it fits every program."""
-        return []
-
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """Plan G independent rollouts."""
-        return plans.independent(GroupConfig.narrow(algo).group_size)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""

@@ -11,35 +11,26 @@ found, also in rollouts whose outcome is the same. Several gold answers: the lik
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
-from mmrl import rng
+from mmrl.algorithms.base import Algorithm
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import IgpoConfig
 from mmrl.credit.backward import discounted
-from mmrl.credit.entries import Credit, Entry, Group, Member, Reward
+from mmrl.credit.entries import Credit, Group, Member, Reward
 from mmrl.credit.groups import compare, weigh
 from mmrl.credit.scored import by_example
 from mmrl.records import Forest
-from mmrl.rollout import plans
 
 
-class Igpo:
+class Igpo(Algorithm):
     """Turn rewards and outcomes of an example in one group, added up along the rollout."""
 
     name = "igpo"
     needs_turn_rewards = True
-    needs_critic = False
     turn_sets = ("gain",)
     """The reward set that it takes where the user names none and the task has it."""
-
-    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Return no problems: it fits every program."""
-        return []
-
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """Plan G independent rollouts."""
-        return plans.independent(IgpoConfig.narrow(algo).group_size)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.Algorithm.credit`."""
@@ -73,17 +64,6 @@ class Igpo:
                 values = discounted([member.advantage if member else 0.0 for member in members], algo.gamma)
                 for call, member, value in zip(rollout.path, members, values, strict=True):
                     reward = member.reward if member else Reward(0.0)
-                    entries.append(
-                        Entry(
-                            call=call.id,
-                            reward=reward.total,
-                            parts={**reward.parts, "own_advantage": member.advantage if member else 0.0},
-                            group=group.id,
-                            group_size=len(group.members),
-                            mean=group.mean,
-                            std=group.std,
-                            advantages=(value,) * call.completion_tokens,
-                            weights=(sequence.weight,) * call.completion_tokens,
-                        )
-                    )
+                    parts = {**reward.parts, "own_advantage": member.advantage if member else 0.0}
+                    entries.append(group.entry(call, replace(reward, parts=parts), value, sequence.weight))
         return Credit(algo=self.name, entries=tuple(entries), groups=tuple(groups))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mmrl import rng
+from mmrl.algorithms.base import Algorithm
 from mmrl.algorithms.checks import module_problems, probability_problems
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MhgpoConfig, MhgpoFofOsConfig, MhgpoRrConfig
@@ -25,11 +26,8 @@ from mmrl.records import Call, Forest
 from mmrl.rollout import plans
 
 
-class Mhgpo:
+class Mhgpo(Algorithm):
     """Fork on first, and what all samplers share."""
-
-    needs_turn_rewards = False
-    needs_critic = False
 
     def __init__(self, name: str):
         self.name = name

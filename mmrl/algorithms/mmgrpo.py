@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from mmrl import rng
+from mmrl.algorithms.base import Algorithm
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.config.teacher import STUDENT
@@ -32,16 +33,10 @@ from mmrl.records import Call, Forest, caught
 from mmrl.rollout import plans
 
 
-class Mmgrpo:
+class Mmgrpo(Algorithm):
     """Module-level groups."""
 
     name = "mmgrpo"
-    needs_turn_rewards = False
-    needs_critic = False
-
-    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Return no problems: it fits every program."""
-        return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """Plan R independent rollouts, teachers one after the other."""

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mmrl import rng
+from mmrl.algorithms.base import Algorithm
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MtGrpoConfig, MtGrpoVariableConfig, TurnGroupConfig
 from mmrl.credit.backward import discounted
@@ -27,25 +27,15 @@ from mmrl.credit.entries import Credit, Entry, Group, Member, Reward
 from mmrl.credit.groups import compare, weigh
 from mmrl.credit.scored import ScoredRollout, by_example
 from mmrl.records import Forest
-from mmrl.rollout import plans
 
 
-class MtGrpo:
+class MtGrpo(Algorithm):
     """Turn-level advantages over G independent chains."""
 
     needs_turn_rewards = True
-    needs_critic = False
 
     def __init__(self, name: str):
         self.name = name
-
-    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Return no problems: it fits every program."""
-        return []
-
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """Plan G independent rollouts."""
-        return plans.independent(TurnGroupConfig.narrow(algo).group_size)
 
     def rules(self, algo: AlgoConfig) -> TurnRules:
         """Return the rules that cut a rollout into turns."""
@@ -156,25 +146,12 @@ class TurnGroup:
         # The first absent turn stands at the last turn's position, l = n, so both reach turn k with alpha^(n-k).
         absent = [algo.turn_coef * sum(discounted(turn.absent, algo.alpha)[:1]) for turn in turns]
         totals = discounted([a + b for a, b in zip(single, absent, strict=True)], algo.alpha)
-        return [
-            Entry(
-                call=path[position].id,
-                reward=turn.reward.total,
-                parts={
-                    **turn.reward.parts,
-                    "own_advantage": advantage,
-                    **({"absent_turns": after} if turn.absent else {}),
-                },
-                group=turn.group.id,
-                group_size=len(turn.group.members),
-                mean=turn.group.mean,
-                std=turn.group.std,
-                advantages=(total,) * path[position].completion_tokens,
-                weights=(weight,) * path[position].completion_tokens,
-            )
-            for turn, advantage, after, total in zip(turns, single, absent, totals, strict=True)
-            for position in turn.positions
-        ]
+        entries = []
+        for turn, advantage, after, total in zip(turns, single, absent, totals, strict=True):
+            later = {"absent_turns": after} if turn.absent else {}
+            reward = replace(turn.reward, parts={**turn.reward.parts, "own_advantage": advantage, **later})
+            entries += [turn.group.entry(path[position], reward, total, weight) for position in turn.positions]
+        return entries
 
 
 def compare_turns(

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from mmrl import rng
+from mmrl.algorithms.base import Algorithm
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MappoConfig, TurnCriticConfig
 from mmrl.credit.backward import EstimatedCall, backward, critic_credit, critic_values, gae, kl_rewards
@@ -25,7 +26,7 @@ from mmrl.records import Call, Forest
 from mmrl.rollout import plans
 
 
-class Ppo:
+class Ppo(Algorithm):
     """PPO on one rollout per example, its calls in order as one sequence."""
 
     needs_critic = True
@@ -33,10 +34,6 @@ class Ppo:
     def __init__(self, name: str, turns: bool):
         self.name = name
         self.needs_turn_rewards = turns
-
-    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Return no problems: it fits every program."""
-        return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """Plan one rollout."""

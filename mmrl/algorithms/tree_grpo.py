@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mmrl import rng
+from mmrl.algorithms.base import Algorithm
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import TreeGrpoConfig
 from mmrl.credit.entries import Credit, Group, Member, Reward
@@ -24,16 +25,10 @@ from mmrl.records import Forest
 from mmrl.rollout import plans
 
 
-class TreeGrpo:
+class TreeGrpo(Algorithm):
     """Leaves compared twice."""
 
     name = "tree_grpo"
-    needs_turn_rewards = False
-    needs_critic = False
-
-    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Return no problems: it fits every program."""
-        return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """Plan M trees that grow."""

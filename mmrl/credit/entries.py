@@ -97,21 +97,25 @@ class Group:
     def entries(self) -> list[Entry]:
         """Return an entry per call of each member."""
         return [
-            Entry(
-                call=call.id,
-                reward=member.reward.total,
-                parts=member.reward.parts,
-                group=self.id,
-                group_size=len(self.members),
-                mean=self.mean,
-                std=self.std,
-                advantages=(member.advantage,) * call.completion_tokens,
-                weights=(member.weight,) * call.completion_tokens,
-                filler_of=call.id if member.filler else None,
-            )
+            self.entry(call, member.reward, member.advantage, member.weight, filler=member.filler)
             for member in self.members
             for call in member.calls
         ]
+
+    def entry(self, call: Call, reward: Reward, advantage: float, weight: float, *, filler: bool = False) -> Entry:
+        """Return the entry of a call whose reward was compared here, with one advantage and weight for its tokens."""
+        return Entry(
+            call=call.id,
+            reward=reward.total,
+            parts=reward.parts,
+            group=self.id,
+            group_size=len(self.members),
+            mean=self.mean,
+            std=self.std,
+            advantages=(advantage,) * call.completion_tokens,
+            weights=(weight,) * call.completion_tokens,
+            filler_of=call.id if filler else None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
