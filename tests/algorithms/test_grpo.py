@@ -62,14 +62,6 @@ def test_variable_turns_worked_example(missing, expected):
         assert found == pytest.approx(advantages, abs=5e-7)
 
 
-def test_variable_turns_discounted_by_hand():
-    plain = by_call(credit(THREE_TURNS, "mt_grpo_variable"))
-    own = [plain[f"0.{turn}"].parts["own_advantage"] for turn in range(3)]
-    entries = by_call(credit(THREE_TURNS, "mt_grpo_variable", alpha=0.9))
-    assert advantage(entries["0.0"]) == pytest.approx(own[0] + 0.9 * own[1] + 0.81 * own[2])
-    assert advantage(entries["0.2"]) == pytest.approx(own[2])
-
-
 def test_the_token_mean_counts_the_trained_tokens_of_all_turns():
     for name in ("grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"):
         token = by_call(credit(SEARCH, name, loss_mean="token"))

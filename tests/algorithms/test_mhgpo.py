@@ -100,16 +100,6 @@ def test_ragged_invocations_form_their_own_slots():
     assert entries["q/0#1"].weights == pytest.approx([1 / (3 * 3)])
 
 
-def test_weights_are_normalised_within_each_minibatch():
-    minibatch = {"q0": 0, "q1": 1, "q2": 1}
-    forest = ROUND_ROBIN
-    entries = by_call(credit(forest, "mhgpo_rr", group_size=2, minibatch=minibatch))
-    for index in (0, 1):
-        own = [e for e in entries.values() if minibatch[forest.calls[e.call].example] == index]
-        assert sum(sum(e.weights) for e in own) == pytest.approx(1.0)
-    assert entries["q1.0"].group == entries["q2.0"].group, "the pool of round robin is the whole batch"
-
-
 def test_plans():
     def plan(name, modules=AGENTS, key=(0, 0, "q"), **options):
         algo = ALGO_SCHEMAS[name].model_validate({"name": name, "group_size": 3, **options})

@@ -41,12 +41,6 @@ def test_zero_variance_groups_can_be_dropped_as_if_never_sampled():
     assert result.metrics["credit/b/zero_variance_share"] == 0.0
 
 
-def test_chunks_cover_a_pool_that_divides_evenly():
-    entries = by_call(credit(single_rewriters(6, ["answerer"]), "mhgpo_rr", group_size=3, regroup="agent_chunks"))
-    groups = [e.group for call, e in entries.items() if call.endswith("/w")]
-    assert sorted(groups) == ["RR:rewriter:0:0"] * 3 + ["RR:rewriter:0:1"] * 3
-
-
 def test_permutations_differ_between_steps_seeds_and_slots():
     def order(step, seed=0):
         forest = replace(single_rewriters(6, ["answerer"]), step=step)
@@ -57,14 +51,6 @@ def test_permutations_differ_between_steps_seeds_and_slots():
     assert len({tuple(writers) for writers, _ in found}) > 1
     assert any(writers != rankers for writers, rankers in found)
     assert found != [order(step, seed=1) for step in range(8)]
-
-
-def test_a_pool_for_every_module_and_fork():
-    entries = by_call(credit(single_rewriters(6, ["answerer", "reranker"]), "mhgpo_rr", group_size=2))
-    assert {e.group for call, e in entries.items() if call.endswith("/w")} == {
-        "RR:rewriter:0:answerer",
-        "RR:rewriter:0:reranker",
-    }
 
 
 @pytest.mark.parametrize("options", [{"freeze_modules": ("a",)}, {"zero_variance": "drop"}])

@@ -110,11 +110,6 @@ def test_format_failure_rewards(present, expected, reward):
     assert shifted.reward == pytest.approx(-2 + 3 * (reward + 1))
 
 
-def test_outside_failures_leave_a_place_that_padding_fills():
-    found = groups(credit(singles((1.0, 0.0, None))))
-    assert column(found["q0:a:0"], 0) == ["q0/0", "q0/1", "q0/0"]
-
-
 def overlong():
     grow = Grow(("A", "B"))
     grow.chain("q/r0", "AB", 1.0)

@@ -77,11 +77,6 @@ def test_a_failed_rollout_of_the_model_counts_and_one_of_a_tool_does_not():
     assert by_call(credit(failed, **PLAIN))["q/2#0"].parts["absent_turns"] != pytest.approx(-5 / 6)
 
 
-def test_an_example_of_one_rollout_stays_out():
-    (entry,) = credit(turns((1.0,)), **PLAIN).entries
-    assert entry.advantages == (0.0,) and entry.weights == (0.0,) and "absent_turns" not in entry.parts
-
-
 def slow(forest, *, alpha, turn_coef, scale, loo, eps=1e-6, ddof=1):
     """Advantages by the definition: absent turns are turns of reward 0, each quantity compared on its own."""
     paths = defaultdict(list)

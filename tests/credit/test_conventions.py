@@ -45,8 +45,9 @@ def test_a_group_of_one_is_out_of_the_loss(name, mean, weight):
 @pytest.mark.parametrize("name", GROUPED)
 def test_examples_that_tell_nothing_can_be_dropped(name):
     forest = singles((1.0, 1.0), (1.0, 0.0))
-    kept, dropped = (by_call(credited(forest, name, zero_variance=how)) for how in ("keep", "drop"))
+    kept, dropped, refilled = (by_call(credited(forest, name, zero_variance=how)) for how in ("keep", "drop", "refill"))
     assert kept["q0/0"].weights == kept["q1/0"].weights == pytest.approx((1 / 8, 1 / 8))
+    assert refilled == dropped, "other examples are sampled instead, which credit does not see"
     assert dropped["q0/0"].weights == (0, 0) and dropped["q1/0"].weights == pytest.approx((1 / 4, 1 / 4))
 
 

@@ -1,9 +1,6 @@
 """Dynamic sampling: what is sampled further, what is trained on, and that a whole run does it again after a kill."""
 
 import json
-import math
-
-import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import main
@@ -104,21 +101,6 @@ def test_a_run_refills_journals_all_it_sampled_and_is_the_same_when_resumed(rand
     assert json.dumps([comparable(r) for r in run_a.history()]) == json.dumps(
         [comparable(r) for r in RunDir.read(tmp_path / "b").history()]
     )
-
-
-def test_credit_treats_refill_as_drop():
-    grow = Grow(("a",))
-    for example, rewards in (("q0", (1.0, 1.0)), ("q1", (0.0, 1.0))):
-        for index, reward in enumerate(rewards):
-            grow.chain(f"{example}/{index}", ("a",), reward)
-    for name in ("grpo", "mhgpo_fof", "mmgrpo", "mt_grpo"):
-        weights = []
-        for choice in ("drop", "refill"):
-            algo = ALGO_SCHEMAS[name].model_validate({"name": name, "zero_variance": choice})
-            entries = ALGORITHMS[name].credit(grow.forest, algo, 0).entries
-            weights.append([(entry.call, entry.weights) for entry in entries])
-        assert weights[0] == weights[1]
-        assert math.fsum(w for _, own in weights[0] for w in own) == pytest.approx(1.0)
 
 
 def test_refill_without_effect_is_refused(capsys, tmp_path, monkeypatch):
