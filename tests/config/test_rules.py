@@ -185,7 +185,7 @@ def test_every_rule_has_a_case():
     others |= {"task.caught_parse_penalty"}  # below
     others |= {"eval.temperature", "task.max_tokens"}  # test_settings_that_an_endpoint_is_not_sent
     others |= {f"train.{key}" for key in ("packing", "tis", "staleness", "max_failed_share")}
-    others |= {"engine", "algo.critic"}  # the latter: tests/run/test_run_modules.py
+    others |= {"engine", "algo.critic"}  # the latter: tests/trainer/test_critic.py
     keys = {key for rule in (*RUNS, *TYPED) for key in rule.keys.split()}
     assert keys <= tested | others
 

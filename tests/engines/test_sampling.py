@@ -91,12 +91,6 @@ def test_filters_differ_by_row() -> None:
     ]
 
 
-def test_of_tied_tokens_the_lower_ids_stay() -> None:
-    logprobs = torch.log_softmax(torch.zeros(1, 5), dim=-1)
-    assert surviving(logprobs, [2], [1.0])[0].tolist() == [True, True, False, False, False]
-    assert surviving(logprobs, [0], [0.5])[0].tolist() == [True, True, True, False, False]
-
-
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.8, 0), (1.3, 0.9, 6)]
 )

@@ -145,28 +145,9 @@ def test_the_other_losses_equal_trls(algo: dict[str, Any], trl: dict[str, Any], 
         assert float((found[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()), name
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("get_train_dataloader", ["self"]),
-        ("training_step", ["self", "model", "inputs", "num_items_in_batch"]),
-        ("_clip_grad_norm", ["self", "model"]),
-        ("_save_checkpoint", ["self", "model", "trial"]),
-        ("floating_point_ops", ["self", "inputs"]),
-        ("_send_telemetry", ["self"]),
-        ("_save_optimizer_and_scheduler", ["self", "output_dir"]),
-        ("_save_scaler", ["self", "output_dir"]),
-        ("_save_rng_state", ["self", "output_dir"]),
-        ("compute_loss_context_manager", ["self"]),
-        ("_get_learning_rate", ["self"]),
-        ("save_model", ["self", "output_dir", "_internal_call"]),
-        ("train", ["self", "resume_from_checkpoint"]),
-    ],
-)
-def test_contract_with_trl_and_transformers(name: str, expected: list[str]) -> None:
-    """What the seam overrides or calls still exists, with these parameters."""
-    found = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
-    assert found[: len(expected)] == expected if name == "train" else found == expected
+def test_the_method_that_keeps_telemetry_silent_exists_in_trl() -> None:
+    """Whatever else the seam overrides or calls, a run would miss."""
+    assert list(inspect.signature(GRPOTrainer._send_telemetry).parameters) == ["self"]
 
 
 def test_trls_own_reward_path_can_never_run(tmp_path: Path) -> None:
