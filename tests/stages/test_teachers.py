@@ -3,8 +3,9 @@
 from mmrl.cli import main
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
+from tests.engines.test_endpoint import answers
 from tests.helpers.runs import command
-from tests.helpers.servers import chat_reply, serving
+from tests.helpers.servers import serving
 
 PROMPTS = "answerer:\n  system: 'One word.'\n"
 
@@ -55,10 +56,6 @@ def test_teachers_that_cannot_be_had_are_refused_together(random_model, tmp_path
 
 def test_a_teacher_may_be_a_model_behind_an_endpoint(random_model, tmp_path, capsys):
     """Its text is trained on by the student's own log-probabilities, since an endpoint gives none."""
-
-    def answers(seen):
-        text = seen.body["messages"][-1]["content"] if seen.body and "messages" in seen.body else ""
-        return chat_reply("1, 0" if "Document1:" in text and "Now answer" not in text else "Lulik")
 
     with serving(answers) as (url, server):
         endpoint = f"{{url:'{url}',model:big,key_env:null,price_in:1000.0}}"
