@@ -53,7 +53,10 @@ def main(folders: Sequence[str]) -> int:
     for folder in folders:
         kept = record(Path(folder))
         summary = kept["summary"]
-        path = FOLDER / f"{summary['task']}-{summary['algo']}-s{summary['seed']}.json"
+        # Of a program of one's own its file: `dspy` would be the name of all of them.
+        program = next((word for word in kept["command"] if word.startswith("task.program=")), summary["task"])
+        task = program.removeprefix("task.program=").partition(":")[0]
+        path = FOLDER / f"{task}-{summary['algo']}-s{summary['seed']}.json"
         path.write_text(json.dumps(kept, separators=(",", ":")) + "\n", encoding="utf-8")
         print(f"{path.name}: {path.stat().st_size:,} bytes")
     return 0
