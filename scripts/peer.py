@@ -1,7 +1,8 @@
 """TRL's GRPOTrainer on a task of mmrl's: `python -m scripts.peer FOLDER [micro=8] [key=value of mmrl train ...]`.
 
 For programs of one call under `algo=grpo`: the examples of each step, their prompts, rewards, model and settings are
-those of `mmrl train` with the same words; rendering, sampling, batches and update are TRL's. FOLDER gets `steps.jsonl`
+those of `mmrl train` with the same words, of which those that TRL does not have are refused; rendering, sampling,
+batches and update are TRL's, on the CPU. FOLDER gets `steps.jsonl`
 (reward, wall-clock and CPU seconds of each step) and the policy, which `mmrl eval policy=FOLDER/policy` evaluates.
 """
 
@@ -11,7 +12,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +26,7 @@ from datasets import Dataset
 from mmrl.cli.configs import configured
 from mmrl.config import TrainCommandConfig
 from mmrl.engines.base import Completion, Engine, Request
+from mmrl.engines.embedded.batch_rows import eos_ids
 from mmrl.models.load import load_policy
 from mmrl.models.policy import Policy
 from mmrl.records import Example
@@ -36,29 +38,45 @@ from mmrl.run.settle import settle
 from mmrl.stages.collect import batch_of
 from mmrl.trainer.settings import Settings
 
-NOTHING = "-"
+TAKEN = {
+    "train": {
+        "steps",
+        "batch_size",
+        "lr",
+        "schedule",
+        "warmup_steps",
+        "grad_clip",
+        "adam_beta1",
+        "adam_beta2",
+        "weight_decay",
+    },
+    "algo": {"group_size", "epochs", "temperature", "top_p", "top_k", "beta", "clip", "clip_high"},
+}
+"""Section -> keys that TRL gets; others of these sections stay at the defaults of `algo=grpo`, which are TRL's too."""
 
 
 class Replies(Engine):
     """Completions that are there already, by the example's id; keeps each request's messages."""
 
-    def __init__(self, completions: Mapping[str, Sequence[int]], end: int):
-        self.completions, self.end = completions, end
+    def __init__(self, completions: Mapping[str, Sequence[int]], ends: Collection[int]):
+        self.completions, self.ends = completions, ends
         self.messages: dict[str, list[Mapping[str, str]]] = {}
+        self.foreign = False
+        """A request was none that TRL could have: a second one, one in a context, or one with stop strings."""
 
     async def generate(self, request: Request) -> Completion:
         """See `Engine.generate`."""
-        assert request.messages is not None
-        self.messages[request.session] = list(request.messages)
+        self.foreign |= request.messages is None or request.session in self.messages or bool(request.sampling.stop)
+        self.messages[request.session] = list(request.messages or ())
         ids = tuple(self.completions[request.session])
-        return Completion(ids=ids, logprobs=None, finish="eos" if ids[-1] == self.end else "length")
+        return Completion(ids=ids, logprobs=None, finish="eos" if ids[-1] in self.ends else "length")
 
 
 class Peer:
     """A task of mmrl's as TRL wants it: a dataset of prompts, and a reward function."""
 
-    def __init__(self, config: TrainCommandConfig, tokenizer: Any):
-        self.config, self.tokenizer = config, tokenizer
+    def __init__(self, config: TrainCommandConfig, tokenizer: Any, ends: Collection[int]):
+        self.config, self.tokenizer, self.ends = config, tokenizer, ends
         self.task = build_task(config.task, config.seed)
         batch, examples = config.train.batch_size, self.task.examples("train")
         steps = range(1, config.train.steps + 1)
@@ -67,17 +85,18 @@ class Peer:
     def play(self, examples: Sequence[Example], completions: Sequence[Sequence[int]]) -> tuple[Replies, list[float]]:
         """Run the program of each example with its completion; return the engine, and each reward."""
         named = [replace(example, id=str(number)) for number, example in enumerate(examples)]
-        replies = Replies({example.id: ids for example, ids in zip(named, completions, strict=True)}, self._end)
+        replies = Replies({example.id: ids for example, ids in zip(named, completions, strict=True)}, self.ends)
         settings = sampling_settings(self.config.algo, self.config.task)
         env = make_environment(self.task, replies, self.tokenizer, settings, (self.config.seed, "peer"))
         rewards = reward_set(self.task, self.config.task.reward)
         forest = asyncio.run(sample(env, [(example, independent(1)) for example in named], rewards))
+        if replies.foreign:
+            raise SystemExit("the program calls more than once, goes on in a context, or has stop strings")
         return replies, [rollout.reward for rollout in forest.rollouts]
 
     def dataset(self) -> Dataset:
         """Return prompt and number of each example, in the order of the steps."""
-        end = (self._end,)
-        replies, _ = self.play(self.examples, [end] * len(self.examples))
+        replies, _ = self.play(self.examples, [[*self.ends][:1]] * len(self.examples))
         prompts = [replies.messages[str(number)] for number in range(len(self.examples))]
         return Dataset.from_dict({"prompt": prompts, "number": list(range(len(prompts)))})
 
@@ -85,16 +104,16 @@ class Peer:
         """Return the reward of each completion."""
         return self.play([self.examples[one] for one in number], completion_ids)[1]
 
-    @property
-    def _end(self) -> int:
-        return int(self.tokenizer.eos_token_id)
-
 
 class Clock(transformers.TrainerCallback):
     """Writes a line for each step: optimizer steps that share rollouts are one."""
 
     def __init__(self, file: Path, updates: int):
         self.file, self.updates, self.rewards = file, updates, list[float]()
+        self.since = (0.0, 0.0)
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock."""
         self.since = (time.perf_counter(), time.process_time())
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
@@ -110,18 +129,26 @@ class Clock(transformers.TrainerCallback):
         self.since, self.rewards = now, []
 
 
+def read(words: Sequence[str]) -> TrainCommandConfig:
+    """Return the config of the words; exits with those that TRL would not follow."""
+    sections = [(word.partition("=")[0], *word.partition("=")[0].partition(".")[::2]) for word in words]
+    if foreign := [key for key, section, name in sections if section in TAKEN and name not in TAKEN[section]]:
+        raise SystemExit(f"not taken by TRL: {', '.join(foreign)}")
+    return settle(cast(TrainCommandConfig, configured(["algo=grpo", *words])))
+
+
 def main(arguments: Sequence[str]) -> int:
     """Train."""
     folder, *words = arguments
     micro = next((int(word.removeprefix("micro=")) for word in words if word.startswith("micro=")), 8)
-    config = settle(
-        cast(TrainCommandConfig, configured(["algo=grpo", *(word for word in words if not word.startswith("micro="))]))
-    )
+    config = read([word for word in words if not word.startswith("micro=")])
     algo, train = cast(Any, config.algo), config.train
+    if (rows := train.batch_size * algo.group_size) % micro:
+        raise SystemExit(f"micro: got {micro}, expected a divisor of {rows}, the rollouts of a step")
     torch.set_num_threads(config.hardware.threads or 1)
     transformers.set_seed(config.seed)
-    model, tokenizer, _ = load_policy(Policy(base=config.model.path), config.model, config.hardware.device)
-    peer, rows = Peer(config, tokenizer), train.batch_size * algo.group_size
+    model, tokenizer, _ = load_policy(Policy(base=config.model.path), config.model, "cpu")
+    peer = Peer(config, tokenizer, eos_ids(tokenizer, model.generation_config))
     settings = Settings(train=train, algo=config.algo, model=config.model, seed=config.seed)
     Path(folder).mkdir(parents=True)
     clock = Clock(Path(folder) / "steps.jsonl", algo.epochs)
@@ -159,6 +186,9 @@ def main(arguments: Sequence[str]) -> int:
             max_completion_length=config.task.max_tokens,
             beta=algo.beta,
             epsilon=algo.clip,
+            epsilon_high=algo.clip_high,
+            use_bias_correction_kl=False,
+            optim="adamw_torch",
             loss_type="grpo",
             shuffle_dataset=False,
             gradient_checkpointing=False,

@@ -1,7 +1,7 @@
 """Puzzles of reasoning-gym, which makes and marks them (`pip install reasoning-gym`; no file and no hub).
 
-`python puzzles.py chain_sum min_terms=2 max_terms=2 min_digits=1 max_digits=2` writes chain_sum.dev.jsonl, 400 puzzles of
-which repeated ones are left out, and chain_sum.train.jsonl, 4,000 without those of dev; the same on every machine.
+`python puzzles.py chain_sum min_terms=2 max_terms=2 min_digits=1 max_digits=2` writes chain_sum.dev.jsonl, the distinct
+ones of 400 puzzles, and chain_sum.train.jsonl, those of 4,000 that are not among them; the same on every machine.
 docs/real.md trains on them.
 """
 
@@ -11,7 +11,7 @@ import sys
 import reasoning_gym
 
 SPLITS = {"dev": (400, 1_000_001), "train": (4000, 1)}
-"""Split -> its number of puzzles and their seed. Far apart: reasoning-gym seeds puzzle i of a set with seed + i."""
+"""Split -> its number of puzzles and their seed. reasoning-gym seeds puzzle i with seed + i, so seeds lie far apart."""
 BRIEF = {"role": "system", "content": "Reply with the answer alone."}
 
 
@@ -21,13 +21,13 @@ def answer(reply):
 
 
 async def solve(example, ctx):
-    """One module: its reply is the answer."""
+    """Ask one module, whose reply is the answer."""
     question = {"role": "user", "content": example.inputs["question"]}
     return answer(await ctx.call("solver", [BRIEF, question]))
 
 
 async def draft_and_check(example, ctx):
-    """Two modules: the second sees the first's answer and gives its own."""
+    """Ask two modules: the second sees the first's answer and gives its own."""
     question = example.inputs["question"]
     draft = await ctx.call("solver", [BRIEF, {"role": "user", "content": question}])
     check = {"role": "user", "content": f"{question}\nSomebody answered: {draft.text.strip()}\nWhat is the answer?"}
@@ -35,7 +35,7 @@ async def draft_and_check(example, ctx):
 
 
 def metric(record, prediction):
-    """The puzzle's own verifier, which may give a part of a point; `exact` counts full points."""
+    """Score by the puzzle's own verifier, which may give a part of a point; `exact` counts full points."""
     score = reasoning_gym.get_score_answer_fn(record["puzzle"])(prediction, json.loads(record["entry"]))
     return {"score": score, "exact": float(score == 1)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -36,6 +37,7 @@ class Algorithm(Protocol):
         """
         return plans.independent(GroupConfig.narrow(algo).group_size)
 
+    @abstractmethod
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """Compute rewards -> groups -> advantages and weights.
 

@@ -84,7 +84,7 @@ class VllmServerConfig(VllmConfig):
     start_timeout_s: float = Field(900.0, gt=0, description="seconds until the server is healthy")
     restarts: int = Field(2, ge=0, description="starts of each server that died, per policy version")
     push: Literal["disk", "nccl"] = Field(
-        "disk", description="way of full weights to the servers; nccl: from the trainer's GPU to theirs, by vLLM"
+        "disk", description="how full weights reach the servers; nccl: from the trainer's GPU to theirs, by vLLM"
     )
     sync_timeout_s: float = Field(300.0, gt=0, description="limit of one push of new weights")
 

@@ -244,7 +244,8 @@ class HoverConfig(SampleConfig, CorpusConfig, DspyPromptConfig):
 
 def _in_names_of_files_and_metrics(names: tuple[str, ...]) -> tuple[str, ...]:
     if wrong := [name for name in names if re.fullmatch(r"\w[\w.-]*", name) is None]:
-        raise ValueError(f"got {', '.join(map(repr, wrong))}, expected a letter, digit or '_', then those, '.' and '-'")
+        allowed = "letters, digits, '_', '.' and '-', a letter, digit or '_' first"
+        raise ValueError(f"got {', '.join(map(repr, wrong))}, expected {allowed}")
     return names
 
 

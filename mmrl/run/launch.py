@@ -216,8 +216,8 @@ def replica_problems(hardware: HardwareConfig, replicas: int) -> list[str]:
 
 
 def push_problems(hardware: HardwareConfig, engine: EngineConfig) -> list[str]:
-    """Return the problem of weights for a server on a GPU that trains: NCCL takes one process for each GPU."""
-    elsewhere = engine.servers or hardware.rollout_devices or hardware.ray is not None
+    """Return problems of `engine.push=nccl` with servers on the trainer's GPUs: NCCL takes one process for each."""
+    elsewhere = engine.servers or hardware.rollout_devices or hardware.ray is not None or hardware.device == "cpu"
     if getattr(engine, "push", "disk") == "disk" or elsewhere:
         return []
     return ["engine.push: got nccl with servers on the GPUs that train; expected disk, or hardware.rollout_devices=N"]

@@ -55,9 +55,13 @@ def resume(folder: Path, config: StageConfig) -> int:
 
 
 def _composed(config: StagedCommandConfig) -> Compose:
-    """Return the configs of the rows in their order, which are composed already."""
-    stages = iter(config.stages)
-    return lambda command, words, config_dir: next(stages)
+    """Return a look-up of the rows' configs, composed already: rows of one algorithm have the same words."""
+    stages = {_algo(words): stage for words, stage in zip(config.words, config.stages, strict=True)}
+    return lambda command, words, config_dir: stages[_algo(words)]
+
+
+def _algo(words: Sequence[str]) -> str:
+    return next(word for word in (word.lstrip("+") for word in words) if word.startswith("algo="))
 
 
 def differs(folder: Path, config: StagedCommandConfig) -> bool:

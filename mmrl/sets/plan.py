@@ -25,7 +25,7 @@ MACHINE_SECTIONS = ("run", "hardware", "engine")
 """Sections that say where a run lies and what it runs on: the rest is what it is."""
 Config = StageConfig | EvalCommandConfig
 Compose = Callable[[Command, Sequence[str], str | None], Config]
-"""Overrides of a command, and a folder of configs, to a validated config. Raises `ConfigError`. Hydra is not known."""
+"""Overrides of a command and a folder of configs -> a validated config, or `ConfigError`. Hydra is not known here."""
 
 
 @dataclass(slots=True)

@@ -49,11 +49,11 @@ class Template:
 
 
 QUESTION = frozenset({"question"})
-"""The placeholder that most texts have, or may have."""
+"""The placeholder of the text that asks."""
 
 
 def document_template(text: str) -> Template:
-    """Return the role `document`, which writes one retrieved document."""
+    """Return the template of a retrieved document."""
     return Template(text, required=frozenset({"text"}), optional=frozenset({"index", "title"}))
 
 

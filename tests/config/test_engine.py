@@ -79,7 +79,7 @@ def test_weights_go_from_gpu_to_gpu_where_they_can(monkeypatch: pytest.MonkeyPat
     ids=["the GPUs that train", "disk", "GPUs of their own", "elsewhere"],
 )
 def test_no_weights_by_nccl_to_a_server_on_the_gpu_that_trains(words: list[str], problems: int) -> None:
-    config = configured(["engine=vllm_server", "engine.push=nccl", *words[:1], *words[1:]])
+    config = configured(["engine=vllm_server", "engine.push=nccl", *words])
     assert len(push_problems(config.hardware, config.engine)) == problems
 
 

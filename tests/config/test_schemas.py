@@ -71,7 +71,7 @@ def test_a_key_of_another_retriever_is_refused_by_name(name: str, key: str) -> N
 def test_names_of_modules_fit_into_names_of_files_and_metrics(name: str) -> None:
     raw = raw_of()
     raw["task"] = {"name": name, "modules": ("a b", "planner", "x/y", "..", "step_1.read-only")}
-    expected = "expected a letter, digit or '_', then those, '.' and '-'"
+    expected = "expected letters, digits, '_', '.' and '-', a letter, digit or '_' first"
     assert f"task.modules: got 'a b', 'x/y', '..', {expected}" in problems_of(raw)
 
 

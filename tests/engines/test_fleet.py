@@ -21,6 +21,7 @@ from mmrl.engines import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import EngineFailure, SyncFailure
 from mmrl.models.load import load_model, load_tokenizer
+from mmrl.system.http_client import HttpFailure
 from tests.engines.test_server import TINY, fake, probe_reply, reply
 from tests.helpers.fake_vllm import adapter_in, fake_vllm
 from tests.helpers.servers import Scripted, ScriptedServer, Seen, serving
@@ -28,8 +29,12 @@ from tests.helpers.servers import Scripted, ScriptedServer, Seen, serving
 pytest.importorskip("vllm_router", reason="needs vllm-router, whose wheels are for Linux on x86_64")
 
 
-def fleet(tmp_path: Path, bundle: dict[str, float] | None = None, **settings: Any) -> VllmServerEngine:
-    setup = EngineSetup(weights=TINY, folder=tmp_path, folders=adapter_in(tmp_path), bundle=bundle)
+def fleet(
+    tmp_path: Path, bundle: dict[str, float] | None = None, *, full: bool = False, **settings: Any
+) -> VllmServerEngine:
+    """An engine that serves an adapter, or full weights."""
+    folders = {} if full else adapter_in(tmp_path)
+    setup = EngineSetup(weights=TINY, folder=tmp_path, folders=folders, bundle=bundle)
     return VllmServerEngine(None, load_tokenizer(TINY), VllmServerConfig(name="vllm_server", **settings), setup)
 
 
@@ -121,6 +126,54 @@ def test_a_server_that_ends_too_often_stays_out_and_the_others_go_on(
             asyncio.run(ask(engine, sessions=8))
         with pytest.raises(SyncFailure, match=r"ended again after engine\.restarts=0 starts"):
             engine.set_version(2)
+
+
+class FakeTransfer:
+    """Notes what `engine.push=nccl` would send, and where to."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, float]] = []
+        self.forgotten = 0
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+    def send(self, apis: list[Any], tensors: dict[str, torch.Tensor], deadline: float) -> None:
+        self.sent.append((len(apis), float(tensors["w"])))
+
+
+def test_weights_from_gpu_to_gpu_reach_a_server_that_ended_with_the_next_push(tmp_path: Path) -> None:
+    with closing(started(tmp_path, full=True)) as engine:
+        transfer = FakeTransfer()
+        engine.model, engine._transfer = torch.nn.Identity(), transfer
+        for version in (0, 1):
+            engine.set_version(version, {"w": torch.tensor(float(version))})
+        victim = engine.replicas[0].process
+        assert victim is not None and victim.pid is not None
+        os.killpg(victim.pid, signal.SIGKILL)
+        assert engine._api.io.wait(engine._take_out_lost(HttpFailure("connection", "it has ended")))
+        assert not engine._reviving and engine.metrics() == {"engine/restarts": 0.0, "engine/servers": 1.0}
+        engine.set_version(2, {"w": torch.tensor(2.0)})
+        assert engine.metrics() == {"engine/restarts": 1.0, "engine/servers": 2.0}
+        assert transfer.sent == [(2, 0.0), (2, 1.0), (2, 2.0)] and transfer.forgotten == 1
+
+        def breaks(*_: Any) -> None:
+            raise HttpFailure("connection", "left the broadcast")
+
+        transfer.send = breaks  # type: ignore[method-assign]
+        with pytest.raises(SyncFailure, match=r"version 3 was not taken.*left the broadcast"):
+            engine.set_version(3, {"w": torch.tensor(3.0)})
+
+
+def test_servers_that_mmrl_starts_have_the_weights_of_version_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(started(tmp_path, full=True)) as engine:
+        saved: list[int] = []
+        monkeypatch.setattr(engine, "_save", lambda version, state: saved.append(version) or {})
+        engine.set_version(0)
+        engine.set_version(1)
+        assert saved == [1]
 
 
 def test_a_server_of_others_that_goes_is_left_out_and_taken_back_with_the_newest_weights(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_server_says_how_many_processes_hold_its_weights(served: Any) -> None:
     pytest.importorskip("vllm")
     from mmrl.engines.vllm.transfer import Control
 
-    assert Control([served[0]._api], time.monotonic() + 10).sizes == [1]
+    assert Control([served[0]._api], time.monotonic() + 10, failed=lambda error: None).sizes == [1]
 
 
 def test_a_push_that_the_server_refuses_stops_with_its_words(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -441,3 +441,17 @@ def test_a_damaged_file_of_a_prompt_stage_is_named_first_with_what_to_do(name, c
     first, *further = capsys.readouterr().err.splitlines()
     assert f"{run.path}/prompts/{says}" in first and not further
     assert first.endswith(f"restore {run.path}/prompts from a copy, or delete it to optimise from the start")
+
+
+def test_a_stage_that_comes_twice_leaves_the_others_theirs(tmp_path, monkeypatch):
+    """The planner asks for equal words once."""
+    planned = []
+    monkeypatch.setattr("mmrl.sets.chain.RunQueue", lambda queue, *_, **__: planned.extend(queue) or Stopped())
+
+    class Stopped:
+        def run(self):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        begin(staged("stages=[sft,sft,mmgrpo]", *SMALL, f"run.dir={tmp_path / 'run'}"), [])
+    assert [run.config.algo.name for run in planned] == ["sft", "sft", "mmgrpo"]

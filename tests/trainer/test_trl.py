@@ -146,7 +146,7 @@ def test_the_other_losses_equal_trls(algo: dict[str, Any], trl: dict[str, Any], 
 
 
 def test_the_method_that_keeps_telemetry_silent_exists_in_trl() -> None:
-    """Whatever else the seam overrides or calls, a run would miss."""
+    """Whose absence no other test would notice, as it would that of the methods which train, clip, save and resume."""
     assert list(inspect.signature(GRPOTrainer._send_telemetry).parameters) == ["self"]
 
 

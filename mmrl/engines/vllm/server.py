@@ -169,7 +169,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         try:
             self._push(version, state)
         except HttpFailure as error:
-            if not self._api.io.wait(self._take_out_lost(error)):
+            # A broadcast that somebody left cannot be ended: the run stops, and its resume forms a new group.
+            if self._transfer is not None or not self._api.io.wait(self._take_out_lost(error)):
                 raise
             return False
         return True
@@ -189,8 +190,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
 
     def _replace(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
         """Replace the weights from GPU to GPU, or through disk."""
-        if version == 0 and not self.config.urls:
-            return  # the servers were started with them, as the check that follows tells
+        if version == 0 and not self.config.urls and self._transfer is None:
+            return  # the servers were started with them
         if self._transfer is not None and self.model is not None:
             tensors = dict(self.model.named_parameters()) if state is None else state
             self._transfer.send([replica.api for replica in self._serving], tensors, self._deadline)

@@ -3,8 +3,8 @@
     trainer (rank 0) ── broadcast ──┬── server 1: ranks 1 … n
                                     └── server 2: ranks n + 1 …
 
-vLLM's trainer side broadcasts. Here is what it asks for: the servers' control, all of them as one, and the weights in
-the order in which they go. Needs vLLM in this interpreter. Checked against vLLM 0.31 without GPUs: nothing was sent.
+vLLM's trainer side broadcasts. This module gives it one client for all servers, and the weights in order. Needs vLLM in
+this interpreter. Checked against vLLM 0.31 without GPUs: nothing was sent.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -50,10 +51,12 @@ class Control:
 
     Args:
         deadline: time (`time.monotonic`) at which a call gives up.
+        failed: called with the first failure at once: vLLM looks at it after its broadcast, which a server that failed
+            never joins.
     """
 
-    def __init__(self, apis: Sequence[VllmApi], deadline: float):
-        self.apis, self.deadline = apis, deadline
+    def __init__(self, apis: Sequence[VllmApi], deadline: float, failed: Callable[[BaseException], None]):
+        self.apis, self.deadline, self.failed = apis, deadline, failed
         replies = self._each("/get_world_size", [None] * len(apis))
         self.sizes = [int(reply["world_size"]) for reply in replies]
         """Processes of each server that hold weights."""
@@ -85,7 +88,11 @@ class Control:
             requests = (api.request(path, body) for api, body in zip(self.apis, bodies, strict=True))
             return await asyncio.gather(*requests)
 
-        return list(self.apis[0].io.wait(ask(), max(0.0, self.deadline - time.monotonic())))
+        try:
+            return list(self.apis[0].io.wait(ask(), max(0.0, self.deadline - time.monotonic())))
+        except BaseException as error:
+            self.failed(error)
+            raise
 
 
 class Transfer:
@@ -110,15 +117,21 @@ class Transfer:
             TimeoutError: it took until `deadline`.
         """
         self._weights.tensors = tensors
+        # The optimizer's step: vLLM's streams do not wait for the one that it ran on.
+        torch.accelerator.synchronize()
         # In a thread, since a broadcast whose receiver has ended never returns; a daemon, so that the run can end.
         device, done = torch.accelerator.current_device_index(), Future[None]()
+
+        def failed(error: BaseException) -> None:
+            with suppress(InvalidStateError):  # the first one counts
+                done.set_exception(error)
 
         def work() -> None:
             try:
                 torch.accelerator.set_device_index(device)
-                self._send(apis, deadline)
-            except BaseException as error:  # raised by `result` below
-                done.set_exception(error)
+                self._send(apis, deadline, failed)
+            except BaseException as error:
+                failed(error)
             else:
                 done.set_result(None)
 
@@ -131,9 +144,9 @@ class Transfer:
                 raise EngineFailure(f"vLLM's weight transfer failed: {error}") from error
             raise
 
-    def _send(self, apis: Sequence[VllmApi], deadline: float) -> None:
+    def _send(self, apis: Sequence[VllmApi], deadline: float, failed: Callable[[BaseException], None]) -> None:
         if self._trainer is None or self._control is None or [*self._control.apis] != [*apis]:
-            self._control = Control(apis, deadline)
+            self._control = Control(apis, deadline, failed)
             init = NCCLTrainerInitInfo(
                 master_address=_address_for([api.url for api in apis]),
                 master_port=free_port(),
@@ -141,7 +154,7 @@ class Transfer:
                 rank=0,
             )
             self._trainer = WeightTransferTrainerFactory.trainer_init(init, client=self._control, source=self._weights)
-        self._control.deadline = deadline
+        self._control.deadline, self._control.failed = deadline, failed
         self._trainer.send_weights()
 
 

@@ -7,7 +7,7 @@ either, or the mini world's support queries. Of files, the paper's sample is use
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 from pydantic import AliasChoices, BaseModel, Field
 
@@ -32,6 +32,13 @@ class Query(BaseModel):
 
     text: Text
     label: Text = Field(validation_alias=AliasChoices("category", "label_text", "label"))
+
+
+class BankingPrediction(TypedDict):
+    """Result of the program."""
+
+    reasoning: str
+    label: str
 
 
 class Banking77Task(DspyTask):
@@ -102,7 +109,7 @@ class Banking77Task(DspyTask):
 
         return Banking77(self.labels)
 
-    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+    def score(self, example: Example, prediction: BankingPrediction, path: Sequence[Call], reward_set: str) -> Score:
         """Score 1 if the label is the gold one, letter for letter, else 0."""
         hit = float(prediction["label"] == example.metadata["label"])
         return Score(reward=hit, metrics={"em": hit}, parts={"em": hit})

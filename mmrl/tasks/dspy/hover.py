@@ -10,7 +10,7 @@ import html
 import random
 import unicodedata
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypedDict
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictInt
 
@@ -60,6 +60,14 @@ class Claim(BaseModel):
     num_hops: StrictInt
     supporting_facts: Annotated[list[Text], BeforeValidator(_titles)] = Field(min_length=1)
     label: Any = ""
+
+
+class HoverPrediction(TypedDict):
+    """Result of the program."""
+
+    key_facts: list[str]
+    retrieved_docs: list[str]
+    """`title | text`, best first within a hop."""
 
 
 class HoverTask(DspyTask):
@@ -162,7 +170,7 @@ class HoverTask(DspyTask):
         """See `mmrl.tasks.base.Task`."""
         self.search_tool.close()
 
-    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+    def score(self, example: Example, prediction: HoverPrediction, path: Sequence[Call], reward_set: str) -> Score:
         """Score `recall` (share of gold titles among the passages) and `all_titles` (1 if all are there)."""
         # The program returns texts, not documents; the title is what stands before the first bar.
         retrieved = {same_title(text.split(" | ")[0]) for text in prediction["retrieved_docs"][: self.config.passages]}

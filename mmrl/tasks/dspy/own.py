@@ -313,7 +313,7 @@ def _numbers(result: object) -> dict[str, float]:
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-# --- user code by its signature: it takes the arguments that it will get, known before it runs
+# --- user code by its signature, before it runs
 
 
 def refusing_signature(function: Callable[..., Any], *args: object, **named: object) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from pydantic import AliasChoices, BaseModel, Field
 
@@ -44,6 +44,15 @@ class PrivateRequest(BaseModel):
     user_query: Text
     target_response: str | None
     pii_units: str | None = Field(validation_alias=AliasChoices("pii_units", "pii_str"))
+
+
+class PapillonPrediction(TypedDict):
+    """Result of the program."""
+
+    llm_request: str
+    """Request that was sent to the external model."""
+    llm_response: str
+    response: str
 
 
 class PapillonTask(DspyTask):
@@ -128,7 +137,9 @@ class PapillonTask(DspyTask):
         except EngineFailure as error:
             raise ToolFailure(f"task.external: {error}") from error
 
-    async def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+    async def score(
+        self, example: Example, prediction: PapillonPrediction, path: Sequence[Call], reward_set: str
+    ) -> Score:
         """Return the composite reward; metrics: `quality`, `leakage` (share of private pieces that were sent), `score`.
 
         Raises:
