@@ -39,20 +39,11 @@ from mmrl.stages.collect import batch_of
 from mmrl.trainer.settings import Settings
 
 TAKEN = {
-    "train": {
-        "steps",
-        "batch_size",
-        "lr",
-        "schedule",
-        "warmup_steps",
-        "grad_clip",
-        "adam_beta1",
-        "adam_beta2",
-        "weight_decay",
-    },
-    "algo": {"group_size", "epochs", "temperature", "top_p", "top_k", "beta", "clip", "clip_high"},
+    *(f"train.{key}" for key in ("steps", "batch_size", "lr", "schedule", "warmup_steps", "grad_clip")),
+    *(f"train.{key}" for key in ("adam_beta1", "adam_beta2", "weight_decay")),
+    *(f"algo.{key}" for key in ("group_size", "epochs", "temperature", "top_p", "top_k", "beta", "clip", "clip_high")),
 }
-"""Section -> keys that TRL gets; others of these sections stay at the defaults of `algo=grpo`, which are TRL's too."""
+"""Keys of `train` and `algo` that TRL gets; the others stay at the defaults of `algo=grpo`, which are TRL's too."""
 
 
 class Replies(Engine):
@@ -102,7 +93,7 @@ class Peer:
 
     def reward(self, *, number: Sequence[int], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         """Return the reward of each completion."""
-        return self.play([self.examples[one] for one in number], completion_ids)[1]
+        return self.play([self.examples[index] for index in number], completion_ids)[1]
 
 
 class Clock(transformers.TrainerCallback):
@@ -131,8 +122,8 @@ class Clock(transformers.TrainerCallback):
 
 def read(words: Sequence[str]) -> TrainCommandConfig:
     """Return the config of the words; exits with those that TRL would not follow."""
-    sections = [(word.partition("=")[0], *word.partition("=")[0].partition(".")[::2]) for word in words]
-    if foreign := [key for key, section, name in sections if section in TAKEN and name not in TAKEN[section]]:
+    keys = [word.partition("=")[0] for word in words]
+    if foreign := [key for key in keys if key.partition(".")[0] in ("train", "algo") and key not in TAKEN]:
         raise SystemExit(f"not taken by TRL: {', '.join(foreign)}")
     return settle(cast(TrainCommandConfig, configured(["algo=grpo", *words])))
 
@@ -158,6 +149,24 @@ def main(arguments: Sequence[str]) -> int:
         clock.rewards += rewards
         return rewards
 
+    # The optimizer's as in mmrl's own trainer; what TRL does itself here is set.
+    arguments = settings.arguments(Path(folder) / "trl", on_cpu=True, autocast=False, dense=True) | {
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": rows // micro,
+        "num_generations": algo.group_size,
+        "num_iterations": algo.epochs,
+        "temperature": algo.temperature,
+        "top_p": algo.top_p,
+        "top_k": algo.top_k,
+        "max_completion_length": config.task.max_tokens,
+        "beta": algo.beta,
+        "use_bias_correction_kl": False,
+        "epsilon": algo.clip,
+        "epsilon_high": algo.clip_high,
+        "loss_type": "grpo",
+        "shuffle_dataset": False,
+        "report_to": "none",
+    }
     trainer = trl.GRPOTrainer(
         model=model,
         reward_funcs=reward,
@@ -165,40 +174,7 @@ def main(arguments: Sequence[str]) -> int:
         processing_class=tokenizer,
         peft_config=settings.lora(model),
         callbacks=[clock],
-        args=trl.GRPOConfig(
-            output_dir=str(Path(folder) / "trl"),
-            seed=config.seed,
-            max_steps=train.steps * algo.epochs,
-            learning_rate=train.lr,
-            lr_scheduler_type=train.schedule,
-            warmup_steps=train.warmup_steps,
-            max_grad_norm=train.grad_clip,
-            adam_beta1=train.adam_beta1,
-            adam_beta2=train.adam_beta2,
-            weight_decay=train.weight_decay,
-            per_device_train_batch_size=micro,
-            gradient_accumulation_steps=rows // micro,
-            num_generations=algo.group_size,
-            num_iterations=algo.epochs,
-            temperature=algo.temperature,
-            top_p=algo.top_p,
-            top_k=algo.top_k,
-            max_completion_length=config.task.max_tokens,
-            beta=algo.beta,
-            epsilon=algo.clip,
-            epsilon_high=algo.clip_high,
-            use_bias_correction_kl=False,
-            optim="adamw_torch",
-            loss_type="grpo",
-            shuffle_dataset=False,
-            gradient_checkpointing=False,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            disable_tqdm=True,
-            logging_strategy="no",
-            save_strategy="no",
-        ),
+        args=trl.GRPOConfig(**arguments),
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()

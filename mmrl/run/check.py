@@ -175,8 +175,7 @@ def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     modules, critic = config.model.modules is not None, getattr(config.algo, "critic", None)
     problems = hardware_problems(config.hardware, engine_name(config), modules, critic)
     problems += replica_problems(config.hardware, getattr(config.engine, "replicas", 1))
-    if config.model.lora is None:  # else said by the engine: adapters go through disk
-        problems += push_problems(config.hardware, config.engine)
+    problems += push_problems(config.hardware, config.engine, adapters=config.model.lora is not None)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets) + negative_rewards(config, task)
     problems += module_assignment(config, task.program.modules).problems()

@@ -215,12 +215,21 @@ def replica_problems(hardware: HardwareConfig, replicas: int) -> list[str]:
     return [f"engine.replicas: got {replicas}, expected a divisor of {devices}, the GPUs that serve"]
 
 
-def push_problems(hardware: HardwareConfig, engine: EngineConfig) -> list[str]:
-    """Return problems of `engine.push=nccl` with servers on the trainer's GPUs: NCCL takes one process for each."""
-    elsewhere = engine.servers or hardware.rollout_devices or hardware.ray is not None or hardware.device == "cpu"
-    if getattr(engine, "push", "disk") == "disk" or elsewhere:
+def push_problems(hardware: HardwareConfig, engine: EngineConfig, adapters: bool) -> list[str]:
+    """Return why weights cannot go from GPU to GPU (`engine.push=nccl`); of a CPU the engine says it."""
+    if getattr(engine, "push", "disk") == "disk" or hardware.device == "cpu":
         return []
-    return ["engine.push: got nccl with servers on the GPUs that train; expected disk, or hardware.rollout_devices=N"]
+    if adapters:
+        return ["engine.push: got nccl with an adapter (model.lora), which goes through disk; expected disk"]
+    # NCCL takes one process for each GPU.
+    if not (engine.servers or hardware.rollout_devices or hardware.ray is not None):
+        return [
+            "engine.push: got nccl with servers on the GPUs that train; expected disk, or hardware.rollout_devices=N"
+        ]
+    # Without a server of another interpreter the engine says the same.
+    if (engine.servers or getattr(engine, "python", None)) and importlib.util.find_spec("vllm") is None:
+        return [f"engine.push: got nccl, which needs vLLM beside the trainer too; {sys.executable} does not have it"]
+    return []
 
 
 def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:

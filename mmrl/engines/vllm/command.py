@@ -46,22 +46,11 @@ def vllm_problems(config: VllmConfig, device: str = "auto", rank: int = 0) -> li
     problems = _unstartable(config)
     if getattr(config, "sleep", None) and device == "cpu":
         problems.append("engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out")
-    if getattr(config, "push", "disk") == "nccl":
-        problems += _nccl_problems(device, rank)
+    if getattr(config, "push", "disk") == "nccl" and device == "cpu":
+        problems.append("engine.push: got nccl, which is for GPUs; with device cpu, expected disk")
     if rank > RANKS[-1]:
         problems.append(f"model.lora.r: got {rank}, vLLM serves at most {RANKS[-1]}")
     return problems
-
-
-def _nccl_problems(device: str, rank: int) -> list[str]:
-    """Return reasons why weights cannot go from GPU to GPU."""
-    if device == "cpu":
-        return ["engine.push: got nccl, which is for GPUs; with device cpu, expected disk"]
-    if rank:
-        return ["engine.push: got nccl with an adapter (model.lora), which goes through disk; expected disk"]
-    if importlib.util.find_spec("vllm") is None:
-        return [f"engine.push: got nccl, which needs vLLM beside the trainer too; {sys.executable} does not have it"]
-    return []
 
 
 def _unstartable(config: VllmConfig) -> list[str]:
