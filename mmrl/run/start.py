@@ -40,7 +40,8 @@ def sections_of(run: Path) -> JsonObject:
         raise ConfigError(f"from: {error}") from None
     if "policy" in stored:
         raise ConfigError(f"from: {run} is an evaluation, which makes no policy; expected a run of mmrl train")
-    return {name: stored[name] for name in ("model", "task") if isinstance(stored.get(name), Mapping)}
+    sections = {name: as_tuples(stored.get(name)) for name in ("model", "task")}
+    return {name: section for name, section in sections.items() if isinstance(section, dict)}
 
 
 def run_of(path: Path) -> Path:

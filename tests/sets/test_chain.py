@@ -303,6 +303,15 @@ def test_a_damaged_file_of_a_chain_is_named(content, says, tmp_path, capsys):
     assert says in error and "Traceback" not in error
 
 
+def test_lists_of_the_run_before_are_taken_over(whole, tmp_path):
+    run = shutil.copytree(whole / "1_sft", tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["model"]["lora"] = {"targets": ["q_proj", "v_proj"]}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (made,) = train_configs(read_line([f"from={run}", "algo=mmgrpo"], command_keys=("from",)))
+    assert made.model.lora is not None and made.model.lora.targets == ("q_proj", "v_proj")
+
+
 def test_a_chain_in_which_nothing_has_begun_says_how_to_begin(tmp_path, capsys):
     (tmp_path / "set.yaml").write_text("shows: x\nrows: {1_sft: {train: [algo=sft]}}")
     assert main(["show", str(tmp_path)]) == 2
