@@ -48,9 +48,13 @@ on one H200 (docs/performance.md), assumed for all."""
 NAMES = ("cpu", *GPUS)
 
 
-def device(name: str, threads: int = 1) -> Device:
-    """Return the device called `name`, one of `NAMES`; `cpu` is measured (a quarter of a second)."""
-    return measured_cpu(threads) if name == "cpu" else GPUS[name]
+def device(name: str, threads: int = 1, matmul: str = "torch") -> Device:
+    """Return the device called `name`, one of `NAMES`; `cpu` is measured (a quarter of a second).
+
+    Args:
+        matmul: `model.matmul`, whose products a CPU is measured with.
+    """
+    return measured_cpu(threads, matmul) if name == "cpu" else GPUS[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +100,11 @@ def known_gpu(gpu: Gpu) -> Device:
     return replace(row, memory=gpu.memory)
 
 
-def measured_cpu(threads: int) -> Device:
-    """Return the this machine's CPU: a float32 matrix product and a copy, best of several."""
+def measured_cpu(threads: int, matmul: str = "torch") -> Device:
+    """Return this machine's CPU: a float32 matrix product and a copy, best of several."""
     import torch
+
+    from mmrl.models.linear import onednn
 
     # Shapes larger than any cache, or caches would be measured; the best of several, as other load only slows.
     before = torch.get_num_threads()
@@ -108,7 +114,8 @@ def measured_cpu(threads: int) -> Device:
     try:
         first, second = (torch.randn(512, 512, generator=draws) for _ in range(2))
         block = torch.zeros(8_000_000)
-        product = min(timeit.repeat(lambda: first @ second, number=1, repeat=20))
+        multiply = (lambda: onednn(first, second, None)) if matmul == "onednn" else (lambda: first @ second)
+        product = min(timeit.repeat(multiply, number=1, repeat=20))
         copy = min(timeit.repeat(block.clone, number=1, repeat=8))
     finally:
         torch.set_num_threads(before)

