@@ -53,9 +53,9 @@ def main(folders: Sequence[str]) -> int:
     for folder in folders:
         kept = record(Path(folder))
         summary = kept["summary"]
-        # Of a program of one's own its file: `dspy` would be the name of all of them.
-        program = next((word for word in kept["command"] if word.startswith("task.program=")), summary["task"])
-        task = program.removeprefix("task.program=").partition(":")[0]
+        # Of a program of one's own its file: `dspy` or `agent` would be the name of all of them.
+        words = [word for word in kept["command"] if word.startswith(("task.program=", "task.agent="))]
+        task = words[0].partition("=")[2].partition(":")[0].rpartition(".")[2] if words else summary["task"]
         path = FOLDER / f"{task}-{summary['algo']}-s{summary['seed']}.json"
         path.write_text(json.dumps(kept, separators=(",", ":")) + "\n", encoding="utf-8")
         print(f"{path.name}: {path.stat().st_size:,} bytes")
