@@ -70,7 +70,8 @@ ADVICE: Mapping[str, Advice] = {
     "zero_variance": Advice(
         "{now_share} of the groups have equal rewards, so almost nothing is learned",
         "take easier or harder examples (task.data), more rollouts per group (algo.group_size; mmgrpo: "
-        "algo.rollouts), or a reward with more than one value (task.reward, task.metric)",
+        "algo.rollouts), a lower algo.temperature where evaluations score far above rollouts, or a reward with more "
+        "than one value (task.reward, task.metric)",
     ),
     "unparsed_rollouts": Advice(
         "{now_share} of the rollouts end at a reply that cannot be parsed, so next to nothing is learned", _FORMAT
