@@ -104,7 +104,7 @@ def holds(line, numbers):
 @pytest.mark.parametrize("name", set_names())
 def test_every_config_of_a_shipped_set_composes(name):
     spec = read_set(name)
-    composed = set()
+    composed, starts = set(), {row.from_ for row in spec.rows.values()}
     for scale in scales_of(spec):
         for row, column in spec.pairs:
             for command in ("train", "eval") if spec.scores else ("train",):
@@ -113,7 +113,8 @@ def test_every_config_of_a_shipped_set_composes(name):
                     continue
                 composed.add(tuple(words))
                 config = set_config(command, [*words, *(["policy=tiny"] if command == "eval" else [])], None)
-                assert spec.scores or config.eval.items >= 200, "needed to say that it learns"
+                # What a start has learned is seen where the next run begins.
+                assert spec.scores or config.eval.items >= 200 or row in starts, "needed to say that it learns"
                 if name in TABLES and scale == "mini":
                     assert config.task.data.dev == "mini" and config.hardware.name == "cpu"
                     assert config.model.path.startswith("tiny")
