@@ -67,8 +67,8 @@ class CommandLine:
         return tuple(override.key_or_group for override in self.overrides)
 
     def section(self, schema: type[SectionT]) -> SectionT:
-        """Return the command's own keys; raises `ConfigError` as `section_of`."""
-        return section_of(schema, self.command_keys)
+        """Return the command's own keys (`from` is the config's); raises `ConfigError` as `section_of`."""
+        return section_of(schema, {key: value for key, value in self.command_keys.items() if key != "from"})
 
     def without(self, keys: Collection[str]) -> CommandLine:
         """Return a copy without the overrides of `keys`."""

@@ -414,7 +414,7 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
     from mmrl.cli import configs, overrides
     from mmrl.run.plan import PlanArguments, planned
 
-    line = overrides.read_line(context.args, command_keys=tuple(PlanArguments.model_fields), single="mmrl plan")
+    line = overrides.read_line(context.args, command_keys=("from", *PlanArguments.model_fields), single="mmrl plan")
     (config,) = configs.train_configs(line)
     print(planned(config, line.section(PlanArguments), as_json=as_json))
     return 0
@@ -445,7 +445,7 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
         return check_machine(as_json=as_json)
     from mmrl.cli import configs, overrides
 
-    line = overrides.read_line(context.args, command_keys=("examples",), single="mmrl doctor")
+    line = overrides.read_line(context.args, command_keys=("from", "examples"), single="mmrl doctor")
     (config,) = configs.train_configs(line)
     if not config.kind.credit:
         raise ConfigError(f"algo: got {config.algo.name}, and mmrl doctor looks at one stage of reinforcement learning")

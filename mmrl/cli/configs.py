@@ -26,7 +26,7 @@ from mmrl.config.base import iter_leaves, quote_value, value_at
 from mmrl.config.schema import stage_schema
 from mmrl.config.validate import CHOICES
 from mmrl.errors import ConfigError, gathered, unknown
-from mmrl.system.conf import GROUPS, options
+from mmrl.system.conf import GROUPS, options, row_keys
 
 if TYPE_CHECKING:
     from mmrl.sets.sweep import Job
@@ -49,7 +49,8 @@ def eval_configs(line: CommandLine) -> list[EvalCommandConfig]:
     stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
     # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `hydra._sections`).
     problems = [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
-    return _configs("eval", line.without(stray), _eval_config, problems)
+    build = lambda raw, words: _eval_config(line, raw, words)  # noqa: E731
+    return _configs("eval", line.without(stray), build, problems)
 
 
 def _configs(
@@ -98,23 +99,30 @@ def swept(line: CommandLine, job: Job) -> None:
     through_hydra("train", _from_run(line), lambda raw, words: job(lambda: _train_config(line, raw(), words)))
 
 
-def _eval_config(raw: Mapping[str, object], words: Sequence[str]) -> EvalCommandConfig:
+def _eval_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[str]) -> EvalCommandConfig:
     if isinstance(raw.get("policy"), str):
         from mmrl.run.start import evaluation_sections
 
-        raw = evaluation_sections(raw, [key_of(word) for word in words])
+        raw = evaluation_sections(raw, [*map(key_of, words), *row_keys(words, line.config_dir)])
     return validate(EvalCommandConfig, raw)
 
 
 def _from_run(line: CommandLine) -> CommandLine:
-    """Return the words of a run with `from=RUN`; model and task are that run's unless typed."""
+    """Return the words of a run with `from=RUN`; model, task and plugins are that run's unless typed."""
     if "from" not in line.command_keys:
         return line
+    from mmrl.run.settle import announce_code
     from mmrl.run.start import run_of, sections_of
 
-    stored = sections_of(run_of(Path(line.command_keys["from"])))
-    names = {group: stored[group].get("name") for group in stored if group not in line.keys}
+    run = run_of(Path(line.command_keys["from"]))
+    stored = sections_of(run)
+    plugins = stored.pop("plugins", ())
+    typed = [*line.keys, *row_keys(line.words, line.config_dir)]
+    names = {group: stored[group].get("name") for group in stored if group not in typed}
     words = [f"{group}={name}" for group, name in names.items() if name in options(group, line.config_dir)]
+    if plugins and "plugins" not in typed:
+        announce_code(run, stored, plugins, program=True)
+        words.append(f"plugins=[{','.join(plugins)}]")
     return replace(line, overrides=(*parse(words, []), *line.overrides))
 
 
@@ -125,13 +133,18 @@ def _from(line: CommandLine, raw: Mapping[str, object], user_keys: Sequence[str]
     run = run_of(Path(line.command_keys["from"]))
     if "stages" in raw:
         raise ConfigError("from: has no effect on several runs, each of which starts from the one before")
-    stored = sections_of(run)
-    sections = {name: with_overrides(stored[name], raw, line.keys, name) for name in stored if name not in line.keys}
+    stored, typed = sections_of(run), [*line.keys, *row_keys(line.words, line.config_dir)]
+    stored.pop("plugins", None)
+    sections = {name: with_overrides(stored[name], raw, typed, name) for name in stored if name not in typed}
     if "model" in sections and value_at(raw, "model.path") is not None:
         # The path of a run that has itself started from another is no setting; the policy's weights take its place.
         sections["model"]["path"] = value_at(raw, "model.path")
     config = _stage({**raw, **sections}, user_keys)
-    policy_of_run(run)
+    if policy_of_run(run).prompts is not None and "task.prompts" in typed:
+        raise ConfigError(
+            f"task.prompts: has no effect with from={run}, whose policy has prompts of its own; leave it out, or take "
+            f"its weights alone: mmrl export {run} out=FOLDER, then model.path=FOLDER"
+        )
     return config.model_copy(update={"start": StartConfig(run=str(run))})
 
 

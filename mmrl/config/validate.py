@@ -76,16 +76,25 @@ def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> Conf
     Raises:
         ConfigError: as `validate`; an environment variable that is not set.
     """
-    raw = {key: as_tuples(value) for key, value in stored.items()}
-    problems = []
-    for key, value in raw.items():
+    raw = {key: as_tuples(value) for key, value in revealed(stored).items()}
+    return validate(schema, raw, stored=True)
+
+
+def revealed(stored: Mapping[str, object]) -> dict[str, object]:
+    """Return a stored config with the values of the environment variables that it names.
+
+    Raises:
+        ConfigError: one is not set.
+    """
+    result, problems = {}, []
+    for key, value in stored.items():
         try:
-            raw[key] = reveal(value)
+            result[key] = reveal(value)
         except KeyError as error:
             problems.append(f"{key}: the environment variable {error.args[0]} is not set, which this run was given")
     if problems:
         raise ConfigError(problems)
-    return validate(schema, raw, stored=True)
+    return result
 
 
 def as_tuples(value: object) -> object:

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 
 from mmrl.config.base import FETCHED, SHIPPED, reasons, value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS
+from mmrl.config.validate import revealed
 from mmrl.errors import ConfigError
 from mmrl.system.files import atomic_write, differences, read_yaml
 
@@ -176,7 +177,7 @@ def run_config(text: str) -> Mapping[str, object]:
     for run in (folder, *list(folder.parents)[:3]):  # a run, a checkpoint in it, one adapter of that
         if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
             stored = read_yaml(run / "config.yaml")
-            return stored if isinstance(stored, Mapping) else {}
+            return revealed(stored) if isinstance(stored, Mapping) else {}
     return {}
 
 
@@ -342,8 +343,11 @@ def _base_of(adapter: Path) -> str:
     """Return the base of an adapter: `model.path` of its run, else what it says itself (which may have moved since)."""
     # One folder up for a shared adapter (checkpoint-3/), two for one of several (checkpoint-3/<name>/).
     for folder in list(adapter.resolve().parents)[1:3]:
-        config = folder.parent / "config.yaml"
-        stored = read_yaml(config) if folder.name == "checkpoints" and config.is_file() else None
+        stored = run_config(str(folder.parent)) if folder.name == "checkpoints" else {}
         if isinstance(base := value_at(stored, "model.path"), str):
+            start = Path(str(value_at(stored, "start.run")))
+            if Path(base).is_relative_to(start) and not Path(base).exists():
+                # Moved, as a whole, with the run that it started from.
+                return str(folder.parent.parent / start.name / Path(base).relative_to(start))
             return base
     return _read(adapter, _Adapter).base_model_name_or_path

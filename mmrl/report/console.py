@@ -5,7 +5,6 @@ Returns text, commands print it. `finish` also writes `summary.json` and `report
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -185,7 +184,7 @@ def _write_report(overview: Overview) -> str:
     except OSError:
         raise  # a full disk is no drawing problem
     except Exception as error:  # the run is done and its numbers are safe: a drawing problem must not lose the summary
-        return f"report not written ({type(error).__name__}: {error}); try again: mmrl report {overview.run.path}"
+        return f"report not written ({type(error).__name__}: {error}); try again: mmrl report {overview.run.typed}"
     return ""
 
 
@@ -193,17 +192,16 @@ def _paths_and_commands(overview: Overview, problem: str = "") -> str:
     """Return the paths of everything, and the commands to look further."""
     path, steps, report = overview.run.path, overview.run.journal_steps(), overview.run.report_path
     rows = {"run directory": str(path), "report": problem or (str(report) if report.is_file() else "not yet")}
-    rows["look further"] = f"mmrl show {path}"
+    typed = overview.run.typed
+    rows["look further"] = f"mmrl show {typed}"
     if steps:
-        rows["a step"] = f"mmrl show {path} step={steps[-1]}"
-        rows["an example"] = f"mmrl show {path} step={steps[-1]} example=<id>"
+        rows["a step"] = f"mmrl show {typed} step={steps[-1]}"
+        rows["an example"] = f"mmrl show {typed} step={steps[-1]} example=<id>"
     # Objects of a Python process have names that no command can import.
     if not str(overview.get("task.program") or "").startswith("mmrl.system.objects:"):
         # On test, or, of the user's data, dev or train.
         real_splits = [
             split for split in ("test", "dev", "train") if overview.get(f"task.data.{split}") not in (None, "mini")
         ]
-        rows["evaluate"] = (
-            f"mmrl eval policy={shlex.quote(str(path))} split={real_splits[0] if real_splits else 'test'}"
-        )
+        rows["evaluate"] = f"mmrl eval policy={typed} split={real_splits[0] if real_splits else 'test'}"
     return facts_table(rows, indent="")

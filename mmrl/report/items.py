@@ -47,8 +47,8 @@ def evaluation_text(overview: Overview, width: int) -> str:
     parts.append(facts_table(overview.summary.get("facts") or {}))
     parts.append(_items_text(items, width, worst=WORST))
     example = clean(items[0]["id"])
-    commands = [f"all items:        mmrl show {overview.run.path} step={step}"] if len(items) > WORST else []
-    parts.append("\n".join([*commands, f"one item's calls: mmrl show {overview.run.path} example='{example}'"]))
+    commands = [f"all items:        mmrl show {overview.run.typed} step={step}"] if len(items) > WORST else []
+    parts.append("\n".join([*commands, f"one item's calls: mmrl show {overview.run.typed} example='{example}'"]))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -121,7 +121,7 @@ def step_text(overview: Overview, step: int, width: int) -> str:
         raise CheckpointError(f"{run.path}: no journal of step {step}; {_steps(overview)}")
     if not training:
         example = next(iter(evaluated.values()))[0]["id"]
-        parts.append(f"one item: mmrl show {run.path} step={step} example='{clean(example)}'")
+        parts.append(f"one item: mmrl show {run.typed} step={step} example='{clean(example)}'")
     return "\n\n".join(parts)
 
 
@@ -187,7 +187,7 @@ def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
     example = clean(forest.examples[0]) if forest.examples else "<id>"
     return (
         f"step {step}: {len(forest.examples)} examples, {len(forest.rollouts)} rollouts, {len(forest.calls)} calls\n"
-        f"{align(rows, width=width)}\n\none example's calls: mmrl show {run.path} step={step} example='{example}'"
+        f"{align(rows, width=width)}\n\none example's calls: mmrl show {run.typed} step={step} example='{example}'"
     )
 
 

@@ -17,6 +17,7 @@ import errno
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -205,6 +206,11 @@ class RunDir:
         return self.path / "eval" / f"step-{step:06d}-{split}.jsonl"
 
     @property
+    def typed(self) -> str:
+        """The path as a shell reads it."""
+        return shlex.quote(str(self.path))
+
+    @property
     def resumed_as(self) -> Path:
         """The folder to resume: the run itself, or the set in whose folder it lies (`mmrl train stages=[A,B]`)."""
         return self.path.parent if (self.path.parent / SET).is_file() else self.path
@@ -385,7 +391,7 @@ def _resume_hint(path: Path) -> str:
     if not is_run(path):
         return ""
     command = "eval" if "policy" in RunDir(path).config else "train"
-    return f"; to continue it: mmrl {command} resume={path}"
+    return f"; to continue it: mmrl {command} resume={shlex.quote(str(path))}"
 
 
 def _run_below(path: Path) -> str:

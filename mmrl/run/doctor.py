@@ -31,6 +31,7 @@ from mmrl.run import fetch
 from mmrl.run.build import build_stage, build_task, check_model
 from mmrl.run.launch import released
 from mmrl.run.settle import settle
+from mmrl.run.start import started
 from mmrl.stages.step_log import StepLog
 from mmrl.system.artifacts import cache_root
 from mmrl.system.files import atomic_write, dumps, plain
@@ -66,7 +67,7 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
     hardware = config.hardware
     single = {"processes": 1, "nodes": 1, "sharding": "none", "cpu_offload": False, "ray": None}
     single |= {"rollout_devices": min(1, hardware.rollout_devices)}
-    config = settle(config.model_copy(update={"hardware": hardware.model_copy(update=single)}))
+    config = settle(started(config).model_copy(update={"hardware": hardware.model_copy(update=single)}))
     check_model(config.model)
     facts = _played(config, examples)
     findings = find(facts)

@@ -53,6 +53,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, evaluation_devices, reward_set
 from mmrl.run.check import plan_problems, process_problems
 from mmrl.run.settle import settle
+from mmrl.run.start import started
 from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.stages.sft_data import sft_problems
 
@@ -137,6 +138,7 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     Raises:
         ConfigError: what `mmrl train` would refuse, as far as it does not depend on this machine.
     """
+    config = started(config)
     lengths = parse_lengths(request.lengths)
     recorded = _recorded(request.run) if request.run else None
     # Every GPU that `device=` may name is a CUDA device to a run.

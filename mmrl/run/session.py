@@ -23,7 +23,6 @@ from mmrl.config import (
     HardwareConfig,
     RunConfig,
     StageConfig,
-    StartConfig,
     TrainCommandConfig,
     WeightsConfig,
     schema_of,
@@ -39,7 +38,7 @@ from mmrl.run.doctor import check_before_training
 from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.ray_launch import start_on_ray
 from mmrl.run.settle import import_plugins, refuse_changes, run_folder, settle, stored_config
-from mmrl.run.start import config_from_run, config_of_resumed
+from mmrl.run.start import config_of_resumed, started
 from mmrl.stages import Stage
 from mmrl.system import ray_cluster
 from mmrl.system.files import JsonObject, plain
@@ -67,9 +66,7 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
         command: what was typed, for the run directory.
         resumed: continue from where it was.
     """
-    # With digests it has been looked up: it is continued, or the main process of several has done so.
-    if config.start is not None and config.start == StartConfig(run=config.start.run):
-        config = config_from_run(config, Path(config.start.run))
+    config = started(config)
     credited = config.kind.credit
     # A process that a launcher has started, Ray too, joins the others below.
     on_ray = credited and config.hardware.ray is not None and launched() is None

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from mmrl.config import StageConfig, StartConfig
 from mmrl.config.base import value_at
-from mmrl.config.validate import as_tuples
+from mmrl.config.validate import as_tuples, revealed
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.policy import (
     MARKER,
@@ -24,24 +24,25 @@ from mmrl.models.policy import (
 from mmrl.report.rundir import RunDir, rows_of
 from mmrl.run.settle import announce_code, import_plugins
 from mmrl.system.files import JsonObject, atomic_dir
+from mmrl.tasks.prompts import prompts_file
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
 
 def sections_of(run: Path) -> JsonObject:
-    """Return `model` and `task` of a run, which a run that starts from it takes over where the user sets nothing else.
+    """Return `model`, `task` and `plugins` of a run, which one that starts from it takes over where the user sets none.
 
     Raises:
         ConfigError: it is no training run.
     """
     try:
-        stored = RunDir.read(run).config
+        stored = revealed(RunDir.read(run).config)
     except CheckpointError as error:
         raise ConfigError(f"from: {error}") from None
     if "policy" in stored:
         raise ConfigError(f"from: {run} is an evaluation, which makes no policy; expected a run of mmrl train")
-    sections = {name: as_tuples(stored.get(name)) for name in ("model", "task")}
-    return {name: section for name, section in sections.items() if isinstance(section, dict)}
+    sections = {name: as_tuples(stored.get(name)) for name in ("model", "task", "plugins")}
+    return {name: section for name, section in sections.items() if isinstance(section, dict | tuple)}
 
 
 def run_of(path: Path) -> Path:
@@ -112,6 +113,14 @@ def policy_of_run(run: Path, *, undamaged: bool = False) -> Policy:
     return policy
 
 
+def started(config: ConfigT) -> ConfigT:
+    """Return a config with the policy of the run that it starts from (`from=RUN`), where that was not looked up yet."""
+    # With digests it has been: it is continued, or the main process of several has done so.
+    if config.start is None or config.start != StartConfig(run=config.start.run):
+        return config
+    return config_from_run(config, Path(config.start.run))
+
+
 def config_from_run(config: ConfigT, run: Path) -> ConfigT:
     """Return a run from the policy that `run` has made: its weights, with an adapter merged into them, and its prompts.
 
@@ -122,7 +131,7 @@ def config_from_run(config: ConfigT, run: Path) -> ConfigT:
     prompts = policy.prompts
     path = policy.base if policy.adapter is None else _merged(run, config)
     changed: dict[str, object] = {
-        "start": StartConfig(run=str(run), weights=_weights_digest(run), prompts=prompts and _digest(Path(prompts)))
+        "start": StartConfig(run=str(run), weights=_weights_digest(run), prompts=_prompts_digest(run))
     }
     if path != config.model.path:
         changed["model"] = config.model.model_copy(update={"path": path, "revision": None})
@@ -144,8 +153,7 @@ def config_of_resumed(config: ConfigT, folder: Path) -> ConfigT:
     candidates = [Path(start.run), folder.absolute().parent / Path(start.run).name]
     existing = [candidate for candidate in candidates if candidate.is_dir()]
     for candidate in existing:
-        prompts = prompts_of(str(candidate))[1]
-        now = StartConfig(run=start.run, weights=_weights_digest(candidate), prompts=prompts and _digest(Path(prompts)))
+        now = StartConfig(run=start.run, weights=_weights_digest(candidate), prompts=_prompts_digest(candidate))
         if now == start:
             return config_from_run(config, candidate).model_copy(update={"start": start})
     problem = "has another policy now than the one that this run started from" if existing else "is not there"
@@ -183,6 +191,11 @@ def _weights_digest(run: Path) -> str | None:
     folders = [Path(text) for text in (policy.adapter, policy.base) if text]
     marker = next((folder / MARKER for folder in folders if (folder / MARKER).is_file()), None)
     return _digest(marker) if marker is not None else None
+
+
+def _prompts_digest(run: Path) -> str | None:
+    task, prompts = prompts_of(str(run))
+    return _digest(prompts_file(prompts, str(task))) if prompts is not None else None
 
 
 def _digest(path: Path) -> str:

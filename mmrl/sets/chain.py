@@ -8,6 +8,7 @@ RUN/set.html, …           the set's page
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def go_on(folder: Path, compose: Compose, command: Sequence[str] = (), *, in_pro
             RunQueue(plan.queue, 1, spec.config_dir, on_done=ended, attached=True).run()
     code = next((run.code for run in plan.queue if run.code), 0)
     if not code:
-        hints = f"page           {folder / 'set.html'}\nevaluate       mmrl eval policy={folder}"
+        hints = f"page           {folder / 'set.html'}\nevaluate       mmrl eval policy={shlex.quote(str(folder))}"
         print(f"\n{chain_page(folder).text()}\n\n{hints}")
     return code
 

@@ -37,6 +37,25 @@ def options(group: str, config_dir: str | None = None) -> list[str]:
     return sorted(names)
 
 
+def row_keys(words: Iterable[str], config_dir: str | None = None) -> list[str]:
+    """Return the keys and groups that the rows of a command line (`experiment=`) set."""
+    import yaml
+
+    from mmrl.config.base import iter_leaves
+
+    keys: list[str] = []
+    for word in words:
+        name, _, rows = word.lstrip("+").partition("=")
+        for row in rows.strip("[]").split(",") if name == "experiment" else ():
+            paths = [folder / "experiment" / f"{row.strip()}.yaml" for folder in [*user_dirs(config_dir), conf_dir()]]
+            path = next((path for path in paths if path.is_file()), None)
+            content = (yaml.safe_load(path.read_text(encoding="utf-8")) if path else None) or {}
+            groups = [group for item in content.pop("defaults", ()) if isinstance(item, dict) for group in item]
+            keys += [group.removeprefix("override ").lstrip("/") for group in groups]
+            keys += [key for key, _ in iter_leaves(content)]
+    return keys
+
+
 def later_wins(words: Iterable[str]) -> list[str]:
     """Keep each key once, at its first position with its last value: a command line takes no key twice."""
     return list({word.partition("=")[0].lstrip("+"): word for word in words}.values())

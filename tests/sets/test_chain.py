@@ -23,9 +23,11 @@ from mmrl.models.policy import prompts_of, resolve, write_policy
 from mmrl.report.rundir import RunDir, rows_of
 from mmrl.run.check import check
 from mmrl.run.settle import weight_run
+from mmrl.run.start import started
 from mmrl.sets.chain import begin, chain_page, go_on
 from mmrl.sets.found import found_set
 from mmrl.sets.page import SetPage
+from mmrl.system.conf import conf_dir
 from mmrl.system.files import append_jsonl, digests
 from scripts.chaos.compare import comparable
 
@@ -464,3 +466,88 @@ def test_a_stage_that_comes_twice_leaves_the_others_theirs(tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         begin(staged("stages=[sft,sft,mmgrpo]", *SMALL, f"run.dir={tmp_path / 'run'}"), [])
     assert [run.config.algo.name for run in planned] == ["sft", "sft", "mmgrpo"]
+
+
+@pytest.fixture
+def earlier(whole, tmp_path):
+    """A run to start from, whose stored config a test may change: (run, change)."""
+    run = shutil.copytree(whole / "1_sft", tmp_path / "a b")
+
+    def change(**sections):
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        for name, section in sections.items():
+            config[name] = {**config[name], **section} if isinstance(section, dict) else section
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+
+    return run, change
+
+
+def from_run(run, *words):
+    (config,) = train_configs(read_line([f"from={run}", *words], command_keys=("from",)))
+    return config
+
+
+def test_variables_that_the_run_before_names_are_read(earlier, tmp_path, monkeypatch):
+    run, change = earlier
+    change(task={"labels": "${oc.env:LABELS}"})
+    labels = tmp_path / "labels.json"
+    labels.write_text('["a", "b"]')
+    monkeypatch.setenv("LABELS", str(labels))
+    (evaluation,) = eval_configs(read_line([f"policy={run}"]))
+    assert from_run(run, "algo=mmgrpo").task.labels == evaluation.task.labels == str(labels)
+    monkeypatch.delenv("LABELS")
+    for made in (lambda: from_run(run, "algo=mmgrpo"), lambda: eval_configs(read_line([f"policy={run}"]))):
+        with pytest.raises(ConfigError, match="task: the environment variable LABELS is not set"):
+            made()
+
+
+def test_the_papers_prompts_are_a_start_too(earlier):
+    run, _ = earlier
+    config = {**yaml.safe_load((run / "config.yaml").read_text()), "task": {"name": "hotpotqa", "prompts": "paper"}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    made = started(from_run(run, "algo=mhgpo_rr"))
+    assert made.task.prompts == "paper"
+    assert made.start.prompts == digests([conf_dir() / "prompts" / "paper" / "hotpotqa.yaml"])[0]
+    with pytest.raises(ConfigError, match=r"task\.prompts: has no effect with from="):
+        from_run(run, "algo=mhgpo_rr", "task.prompts=null")
+
+
+def test_settings_under_one_name_hold_in_a_run_from_another(earlier, tmp_path, monkeypatch):
+    run, _ = earlier
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "big.yaml").write_text("# @package _global_\ntask: {max_tokens: 5}\n")
+    monkeypatch.chdir(tmp_path)
+    (evaluation,) = eval_configs(read_line([f"policy={run}", "experiment=big"]))
+    assert from_run(run, "algo=mmgrpo", "experiment=big").task.max_tokens == evaluation.task.max_tokens == 5
+
+
+def test_packages_of_the_run_before_are_imported(earlier, tmp_path, monkeypatch, capsys):
+    run, change = earlier
+    change(plugins=["package_of_mine"])
+    (tmp_path / "package_of_mine.py").write_text("print('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert from_run(run, "algo=mmgrpo").plugins == ("package_of_mine",)
+    said = capsys.readouterr()
+    assert "imported" in said.out and "plugins=package_of_mine" in said.err
+
+
+def test_a_run_from_another_is_planned_and_examined(earlier, capsys):
+    run, _ = earlier
+    words = [f"from={run}", "algo=mmgrpo", "algo.rollouts=2", "train.batch_size=2", "hardware.threads=1"]
+    assert main(["plan", *words, "dry=1"]) == 0
+    assert "mmgrpo on banking77" in capsys.readouterr().out
+    assert main(["doctor", *words, "examples=1"]) in (0, 1)
+    assert f"mmgrpo on banking77 with {run / 'checkpoints' / 'checkpoint-2'}" in capsys.readouterr().out
+    assert main(["show", str(run)]) == 0
+    assert f"mmrl show '{run}'\n" in capsys.readouterr().out, "as a shell reads it"
+
+
+def test_an_adapter_on_a_moved_run_before_is_found(tmp_path):
+    (tmp_path / "1_sft" / "merged" / "checkpoint-1").mkdir(parents=True)
+    run = tmp_path / "2_grpo"
+    checkpoint = run / "checkpoints" / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "adapter_config.json").write_text('{"base_model_name_or_path": "x"}')
+    stored = {"model": {"path": "was/1_sft/merged/checkpoint-1"}, "start": {"run": "was/1_sft"}}
+    (run / "config.yaml").write_text(yaml.safe_dump(stored))
+    assert resolve(str(checkpoint)).base == str(tmp_path / "1_sft" / "merged" / "checkpoint-1")
