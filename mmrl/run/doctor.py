@@ -52,7 +52,9 @@ class DoctorArguments(Section):
 
 
 def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
-    """Play a few examples of a checked run and print what is wrong; writes nothing that stays.
+    """Play a few examples of a checked run and print what is wrong.
+
+    Writes nothing that stays, but the merged weights of a run with an adapter that this one starts from.
 
     Args:
         examples: training examples to play.
