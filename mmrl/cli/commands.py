@@ -76,8 +76,8 @@ def train(context: typer.Context) -> int:
                                              folders of their own ('run.dir=outputs/x/s${seed}') finished runs
                                              stay and unfinished ones continue
       plugins=[PACKAGE]                      packages that add tasks or algorithms
-      from=RUN_DIR                           start from the policy of that run, weights and prompts; its model and task
-                                             where none is typed
+      from=RUN_DIR                           start from the policy of that run, weights and prompts; its model, task
+                                             and plugins where none are typed
       resume=RUN_DIR                         continue a stopped run; no other key with it but train.steps=+N, which
                                              takes N further steps, also of a finished run
 
