@@ -146,6 +146,11 @@ class Engine(ABC):
     def leave(self) -> None:  # noqa: B027
         """Note that a program has ended."""
 
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep what is cached of prompts while no program is live, for requests that come one after the other."""
+        yield
+
     def end_session(self, session: str) -> None:  # noqa: B027
         """Note that no more requests of a session come for now."""
 

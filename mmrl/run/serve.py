@@ -61,6 +61,7 @@ def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys
         tempfile.TemporaryDirectory(prefix="mmrl-serve-") as folder,
         stoppable(),
         fixed_engine(config, policy, Path(folder), config.policy) as (engine, tokenizer),
+        engine.keeping(),  # a chat's next turn begins with all that was said
     ):
         app = make_app(Served(engine=engine, tokenizer=tokenizer, models=names), token)
         return listen(app, arguments, snippets(names, arguments), grace_s=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +15,11 @@ from peft import LoraConfig, get_peft_model
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import Completion, EngineSetup, Request
 from mmrl.engines.embedded import architecture
+from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.hf_loop import HFLoop
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import EngineFailure, LengthFailure
-from tests.engines.test_decode import row
+from tests.engines.test_decode import forwarded, row
 from tests.helpers.engines import EOS, VOCABULARY, generate, model, request, tokenizer
 
 LOOPS = ["own", "hf"]
@@ -278,6 +280,34 @@ def test_a_token_with_an_inactive_adapter_walks_no_parameter(monkeypatch: pytest
     loop.stop()
     assert policy.active_adapters == ["one"]
     assert {name: parameter.requires_grad for name, parameter in policy.named_parameters()} == before
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_prompts_share_is_kept_between_requests_that_come_one_by_one(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = engine(model(), "own")
+    (own,) = served.decoder.loops.values()
+    assert isinstance(own, NativeLoop)
+    seen = forwarded(own, monkeypatch)
+    header = [2 + i % 90 for i in range(100)]
+
+    async def one_by_one() -> list[Completion]:
+        made = []
+        for index in range(4):
+            served.enter()
+            made.append(await served.generate(request([*header, 7, index], index, max_tokens=4)))
+            served.leave()
+        return made
+
+    with served.keeping() if keeps else nullcontext():
+        made = asyncio.run(one_by_one())
+        # The second finds out what is shared; from the third on it is there.
+        # The first is the check of the decoder; the third finds what the second shares with the one before.
+        assert seen == ([102, 102, 101, 1, 1, 1] if keeps else [102] * 5)
+        assert len(own._store) == (1 if keeps else 0)
+    assert len(own._store) == 0
+    assert [one.ids for one in made] == [one.ids for one in asyncio.run(one_by_one())]
 
 
 def test_a_new_version_in_mid_batch_is_refused() -> None:

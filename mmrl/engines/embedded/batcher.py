@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,7 @@ class Batcher(Engine):
         self.decoder = decoder
         self.schedule = schedule
         self._since: float | None = None
-        self._started = False
+        self._started = self._keeps = False
         self._reset(None)
 
     @property
@@ -123,8 +124,18 @@ class Batcher(Engine):
         self._forget()
         self._wake()
 
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """See `Engine.keeping`. What a request finds then depends on what came before it, and so may its last bits."""
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps = False
+            self._forget()
+
     def _forget(self) -> None:
-        if self.live == 0 and not self.waiting and not self.active:
+        if not self._keeps and self.live == 0 and not self.waiting and not self.active:
             self.decoder.forget()
 
     async def generate(self, request: Request) -> Completion:

@@ -170,8 +170,9 @@ class PromptStage(Stage[PromptCommandConfig]):
             return program, self._compared(start, validation), self._compared(program, validation)
 
         try:
-            # Appended: what a start that was killed has printed stays.
-            with open(folder / "optimiser.log", "a", encoding="utf-8") as log, printing_to(log):
+            # Appended: what a start that was killed has printed stays. Bootstrapping has one rollout after the other,
+            # whose prompts share most of what they have.
+            with open(folder / "optimiser.log", "a", encoding="utf-8") as log, printing_to(log), self.engine.keeping():
                 program, before, best = loop.run(searched)
         finally:
             if writer is not None:
