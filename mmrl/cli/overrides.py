@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -60,7 +61,8 @@ def read_line(
         suggestion = meant_keys(flag.partition("=")[0].lstrip("-").replace("-", "_"))
         hint = f"{suggestion} Keys are typed as KEY=VALUE" if suggestion else ""
         problems.append(f"{flag.partition('=')[0]}: unknown flag{hint} (known: -m, --config-dir, --cfg job)")
-    if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
+    # Not Path's own test, which raises for a name that is too long.
+    if flags.config_dir is not None and not os.path.isdir(flags.config_dir):
         problems.append(f"--config-dir: no folder '{flags.config_dir}'")
     # Own keys are taken out before Hydra parses: a path or a list of names need not be valid Hydra grammar.
     command_pairs = [text.partition("=")[::2] for text in settings if text.partition("=")[0] in command_keys]

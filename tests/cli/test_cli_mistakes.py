@@ -23,6 +23,7 @@ MISTAKES = [
     ("train algo={", "algo={: not an override"),
     ("train seed=1,2", "seed: got several values; run a sweep with -m"),
     ("train --config-dir nowhere", "--config-dir: no folder 'nowhere'"),
+    (f"doctor --config-dir {'x' * 500}", "--config-dir: no folder 'xxx"),
     ("train algo.group_size=1", "algo.group_size: got 1, expected greater than or equal to 2"),
     ("train algo.group_size=2.5", "algo.group_size: got 2.5, expected integer"),
     ("train algo.fork_probs=[.5,.1,.1]", "algo.fork_probs: got [0.5, 0.1, 0.1] (sum 0.7), expected non-negative"),
