@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -49,8 +50,7 @@ def eval_configs(line: CommandLine) -> list[EvalCommandConfig]:
     stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
     # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `hydra._sections`).
     problems = [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
-    build = lambda raw, words: _eval_config(line, raw, words)  # noqa: E731
-    return _configs("eval", line.without(stray), build, problems)
+    return _configs("eval", line.without(stray), partial(_eval_config, line), problems)
 
 
 def _configs(
@@ -112,11 +112,10 @@ def _from_run(line: CommandLine) -> CommandLine:
     if "from" not in line.command_keys:
         return line
     from mmrl.run.settle import announce_code
-    from mmrl.run.start import run_of, sections_of
+    from mmrl.run.start import plugins_of, run_of, sections_of
 
     run = run_of(Path(line.command_keys["from"]))
-    stored = sections_of(run)
-    plugins = stored.pop("plugins", ())
+    stored, plugins = sections_of(run), plugins_of(run)
     typed = [*line.keys, *row_keys(line.words, line.config_dir)]
     names = {group: stored[group].get("name") for group in stored if group not in typed}
     words = [f"{group}={name}" for group, name in names.items() if name in options(group, line.config_dir)]
@@ -126,20 +125,21 @@ def _from_run(line: CommandLine) -> CommandLine:
     return replace(line, overrides=(*parse(words, []), *line.overrides))
 
 
-def _from(line: CommandLine, raw: Mapping[str, object], user_keys: Sequence[str]) -> StageConfig:
+def _from(line: CommandLine, raw: Mapping[str, object], words: Sequence[str]) -> StageConfig:
     """Return the config of a job that starts from another run, whose sections stand for those not typed."""
     from mmrl.run.start import policy_of_run, run_of, sections_of, with_overrides
 
     run = run_of(Path(line.command_keys["from"]))
     if "stages" in raw:
         raise ConfigError("from: has no effect on several runs, each of which starts from the one before")
-    stored, typed = sections_of(run), [*line.keys, *row_keys(line.words, line.config_dir)]
-    stored.pop("plugins", None)
+    stored = sections_of(run)
+    # Not all of the job's words: `_from_run` has added those of the run.
+    typed = [*line.keys, *row_keys(words, line.config_dir)]
     sections = {name: with_overrides(stored[name], raw, typed, name) for name in stored if name not in typed}
     if "model" in sections and value_at(raw, "model.path") is not None:
         # The path of a run that has itself started from another is no setting; the policy's weights take its place.
         sections["model"]["path"] = value_at(raw, "model.path")
-    config = _stage({**raw, **sections}, user_keys)
+    config = _stage({**raw, **sections}, list(map(key_of, words)))
     if policy_of_run(run).prompts is not None and "task.prompts" in typed:
         raise ConfigError(
             f"task.prompts: has no effect with from={run}, whose policy has prompts of its own; leave it out, or take "
@@ -161,7 +161,7 @@ def _train_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[
     # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
     user_keys = list(map(key_of, words))
     if "from" in line.command_keys:
-        return _from(line, raw, user_keys)
+        return _from(line, raw, words)
     return _chain(raw, words, line.config_dir) if "stages" in raw else _stage(raw, user_keys)
 
 

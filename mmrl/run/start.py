@@ -30,7 +30,7 @@ ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
 
 def sections_of(run: Path) -> JsonObject:
-    """Return `model`, `task` and `plugins` of a run, which one that starts from it takes over where the user sets none.
+    """Return `model` and `task` of a run, which a run that starts from it takes over where the user sets nothing else.
 
     Raises:
         ConfigError: it is no training run.
@@ -41,8 +41,14 @@ def sections_of(run: Path) -> JsonObject:
         raise ConfigError(f"from: {error}") from None
     if "policy" in stored:
         raise ConfigError(f"from: {run} is an evaluation, which makes no policy; expected a run of mmrl train")
-    sections = {name: as_tuples(stored.get(name)) for name in ("model", "task", "plugins")}
-    return {name: section for name, section in sections.items() if isinstance(section, dict | tuple)}
+    sections = {name: as_tuples(stored.get(name)) for name in ("model", "task")}
+    return {name: section for name, section in sections.items() if isinstance(section, dict)}
+
+
+def plugins_of(run: Path) -> list[str]:
+    """Return the packages that a run imports (`plugins`)."""
+    plugins = RunDir.read(run).config.get("plugins")
+    return plugins if isinstance(plugins, list) else []
 
 
 def run_of(path: Path) -> Path:

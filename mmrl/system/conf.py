@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 GROUPS = ("task", "algo", "model", "hardware", "engine", "experiment")
 """Config groups: folders of `conf/`, in the order in which they are composed."""
@@ -39,17 +40,13 @@ def options(group: str, config_dir: str | None = None) -> list[str]:
 
 def row_keys(words: Iterable[str], config_dir: str | None = None) -> list[str]:
     """Return the keys and groups that the rows of a command line (`experiment=`) set."""
-    import yaml
-
     from mmrl.config.base import iter_leaves
 
     keys: list[str] = []
     for word in words:
         name, _, rows = word.lstrip("+").partition("=")
         for row in rows.strip("[]").split(",") if name == "experiment" else ():
-            paths = [folder / "experiment" / f"{row.strip()}.yaml" for folder in [*user_dirs(config_dir), conf_dir()]]
-            path = next((path for path in paths if path.is_file()), None)
-            content = (yaml.safe_load(path.read_text(encoding="utf-8")) if path else None) or {}
+            content = _content("experiment", row.strip(), [*user_dirs(config_dir), conf_dir()])
             groups = [group for item in content.pop("defaults", ()) if isinstance(item, dict) for group in item]
             keys += [group.removeprefix("override ").lstrip("/") for group in groups]
             keys += [key for key, _ in iter_leaves(content)]
@@ -67,8 +64,16 @@ def chained(algo: str, folders: Iterable[Path]) -> list[str]:
     Args:
         folders: config folders, first wins.
     """
+    return [str(name) for name in _content("algo", algo, folders).get("stages") or [algo]]
+
+
+def _content(group: str, name: str, folders: Iterable[Path]) -> dict[str, Any]:
+    """Return the content of a choice's file, of the first folder that has it; empty where Hydra will refuse it."""
     import yaml
 
-    path = next((path for folder in folders if (path := folder / "algo" / f"{algo}.yaml").is_file()), None)
-    content = yaml.safe_load(path.read_text(encoding="utf-8")) if path else None
-    return [str(name) for name in (content or {}).get("stages") or [algo]]
+    path = next((path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()), None)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) if path is not None else None
+    except yaml.YAMLError:
+        content = None
+    return content if isinstance(content, dict) else {}

@@ -513,12 +513,22 @@ def test_the_papers_prompts_are_a_start_too(earlier):
 
 
 def test_settings_under_one_name_hold_in_a_run_from_another(earlier, tmp_path, monkeypatch):
-    run, _ = earlier
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    (tmp_path / "conf" / "experiment" / "big.yaml").write_text("# @package _global_\ntask: {max_tokens: 5}\n")
+    run, change = earlier
+    change(task={"max_tokens": 7})
+    rows = tmp_path / "conf" / "experiment"
+    rows.mkdir(parents=True)
+    (rows / "big.yaml").write_text("# @package _global_\ntask: {max_tokens: 5}\n")
+    (rows / "other.yaml").write_text("# @package _global_\ntrain: {steps: 3}\n")
+    (rows / "broken.yaml").write_text("task: {")
     monkeypatch.chdir(tmp_path)
     (evaluation,) = eval_configs(read_line([f"policy={run}", "experiment=big"]))
     assert from_run(run, "algo=mmgrpo", "experiment=big").task.max_tokens == evaluation.task.max_tokens == 5
+    sweep = train_configs(
+        read_line(["-m", f"from={run}", "algo=mmgrpo", "experiment=big,other"], command_keys=("from",))
+    )
+    assert [config.task.max_tokens for config in sweep] == [5, 7], "each job by its own"
+    with pytest.raises(ConfigError, match="cannot be composed"):
+        from_run(run, "algo=mmgrpo", "experiment=broken")
 
 
 def test_packages_of_the_run_before_are_imported(earlier, tmp_path, monkeypatch, capsys):
