@@ -340,7 +340,10 @@ def test_variants_it_does_not_know_are_refused(made: Callable[[], Any], reason: 
         own_loop(made())
 
 
-def test_a_model_that_the_own_loop_gets_wrong_is_served_by_its_own_forward(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_the_own_loop_gets_wrong_is_served_by_its_own_forward(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     class Twisted(torch.nn.Module):  # a norm that the loop takes for an ordinary one
         def __init__(self, norm: Any):
             super().__init__()
@@ -349,7 +352,7 @@ def test_a_model_that_the_own_loop_gets_wrong_is_served_by_its_own_forward(caplo
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * x / x.norm(dim=-1, keepdim=True)
 
-    policy = model()
+    policy = model().to(dtype)
     policy.model.norm = Twisted(policy.model.norm)
     served = TransformersEngine(policy, tokenizer(), TransformersConfig(), EngineSetup(threads=1))
     asked = [request([5, 6, 7], 0), request([8, 9], 1)]
@@ -360,6 +363,24 @@ def test_a_model_that_the_own_loop_gets_wrong_is_served_by_its_own_forward(caplo
         TransformersEngine(policy, tokenizer(), TransformersConfig(loop="hf"), EngineSetup(threads=1)), asked
     )
     assert made == expected
+
+
+@pytest.mark.parametrize(("dtype", "warns"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_an_unlikely_token_decides_in_float32_alone(
+    dtype: torch.dtype, warns: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = NativeLoop.prefill
+
+    def rounded(self: NativeLoop, rows: Sequence[Any]) -> torch.Tensor:
+        logits = right(self, rows)
+        logits[:, logits[0].argmin()] -= 0.6  # as seen of SmolLM2-135M in bfloat16
+        return logits
+
+    monkeypatch.setattr(NativeLoop, "prefill", rounded)
+    served = TransformersEngine(model().to(dtype), tokenizer(), TransformersConfig(), EngineSetup(threads=1))
+    with caplog.at_level(logging.WARNING, "mmrl.engines"):
+        generate(served, [request([5, 6, 7], 0)])
+    assert ("differs from the model's forward by 0.6" in caplog.text) == bool(caplog.records) == warns
 
 
 def test_the_self_check_accepts_a_good_model_quietly(caplog: pytest.LogCaptureFixture) -> None:

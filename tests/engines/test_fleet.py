@@ -9,7 +9,7 @@ import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -192,17 +192,27 @@ def test_a_server_of_others_that_goes_is_left_out_and_taken_back_with_the_newest
         engine.close()
 
 
-def test_each_server_is_probed_after_a_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "off", "refused"),
+    [("float32", 1, True), ("bfloat16", 1, False), ("bfloat16", 1000, True)],
+)
+def test_each_server_is_probed_after_a_push(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, off: int, refused: bool
+) -> None:
+    """In half precision a single token may be off by 0.5, by rounding alone."""
+
     def stale(seen: Seen) -> Scripted:
-        rows = [None, *[{str(token): {"logprob": -1.5}} for token in seen.body["prompt"][1:]]]
-        return Scripted({"choices": [{"prompt_logprobs": rows}]})
+        rows = [{str(t): {"logprob": -1.5 if n < off else -1.0}} for n, t in enumerate(seen.body["prompt"][1:])]
+        return Scripted({"choices": [{"prompt_logprobs": [None, *rows]}]})
 
     monkeypatch.setattr("mmrl.engines.vllm.base.probe_logprobs", lambda model, ids, name: [-1.0] * (len(ids) - 1))
     with serving(fake(answering)) as (first, _), serving(fake(stale)) as (second, _):
         setup = EngineSetup(weights=TINY, folder=tmp_path)
         config = VllmServerConfig(name="vllm_server", urls=(first, second))
-        engine = VllmServerEngine(load_model(TINY, torch.device("cpu")), load_tokenizer(TINY), config, setup)
-        with pytest.raises(SyncFailure, match=r"vLLM server 2 does not serve the pushed weights: .* differ by 0\.5"):
+        weights = TINY.model_copy(update={"dtype": dtype})
+        engine = VllmServerEngine(load_model(weights, torch.device("cpu")), load_tokenizer(TINY), config, setup)
+        said = r"vLLM server 2 does not serve the pushed weights: .* differ by 0\.5"
+        with pytest.raises(SyncFailure, match=said) if refused else nullcontext():
             engine.set_version(1)
         engine.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from mmrl.config import LoraConfig
 from mmrl.config.algo import PpoConfig
 from mmrl.errors import ConfigError, MmrlError
-from mmrl.trainer import logprobs, tree_attention, tries
+from mmrl.trainer import logprobs, selfcheck, tree_attention, tries
 from mmrl.trainer.objective import StepBatch, TrainCall
 from mmrl.trainer.selfcheck import calls_to_compare, check_tries
 from mmrl.trainer.trl_trainer import MmrlTrainer
@@ -203,8 +204,12 @@ def test_models_that_cannot_share_are_padded_aloud(tmp_path: Path, caplog: pytes
         make_trainer(tmp_path, tiny_model("gpt2"), packing="trie")
 
 
-def test_the_self_check_stops_a_run_whose_layers_do_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = make_trainer(tmp_path, calls=shared_calls())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_self_check_stops_a_run_whose_layers_do_not_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    made = make_trainer(tmp_path, tiny_model(dtype=dtype), calls=shared_calls())
+    assert check_tries(made.forwards, shared_calls())
     before = {name: weight.clone() for name, weight in made.model.named_parameters()}
 
     def leaky(query: Any, key: Any, value: Any, tree: Any, scale: float) -> Any:
@@ -216,6 +221,23 @@ def test_the_self_check_stops_a_run_whose_layers_do_not_share(tmp_path: Path, mo
     with pytest.raises(MmrlError, match=r"train\.packing: on the first batch, packed and padded log-probabilities"):
         made.train()
     assert all(torch.equal(before[name], weight) for name, weight in made.model.named_parameters())
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_a_single_token_decides_in_float32_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, refused: bool
+) -> None:
+    made = make_trainer(tmp_path, tiny_model(dtype=dtype))
+    right, sides = selfcheck._measure, iter((0.5, 0.0))
+
+    def rounded(*arguments: Any, **options: Any) -> Any:
+        logprobs, gradient = right(*arguments, **options)
+        next(iter(logprobs.values()))[0] += next(sides)  # as seen of SmolLM2-135M in bfloat16
+        return logprobs, gradient
+
+    monkeypatch.setattr(selfcheck, "_measure", rounded)
+    with pytest.raises(MmrlError, match=r"log-probabilities differ by 0\.5") if refused else nullcontext():
+        check_tries(made.forwards, shared_calls())
 
 
 def test_the_self_check_sees_a_wrong_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

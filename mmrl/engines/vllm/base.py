@@ -12,7 +12,9 @@ import shutil
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 from mmrl.config.engines import VllmConfig
@@ -224,7 +226,7 @@ class PushingEngine(VllmEngine):
             self._check_gap(self._expected[name], self._probes(self._newest.get(name)), name)
         if self.names:
             for server, probe in self._probes(None).items():
-                if not (drift := _largest_gap(probe, self._base_probes[server])) <= self._tolerance:
+                if not (drift := self._gap(probe, self._base_probes[server])) <= self._tolerance:
                     raise EngineFailure(
                         f"the base weights of {server} have changed: log-probabilities differ by {drift:.3g}"
                     )
@@ -239,22 +241,25 @@ class PushingEngine(VllmEngine):
             EngineFailure: they differ.
         """
         for server, probe in probes.items():
-            if not (gap := _largest_gap(expected, probe)) <= self._tolerance:
+            if not (gap := self._gap(expected, probe)) <= self._tolerance:
                 weights = f"adapter '{name}'" if name else "weights"
                 raise EngineFailure(
                     f"{server} does not serve the pushed {weights}: log-probabilities of a fixed text differ by "
                     f"{gap:.3g} (tolerance {self._tolerance:g})"
                 )
 
+    @cached_property
+    def _half(self) -> bool:
+        return self.model is None or any(parameter.element_size() == 2 for parameter in self.model.parameters())
+
     @property
     def _tolerance(self) -> float:
-        """Largest difference of log-probabilities that rounding explains."""
-        half = self.model is None or any(parameter.element_size() == 2 for parameter in self.model.parameters())
-        return HALF_TOLERANCE if half else TOLERANCE
+        return HALF_TOLERANCE if self._half else TOLERANCE
 
-
-def _largest_gap(expected: Sequence[float], received: Sequence[float]) -> float:
-    return max(abs(a - b) for a, b in zip(expected, received, strict=True))
+    def _gap(self, expected: Sequence[float], received: Sequence[float]) -> float:
+        """Return the difference of log-probabilities that is held against the tolerance."""
+        gaps = [abs(a - b) for a, b in zip(expected, received, strict=True)]
+        return fmean(gaps) if self._half else max(gaps)
 
 
 def save_weights(
