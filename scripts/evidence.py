@@ -1,12 +1,15 @@
 """Keeps what a finished run has shown: `python -m scripts.evidence RUN_DIR...` writes docs/evidence/NAME.json of each.
 
-A record has the command, machine and versions, the comparison before and after, the main metric of each item before and
-after, and the digests of the run's files, so that whoever runs the command again can compare.
+A record has the command, machine and versions, SHA-256 of the data files, the comparison before and after, the main
+metric of each item before and after, and the digests of the run's files, so that whoever runs the command again can
+compare.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +31,7 @@ def record(folder: Path) -> dict[str, Any]:
     summary = RunDir.read(folder).summary
     if "finished" not in summary:
         raise SystemExit(f"{folder}: the run is not finished")
+    data = RunDir.read(folder).config["task"]["data"]
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     evaluations = [read_jsonl(path) for path in sorted((folder / "eval").glob("*.jsonl"))]
     metric = summary["main_metric"]
@@ -36,11 +40,16 @@ def record(folder: Path) -> dict[str, Any]:
         items[item["id"]].append(item["metrics"][metric])
     digests = {line["file"]: line["sha256"] for line in read_jsonl(folder / "digests.jsonl")}
     return {
-        "command": environment["command"],
+        "command": shlex.join(environment["command"]),
         "machine": {name: environment[name] for name in ("cpu", "cores", "python")},
         "versions": {name: environment["versions"].get(name) for name in VERSIONS},
         "git": environment.get("git"),
         # Not `facts` and `what`: they have paths of this machine; the command names the data.
+        "data": {
+            split: hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            for split, path in data.items()
+            if isinstance(path, str) and Path(path).is_file()
+        },
         "summary": {name: value for name, value in summary.items() if name not in ("facts", "what", "name")},
         "items": items,
         "digests": digests,
@@ -54,7 +63,7 @@ def main(folders: Sequence[str]) -> int:
         kept = record(Path(folder))
         summary = kept["summary"]
         # Of a program of one's own its file: `dspy` or `agent` would be the name of all of them.
-        words = [word for word in kept["command"] if word.startswith(("task.program=", "task.agent="))]
+        words = [word for word in shlex.split(kept["command"]) if word.startswith(("task.program=", "task.agent="))]
         task = words[0].partition("=")[2].partition(":")[0].rpartition(".")[2] if words else summary["task"]
         path = FOLDER / f"{task}-{summary['algo']}-s{summary['seed']}.json"
         path.write_text(json.dumps(kept, separators=(",", ":")) + "\n", encoding="utf-8")

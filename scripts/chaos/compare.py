@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from mmrl.config import schema_of, validate_stored
+
 PER_START = ("environment.json", "run.lock", "optimiser.log", "set.html", "set.md", "set.json", "figure.svg")
 """Files that say who ran where and when; a set's pages have the time at which they were written."""
 NOT_COMPARED = ("time/", "rate/", "memory/", "endpoint/")
@@ -65,16 +67,11 @@ def _lines(path: Path) -> list[Any]:
 
 
 def _config(path: Path) -> Any:
-    """Without the digest of what it started from: checkpoints of equal tensors have files of other bytes."""
+    """As mmrl reads it: a key whose line was lost has its default."""
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return _without_nulls({**config, "start": {**(config.get("start") or {}), "weights": None}})
-
-
-def _without_nulls(value: Any) -> Any:
-    """A null is the default of its key, which stands also where the key is missing."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return value
+    read = validate_stored(schema_of(config), config).model_dump()
+    # Without the digest of what it started from: checkpoints of equal tensors have files of other bytes.
+    return {**read, "start": {**(read.get("start") or {}), "weights": None}}
 
 
 def _tensors(path: Path) -> Any:
