@@ -37,7 +37,7 @@ from mmrl.run.check import check_all
 from mmrl.run.doctor import check_before_training
 from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.ray_launch import start_on_ray
-from mmrl.run.settle import import_plugins, refuse_changes, run_folder, settle, stored_config
+from mmrl.run.settle import import_plugins, problems_of, refuse_changes, run_folder, settle, stored_config
 from mmrl.run.start import config_of_resumed, started
 from mmrl.stages import Stage
 from mmrl.system import ray_cluster
@@ -109,7 +109,8 @@ def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
     that are in the history stay there.
     """
     # Data and servers may have changed since; its own folder is full by now, which must not count.
-    check_all([config.in_folder(None)])
+    with problems_of(rundir.path):
+        check_all([config.in_folder(None)])
     with storage(rundir.path):
         if not isinstance(config, WeightsConfig):
             from mmrl.report.trials import FOLDER, STORED

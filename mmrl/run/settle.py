@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar, cast
@@ -23,7 +24,7 @@ from mmrl.config import (
 )
 from mmrl.config.base import flattened, value_at
 from mmrl.config.validate import CHOICES
-from mmrl.errors import CheckpointError, ConfigError
+from mmrl.errors import CheckpointError, ConfigError, gathered
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.hub import at_hand
 from mmrl.models.policy import newest_checkpoint, prompts_of
@@ -245,10 +246,18 @@ def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False)
     announce_code(folder, stored, packages, program=not reading)
     import_plugins(packages)
     # The folder as typed, not as stored: a run directory may have been moved.
-    try:
+    with problems_of(folder):
         return validate_stored(stored_schema, stored).in_folder(str(folder))
-    except ConfigError as error:
-        raise ConfigError(f"{folder}/config.yaml: {problem}" for problem in error.problems) from None
+
+
+@contextmanager
+def problems_of(folder: Path) -> Iterator[None]:
+    """Name the `config.yaml` that each problem is of: nobody has typed its keys."""
+    problems: list[str] = []
+    with gathered(problems, f"{folder}/config.yaml: "):
+        yield
+    if problems:
+        raise ConfigError(problems)
 
 
 def announce_code(folder: Path, stored: Mapping[str, object], packages: Sequence[str], *, program: bool) -> None:

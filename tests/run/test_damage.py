@@ -229,6 +229,16 @@ def test_a_changed_config_is_refused_unless_it_says_where_the_run_runs(run, caps
     assert f"{path}: is not the config that checkpoint-3 was made with: seed=7 (was 0); put it back" in line
 
 
+def test_settings_that_the_rules_refuse_are_named_with_their_file(run, capsys):
+    path = run / "config.yaml"
+    stored = yaml.safe_load(path.read_text())
+    stored["train"] |= {"warmup_steps": 7, "schedule": "constant"}
+    path.write_text(yaml.safe_dump(stored))
+    assert main(["train", f"resume={run}"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and all(line.startswith(f"error: {path}: train.warmup_steps: got 7") for line in lines)
+
+
 @pytest.mark.parametrize(
     ("name", "data", "code"),
     [

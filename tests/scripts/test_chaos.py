@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import mmrl
+from mmrl.cli.configs import configured
 from scripts.chaos import __main__ as campaign
 from scripts.chaos import children
 from scripts.chaos.cases import CASES
@@ -26,6 +29,11 @@ from scripts.chaos.trial import Place, make_reference
 ROOT = Path(mmrl.__file__).parents[1]
 
 
+@functools.cache
+def stored_config() -> str:
+    return yaml.safe_dump(configured([]).model_dump(mode="json"))
+
+
 def run_of(folder: Path, **changes: Any) -> Path:
     """A small folder like a run's."""
     metrics = [
@@ -33,7 +41,7 @@ def run_of(folder: Path, **changes: Any) -> Path:
         {"step": 2, "reward/mean": 1.0},
     ]
     files = {
-        "config.yaml": b"seed: 0\n",
+        "config.yaml": stored_config().encode(),
         "metrics.jsonl": "".join(json.dumps(line) + "\n" for line in metrics).encode(),
         "summary.json": json.dumps({"seconds": changes.get("seconds", 1.0), "steps": 2}).encode(),
         "journal/step-000001.jsonl.gz": gzip.compress(b"{}\n", mtime=0),
@@ -61,7 +69,6 @@ def test_runs_that_differ_in_times_pids_and_sockets_are_equal(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
-        ({"config.yaml": b"seed: 1\n"}, "config.yaml: its contents differ"),
         ({"metrics.jsonl": b'{"step": 1, "reward/mean": 0.5}\n'}, "metrics.jsonl: its contents differ"),
         ({"metrics.jsonl": b'{"step": 1, "reward/mean": 0.25}\n'}, "metrics.jsonl: its contents differ"),
         ({"summary.json": b'{"seconds": 1.0, "steps": 3}'}, "summary.json: its contents differ"),
@@ -72,6 +79,15 @@ def test_runs_that_differ_in_times_pids_and_sockets_are_equal(tmp_path: Path) ->
 )
 def test_every_difference_is_named(files: dict[str, bytes], problem: str, tmp_path: Path) -> None:
     assert differences(run_of(tmp_path / "a"), run_of(tmp_path / "b", files=files)) == [problem]
+
+
+def test_a_config_is_compared_as_mmrl_reads_it(tmp_path: Path) -> None:
+    """A lost line is a difference where the key's default is another value."""
+    one = run_of(tmp_path / "a")
+    for line, problems in (("  matmul: torch\n", []), ("  steps: 60\n", ["config.yaml: its contents differ"])):
+        assert stored_config().count(line) == 1
+        config = stored_config().replace(line, "").encode()
+        assert differences(one, run_of(tmp_path / "b", files={"config.yaml": config})) == problems
 
 
 def test_tensors_are_compared_by_value(tmp_path: Path) -> None:
