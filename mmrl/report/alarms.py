@@ -130,7 +130,8 @@ def rules(history: History, window: int = WINDOW) -> tuple[AlarmRule, ...]:
         AlarmRule("reward_collapse", ["reward/mean"], _below_best(0.1, share=0.5)),
         AlarmRule("zero_variance", ["credit/zero_variance_share"], at_least(0.95)),
         AlarmRule("states_never_repeat", ["credit/anchored_later_share"], _at_most(0.02)),
-        AlarmRule("logprob_gap", ["train/logprob_gap_mean"], above(0.05)),  # nats per token
+        # Nats per token; bfloat16 alone made 0.05 of them with SmolLM2-135M.
+        AlarmRule("logprob_gap", ["train/logprob_gap_mean"], above(0.1)),
         AlarmRule("kl_explosion", ["train/kl"], _exploded(1.0, window)),  # nats per token
         AlarmRule("clipping", ["train/clip_share"], above(0.3)),
         # Rollouts and their scores.
