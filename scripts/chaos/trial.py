@@ -255,7 +255,7 @@ class _Trial:
         # Python itself prints a Ctrl-C that comes while the interpreter leaves, when mmrl has ended.
         text = found.err.partition("Exception ignored in atexit callback")[0]
         if (start := text.find("Traceback (most recent")) >= 0:
-            self.problem(f"a traceback: {text[max(0, start - 200) : start + 3000]}")
+            self.problem(f"a traceback: {text[max(0, start - 200) :][-5000:]}")
         if found.left:
             self.problem(f"left processes: {found.left}")
         if found.code > 0 and not found.err.strip():

@@ -90,6 +90,18 @@ def test_a_config_is_compared_as_mmrl_reads_it(tmp_path: Path) -> None:
         assert differences(one, run_of(tmp_path / "b", files={"config.yaml": config})) == problems
 
 
+@pytest.mark.parametrize(("more", "problems"), [("d8", []), ("d1", ["examples.jsonl: has not the same examples"])])
+def test_an_example_under_an_id_that_nothing_has_is_no_difference(
+    more: str, problems: list[str], tmp_path: Path
+) -> None:
+    line = '{{"split": "dev", "id": "{}", "asked": {}}}\n'.format
+    one, two = (
+        run_of(tmp_path / name, files={"examples.jsonl": text.encode()})
+        for name, text in (("a", line("d1", 1)), ("b", line("d1", 1) + line(more, 2)))
+    )
+    assert differences(one, two) == problems
+
+
 def test_tensors_are_compared_by_value(tmp_path: Path) -> None:
     import torch
 
