@@ -221,8 +221,14 @@ _PLACE = (*(errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO), errno.EISDIR, er
 """Errors of a file that the operating system refuses; others are bugs, or have types of their own."""
 
 
-_TORCH_CANNOT_WRITE = ("PytorchStreamWriter", "iostream", "unexpected pos")
-"""Messages of `torch.save`, which does not say why; nearly always the disk is full."""
+_TORCH_CANNOT_WRITE = {
+    **{f"strerror: {os.strerror(number)}": number for number in (*_ROOM, *_PLACE)},
+    # Another process of the run has failed first, and removed the folder.
+    "Parent directory": errno.ENOENT,
+    # Without a reason: nearly always the disk is full.
+    **dict.fromkeys(("PytorchStreamWriter", "iostream", "unexpected pos"), errno.ENOSPC),
+}
+"""Messages of `torch.save` -> errors of the system."""
 
 
 def storage_error(error: Exception, path: object = None) -> StorageError | None:
@@ -238,8 +244,9 @@ def storage_error(error: Exception, path: object = None) -> StorageError | None:
     elif match := re.search(r"\(os error (\d+)\)", str(error)):
         # safetensors and tokenizers say it in words, the latter as a plain `Exception`
         number, reason = int(match.group(1)), os.strerror(int(match.group(1)))
-    elif isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH_CANNOT_WRITE):
-        number, reason = errno.ENOSPC, os.strerror(errno.ENOSPC)
+    elif isinstance(error, RuntimeError):
+        number = next((number for words, number in _TORCH_CANNOT_WRITE.items() if words in str(error)), 0)
+        reason = os.strerror(number)
     # A full or failing disk always counts; other errors only if they name a file (a pipe or socket has none).
     if number not in _ROOM + _PLACE or (file is None and number not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
         return None

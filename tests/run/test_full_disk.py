@@ -4,6 +4,7 @@ import errno
 import os
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 from mmrl.cli import main
@@ -74,6 +75,14 @@ def test_what_libraries_say_of_a_full_disk_is_understood(error, tmp_path):
     assert checkpoint._refused(RuntimeError("shapes differ"), tmp_path) is None
     with pytest.raises(ZeroDivisionError), storage(tmp_path):
         raise ZeroDivisionError
+
+
+def test_what_torch_says_of_a_disk_or_folder_that_is_gone_is_understood(tmp_path):
+    text = "[enforce fail at inline_container.cc:747] . open file failed with strerror: Read-only file system"
+    with pytest.raises(StorageError, match="Read-only file system; see that a file can be"), storage(tmp_path):
+        raise RuntimeError(text)
+    with pytest.raises(StorageError, match="No such file or directory; see that a file can be"), storage(tmp_path):
+        torch.save({}, tmp_path / "removed" / "rng_state_1.pth")
 
 
 def test_a_run_that_cannot_begin_leaves_its_folder_free(random_model, tmp_path, capsys, monkeypatch):
