@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from mmrl import rng
 from mmrl.engines.base import Engine
-from mmrl.errors import ParseFailure, ProgramFailure, RewardFailure, RolloutError, RolloutTimeout
+from mmrl.errors import ParseFailure, ProgramFailure, RewardFailure, RolloutError, RolloutTimeout, Stopped
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout, caught
 from mmrl.rollout.context import RolloutContext
 from mmrl.rollout.environment import Environment
@@ -22,7 +22,7 @@ from mmrl.rollout.plans import Exchange, Fork, Tree
 from mmrl.rollout.tape import Event
 from mmrl.rollout.teachers import TeacherForcedContext
 from mmrl.system.objects import imported
-from mmrl.system.user_code import finite_numbers, located
+from mmrl.system.user_code import as_json, finite_numbers, located
 from mmrl.tasks.base import Canonical, Described, Guarded, Program, Score
 
 
@@ -163,7 +163,9 @@ class _Tree:
             raise RolloutTimeout(f"took longer than task.timeout_s={limit:g}") from error
         except RolloutError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if _ends_the_process(error):
+                raise
             raise _raised(ctx, ProgramFailure, error) from error
         if prediction is None and ctx.unread:
             raise ParseFailure("the program returned None after a reply that does not parse")
@@ -175,9 +177,8 @@ class _Tree:
             prediction = await self._run(ctx, program)
             ctx.tape.check_played_out()
             # Before it is scored: a reward function may change the object.
-            described = prediction
-            if isinstance(ctx.env.task.program, Described):
-                described = ctx.env.task.program.description(prediction)
+            own = ctx.env.task.program
+            described = as_json(own.description(prediction) if isinstance(own, Described) else prediction)
             score = await self._score(ctx, prediction)
         except RolloutError as failure:
             return self._failed(ctx, failure)
@@ -192,7 +193,9 @@ class _Tree:
             score = _finite(await self._awaited(scored) if inspect.isawaitable(scored) else scored)
         except RolloutError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if _ends_the_process(error):
+                raise
             raise _raised(ctx, RewardFailure, error) from error
         finally:
             self.env.scoring.end(started)
@@ -362,7 +365,17 @@ def _canonical_call(call: Call, program: Canonical, encode: Callable[[str], Sequ
     )
 
 
-def _raised(ctx: RolloutContext, kind: type[RolloutError], error: Exception) -> RolloutError:
+def _ends_the_process(error: BaseException) -> bool:
+    """True for a stop and for mmrl's own cancelling; False for what user code has raised, `sys.exit()` among it."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    if isinstance(error, SystemExit):
+        return error.code == Stopped.exit_code  # SIGTERM before a run listens to it
+    return isinstance(error, KeyboardInterrupt | GeneratorExit)
+
+
+def _raised(ctx: RolloutContext, kind: type[RolloutError], error: BaseException) -> RolloutError:
     """Return the failure that stands for an exception in the code of a program or its reward.
 
     After a reply that does not parse, which the program caught, it is laid to the model: code that expects a value

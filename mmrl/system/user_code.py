@@ -17,6 +17,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
 from mmrl.errors import ProgramFailure, RewardFailure, RolloutError
 from mmrl.records import LARGEST
 
@@ -145,6 +147,27 @@ def finite_numbers(values: Mapping[str, object]) -> dict[str, float]:
             )
         numbers[str(name)] = number
     return numbers
+
+
+def as_json(prediction: object) -> object:
+    """Return a prediction as JSON values: dates as text, sets as lists, dataclasses and pydantic's models as mappings.
+
+    Raises:
+        ProgramFailure: it holds something else, or itself.
+    """
+    try:
+        return to_jsonable_python(prediction, fallback=_by_method)
+    except (TypeError, ValueError, PydanticSerializationError) as error:
+        raise ProgramFailure(
+            f"the prediction cannot be written as JSON ({error}); return texts, numbers, lists"
+        ) from None
+
+
+def _by_method(value: Any) -> object:
+    for method in ("toDict", "tolist"):  # DSPy's examples; NumPy's and PyTorch's arrays
+        if hasattr(value, method):
+            return getattr(value, method)()
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
 def as_async(tool: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,11 @@
 """Plans, forks by replay, failures as data."""
 
 import asyncio
+import functools
 import random
+import sys
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 from mmrl.credit.scored import scored_rollouts
 from mmrl.engines.base import Completion
 from mmrl.engines.embedded.batcher import Batcher
-from mmrl.errors import LimitFailure, ParseFailure
+from mmrl.errors import LimitFailure, ParseFailure, Stopped
 from mmrl.rollout.environment import Teacher
 from mmrl.rollout.plans import (
     Exchange,
@@ -288,6 +291,10 @@ def test_only_the_attempt_that_parsed_is_recorded():
     assert forest.rollouts[0].error is None
 
 
+UNWRITABLE = {"object": object(), "deep": functools.reduce(lambda value, _: [value], range(10_000), ()), "itself": []}
+UNWRITABLE["itself"].append(UNWRITABLE["itself"])
+
+
 @dataclass
 class Faulty:
     """Fails in a chosen way after its first call."""
@@ -305,6 +312,14 @@ class Faulty:
             await asyncio.sleep(30)
         if self.how == "module":
             await ctx.call("nobody", [])
+        if self.how in ("exit", "stop"):
+            sys.exit(Stopped.exit_code if self.how == "stop" else 0)
+        if self.how == "cancelled":  # a task of its own
+            task = asyncio.create_task(asyncio.sleep(9))
+            task.cancel()
+            await task
+        if self.how in UNWRITABLE:
+            return UNWRITABLE[self.how]
         return await ctx.tool("broken" if self.how == "tool" else "missing")
 
 
@@ -317,6 +332,9 @@ class Faulty:
         ("tool", "tool", None),
         ("missing", "program", None),
         ("module", "program", None),
+        ("exit", "program", None),
+        ("cancelled", "program", None),
+        *((how, "program", None) for how in UNWRITABLE),
     ],
 )
 def test_each_failure_has_its_type_and_only_the_models_own_are_credited(how, kind, reward):
@@ -326,6 +344,21 @@ def test_each_failure_has_its_type_and_only_the_models_own_are_credited(how, kin
     forest, _ = run_program(Faulty(how), independent(2), tools={"broken": broken}, settings={"timeout_s": 0.2})
     assert [(r.error, r.reward) for r in forest.rollouts] == [(kind, reward)] * 2
     assert len(forest.calls) == 2, "calls made before the failure stay in the forest"
+
+
+def test_sigterm_inside_a_program_ends_the_process():
+    with pytest.raises(SystemExit, match=str(Stopped.exit_code)):
+        run_program(Faulty("stop"), independent(2))
+
+
+def test_a_prediction_is_recorded_as_json_values():
+    class Dated(Chain):
+        async def run(self, example, ctx):
+            await super().run(example, ctx)
+            return {"day": date(2026, 11, 28), "found": {1}, "score": np.float32(0.5), "lone": "\ud800"}
+
+    forest, _ = run_program(Dated(), independent(1))
+    assert forest.rollouts[0].prediction == {"day": "2026-11-28", "found": [1], "score": 0.5, "lone": "\ud800"}
 
 
 def test_an_engine_error_is_typed():

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-import json
 import os
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +20,6 @@ from typing import Any, cast
 import dspy
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.parallelizer import ParallelExecutor
-from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, unknown
 from mmrl.records import Call, Example
@@ -44,7 +42,7 @@ class DspyProgram:
     `modules` are the attribute paths of the predictors (`craft.predict`); see `Structure`. Of `forward` and `aforward`
     the one of the most derived class runs, `aforward` where it has both. `aforward` runs on the event loop,
     `forward` in a thread of its own for each rollout (a shared pool would deadlock: a deterministic engine waits until
-    all live programs wait in it). The prediction is what the module returns; `description` gives it as JSON values.
+    all live programs wait in it). The prediction is what the module returns.
 
     A reply that the adapter cannot parse is retried as `parse_retries` says; then the module gets DSPy's exception,
     which ends the rollout unless the module catches it. `present_fields` / `expected_fields` of the failing call are
@@ -106,10 +104,6 @@ class DspyProgram:
             raise ConfigError(f"inputs: {failure}") from None
         return Demonstration(module=module, messages=messages, completion=text)
 
-    def description(self, prediction: Any) -> object:
-        """See `mmrl.tasks.base.Described`."""
-        return _to_json(prediction)
-
     def guarded(self) -> AbstractContextManager[None]:
         """See `mmrl.tasks.base.Guarded`: no request outside of a rollout."""
         return guarded()
@@ -151,32 +145,6 @@ def _field_problems(part: str, values: Fields, fields: Collection[str]) -> list[
     missing = [name for name in fields if name not in values]
     unexpected = [unknown(part, name, fields) for name in values if name not in fields]
     return [f"{part}: {', '.join(missing)} missing, expected {', '.join(fields)}"] * bool(missing) + unexpected
-
-
-def _to_json(output: object) -> object:
-    """Return the prediction as JSON values: dates as text, sets as lists, pydantic's models as mappings.
-
-    Raises:
-        ProgramFailure: it holds something else.
-    """
-    value = output.toDict() if isinstance(output, dspy.Example) else output
-    try:
-        value = to_jsonable_python(value, fallback=_fallback)
-        # The journal would fail on it later, for the whole batch.
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, PydanticSerializationError) as error:
-        raise ProgramFailure(
-            f"the prediction cannot be written as JSON ({error}); return texts, numbers, lists"
-        ) from None
-    return value
-
-
-def _fallback(value: Any) -> object:
-    if isinstance(value, dspy.Example):
-        return value.toDict()
-    if hasattr(value, "tolist"):  # NumPy's and PyTorch's
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
 def _one_after_another(self: ParallelExecutor, function: Any, data: Any) -> Any:
