@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
 from mmrl.cli.arguments import CommandLine, find_repeated, sort_words
-from mmrl.config.base import value_at
+from mmrl.config.base import in_quotes, value_at
 from mmrl.config.validate import meant_keys
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.policy import model_of, prompts_of
@@ -251,8 +251,7 @@ def hydra_value(key: str, value: object) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str | Path):
-        text = str(value).replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{text}"'
+        return in_quotes(str(value))
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{hydra_value(key, inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, Sequence):

@@ -267,6 +267,21 @@ def quote_value(value: object) -> str:
     return literal(value) if isinstance(value, list | tuple) else repr(value)
 
 
+_PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[a-z_/][\w./+-]*|\.{1,2}/[\w./+-]*", re.ASCII | re.IGNORECASE)
+"""Texts that Hydra's grammar reads as they are."""
+
+
+def in_quotes(text: str) -> str:
+    """Return a text in Hydra's quotes, where a backslash is one unless a quote or the end follows."""
+    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + ('\\"' if found[2] else ""), text)
+    return f'"{escaped}"'
+
+
+def path_override(key: str, path: object) -> str:
+    """Return `key=path` as Hydra reads it: in quotes where its grammar would take the path for something else."""
+    return f"{key}={path if _PLAIN.fullmatch(str(path)) else in_quotes(str(path))}"
+
+
 # The one place that knows: `validate` puts the name in, `mmrl.models.load` finds the folder.
 SHIPPED: Mapping[str, tuple[str, ...]] = {
     "tiny": ("hotpotqa", "2wiki", "musique", "tool_agent"),

@@ -148,6 +148,11 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for path in every_checkpoint(folder) if is_complete(path)]
 
 
+def kept_mark(checkpoint: Path) -> Path:
+    """Return the file that keeps a checkpoint from being deleted: another run has started from it."""
+    return checkpoint.with_name(f".kept-{checkpoint.name}")
+
+
 def newest_checkpoint(folder: Path | str) -> Path | None:
     """Find the newest complete checkpoint of a run, by its directory or its `checkpoints` folder; None without one."""
     root = Path(folder)

@@ -5,6 +5,7 @@ Returns text, commands print it. `finish` also writes `summary.json` and `report
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import fill
 
+from mmrl.config.base import path_override
 from mmrl.errors import MODEL_CAUSED, failed_how
 from mmrl.report.alarms import Alarm
 from mmrl.report.html import write_report
@@ -203,5 +205,6 @@ def _paths_and_commands(overview: Overview, problem: str = "") -> str:
         real_splits = [
             split for split in ("test", "dev", "train") if overview.get(f"task.data.{split}") not in (None, "mini")
         ]
-        rows["evaluate"] = f"mmrl eval policy={typed} split={real_splits[0] if real_splits else 'test'}"
+        policy = shlex.quote(path_override("policy", path))
+        rows["evaluate"] = f"mmrl eval {policy} split={real_splits[0] if real_splits else 'test'}"
     return facts_table(rows, indent="")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from contextvars import Context, copy_context
@@ -393,8 +394,18 @@ def _name(path: Sequence[int]) -> str:
     return ".".join(str(part) for part in path)
 
 
+_TAKEN = re.compile(r"|n|failed_share|model_failed|caught_parse|.*_(low|high)|(module|failed)/.*")
+"""Names that evaluations give to numbers of their own (`stages.evaluate.evaluation_metrics`)."""
+
+
 def _finite(score: Score) -> Score:
-    """Convert the score to plain numbers; raises `RewardFailure` if one is no number, not finite or too large."""
+    """Convert the score to plain numbers.
+
+    Raises:
+        RewardFailure: one is no number, not finite or too large, or has a name that means something else.
+    """
+    if taken := sorted(name for name in score.metrics if _TAKEN.fullmatch(name)):
+        raise RewardFailure(f"the metric names {', '.join(map(repr, taken))} are mmrl's own; choose others")
     return Score(
         reward=finite_numbers({"reward": score.reward})["reward"],
         metrics=finite_numbers(score.metrics),

@@ -94,6 +94,9 @@ def export(request: ExportArguments) -> int:
     checkpoint = select_checkpoint(overview, request.checkpoint)
     _refuse_damage(run, checkpoint)
     policy = resolve(str(checkpoint))
+    if config.start is not None and (policy.adapter or policy.adapters):
+        # Where the run that it started from lies now.
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": policy.base})})
     choice = choose(policy, config, request, overview.modules)
     step = checkpoint_step(checkpoint) or 0
     try:

@@ -181,6 +181,9 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     forest = recorded
     if examples:
         forest = dry_rollouts(settled, task, reward_set(task, config.task.reward, config.algo.name), examples)
+    if forest is not None and not forest.calls:
+        reason = next((rollout.error_message for rollout in forest.rollouts if rollout.error_message), "no rollouts")
+        raise ConfigError(f"{'dry' if examples else 'run'}: none of the rollouts has made a call ({reason})")
     loads, rollout, source = _loads(settled, modules, forest, lengths)
     source += f": the last step of {request.run}" if recorded is not None else ""
     if settled.engine.endpoints:

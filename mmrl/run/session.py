@@ -38,7 +38,7 @@ from mmrl.run.doctor import check_before_training
 from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.ray_launch import start_on_ray
 from mmrl.run.settle import import_plugins, problems_of, refuse_changes, run_folder, settle, stored_config
-from mmrl.run.start import config_of_resumed, started
+from mmrl.run.start import config_of_resumed, keep_start, started
 from mmrl.stages import Stage
 from mmrl.system import ray_cluster
 from mmrl.system.files import JsonObject, plain
@@ -67,6 +67,7 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
         resumed: continue from where it was.
     """
     config = started(config)
+    keep_start(config)
     credited = config.kind.credit
     # A process that a launcher has started, Ray too, joins the others below.
     on_ray = credited and config.hardware.ray is not None and launched() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from mmrl.models.policy import (
     MARKER,
     Policy,
     checkpoint_step,
+    kept_mark,
     newest_checkpoint,
     prompts_of,
     require_undamaged,
@@ -125,6 +127,15 @@ def started(config: ConfigT) -> ConfigT:
     if config.start is None or config.start != StartConfig(run=config.start.run):
         return config
     return config_from_run(config, Path(config.start.run))
+
+
+def keep_start(config: StageConfig) -> None:
+    """Mark the checkpoint that a run starts from, so that the run that made it keeps it, however long it goes on."""
+    checkpoint = Path(config.model.path)
+    if config.start is not None and checkpoint_step(checkpoint) is not None:
+        # Somebody else's may be read-only.
+        with suppress(OSError):
+            kept_mark(checkpoint).touch()
 
 
 def config_from_run(config: ConfigT, run: Path) -> ConfigT:

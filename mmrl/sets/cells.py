@@ -280,7 +280,9 @@ class SetResult:
         scored = Scored(run.seed, self.metric(*pair), chain)
         failed = (scored.overview.summary.get("metrics") or {}).get("failed_share", 0)
         partly = f"{failed:.1%} of the rollouts failed from outside and count 0" if failed and scored.finished else ""
-        return scored, run.failure() or partly
+        extended = [link.run for link in chain if self.queue and link.run.segments]
+        longer = ", ".join(f"{run.path} was extended to {run.segments[-1]['steps']} steps" for run in extended)
+        return scored, run.failure() or partly or longer
 
     def started(self, row: str, column: str) -> list[Scored]:
         """Return the started runs of a cell, by seed."""

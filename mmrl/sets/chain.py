@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from mmrl.config import StageConfig, StagedCommandConfig, StartConfig
+from mmrl.config.base import path_override
 from mmrl.errors import CheckpointError, storage
 from mmrl.models.policy import SET, prompts_of, write_policy
 from mmrl.report.overview import damage_named
@@ -128,7 +129,8 @@ def go_on(folder: Path, compose: Compose, command: Sequence[str] = (), *, in_pro
             RunQueue(plan.queue, 1, spec.config_dir, on_done=ended, attached=True).run()
     code = next((run.code for run in plan.queue if run.code), 0)
     if not code:
-        hints = f"page           {folder / 'set.html'}\nevaluate       mmrl eval policy={shlex.quote(str(folder))}"
+        policy = shlex.quote(path_override("policy", folder))
+        hints = f"page           {folder / 'set.html'}\nevaluate       mmrl eval {policy}"
         print(f"\n{chain_page(folder).text()}\n\n{hints}")
     return code
 

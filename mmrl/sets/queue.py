@@ -22,6 +22,7 @@ from typing import Literal, Self
 import numpy as np
 
 from mmrl.config import EvalCommandConfig, StageConfig
+from mmrl.config.base import path_override
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.models.policy import complete_checkpoints
 from mmrl.report.rundir import RunDir, holds_only_leftovers, is_run
@@ -105,7 +106,7 @@ class SetRun(Run):
         Raises:
             ConfigError: no checkpoint of that run is what the row's rule names.
         """
-        words = [*self.words, f"run.dir={self.path}"]
+        words = [*self.words, path_override("run.dir", self.path)]
         if self.after is None:
             return words
         if self.command == "train":
@@ -113,7 +114,7 @@ class SetRun(Run):
         policy = self.after.path
         if self.checkpoint == "before_collapse":
             policy = before_collapse(policy, self.after.metric)
-        return [*words, f"policy={policy}"]
+        return [*words, path_override("policy", policy)]
 
     def command_line(self) -> str:
         """Return the shell command of the run; or why its row's rule names no checkpoint yet."""

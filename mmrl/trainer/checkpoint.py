@@ -31,6 +31,7 @@ from mmrl.models.policy import (
     damage,
     every_checkpoint,
     is_complete,
+    kept_mark,
 )
 from mmrl.system.files import JsonObject, digests, sync
 from mmrl.trainer.critic import ADAPTER, FILE, Critic
@@ -152,7 +153,7 @@ def commit(folder: Path, step: int, extra: Mapping[str, object]) -> Path:
 
 
 def prune(folder: Path, keep: int, due: Callable[[int], bool] = lambda step: True) -> None:
-    """Delete all but the newest `keep` complete checkpoints, and incomplete ones.
+    """Delete all but the newest `keep` complete checkpoints and those that other runs start from; and incomplete ones.
 
     Args:
         due: whether a checkpoint is due after a step. One of another step (of a run that was stopped) stays only while
@@ -160,6 +161,7 @@ def prune(folder: Path, keep: int, due: Callable[[int], bool] = lambda step: Tru
     """
     complete = complete_checkpoints(folder)
     staying = {*[path for path in complete if due(checkpoint_step(path) or 0)][-keep:], *complete[-1:]}
+    staying |= {path for path in complete if kept_mark(path).exists()}
     for path in every_checkpoint(folder):
         if path not in staying:
             _remove(path)

@@ -3,6 +3,9 @@
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import main
@@ -17,9 +20,20 @@ from mmrl.config import (
     TrainCommandConfig,
     validate,
 )
+from mmrl.config.base import path_override
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT
 from mmrl.system.conf import GROUPS, conf_dir, options
 from tests.helpers.lines import refused
+
+NAMES = st.text(
+    st.sampled_from("\\\"'{}[](),= ~$:#") | st.characters(codec="utf-8", exclude_characters="\0"), min_size=1
+)
+ODD = st.sampled_from(("1e5", "null", "True", "NaN", ".5", "-1", "outputs/a", "../a", "2026-11-28_s0"))
+
+
+@given(NAMES | ODD)
+def test_a_path_of_any_name_is_read_as_it_is(name: str) -> None:
+    assert str(OverridesParser.create().parse_override(path_override("run.dir", name)).value()) == name
 
 
 def test_names_in_yaml_registry_and_schema_are_the_same():

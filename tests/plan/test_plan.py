@@ -259,6 +259,19 @@ def test_bad_input_is_refused(tmp_path, capsys, words, expected):
     assert expected.replace("RUN", place) in capsys.readouterr().err
 
 
+def test_rollouts_without_a_call_are_refused_with_their_reason(tmp_path, capsys, monkeypatch):
+    (tmp_path / "broken.py").write_text(
+        "async def run(example, ctx):\n    raise KeyError('inputs')\ndef metric(record, prediction):\n    return 1.0\n"
+    )
+    for name in ("train", "dev"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"question": "{name}"}}\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["task=dspy", "algo=grpo", "task.program=broken:run", "task.metric=broken:metric", "task.inputs=[question]"]
+    words += ["task.modules=[m]", f"task.data.train={tmp_path}/train.jsonl", f"task.data.dev={tmp_path}/dev.jsonl"]
+    assert main(["plan", "dry=1", "hardware.threads=1", *words]) == 2
+    assert "error: dry: none of the rollouts has made a call (KeyError: 'inputs' (" in capsys.readouterr().err
+
+
 def test_a_config_without_sizes_is_refused():
     with pytest.raises(ConfigError, match="num_attention_heads"):
         read_shape({"hidden_size": 8}, "here/config.json")

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import re
+import shlex
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,6 +13,7 @@ from statistics import fmean
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from tokenizers import Tokenizer
 
 from mmrl.models.load import ASSETS
@@ -220,6 +222,14 @@ def test_the_command_that_evaluates_again_stays_on_the_users_data(tmp_path, data
     config["task"]["data"] = data
     (run.path / "config.yaml").write_text(yaml.safe_dump(config))
     assert f"evaluate       mmrl eval policy={run.path} {says}" in finished(run).splitlines()
+
+
+def test_the_command_that_evaluates_again_can_be_pasted(tmp_path):
+    run = fake_run(tmp_path / "it's (1), ün")
+    (line,) = [line for line in finished(run).splitlines() if line.startswith("evaluate")]
+    assert line.endswith(" split=test")
+    *_, policy, _ = shlex.split(line)
+    assert OverridesParser.create().parse_override(policy).value() == str(run.path)
 
 
 def test_a_failed_drawing_does_not_lose_the_summary(tmp_path, monkeypatch):

@@ -291,7 +291,7 @@ def test_only_the_attempt_that_parsed_is_recorded():
     assert forest.rollouts[0].error is None
 
 
-UNWRITABLE = {"object": object(), "deep": functools.reduce(lambda value, _: [value], range(10_000), ()), "itself": []}
+UNWRITABLE = {"object": object(), "deep": functools.reduce(lambda value, _: [value], range(500), ()), "itself": []}
 UNWRITABLE["itself"].append(UNWRITABLE["itself"])
 
 
@@ -368,6 +368,16 @@ def test_an_engine_error_is_typed():
     forest, _ = run_program(Chain(), independent(1), answer=explode)
     assert (forest.rollouts[0].error, forest.rollouts[0].leaf) == ("engine", None)
     assert "out of memory" in forest.rollouts[0].error_message
+
+
+@pytest.mark.parametrize("name", ["n", "", "f1_low", "model_failed", "module/a"])
+def test_a_metric_with_the_name_of_another_number_is_a_failure_of_the_reward(name):
+    class Named(FakeTask):
+        def score(self, example, prediction, path, reward_set):
+            return Score(reward=1.0, metrics={name: 7.0, "words": 1.0})
+
+    (rollout,) = run_program(Chain(), independent(1), kind=Named)[0].rollouts
+    assert rollout.error == "reward" and f"the metric names '{name}' are mmrl's own" in rollout.error_message
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e101, -1.7e308, 10**400, "0.5", 1j])

@@ -57,6 +57,24 @@ def test_two_steps_and_two_more_are_four_bit_for_bit(whole, short, tmp_path, cap
     assert "this run is finished" in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_another_run_starts_from_stays_and_is_found_where_both_were_moved(
+    short, random_model, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    copy(short, tmp_path)
+    words = command(random_model, "second", "train.steps=1", "model.lora={r: 4, alpha: 8}")
+    own = ("model=", "model.path=", "model.lora=null", "task")
+    assert main(["train", "from=run", *(word for word in words[1:] if not word.startswith(own))]) == 0
+    assert main(["train", "resume=run", "train.steps=+4"]) == 0
+    steps = [int(path.name.rpartition("-")[2]) for path in (tmp_path / "run" / "checkpoints").glob("checkpoint-*")]
+    assert sorted(steps) == [2, 4, 6], "train.keep=2, and the one that the other run starts from"
+    (tmp_path / "moved").mkdir()
+    for name in ("run", "second"):
+        (tmp_path / name).rename(tmp_path / "moved" / name)
+    assert main(["export", "moved/second", "out=exported"]) == 0
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
+
+
 def test_a_killed_extension_goes_on_and_a_changed_segment_is_noticed(short, tmp_path, capsys):
     run = copy(short, tmp_path)
     with RunDir.open(run) as opened:

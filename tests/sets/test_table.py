@@ -188,6 +188,15 @@ def test_an_evaluation_that_was_stopped_goes_on_and_a_seed_that_is_missing_is_sa
     assert values["FoF", "EM"]["seeds"] == {"0": 60.0} and "FoF on HotpotQA: seeds 1 are missing" in content["notes"]
 
 
+def test_a_run_that_was_extended_is_named(calls):
+    assert main([*TABLE, "rows=RR", "seed=0"]) == 0
+    trained = next(line for line in calls() if line.startswith("train"))
+    folder = Path(trained.partition("run.dir=")[2].split()[0])
+    (folder / "segments.jsonl").write_text('{"steps": 9, "done": 2, "summary": {}, "command": []}\n')
+    assert main([*TABLE, "rows=RR", "do=show"]) == 0
+    assert f"RR on HotpotQA, seed 0: {folder} was extended to 9 steps" in cells()[0]["notes"]
+
+
 def test_failures_from_outside_are_said_and_too_many_of_them_leave_no_score(calls, monkeypatch, capsys):
     monkeypatch.setenv("FAILS", "0.04")
     # Nothing of it is drawn, so its one seed stands for all.
