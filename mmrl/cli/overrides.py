@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -97,7 +98,10 @@ def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
         try:
             parsed += parser.parse_overrides([text])
         except HydraException as error:
-            problems.append(f"{text}: not an override that can be read ({str(error).splitlines()[0]})")
+            key, sign, value = text.partition("=")
+            quotable = sign and value[:1] not in ("[", "{", "(", "'", '"')
+            quoted = f"; in quotes: {shlex.quote(f'{key}={in_quotes(value)}')}" if quotable else ""
+            problems.append(f"{text}: not an override that can be read ({str(error).splitlines()[0]}){quoted}")
     return parsed
 
 
