@@ -1,8 +1,9 @@
-"""Keeps what a finished run has shown: `python -m scripts.evidence RUN_DIR...` writes docs/evidence/NAME.json of each.
+"""Keeps what finished runs have shown: `python -m scripts.evidence RUN_DIR... [also=gold_retrieved,gold_selected]`
+writes docs/evidence/NAME.json of each.
 
 A record has the command, machine and versions, SHA-256 of the data files, the comparison before and after, the main
-metric of each item before and after, and the digests of the run's files, so that whoever runs the command again can
-compare.
+metric (and those of `also=`) of each item before and after, and the digests of the run's files, so that whoever runs
+the command again can compare.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ FOLDER = Path(__file__).parents[1] / "docs" / "evidence"
 VERSIONS = ("mmrl", "torch", "transformers", "peft", "trl", "numpy")
 
 
-def record(folder: Path) -> dict[str, Any]:
+def record(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
     """Return the record of a run.
+
+    Args:
+        also: further metrics of which each item's values are kept.
 
     Raises:
         SystemExit: the run is not finished.
@@ -34,10 +38,11 @@ def record(folder: Path) -> dict[str, Any]:
     data = RunDir.read(folder).config["task"]["data"]
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     evaluations = [read_jsonl(path) for path in sorted((folder / "eval").glob("*.jsonl"))]
-    metric = summary["main_metric"]
-    items = {item["id"]: [item["metrics"][metric]] for item in evaluations[0]}
-    for item in evaluations[-1]:
-        items[item["id"]].append(item["metrics"][metric])
+    after = {item["id"]: item["metrics"] for item in evaluations[-1]}
+
+    def items(metric: str) -> dict[str, list[float]]:
+        return {item["id"]: [item["metrics"][metric], after[item["id"]][metric]] for item in evaluations[0]}
+
     digests = {line["file"]: line["sha256"] for line in read_jsonl(folder / "digests.jsonl")}
     return {
         "command": shlex.join(environment["command"]),
@@ -51,16 +56,18 @@ def record(folder: Path) -> dict[str, Any]:
             if isinstance(path, str) and Path(path).is_file()
         },
         "summary": {name: value for name, value in summary.items() if name not in ("facts", "what", "name")},
-        "items": items,
+        "items": items(summary["main_metric"]),
+        **{f"items/{metric}": items(metric) for metric in also},
         "digests": digests,
     }
 
 
-def main(folders: Sequence[str]) -> int:
+def main(words: Sequence[str]) -> int:
     """Write the records."""
     FOLDER.mkdir(exist_ok=True)
-    for folder in folders:
-        kept = record(Path(folder))
+    also = [name for word in words if word.startswith("also=") for name in word.partition("=")[2].split(",")]
+    for folder in (word for word in words if not word.startswith("also=")):
+        kept = record(Path(folder), also)
         summary = kept["summary"]
         # Of a program of one's own its file: `dspy` or `agent` would be the name of all of them.
         words = [word for word in shlex.split(kept["command"]) if word.startswith(("task.program=", "task.agent="))]

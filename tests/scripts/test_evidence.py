@@ -26,10 +26,11 @@ def test_a_record_can_be_run_and_compared(tmp_path: Path, monkeypatch: pytest.Mo
     environment = json.loads((run.path / "environment.json").read_text())
     words = [*environment["command"], "task.data.train=${oc.env:DATA}/train.jsonl"]
     (run.path / "environment.json").write_text(json.dumps(environment | {"command": words}))
-    assert evidence.main([str(run.path)]) == 0
+    assert evidence.main([str(run.path), "also=em"]) == 0
     text = (tmp_path / "kept" / "hotpotqa-mhgpo_rr-s0.json").read_text()
     kept = json.loads(text)
     assert shlex.split(kept["command"]) == words
     assert kept["data"] == {"train": hashlib.sha256(train.read_bytes()).hexdigest()}
     assert len(kept["items"]) == 60 and all(len(values) == 2 for values in kept["items"].values())
+    assert kept["items/em"].keys() == kept["items"].keys()
     assert str(tmp_path) not in text
