@@ -133,9 +133,9 @@ def keep_start(config: StageConfig) -> None:
     """Mark the checkpoint that a run starts from, so that the run that made it keeps it, however long it goes on."""
     checkpoint = Path(config.model.path)
     if config.start is not None and checkpoint_step(checkpoint) is not None:
-        # Somebody else's may be read-only.
+        # It is marked already, or in a run of somebody else's that cannot be written.
         with suppress(OSError):
-            kept_mark(checkpoint).touch()
+            kept_mark(checkpoint).touch(exist_ok=False)
 
 
 def config_from_run(config: ConfigT, run: Path) -> ConfigT:
