@@ -178,8 +178,8 @@ class _Tree:
             prediction = await self._run(ctx, program)
             ctx.tape.check_played_out()
             # Before it is scored: a reward function may change the object.
-            own = ctx.env.task.program
-            described = as_json(own.description(prediction) if isinstance(own, Described) else prediction)
+            source = ctx.env.task.program
+            described = as_json(source.description(prediction) if isinstance(source, Described) else prediction)
             score = await self._score(ctx, prediction)
         except RolloutError as failure:
             return self._failed(ctx, failure)
@@ -394,7 +394,7 @@ def _name(path: Sequence[int]) -> str:
     return ".".join(str(part) for part in path)
 
 
-_TAKEN = re.compile(r"|n|failed_share|model_failed|caught_parse|.*_(low|high)|(module|failed)/.*")
+_RESERVED = re.compile(r"|n|failed_share|model_failed|caught_parse|.*_(low|high)|(module|failed)/.*")
 """Names that evaluations give to numbers of their own (`stages.evaluate.evaluation_metrics`)."""
 
 
@@ -404,8 +404,8 @@ def _finite(score: Score) -> Score:
     Raises:
         RewardFailure: one is no number, not finite or too large, or has a name that means something else.
     """
-    if taken := sorted(name for name in score.metrics if _TAKEN.fullmatch(name)):
-        raise RewardFailure(f"the metric names {', '.join(map(repr, taken))} are mmrl's own; choose others")
+    if reserved := sorted(name for name in score.metrics if _RESERVED.fullmatch(name)):
+        raise RewardFailure(f"the metric names {', '.join(map(repr, reserved))} are mmrl's own; choose others")
     return Score(
         reward=finite_numbers({"reward": score.reward})["reward"],
         metrics=finite_numbers(score.metrics),

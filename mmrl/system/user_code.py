@@ -17,7 +17,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from pydantic_core import PydanticSerializationError, to_jsonable_python
+from pydantic_core import to_jsonable_python
 
 from mmrl.errors import ProgramFailure, RewardFailure, RolloutError
 from mmrl.records import LARGEST
@@ -157,7 +157,8 @@ def as_json(prediction: object) -> object:
     """
     try:
         return to_jsonable_python(prediction, fallback=_by_method)
-    except (TypeError, ValueError, PydanticSerializationError) as error:
+    # The object's class is the user's too.
+    except Exception as error:
         raise ProgramFailure(
             f"the prediction cannot be written as JSON ({error}); return texts, numbers, lists"
         ) from None
