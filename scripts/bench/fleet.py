@@ -27,47 +27,15 @@ from mmrl.models.load import load_tokenizer
 from mmrl.plan.fleet import CALLS_PER_S, PlayedCall, Speed, play
 from mmrl.system.child_process import ChildProcess
 from scripts.bench.common import Bar, Measured
+from scripts.bench.scripted_server import AT_ONCE
 
 TINY = ModelConfig(name="tiny", path="tiny")
-AT_ONCE, CALLS, PROMPT = 8, 4, 256
+CALLS, PROMPT = 4, 256
 SPEEDUPS = {2: 1.9, 4: 3.7, 8: 7.0}
 """Servers -> least throughput over one server."""
 TOKEN_S = 0.02
 """Seconds of a token of the rollouts that are foretold."""
 OPTIONS = {"servers": "1,2,4,8", "latency_ms": "200", "rounds": "10", "foretold": "2,4,8,16"}
-FIRST_ID = 20
-"""Token id that server 0 replies with; the next server's is the next."""
-
-
-def serve(index: int, latency_s: float, port: int) -> None:
-    """Answer like vLLM, with one token that says which server it is."""
-    import uvicorn
-    from starlette.applications import Starlette
-    from starlette.requests import Request as HttpRequest
-    from starlette.responses import JSONResponse
-    from starlette.routing import Route
-
-    places = asyncio.Semaphore(AT_ONCE)
-
-    async def completion(request: HttpRequest) -> JSONResponse:
-        body = await request.json()
-        if "prompt_logprobs" in body:
-            rows = [None, *[{str(token): {"logprob": -1.0}} for token in body["prompt"][1:]]]
-            return JSONResponse({"choices": [{"prompt_logprobs": rows}]})
-        if latency_s:
-            async with places:
-                await asyncio.sleep(latency_s * body["max_tokens"])
-        choice = {"token_ids": [FIRST_ID + index], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
-        return JSONResponse({"choices": [choice]})
-
-    async def anything(request: HttpRequest) -> JSONResponse:
-        return JSONResponse({"data": [{"id": "base", "max_model_len": 4096}]})
-
-    routes = [
-        Route("/v1/completions", completion, methods=["POST"]),
-        Route("/{path:path}", anything, methods=["GET", "POST"]),
-    ]
-    uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=port, log_level="error")
 
 
 @contextmanager
@@ -76,7 +44,7 @@ def fleet(servers: int, latency_s: float) -> Iterator[VllmServerEngine]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder, urls = Path(name), []
         for index in range(servers):
-            words = [sys.executable, "-m", "scripts.bench.fleet", str(index), str(latency_s)]
+            words = [sys.executable, "-m", "scripts.bench.scripted_server", str(index), str(latency_s)]
             child = ChildProcess(lambda port, words=words: [*words, str(port)], log=folder / "log", timeout_s=60.0)
             stack.callback(child.stop)
             child.start()
@@ -160,7 +128,3 @@ def measure(args: dict[str, str]) -> Measured:
         what = f"rollouts on {count} servers: foretold {foretold:.1f} s, measured {measured:.1f} s, difference"
         bars.append(Bar(what, 100 * abs(foretold / measured - 1), 15.0, at_most=True, unit="%"))
     return bars, {"calls_per_s": rates, "latency_ms": args["latency_ms"], "at_once": AT_ONCE}
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
