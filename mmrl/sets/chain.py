@@ -125,13 +125,13 @@ def go_on(folder: Path, compose: Compose, command: Sequence[str] = (), *, in_pro
                 break
             ended()
     else:
-        try:
-            with stoppable():
+        with stoppable():
+            try:
                 RunQueue(plan.queue, 1, spec.config_dir, on_done=ended, attached=True).run()
-        except Stopped as stop:
-            # A run that was still loading its packages has not said it.
-            stop.resume = f"mmrl train resume={shlex.quote(str(folder))}"
-            raise
+            except Stopped as stop:
+                # A run that was still loading its packages has not said it.
+                stop.resume = f"mmrl train resume={shlex.quote(str(folder))}"
+                raise
     code = next((run.code for run in plan.queue if run.code), 0)
     if not code:
         policy = shlex.quote(path_override("policy", folder))

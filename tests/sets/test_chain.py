@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from mmrl.config import (
     StagedCommandConfig,
     TrainCommandConfig,
 )
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, Stopped
 from mmrl.models.policy import prompts_of, resolve, write_policy
 from mmrl.report.rundir import RunDir, rows_of
 from mmrl.run.check import check
@@ -243,6 +245,14 @@ def test_a_chain_stopped_in_any_run_goes_on_to_the_same_numbers(stopped, whole, 
         kept = {path: path.stat().st_mtime_ns for path in before}
         assert kept == before, "a run that has ended is left as it is"
     assert trained(folder) == trained(whole)
+
+
+def test_a_chain_that_is_terminated_between_two_runs_says_how_it_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("mmrl.sets.chain.RunQueue.run", lambda queue: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as end:
+        begin(staged("stages=[sft,mmgrpo]", *SMALL, f"run.dir={tmp_path / 'run'}"), ["mmrl"])
+    assert isinstance(end.value.__cause__, Stopped)
+    assert end.value.__cause__.resume == f"mmrl train resume={tmp_path / 'run'}"
 
 
 @pytest.mark.usefixtures("here")
