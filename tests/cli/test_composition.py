@@ -36,6 +36,12 @@ def test_a_path_of_any_name_is_read_as_it_is(name: str) -> None:
     assert str(OverridesParser.create().parse_override(path_override("run.dir", name)).value()) == name
 
 
+def test_a_path_that_needs_quotes_is_shown_in_them() -> None:
+    path, mapping = refused("task.data.train=it's ü.jsonl", "model.lora={r: 4")
+    assert path.endswith("; in quotes: 'task.data.train=\"it'\"'\"'s ü.jsonl\"'")
+    assert "in quotes" not in mapping
+
+
 def test_names_in_yaml_registry_and_schema_are_the_same():
     assert sorted(ALGO_SCHEMAS) == sorted(ALGORITHMS) == sorted(algorithm.name for algorithm in ALGORITHMS.values())
     raw = {name: composed("train", [f"algo={name}"]) for name in options("algo")}
