@@ -40,6 +40,9 @@ def record(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
     evaluations = [read_jsonl(path) for path in sorted((folder / "eval").glob("*.jsonl"))]
     after = {item["id"]: item["metrics"] for item in evaluations[-1]}
 
+    if unknown := [metric for metric in also if metric not in evaluations[0][0]["metrics"]]:
+        raise SystemExit(f"also: got {', '.join(unknown)}, expected some of {', '.join(evaluations[0][0]['metrics'])}")
+
     def items(metric: str) -> dict[str, list[float]]:
         return {item["id"]: [item["metrics"][metric], after[item["id"]][metric]] for item in evaluations[0]}
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from accelerate.utils import DistributedType
 
-from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE
+from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, difference
 from mmrl.engines.embedded.prefixes import common_prefix
 from mmrl.errors import MmrlError
 from mmrl.trainer.forwards import Forwards, module_names
@@ -52,12 +52,12 @@ def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
     )
     half = forwards.policy.dtype in (torch.bfloat16, torch.float16) or forwards.accelerator.mixed_precision == "bf16"
     allowed, least = HALF if half else EXACT if forwards.policy.dtype == torch.float64 else FULL
-    gaps = torch.cat([(logprobs[name] - padded[name]).abs() for name in padded])
-    difference = float(gaps.mean() if half else gaps.max())
+    both = [torch.cat([side[name] for name in padded]).tolist() for side in (logprobs, padded)]
+    gap = difference(*both, half=half)
     cosine = _cosine(gradient, padded_gradient)
-    if not difference <= allowed or not cosine >= least:
+    if not gap <= allowed or not cosine >= least:
         raise MmrlError(
-            f"train.packing: on the first batch, packed and padded log-probabilities differ by {difference:.2g} "
+            f"train.packing: on the first batch, packed and padded log-probabilities differ by {gap:.2g} "
             f"(expected at most {allowed:.2g}), the cosine of their gradients is {cosine:.6f} (expected at least "
             f"{least:.6f}); this model's layers cannot share prefixes: use train.packing=padded"
         )

@@ -26,6 +26,8 @@ def test_a_record_can_be_run_and_compared(tmp_path: Path, monkeypatch: pytest.Mo
     environment = json.loads((run.path / "environment.json").read_text())
     words = [*environment["command"], "task.data.train=${oc.env:DATA}/train.jsonl"]
     (run.path / "environment.json").write_text(json.dumps(environment | {"command": words}))
+    with pytest.raises(SystemExit, match="also: got nope, expected some of "):
+        evidence.main([str(run.path), "also=em,nope"])
     assert evidence.main([str(run.path), "also=em"]) == 0
     text = (tmp_path / "kept" / "hotpotqa-mhgpo_rr-s0.json").read_text()
     kept = json.loads(text)

@@ -26,6 +26,13 @@ EDGE_TOKENS = 8
 """Tokens decoded before the earliest one that can hold a stop string: a decode's left edge may be off by one."""
 
 
+def difference(first: Sequence[float], second: Sequence[float], *, half: bool) -> float:
+    """Return the difference of two computations of log-probabilities that is held against the tolerance."""
+    # NumPy's, since one NaN must stay one.
+    gaps = np.abs(np.subtract(first, second))
+    return float(gaps.mean() if half else gaps.max())
+
+
 @dataclass(slots=True, eq=False)
 class BatchRow:
     """The completion of one request so far."""

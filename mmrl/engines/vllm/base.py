@@ -14,12 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 from mmrl.config.engines import VllmConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup
-from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, BatchRow, Rules, context_limit, eos_ids
+from mmrl.engines.embedded.batch_rows import (
+    HALF_TOLERANCE,
+    TOLERANCE,
+    BatchRow,
+    Rules,
+    context_limit,
+    difference,
+    eos_ids,
+)
 from mmrl.engines.vllm.command import exact, logprobs_mode, vllm_problems
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.chat import render_prompt
@@ -226,7 +233,7 @@ class PushingEngine(VllmEngine):
             self._check_gap(self._expected[name], self._probes(self._newest.get(name)), name)
         if self.names:
             for server, probe in self._probes(None).items():
-                if not (drift := self._gap(probe, self._base_probes[server])) <= self._tolerance:
+                if not (drift := difference(probe, self._base_probes[server], half=self._half)) <= self._tolerance:
                     raise EngineFailure(
                         f"the base weights of {server} have changed: log-probabilities differ by {drift:.3g}"
                     )
@@ -241,7 +248,7 @@ class PushingEngine(VllmEngine):
             EngineFailure: they differ.
         """
         for server, probe in probes.items():
-            if not (gap := self._gap(expected, probe)) <= self._tolerance:
+            if not (gap := difference(expected, probe, half=self._half)) <= self._tolerance:
                 weights = f"adapter '{name}'" if name else "weights"
                 raise EngineFailure(
                     f"{server} does not serve the pushed {weights}: log-probabilities of a fixed text differ by "
@@ -255,11 +262,6 @@ class PushingEngine(VllmEngine):
     @property
     def _tolerance(self) -> float:
         return HALF_TOLERANCE if self._half else TOLERANCE
-
-    def _gap(self, expected: Sequence[float], received: Sequence[float]) -> float:
-        """Return the difference of log-probabilities that is held against the tolerance."""
-        gaps = [abs(a - b) for a, b in zip(expected, received, strict=True)]
-        return fmean(gaps) if self._half else max(gaps)
 
 
 def save_weights(
