@@ -148,16 +148,16 @@ def block(
     ids = [f"{clean(example) or '(empty)'}" for example in forest.examples]
     examples: list[JsonObject] = []
     for ordinal, (name, example) in enumerate(zip(ids, forest.examples, strict=True), 1):
-        rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
+        part = forest.part([example])
         examples.append(
             {
                 "id": name if ids.count(name) == 1 else f"{name} #{ordinal}",
                 "asked": input_lines(inputs.get(example)),
                 "scored": "reward",
-                "rewards": [number(rollout.reward) for rollout in rollouts],
-                "failed": sum(rollout.error is not None for rollout in rollouts),
-                "calls": [_call(node, prompts, tokenizer, largest) for node in trees(forest, entries, example)],
-                "lost": [rollout_line(rollout) for rollout in rollouts if rollout.leaf is None],
+                "rewards": [number(rollout.reward) for rollout in part.rollouts],
+                "failed": sum(rollout.error is not None for rollout in part.rollouts),
+                "calls": [_call(node, prompts, tokenizer, largest) for node in trees(part, entries)],
+                "lost": [rollout_line(rollout) for rollout in part.rollouts if rollout.leaf is None],
             }
         )
     return _packed(key, f"{where}: {len(ids)} examples, {len(forest.rollouts)} rollouts", examples, list(prompts))

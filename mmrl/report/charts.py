@@ -40,6 +40,7 @@ STYLE: dict[RcKeyType, object] = {
     "axes.edgecolor": FAINT,
     "axes.labelcolor": INK,
     "axes.facecolor": "none",
+    "figure.facecolor": "none",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -205,16 +206,17 @@ def drawing(size: tuple[float, float] = SIZE) -> Iterator[tuple[Axes, Callable[[
     import matplotlib
 
     # A Figure of its own: pyplot's global state would leak figures and pick a display backend.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
+        canvas = FigureCanvasSVG(figure)
 
         def svg(title: str) -> str:
             buffer = io.StringIO()
-            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+            # Not by `savefig`, which draws everything once more, for the layout alone.
+            canvas.print_svg(buffer, metadata={"Date": None})
             return bare_svg(buffer.getvalue(), title)
 
         yield figure.add_subplot(), svg

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+@cache  # read from some fifty files, for each run and export
 def versions() -> dict[str, str]:
     """Return package -> version: of mmrl, and of what it can use, as far as it is installed."""
     packages = ["mmrl", *(requirement.name for requirement in _requirements() if "dev" not in str(requirement.marker))]

@@ -45,6 +45,8 @@ def clean(value: object) -> str:
     text = "; ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     # A model may write escape sequences: shown as text they cannot drive a terminal.
     line = text.replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
+    if line.isprintable():  # nearly every text; letter by letter a report would take twice as long
+        return line
     return "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in line)
 
 

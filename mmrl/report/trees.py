@@ -132,8 +132,8 @@ def depth_first(forest: Forest) -> Iterator[tuple[Call, int]]:
         pending += [(forest.calls[child], depth + 1) for child in reversed(forest.children[call.id])]
 
 
-def trees(forest: Forest, entries: Sequence[EntryFields] | None, example: str) -> Iterator[Node]:
-    """Yield the calls of one example, depth first.
+def trees(forest: Forest, entries: Sequence[EntryFields] | None) -> Iterator[Node]:
+    """Yield the calls of a forest, depth first.
 
     Args:
         entries: None: of an evaluation.
@@ -147,8 +147,6 @@ def trees(forest: Forest, entries: Sequence[EntryFields] | None, example: str) -
         rollouts_by_leaf[rollout.leaf].append(rollout)
 
     for call, depth in depth_first(forest):
-        if call.example != example:
-            continue
         credit = [credit_line(entry) for entry in by_call[call.id]] or ["no credit"]
         failed = "could not be parsed" + (", which the program caught" if call.id in forest.caught else "")
         counts = {" #": call.invocation, " turn ": call.turn}
@@ -276,13 +274,14 @@ def render_example(
         entries: None: of an evaluation, which gives no credit.
         texts: of `RunDir.examples`.
     """
-    rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
+    forest = forest.part([example])
+    rollouts = forest.rollouts
     prefix = f"example {example} · step {forest.step} · " if entries is not None else ""
     head = f"{prefix}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"
     parts: list[str | Tree] = ["\n".join([head, *input_lines(texts)])]
     ancestors: list[Tree] = []
     previous: dict[str | None, Call] = {}
-    for node in trees(forest, entries, example):
+    for node in trees(forest, entries):
         tree = Tree(Text(_node_text(node, previous.get(node.call.parent))))
         if node.depth:
             ancestors[node.depth - 1].children.append(tree)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,16 @@ FOLDER = Path(__file__).parents[2] / "assets" / "mini"
 SINGLE_HOP = ("nq", "triviaqa", "popqa")
 
 
-def _records(name: str) -> Iterator[dict[str, Any]]:
-    with (FOLDER / f"{name}.jsonl").open(encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)
+def _records(name: str) -> tuple[dict[str, Any], ...]:
+    return _lines(FOLDER / f"{name}.jsonl")
+
+
+# Nothing changes a record, and each build of a task asks for all of them. By path: the tiny models learn from worlds in
+# other folders.
+@lru_cache(maxsize=64)
+def _lines(file: Path) -> tuple[dict[str, Any], ...]:
+    with file.open(encoding="utf-8") as lines:
+        return tuple(json.loads(line) for line in lines)
 
 
 def mini_corpus() -> tuple[Document, ...]:
@@ -28,8 +34,6 @@ def mini_corpus() -> tuple[Document, ...]:
     return _documents(FOLDER)
 
 
-# Documents are immutable, and each build of a task or retriever asks for them. By folder: the tiny models learn from
-# worlds in other folders.
 @lru_cache(maxsize=2)
 def _documents(folder: Path) -> tuple[Document, ...]:
     return tuple(Document(**record) for record in _records("documents"))
@@ -42,7 +46,7 @@ def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa", s
     bridges, `musique` bridges alone. The questions of the last two are among those of the first, in the same split.
     `stepwise`: the second hop of a bridge names the result of the first, instead of describing it.
     """
-    records = list(_records(f"{split}/questions"))
+    records = _records(f"{split}/questions")
     if dataset in ("2wiki", "musique"):
         bridges = [record for record in records if record["metadata"]["type"] == "bridge"]
         comparisons = (
@@ -50,7 +54,7 @@ def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa", s
         )
         # The mixture is cut from the whole set, in its order: ids and questions stay those of `hotpotqa`.
         mixed = {record["id"] for record in [*comparisons, *bridges[: len(comparisons) or None]]}
-        records = [record for record in records if record["id"] in mixed]
+        records = tuple(record for record in records if record["id"] in mixed)
     return [_question(record, corpus, stepwise) for record in records]
 
 
@@ -83,7 +87,8 @@ def _question(record: dict[str, Any], corpus: str, stepwise: bool = False) -> Ex
     """Build a question; `stepwise` puts the query that names the first hop's result into the second hop."""
     inputs, metadata = record["inputs"], record["metadata"]
     if stepwise and "second_query" in record:
-        metadata["hops"][1]["query"] = record["second_query"]
+        first, second = metadata["hops"]
+        metadata = {**metadata, "hops": [first, {**second, "query": record["second_query"]}]}
     return Example(id=record["id"], inputs={**inputs, "corpus": corpus}, metadata=metadata)
 
 
