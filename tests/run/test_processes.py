@@ -320,6 +320,7 @@ def assert_numbers_of_one(two, *words):
     assert one.journal_steps() == two.journal_steps() == [record["step"] for record in one.history()[1:]]
 
 
+@pytest.mark.slow
 def test_two_processes_that_are_terminated_save_and_have_the_numbers_of_one(tmp_path):
     run = tmp_path / "two"
     words = ["task=tool_agent", "algo=ppo", "algo.critic_warmup_steps=0", "train.schedule=constant"]
@@ -335,6 +336,7 @@ def test_two_processes_that_are_terminated_save_and_have_the_numbers_of_one(tmp_
     assert_numbers_of_one(run, *words, f"train.steps={steps}")
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_run_and_it_continues_to_the_numbers_of_one(tmp_path, capsys):
     run, words = tmp_path / "two", ("algo=mhgpo_rr", "train.steps=3")
     process = started("train", *later_wins([*SMALL, *words, "hardware=cpu2", f"run.dir={run}"]))

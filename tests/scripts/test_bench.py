@@ -77,7 +77,10 @@ def test_share_of_a_step() -> None:
         ("gateway", ["agents=4", "calls=5"], 3),
         pytest.param(
             *("fleet", ["servers=1,2", "latency_ms=20", "rounds=2", "foretold=2"], 5),
-            marks=pytest.mark.skipif(find_spec("vllm_router") is None, reason="needs vllm-router"),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(find_spec("vllm_router") is None, reason="needs vllm-router"),
+            ],
         ),
     ],
 )

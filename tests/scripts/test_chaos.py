@@ -147,6 +147,7 @@ def test_wrong_options_are_refused() -> None:
             campaign.main(words)
 
 
+@pytest.mark.slow
 def test_a_few_real_trials(tmp_path: Path) -> None:
     """The short form, in a process of its own: however it was disturbed, every run ends as the undisturbed one."""
     out = tmp_path / "chaos.json"

@@ -92,6 +92,7 @@ def serve(command: str, log: Path) -> subprocess.Popen[bytes]:
     raise AssertionError(log.read_text())
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     page = PAGE.read_text(encoding="utf-8").replace(PORT, str(free_port()))

@@ -221,7 +221,7 @@ def test_a_chain_in_place_of_a_run_is_refused_with_its_runs(words, says, whole, 
     assert says.format(whole) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stopped", ["1_sft", "2_mmgrpo"])
+@pytest.mark.parametrize("stopped", [pytest.param("1_sft", marks=pytest.mark.slow), "2_mmgrpo"])
 def test_a_chain_stopped_in_any_run_goes_on_to_the_same_numbers(stopped, whole, tmp_path, monkeypatch, capsys, request):
     """The one stopped first goes on in a process for each run, as every command does."""
     folder = tmp_path / "run"

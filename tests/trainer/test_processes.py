@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.trainer_cases import LORA, make_calls, trained, two_processes
 
+pytestmark = pytest.mark.slow
 COMMON: dict[str, Any] = {"steps": 3, "microbatch_tokens": 64, "algo": {"beta": 0.1, "epochs": 2}}
 OPTIONS = {"full": COMMON, "lora": COMMON | {"lora": LORA}}
 SCRIPT = """

@@ -19,6 +19,7 @@ from tests.helpers.trainer_cases import CASES, VALUE_CALLS, build, sampled, two_
 
 OWN = {"time/update", "train/tokens_forwarded"}
 """Metrics that the number of processes changes."""
+pytestmark = pytest.mark.slow
 cases = pytest.mark.parametrize("name", CASES)
 
 
