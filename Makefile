@@ -46,7 +46,7 @@ bench: $(STAMP) ## measure against TRL and other peers on the CPU, one table (un
 	$(BIN)/python -m scripts.bench $(if $(model),model=$(model)) $(ARGS)
 
 test: $(STAMP) ## run the tests (the slow ones: make test-slow; of a real vLLM: make test-vllm; of a Ray cluster: make test-ray)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not ray" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not ray" $(ARGS)
 	@echo "all tests passed; next: make train (the main job), make check (lint, types, import contract)"
 
 test-slow: $(STAMP) ## run the slow tests: whole runs of several processes, killed and continued (4 minutes)

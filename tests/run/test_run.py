@@ -46,6 +46,7 @@ def test_the_same_command_gives_the_same_numbers(random_model, tmp_path, capsys)
     assert numbers(tmp_path / "a") != numbers(tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_killed_at_a_random_instant_and_resumed_a_run_gives_bit_equal_numbers(random_model, tmp_path):
     """One instant; `make chaos` tries hundreds."""
     steps = ["train.steps=6", "algo=mhgpo_rr", "algo.epochs=2", "algo.minibatches=2"]
