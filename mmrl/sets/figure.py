@@ -42,6 +42,11 @@ LABEL = 30
 """Letters of a line beside an axis; more do not fit its height."""
 
 
+def beside(label: str) -> str:
+    """Break a label into lines that fit beside an axis; the name of a metric, which has no spaces, after slashes."""
+    return fill(label, LABEL) if " " in label else fill(label.replace("/", "/ "), LABEL).replace("/ ", "/")
+
+
 class RowCurve(NamedTuple):
     """Curve of a row in a diagram, over the steps that all its seeds have."""
 
@@ -169,7 +174,7 @@ class SetFigure:
             FigureCanvasAgg(canvas)
             for index, (title, diagram, lines) in enumerate(self.panels):
                 axes = canvas.add_subplot(down, across, index + 1)
-                axes.set(ylabel=fill(diagram.label, LABEL))
+                axes.set(ylabel=beside(diagram.label))
                 if title:
                     axes.set_title(title, loc="left", fontweight="bold", fontsize=12)
                 if not lines:

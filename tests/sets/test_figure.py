@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mmrl.config.validate import as_tuples
-from mmrl.sets.figure import SetFigure
+from mmrl.sets.figure import LABEL, SetFigure, beside
 from mmrl.sets.queue import Run
 from mmrl.sets.spec import Figure
 from tests.helpers.sets import set_result
@@ -103,3 +103,15 @@ def test_a_row_without_runs_leaves_the_others(tmp_path, two):
     assert set(files) == {"figure.svg", "figure.png", "figure.csv"}
     assert files["figure.png"][:4] == b"\x89PNG"
     assert SetFigure(two, figure()).files["figure.svg"] == files["figure.svg"], "the same numbers, the same bytes"
+
+
+@pytest.mark.parametrize(
+    ("label", "lines"),
+    [
+        ("module/reranker/invalid_selection", ["module/reranker/", "invalid_selection"]),
+        ("share of the rollouts of a step that search", ["share of the rollouts of a", "step that search"]),
+        ("searches / question", ["searches / question"]),
+    ],
+)
+def test_a_label_beside_an_axis_breaks_between_words(label, lines):
+    assert beside(label).splitlines() == lines and max(map(len, lines)) <= LABEL
