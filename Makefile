@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make train` does the main job, `make test` passes the tests.
+# Two commands on a fresh machine: `make train` does the main job, `make test` runs the tests but the slow ones.
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 VENV := .venv
@@ -47,7 +47,7 @@ bench: $(STAMP) ## measure against TRL and other peers on the CPU, one table (un
 
 test: $(STAMP) ## run the tests (the slow ones: make test-slow; of a real vLLM: make test-vllm; of a Ray cluster: make test-ray)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not ray" $(ARGS)
-	@echo "all tests passed; next: make train (the main job), make check (lint, types, import contract)"
+	@echo "tests passed; next: make test-slow (killed runs, several processes), make train (the main job), make check (lint, types)"
 
 test-slow: $(STAMP) ## run the slow tests: whole runs of several processes, killed and continued (4 minutes)
 	$(BIN)/python -m pytest -m "slow and not vllm and not ray" $(ARGS)

@@ -257,6 +257,7 @@ def storage_error(error: Exception, path: object = None) -> StorageError | None:
 @contextmanager
 def storage(path: object = None) -> Iterator[None]:
     """Raise `StorageError` for files that the operating system refuses inside; see `storage_error`."""
+    before = os.stat(".")
     try:
         yield
     except MmrlError:
@@ -264,6 +265,10 @@ def storage(path: object = None) -> Iterator[None]:
     except Exception as error:
         if (refusal := storage_error(error, path)) is None:
             raise
+        # Not by name: the folder may be gone that the process is in now.
+        if not os.path.samestat(before, os.stat(".")):
+            moved = "the working directory has changed meanwhile: os.chdir in a program moves the whole run"
+            raise StorageError(f"{refusal} ({moved}, so give it full paths)") from error
         raise refusal from error
 
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from mmrl import rng
 from mmrl.engines.base import Engine
-from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, RewardFailure, RolloutError, RolloutTimeout, Stopped
+from mmrl.errors import ParseFailure, ProgramFailure, RewardFailure, RolloutError, RolloutTimeout, Stopped
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout, caught
 from mmrl.rollout.context import RolloutContext
 from mmrl.rollout.environment import Environment
@@ -274,27 +272,6 @@ async def _limited(limit: float, engine: Engine) -> AsyncIterator[None]:
             watch.cancel()
 
 
-@contextmanager
-def _in_one_folder() -> Iterator[None]:
-    """See that programs leave the process in the folder where it was: the run's paths start there.
-
-    Raises:
-        ConfigError: they did not.
-    """
-    folder, before = Path.cwd(), Path().stat()
-    try:
-        yield
-    finally:
-        # Not by name: the folder may be gone that the process is in now.
-        if moved := not os.path.samestat(before, Path().stat()):
-            os.chdir(folder)
-    if moved:
-        raise ConfigError(
-            "task.program: got one that changes the working directory of the whole process, expected one that leaves "
-            "it (os.chdir in one rollout moves all of them; give full paths, and cwd= to what you start)"
-        )
-
-
 async def sample(
     env: Environment,
     plans: Sequence[tuple[Example, Sequence[Tree]]],
@@ -314,7 +291,7 @@ async def sample(
     # Ctrl-C inside a task would otherwise be printed once per branch.
     asyncio.get_running_loop().set_exception_handler(_stopped_quietly)
     program = env.task.program
-    with _in_one_folder(), program.guarded() if isinstance(program, Guarded) else nullcontext():
+    with program.guarded() if isinstance(program, Guarded) else nullcontext():
         trees = [
             _Tree(env, example, index, plan, reward_set)
             for example, planned in plans

@@ -43,8 +43,9 @@ LABEL = 30
 
 
 def beside(label: str) -> str:
-    """Break a label into lines that fit beside an axis; the name of a metric, which has no spaces, after slashes."""
-    return fill(label, LABEL) if " " in label else fill(label.replace("/", "/ "), LABEL).replace("/ ", "/")
+    """Break a label into lines that fit beside an axis; the name of a metric after slashes."""
+    words = (word.replace("/", "/\u200b ") if len(word) > LABEL else word for word in label.split(" "))
+    return fill(" ".join(words), LABEL).replace("/\u200b ", "/").replace("\u200b", "")
 
 
 class RowCurve(NamedTuple):

@@ -2,14 +2,11 @@
 
 import asyncio
 import functools
-import os
 import random
 import sys
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ import pytest
 from mmrl.credit.scored import scored_rollouts
 from mmrl.engines.base import Completion
 from mmrl.engines.embedded.batcher import Batcher
-from mmrl.errors import ConfigError, LimitFailure, ParseFailure, Stopped
+from mmrl.errors import LimitFailure, ParseFailure, Stopped
 from mmrl.rollout.environment import Teacher
 from mmrl.rollout.plans import (
     Exchange,
@@ -352,22 +349,6 @@ def test_each_failure_has_its_type_and_only_the_models_own_are_credited(how, kin
 def test_sigterm_inside_a_program_ends_the_process():
     with pytest.raises(SystemExit, match=str(Stopped.exit_code)):
         run_program(Faulty("stop"), independent(2))
-
-
-def test_a_program_that_moves_the_whole_process_is_refused_and_the_process_is_moved_back(tmp_path, monkeypatch):
-    """The run's paths start where the process is. Here in a folder that is gone when the rollouts end."""
-
-    class Moves(Chain):
-        async def run(self, example, ctx):
-            with TemporaryDirectory(dir=tmp_path) as folder:
-                os.chdir(folder)
-                return await super().run(example, ctx)
-
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^task.program: .*os\.chdir"):
-        run_program(Moves(), independent(1))
-    assert Path.cwd() == tmp_path
-    assert len(run_program(Chain(), independent(1))[0].rollouts) == 1
 
 
 def test_a_prediction_is_recorded_as_json_values():

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +84,20 @@ def test_what_torch_says_of_a_disk_or_folder_that_is_gone_is_understood(tmp_path
         raise RuntimeError(text)
     with pytest.raises(StorageError, match="No such file or directory; see that a file can be"), storage(tmp_path):
         torch.save({}, tmp_path / "removed" / "rng_state_1.pth")
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_path_that_is_missing_since_a_program_moved_the_process_is_put_down_to_that(stays, tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path / "home")
+    Path("file").touch()
+    with pytest.raises(StorageError, match=r"^file: No such file .*os\.chdir in a program moves"), storage():
+        folder = tmp_path / "elsewhere"
+        folder.mkdir()
+        os.chdir(folder)
+        if not stays:
+            folder.rmdir()
+        Path("file").read_text()
 
 
 def test_a_run_that_cannot_begin_leaves_its_folder_free(random_model, tmp_path, capsys, monkeypatch):

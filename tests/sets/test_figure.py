@@ -111,6 +111,7 @@ def test_a_row_without_runs_leaves_the_others(tmp_path, two):
         ("module/reranker/invalid_selection", ["module/reranker/", "invalid_selection"]),
         ("share of the rollouts of a step that search", ["share of the rollouts of a", "step that search"]),
         ("searches / question", ["searches / question"]),
+        ("share of module/reranker/invalid_selection", ["share of module/reranker/", "invalid_selection"]),
     ],
 )
 def test_a_label_beside_an_axis_breaks_between_words(label, lines):
