@@ -49,8 +49,8 @@ test: $(STAMP) ## run the tests (the slow ones: make test-slow; of a real vLLM: 
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not ray" $(ARGS)
 	@echo "tests passed; next: make test-slow (killed runs, several processes), make train (the main job), make check (lint, types)"
 
-test-slow: $(STAMP) ## run the slow tests: whole runs of several processes, killed and continued (4 minutes)
-	$(BIN)/python -m pytest -m "slow and not vllm and not ray" $(ARGS)
+test-slow: $(STAMP) ## run the slow tests: whole runs of several processes, killed and continued (three minutes)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not vllm and not ray" $(ARGS)
 
 test-agents: .venv-agents/.installed ## play the agents of docs/agents by their own clients, over scripted replies
 	.venv-agents/bin/python -m pytest tests/agents $(ARGS)
