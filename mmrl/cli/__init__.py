@@ -94,6 +94,10 @@ def _sigterm_ends(words: Sequence[str]) -> Iterator[None]:
 
 def _dispatch(words: Sequence[str]) -> int:
     problems = []
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        problems.append("the current folder has been deleted: change to another one")
     for word in words:
         key = word.partition("=")[0] if "=" in word else "argument"
         if (name := holder(word)) is not None:

@@ -196,6 +196,15 @@ def test_a_folder_of_runs_that_cannot_be_made_is_named(tmp_path):
         allocate(tmp_path / "outputs" / "hotpotqa", "x")
 
 
+def test_a_current_folder_that_is_gone_is_named(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert main(["--help"]) == 2
+    assert capsys.readouterr().err == "error: the current folder has been deleted: change to another one\n"
+
+
 def test_an_interrupt_within_the_composition_is_one(monkeypatch):
     """OmegaConf's own clean-up may fail on what Ctrl-C left half-way, and that is no mistake of the user's."""
 
