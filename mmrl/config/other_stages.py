@@ -27,6 +27,11 @@ class PromptConfig(MethodConfig):
         0.8, gt=0, lt=1, description="share of the train split, its end, to compare candidates on"
     )
     validation_items: int | None = Field(None, ge=1, description="at most so many of these; null: 1000, as in MIPROv2")
+    train_items: int | None = Field(
+        None,
+        ge=1,
+        description="at most so many of the others to learn from; null: all, and all are asked where few go well",
+    )
     shuffles: ClassVar[bool] = False
     """True if the run's seed orders the train part, since DSPy has no seed for it."""
 
@@ -95,6 +100,11 @@ class Miprov2Config(BootstrapConfig, ProposingConfig):
     num_instruct_candidates: int | None = Field(
         None, ge=1, description="instructions per module, the start's included; null: as auto or num_candidates says"
     )
+    instructions: str | None = Field(
+        None,
+        description="YAML file, module: [text, ...], of instructions to try beside the start's; null: the prompt model "
+        "writes them",
+    )
     num_trials: int | None = Field(None, ge=1, description="combinations that are tried; null: as auto says")
     minibatch: bool | None = Field(
         None,
@@ -109,7 +119,14 @@ class Miprov2Config(BootstrapConfig, ProposingConfig):
     tip_aware_proposer: bool = Field(True, description="the prompt model gets one of DSPy's tips, drawn each time")
     fewshot_aware_proposer: bool = Field(True, description="the prompt model sees demonstrations")
     init_temperature: float = Field(1.0, ge=0, description="sampling temperature of the prompt model's instructions")
-    idle: ClassVar[list[Idle]] = [Idle("num_candidates num_instruct_candidates num_trials minibatch", "auto!=null")]
+    idle: ClassVar[list[Idle]] = [
+        Idle("num_candidates num_instruct_candidates num_trials minibatch", "auto!=null"),
+        Idle(
+            "prompt_model prompt_max_tokens num_instruct_candidates program_aware_proposer data_aware_proposer "
+            "tip_aware_proposer fewshot_aware_proposer init_temperature",
+            "instructions!=null",
+        ),
+    ]
 
     def expected_trials(self, modules: int, validation: int) -> int:
         """See `PromptConfig.expected_trials`."""

@@ -83,6 +83,36 @@ def test_a_proposal_that_cannot_be_used_is_noted_and_changes_nothing(tmp_path, t
     assert result.improved, "demonstrations alone"
 
 
+def test_instructions_of_a_file_are_tried_and_no_model_writes_any(tmp_path, task):
+    file = tmp_path / "instructions.yaml"
+    file.write_text("classify.predict:\n- Do well, please.\n- Name the intent.\n")
+    options = {**MIPRO, "num_instruct_candidates": None, "max_bootstrapped_demos": 0, "max_labeled_demos": 0}
+    result, _ = optimised(tmp_path / "run", task, **options, instructions=str(file))
+    trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
+    tried = [trial["modules"]["classify.predict"]["instructions"] for trial in trials]
+    assert set(tried) == {tried[0], "Do well, please.", "Name the intent."}
+    assert (result.improved, result.requests) == (True, 0)
+    assert "Do well" in json.loads(result.prompts.read_text())["classify.predict"]["signature"]["instructions"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("- Name the intent.", "got list, expected module: [text, ...]"),
+        ("classify.predikt: [Name it.]", "got 'classify.predikt', expected one of classify.predict"),
+        ("classify.predict: Name it.", "classify.predict: got Name it., expected a list of texts"),
+        ("classify.predict: [Name it., ' ']", "classify.predict: got [Name it., ], expected a list of texts"),
+        ("classify.predict: [", "1: cannot be read: not YAML"),
+    ],
+)
+def test_a_file_of_instructions_that_cannot_be_used_is_refused(tmp_path, task, text, says):
+    file = tmp_path / "instructions.yaml"
+    file.write_text(text)
+    options = {"max_bootstrapped_demos": 0, "max_labeled_demos": 0, "instructions": str(file)}
+    (problem,) = prompt_problems(prompt_command(task[0], "miprov2", **options), task[1])
+    assert problem.startswith(f"algo.instructions: {file}") and says in problem
+
+
 def test_failed_rollouts_are_counted_and_never_demonstrations(tmp_path, task):
     answer = better_with_demonstrations(task[1])
 

@@ -20,7 +20,7 @@ from dspy.teleprompt.mipro_optimizer_v2 import BOOTSTRAPPED_FEWSHOT_EXAMPLES_IN_
 from mmrl.config.other_stages import BootstrapFewshotConfig, GepaConfig, Miprov2Config, PromptConfig
 from mmrl.stages.prompts.model import Writer
 from mmrl.stages.prompts.rollouts import THREADS, Evaluated, Need, Played, Rollouts, TrainExample
-from mmrl.stages.prompts.split import labeled_demos
+from mmrl.stages.prompts.split import labeled_demos, read_instructions
 
 Metric = Callable[..., Any]
 Note = Callable[[str, str, str], None]
@@ -35,7 +35,7 @@ class Bench:
     train: list[TrainExample]
     validation: list[TrainExample]
     writer: Writer | None
-    """None for an optimiser that proposes no instructions."""
+    """None for an optimiser that proposes no instructions, or takes them from a file."""
     note: Note
     on_batch: Callable[[Sequence[Need]], None]
     """Called with the rollouts of each evaluation."""
@@ -98,11 +98,11 @@ def _options(algo: PromptConfig, names: str) -> dict[str, Any]:
 
 
 def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
-    assert bench.writer is not None
     optimiser = _Mipro(
         bench,
+        algo.instructions,
         metric=worth_showing(algo.metric_threshold),
-        prompt_model=bench.writer.lm(algo.init_temperature),
+        prompt_model=None if bench.writer is None else bench.writer.lm(algo.init_temperature),
         max_labeled_demos=labeled_demos(algo, bench.rollouts.stage.task),
         num_threads=THREADS,
         seed=bench.rollouts.stage.config.seed,
@@ -187,13 +187,15 @@ def with_feedback(example: dspy.Example, prediction: Played, trace: object = Non
 class _Mipro(MIPROv2):
     """MIPROv2 with `_Proposer`; DSPy's own ends the whole search at a reply that does not parse."""
 
-    def __init__(self, bench: Bench, **options: Any):
+    def __init__(self, bench: Bench, instructions: str | None, **options: Any):
         super().__init__(**options)
-        self._bench = bench
+        self._bench, self._file = bench, instructions
 
     def _propose_instructions(
         self, program: Any, trainset: Any, demos: Any, batch: int, *aware: bool, num_instruct_candidates: int
     ) -> Any:
+        if self._file is not None:
+            return self._read(self._file, program)
         of_program, of_data, of_tips, of_demos = aware
         proposer = _Proposer(
             prompt_model=self.prompt_model,
@@ -217,6 +219,16 @@ class _Mipro(MIPROv2):
         for number, predictor in enumerate(program.predictors()):
             proposed[number][0] = predictor.signature.instructions
         return proposed
+
+    def _read(self, path: str, program: dspy.Module) -> dict[int, list[str]]:
+        """Return the instructions of each predictor, by its number: the start's, then those of the file."""
+        predictors = dict(program.named_predictors())
+        candidates = read_instructions(path, list(predictors))
+        return {
+            number: [predictor.signature.instructions]
+            + [text for text in candidates[name] if _usable(self._bench, name, lambda text=text: text)]  # type: ignore[misc]
+            for number, (name, predictor) in enumerate(predictors.items())
+        }
 
 
 class _Proposer(GroundedProposer):

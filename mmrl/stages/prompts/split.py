@@ -1,4 +1,4 @@
-"""The split of the train examples for an optimiser of prompts: to learn from, and to compare candidates on.
+"""What an optimiser of prompts works on: the split of the train examples, and instructions from a file.
 
 Imports neither DSPy nor torch: whoever checks a config asks here before a model loads.
 """
@@ -6,13 +6,16 @@ Imports neither DSPy nor torch: whoever checks a config asks here before a model
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from mmrl import rng
 from mmrl.config import PromptCommandConfig
+from mmrl.config.base import literal
 from mmrl.config.other_stages import BootstrapConfig, PromptConfig
+from mmrl.errors import ConfigError, DataError, gathered, unknown
 from mmrl.records import Example
+from mmrl.system.files import read_yaml, user_path
 from mmrl.tasks.base import Task
 from mmrl.tasks.prompts import PromptedTask
 
@@ -34,7 +37,7 @@ def split(config: PromptConfig, examples: Sequence[Example], seed: int) -> tuple
     train, validation = list(examples[:cut]), list(examples[cut:])
     if config.shuffles:
         rng.stream(seed, "prompts").shuffle(train)
-    return train, validation
+    return train[: config.train_items], validation
 
 
 def compared(config: PromptConfig, validation: Sequence[T], draws: random.Random) -> list[T]:
@@ -58,29 +61,60 @@ def labeled_demos(config: BootstrapConfig, task: Task) -> int:
     return config.plain_demos
 
 
+def read_instructions(path: str, modules: Sequence[str]) -> dict[str, list[str]]:
+    """Read `algo.instructions`: the texts of each module, none where the file does not name it.
+
+    Raises:
+        ConfigError: every problem of the file.
+    """
+    try:
+        content = read_yaml(user_path(path))
+    except DataError as error:
+        raise ConfigError(f"algo.instructions: {error}") from None
+    where, problems = f"algo.instructions: {path}", []
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{where}: got {type(content).__name__}, expected module: [text, ...]")
+    for module, texts in content.items():
+        if module not in modules:
+            problems.append(unknown(where, module, modules))
+        elif not (isinstance(texts, list) and texts and all(isinstance(text, str) and text.strip() for text in texts)):
+            problems.append(f"{where}: {module}: got {literal(texts)[:60]}, expected a list of texts")
+    if problems:
+        raise ConfigError(problems)
+    return {module: content.get(module, []) for module in modules}
+
+
 def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
     """Return reasons why the optimiser cannot run on this task, one sentence each, with the key to set."""
     algo, examples = config.algo, task.examples("train")
     prompted = isinstance(task, PromptedTask)
     if not prompted and not hasattr(task.program, "module"):  # DSPy's program is not imported for this
         return [f"task: '{task.name}' has no prompts that can be optimised: they are its program's own code"]
+    problems: list[str] = []
+    if (path := getattr(algo, "instructions", None)) is not None:
+        predictors = task.all_prompts.by_module() if prompted else dict(task.program.module.named_predictors())
+        with gathered(problems):
+            read_instructions(path, list(predictors))
     have = f"task.data.train: has {len(examples)} examples"
     if prompted and (labeled := getattr(algo, "max_labeled_demos", None)):
         return [
+            *problems,
             f"algo.max_labeled_demos: got {labeled}, which has no effect with the program of this task: "
-            "its examples hold no replies of its modules; leave it out"
+            "its examples hold no replies of its modules; leave it out",
         ]
     train, validation = split(algo, examples, config.seed)
     if not train or not validation:
         parts = f"{len(train)} to learn from and {len(validation)} to compare candidates on"
         return [
+            *problems,
             f"{have}, of which algo.validation={algo.validation:g} leaves {parts}; algo={algo.name} needs at least one "
-            "of each: give more examples"
+            "of each: give more examples",
         ]
     count = len(compared(algo, validation, random.Random(config.seed)))
     if (size := algo.minibatch_of(count)) is not None and size > count:
         return [
+            *problems,
             f"algo.minibatch_size: got {size}, more than the {count} validation examples "
-            f"(algo.validation={algo.validation:g} of the {len(examples)} in task.data.train)"
+            f"(algo.validation={algo.validation:g} of the {len(examples)} in task.data.train)",
         ]
-    return []
+    return problems

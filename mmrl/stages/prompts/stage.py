@@ -186,7 +186,7 @@ class PromptStage(Stage[PromptCommandConfig]):
         return PromptResult(path, improved, before, max(before, best))
 
     def _make_writer(self, folder: Path, loop: Loop) -> Writer | None:
-        if not isinstance(self.config.algo, ProposingConfig):
+        if not isinstance(self.config.algo, ProposingConfig) or getattr(self.config.algo, "instructions", None):
             return None
         store = Store(folder / COMPLETIONS, STORED[COMPLETIONS])
         return Writer(stage=self, algo=self.config.algo, store=store, loop=loop, paid=self.paid)

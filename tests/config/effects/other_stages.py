@@ -22,7 +22,19 @@ from tests.config.effects import Options, acts, nested, refused
 from tests.config.effects.endpoints import VALUES, _traced, answering
 from tests.config.effects.training import Failing
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, seeded_letter
-from tests.helpers.stages import CHAT, OWN, ScriptedEngine, Teachable, banking, config_of, prompt_stage, run, stage_of
+from tests.helpers.stages import (
+    CHAT,
+    MIPRO,
+    OWN,
+    ScriptedEngine,
+    Teachable,
+    banking,
+    config_of,
+    optimised,
+    prompt_stage,
+    run,
+    stage_of,
+)
 
 CLASSES = {"miprov2": "_Mipro", "bootstrap_fewshot": "BootstrapFewShotWithRandomSearch", "gepa": "GEPA"}
 ALL = "prompts.*"
@@ -87,6 +99,16 @@ def parts(name: str, options: Options, folder: Path) -> object:
     return [[example.id for example in part] for part in split(section(name, options), examples, 0)]
 
 
+def tried(name: str, options: Options, folder: Path) -> object:
+    """The instructions of all trials."""
+    (folder / "instructions.yaml").write_text("classify.predict: [Name the intent.]")
+    if options["instructions"]:
+        options = {**options, "instructions": str(folder / options["instructions"])}
+    optimised(folder / "run", banking(), name, **{**MIPRO, "num_instruct_candidates": None, **options})
+    trials = (folder / "run" / "prompts" / "trials.jsonl").read_text().splitlines()
+    return [json.loads(trial)["modules"]["classify.predict"]["instructions"] for trial in trials]
+
+
 def requests(name: str, options: Options, folder: Path) -> object:
     """What the policy is sent as the prompt model."""
     engine = FakeEngine(lambda request: "x")
@@ -110,6 +132,8 @@ def endpoint(name: str, options: Options, folder: Path) -> object:
 
 acts(ALL, "validation", parts, 0.5, 0.75)
 acts(ALL, "validation_items", parts, None, 7)
+acts(ALL, "train_items", parts, None, 3)
+acts("prompts.miprov2", "instructions", tried, None, "instructions.yaml")
 acts(BOOTSTRAPPING, "max_bootstrapped_demos max_labeled_demos", received, 3, 5)
 acts(BOOTSTRAPPING, "metric_threshold", metric, None, 0.5)
 acts(WRITING, "prompt_max_tokens", requests, 64, 65, shared=True)
