@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mmrl import rng
 from mmrl.config import PromptCommandConfig
@@ -87,16 +87,19 @@ def read_instructions(path: str, modules: Sequence[str]) -> dict[str, list[str]]
 def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
     """Return reasons why the optimiser cannot run on this task, one sentence each, with the key to set."""
     algo, examples = config.algo, task.examples("train")
-    prompted = isinstance(task, PromptedTask)
-    if not prompted and not hasattr(task.program, "module"):  # DSPy's program is not imported for this
+    program: Any = task.program
+    if isinstance(task, PromptedTask):
+        modules = list(task.all_prompts.by_module())
+    elif hasattr(program, "module"):  # DSPy's program is not imported for this
+        modules = [name for name, _ in program.module.named_predictors()]
+    else:
         return [f"task: '{task.name}' has no prompts that can be optimised: they are its program's own code"]
     problems: list[str] = []
     if (path := getattr(algo, "instructions", None)) is not None:
-        predictors = task.all_prompts.by_module() if prompted else dict(task.program.module.named_predictors())
         with gathered(problems):
-            read_instructions(path, list(predictors))
+            read_instructions(path, modules)
     have = f"task.data.train: has {len(examples)} examples"
-    if prompted and (labeled := getattr(algo, "max_labeled_demos", None)):
+    if isinstance(task, PromptedTask) and (labeled := getattr(algo, "max_labeled_demos", None)):
         return [
             *problems,
             f"algo.max_labeled_demos: got {labeled}, which has no effect with the program of this task: "
