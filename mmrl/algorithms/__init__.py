@@ -66,8 +66,7 @@ def assign_credit(
 
     Args:
         minibatch: see `Algorithm.credit`.
-        frozen: modules left out of the loss (`model.modules`). MHGPO counts them out of n as its own frozen modules;
-            elsewhere the other modules' weights stay as they are.
+        frozen: modules left out of the loss (`model.modules`): their tokens count in no |o|, no mean and no whitening.
     """
     algo = algo.leaving_out(frozen)
     credit = ALGORITHMS[algo.name].credit(_without_kl(forest, frozen), algo, seed, minibatch)
@@ -110,10 +109,7 @@ def _without_kl(forest: Forest, frozen: Collection[str]) -> Forest:
 
 
 def _leave_out(credit: Credit, forest: Forest, frozen: Collection[str]) -> Credit:
-    """Give every token of the frozen modules weight 0; the other modules' weights stay as they are.
-
-    A module frozen elsewhere therefore changes nothing in the update of another module.
-    """
+    """Give every token of the frozen modules weight 0, also in rollouts of which other calls are trained."""
     entries = [
         replace(entry, weights=(0.0,) * len(entry.weights)) if forest.calls[entry.call].module in frozen else entry
         for entry in credit.entries

@@ -92,7 +92,8 @@ class Mappo(Ppo):
         rewards = backward(forest, algo)
         calls = [forest.calls[call_id] for call_id in rewards]
         # Every trained token weighs the same by default (`loss_mean=token`), whichever agent wrote it.
-        units = [Unit(call.example, call.example, call.completion_tokens) for call in calls]
+        tokens = [0 if call.module in algo.left_out else call.completion_tokens for call in calls]
+        units = [Unit(call.example, call.example, count) for call, count in zip(calls, tokens, strict=True)]
         weights = per_token(units, two_level(units, minibatch), algo, minibatch)
         estimated = [_within_call(call, rewards[call.id], algo, w) for call, w in zip(calls, weights, strict=True)]
         return critic_credit(self.name, estimated, algo.whiten)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from mmrl.config.base import Idle, MethodConfig, Temperature, no_lookalike
 from mmrl.config.teacher import STUDENT, TeacherConfig
@@ -44,6 +44,8 @@ class AlgoConfig(MethodConfig):
     # Factors of modules are checked against the program's modules, which no schema knows (algorithms/checks.py).
     advantage_scale: dict[str, float] | None = Field(None, description="module: factor of its advantages, else 1")
     idle: ClassVar[list[Idle]] = [Idle("loss_length", "loss_mean!=constant")]
+    # No key: `model.modules` says it.
+    _left_out: frozenset[str] = PrivateAttr(frozenset())
 
     @classmethod
     def narrow(cls, algo: AlgoConfig) -> Self:
@@ -58,7 +60,14 @@ class AlgoConfig(MethodConfig):
 
     def leaving_out(self, modules: Collection[str]) -> AlgoConfig:
         """Return a copy of this section with `modules` out of the loss."""
-        return self
+        copy = self.model_copy()
+        copy._left_out = frozenset(modules)
+        return copy
+
+    @property
+    def left_out(self) -> Collection[str]:
+        """Modules out of the loss: their tokens count in no length and no mean."""
+        return self._left_out
 
     def exchanged_modules(self, modules: Sequence[str]) -> tuple[str, ...]:
         """Return the modules whose replies a second play of a rollout exchanges."""
@@ -133,6 +142,11 @@ class MhgpoConfig(GroupConfig, PenaltyConfig):
     def leaving_out(self, modules: Collection[str]) -> AlgoConfig:
         """Freeze the modules too: MHGPO divides by the number of trained slots."""
         return self.model_copy(update={"freeze_modules": tuple(dict.fromkeys((*self.freeze_modules, *modules)))})
+
+    @property
+    def left_out(self) -> Collection[str]:
+        """See `AlgoConfig.left_out`."""
+        return self.freeze_modules
 
     @property
     def serves_initial(self) -> bool:

@@ -185,10 +185,11 @@ def critic_credit(name: str, estimated: Sequence[EstimatedCall], whiten: str, ap
             advantages before whitening.
         apart: last turns are whitened by themselves, and so are those before them.
     """
-    raw: dict[bool, list[float]] = {}
-    for call in estimated:
+    raw: dict[bool, list[float]] = {False: [], True: []}
+    # What is out of the loss has weight 0, and values that no critic was trained for.
+    for call in (call for call in estimated if call.weight):
         counted = call.advantages if whiten == "all" else call.advantages[: call.call.completion_tokens]
-        raw.setdefault(apart and "outcome" in call.parts, []).extend(counted)
+        raw[apart and "outcome" in call.parts].extend(counted)
     # Whitened over the batch and not per example: with one rollout each, an example has nothing to compare with.
     scales = {last: (0.0, 1.0) if whiten == "none" else whitening(values) for last, values in raw.items()}
     entries = []
@@ -214,8 +215,9 @@ def critic_credit(name: str, estimated: Sequence[EstimatedCall], whiten: str, ap
 
 def _explained(entries: Sequence[Entry]) -> dict[str, float]:
     """Compute the share of the returns' variance that the values explain: 1 for a perfect critic, 0 for a constant."""
-    returns = [r for entry in entries for r in entry.returns or ()]
-    errors = [a for entry in entries for a in entry.raw_advantages or ()]
+    trained = [entry for entry in entries if any(entry.weights)]
+    returns = [r for entry in trained for r in entry.returns or ()]
+    errors = [a for entry in trained for a in entry.raw_advantages or ()]
     # Constant returns have nothing to explain, and the share would be divided by rounding errors.
     spread = _variance(returns)
     return {"credit/explained_variance": 1.0 - _variance(errors) / spread} if spread > 1e-12 else {}

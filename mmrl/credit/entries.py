@@ -5,7 +5,7 @@ A group carries its rewards, then its advantages, then its weights; its entries 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from mmrl.records import EMPTY, Call
@@ -69,10 +69,9 @@ class Member:
         """Call with the reward: the only one, or the rollout's last."""
         return self.calls[-1]
 
-    @property
-    def tokens(self) -> int:
-        """|o|: trained tokens of all calls."""
-        return sum(call.completion_tokens for call in self.calls)
+    def tokens(self, left_out: Collection[str] = ()) -> int:
+        """Return |o|: tokens of all calls, but for those of modules out of the loss."""
+        return sum(call.completion_tokens for call in self.calls if call.module not in left_out)
 
 
 @dataclass(frozen=True, slots=True)

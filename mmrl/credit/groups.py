@@ -65,9 +65,9 @@ def is_constant(rewards: Sequence[float]) -> bool:
 def weigh(groups: Sequence[Group], algo: GroupConfig, minibatch: Minibatches = None) -> list[Group]:
     """Weigh tokens by 1 / (groups · G · |o|) for every member, or as `algo.loss_mean` says (GRPO, mmGRPO)."""
     units = [
-        Unit(member.call.example, group.id, 0 if group.vanished else member.tokens, compared=not group.of_one)
-        for group in groups
-        for member in group.members
+        Unit(m.call.example, g.id, 0 if g.vanished else m.tokens(algo.left_out), compared=not g.of_one)
+        for g in groups
+        for m in g.members
     ]
     return with_weights(groups, per_token(units, two_level(units, minibatch), algo, minibatch))
 

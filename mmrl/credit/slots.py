@@ -156,7 +156,7 @@ def weigh_slots(
     """
     # A frozen or vanished member is no sequence of the loss: no tokens, so it sets no length for `constant` either.
     units = [
-        Unit(m.call.example, slot_of(m.call), m.tokens * (trains(m.call) and not g.vanished), compared=not g.of_one)
+        Unit(m.call.example, slot_of(m.call), m.tokens() * (trains(m.call) and not g.vanished), compared=not g.of_one)
         for g in groups
         for m in g.members
     ]

@@ -108,20 +108,29 @@ def staleness_problems(
             f"train.staleness: got {staleness} without an adapter: full weights cannot change under a batch that is "
             "being sampled; use model.lora, or train.staleness=1"
         ]
-    vllm = config.as_vllm
-    if vllm is None:
-        return []
+    if unrecorded := unrecorded_logprobs(config, sampling):
+        return [
+            f"train.staleness: got {staleness}, which is corrected by recorded log-probabilities, and {unrecorded}, or "
+            "train.staleness=0"
+        ]
+    return []
+
+
+def unrecorded_logprobs(config: EngineConfig, sampling: tuple[float, float, int]) -> str:
+    """Return the reason why an engine records no log-probabilities with this (temperature, top_p, top_k), or ""."""
+    if (vllm := config.as_vllm) is None:
+        return ""
     from mmrl.engines.vllm.command import exact, logprobs_mode
 
     temperature, top_p, top_k = sampling
-    trained = Sampling(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
-    if exact(logprobs_mode(vllm, [sampling]), trained):
-        return []
-    return [
-        f"train.staleness: got {staleness}, which is corrected by recorded log-probabilities, and vLLM can record none "
-        f"with algo.temperature={temperature:g}, algo.top_p={top_p:g}, algo.top_k={top_k} and engine.logprobs="
-        f"{vllm.logprobs} (docs/engines.md); use algo.top_p=1 and algo.top_k=0, or train.staleness=0"
-    ]
+    if exact(
+        logprobs_mode(vllm, [sampling]), Sampling(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
+    ):
+        return ""
+    return (
+        f"vLLM can record none with algo.temperature={temperature:g}, algo.top_p={top_p:g}, algo.top_k={top_k} and "
+        f"engine.logprobs={vllm.logprobs} (docs/engines.md); use algo.top_p=1 and algo.top_k=0"
+    )
 
 
 def serves_all(name: str) -> bool:

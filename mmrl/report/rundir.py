@@ -225,11 +225,14 @@ class RunDir:
 
     def _stored_config(self) -> JsonObject:
         """Return the mapping in `config.yaml`."""
+        path = self.path / "config.yaml"
         try:
-            loaded = read_yaml(self.path / "config.yaml")
+            loaded = read_yaml(path)
         except DataError as error:
             raise CheckpointError(str(error)) from None
-        return loaded if isinstance(loaded, dict) else {}
+        if not isinstance(loaded, dict):
+            raise CheckpointError(f"{path}: holds no settings, expected those that the run was started with")
+        return loaded
 
     @property
     def segments(self) -> list[JsonObject]:

@@ -23,6 +23,7 @@ from mmrl.config import (
     TaskConfig,
     TrainCommandConfig,
 )
+from mmrl.config.algo import CriticConfig
 from mmrl.config.base import value_at
 from mmrl.config.rules import across_sections, engine_name, without_effect
 from mmrl.engines.endpoint_engine import unreachable, with_model
@@ -181,7 +182,7 @@ def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     problems += module_assignment(config, task.program.modules).problems()
     if engine_name(config) == "openai":
         problems += engines.problems(config.engine, "openai", training=True)
-    problems += staleness_problems(config) + text_problems(config, task)
+    problems += staleness_problems(config) + kl_problems(config) + text_problems(config, task)
     # What does not fit the modules has its sentence already, and may have no plan.
     problems += [] if problems else replay_problems(config, task)
     return problems + turns_missing(config.task.reward, config.algo.name, task)
@@ -253,6 +254,16 @@ def endpoints_away(config: RootConfig) -> list[str]:
     if engine_name(config) == "openai" and (policy := value_at(config, "policy")) is not None:
         needed["engine.endpoint"] = with_model(config.engine, str(policy))
     return unreachable(needed)
+
+
+def kl_problems(config: TrainCommandConfig) -> list[str]:
+    """Return the problem of a KL term in the reward, part of credit, where the engine records no log-probabilities."""
+    algo = config.algo
+    if not isinstance(algo, CriticConfig) or algo.kl != "reward" or algo.beta == 0:
+        return []
+    unrecorded = engines.unrecorded_logprobs(config.engine, (algo.temperature, algo.top_p, algo.top_k))
+    kept = "algo.kl: got reward, which takes the log-probabilities that the engine records, and"
+    return [f"{kept} {unrecorded}, algo.kl=loss or algo.beta=0"] if unrecorded else []
 
 
 def staleness_problems(config: TrainCommandConfig) -> list[str]:

@@ -53,7 +53,7 @@ def examine(stage: WeightStage, count: int) -> tuple[Played, Forest]:
     # As between the phases of a step: the trainer needs the memory that an engine on its device holds.
     stage.engine.sleep()
     forest = processes.forest(forest, examples)
-    metrics = forest_metrics(forest, never_metrics(task))
+    metrics = forest_metrics(forest, never_metrics(task), task.failed_metrics)
     credit = _credit(stage, forest)
     rewards = [rollout.reward for rollout in forest.rollouts if rollout.reward is not None]
     # Without groups all rewards are compared.

@@ -254,8 +254,8 @@ def item_results(forest: Forest, failed: Mapping[str, float], without: Collectio
         rollouts = [r for r in forest.rollouts if r.example == example]
         counted = [{**failed, **r.metrics} if r.error else r.metrics for r in rollouts]
         metrics = {name: fmean(values.get(name, 0.0) for values in counted) for name in names}
-        # None is a failure by infrastructure, which counts 0 in an evaluation, as the failed share says.
-        metrics["reward"] = fmean(r.reward or 0.0 for r in rollouts)
+        # Every failure counts 0 in an evaluation, whatever `task.failure_score` trains it with.
+        metrics["reward"] = fmean(0.0 if r.error else r.reward or 0.0 for r in rollouts)
         items.append(
             {
                 "id": example,

@@ -9,16 +9,14 @@ from statistics import fmean, pstdev
 
 from mmrl.credit.entries import Entry
 from mmrl.errors import MODEL_CAUSED, TooManyFailures, failed_how
-from mmrl.records import Call, Forest, Rollout
+from mmrl.records import EMPTY, Call, Forest, Rollout
 from mmrl.report.trees import telling_examples
 from mmrl.tasks.base import Task
-from mmrl.tasks.metrics import f1
+from mmrl.tasks.metrics import normalize
 
 TURNS = 8
 """Turns with metrics of their own; further ones are rare and few."""
 TURN_METRICS = ("calls", "length", "finish_length_share", "format_rate", "surprise")
-SIMILARITY_PAIRS = 6
-"""Pairs compared per group; more change the mean little and cost quadratically."""
 
 
 METRIC_OF_FEATURE = {"penalties": "penalty", "parse_failures": "format_rate"}
@@ -30,9 +28,16 @@ def never_metrics(task: Task) -> frozenset[str]:
     return frozenset(metric for feature, metric in METRIC_OF_FEATURE.items() if feature in task.absent_features)
 
 
-def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, float]:
-    """Return rewards, failures, task metrics and module metrics of one step, but for the module metrics `without`."""
-    metrics = rollout_metrics(forest.rollouts)
+def forest_metrics(
+    forest: Forest, without: Collection[str] = (), failed: Mapping[str, float] = EMPTY
+) -> dict[str, float]:
+    """Return rewards, failures, task metrics and module metrics of one step.
+
+    Args:
+        without: module metrics that are left out.
+        failed: task metrics of a failed rollout.
+    """
+    metrics = rollout_metrics(forest.rollouts, failed)
     # As kinds of failures, only where there are any.
     if forest.caught:
         metrics["rollouts/caught_parse"] = float(len(forest.caught))
@@ -73,8 +78,8 @@ def turn_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, flo
     return metrics
 
 
-def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the rewards over credited rollouts; task metrics over all, a failed rollout counting 0 in each."""
+def rollout_metrics(rollouts: Sequence[Rollout], failed: Mapping[str, float] = EMPTY) -> dict[str, float]:
+    """Return the rewards over credited rollouts; task metrics over all, failed ones as `failed` says, else 0."""
     rewards = [r.reward for r in rollouts if r.reward is not None]
     errors = [r.error for r in rollouts]
     metrics = {"rollouts/count": float(len(rollouts)), "rollouts/failed_share": failed_share(errors)}
@@ -89,7 +94,9 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         }
     names = dict.fromkeys(name for r in rollouts for name in r.metrics)
     for name in names:
-        metrics[f"task/{name}"] = fmean(r.metrics.get(name, 0.0) for r in rollouts)
+        metrics[f"task/{name}"] = fmean(
+            r.metrics.get(name, failed.get(name, 0.0) if r.error else 0.0) for r in rollouts
+        )
     return metrics
 
 
@@ -136,6 +143,8 @@ def module_metrics(calls: Sequence[Call], without: Collection[str] = ()) -> dict
         "finish_length_share": fmean(c.finish == "length" for c in calls),
         "format_rate": fmean(c.ok for c in calls),
     }
+    if any(c.attempts > 1 for c in calls):
+        metrics["attempts"] = fmean(c.attempts for c in calls)
     names = dict.fromkeys(n for c in calls for n, v in c.facts.items() if isinstance(v, int | float))
     for name in names:
         values = [float(c.facts[name]) for c in calls if isinstance(c.facts.get(name), int | float)]
@@ -190,7 +199,12 @@ def similarity(forest: Forest, groups: Mapping[str, Sequence[Entry]]) -> dict[st
         # Groups of whole rollouts mix modules, whose texts are not alike for other reasons.
         if len({c.module for c in calls}) != 1 or len(calls) < 2:
             continue
-        # The first pairs, not random ones: a metric must not depend on a draw.
-        pairs = list(combinations(calls, 2))[:SIMILARITY_PAIRS]
-        scores[calls[0].module].append(fmean(f1(a.text, b.text) for a, b in pairs))
+        tokens = [Counter(normalize(call.text).split()) for call in calls]
+        scores[calls[0].module].append(fmean(_overlap(a, b) for a, b in combinations(tokens, 2)))
     return {f"similarity/{module}": fmean(values) for module, values in sorted(scores.items())}
+
+
+def _overlap(a: Counter[str], b: Counter[str]) -> float:
+    """Return the F1 of two texts' tokens; 1 where neither has any."""
+    total = a.total() + b.total()
+    return 2 * (a & b).total() / total if total else 1.0

@@ -77,7 +77,7 @@ class WeightStage(Collector):
             batch = self.collect(step, self.credit)
         trained, minibatch = batch.trained, minibatches([example.id for example in batch.examples], count)
         credit = self.credit(trained, minibatch)
-        metrics = forest_metrics(batch.forest, never_metrics(self.task))
+        metrics = forest_metrics(batch.forest, never_metrics(self.task), self.task.failed_metrics)
         metrics |= credit_metrics(trained, credit.entries) | dict(credit.metrics)
         self.log.metrics = metrics | dict(batch.metrics)
         # Written by a thread while the trainer works: compressing a large batch takes as long as an update.

@@ -88,8 +88,9 @@ def parse_queries(text: str) -> list[str]:
 def parse_selection(text: str, candidates: int) -> Selection:
     """Parse the indices in a reranker's output, against the number of candidate documents."""
     # Python refuses to read thousands of digits; 12 are beyond any number of documents.
-    written = [int(digits[:12]) for digits in re.findall(r"[0-9]+", text)]
-    valid = tuple(dict.fromkeys(index for index in written if index < candidates))
+    # A minus is a sign where nothing stands before it: "0-2" are two indices.
+    written = [int(digits[:12]) for digits in re.findall(r"(?:(?<![\w\])])-)?[0-9]+", text)]
+    valid = tuple(dict.fromkeys(index for index in written if 0 <= index < candidates))
     return Selection(valid, len(valid) < len(written) or (not written and candidates > 0))
 
 

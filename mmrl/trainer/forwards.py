@@ -147,7 +147,7 @@ class Forwards:
         return minibatches, sum(train.call.id not in trained for train in batch.calls)
 
     def freeze_old(self, packs: Sequence[Pack]) -> None:
-        """Compute, before the first of several updates, the denominators that need the sampling weights."""
+        """Compute, before the first update, the denominators that need the sampling weights, dropout off."""
         recompute = self.settings.train.old_logprobs == "recompute"
         for pack in packs:
             # Processes must agree on whether to forward, and each sees only its own packs.
@@ -234,14 +234,21 @@ def annotate(forwards: Forwards, forest: Forest) -> Forest:
     if critic is None:
         return forest
     calls = [call for call in forest.calls.values() if call.completion_ids]
-    continued = [_continued(call, ()) for call in calls]
+    continued = [_continued(call) for call in calls]
     references: list[tuple[float, ...]] | list[None] = [None] * len(calls)
     if settings.algo.beta > 0:
         # Credit needs them where the KL term is part of the reward; where it is in the loss, the update reuses them.
         references = forwards.policy_logprobs(continued, reference=True)
+    kept = [len(call.completion_ids) for call in calls]
     if getattr(critic, "obs", "skip") == "all":
-        continued = [_continued(call, observation_ids(forest, call)) for call in calls]
-    values = forwards.values(continued)
+        observed = [observation_ids(forest, call) for call in calls]
+        kept = [stay for _, stay in observed]
+        continued = [_continued(call, ids, stay) for call, (ids, stay) in zip(calls, observed, strict=True)]
+    # Where an end of turn was taken back, its value and that of the observation's first token are of one context.
+    values = [
+        values[:stay] + values[stay : stay + 1] * (len(call.completion_ids) - stay) + values[stay:]
+        for call, stay, values in zip(calls, kept, forwards.values(continued), strict=True)
+    ]
     annotated = {
         call.id: replace(call, values=value, ref_logprobs=reference)
         for call, value, reference in zip(calls, values, references, strict=True)
@@ -253,28 +260,31 @@ def annotate(forwards: Forwards, forest: Forest) -> Forest:
     return replace(forest, calls={name: (annotated | unsampled)[name] for name in forest.calls})
 
 
-def observation_ids(forest: Forest, call: Call) -> tuple[int, ...]:
+def observation_ids(forest: Forest, call: Call) -> tuple[tuple[int, ...], int]:
     """Return the tool tokens that follow `call` in its own context, length `call.observation_tokens`.
+
+    Also returns how many of the call's tokens stand before them: all, or all but an end of turn that was taken back.
 
     Raises:
         MmrlError: no later call holds them.
     """
-    if not call.observation_tokens:
-        return ()
-    context = call.prompt_ids + call.completion_ids
-    for child in forest.children[call.id]:
-        following = forest.calls[child].prompt_ids
-        if following[: len(context)] == context and len(following) >= len(context) + call.observation_tokens:
-            return following[len(context) : len(context) + call.observation_tokens]
+    context, length = call.prompt_ids + call.completion_ids, call.observation_tokens
+    if not length:
+        return (), len(call.completion_ids)
+    following = [forest.calls[child].prompt_ids for child in forest.children[call.id]]
+    for end in (len(context), len(context) - 1):
+        for ids in following:
+            if ids[:end] == context[:end] and len(ids) >= end + length:
+                return ids[end : end + length], end - len(call.prompt_ids)
     raise MmrlError(
-        f"algo.obs: all needs the ids of the {call.observation_tokens} observation tokens after call {call.id}, "
+        f"algo.obs: all needs the ids of the {length} observation tokens after call {call.id}, "
         "and no call goes on in its context; use algo.obs=skip"
     )
 
 
-def _continued(call: Call, observation: tuple[int, ...]) -> Call:
-    """Return the call's ids alone, with `observation` as if sampled: a value is needed before each of its tokens."""
-    ids = call.completion_ids + observation
+def _continued(call: Call, observation: tuple[int, ...] = (), stay: int | None = None) -> Call:
+    """Return the call's ids alone, the first `stay` of them, with `observation` as if sampled: each needs a value."""
+    ids = call.completion_ids[:stay] + observation
     return replace(
         call,
         completion_ids=ids,

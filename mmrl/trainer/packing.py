@@ -166,7 +166,7 @@ class Pack:
         """
         if self.old is not None:
             return self.old
-        # Only in a step of a single update is `old` not filled in, and then recomputing would give `current` itself.
+        # Not filled in by `freeze_old` in a step of one update without dropout alone: it would compute `current` again.
         return current if recompute else torch.where(self.sampled.isnan(), current, self.sampled)
 
 

@@ -45,6 +45,11 @@ class Settings:
         return self.algo.name == SFT
 
     @property
+    def has_dropout(self) -> bool:
+        """True if the update's log-probabilities have noise that the sampler's do not have: dropout of adapters."""
+        return not self.is_supervised and self.model.lora is not None and self.model.lora.dropout > 0
+
+    @property
     def updates(self) -> int:
         """Optimizer steps of one step."""
         return self.algo.epochs * self.algo.minibatches

@@ -192,8 +192,12 @@ class MmrlTrainer(GRPOTrainer):
             started = time.perf_counter()
             minibatches = self.step_packs(batch)
             count = self.settings.updates
-            if count > 1 and not self.settings.algo.ratio_one:
+            if (count > 1 or self.settings.has_dropout) and not self.settings.algo.ratio_one:
                 self.forwards.freeze_old([pack for packs in minibatches for pack in packs])
+            if self.settings.has_dropout:
+                # The update adds noise to its own forwards: of one pack, a sample, the gap is measured without.
+                for pack in minibatches[0][:1]:
+                    self._add_gap(pack, self.forwards.policy_of(pack))
             self.totals.seconds += time.perf_counter() - started
             for number in range(count):
                 yield {"update": Update(step, minibatches[number % len(minibatches)], first=number == 0)}
@@ -267,8 +271,8 @@ class MmrlTrainer(GRPOTrainer):
         with self.forwards.autocast():
             supervised = self.settings.is_supervised
             scores = self.forwards.score(model, pack, entropy=not supervised, hits=supervised)
-        if first and not pack.filler:
-            self.totals.add_gap(pack, scores.logprobs)
+        if first and not self.settings.has_dropout:
+            self._add_gap(pack, scores.logprobs)
         index = pack.entry_index  # (E,) into the pack's N scored positions
         old = pack.old_logprobs(scores.logprobs.detach(), train.old_logprobs == "recompute")  # (N,)
         correction: Correction | None = None
@@ -298,6 +302,10 @@ class MmrlTrainer(GRPOTrainer):
             # With a ratio of 1 the objective's own value is constant; its gradient is that of the log-likelihood.
             return -(pack.weights * scores.logprobs[index].detach()).sum().double()
         return result.loss.detach().double()
+
+    def _add_gap(self, pack: Pack, logprobs: torch.Tensor) -> None:
+        if not pack.filler:
+            self.totals.add_gap(pack, logprobs)
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor | float | None:
         limit = self.settings.train.grad_clip

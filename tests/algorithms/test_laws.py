@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.records import Forest
-from tests.helpers.forests import MODULES, chains, credit, forked, numbers, relabelled
+from tests.helpers.forests import MODULES, Grow, by_call, chains, credit, forked, numbers, relabelled
 
 TOLERANCE = 1e-9
 LAW = settings(max_examples=50, deadline=None)
@@ -322,3 +322,21 @@ def test_law_9_no_weights_beyond_one_whatever_fails_or_is_empty(forest, name):
         tokens = forest.calls[entry.call].completion_tokens
         assert len(entry.advantages) == len(entry.weights) == tokens
         assert all(math.isfinite(value) for value in (*entry.advantages, *entry.weights, entry.reward))
+
+
+@pytest.mark.parametrize("mean", ["seq", "token", "constant"])
+@pytest.mark.parametrize("name", ["grpo", "mmgrpo", "mhgpo_fof", "dr_mas", "mappo"])
+def test_tokens_of_a_frozen_module_count_nowhere(name, mean):
+    """Two rollouts of a frozen module's 100 tokens and a trained one's 5 and 3: weights as if the 5 and 3 were all."""
+    grow = Grow(("big", "small"))
+    for number, tokens in enumerate((5, 3)):
+        first = grow.call(f"q/{number}b", None, "big", 100, values=(9.0 * number,) * 100)
+        last = grow.call(f"q/{number}s", first, "small", tokens, values=(0.0,) * tokens)
+        grow.end(last, float(number), id=f"q/{number}", fork="small")
+    found = by_call(credit(grow.forest, name, frozen=("big",), loss_mean=mean, beta=0.0))
+    assert not any(found["q/0b"].weights + found["q/1b"].weights)
+    expected = {"seq": (1 / 10, 1 / 6), "token": (1 / 8, 1 / 8), "constant": (1 / 10, 1 / 10)}[mean]
+    assert (found["q/0s"].weights[0], found["q/1s"].weights[0]) == pytest.approx(expected)
+    if name == "mappo":
+        # Advantages before whitening are the outcomes, 0 and 1, at 5 and 3 tokens.
+        assert found["q/0s"].advantages == pytest.approx((-(3 / 8) / (15 / 56) ** 0.5,) * 5)

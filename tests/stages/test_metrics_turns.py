@@ -83,3 +83,25 @@ def test_the_gap_is_told_by_module(tmp_path):
     _, (metrics,) = trained(tmp_path, calls_of=shifted)
     assert metrics["module/a/logprob_gap_mean"] == pytest.approx(0.0, abs=1e-5)
     assert metrics["module/b/logprob_gap_mean"] == pytest.approx(0.25, abs=1e-5)
+
+
+def test_similarity_is_a_mean_over_all_pairs():
+    """Of eight texts one differs: 21 of 28 pairs are equal. Texts that are nothing but an article are equal too."""
+    grow = Grow(("a", "b"))
+    for number in range(8):
+        leaf = grow.call(f"q/{number}#0", None, "a", text="another" if number == 0 else "one answer")
+        grow.end(grow.call(f"q/{number}#1", leaf, "b", text="The!"), float(number), id=f"q/{number}")
+    algo = ALGO_SCHEMAS["dr_mas"].model_validate({"name": "dr_mas"})
+    metrics = credit_metrics(grow.forest, assign_credit(grow.forest, algo, 0).entries)
+    assert metrics["similarity/a"] == pytest.approx(21 / 28)
+    assert metrics["similarity/b"] == 1.0
+
+
+def test_failed_rollouts_count_as_the_task_says_and_retries_are_counted():
+    grow = Grow(("a",))
+    grow.end(grow.call("q/0", None, "a", attempts=3), 1.0, metrics={"leakage": 0.2})
+    grow.end(grow.call("q/1", None, "a"), -0.5, error="parse")
+    metrics = forest_metrics(grow.forest, failed={"leakage": 1.0})
+    assert metrics["task/leakage"] == pytest.approx(0.6)
+    assert metrics["module/a/attempts"] == 2.0
+    assert forest_metrics(grow.forest)["task/leakage"] == pytest.approx(0.1)

@@ -272,6 +272,15 @@ def test_what_cannot_be_corrected_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_kl_term_in_the_reward_needs_recorded_logprobs(random_model: str, tmp_path: Path, capsys: Any) -> None:
+    options = ["algo=ppo", "algo.beta=0.1", "algo.temperature=0.7", "algo.top_p=0.9"]
+    line = [option for option in command(random_model, tmp_path / "run") if not option.startswith("algo")]
+    assert main([*line, *options]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "algo.kl: got reward, which takes the log-probabilities that the engine records, and vLLM can record" in said
+    assert "use algo.top_p=1 and algo.top_k=0, algo.kl=loss or algo.beta=0" in said
+
+
 async def _slowly(value: int, seconds: float = 0.05) -> int:
     await asyncio.sleep(seconds)
     return value

@@ -40,6 +40,10 @@ def test_queries(text, queries):
         ("9, 10, 1", 10, (9, 1), True),
         ("10", 10, (), True),
         ("none of them", 10, (), True),
+        ("-1", 10, (), True),  # no index, and none that a minus is left out of
+        ("2, [-1]", 10, (2,), True),
+        ("0-2", 10, (0, 2), False),
+        ("Document-3", 10, (3,), False),
         ("", 10, (), True),
         ("", 0, (), False),
         ("0", 0, (), True),

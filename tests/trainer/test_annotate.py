@@ -65,4 +65,17 @@ def test_an_observation_without_a_following_call_is_named() -> None:
     elsewhere = replace(given, calls={first.id: first, second.id: replace(second, prompt_ids=(1, 2, 3))})
     with pytest.raises(MmrlError, match=r"algo\.obs: all needs the ids of the 2 observation tokens after call q/0#0"):
         observation_ids(elsewhere, first)
-    assert observation_ids(given, first) == (10, 11)
+    assert observation_ids(given, first) == ((10, 11), 3)
+
+
+def test_an_end_of_turn_that_was_taken_back_is_no_part_of_what_follows(tmp_path: Path) -> None:
+    """Sampled 7 8 9, of which 9 ended the turn: the context goes on as 7 8, then observed 10 11."""
+    given = forest()
+    first, second = given.calls.values()
+    calls = {first.id: first, second.id: replace(second, prompt_ids=(5, 6, 7, 8, 10, 11))}
+    made = trainer(tmp_path, obs="all")
+    found, _ = annotate(made.forwards, replace(given, calls=calls)).calls.values()
+    (expected,) = made.forwards.values([call(9, None, (5, 6), (7, 8, 10, 11))])
+    # 7 and 8; then 9, and 10 in its place, come after the same tokens; then 11.
+    assert found.values == pytest.approx([*expected[:3], *expected[2:]], abs=1e-6)
+    assert len(found.values) == first.completion_tokens + first.observation_tokens

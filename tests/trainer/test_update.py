@@ -262,3 +262,18 @@ def test_gradient_checkpointing_changes_no_weight(lora: LoraConfig | None, tmp_p
         assert trainer.args.gradient_checkpointing is checkpointing
         found.append(weights_of(trainer))
     assert all(torch.allclose(found[0][name], found[1][name], atol=1e-6) for name in found[0])
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("old", ["sampler", "recompute"])
+def test_dropout_is_in_the_update_alone(old: str, minibatches: int, tmp_path: Path) -> None:
+    """With a sampler that agrees, the gap is 0 and the ratio is that of one policy with and without dropout."""
+    lora = LoraConfig(r=4, alpha=64, dropout=0.5)
+    options = {"lora": lora, "old_logprobs": old, "steps": 2, "lr": 0.05, "algo": {"minibatches": minibatches}}
+    _, (_, metrics) = trained(tmp_path, calls_of=lambda trainer: halved(agreeing(trainer), minibatches), **options)
+    assert metrics["train/logprob_gap_max"] < 1e-5
+    assert abs(metrics["train/ratio_mean"] - 1) > 1e-4
+
+
+def halved(calls: list[TrainCall], minibatches: int) -> list[TrainCall]:
+    return [replace(call, minibatch=number % minibatches) for number, call in enumerate(calls)]
