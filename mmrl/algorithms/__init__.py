@@ -66,7 +66,8 @@ def assign_credit(
 
     Args:
         minibatch: see `Algorithm.credit`.
-        frozen: modules left out of the loss (`model.modules`): their tokens count in no |o|, no mean and no whitening.
+        frozen: modules left out of the loss (`model.modules`): their tokens count in no |o|, no token mean and no
+            whitening. Groups of them alone keep their share, so that no other group's weights change.
     """
     algo = algo.leaving_out(frozen)
     credit = ALGORITHMS[algo.name].credit(_without_kl(forest, frozen), algo, seed, minibatch)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from mmrl.config.algo import GroupConfig
-from mmrl.credit.entries import Group
+from mmrl.credit.entries import Group, Member
 from mmrl.credit.loss_weights import Minibatches, Unit, per_token, two_level
 from mmrl.errors import DataError
 
@@ -64,11 +64,13 @@ def is_constant(rewards: Sequence[float]) -> bool:
 
 def weigh(groups: Sequence[Group], algo: GroupConfig, minibatch: Minibatches = None) -> list[Group]:
     """Weigh tokens by 1 / (groups · G · |o|) for every member, or as `algo.loss_mean` says (GRPO, mmGRPO)."""
-    units = [
-        Unit(m.call.example, g.id, 0 if g.vanished else m.tokens(algo.left_out), compared=not g.of_one)
-        for g in groups
-        for m in g.members
-    ]
+
+    def unit(group: Group, member: Member) -> Unit:
+        tokens = 0 if group.vanished else member.tokens(algo.left_out)
+        frozen = not (tokens or group.vanished) and member.tokens() > 0
+        return Unit(member.call.example, group.id, tokens, compared=not group.of_one, frozen=frozen)
+
+    units = [unit(group, member) for group in groups for member in group.members]
     return with_weights(groups, per_token(units, two_level(units, minibatch), algo, minibatch))
 
 

@@ -27,6 +27,8 @@ class Unit:
     """|o|: trained tokens; 0 where it counts as not sampled."""
     compared: bool = True
     """False: its share is counted and lost (a group of one)."""
+    frozen: bool = False
+    """True: all its tokens are of modules out of the loss. Its group counts: freezing it changes no other group."""
 
     @property
     def counts(self) -> bool:
@@ -37,10 +39,11 @@ class Unit:
 def two_level(units: Sequence[Unit], minibatch: Minibatches = None) -> list[float]:
     """Compute shares 1 / (slots · units of the slot): mean over groups of the mean over their units (GRPO, mmGRPO).
 
-    Units without a token take no share from the others. Returns one share per unit; 0 where it has no weight.
+    Units without a token take no share from the others, but for the groups of frozen ones. Returns one share per unit;
+    0 where it has no weight.
     """
     steps = [minibatch_of(unit.example, minibatch) for unit in units]
-    filled = {(step, unit.slot) for step, unit in zip(steps, units, strict=True) if unit.tokens}
+    filled = {(step, unit.slot) for step, unit in zip(steps, units, strict=True) if unit.tokens or unit.frozen}
     slots = Counter(step for step, _ in filled)
     sizes = Counter((unit.example, unit.slot) for unit in units if unit.counts)
     return [

@@ -52,14 +52,15 @@ def test_advantages_times_their_factor_worked_by_hand():
     assert all(found[c].weights == plain[c].weights and found[c].reward == plain[c].reward for c in plain)
 
 
-@pytest.mark.parametrize("name", ["mmgrpo", "grpo"])
-def test_a_frozen_module_has_no_weight_and_moves_no_other(name):
+@pytest.mark.parametrize(("name", "weight"), [("mmgrpo", 1 / 4), ("grpo", 1 / 2)])
+def test_a_frozen_module_has_no_weight_and_moves_no_other(name, weight):
+    """mmGRPO: 2 groups of 2 calls with 1 token. GRPO: 2 rollouts, of whose 3 tokens the frozen module has 2."""
     plain, found = credit(name), credit(name, frozen=("rewriter",))
     for call in ("q/0#0", "q/1#0"):
         assert not any(found[call].weights)
         assert found[call].advantages == plain[call].advantages
     for call in ("q/0#1", "q/1#1"):
-        assert found[call] == plain[call]
+        assert found[call] == replace(plain[call], weights=(weight,))
 
 
 def test_mhgpo_counts_a_frozen_module_out_of_n():
