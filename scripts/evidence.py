@@ -73,9 +73,13 @@ def main(words: Sequence[str]) -> int:
         kept = record(Path(folder), also)
         summary = kept["summary"]
         # Of a program of one's own its file: `dspy` or `agent` would be the name of all of them.
-        words = [word for word in shlex.split(kept["command"]) if word.startswith(("task.program=", "task.agent="))]
+        line = shlex.split(kept["command"])
+        words = [word for word in line if word.startswith(("task.program=", "task.agent="))]
         task = words[0].partition("=")[2].partition(":")[0].rpartition(".")[2] if words else summary["task"]
-        path = FOLDER / f"{task}-{summary['algo']}-s{summary['seed']}.json"
+        # A set keeps the runs of an algorithm in a folder: `mmgrpo` after `miprov2`; a supervised start is no news.
+        stages = [Path(word).parent.name for word in line if word.startswith("from=")] + [summary["algo"]]
+        stages = [stage for stage in stages if stage != "sft"] or ["sft"]
+        path = FOLDER / f"{task}-{'_'.join(stages)}-s{summary['seed']}.json"
         path.write_text(json.dumps(kept, separators=(",", ":")) + "\n", encoding="utf-8")
         print(f"{path.name}: {path.stat().st_size:,} bytes")
     return 0
